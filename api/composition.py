@@ -44,9 +44,10 @@ from inference.safety.safety_file import Safety, read_safety
 from inference.text.tokenizer import Tokenizer
 from metering.control.control_channel import ControlChannel
 from metering.core.errors import InvalidValue
-from metering.holds.holds import HoldStore, UsageNotices
+from metering.holds.holds import HoldStore
 from metering.holds.journal import UsageJournal
 from metering.holds.preauthorized_holds import GraceTerms
+from metering.holds.usage_notices import UsageNotices
 from metering.receipts.signing import Signer, load_signer
 from metering.store.db import Sessions, StoreGate
 from metering.tenants.key_uses import KeyUses

@@ -65,10 +65,10 @@ from inference.safety.safety_file import ClassifierProcess
 from inference.workers.process import SpareWorkers
 from metering.control.control_channel import ControlChannel
 from metering.core.errors import DatabaseUnavailable
-from metering.holds.holds import UsageNotices
 from metering.holds.journal import UsageJournal, check_locks
 from metering.holds.lease_clock import boot_time_s
 from metering.holds.recovery import recover_journals
+from metering.holds.usage_notices import UsageNotices
 from metering.invoicing.invoice_document import Issuer
 from metering.receipts.signing import Signer
 from metering.store.db import (

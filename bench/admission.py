@@ -62,9 +62,9 @@ from metering.pricing.prices import TokenPrices
 from metering.quotas.quota_rules import Payer, QuotaStates
 from metering.receipts.signing import ensure_key, read_key
 from metering.store.db import psycopg_conninfo
-from metering.store.exchange import Connection
 from metering.store.group_commit import awaited
 from metering.store.migrations_runner import migrate
+from metering.store.pipeline import Connection
 
 CONNECTION_COUNT_MAX = 64
 

@@ -25,7 +25,7 @@ from bench.harness import MODEL
 from metering.quotas.quota_rules import Payer
 from metering.store import embedded_postgres
 from metering.store.db import psycopg_conninfo
-from metering.store.exchange import Connection
+from metering.store.pipeline import Connection
 
 INPUT_TOKENS, OUTPUT_TOKENS = 100, 20
 TOKENS = INPUT_TOKENS + OUTPUT_TOKENS

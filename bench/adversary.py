@@ -56,7 +56,7 @@ from bench.harness import (
 )
 from bench.streams import scale
 from metering.store.db import psycopg_conninfo
-from metering.tenants.tenants import hash_of
+from metering.tenants.authentication import hash_of
 
 STREAMS, PROBES = 8, 2
 QUIET, NO_QUOTA, QUOTA = "quiet", "quota 0", "normal quota"

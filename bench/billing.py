@@ -37,8 +37,8 @@ from bench.admission_peers import INPUT_TOKENS, OUTPUT_TOKENS
 from bench.harness import children_of, cpu_s, create_tenants, database, postgres_pid, quantile_ms
 from metering.core.models import Outcome
 from metering.export.deliveries import export_usage
-from metering.holds.holds import NOTICE_INTERVAL_S, UsageNotices
 from metering.holds.operations import Settle
+from metering.holds.usage_notices import NOTICE_INTERVAL_S, UsageNotices
 from metering.ledger.rating import rate_all_pending
 from metering.quotas.quota_rules import Payer
 from metering.store.db import create_engine, create_sessions, psycopg_conninfo

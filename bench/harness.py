@@ -31,7 +31,7 @@ from metering.quotas.quota_rules import Payer
 from metering.store import embedded_postgres
 from metering.store.db import psycopg_conninfo
 from metering.store.migrations_runner import migrate
-from metering.tenants.tenants import hash_of, new_secret, prefix_of
+from metering.tenants.authentication import hash_of, new_secret, prefix_of
 
 MODEL = "bench"
 START_MAX_S = 180.0  # far above a start on a busy machine

@@ -62,7 +62,7 @@ from inference.text.tokenizer import Tokenizer
 from infra.clients import ClientFailed
 from infra.peers import PEERS, install
 from metering.store.db import psycopg_conninfo
-from metering.tenants.tenants import prefix_of
+from metering.tenants.authentication import prefix_of
 
 OUTPUT_TOKENS = 16
 PROMPT = " ".join(["hotel"] * 25)

@@ -468,7 +468,7 @@ BORDERS = (
                 "api/openai/",
                 "api/console/",
                 "api/metrics/operator_http.py",
-                "metering/alerts/delivering.py",
+                "metering/alerts/webhooks.py",
                 "metering/export/stripe_inbox.py",
                 "inference/adapters/remote_http.py",
                 "bench/door_load.py",

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from common.incidents import Retries
 from metering.alerts.alerts import fire_due_alerts
-from metering.alerts.delivering import allows_private, deliver_alerts
+from metering.alerts.webhooks import allows_private, deliver_alerts
 from metering.celery_app import TIME_LIMIT_S, rating_request, task
 from metering.core.errors import DatabaseUnavailable, InvalidValue, InvariantViolated
 from metering.export.deliveries import export_usage

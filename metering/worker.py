@@ -17,7 +17,7 @@ import psycopg
 
 from common.backoff import Backoff
 from common.incidents import INCIDENT_COUNTS, Retries
-from metering.holds.holds import CHANNEL
+from metering.holds.usage_notices import CHANNEL
 from metering.store.db import KEEPALIVES, connection_options, psycopg_conninfo
 from metering.store.refusals import AWAY
 

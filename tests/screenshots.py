@@ -32,7 +32,8 @@ from infra.architecture import ROOT
 from metering.pricing.prices import get_price
 from metering.store.db import create_engine, create_sessions
 from metering.store.embedded_postgres import EmbeddedPostgres
-from metering.tenants.tenants import find_api_key, find_organization
+from metering.tenants.api_keys import find_api_key
+from metering.tenants.tenants import find_organization
 from tests.conftest import new_home, remove_home
 from tests.metering.books import Consumed, Customer, add_usage
 from tests.service import wait_for

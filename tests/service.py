@@ -45,13 +45,8 @@ from metering.core.models import QuotaDimension, QuotaSubject
 from metering.pricing.prices import set_price
 from metering.quotas.quota_admin import set_quota
 from metering.store.db import create_engine, create_sessions
-from metering.tenants.tenants import (
-    KeyRecord,
-    create_api_key,
-    create_organization,
-    create_project,
-    revoke_api_key,
-)
+from metering.tenants.api_keys import KeyRecord, create_api_key, revoke_api_key
+from metering.tenants.tenants import create_organization, create_project
 from tests.conftest import ask
 from tests.forked_hosts import children_of, start_api
 from tests.forks import Forked

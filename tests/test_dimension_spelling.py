@@ -23,7 +23,7 @@ from api.observability.observer import RequestCounts
 from api.openai.gateway import ListedModel
 from api.openai.refusals import refusal_of
 from metering.alerts.alerts import Alert, ListedAlert
-from metering.alerts.delivering import body_of
+from metering.alerts.webhooks import body_of
 from metering.core.models import (
     Organization,
     Quota,

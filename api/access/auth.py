@@ -49,8 +49,8 @@ from metering.core.errors import DatabaseUnavailable, KeyInvalid
 from metering.holds.lease_clock import boot_time_s
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, patience
+from metering.tenants.authentication import Principal, authenticate
 from metering.tenants.networks import Network, allows
-from metering.tenants.tenants import Principal, authenticate
 
 ADDRESSES_MAX = 10_000  # some 500 bytes each; beyond it the least recently seen address is dropped
 # Failures: a caller that returns on time must not be refused because of a rounding error.

@@ -48,7 +48,7 @@ from api.core.messages import (
     webhook_message,
 )
 from inference.routing.router import Router
-from metering.alerts import delivering as webhooks
+from metering.alerts import webhooks
 from metering.alerts.alerts import find_alert
 from metering.configuration.configuration import (
     VIOLATION_COUNT_MAX,
@@ -61,11 +61,11 @@ from metering.configuration.configuration import (
     OrganizationSpec,
     PriceSpec,
     ProjectSpec,
-    QuotaPlace,
+    QuotaKey,
     QuotaSpec,
     apply_configuration,
     present_state,
-    said_thresholds,
+    stated_thresholds,
 )
 from metering.control import live
 from metering.control.live import LiveRow, cancel_request
@@ -82,11 +82,14 @@ from metering.plans.plans import Allowance, LineKind, PlanRules, PriceStep, Sele
 from metering.pricing import prices
 from metering.pricing.prices import CustomerPrice, ModelPrice
 from metering.quotas import quota_admin, quota_states
-from metering.quotas.quota_rules import THRESHOLDS_MAX, QuotaState
+from metering.quotas.quota_admin import THRESHOLDS_MAX
+from metering.quotas.quota_rules import QuotaState
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions
-from metering.tenants import admin_requests, tenants
+from metering.tenants import admin_requests, api_keys, tenants
 from metering.tenants.admin_requests import take_changes_lock
+from metering.tenants.api_keys import find_api_key, subject_ids
+from metering.tenants.authentication import Principal
 from metering.tenants.billing_profiles import (
     BillingProfile,
     billing_profile,
@@ -94,13 +97,7 @@ from metering.tenants.billing_profiles import (
     set_billing_profile,
 )
 from metering.tenants.networks import excludes, normalized
-from metering.tenants.tenants import (
-    Principal,
-    find_api_key,
-    find_organization,
-    organization_names,
-    subject_ids,
-)
+from metering.tenants.tenants import find_organization, organization_names
 
 WEIGHTS = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")
 # Names in the contract of columns that hold times.
@@ -192,7 +189,7 @@ class AdminCalls:
             yield acting.session, acting.actor
 
 
-Quotas = tuple[tuple[QuotaPlace, QuotaSpec], ...]
+Quotas = tuple[tuple[QuotaKey, QuotaSpec], ...]
 
 
 class Parsing:
@@ -255,7 +252,7 @@ class Parsing:
 
     def quota(
         self, path: str, message: configuration_pb2.QuotaConfiguration
-    ) -> tuple[QuotaPlace, QuotaSpec]:
+    ) -> tuple[QuotaKey, QuotaSpec]:
         dimension = wire.DIMENSIONS_BY_NUMBER.get(message.dimension)
         if dimension is None:
             self.violations.append(
@@ -276,12 +273,12 @@ class Parsing:
                     "a temporary override has a limit, an end and a reason: set all three or none",
                 )
             )
-        place = QuotaPlace(
+        place = QuotaKey(
             dimension or next(iter(wire.DIMENSIONS)), message.model, message.for_new_keys
         )
         values = {name: getattr(message, name) for name in ("enforced", *WEIGHTS) if name in said}
         if message.HasField("alert_at"):
-            values["alert_at"] = said_thresholds(
+            values["alert_at"] = stated_thresholds(
                 place.dimension, message.alert_at.values[: THRESHOLDS_MAX + 1]
             )
         if all(given):
@@ -341,7 +338,7 @@ def project_configuration(project: ProjectSpec) -> configuration_pb2.ProjectConf
     )
 
 
-def quota_message(quota: tuple[QuotaPlace, QuotaSpec]) -> configuration_pb2.QuotaConfiguration:
+def quota_message(quota: tuple[QuotaKey, QuotaSpec]) -> configuration_pb2.QuotaConfiguration:
     """Return the message of a quota, with default values unset."""
     place, spec = quota
     message = place_message(place)
@@ -360,7 +357,7 @@ def quota_message(quota: tuple[QuotaPlace, QuotaSpec]) -> configuration_pb2.Quot
     return message
 
 
-def place_message(place: QuotaPlace) -> configuration_pb2.QuotaConfiguration:
+def place_message(place: QuotaKey) -> configuration_pb2.QuotaConfiguration:
     dimension = wire.DIMENSIONS[place.dimension]
     return configuration_pb2.QuotaConfiguration(
         dimension=dimension, model=place.model, for_new_keys=place.for_new_keys
@@ -418,7 +415,7 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
         billing profiles are printed.
 
         in_thread: runs work on a configuration, see `Process.in_thread`. private_webhooks: see
-        `alerts/delivering.py`.
+        `alerts/webhooks.py`.
         """
         super().__init__(authenticator, sessions)
         self._router = router
@@ -580,14 +577,14 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
                 )
         return live_pb.ExpireOverdueHoldsResponse(expired_count=expired_count)
 
-    async def _place(self, request_id: uuid.UUID, project: str) -> tuple[live.Place, bool]:
+    async def _place(self, request_id: uuid.UUID, project: str) -> tuple[live.ProjectRequest, bool]:
         """Return the place of a request and whether it has ended.
 
         Raises: NotFound; InvalidValue if it runs in several projects.
         """
         async with self._sessions() as session:
             project_id = (await tenants.find_project(session, project)).id if project else None
-            places = await live.find_places(session, request_id, project_id)
+            places = await live.find_project_requests(session, request_id, project_id)
         running = [place for place in places if place.is_held] or await live.find_waiting(
             self._sessions, request_id, project_id
         )
@@ -605,7 +602,7 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
             )
         return matches[0], not running
 
-    async def _wait_for_end(self, request_id: uuid.UUID, place: live.Place) -> bool:
+    async def _wait_for_end(self, request_id: uuid.UUID, place: live.ProjectRequest) -> bool:
         """Wait until a request has ended; return False if it has not within `END_WAIT_S`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_WAIT_S):
@@ -615,7 +612,7 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
                 return True
         return False
 
-    async def _runs(self, request_id: uuid.UUID, place: live.Place) -> bool:
+    async def _runs(self, request_id: uuid.UUID, place: live.ProjectRequest) -> bool:
         if not place.is_held and await live.find_waiting(
             self._sessions, request_id, place.project_id
         ):
@@ -623,14 +620,14 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
         async with self._sessions() as session:  # a waiting request may have a hold by now
             return any(
                 held.is_held
-                for held in await live.find_places(session, request_id, place.project_id)
+                for held in await live.find_project_requests(session, request_id, place.project_id)
             )
 
     async def _killed(
         self,
         result: live_pb.KillRequestResponse.Result.ValueType,
         request_id: uuid.UUID,
-        place: live.Place,
+        place: live.ProjectRequest,
     ) -> live_pb.KillRequestResponse:
         answer = live_pb.KillRequestResponse(result=result)
         with contextlib.suppress(NotFound):
@@ -1056,7 +1053,7 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
         lifetime = wire.given_duration(request, "lifetime")
         async with self._acting(context) as acting:
             if (earlier := await acting.earlier(request)) is not None:
-                key = await tenants.find_api_key(acting.session, earlier)
+                key = await api_keys.find_api_key(acting.session, earlier)
                 return pb.CreateApiKeyResponse(api_key=key_message(key), existed=True)
             fields: dict[str, Any] = {
                 "organization": request.organization,
@@ -1075,7 +1072,7 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
             if request.allow_existing:
                 key, secret, existed = await admin_requests.ensure_api_key(acting.session, **fields)
             else:
-                key, secret = await tenants.create_api_key(acting.session, **fields)
+                key, secret = await api_keys.create_api_key(acting.session, **fields)
             await acting.record(request, key.id)
             return pb.CreateApiKeyResponse(api_key=key_message(key), secret=secret, existed=existed)
 
@@ -1084,14 +1081,14 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
     ) -> pb.RotateApiKeyResponse:
         """Replace the secret of a key and return the new one, once."""
         overlap = wire.given_duration(request, "overlap")
-        overlap = tenants.OVERLAP if overlap is None else overlap
+        overlap = api_keys.OVERLAP if overlap is None else overlap
         async with self._acting(context) as acting:
             if (earlier := await acting.earlier(request)) is not None:
-                key = await tenants.find_api_key(acting.session, earlier)
+                key = await api_keys.find_api_key(acting.session, earlier)
                 return pb.RotateApiKeyResponse(
                     api_key=key_message(key), overlap_end_time=wire.timestamp(key.overlap_ends_at)
                 )
-            key, secret, ends_at = await tenants.rotate_api_key(
+            key, secret, ends_at = await api_keys.rotate_api_key(
                 acting.session, api_key=request.api_key, overlap=overlap, actor=acting.actor
             )
             await acting.record(request, key.id)
@@ -1103,7 +1100,7 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
         self, request: pb.UpdateApiKeyRequest, context: Context
     ) -> pb.UpdateApiKeyResponse:
         async with self._acting(context) as acting:
-            key = await tenants.update_api_key(
+            key = await api_keys.update_api_key(
                 acting.session,
                 api_key=request.api_key,
                 name=wire.given(request, "name"),
@@ -1133,14 +1130,14 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
         self, request: pb.RevokeApiKeyRequest, context: Context
     ) -> pb.RevokeApiKeyResponse:
         async with self._transaction(context) as (session, actor):
-            key = await tenants.revoke_api_key(session, api_key=request.api_key, actor=actor)
+            key = await api_keys.revoke_api_key(session, api_key=request.api_key, actor=actor)
             return pb.RevokeApiKeyResponse(api_key=key_message(key))
 
     async def ListApiKeys(
         self, request: pb.ListApiKeysRequest, context: Context
     ) -> pb.ListApiKeysResponse:
         async with self._transaction(context) as (session, _):
-            keys = await tenants.list_api_keys(
+            keys = await api_keys.list_api_keys(
                 session,
                 organization=request.organization or None,
                 api_key=request.api_key or None,
@@ -1311,7 +1308,11 @@ class AdminServicer(AdminCalls, pb_grpc.AdminServiceServicer):
 
 
 async def record_kill(
-    session: AsyncSession, actor: str, request_id: uuid.UUID, place: live.Place, reason: str
+    session: AsyncSession,
+    actor: str,
+    request_id: uuid.UUID,
+    place: live.ProjectRequest,
+    reason: str,
 ) -> None:
     hold = await live.find_running_hold(session, place.project_id, request_id)
     before: dict[str, object] = {"project_id": str(place.project_id), "state": "waiting"}
@@ -1513,7 +1514,7 @@ def project_message(project: Project) -> pb.Project:
     return wire.message_of(pb.Project, project, project_id=project.id)
 
 
-def key_message(key: tenants.KeyRecord) -> pb.ApiKey:
+def key_message(key: api_keys.KeyRecord) -> pb.ApiKey:
     return wire.message_of(
         pb.ApiKey,
         key,

@@ -38,8 +38,8 @@ from metering.alerts.alerts import list_alerts
 from metering.core.errors import InvalidValue, InvariantViolated, NotFound
 from metering.core.models import Organization, TokenKind
 from metering.core.money import round_to_minor_unit
+from metering.export.invoice_payments import InvoicePayment, payments_by_month
 from metering.export.reconciliation import Difference, StageSum, reconcile_locally
-from metering.export.stripe_inbox import InvoicePayment, payments_by_month
 from metering.invoicing import adjustments
 from metering.invoicing.adjustments import AdjustmentRecord
 from metering.invoicing.closing import CloseTerms, check_month, close_month
@@ -61,19 +61,19 @@ from metering.invoicing.months import (
 from metering.ledger.ledger import month_bounds, month_text
 from metering.receipts.months import list_receipt_keys, receipt_month, receipts_page
 from metering.reports.focus import FOCUS_VERSION, focus_csv
+from metering.reports.forecast import CONFIDENCE, Forecast, forecast
 from metering.reports.usage_reports import (
-    CONFIDENCE,
-    Forecast,
     Grouping,
     UsageFilter,
     UsageRow,
     daily_costs,
-    forecast,
     usage_page,
     usage_total,
 )
 from metering.store.db import Sessions, database_now, patience, read_one_moment
-from metering.tenants.tenants import Principal, find_api_key, find_organization, find_project
+from metering.tenants.api_keys import find_api_key
+from metering.tenants.authentication import Principal
+from metering.tenants.tenants import find_organization, find_project
 
 # Waiting reports of one key; a page of the console requests several at once.
 WAITING_PER_KEY_MAX = 16

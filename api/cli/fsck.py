@@ -18,7 +18,8 @@ from weir_cli.texts import duration_text
 
 from api.cli.stack import clear_failures, local_database, open_sessions
 from metering.invoicing.months import changed_months
-from metering.proof.fsck import CHECKS, Check, Moment, Verdict, Violation, select_checks
+from metering.proof.check import Check, Moment
+from metering.proof.fsck import CHECKS, Verdict, Violation, select_checks
 from metering.proof.fsck import fsck as run_checks
 
 MOMENTS = {

@@ -73,12 +73,9 @@ from metering.store.embedded_postgres import EmbeddedPostgres, PostgresNotStarte
 from metering.store.migrations_runner import SchemaUnknown
 from metering.store.migrations_runner import migrate as upgrade
 from metering.store.refusals import cause_of, is_conflict, refusal_of
-from metering.tenants.tenants import (
-    authenticate,
-    create_api_key,
-    create_organization,
-    create_project,
-)
+from metering.tenants.api_keys import create_api_key
+from metering.tenants.authentication import authenticate
+from metering.tenants.tenants import create_organization, create_project
 from metering.worker import READY_FILE, worker_command
 
 stderr = Console(stderr=True, highlight=False)

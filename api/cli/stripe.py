@@ -30,6 +30,7 @@ from metering.export.export_settings import (
     stripe_settings,
 )
 from metering.export.exporting import Stream, counted
+from metering.export.invoice_payments import PaymentState
 from metering.export.reconciliation import (
     Difference,
     MonthReconciliation,
@@ -40,7 +41,6 @@ from metering.export.reconciliation import (
     stripe_counts,
 )
 from metering.export.stripe_gateway import StripeGateway
-from metering.export.stripe_inbox import PaymentState
 from metering.export.stripe_sync import ExportStatus, Sync
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization

@@ -17,7 +17,7 @@ from api.core.wire import DIMENSIONS, MICROS_PER_SECOND, SUBJECTS, known_time, m
 from inference.engine import ModelInfo
 from inference.routing.router import Router
 from metering.alerts.alerts import KeyChange, ListedAlert, facts_of
-from metering.alerts.delivering import WebhookState
+from metering.alerts.webhooks import WebhookState
 from metering.core.models import Hold, HoldState, QuotaDimension, QuotaSubject, UsageEvent
 from metering.pricing.prices import CustomerPrice, customer_prices, versions_in_force
 from metering.quotas.quota_rules import NO_WINDOW, QuotaRule, QuotaState, Weights, window_ends
@@ -27,9 +27,9 @@ from metering.receipts.encoding import owners_in, parts_of
 from metering.receipts.months import receipts_of_hold
 from metering.reports.usage_reports import find_recorded_request
 from metering.store.db import Sessions
+from metering.tenants.authentication import Principal
 from metering.tenants.billing_profiles import BillingProfile
 from metering.tenants.four_eyes import KeyAct
-from metering.tenants.tenants import Principal
 
 NO_WEIGHTS = Weights(0, 0, 0)  # of a quota that counts no tokens
 SUBJECT_ORDER = {subject: index for index, subject in enumerate(QuotaSubject)}

@@ -37,7 +37,7 @@ from api.openai.parameters import ParsedRequest
 from api.openai.refusals import CLIENT_CLOSED, Refusal, quota_headers, refusal_of
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
-from metering.tenants.tenants import Principal
+from metering.tenants.authentication import Principal
 
 # A blank before a JSON text changes nothing.
 PADDING = b" "

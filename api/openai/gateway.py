@@ -113,7 +113,7 @@ from inference.routing.router import VERSION_MARK
 from metering.pricing.prices import COUNTS_OF_EVENT
 from metering.quotas.quota_rules import Owner
 from metering.store.db import Sessions
-from metering.tenants.tenants import Principal
+from metering.tenants.authentication import Principal
 
 ENCODINGS = ("float", "base64")
 CUTS = ("END", "end")

@@ -26,7 +26,7 @@ from api.openai.parameters import (
 )
 from api.openai.refusals import check_count, invalid_parameter
 from inference.text.tokenizer import Tokenizer
-from metering.tenants.tenants import Principal
+from metering.tenants.authentication import Principal
 
 TEXT_COUNT_MAX = 128
 # Tokens that become text in one piece, which takes some 50 ms.

@@ -38,7 +38,7 @@ from metering.alerts.alerts import latest_key_change
 from metering.control.live import certificate_of
 from metering.quotas.quota_states import quotas_for
 from metering.store.db import Sessions
-from metering.tenants.tenants import Principal
+from metering.tenants.authentication import Principal
 
 Request = TypeVar("Request", bound=Message)
 Parsed = TypeVar("Parsed")

@@ -34,14 +34,8 @@ from metering.core.models import (
 )
 from metering.core.pages import page_token as token_of
 from metering.core.pages import page_values, utc_time
-from metering.quotas.quota_rules import (
-    ALERTING,
-    DIMENSIONS,
-    NO_WINDOW,
-    Unit,
-    window_end,
-    window_start,
-)
+from metering.quotas.quota_admin import ALERTING_DIMENSIONS
+from metering.quotas.quota_rules import DIMENSIONS, NO_WINDOW, Unit, window_end, window_start
 from metering.quotas.quota_states import subject_names
 from metering.store.db import Sessions, database_now
 from metering.tenants.four_eyes import ACTS, WIDENED, KeyAct, widened_fields
@@ -315,7 +309,7 @@ async def fire_invoice_alert(
 ) -> None:
     """Write an alert and queue it for the webhook, unless it was fired before. Never commits."""
     # Picos are strings: not every JSON reader supports integers of their size.
-    document = asdict(facts) | {
+    fields = asdict(facts) | {
         "amount_due_picos": str(facts.amount_due_picos),
         "amount_paid_picos": str(facts.amount_paid_picos),
     }
@@ -323,17 +317,16 @@ async def fire_invoice_alert(
         "organization_id": organization_id,
         "stripe_invoice_id": stripe_invoice_id,
         "event": event,
-        "invoice": Jsonb(document),
+        "invoice": Jsonb(fields),
     }
     await session.execute(FIRE, parameters)
 
 
 def facts_of(alert: Alert) -> InvoiceFacts:
-    document = alert.invoice
-    assert document is not None
+    fields = alert.invoice
+    assert fields is not None
     return InvoiceFacts(
-        **document
-        | {name: int(document[name]) for name in ("amount_due_picos", "amount_paid_picos")}
+        **fields | {name: int(fields[name]) for name in ("amount_due_picos", "amount_paid_picos")}
     )
 
 
@@ -442,7 +435,7 @@ def scanned_windows(now: datetime) -> list[tuple[QuotaDimension, datetime, datet
     windows = [
         (QuotaDimension.PREPAID_CREDIT_PICOS, NO_WINDOW, datetime.max.replace(tzinfo=now.tzinfo))
     ]
-    for dimension in ALERTING:
+    for dimension in ALERTING_DIMENSIONS:
         starts_at = window_start(dimension, now)
         for _ in range(1 + (DAYS_BACK if DIMENSIONS[dimension][1] is Unit.DAY else MONTHS_BACK)):
             ends_at = window_end(dimension, starts_at)

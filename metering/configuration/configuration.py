@@ -49,10 +49,11 @@ from metering.pricing.prices import (
     set_price,
     versions_in_force,
 )
-from metering.quotas.quota_admin import delete_quota, override_quota, set_quota
+from metering.quotas.quota_admin import delete_quota, override_quota, set_quota, usual_thresholds
 from metering.quotas.quota_recount import Uncounted, recount
-from metering.quotas.quota_rules import Weights, usual_thresholds
+from metering.quotas.quota_rules import Weights
 from metering.store.db import database_now
+from metering.tenants.api_keys import create_api_key, revoke_api_key, update_api_key
 from metering.tenants.billing_profiles import (
     BillingProfile,
     billing_profile,
@@ -60,14 +61,7 @@ from metering.tenants.billing_profiles import (
     set_billing_profile,
 )
 from metering.tenants.networks import Address, excludes
-from metering.tenants.tenants import (
-    create_api_key,
-    create_organization,
-    create_project,
-    find_organization,
-    revoke_api_key,
-    update_api_key,
-)
+from metering.tenants.tenants import create_organization, create_project, find_organization
 
 Value = str | int | bool | None | list[str] | list[int]
 VIOLATION_COUNT_MAX = 100  # after them nothing more is applied: each costs some savepoints
@@ -113,7 +107,7 @@ CheckProfile = Callable[[BillingProfile], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class QuotaPlace:
+class QuotaKey:
     """Identity of a limit within its subject."""
 
     dimension: QuotaDimension
@@ -139,8 +133,8 @@ class QuotaSpec:
     def of(cls, quota: Quota, now: datetime) -> QuotaSpec:
         """Return the present settings of a limit, without an expired override."""
         spec = cls(**{each.name: getattr(quota, each.name) for each in fields(cls)})
-        said = said_thresholds(QuotaDimension(quota.dimension), quota.alert_at)
-        return replace(spec, alert_at=said).without_past_override(now)
+        stated = stated_thresholds(QuotaDimension(quota.dimension), quota.alert_at)
+        return replace(spec, alert_at=stated).without_past_override(now)
 
     def without_past_override(self, now: datetime) -> QuotaSpec:
         """Return the settings without an expired override."""
@@ -162,7 +156,7 @@ class KeySpec:
     max_output_tokens: int | None = None
     strict_parameters: bool = False
     expires_at: datetime | None = None
-    quotas: tuple[tuple[QuotaPlace, QuotaSpec], ...] = ()
+    quotas: tuple[tuple[QuotaKey, QuotaSpec], ...] = ()
     prune_quotas: bool = False
 
 
@@ -171,7 +165,7 @@ class ProjectSpec:
     """A project with its keys."""
 
     name: str
-    quotas: tuple[tuple[QuotaPlace, QuotaSpec], ...] = ()
+    quotas: tuple[tuple[QuotaKey, QuotaSpec], ...] = ()
     keys: tuple[KeySpec, ...] = ()
     prune_quotas: bool = False
     prune_keys: bool = False
@@ -186,7 +180,7 @@ class OrganizationSpec:
 
     name: str
     currency_code: str = ""
-    quotas: tuple[tuple[QuotaPlace, QuotaSpec], ...] = ()
+    quotas: tuple[tuple[QuotaKey, QuotaSpec], ...] = ()
     projects: tuple[ProjectSpec, ...] = ()
     prune_quotas: bool = False
     billing_profile: BillingProfile | None = None
@@ -237,7 +231,7 @@ class Change:
     kind: str
     path: str
     fields: tuple[FieldChange, ...] = ()
-    quota: QuotaPlace | None = None
+    quota: QuotaKey | None = None
     key_prefix: str = ""
     secret: str = field(default="", repr=False)
 
@@ -250,7 +244,9 @@ class ConfigurationViolation:
     message: str
 
 
-def said_thresholds(dimension: QuotaDimension, thresholds: Iterable[int]) -> tuple[int, ...] | None:
+def stated_thresholds(
+    dimension: QuotaDimension, thresholds: Iterable[int]
+) -> tuple[int, ...] | None:
     """Return the sorted alert thresholds of a limit; None for the default."""
     alert_at = tuple(sorted(thresholds))
     return None if alert_at == usual_thresholds(dimension) else alert_at
@@ -292,7 +288,7 @@ Made = TypeVar("Made", Organization, Project)
 
 
 # Defaults that a new limit is compared with, so that only other values are reported.
-PLAIN = QuotaSpec(limit_value=-1)
+UNLIMITED = QuotaSpec(limit_value=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,37 +387,37 @@ class Attempts:
         self.created.add(made.id)
         return made
 
-    async def _organization(self, path: str, wanted: OrganizationSpec) -> None:
-        query = select(Organization).where(Organization.name == wanted.name)
+    async def _organization(self, path: str, desired: OrganizationSpec) -> None:
+        query = select(Organization).where(Organization.name == desired.name)
         existing: Organization | None = await self.session.scalar(query)
         if existing is None:
-            code = self._currency(path, wanted.currency_code or "USD")
+            code = self._currency(path, desired.currency_code or "USD")
             existing = await self._made(
                 path,
-                wanted.name,
+                desired.name,
                 lambda name: create_organization(
                     self.session, name=name, currency_code=code, actor=self.actor
                 ),
             )
             changes = (FieldChange("currency_code", None, code),)
-            self.changes.append(Change(Action.CREATE, "organization", wanted.name, changes))
-        elif wanted.currency_code not in ("", existing.currency_code):
+            self.changes.append(Change(Action.CREATE, "organization", desired.name, changes))
+        elif desired.currency_code not in ("", existing.currency_code):
             self._wrong(
                 f"{path}.currency_code",
                 f"it is {existing.currency_code}, which never changes: create another organization",
             )
-        if wanted.billing_profile is not None:
+        if desired.billing_profile is not None:
             await self._billing_profile(
-                f"{path}.billing_profile", wanted.name, existing, wanted.billing_profile
+                f"{path}.billing_profile", desired.name, existing, desired.billing_profile
             )
         await self._quotas(
-            Subject(path, wanted.name, QuotaSubject.ORGANIZATION, existing.id), wanted
+            Subject(path, desired.name, QuotaSubject.ORGANIZATION, existing.id), desired
         )
         query_projects = select(Project).where(Project.organization_id == existing.id)
         projects = {project.name: project for project in await self.session.scalars(query_projects)}
-        self._check_names(f"{path}.projects", "name", [each.name for each in wanted.projects])
-        for index, project in enumerate(wanted.projects):
-            shown = f"{wanted.name}/{project.name}"
+        self._check_names(f"{path}.projects", "name", [each.name for each in desired.projects])
+        for index, project in enumerate(desired.projects):
+            shown = f"{desired.name}/{project.name}"
             await self._project(
                 f"{path}.projects[{index}]",
                 shown,
@@ -430,7 +426,7 @@ class Attempts:
                 projects.pop(project.name, None),
             )
         self.kept += [
-            Change(Action.KEEP, "project", f"{wanted.name}/{name}") for name in sorted(projects)
+            Change(Action.KEEP, "project", f"{desired.name}/{name}") for name in sorted(projects)
         ]
 
     def _currency(self, path: str, code: str) -> str:
@@ -442,16 +438,16 @@ class Attempts:
             return "USD"
 
     async def _billing_profile(
-        self, path: str, shown: str, owner: Organization, wanted: BillingProfile
+        self, path: str, shown: str, owner: Organization, desired: BillingProfile
     ) -> None:
         before = await billing_profile(self.session, owner.id) or BillingProfile()
-        changes = differences(before, wanted, [each.name for each in fields(BillingProfile)])
+        changes = differences(before, desired, [each.name for each in fields(BillingProfile)])
         if not changes:
             return
 
         async def change() -> BillingProfile:
             profile = await set_billing_profile(
-                self.session, organization=str(owner.id), profile=wanted, actor=self.actor
+                self.session, organization=str(owner.id), profile=desired, actor=self.actor
             )
             if self.check_profile is not None:
                 await self.check_profile(profile)
@@ -465,19 +461,19 @@ class Attempts:
         path: str,
         shown: str,
         owner: Organization,
-        wanted: ProjectSpec,
+        desired: ProjectSpec,
         existing: Project | None,
     ) -> None:
         if existing is None:
             existing = await self._made(
                 path,
-                wanted.name,
+                desired.name,
                 lambda name: create_project(
                     self.session, organization=str(owner.id), name=name, actor=self.actor
                 ),
             )
             self.changes.append(Change(Action.CREATE, "project", shown))
-        await self._quotas(Subject(path, shown, QuotaSubject.PROJECT, existing.id), wanted)
+        await self._quotas(Subject(path, shown, QuotaSubject.PROJECT, existing.id), desired)
         query = (
             select(ApiKey)
             .where(ApiKey.project_id == existing.id, ApiKey.revoked_at.is_(None))
@@ -485,10 +481,10 @@ class Attempts:
         )
         left = {key.prefix: key for key in await self.session.scalars(query)}
         self._check_names(
-            f"{path}.keys", "name", [each.prefix or each.name for each in wanted.keys]
+            f"{path}.keys", "name", [each.prefix or each.name for each in desired.keys]
         )
-        named = {each.prefix for each in wanted.keys}
-        for index, key in enumerate(wanted.keys):
+        named = {each.prefix for each in desired.keys}
+        for index, key in enumerate(desired.keys):
             of_name = [
                 prefix
                 for prefix, found in left.items()
@@ -499,14 +495,14 @@ class Attempts:
             )
         for surplus in left.values():
             await self._surplus_key(
-                path, f"{shown}/{surplus.name}", surplus, prune=wanted.prune_keys
+                path, f"{shown}/{surplus.name}", surplus, prune=desired.prune_keys
             )
 
     async def _key(
         self,
         path: str,
         shown: str,
-        wanted: KeySpec,
+        desired: KeySpec,
         owner: Project,
         left: dict[str, ApiKey],
         of_name: list[str],
@@ -516,14 +512,14 @@ class Attempts:
 
         of_name: prefixes of the keys with its name that are not named by prefix.
         """
-        for model in sorted(set(wanted.models) - set(self.models)):
+        for model in sorted(set(desired.models) - set(self.models)):
             self._wrong(
                 f"{path}.models",
                 f"no model {model!r} is served: give some of {', '.join(sorted(self.models))}",
             )
         existing: ApiKey | None = None
-        if wanted.prefix:
-            if (existing := left.pop(wanted.prefix, None)) is None:
+        if desired.prefix:
+            if (existing := left.pop(desired.prefix, None)) is None:
                 self._wrong(
                     f"{path}.prefix",
                     "the project has no such key that is not revoked: leave it out to create one",
@@ -541,22 +537,22 @@ class Attempts:
         elif of_name:
             existing = left.pop(of_name[0])
         if existing is None:
-            existing = await self._new_key(path, shown, owner, wanted)
+            existing = await self._new_key(path, shown, owner, desired)
         else:
-            await self._changed_key(path, shown, wanted, existing)
+            await self._changed_key(path, shown, desired, existing)
         if existing is not None:
             # Limits that a key got from templates are defined there, and are left alone.
             limits = select(Quota).where(
                 Quota.subject_id.in_((owner.organization_id, owner.id)), Quota.for_new_keys
             )
             templates = await self.session.scalars(limits.where(Quota.deleted_at.is_(None)))
-            defaults = frozenset(replace(place_of(row), for_new_keys=False) for row in templates)
+            defaults = frozenset(replace(key_of(row), for_new_keys=False) for row in templates)
             await self._quotas(
-                Subject(path, shown, QuotaSubject.API_KEY, existing.id), wanted, defaults
+                Subject(path, shown, QuotaSubject.API_KEY, existing.id), desired, defaults
             )
 
     async def _new_key(
-        self, path: str, shown: str, owner: Project, wanted: KeySpec
+        self, path: str, shown: str, owner: Project, desired: KeySpec
     ) -> ApiKey | None:
         made = await self._attempt(
             path,
@@ -564,14 +560,14 @@ class Attempts:
                 self.session,
                 organization=str(owner.organization_id),
                 project=str(owner.id),
-                name=wanted.name,
-                scopes=wanted.scopes,
-                models=wanted.models,
-                allowed_networks=wanted.allowed_networks,
-                max_input_tokens=wanted.max_input_tokens,
-                max_output_tokens=wanted.max_output_tokens,
-                strict_parameters=wanted.strict_parameters,
-                lifetime=None if wanted.expires_at is None else wanted.expires_at - self.now,
+                name=desired.name,
+                scopes=desired.scopes,
+                models=desired.models,
+                allowed_networks=desired.allowed_networks,
+                max_input_tokens=desired.max_input_tokens,
+                max_output_tokens=desired.max_output_tokens,
+                strict_parameters=desired.strict_parameters,
+                lifetime=None if desired.expires_at is None else desired.expires_at - self.now,
                 actor=self.actor,
             ),
         )
@@ -587,19 +583,19 @@ class Attempts:
         )
         return existing
 
-    async def _changed_key(self, path: str, shown: str, wanted: KeySpec, existing: ApiKey) -> None:
-        changes = differences(existing, wanted, ("name", *KEY_FIELDS))
+    async def _changed_key(self, path: str, shown: str, desired: KeySpec, existing: ApiKey) -> None:
+        changes = differences(existing, desired, ("name", *KEY_FIELDS))
         if not changes:
             return
         if existing.id == self.own_key_id and (
-            "admin" not in wanted.scopes or (wanted.expires_at or self.now) < self.now
+            "admin" not in desired.scopes or (desired.expires_at or self.now) < self.now
         ):
             wrong = (
                 "this very call is made with this key, which would lose `admin` or expire: use"
                 " another key"
             )
             self._wrong(f"{path}.scopes", wrong)
-        if existing.id == self.own_key_id and excludes(wanted.allowed_networks, self.own_address):
+        if existing.id == self.own_key_id and excludes(desired.allowed_networks, self.own_address):
             wrong = "this very call is made with this key from outside of them: use another key"
             self._wrong(f"{path}.allowed_networks", wrong)
         await self._attempt(
@@ -607,17 +603,17 @@ class Attempts:
             lambda: update_api_key(
                 self.session,
                 api_key=str(existing.id),
-                name=wanted.name,
-                scopes=wanted.scopes,
-                models=wanted.models,
-                all_models=not wanted.models,
-                allowed_networks=wanted.allowed_networks,
-                all_networks=not wanted.allowed_networks,
-                max_input_tokens=wanted.max_input_tokens or 0,
-                max_output_tokens=wanted.max_output_tokens or 0,
-                strict_parameters=wanted.strict_parameters,
-                expires_at=wanted.expires_at,
-                never_expires=wanted.expires_at is None,
+                name=desired.name,
+                scopes=desired.scopes,
+                models=desired.models,
+                all_models=not desired.models,
+                allowed_networks=desired.allowed_networks,
+                all_networks=not desired.allowed_networks,
+                max_input_tokens=desired.max_input_tokens or 0,
+                max_output_tokens=desired.max_output_tokens or 0,
+                strict_parameters=desired.strict_parameters,
+                expires_at=desired.expires_at,
+                never_expires=desired.expires_at is None,
                 actor=self.actor,
             ),
         )
@@ -646,52 +642,50 @@ class Attempts:
     async def _quotas(
         self,
         subject: Subject,
-        wanted: OrganizationSpec | ProjectSpec | KeySpec,
-        defaults: Collection[QuotaPlace] = (),
+        desired: OrganizationSpec | ProjectSpec | KeySpec,
+        defaults: Collection[QuotaKey] = (),
     ) -> None:
         """Apply the limits of one subject. defaults: limits that stay although not named."""
         query = limits_of([subject.id]).execution_options(populate_existing=True)
-        rows = {place_of(row): row for row in await self.session.scalars(query)}
-        self._check_names(
-            f"{subject.path}.quotas", "dimension", [place for place, _ in wanted.quotas]
-        )
-        for index, (place, spec) in enumerate(wanted.quotas):
+        rows = {key_of(row): row for row in await self.session.scalars(query)}
+        self._check_names(f"{subject.path}.quotas", "dimension", [key for key, _ in desired.quotas])
+        for index, (key, spec) in enumerate(desired.quotas):
             at = f"{subject.path}.quotas[{index}]"
-            if place.model and place.model not in self.models:
+            if key.model and key.model not in self.models:
                 served = ", ".join(sorted(self.models))
                 self._wrong(
                     f"{at}.model", f"no model of this name is served: give one of {served}, or none"
                 )
             await self._quota(
-                at, subject, place, spec.without_past_override(self.now), rows.pop(place, None)
+                at, subject, key, spec.without_past_override(self.now), rows.pop(key, None)
             )
-        for place, row in rows.items():
-            if place in defaults:
+        for key, row in rows.items():
+            if key in defaults:
                 continue
             change = Change(
-                Action.DELETE if wanted.prune_quotas else Action.KEEP,
+                Action.DELETE if desired.prune_quotas else Action.KEEP,
                 "quota",
                 subject.shown,
-                quota=place,
+                quota=key,
             )
-            if wanted.prune_quotas:
+            if desired.prune_quotas:
                 await self._attempt(
                     subject.path,
                     partial(delete_quota, self.session, quota_id=str(row.id), actor=self.actor),
                 )
-            (self.changes if wanted.prune_quotas else self.kept).append(change)
+            (self.changes if desired.prune_quotas else self.kept).append(change)
 
     async def _quota(
-        self, path: str, subject: Subject, place: QuotaPlace, wanted: QuotaSpec, row: Quota | None
+        self, path: str, subject: Subject, key: QuotaKey, desired: QuotaSpec, row: Quota | None
     ) -> None:
         """Apply one limit. row: its present row, if any."""
         existing = None if row is None else QuotaSpec.of(row, self.now)
         # Without an override in the document, a present one stays.
-        left_out = OVERRIDE if wanted.override_until is None else ()
+        left_out = OVERRIDE if desired.override_until is None else ()
         names = [each.name for each in fields(QuotaSpec) if each.name not in left_out]
         if existing is None:
-            names = [name for name in names if getattr(wanted, name) != getattr(PLAIN, name)]
-        changes = differences(existing, wanted, names)
+            names = [name for name in names if getattr(desired, name) != getattr(UNLIMITED, name)]
+        changes = differences(existing, desired, names)
         if existing is not None and not changes:
             return
         state = await self._attempt(
@@ -700,58 +694,59 @@ class Attempts:
                 self.session,
                 subject=subject.kind,
                 subject_ref=str(subject.id),
-                model=place.model,
-                dimension=place.dimension,
-                limit_value=wanted.limit_value,
+                model=key.model,
+                dimension=key.dimension,
+                limit_value=desired.limit_value,
                 weights=Weights(
-                    wanted.input_weight_milli,
-                    wanted.cached_input_weight_milli,
-                    wanted.output_weight_milli,
+                    desired.input_weight_milli,
+                    desired.cached_input_weight_milli,
+                    desired.output_weight_milli,
                 ),
-                enforced=wanted.enforced,
-                for_new_keys=place.for_new_keys,
+                enforced=desired.enforced,
+                for_new_keys=key.for_new_keys,
                 alert_at=(
-                    usual_thresholds(place.dimension)
-                    if wanted.alert_at is None
-                    else wanted.alert_at
+                    usual_thresholds(key.dimension)
+                    if desired.alert_at is None
+                    else desired.alert_at
                 ),
                 actor=self.actor,
                 later=self.uncounted,
             ),
         )
-        if state is not None and wanted.override_until is not None:
+        if state is not None and desired.override_until is not None:
             override = partial(
                 override_quota,
                 self.session,
                 quota_id=str(state.quota_id),
-                limit_value=wanted.override_limit_value or 0,
-                until=wanted.override_until,
-                reason=wanted.override_reason or "",
+                limit_value=desired.override_limit_value or 0,
+                until=desired.override_until,
+                reason=desired.override_reason or "",
                 actor=self.actor,
             )
             await self._attempt(path, override, OVERRIDE_FIELDS)
         action = Action.UPDATE if existing else Action.CREATE
-        self.changes.append(Change(action, "quota", subject.shown, changes, quota=place))
+        self.changes.append(Change(action, "quota", subject.shown, changes, quota=key))
 
-    async def _price(self, path: str, wanted: PriceSpec) -> None:
+    async def _price(self, path: str, desired: PriceSpec) -> None:
         """Apply one price, from its time on or from now. Unset values stay."""
         at = (
             None
-            if wanted.effective_at is None or wanted.effective_at <= self.now
-            else wanted.effective_at
+            if desired.effective_at is None or desired.effective_at <= self.now
+            else desired.effective_at
         )
         owner = owner_id = None
-        if wanted.organization:
+        if desired.organization:
             owner = await self._attempt(
-                f"{path}.organization", lambda: find_organization(self.session, wanted.organization)
+                f"{path}.organization",
+                lambda: find_organization(self.session, desired.organization),
             )
             if owner is None:
                 return
             owner_id = owner.id
         named = replace(
-            wanted,
-            currency_code=wanted.currency_code or (owner.currency_code if owner else "USD"),
-            reasoning_picos_per_token=own_reasoning_price(wanted),
+            desired,
+            currency_code=desired.currency_code or (owner.currency_code if owner else "USD"),
+            reasoning_picos_per_token=own_reasoning_price(desired),
         )
         found = await versions_in_force(
             self.session,
@@ -800,13 +795,13 @@ def limits_of(subject_ids: Collection[uuid.UUID]) -> Select[Quota]:
     )
 
 
-def place_of(quota: Quota) -> QuotaPlace:
-    return QuotaPlace(QuotaDimension(quota.dimension), quota.model, quota.for_new_keys)
+def key_of(quota: Quota) -> QuotaKey:
+    return QuotaKey(QuotaDimension(quota.dimension), quota.model, quota.for_new_keys)
 
 
 async def apply_configuration(
     session: AsyncSession,
-    wanted: Configuration,
+    desired: Configuration,
     *,
     actor: str,
     own_key_id: uuid.UUID,
@@ -824,7 +819,7 @@ async def apply_configuration(
     now = await database_now(session)
     work = Attempts(session, actor, now, models, own_key_id, own_address, check_profile)
     with contextlib.suppress(TooManyViolations):
-        await work.apply(wanted)
+        await work.apply(desired)
     if not dry_run and not work.violations:
         await work.count_past()
     return work
@@ -835,20 +830,20 @@ async def price_specs(
 ) -> tuple[PriceSpec, ...]:
     """Return the prices in force: those of the named organizations, and of the list if `listed`."""
     found = await versions_in_force(session, all_customers=True)
-    of_place: dict[tuple[str, str, uuid.UUID | None], list[ModelPrice]] = {}
+    versions_of: dict[tuple[str, str, uuid.UUID | None], list[ModelPrice]] = {}
     for each in found:
         if not each.withdrawn and (
             each.organization_id in names or (listed and each.organization_id is None)
         ):
-            of_place.setdefault(
+            versions_of.setdefault(
                 (each.model, each.prices.currency_code, each.organization_id), []
             ).append(each)
     specs = []
-    for (model, currency_code, owner), versions in of_place.items():
-        place = PriceSpec(
+    for (model, currency_code, owner), versions in versions_of.items():
+        priced = PriceSpec(
             model, currency_code, 0, 0, 0, organization="" if owner is None else names[owner]
         )
-        if (spec := spec_of(versions, place)) is not None:
+        if (spec := spec_of(versions, priced)) is not None:
             multiplier = spec.batch_multiplier_milli
             named = replace(
                 spec,
@@ -859,8 +854,8 @@ async def price_specs(
     return tuple(specs)
 
 
-def spec_of(versions: list[ModelPrice], place: PriceSpec) -> PriceSpec | None:
-    """Return the price made of versions of one place, one per tier; None if there is none."""
+def spec_of(versions: list[ModelPrice], priced: PriceSpec) -> PriceSpec | None:
+    """Merge versions of one model, currency and owner, one per tier; None without a price."""
     tiers = {each.tier: each for each in versions}
     if ServiceTier.INTERACTIVE not in tiers:
         return None
@@ -872,7 +867,9 @@ def spec_of(versions: list[ModelPrice], place: PriceSpec) -> PriceSpec | None:
     }
     rates["reasoning_picos_per_token"] = own_reasoning_price(prices)
     return replace(
-        place, **rates, batch_multiplier_milli=batch.multiplier_milli if batch else MULTIPLIER_SCALE
+        priced,
+        **rates,
+        batch_multiplier_milli=batch.multiplier_milli if batch else MULTIPLIER_SCALE,
     )
 
 
@@ -882,7 +879,7 @@ def own_reasoning_price(prices: PriceSpec | TokenPrices) -> int | None:
     return None if reasoning == prices.output_picos_per_token else reasoning
 
 
-Quotas = Mapping[uuid.UUID, tuple[tuple[QuotaPlace, QuotaSpec], ...]]
+Quotas = Mapping[uuid.UUID, tuple[tuple[QuotaKey, QuotaSpec], ...]]
 
 
 async def present_state(session: AsyncSession, *, organization: str | None = None) -> Configuration:
@@ -947,7 +944,7 @@ def key_specs(keys: Iterable[ApiKey], quotas: Quotas) -> tuple[KeySpec, ...]:
 
 async def quotas_of(session: AsyncSession, subject_ids: list[uuid.UUID], now: datetime) -> Quotas:
     """Return the limits of each subject, in the order of creation."""
-    found: dict[uuid.UUID, list[tuple[QuotaPlace, QuotaSpec]]] = defaultdict(list)
+    found: dict[uuid.UUID, list[tuple[QuotaKey, QuotaSpec]]] = defaultdict(list)
     for quota in await session.scalars(limits_of(subject_ids)):
-        found[quota.subject_id].append((place_of(quota), QuotaSpec.of(quota, now)))
+        found[quota.subject_id].append((key_of(quota), QuotaSpec.of(quota, now)))
     return {subject_id: tuple(quotas) for subject_id, quotas in found.items()}

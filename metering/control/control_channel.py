@@ -182,14 +182,14 @@ class ControlChannel:
         await connection.execute(f"LISTEN {CHANNEL}")
         if self._broadcaster is not None:
             await connection.execute(f"LISTEN {BROADCAST_CHANNEL}")
-        asked = {REPORT, PEERS}  # unasked: the row lets others wait for this process
+        requested = {REPORT, PEERS}  # unrequested: the row lets others wait for this process
         while True:
             # Always: commands may have been issued while nothing listened.
             await self._apply(connection)
-            if REPORT in asked:
+            if REPORT in requested:
                 with self._retries.survive("live report"):
                     await self._write_report(connection)
-            if PEERS in asked:
+            if PEERS in requested:
                 with self._retries.survive("certificates"):
                     cursor = await connection.execute(SELECT_CERTIFICATES)
                     self._peers([certificate for (certificate,) in await cursor.fetchall()])
@@ -199,13 +199,13 @@ class ControlChannel:
                 notice
                 async for notice in connection.notifies(timeout=POLL_INTERVAL_S, stop_after=1)
             ]
-            asked = set()
+            requested = set()
             for notice in notices:
                 with self._retries.survive("broadcast"):
                     if notice.channel == BROADCAST_CHANNEL and self._broadcaster is not None:
                         self._broadcaster.receive(notice.payload)
                     else:
-                        asked.add(notice.payload)
+                        requested.add(notice.payload)
 
     async def _broadcast(self, connection: BoundedConnection) -> None:
         """Send a broadcast if there is news and the interval has passed."""

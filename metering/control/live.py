@@ -239,7 +239,7 @@ ORDER BY o.name
 """)
 # By project, since request ids are unique and indexed within one. A voided attempt leaves only its
 # command.
-SELECT_PLACES = text("""
+SELECT_PROJECT_REQUESTS = text("""
 SELECT p.id AS project_id, coalesce(h.state, '') AS state
 FROM projects p
 LEFT JOIN LATERAL (
@@ -304,7 +304,7 @@ class LiveView:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProjectRequest:
     """A project that has a request of an id. is_held: the request is running."""
 
     project_id: uuid.UUID
@@ -332,14 +332,14 @@ async def live_view(
     return LiveView(tuple(requests), tuple(organizations), tuple(sorted(silent)))
 
 
-async def find_places(
+async def find_project_requests(
     session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None = None
-) -> list[Place]:
+) -> list[ProjectRequest]:
     """Return the projects whose holds or commands name a request; waiting requests have none."""
     rows = await session.execute(
-        SELECT_PLACES, {"request_id": request_id, "project_id": project_id}
+        SELECT_PROJECT_REQUESTS, {"request_id": request_id, "project_id": project_id}
     )
-    return [Place(each_id, state == HoldState.HELD) for each_id, state in rows]
+    return [ProjectRequest(each_id, state == HoldState.HELD) for each_id, state in rows]
 
 
 async def find_request_owners(
@@ -355,12 +355,15 @@ async def find_request_owners(
 
 async def find_waiting(
     sessions: Sessions, request_id: uuid.UUID, project_id: uuid.UUID | None = None
-) -> list[Place]:
+) -> list[ProjectRequest]:
     """Return the projects in which a request of this id waits without a hold."""
     asked_at, _ = await ask_all(sessions)
     async with sessions() as session:
         values = {"asked_at": asked_at, "request_id": request_id, "project_id": project_id}
-        return [Place(each_id, False) for each_id in await session.scalars(SELECT_WAITING, values)]
+        return [
+            ProjectRequest(each_id, False)
+            for each_id in await session.scalars(SELECT_WAITING, values)
+        ]
 
 
 async def ask_all(sessions: Sessions) -> tuple[datetime, set[uuid.UUID]]:

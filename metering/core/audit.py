@@ -68,8 +68,8 @@ async def list_audit_entries(
         query = query.where(AuditEntry.id < before_entry_id)
     if subject_ids is not None:
         named = (
-            document[column].astext
-            for document in (AuditEntry.before, AuditEntry.after)
+            state[column].astext
+            for state in (AuditEntry.before, AuditEntry.after)
             for column in OWNER_COLUMNS
         )
         query = query.where(

@@ -314,7 +314,7 @@ class HoldState(StrEnum):
 
 
 class Hold(Base):
-    """One request's claim on its quotas.
+    """One request's reservation in its quotas.
 
     For token quotas it holds input + leased output - posted tokens, all in the window of
     `charged_at`; an extension posts the delivered tokens to the window they were charged to and

@@ -33,7 +33,7 @@ MINOR_DIGITS = {
 
 
 def checked_currency(code: str) -> str:
-    """Return the code if it is an active ISO 4217 code. Raises: InvalidValue."""
+    """Validate an active ISO 4217 code and return it. Raises: InvalidValue."""
     if code not in MINOR_DIGITS:
         raise InvalidValue(
             "currency_code",

@@ -252,7 +252,7 @@ LIMIT :limit
 UNLOCK = text("SELECT pg_advisory_unlock_all()")
 # `was` is the previous state: a batch that was `sent` stays in doubt, whatever this attempt
 # returns.
-CLAIM = text("""
+CLAIM_BATCH = text("""
 WITH next AS (
     SELECT id, state AS was, sent_at < now() - :remembers_for AS is_too_old
     FROM meter_batches
@@ -383,7 +383,7 @@ async def _deliver_stream(run: Run, stream: Stream) -> None:
 
 
 async def _claim(run: Run, stream: Stream) -> Row[Any] | None:
-    """Claim the next batch, or park it if it is too old; return the columns of `CLAIM`."""
+    """Claim the next batch, or park it if it is too old; return the columns of `CLAIM_BATCH`."""
     parameters = {
         "organization_id": stream.organization_id,
         "price_version": stream.price_version,
@@ -393,7 +393,7 @@ async def _claim(run: Run, stream: Stream) -> Row[Any] | None:
         "unknown": UNKNOWN_TOO_LONG,
     }
     async with run.sessions.begin() as session:
-        return (await session.execute(CLAIM, parameters)).one_or_none()
+        return (await session.execute(CLAIM_BATCH, parameters)).one_or_none()
 
 
 async def _record(

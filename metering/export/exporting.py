@@ -212,7 +212,7 @@ def counted(path: Path, begins: datetime, ends: datetime) -> Counter[Stream]:
 
 def line_of(quantity: Quantity) -> bytes:
     stream = quantity.stream
-    document = {
+    record = {
         "identifier": quantity.identifier,
         "organization_id": str(stream.organization_id),
         "price_version": stream.price_version,
@@ -220,7 +220,7 @@ def line_of(quantity: Quantity) -> bytes:
         "hour": quantity.hour.isoformat(),
         "token_count": quantity.token_count,
     }
-    return json.dumps(document).encode() + b"\n"
+    return json.dumps(record).encode() + b"\n"
 
 
 def sync_directory(path: Path) -> None:

@@ -277,7 +277,7 @@ month_retries = Retries("month_items", passing=(DatabaseUnavailable,))  # by org
 
 # Closed months that are not settled, the oldest of each customer. Months closed before such items
 # existed are left alone.
-UNSETTLED = text("""
+OLDEST_UNSETTLED_MONTHS = text("""
 SELECT *
 FROM (
     SELECT DISTINCT ON (m.organization_id)
@@ -415,7 +415,10 @@ WHERE organization_id = :organization_id AND month = :month
 
 @dataclass(frozen=True, slots=True)
 class StripeMonth:
-    """Stripe's invoices of a month: count, drafts, and their usage in minor units."""
+    """Stripe invoices of one month: their number, the drafts among them, and the usage billed.
+
+    usage_minor: in minor units of the currency.
+    """
 
     invoice_count: int
     drafts: tuple[Mapping[str, Any], ...]
@@ -430,7 +433,7 @@ async def settle_months(sessions: Sessions, gateway: StripeGateway) -> int:
         account, grace = gateway.account, DRAFTS_EXIST_AFTER
         oldest = {"account": account, "grace": grace, "limit": MONTHS_MAX}
         async with sessions() as session:
-            months = (await session.execute(UNSETTLED, oldest)).all()
+            months = (await session.execute(OLDEST_UNSETTLED_MONTHS, oldest)).all()
         settled = 0
         for month in months:
             item = (month.organization_id, month.month)
@@ -504,7 +507,7 @@ async def check_no_invoice(session: AsyncSession, facts: Mapping[str, Any]) -> N
 async def read_stripe_month(
     sessions: Sessions, gateway: StripeGateway, month: Row[Any], facts: Mapping[str, Any]
 ) -> StripeMonth:
-    """Return Stripe's invoices of the month; drafts get our usage, as Stripe recounts them."""
+    """Read Stripe's invoices of the month; drafts get our usage, as Stripe recounts them."""
     invoices = [
         each
         for each in await usage_invoices(gateway, month.customer, month.ends, with_void=True)

@@ -36,7 +36,7 @@ from metering.store.db import Sessions
 
 CALLS_AT_ONCE = 8
 STAGE_SUMS = "used posted billed invoiced due batched delivered waiting rejected"
-COUNTS = ", ".join(f"coalesce({name}, 0)::bigint AS {name}" for name in STAGE_SUMS.split())
+STAGE_COUNTS = ", ".join(f"coalesce({name}, 0)::bigint AS {name}" for name in STAGE_SUMS.split())
 NAMED_MAX = 5  # batches named in a difference; `weir stripe status` lists them all
 REMEDIES = {
     "pending": "the worker delivers it: check that one runs with WEIR_EXPORT set",
@@ -150,7 +150,7 @@ WITH used AS (
 )
 SELECT o.id AS organization_id, o.name AS organization, p.model, p.tier,
        price_version_id AS price_version, token_kind,
-       {COUNTS}, unrated_since
+       {STAGE_COUNTS}, unrated_since
 FROM used
 FULL JOIN posted USING (price_version_id, token_kind)
 FULL JOIN invoiced USING (price_version_id, token_kind)

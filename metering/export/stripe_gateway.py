@@ -126,9 +126,9 @@ class StripeGateway:
             )
         except stripe.StripeError as error:
             raise StripeFailed(f"{method.upper()} {path}: {described(error)}") from error
-        document = answer.data
-        assert isinstance(document, dict)
-        return document
+        body = answer.data
+        assert isinstance(body, dict)
+        return body
 
     async def find(self, path: str) -> dict[str, Any] | None:
         """Return one object; None if its id does not exist. Raises: StripeFailed."""

@@ -1,5 +1,4 @@
-"""Inbox of Stripe's events and payments: events are verified, stored once by id, and handled in any
-order.
+"""Inbox of Stripe's events: they are verified, stored once by id, and handled in any order.
 
 The endpoint answers 2xx only after the event is committed and does nothing else; the worker queries
 the stored events and handles them. Handling is idempotent, and its result does not depend on their
@@ -14,17 +13,14 @@ import json
 import logging
 import signal
 import uuid
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from enum import StrEnum
 from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
 from psycopg.types.json import Jsonb
-from sqlalchemy import Row, text
+from sqlalchemy import text
 from sqlalchemy.exc import DataError
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -34,18 +30,15 @@ from metering.core.errors import DatabaseUnavailable, InvalidValue, StripeFailed
 from metering.core.models import record_of
 from metering.export.export_settings import WebhookSettings
 from metering.export.invoice_items import hold_draft
-from metering.export.stripe_gateway import (
-    MeterErrors,
-    StripeGateway,
-    minor_unit_picos,
-    verify_signature,
-)
+from metering.export.invoice_payments import ONE_INVOICE, PaymentState, payment_of
+from metering.export.stripe_gateway import MeterErrors, StripeGateway, verify_signature
 from metering.store.db import Sessions
 
-ALERTING = {
+ALERT_OF_EVENT = {
     "invoice.payment_failed": InvoiceEvent.PAYMENT_FAILED,
     "invoice.paid": InvoiceEvent.PAID,
 }
+
 PATH = "/stripe/events"
 HEAD_MAX_BYTES = 16 * 1024  # per line; all of Stripe's headers are below 1 kB
 BODY_MAX_BYTES = 1024 * 1024  # per event; an invoice with many lines is some 100 kB
@@ -56,12 +49,15 @@ EVENTS_MAX = 100  # per run
 ATTEMPTS_MAX = 20  # afterwards the event is left to an operator; `weir stripe status` counts it
 ERROR_LENGTH_MAX = 500
 UUID_LENGTH = 36
+
 ERROR_REPORTS = frozenset(
     {"v1.billing.meter.error_report_triggered", "v1.billing.meter.no_meter_found"}
 )
+
 # The column that each event sets: one each, so that no order of events can unset the report of
 # another.
 INVOICE_CREATED = "invoice.created"
+
 INVOICE_TIMES = {
     "invoice.finalized": "finalized_at",
     "invoice.paid": "paid_at",
@@ -71,82 +67,12 @@ INVOICE_TIMES = {
     "invoice.overdue": "overdue_at",
 }
 
-
-class PaymentState(StrEnum):
-    """Payment state of an invoice at Stripe. See the contract, `PaymentState`."""
-
-    OPEN = "open"
-    FAILED = "failed"
-    OVERDUE = "overdue"
-    PAID = "paid"
-    VOID = "void"
-    UNCOLLECTIBLE = "uncollectible"
-
-
-UNPAID = [
-    str(each) for each in (PaymentState.FAILED, PaymentState.OVERDUE, PaymentState.UNCOLLECTIBLE)
-]
-INVOICES = """
-SELECT i.*, o.name AS organization
-FROM stripe_invoices i
-JOIN organizations o ON o.id = i.organization_id
-"""
-INVOICES_OF_ORGANIZATION = text(f"""
-{INVOICES}
-WHERE i.organization_id = :organization_id AND i.period_end > i.period_start
-ORDER BY i.period_start, i.id
-""")
-UNPAID_INVOICES = text(f"""
-{INVOICES}
-WHERE i.payment_state = ANY(:states)
-ORDER BY i.period_start, o.name, i.id
-LIMIT :limit
-""")
-ONE_INVOICE = text(f"{INVOICES} WHERE i.id = :id")
 STORE = text("""
 INSERT INTO stripe_events (id, type, payload)
 VALUES (:id, :type, :payload)
 ON CONFLICT DO NOTHING
 RETURNING id
 """)
-
-
-@dataclass(frozen=True, slots=True)
-class InvoicePayment:
-    """One invoice at Stripe. month: its billing month, `YYYY-MM`."""
-
-    stripe_invoice_id: str
-    stripe_number: str
-    organization: str
-    month: str
-    currency_code: str
-    state: PaymentState
-    amount_due_picos: int
-    amount_paid_picos: int
-    hosted_url: str
-    finalized_at: datetime | None
-    paid_at: datetime | None
-    payment_failed_at: datetime | None
-
-
-async def payments_by_month(
-    session: AsyncSession, organization_id: uuid.UUID
-) -> dict[str, list[InvoicePayment]]:
-    found: dict[str, list[InvoicePayment]] = defaultdict(list)
-    for row in await session.execute(
-        INVOICES_OF_ORGANIZATION, {"organization_id": organization_id}
-    ):
-        payment = payment_of(row)
-        found[payment.month].append(payment)
-    return found
-
-
-async def unpaid_invoices(session: AsyncSession, limit: int) -> list[InvoicePayment]:
-    """Return invoices of all organizations that need an operator's attention, the oldest first."""
-    return [
-        payment_of(row)
-        for row in await session.execute(UNPAID_INVOICES, {"states": UNPAID, "limit": limit})
-    ]
 
 
 async def alert_on_payment(session: AsyncSession, stripe_invoice_id: str, kind: str) -> None:
@@ -156,7 +82,7 @@ async def alert_on_payment(session: AsyncSession, stripe_invoice_id: str, kind: 
     zero.
     """
     invoice = (await session.execute(ONE_INVOICE, {"id": stripe_invoice_id})).one_or_none()
-    event = ALERTING.get(kind)
+    event = ALERT_OF_EVENT.get(kind)
     if invoice is None or event is None:
         return
     is_stale = event is InvoiceEvent.PAYMENT_FAILED and invoice.payment_state != PaymentState.FAILED
@@ -166,27 +92,11 @@ async def alert_on_payment(session: AsyncSession, stripe_invoice_id: str, kind: 
     await fire_invoice_alert(session, invoice.organization_id, invoice.id, event, facts)
 
 
-def payment_of(row: Row[Any]) -> InvoicePayment:
-    unit = minor_unit_picos(row.currency_code)
-    return record_of(
-        InvoicePayment,
-        row,
-        stripe_invoice_id=row.id,
-        stripe_number=row.stripe_number or "",
-        month=f"{row.period_start.astimezone(UTC):%Y-%m}",
-        state=PaymentState(row.payment_state),
-        amount_due_picos=row.amount_due_minor * unit,
-        amount_paid_picos=row.amount_paid_minor * unit,
-        hosted_url=row.hosted_url or "",
-    )
-
-
 log = logging.getLogger(__name__)
 # Aiohttp logs a traceback for each request that is not HTTP.
 http_log = logging.getLogger(f"{__name__}.http")
 http_log.setLevel(logging.CRITICAL)
 retries = Retries("stripe_events", passing=(DatabaseUnavailable,))  # by event
-
 
 UNHANDLED = text("""
 SELECT id, type
@@ -195,19 +105,26 @@ WHERE handled_at IS NULL AND attempt_count < :attempts
 ORDER BY attempt_count, received_at
 LIMIT :limit
 """)
+
 PAYLOAD = text("SELECT payload FROM stripe_events WHERE id = :id AND handled_at IS NULL")
-TAKE = text("""
+
+LOCK_EVENT = text("""
 SELECT payload
 FROM stripe_events
 WHERE id = :id AND handled_at IS NULL
 FOR UPDATE SKIP LOCKED
 """)
-DONE = text("UPDATE stripe_events SET handled_at = now(), outcome = :outcome WHERE id = :id")
-FAILED = text("""
+
+RECORD_HANDLING = text(
+    "UPDATE stripe_events SET handled_at = now(), outcome = :outcome WHERE id = :id"
+)
+
+RECORD_FAILURE = text("""
 UPDATE stripe_events
 SET attempt_count = attempt_count + 1, outcome = :why
 WHERE id = :id AND handled_at IS NULL
 """)
+
 # Amounts are those of the latest event, or the larger ones of two events of the same second.
 UPSERT_INVOICE = text("""
 INSERT INTO stripe_invoices AS known
@@ -246,6 +163,7 @@ SET finalized_at = least(known.finalized_at, excluded.finalized_at),
         THEN excluded.total_minor ELSE known.total_minor END,
     last_event_at = greatest(known.last_event_at, excluded.last_event_at)
 """)
+
 REJECT = text("""
 UPDATE meter_batches
 SET state = 'rejected', last_error = :error
@@ -268,7 +186,7 @@ async def store_event(
 
 
 def parsed_event(body: bytes, signature: str, secrets: Sequence[str]) -> dict[str, Any]:
-    """Return an event as parameters of its row. Raises: InvalidValue if it is not Stripe's."""
+    """Parse an event into parameters of its row. Raises: InvalidValue if it is not Stripe's."""
     verify_signature(body, signature, secrets)
     try:
         payload = json.loads(body)
@@ -306,7 +224,7 @@ async def handle_events(sessions: Sessions, gateway: StripeGateway) -> int:
             else:
                 why = f"incident {retries.failed(error, event_id)}"
             async with sessions.begin() as session:
-                await session.execute(FAILED, {"id": event_id, "why": why})
+                await session.execute(RECORD_FAILURE, {"id": event_id, "why": why})
     return handled
 
 
@@ -321,7 +239,7 @@ async def _hold(sessions: Sessions, gateway: StripeGateway, event_id: str) -> No
 async def _handle(
     session: AsyncSession, event_id: str, kind: str, errors: MeterErrors | None
 ) -> int:
-    payload = await session.scalar(TAKE, {"id": event_id})
+    payload = await session.scalar(LOCK_EVENT, {"id": event_id})
     if payload is None:
         return 0  # another worker handles it
     if errors is not None:
@@ -336,7 +254,7 @@ async def _handle(
         outcome = "draft"
     else:
         outcome = "not needed"
-    await session.execute(DONE, {"id": event_id, "outcome": outcome[:ERROR_LENGTH_MAX]})
+    await session.execute(RECORD_HANDLING, {"id": event_id, "outcome": outcome[:ERROR_LENGTH_MAX]})
     return 1
 
 
@@ -365,7 +283,7 @@ def batch_of(identifier: str) -> uuid.UUID | None:
 
 
 def invoice_facts(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an invoice event as parameters of its row. Raises: KeyError, TypeError."""
+    """Convert an invoice event to parameters of its row. Raises: KeyError, TypeError."""
     invoice, event_at = payload["data"]["object"], datetime.fromtimestamp(payload["created"], UTC)
     times = dict.fromkeys(INVOICE_TIMES.values()) | {INVOICE_TIMES[kind]: event_at}
     return times | {

@@ -36,8 +36,8 @@ from metering.export.deliveries import form
 from metering.export.export_settings import DAYS_UNTIL_DUE, Collection
 from metering.export.exporting import BatchState, Verdict
 from metering.export.invoice_items import OF_OWED_MONTH
+from metering.export.invoice_payments import InvoicePayment, unpaid_invoices
 from metering.export.stripe_gateway import CANCEL_WITHIN, StripeGateway, unit_amount_decimal
-from metering.export.stripe_inbox import InvoicePayment, unpaid_invoices
 from metering.ledger.ledger import month_bounds
 from metering.store.db import Sessions, database_now
 from metering.tenants.billing_profiles import BillingProfile, billing_profiles
@@ -442,7 +442,7 @@ def subscription_terms(collection: Collection, now: datetime) -> dict[str, Any]:
 
 
 async def read_book(sessions: Sessions) -> PriceBook:
-    """Return our organizations, profiles and prices at one time. Raises: InvalidValue."""
+    """Read our organizations, profiles and prices at one time. Raises: InvalidValue."""
     async with sessions() as session:
         organizations = tuple(
             (row.id, row.name, row.currency_code) for row in await session.execute(ORGANIZATIONS)
@@ -522,7 +522,7 @@ WHERE b.state IN ('rejected', 'parked', 'cancelling')
 ORDER BY b.hour, b.id
 LIMIT :limit
 """)
-UNSETTLED = text("""
+UNSETTLED_MONTHS = text("""
 SELECT o.name, to_char(m.month, 'YYYY-MM')
 FROM billing_months m
 JOIN organizations o ON o.id = m.organization_id
@@ -606,7 +606,7 @@ class ExportStatus:
 
 
 async def export_status(sessions: Sessions) -> ExportStatus:
-    most = {"limit": ATTENTION_MAX}
+    limit = {"limit": ATTENTION_MAX}
     async with sessions() as session:
         progress = (await session.execute(PAUSE)).one_or_none()
         return ExportStatus(
@@ -617,13 +617,13 @@ async def export_status(sessions: Sessions) -> ExportStatus:
             unknown_organizations=tuple(await session.scalars(UNKNOWN)),
             unhandled_event_count=int(await session.scalar(UNHANDLED) or 0),
             unsettled_months=tuple(
-                (row[0], row[1]) for row in await session.execute(UNSETTLED, most)
+                (row[0], row[1]) for row in await session.execute(UNSETTLED_MONTHS, limit)
             ),
             needing_attention=tuple(
-                StuckBatch(*row) for row in await session.execute(ATTENTION, most)
+                StuckBatch(*row) for row in await session.execute(ATTENTION, limit)
             ),
-            changed_profiles=tuple(await session.scalars(CHANGED_PROFILES, most)),
-            without_payment_method=tuple(await session.scalars(WITHOUT_PAYMENT_METHOD, most)),
+            changed_profiles=tuple(await session.scalars(CHANGED_PROFILES, limit)),
+            without_payment_method=tuple(await session.scalars(WITHOUT_PAYMENT_METHOD, limit)),
             unpaid_invoices=tuple(await unpaid_invoices(session, ATTENTION_MAX)),
         )
 

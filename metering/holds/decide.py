@@ -1,7 +1,7 @@
 """Decisions about hold operations: their effect on holds, counters, usage events and money.
 
-Pure functions on values in memory, one operation after the other. `batch.py` calls them with rows
-that it has locked (slow path) or with cached rows that the database verifies later (fast path).
+Pure functions on values in memory, one operation after the other. `slow_path.py` calls them with
+rows that it has locked, `fast_path.py` with cached rows that the database verifies later.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from metering.holds.operations import (
 from metering.pricing.prices import TokenPrices, embedding_terms
 from metering.quotas import quotas
 from metering.quotas.quota_rules import (
-    Claim,
+    Charge,
     Payer,
     QuotaRule,
     QuotaStates,
@@ -57,7 +57,7 @@ from metering.quotas.quota_rules import (
 )
 from metering.quotas.quotas import Counters
 from metering.receipts.chaining import Chains, IssuedReceipt
-from metering.store.exchange import packed_id
+from metering.store.pipeline import packed_id
 
 LATEST = datetime.max.replace(tzinfo=UTC)
 TermsKey = tuple[int, str, str, ServiceTier, bool]  # key, currency, model, tier, embedding
@@ -128,8 +128,8 @@ class Hold(msgspec.Struct, eq=False):
         """True if the hold was taken in advance, without a request (`preauthorized_holds.py`)."""
         return self.request_id.int == self.id.int  # comparing UUIDs costs several times as much
 
-    def claim(self, cached_input_token_count: int = 0) -> Claim:
-        """Return the hold's charge to its quotas.
+    def charge(self, cached_input_token_count: int = 0) -> Charge:
+        """Build the hold's charge to its quotas.
 
         A larger `cached_input_token_count` replaces the hold's own, unless the input was already
         posted: the windows it was posted to may be over.
@@ -137,7 +137,7 @@ class Hold(msgspec.Struct, eq=False):
         cached = self.cached_input_token_count
         if cached_input_token_count > cached and not self.posted_token_count:
             cached = cached_input_token_count
-        return Claim(
+        return Charge(
             self.terms.charged,
             self.input_token_count,
             cached,
@@ -149,7 +149,7 @@ class Hold(msgspec.Struct, eq=False):
             self.reasoning_token_count,
         )
 
-    def known_late(self, op: Settle) -> int | None:
+    def corrected_cached_tokens(self, op: Settle) -> int | None:
         """Return the cached tokens to charge if the settlement has more than the posted input.
 
         They only lower what was charged: where cached input is dearer, the posted count is kept.
@@ -305,11 +305,11 @@ class Decisions:
         )
         if op.only_asks:
             counters = counters.copy_for(rules)
-        counts = quotas.charge_whole(counters, rules, common.money, sent, lease)
+        counts = quotas.admit_whole(counters, rules, common.money, sent, lease)
         if counts is None:
-            claim = Claim(common.charged, sent, 0, 0, 0, now, now)
+            charge = Charge(common.charged, sent, 0, 0, 0, now, now)
             lease = quotas.admit(
-                counters, rules, claim, lease, op.least_slice_token_count
+                counters, rules, charge, lease, op.least_slice_token_count
             ).leased_token_count
             counts = counters.counts(rules)
         if op.only_asks:
@@ -335,10 +335,10 @@ class Decisions:
             )
         if hold.terms.embedding:
             raise InvariantViolated(f"hold {hold.id}: an embedding has no output to lease")
-        claim = quotas.extend(
+        charge = quotas.extend(
             self.counters,
             hold.rules,
-            hold.claim(op.cached_input_token_count),
+            hold.charge(op.cached_input_token_count),
             op.delivered_token_count,
             op.wanted_token_count,
             min(
@@ -346,15 +346,15 @@ class Decisions:
             ),
         )
         self.writes.extensions.setdefault(hold.id.int, (hold, hold.leased_token_count))
-        hold.cached_input_token_count = claim.cached_input_token_count
-        hold.leased_token_count = claim.leased_token_count
+        hold.cached_input_token_count = charge.cached_input_token_count
+        hold.leased_token_count = charge.leased_token_count
         hold.delivered_token_count = op.delivered_token_count
-        hold.posted_token_count = claim.posted_token_count
-        hold.posted_minutes = claim.posted_minutes
-        hold.charged_at = claim.charged_at
-        hold.reasoning_token_count = claim.reasoning_token_count
-        hold.posted_cost_picos = claim.posted(money_scale(claim.prices))
-        return Extended(claim.leased_token_count)
+        hold.posted_token_count = charge.posted_token_count
+        hold.posted_minutes = charge.posted_minutes
+        hold.charged_at = charge.charged_at
+        hold.reasoning_token_count = charge.reasoning_token_count
+        hold.posted_cost_picos = charge.posted(money_scale(charge.prices))
+        return Extended(charge.leased_token_count)
 
     def settle(self, op: Settle) -> Settled:
         """End the hold with its usage event.
@@ -396,22 +396,27 @@ class Decisions:
         if unbound:
             delivered = reasoning = 0
         if hold.posted_token_count:
-            if (known := hold.known_late(op)) is not None:
+            if (known := hold.corrected_cached_tokens(op)) is not None:
                 op = structs.replace(op, cached_input_token_count=known)
-                quotas.learn_cached(self.counters, hold.rules, hold.claim(), known)
+                quotas.lower_postings(self.counters, hold.rules, hold.charge(), known)
                 hold.cached_input_token_count = known
-            quotas.end(self.counters, hold.rules, hold.claim(), (sent, delivered, reasoning))
+            quotas.settle(self.counters, hold.rules, hold.charge(), (sent, delivered, reasoning))
         else:
             cached = hold.cached_input_token_count = max(
                 hold.cached_input_token_count, op.cached_input_token_count
             )
             cached = min(cached, sent)
-            claimed, consumed = (
+            admitted_tokens, consumed = (
                 (hold.input_token_count, hold.leased_token_count),
                 (sent - cached, cached, delivered - reasoning, reasoning),
             )
-            quotas.end_whole(
-                self.counters, hold.rules, hold.terms.money, hold.charged_at, claimed, consumed
+            quotas.settle_unposted(
+                self.counters,
+                hold.rules,
+                hold.terms.money,
+                hold.charged_at,
+                admitted_tokens,
+                consumed,
             )
         hold.state, hold.delivered_token_count = HoldState.SETTLED, op.delivered_token_count
         hold.reasoning_token_count = op.reasoning_token_count
@@ -437,14 +442,14 @@ class Decisions:
             journalled_token_count=max(op.journalled_token_count - known.journalled_token_count, 0),
             reasoning_token_count=max(op.reasoning_token_count - known.reasoning_token_count, 0),
         )
-        part, claim, lease = (
+        part, charge, lease = (
             self.record(hold, rest, recovered=True),
-            hold.claim(),
+            hold.charge(),
             hold.leased_token_count,
         )
-        charged = hold.input_token_count, lease, claim.dearest_reasoning(lease)
+        charged = hold.input_token_count, lease, charge.dearest_reasoning(lease)
         billed, after = known.charged, known.plus(part).charged
-        quotas.give_back(self.counters, hold.rules, claim, charged, billed, after)
+        quotas.correct_expired(self.counters, hold.rules, charge, charged, billed, after)
         return self.recorded_usage(hold)
 
     def void(self, hold_id: uuid.UUID) -> Ended:
@@ -456,8 +461,8 @@ class Decisions:
             raise InvariantViolated(
                 f"hold {hold_id} has delivered tokens and must be settled, not voided"
             )
-        claim = hold.claim()
-        quotas.void(self.counters, hold.rules, claim)
+        charge = hold.charge()
+        quotas.void(self.counters, hold.rules, charge)
         hold.state, hold.delivered_token_count = HoldState.VOIDED, 0
         self.writes.ends[hold.id.int] = hold
         return Ended(done=True)
@@ -467,11 +472,11 @@ class Decisions:
         hold = self.reads.holds.get(hold_id.int)
         if hold is None or hold.state != HoldState.HELD or hold.expires_at > self.reads.now:
             return Ended(done=False)
-        claim, delivered = hold.claim(), hold.delivered_token_count
+        charge, delivered = hold.charge(), hold.delivered_token_count
         billed = (0, 0, 0)
         if delivered:
             billed = hold.input_token_count, delivered, hold.reasoning_token_count
-        quotas.expire(self.counters, hold.rules, claim, billed)
+        quotas.expire(self.counters, hold.rules, charge, billed)
         hold.state = HoldState.EXPIRED
         self.writes.ends[hold.id.int] = hold
         if delivered:

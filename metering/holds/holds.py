@@ -17,13 +17,12 @@ from typing import Any
 
 import structlog
 from msgspec import structs
-from sqlalchemy import text
 
 from common.incidents import Retries
-from metering.core.errors import DatabaseUnavailable, HoldEnded, InvariantViolated, MeteringError
+from metering.core.errors import DatabaseUnavailable, HoldEnded, InvariantViolated
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.holds.batch import BATCH_SIZE_MAX, EXPIRY_S, HoldConnection
-from metering.holds.known import OwnHolds
+from metering.holds.hold_cache import OwnHolds
+from metering.holds.hold_connection import BATCH_SIZE_MAX, EXPIRY_S, HoldConnection
 from metering.holds.lease_clock import LeaseClock
 from metering.holds.operations import (
     Admit,
@@ -32,7 +31,6 @@ from metering.holds.operations import (
     Expire,
     Extend,
     Extended,
-    Fits,
     HoldAnswer,
     HoldOperation,
     Renew,
@@ -41,13 +39,16 @@ from metering.holds.operations import (
     Settled,
     Void,
 )
-from metering.holds.preauthorized_holds import Bindings, GraceTerms, PreauthorizedHolds
-from metering.quotas.quotas import QuotaExceeded
+from metering.holds.preauthorized_holds import (
+    BackedAdmission,
+    Bindings,
+    GraceTerms,
+    PreauthorizedHolds,
+)
 from metering.receipts.chaining import BatchSigner
-from metering.store.db import Sessions, StoreGate
+from metering.store.db import StoreGate
 from metering.store.group_commit import (
     WORTHWHILE_COUNT,
-    Answered,
     Entry,
     GroupCommit,
     GroupCommitStatistics,
@@ -73,10 +74,6 @@ PROBE = Expire(uuid.UUID(int=0))  # matches no hold: tests whether the database 
 TEND_INTERVAL_S = 1.0  # within it a newly used key gets its pre-authorized holds
 
 log = structlog.get_logger(__name__)
-
-CHANNEL = "weir_usage"
-NOTICE_INTERVAL_S = 0.1  # limits a busy process to ten small transactions per second
-NOTICE_TIMEOUT_S = 2.0  # a later notice is useless: readers poll
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +134,7 @@ class HoldStore:
         self.may_have_lapsed = self._leases.may_have_lapsed  # any hold; `lapse` checks one
         self._preauthorized = PreauthorizedHolds(*grace, self._leases) if grace else None
         self._own: OwnHolds = {}
-        self._others, self._admitting = (
+        self._connection, self._admission_connection = (
             HoldConnection(
                 database_url,
                 process_id,
@@ -148,7 +145,7 @@ class HoldStore:
             )
             for _ in range(2)
         )
-        self._admission_turn, self._turn = asyncio.Lock(), asyncio.Lock()  # locked in this order
+        self._admission_lock, self._lock = asyncio.Lock(), asyncio.Lock()  # locked in this order
         self._spared: set[uuid.UUID] = set()
         self._used = used
         self._answered_at: float | None = None
@@ -215,7 +212,7 @@ class HoldStore:
             for commits in (self._commits, self._admissions):
                 commits.close(DatabaseUnavailable("this process is shutting down"))
             self._try_again_now()
-            for connection in (self._others, self._admitting):
+            for connection in (self._connection, self._admission_connection):
                 await connection.close()
 
     def begin_admit(self, op: Admit, done: Callable[[Admitted | Exception], None]) -> Pending:
@@ -249,7 +246,7 @@ class HoldStore:
         Asks the database only if the cache says that the admission is unlikely to fit. During an
         outage nothing is raised if this process pre-authorizes holds. Raises: as `begin_admit`.
         """
-        if self._has_given() or not self._admitting.seems_to_fit(op):
+        if self._has_pending_binds() or not self._admission_connection.seems_to_fit(op):
             await awaited(
                 partial(self.begin_admit, structs.replace(op, only_asks=True)), lambda _: None
             )
@@ -317,7 +314,7 @@ class HoldStore:
             open_count,
             owed_count,
             commits,
-            self._admitting.refusals.counts,
+            self._admission_connection.refusals.counts,
         )
 
     def _void_all(self, hold_ids: Sequence[uuid.UUID], then: Callable[[], None]) -> None:
@@ -376,27 +373,27 @@ class HoldStore:
         self, operations: Sequence[HoldOperation]
     ) -> Sequence[HoldAnswer | Exception]:
         """Run a batch of operations other than admissions."""
-        if not (self._has_given() or Renew in map(type, operations)):
-            async with self._turn:
-                return await self._execute_on(self._others, operations)
+        if not (self._has_pending_binds() or Renew in map(type, operations)):
+            async with self._lock:
+                return await self._execute_on(self._connection, operations)
         # A renewal voids holds that this process does not know: no admission may be in flight.
-        async with self._admission_turn, self._turn:
+        async with self._admission_lock, self._lock:
             if not await self._bind():
                 return [DatabaseUnavailable("the database does not answer")] * len(operations)
-            return await self._execute_on(self._others, operations)
+            return await self._execute_on(self._connection, operations)
 
     async def _execute_admissions(
         self, operations: Sequence[HoldOperation]
     ) -> Sequence[HoldAnswer | Exception]:
         """Run a batch of admissions."""
-        async with self._admission_turn:
-            if self._has_given():
-                async with self._turn:
+        async with self._admission_lock:
+            if self._has_pending_binds():
+                async with self._lock:
                     if not await self._bind():
                         return [DatabaseUnavailable("the database does not answer")] * len(
                             operations
                         )
-            return await self._execute_on(self._admitting, operations)
+            return await self._execute_on(self._admission_connection, operations)
 
     async def _execute_on(
         self, connection: HoldConnection, operations: Sequence[HoldOperation]
@@ -455,21 +452,21 @@ class HoldStore:
         """Return a renewal of all live holds."""
         return Renew(self.process_id, frozenset(self._leases.hold_ids), frozenset(self._spared))
 
-    def _has_given(self) -> bool:
+    def _has_pending_binds(self) -> bool:
         """Return whether requests were admitted that the database does not know of yet."""
-        return self._preauthorized is not None and bool(self._preauthorized.given)
+        return self._preauthorized is not None and bool(self._preauthorized.pending_binds)
 
     async def _bind(self) -> bool:
         """Bind holds to requests admitted in an outage; return whether the database answered."""
         preauthorized = self._preauthorized
-        if preauthorized is None or not preauthorized.given:
+        if preauthorized is None or not preauthorized.pending_binds:
             return True
-        given = preauthorized.given
-        answers = await self._others.bind(given, self._renewal())
+        binds = preauthorized.pending_binds
+        answers = await self._connection.bind(binds, self._renewal())
         if any(isinstance(answer, DatabaseUnavailable) for answer in answers):
             self._note_answer()
             return False
-        for bind, answer in zip(given, answers, strict=True):
+        for bind, answer in zip(binds, answers, strict=True):
             preauthorized.bound(bind.hold_id)
             if answer != Ended(done=True):
                 log.error(
@@ -530,83 +527,3 @@ class HoldStore:
             self._commits.begin(Void(answer.hold_id), None)
         elif isinstance(op, Settle) and isinstance(answer, Exception):
             log.error("hold_end_refused", hold_id=str(op.hold_id), cause=str(answer))
-
-
-class BackedAdmission:
-    """Admission in a process with pre-authorized holds.
-
-    If it exceeds a quota, the organization's pre-authorized holds are voided and it is tried once
-    more. If the database is unavailable, it gets a pre-authorized hold.
-    """
-
-    __slots__ = ("_ask", "_asked", "_done", "_give_back", "_has_released", "_op", "_preauthorized")
-
-    def __init__(
-        self,
-        preauthorized: PreauthorizedHolds,
-        ask: Callable[[Admit, Answered], Pending],
-        give_back: Callable[[Sequence[uuid.UUID], Callable[[], None]], None],
-        op: Admit,
-        done: Answered,
-    ) -> None:
-        """Submit the admission. ask: submits it. give_back: voids holds, then calls back."""
-        self._preauthorized = preauthorized
-        self._ask = ask
-        self._give_back = give_back
-        self._op = op
-        self._done: Answered | None = done
-        self._has_released = False
-        self._asked = ask(op, self._answered)
-
-    def abandon(self) -> None:
-        """Implement `Pending.abandon`."""
-        self._done = None
-        self._asked.abandon()
-
-    def _answered(self, answer: Any) -> None:
-        op, preauthorized = self._op, self._preauthorized
-        if isinstance(answer, QuotaExceeded) and not self._has_released:
-            self._has_released = True
-            if released := preauthorized.release(op.payer.organization_id):
-                self._give_back(released, self._ask_again)
-                return
-        if isinstance(answer, DatabaseUnavailable):
-            try:
-                answer = Fits() if op.only_asks else preauthorized.give(op)
-            except MeteringError as refusal:
-                answer = refusal
-        elif isinstance(answer, Admitted):
-            preauthorized.admitted(op, answer)
-        if self._done is not None:
-            self._done(answer)
-
-    def _ask_again(self) -> None:
-        if self._done is not None:
-            self._asked = self._ask(self._op, self._answered)
-
-
-NOTIFY = text(f"NOTIFY {CHANNEL}")
-
-
-class UsageNotices:
-    """Usage notices of one process. Sends only while `run` runs."""
-
-    def __init__(self, sessions: Sessions) -> None:
-        self._sessions = sessions
-        self._due = asyncio.Event()
-
-    def used(self) -> None:
-        """Request a notice that usage was committed. Never blocks."""
-        self._due.set()
-
-    async def run(self) -> None:
-        """Send requested notices until cancelled."""
-        while True:
-            await self._due.wait()
-            self._due.clear()
-            try:
-                async with asyncio.timeout(NOTICE_TIMEOUT_S), self._sessions.begin() as session:
-                    await session.execute(NOTIFY)
-            except (DatabaseUnavailable, TimeoutError) as away:
-                log.debug("usage_notice_lost", cause=str(away))
-            await asyncio.sleep(NOTICE_INTERVAL_S)

@@ -9,14 +9,13 @@ for the dead owner (`recovery.py`).
 The journal is the upper bound of the bill; a second file, mapped into memory, has the totals of
 each hold that the transport has taken. Both count reasoning tokens separately, which have a price
 of their own. During an outage of the database, a third file records which request was admitted
-under which hold.
+under which hold (`bindings.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import mmap
 import os
 import re
@@ -24,8 +23,8 @@ import struct
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,9 +32,7 @@ import msgspec
 import structlog
 
 from metering.core.errors import JournalUnavailable
-from metering.quotas.quota_rules import Payer
-
-BINDINGS_SUFFIX = ".bindings"
+from metering.holds.bindings import BINDINGS_SUFFIX, Bind, BindingLog, read_bindings
 
 # Owner and segment.
 NAME_FORM = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.[0-9]+\.journal2?", re.ASCII)
@@ -47,131 +44,7 @@ MARKS_AT_FIRST = 2048  # requests with output at once; more make the file grow
 PROBE_BYTES = 64 * 2**10
 LOCKS_REMEDY = "set WEIR_HOME to a directory on a local file system, one for each machine"
 ROTATE_BYTES = 16 * 2**20  # half a million records: minutes of a busy process, recovered in ms
-
-
-@dataclass(frozen=True, slots=True)
-class Bind:
-    """Assignment of a pre-authorized hold to a request, which uses the given part of it."""
-
-    hold_id: uuid.UUID
-    payer: Payer
-    request_id: uuid.UUID
-    payload_hash: bytes
-    labels: dict[str, str]
-    input_token_count: int
-    leased_token_count: int
-
-
-class BindingLog:
-    """Bindings file of this process. Not thread-safe: one event loop writes."""
-
-    def __init__(
-        self,
-        directory: Path,
-        process_id: uuid.UUID,
-        failed: Callable[[OSError], JournalUnavailable] = lambda _: JournalUnavailable(),
-    ) -> None:
-        """failed: notes that the disk refuses, and returns the error for it."""
-        self._path = directory / f"{process_id}{BINDINGS_SUFFIX}"
-        self._failed = failed
-        self._fd = -1
-        self._size_bytes = 0
-        self._torn = False
-        self._open: set[uuid.UUID] = set()
-
-    def record(self, bind: Bind) -> None:
-        """Append a binding; tokens may then be sent under it.
-
-        Raises: JournalUnavailable if the disk refuses; the file is then unchanged.
-        """
-        line = encode_binding(bind)
-        try:
-            if self._fd < 0:
-                self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-                self._size_bytes = os.fstat(self._fd).st_size
-            if self._torn:  # the truncation failed
-                self._cut()
-            self._torn = True
-            write_all(self._fd, line)
-            self._torn = False
-        except OSError as error:
-            if self._torn:
-                with contextlib.suppress(OSError):
-                    self._cut()
-            raise self._failed(error) from error
-        self._size_bytes += len(line)
-        self._open.add(bind.hold_id)
-
-    def _cut(self) -> None:
-        """Remove a torn record, which would hide all later ones. Truncation needs no disk space."""
-        os.ftruncate(self._fd, self._size_bytes)
-        self._torn = False
-
-    def forget(self, hold_id: uuid.UUID) -> None:
-        """Drop a binding that the database has stored. Dropping the last one removes the file."""
-        self._open.discard(hold_id)
-        if not self._open:
-            self.close(keep=False)
-
-    def close(self, *, keep: bool) -> None:
-        """Close the file. keep: leave it for recovery instead of removing it. Idempotent."""
-        if self._fd >= 0:
-            if not keep:
-                self._path.unlink(missing_ok=True)
-            os.close(self._fd)
-            self._fd, self._torn = -1, False
-
-
-def encode_binding(bind: Bind) -> bytes:
-    """Return a line of the file: checksum and record."""
-    payer = bind.payer
-    body = json.dumps(
-        {
-            "hold_id": str(bind.hold_id),
-            "payer": [
-                str(payer.organization_id),
-                str(payer.project_id),
-                str(payer.api_key_id),
-                payer.currency_code,
-            ],
-            "request_id": str(bind.request_id),
-            "payload_hash": bind.payload_hash.hex(),
-            "labels": bind.labels,
-            "input_token_count": bind.input_token_count,
-            "leased_token_count": bind.leased_token_count,
-        }
-    ).encode()
-    return b"%08x %s\n" % (zlib.crc32(body), body)
-
-
-def read_bindings(directory: Path, process_id: uuid.UUID) -> list[Bind]:
-    """Return the bindings of a dead process up to a torn line, under which nothing was sent."""
-    try:
-        data = (directory / f"{process_id}{BINDINGS_SUFFIX}").read_bytes()
-    except FileNotFoundError:
-        return []
-    return list(decode_bindings(data))
-
-
-def decode_bindings(data: bytes) -> Iterator[Bind]:
-    """Yield the records of a file up to the first torn one."""
-    for line in data.splitlines(keepends=True):
-        head, _, body = line.rstrip(b"\n").partition(b" ")
-        if not line.endswith(b"\n") or head != b"%08x" % zlib.crc32(body):
-            return
-        fields = json.loads(body)
-        organization, project, api_key, currency_code = fields["payer"]
-        yield Bind(
-            hold_id=uuid.UUID(fields["hold_id"]),
-            payer=Payer(
-                uuid.UUID(organization), uuid.UUID(project), uuid.UUID(api_key), currency_code
-            ),
-            request_id=uuid.UUID(fields["request_id"]),
-            payload_hash=bytes.fromhex(fields["payload_hash"]),
-            labels=fields["labels"],
-            input_token_count=fields["input_token_count"],
-            leased_token_count=fields["leased_token_count"],
-        )
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,25 +60,25 @@ class Format:
     counts: struct.Struct
     marks_suffix: str
     mark: struct.Struct
+    record_size: int = field(init=False)  # in bytes, with its crc32
+    mark_words: int = field(init=False)
 
-    @property
-    def record_size(self) -> int:
-        """Size of a record with its crc32."""
-        return self.counts.size + 4
-
-
-# An older server ignores files that it cannot read: the suffixes differ.
-FORMAT = Format(".journal2", struct.Struct("<16sIIIII"), ".taken2", struct.Struct("<16sQ"))
-RECORD_BYTES = FORMAT.record_size  # of what this server writes
-# Of release 0.1.0, whose journals are recovered after an upgrade.
-FORMERLY = Format(".journal", struct.Struct("<16sIIII"), ".taken", struct.Struct("<16sI"))
-FORMATS = {each.suffix: each for each in (FORMERLY, FORMAT)}
+    def __post_init__(self) -> None:
+        """Compute the sizes once; every step of a batch needs them."""
+        object.__setattr__(self, "record_size", self.counts.size + 4)
+        object.__setattr__(self, "mark_words", self.mark.size // 8)
 
 
-MARK_WORDS = FORMAT.mark.size // 8
-
-
-log = structlog.get_logger(__name__)
+# By suffix: of release 0.1.0, whose journals are recovered after an upgrade, and of this server. An
+# older server ignores files that it cannot read: the suffixes differ.
+FORMATS = {
+    each.suffix: each
+    for each in (
+        Format(".journal", struct.Struct("<16sIIII"), ".taken", struct.Struct("<16sI")),
+        Format(".journal2", struct.Struct("<16sIIIII"), ".taken2", struct.Struct("<16sQ")),
+    )
+}
+FORMAT = FORMATS[".journal2"]
 
 
 class Delivered(msgspec.Struct, frozen=True, gc=False):
@@ -238,9 +111,9 @@ class UsageJournal:
         self.bindings = BindingLog(directory, process_id, self.failed)
         self._marks_path = directory / f"{process_id}{FORMAT.marks_suffix}"
         self._marks = memoryview(b"").cast("Q")
-        self._places: dict[int, int] = {}  # of marks, in words, by integer hold id
-        self._free_places: list[int] = []
-        self._add_places(MARKS_AT_FIRST)
+        self._offsets: dict[int, int] = {}  # of marks, in words, by integer hold id
+        self._free_marks: list[int] = []
+        self._add_marks(MARKS_AT_FIRST)
         self._fd, self._path = self._create_segment(())
         self._size_bytes = 0
         self._torn = False
@@ -262,17 +135,17 @@ class UsageJournal:
         Raises: JournalUnavailable if the disk refuses; the file is then unchanged, and nothing may
         be sent.
         """
-        places = self._places
+        offsets = self._offsets
         try:
             if self._torn:  # the truncation failed
                 self._cut()
             for entry in entries:
-                if (number := entry.hold_id.int) not in places:
-                    if not self._free_places:
-                        self._add_places(len(places))
-                    place = self._free_places.pop()
-                    FORMAT.mark.pack_into(self._marks, 8 * place, entry.hold_id.bytes, 0)
-                    places[number] = place + MARK_WORDS - 1
+                if (number := entry.hold_id.int) not in offsets:
+                    if not self._free_marks:
+                        self._add_marks(len(offsets))
+                    start = self._free_marks.pop()
+                    FORMAT.mark.pack_into(self._marks, 8 * start, entry.hold_id.bytes, 0)
+                    offsets[number] = start + FORMAT.mark_words - 1
             self._torn = True
             write_all(self._fd, b"".join(map(encode, entries)))
             self._torn = False
@@ -281,7 +154,7 @@ class UsageJournal:
                 with contextlib.suppress(OSError):
                     self._cut()
             raise self.failed(error) from error
-        self._size_bytes += RECORD_BYTES * len(entries)
+        self._size_bytes += FORMAT.record_size * len(entries)
         for entry in entries:
             self._live[entry.hold_id.int] = entry
         if self._size_bytes >= self._rotate_at_bytes:
@@ -298,8 +171,8 @@ class UsageJournal:
 
         One store of a word into the page cache: a killed process leaves both totals or neither.
         """
-        if (place := self._places.get(hold_id.int)) is not None:
-            self._marks[place] = token_count | reasoning_token_count << TAKEN_BITS
+        if (offset := self._offsets.get(hold_id.int)) is not None:
+            self._marks[offset] = token_count | reasoning_token_count << TAKEN_BITS
 
     def failed(self, error: OSError) -> JournalUnavailable:
         """Note that the disk refuses; logs the first refusal. Return the error for the caller."""
@@ -317,8 +190,8 @@ class UsageJournal:
         """Return whether the journal can be written. After a failure, try a new segment."""
         if self.fault:
             try:
-                if not self._free_places:
-                    self._add_places(max(len(self._places), 1))
+                if not self._free_marks:
+                    self._add_marks(max(len(self._offsets), 1))
                 self._rotate()
                 self._torn = True
                 write_all(self._fd, bytes(PROBE_BYTES))
@@ -337,8 +210,8 @@ class UsageJournal:
     def forget(self, hold_id: uuid.UUID) -> None:
         """Drop the totals of a settled hold."""
         self._live.pop(hold_id.int, None)
-        if (place := self._places.pop(hold_id.int, None)) is not None:
-            self._free_places.append(place - MARK_WORDS + 1)
+        if (offset := self._offsets.pop(hold_id.int, None)) is not None:
+            self._free_marks.append(offset - FORMAT.mark_words + 1)
 
     def close(self) -> None:
         """Close the file; keep it for recovery if it has unsettled totals. Idempotent."""
@@ -353,12 +226,12 @@ class UsageJournal:
             for fd, _ in self._outlived:
                 os.close(fd)
 
-    def _add_places(self, count: int) -> None:
+    def _add_marks(self, count: int) -> None:
         """Let the file of marks grow. Raises: OSError.
 
         Allocates it, since a store to a page without space on the disk would end the process.
         """
-        before = len(self._marks) // MARK_WORDS
+        before = len(self._marks) // FORMAT.mark_words
         fd = os.open(self._marks_path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             size_bytes = (before + count) * FORMAT.mark.size
@@ -366,8 +239,10 @@ class UsageJournal:
             self._marks = memoryview(mmap.mmap(fd, size_bytes)).cast("Q")
         finally:
             os.close(fd)
-        words = range(before * MARK_WORDS, (before + count) * MARK_WORDS, MARK_WORDS)
-        self._free_places += reversed(words)
+        words = range(
+            before * FORMAT.mark_words, (before + count) * FORMAT.mark_words, FORMAT.mark_words
+        )
+        self._free_marks += reversed(words)
 
     def _rotate(self) -> None:
         """Begin a new segment with all unsettled totals, then remove the old one. Raises: OSError.
@@ -377,7 +252,7 @@ class UsageJournal:
         old = self._fd, self._path
         self._fd, self._path = self._create_segment(self._live.values())
         self._torn = False
-        self._size_bytes = RECORD_BYTES * len(self._live)
+        self._size_bytes = FORMAT.record_size * len(self._live)
         self._rotate_at_bytes = self._size_bytes + self._rotate_bytes
         self._outlived.append(old)
         self._remove_outlived()
@@ -440,7 +315,7 @@ def segment_of(path: Path) -> int:
 
 
 def encode(entry: Delivered) -> bytes:
-    """Return the record of an entry."""
+    """Encode an entry as a record with its crc32."""
     body = FORMAT.counts.pack(
         entry.hold_id.int.to_bytes(16, "big"),
         entry.input_token_count,

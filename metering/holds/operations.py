@@ -1,4 +1,4 @@
-"""Operations on holds and their answers. One batch (`batch.py`) carries any mix of them.
+"""Operations on holds and their answers. One batch (`hold_connection.py`) carries any mix of them.
 
 Operations are not changed once they are submitted.
 """
@@ -25,14 +25,14 @@ NANOSECONDS = 1_000_000  # in a millisecond
 VERSION_AND_VARIANT = 7 << 76 | 2 << 62
 
 
-def is_other_payload(known: bytes, asked: bytes) -> bool:
+def is_other_payload(first: bytes, second: bytes) -> bool:
     """Return whether two hashes are of different payloads; hashes of different keys count as equal.
 
     So a repeated request is still recognized after the key has changed. A request id reused for
     another payload after such a change gets the first request's result.
     """
     n = PAYLOAD_KEY_NAME_BYTES
-    return known[:n] == asked[:n] and known != asked
+    return first[:n] == second[:n] and first != second
 
 
 class Admit(msgspec.Struct):

@@ -14,28 +14,34 @@ from __future__ import annotations
 import json
 import uuid
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from metering.core.errors import DatabaseUnavailable, RequestIdReused, RequestInFlight
+from metering.core.errors import (
+    DatabaseUnavailable,
+    MeteringError,
+    RequestIdReused,
+    RequestInFlight,
+)
 from metering.core.models import HoldState, ServiceTier
+from metering.holds.bindings import Bind
 from metering.holds.decide import BatchReads, Hold
-from metering.holds.journal import Bind
 from metering.holds.lease_clock import LeaseClock
-from metering.holds.operations import Admit, Admitted, Ended, HoldAnswer, new_hold_id
+from metering.holds.operations import Admit, Admitted, Ended, Fits, HoldAnswer, new_hold_id
 from metering.holds.read import lock_counters, read_and_lock
 from metering.holds.write import counter_writes
 from metering.quotas import quotas
 from metering.quotas.quota_rules import CounterKey, Kind, Payer
-from metering.quotas.quotas import Counters
-from metering.store.exchange import (
+from metering.quotas.quotas import Counters, QuotaExceeded
+from metering.store.group_commit import Answered, Pending
+from metering.store.pipeline import (
     Connection,
     Value,
     array,
     bytes_array,
-    exchange,
     id_array,
+    run_pipeline,
     text_array,
 )
 
@@ -82,15 +88,15 @@ class UnboundHold:
 class User:
     """Key, model, tier and kind of request that has pre-authorized holds.
 
-    asked_at: last admission, seconds of the lease clock. roomy: no limit is half used.
+    used_at: last admission, seconds of the lease clock. has_room: no limit is half used.
     """
 
     payer: Payer
     model: str
     tier: ServiceTier
     embedding: bool
-    asked_at: float
-    roomy: bool
+    used_at: float
+    has_room: bool
     unbound: list[UnboundHold] = field(default_factory=list)
 
 
@@ -103,15 +109,15 @@ class PreauthorizedHolds:
         self._leases = leases
         self._users: OrderedDict[UserKey, User] = OrderedDict()  # least recently used first
         self._surplus: list[uuid.UUID] = []  # holds to void
-        self._given: dict[uuid.UUID, Bind] = {}  # by hold
+        self._pending_binds: dict[uuid.UUID, Bind] = {}  # by hold
         # By project and request.
         self._running: dict[tuple[uuid.UUID, uuid.UUID], tuple[uuid.UUID, bytes]] = {}
         self._request_of: dict[uuid.UUID, tuple[uuid.UUID, uuid.UUID]] = {}  # by hold
 
     @property
-    def given(self) -> list[Bind]:
+    def pending_binds(self) -> list[Bind]:
         """Bindings that the database does not have yet."""
-        return list(self._given.values())
+        return list(self._pending_binds.values())
 
     @property
     def unbound_count(self) -> int:
@@ -122,11 +128,11 @@ class PreauthorizedHolds:
         """Note an admission by the database: its key is in use, and its quotas' state is known."""
         self._runs(op)
         user = self._users.setdefault(
-            user_key(op), User(op.payer, op.model, op.tier, op.embedding, 0.0, roomy=False)
+            user_key(op), User(op.payer, op.model, op.tier, op.embedding, 0.0, has_room=False)
         )
         self._users.move_to_end(user_key(op))
-        user.asked_at, user.roomy = self._leases.now(), has_room(answer)
-        if not user.roomy:
+        user.used_at, user.has_room = self._leases.now(), has_room(answer)
+        if not user.has_room:
             self._clear(user)
         if len(self._users) > USER_COUNT_MAX:
             self._clear(self._users.popitem(last=False)[1])
@@ -146,10 +152,10 @@ class PreauthorizedHolds:
 
     def bound(self, hold_id: uuid.UUID) -> None:
         """Drop the binding of a hold that the database has stored or refused."""
-        if self._given.pop(hold_id, None) is not None:
+        if self._pending_binds.pop(hold_id, None) is not None:
             self._bindings.forget(hold_id)
 
-    def give(self, op: Admit) -> Admitted:
+    def admit(self, op: Admit) -> Admitted:
         """Admit a request without the database; its binding is on disk when this returns.
 
         Raises: DatabaseUnavailable if no hold is suitable; JournalUnavailable; RequestInFlight or
@@ -183,7 +189,7 @@ class PreauthorizedHolds:
         )
         self._bindings.record(bind)
         user.unbound.remove(chosen)
-        self._given[hold_id] = bind
+        self._pending_binds[hold_id] = bind
         self._running[op.payer.project_id, op.request_id] = hold_id, op.payload_hash
         self._request_of[hold_id] = op.payer.project_id, op.request_id
         admitted = chosen.admitted
@@ -193,7 +199,7 @@ class PreauthorizedHolds:
         """Return the organization's holds, to void at once because a request exceeded a quota."""
         for user in self._users.values():
             if user.payer.organization_id == organization_id:
-                user.roomy = False
+                user.has_room = False
                 self._clear(user)
         return self.surplus()
 
@@ -204,7 +210,7 @@ class PreauthorizedHolds:
             kept = [
                 s
                 for s in user.unbound
-                if now - user.asked_at < QUIET_MAX_S and now - s.taken_at < AGE_MAX_S
+                if now - user.used_at < QUIET_MAX_S and now - s.taken_at < AGE_MAX_S
             ]
             self._surplus += [s.admitted.hold_id for s in user.unbound if s not in kept]
             user.unbound = kept
@@ -224,7 +230,7 @@ class PreauthorizedHolds:
         return [
             self._admit(user)
             for user in self._users.values()
-            if user.roomy and now - user.asked_at < QUIET_MAX_S
+            if user.has_room and now - user.used_at < QUIET_MAX_S
             for _ in range(self._terms.hold_count - len(user.unbound))
         ]
 
@@ -262,6 +268,67 @@ class PreauthorizedHolds:
     def _clear(self, user: User) -> None:
         self._surplus += [hold.admitted.hold_id for hold in user.unbound]
         user.unbound = []
+
+
+class BackedAdmission:
+    """Admission in a process with pre-authorized holds.
+
+    If it exceeds a quota, the organization's pre-authorized holds are voided and it is tried once
+    more. If the database is unavailable, it gets a pre-authorized hold.
+    """
+
+    __slots__ = (
+        "_begin",
+        "_done",
+        "_has_released",
+        "_op",
+        "_pending",
+        "_preauthorized",
+        "_void_all",
+    )
+
+    def __init__(
+        self,
+        preauthorized: PreauthorizedHolds,
+        begin: Callable[[Admit, Answered], Pending],
+        void_all: Callable[[Sequence[uuid.UUID], Callable[[], None]], None],
+        op: Admit,
+        done: Answered,
+    ) -> None:
+        """Submit the admission. begin: submits it. void_all: voids holds, then calls back."""
+        self._preauthorized = preauthorized
+        self._begin = begin
+        self._void_all = void_all
+        self._op = op
+        self._done: Answered | None = done
+        self._has_released = False
+        self._pending = begin(op, self._answered)
+
+    def abandon(self) -> None:
+        """Implement `Pending.abandon`."""
+        self._done = None
+        self._pending.abandon()
+
+    def _answered(self, answer: Any) -> None:
+        op, preauthorized = self._op, self._preauthorized
+        if isinstance(answer, QuotaExceeded) and not self._has_released:
+            self._has_released = True
+            if released := preauthorized.release(op.payer.organization_id):
+                self._void_all(released, self._begin_again)
+                return
+        if isinstance(answer, DatabaseUnavailable):
+            try:
+                answer = Fits() if op.only_asks else preauthorized.admit(op)
+            except MeteringError as refusal:
+                answer = refusal
+        elif isinstance(answer, Admitted):
+            preauthorized.admitted(op, answer)
+        if self._done is not None:
+            self._done(answer)
+
+    def _begin_again(self) -> None:
+        if self._done is not None:
+            self._pending = self._begin(self._op, self._answered)
 
 
 def user_key(op: Admit) -> UserKey:
@@ -310,7 +377,7 @@ async def execute_binds(
     keys = {key for hold in reads.holds.values() for key in bound_keys(reads, hold)}
     counters = await lock_counters(connection, reads.now, keys)
     requests = id_array(b.payer.project_id for b in binds), id_array(b.request_id for b in binds)
-    [used] = await exchange(connection, [(SELECT_USED_REQUESTS, requests)])
+    [used] = await run_pipeline(connection, [(SELECT_USED_REQUESTS, requests)])
     taken = {(project_id, request_id) for project_id, request_id in used}
     answers: list[HoldAnswer | Exception] = []
     new: list[Bind] = []
@@ -329,19 +396,19 @@ async def execute_binds(
             new.append(bind)
             answers.append(Ended(done=True))
     if new:
-        await exchange(connection, [(BIND_HOLDS, bind_columns(new))])
-    await exchange(connection, [*counter_writes(counters), ("COMMIT", ())])
+        await run_pipeline(connection, [(BIND_HOLDS, bind_columns(new))])
+    await run_pipeline(connection, [*counter_writes(counters), ("COMMIT", ())])
     return answers
 
 
 def bound_keys(reads: BatchReads, hold: Hold) -> set[CounterKey]:
     """Return the keys of the counters that include the hold's charge."""
-    return quotas.touched_keys(hold.rules, hold.claim(), reads.now, extends=False)
+    return quotas.touched_keys(hold.rules, hold.charge(), reads.now, extends=False)
 
 
 def shrink(counters: Counters, hold: Hold, bind: Bind) -> None:
     """Reduce the hold's charge to that of the request."""
-    rules, before = hold.rules, hold.claim()
+    rules, before = hold.rules, hold.charge()
     if hold.state == HoldState.EXPIRED:
         charged, granted = (
             (sent, leased, before.dearest_reasoning(leased))
@@ -352,7 +419,7 @@ def shrink(counters: Counters, hold: Hold, bind: Bind) -> None:
         )
         # Lifetime quotas keep only the billed tokens of an expired hold; an unbound hold has none.
         windowed = [rule for rule in rules if not rule.is_lifetime]
-        quotas.give_back(counters, windowed, before, charged, (0, 0, 0), granted)
+        quotas.correct_expired(counters, windowed, before, charged, (0, 0, 0), granted)
         return
     after = before._replace(
         input_token_count=bind.input_token_count, leased_token_count=bind.leased_token_count
@@ -362,7 +429,7 @@ def shrink(counters: Counters, hold: Hold, bind: Bind) -> None:
 
 
 def bind_columns(binds: Sequence[Bind]) -> tuple[Value, ...]:
-    """Return the values of BIND_HOLDS, one array per column."""
+    """Pack bindings as the values of BIND_HOLDS, one array per column."""
     return (
         id_array(bind.hold_id for bind in binds),
         id_array(bind.request_id for bind in binds),

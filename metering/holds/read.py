@@ -1,7 +1,8 @@
 """Reads and locks of a batch of hold operations: holds, their usage, rules and prices, as values.
 
-Statements are pipelined (`store/exchange.py`), and rows in the connection's cache (`known.py`) are
-not read again: a batch costs two or three round trips whatever its size. No decisions here.
+Statements are pipelined (`store/pipeline.py`), and rows in the connection's cache
+(`hold_cache.py`) are not read again: a batch costs two or three round trips whatever its size. No
+decisions here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from metering.holds.decide import (
     HoldTerms,
     SameRequest,
 )
-from metering.holds.known import SELECT_CHANGES, known_of
+from metering.holds.hold_cache import SELECT_CHANGES, cache_of
 from metering.holds.operations import Admit
 from metering.holds.write import key_columns
 from metering.pricing.prices import TOKEN_PRICES, PriceBook, TokenPrices
@@ -30,15 +31,15 @@ from metering.quotas.quota_recount import QUOTA_LOCK
 from metering.quotas.quota_rules import CounterKey, QuotaRule, Weights
 from metering.quotas.quotas import Counter, Counters
 from metering.receipts.chaining import BATCHES_OF_HOLDS, ISSUED_OF_HOLDS, Chains, issued_of_rows
-from metering.store.exchange import (
+from metering.store.pipeline import (
     Connection,
     Row,
     Statement,
     array,
-    exchange,
     id_array,
     id_bytes_array,
     id_number_array,
+    run_pipeline,
     text_array,
 )
 
@@ -103,9 +104,9 @@ def rule_of(
 ) -> QuotaRule:
     """Return the rule of a row of RULE_COLUMNS without its version."""
     weights = Weights(input_weight, cached_input_weight, output_weight)
-    place = (QuotaSubject(subject), subject_id, model, QuotaDimension(dimension))
+    key = (QuotaSubject(subject), subject_id, model, QuotaDimension(dimension))
     return QuotaRule(
-        quota_id, *place, limit_value, weights, enforced, base_limit_value, override_until
+        quota_id, *key, limit_value, weights, enforced, base_limit_value, override_until
     )
 
 
@@ -265,7 +266,7 @@ async def read_and_lock(
     statement sees the rows locked by earlier ones. If a hold has expired, begins again with the
     shared lock of admissions.
     """
-    known = known_of(connection)
+    cache = cache_of(connection)
     statements: list[Statement] = [("BEGIN", ())]
     if admits:
         statements.append((BEGIN_ADMITTING, ()))
@@ -273,10 +274,10 @@ async def read_and_lock(
         statements.append((SELECT_HOLDS, (id_array(hold_ids),)))
     if billed_ids:
         statements.append((LOCK_CHAINS, (id_array(billed_ids),)))
-    statements.append((SELECT_CHANGES, (known.snapshot,)))
+    statements.append((SELECT_CHANGES, (cache.snapshot,)))
     if admits:
         statements += admission_reads(admits)
-    answers = iter(await exchange(connection, statements))
+    answers = iter(await run_pipeline(connection, statements))
     next(answers)
     if admits:
         next(answers)
@@ -284,14 +285,14 @@ async def read_and_lock(
     if not admits and any(row[1] == HoldState.EXPIRED for row in held):
         # Setting a quota locks live holds only; returns of expired holds must not fall between its
         # sums and its commit.
-        await exchange(connection, [("ROLLBACK", ())])
-        _, _, held, *rest = await exchange(
+        await run_pipeline(connection, [("ROLLBACK", ())])
+        _, _, held, *rest = await run_pipeline(
             connection, [statements[0], (BEGIN_ADMITTING, ()), *statements[1:]]
         )
         answers = iter(rest)
     heads = next(answers) if billed_ids else []
     [(now, snapshot, changes)] = next(answers)
-    known.asked(now, snapshot, changes)
+    cache.apply_changes(now, snapshot, changes)
     reads = BatchReads(now, Chains.of_rows(now, heads))
     same: list[Row] = []
     if admits:
@@ -300,7 +301,7 @@ async def read_and_lock(
     ended_ids = [hold.id for hold in reads.holds.values() if hold.state != HoldState.HELD]
     ended = id_array([*ended_ids, *(row[4] for row in same if row[2] != HoldState.HELD)])
     if ended != NO_IDS:
-        sums, issued, batches = await exchange(
+        sums, issued, batches = await run_pipeline(
             connection,
             [(query, (ended,)) for query in (SELECT_EVENT_SUMS, ISSUED_OF_HOLDS, BATCHES_OF_HOLDS)],
         )
@@ -318,13 +319,13 @@ async def take_holds(connection: Connection, reads: BatchReads, rows: Sequence[H
 
     An expired hold also gets the rules created after it: they have counted its expired charge.
     """
-    known = known_of(connection)
-    rules, missing = known.rules_for(
+    cache = cache_of(connection)
+    rules, missing = cache.rules_for(
         (quota_id.int for row in rows for quota_id in row.quota_ids), reads.now
     )
-    versions = {row.price_version_id for row in rows} - known.prices.keys()
+    versions = {row.price_version_id for row in rows} - cache.prices.keys()
     if missing or versions:
-        rule_rows, prices = await exchange(
+        rule_rows, prices = await run_pipeline(
             connection,
             [
                 (SELECT_RULES_BY_ID, (id_number_array(list(missing)),)),
@@ -332,14 +333,14 @@ async def take_holds(connection: Connection, reads: BatchReads, rows: Sequence[H
             ],
         )
         read = rules_of_rows(connection, rule_rows)
-        known.add_rules(read.values())
-        known.prices |= {row[0]: TokenPrices(*row) for row in prices}
+        cache.add_rules(read.values())
+        cache.prices |= {row[0]: TokenPrices(*row) for row in prices}
         rules |= read
     expired = [row for row in rows if row.state == HoldState.EXPIRED]
     later: list[QuotaRule] = []
     if expired:
-        subjects = {row.receipt_ids[place : place + 16] for row in expired for place in (0, 16, 32)}
-        [rule_rows] = await exchange(connection, [(SELECT_RULES, (id_bytes_array(subjects),))])
+        subjects = {row.receipt_ids[start : start + 16] for row in expired for start in (0, 16, 32)}
+        [rule_rows] = await run_pipeline(connection, [(SELECT_RULES, (id_bytes_array(subjects),))])
         later = list(rules_of_rows(connection, rule_rows).values())
     terms: dict[tuple[object, ...], HoldTerms] = {}
     for row in rows:
@@ -347,10 +348,10 @@ async def take_holds(connection: Connection, reads: BatchReads, rows: Sequence[H
         key = row.receipt_ids[:48], row.model, row.embedding, row.price_version_id, numbers
         common = terms.get(key)
         if common is None:
-            common = terms[key] = HoldTerms(*key[:3], known.prices[row.price_version_id], numbers)
+            common = terms[key] = HoldTerms(*key[:3], cache.prices[row.price_version_id], numbers)
         charged = [rules[number] for number in numbers]
         if row.state == HoldState.EXPIRED:
-            of_hold = [row.receipt_ids[place : place + 16] for place in (0, 16, 32)]
+            of_hold = [row.receipt_ids[start : start + 16] for start in (0, 16, 32)]
             charged += [
                 rule
                 for rule in later
@@ -362,7 +363,7 @@ async def take_holds(connection: Connection, reads: BatchReads, rows: Sequence[H
 
 
 def admission_reads(admits: Sequence[Admit]) -> list[Statement]:
-    """Return the statements that read the inputs of admissions."""
+    """Build the statements that read the inputs of admissions."""
     payers = {op.payer for op in admits}
     subjects = [
         subject
@@ -412,7 +413,7 @@ def take_admission_reads(
             withdrawn=withdrawn,
         )
     next_price_at = {(model, currency_code): at for model, currency_code, at in next_prices}
-    known, terms = known_of(connection), {}
+    cache, terms = cache_of(connection), {}
     for payer, model, tier, embedding in {
         (op.payer, op.model, op.tier, op.embedding) for op in admits
     }:
@@ -421,9 +422,9 @@ def take_admission_reads(
         if current is None or key[0] not in expiries:
             continue
         subjects = (payer.organization_id.int, payer.project_id.int, payer.api_key_id.int)
-        places = [(subject, each) for subject in subjects for each in dict.fromkeys(("", model))]
-        rules = tuple(rule for place in places for rule in by_subject.get(place, ()))
-        ends = (
+        scopes = [(subject, each) for subject in subjects for each in dict.fromkeys(("", model))]
+        rules = tuple(rule for scope in scopes for rule in by_subject.get(scope, ()))
+        validity_ends = (
             *(rule.override_until for rule in rules),
             expiries[key[0]],
             next_price_at[model, payer.currency_code],
@@ -431,9 +432,9 @@ def take_admission_reads(
         common = HoldTerms(
             payer.receipt_ids, model, embedding, current, tuple(rule.number for rule in rules)
         )
-        until = min((each for each in ends if each is not None), default=None)
+        until = min((each for each in validity_ends if each is not None), default=None)
         terms[key] = AdmissionTerms(payer, common, rules, until)
-        known.add_terms(key, terms[key])
+        cache.add_terms(key, terms[key])
     reads.terms = terms
     return same
 
@@ -457,9 +458,9 @@ async def lock_counters(
     if not keys:
         return counters
     columns = key_columns(keys)
-    [rows] = await exchange(connection, [(LOCK_COUNTERS, columns)])
+    [rows] = await run_pipeline(connection, [(LOCK_COUNTERS, columns)])
     if len(rows) < len(keys):
-        inserted, rows = await exchange(
+        inserted, rows = await run_pipeline(
             connection, [(INSERT_COUNTERS, columns), (LOCK_COUNTERS, columns)]
         )
         counters.created = frozenset((row[0].int, row[1]) for row in inserted)

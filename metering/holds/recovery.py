@@ -17,16 +17,10 @@ import structlog
 from common.incidents import Retries
 from metering.core.errors import DatabaseUnavailable, HoldEnded
 from metering.core.models import Outcome
-from metering.holds.batch import BATCH_SIZE_MAX, HoldConnection
-from metering.holds.journal import AbandonedJournal, Bind, Delivered, abandoned_journals
-from metering.holds.operations import (
-    Ended,
-    Expire,
-    HoldAnswer,
-    Renew,
-    Settle,
-    Settled,
-)
+from metering.holds.bindings import Bind
+from metering.holds.hold_connection import BATCH_SIZE_MAX, HoldConnection
+from metering.holds.journal import AbandonedJournal, Delivered, abandoned_journals
+from metering.holds.operations import Ended, Expire, HoldAnswer, Renew, Settle, Settled
 from metering.receipts.chaining import BatchSigner
 from metering.store.db import CONNECT_TIMEOUT_S, StoreGate, connection_options, psycopg_conninfo
 

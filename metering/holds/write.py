@@ -1,8 +1,9 @@
 """Writes of a batch of hold operations: holds, usage events with receipts, counters.
 
 Statements that end or extend holds compare every column that may have changed since the decision,
-and statements that increment counters check each limit: a batch decided from the cache (`batch.py`)
-is written as a whole or not at all. For rows locked earlier these checks always pass.
+and statements that increment counters check each limit: a batch decided from the cache
+(`fast_path.py`) is written as a whole or not at all. For rows locked earlier these checks always
+pass.
 
 Lock order in every process: holds by id, chains by project, counters by (quota, window). No
 decisions here.
@@ -21,7 +22,7 @@ from metering.holds.operations import Settle, Settled
 from metering.quotas.quota_rules import CounterKey
 from metering.quotas.quotas import NO_LIMIT, USED_MAX, Counters
 from metering.receipts.chaining import BatchSigner, Chains, SignedBatch
-from metering.store.exchange import (
+from metering.store.pipeline import (
     UUID_OID,
     Packed,
     Statement,
@@ -143,7 +144,7 @@ FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[], %s::bigint[])
     AS v(quota_id, window_start, used, held)
 WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
 """
-COUNT_UNHEEDED = """
+COUNT_WOULD_REFUSE = """
 UPDATE quota_counters c SET would_refuse_count = c.would_refuse_count + v.admitted
 FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[]) AS v(quota_id, window_start, admitted)
 WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
@@ -153,31 +154,33 @@ DELETE FROM quota_counters c
 USING unnest(%s::uuid[], %s::timestamptz[]) AS v(quota_id, window_start)
 WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
 """
+# Exact without a lock taken beforehand: an UPDATE that waits for another transaction re-checks its
+# WHERE on the committed row (READ COMMITTED), so that a limit holds whatever was read before.
 # A negative limit means no limit. A counter that reached USED_MAX stays there.
-_moving = f"""
-WITH moved AS (
+_increment_form = f"""
+WITH incremented AS (
     UPDATE quota_counters c
     SET held = c.held + v.held, used = CASE
         WHEN c.used <= {USED_MAX} - greatest(v.used, 0) AND c.used < {USED_MAX}
             THEN c.used + v.used
         ELSE {USED_MAX} END
     FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[], %s::bigint[], %s::bigint[])
-        WITH ORDINALITY AS v(quota_id, window_start, used, held, limit_value, place)
+        WITH ORDINALITY AS v(quota_id, window_start, used, held, limit_value, ordinal)
     WHERE c.quota_id = v.quota_id
         AND c.window_start = v.window_start
         AND (v.limit_value < 0 OR c.used <= v.limit_value - c.held - v.used - v.held)
-    RETURNING v.place, c.used, c.held
+    RETURNING v.ordinal, c.used, c.held
 )
-SELECT m.place, m.used, m.held, 1 / ((SELECT count(*) FROM moved) = %s)::int
+SELECT i.ordinal, i.used, i.held, 1 / ((SELECT count(*) FROM incremented) = %s)::int
 FROM (SELECT) one
-LEFT JOIN moved m ON {{which}}
+LEFT JOIN incremented i ON {{which}}
 """
-MOVE_AND_TELL = _moving.format(which="true")
-MOVE_SILENTLY = _moving.format(which="m.place = 1")
+INCREMENT_AND_RETURN = _increment_form.format(which="true")
+INCREMENT = _increment_form.format(which="i.ordinal = 1")
 
 
 def renewals(writes: BatchWrites, expiry_s: float) -> list[Statement]:
-    """Return statements that extend the expiry of holds; each returns the ids of its holds."""
+    """Build statements that extend the expiry of holds; each returns the ids of its holds."""
     return [
         (RENEW_HOLDS, (expiry_s, str(process_id), id_array(hold_ids)))
         for process_id, hold_ids in writes.renewed
@@ -185,7 +188,7 @@ def renewals(writes: BatchWrites, expiry_s: float) -> list[Statement]:
 
 
 def changed_holds(writes: BatchWrites, expiry_s: float) -> list[Statement]:
-    """Return statements that extend and end holds; they fail with GuardFailed."""
+    """Build statements that extend and end holds; they fail with GuardFailed."""
     statements: list[Statement] = []
     if writes.extensions:
         extended = [writes.extensions[number] for number in sorted(writes.extensions)]
@@ -224,14 +227,14 @@ def changed_holds(writes: BatchWrites, expiry_s: float) -> list[Statement]:
 
 
 def new_holds(writes: BatchWrites, owner: str, expiry_s: float) -> list[Statement]:
-    """Return statements that insert holds."""
+    """Build the statement that inserts holds; none without holds."""
     if not writes.holds:
         return []
-    places: dict[HoldTerms, int] = {}
+    indexes: dict[HoldTerms, int] = {}
     rows = [
         (
             op.hold_id.int.to_bytes(16, "big"),
-            places.setdefault(hold.terms, len(places) + 1),
+            indexes.setdefault(hold.terms, len(indexes) + 1),
             op.request_id.int.to_bytes(16, "big"),
             op.payload_hash,
             json.dumps(op.labels) if op.labels else None,
@@ -242,7 +245,7 @@ def new_holds(writes: BatchWrites, owner: str, expiry_s: float) -> list[Statemen
     ]
     quota_ids: list[bytes] = []
     terms = []
-    for each in places:
+    for each in indexes:
         first = len(quota_ids) + 1
         quota_ids += each.packed_quota_ids
         ids = each.payer_ids
@@ -354,41 +357,42 @@ def _json_format(names: tuple[str, ...]) -> str:
 
 
 def key_columns(keys: Collection[CounterKey]) -> tuple[Packed, Packed]:
-    """Return counter keys as two array columns."""
+    """Pack counter keys as two array columns."""
     return id_number_array([number for number, _ in keys]), time_array([start for _, start in keys])
 
 
-def moved_counters(
-    moves: Mapping[CounterKey, tuple[int, int]], limits: Mapping[CounterKey, int]
+def counter_increments(
+    increments: Mapping[CounterKey, tuple[int, int]], limits: Mapping[CounterKey, int]
 ) -> tuple[list[CounterKey], list[Statement]]:
-    """Return a statement that increments counters within their limits, and the keys in its order.
+    """Build a statement that increments counters within their limits, and the keys in its order.
 
     If any counter has a limit, its rows are (1-based index of the key, used, held) of each. It
     fails with GuardFailed if a limit has no room or a counter row is missing.
     """
-    if not moves:
+    if not increments:
         return [], []
-    keys = sorted(moves)
+    keys = sorted(increments)
     rows = [
-        (key[0].to_bytes(16, "big"), key[1], *moves[key], limits.get(key, NO_LIMIT)) for key in keys
+        (key[0].to_bytes(16, "big"), key[1], *increments[key], limits.get(key, NO_LIMIT))
+        for key in keys
     ]
     return keys, [
-        (MOVE_AND_TELL if limits else MOVE_SILENTLY, (*columns("utnnn", rows), len(keys)))
+        (INCREMENT_AND_RETURN if limits else INCREMENT, (*columns("utnnn", rows), len(keys)))
     ]
 
 
 def counter_writes(counters: Counters) -> list[Statement]:
-    """Return statements that write the decided values of counters."""
-    if counters.guessed:
-        return moved_counters(counters.all_moves(), counters.limits)[1]
+    """Build statements that write the decided values of counters."""
+    if counters.unlocked:
+        return counter_increments(counters.all_increments(), counters.limits)[1]
     statements: list[Statement] = []
     if counters.changed:
         rows = [counters.rows[key] for key in counters.changed]
         values = (array(row.used for row in rows), array(row.held for row in rows))
         statements.append((UPDATE_COUNTERS, (*key_columns(counters.changed), *values)))
     if counters.would_refuse:
-        unheeded = (*key_columns(counters.would_refuse), array(counters.would_refuse.values()))
-        statements.append((COUNT_UNHEEDED, unheeded))
+        refusals = (*key_columns(counters.would_refuse), array(counters.would_refuse.values()))
+        statements.append((COUNT_WOULD_REFUSE, refusals))
     if untouched := counters.created - counters.changed.keys():  # created for refused requests only
         statements.append((DELETE_COUNTERS, key_columns(untouched)))
     return statements

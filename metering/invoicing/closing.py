@@ -121,7 +121,7 @@ async def find_obstacles(
             f" {now:%Y-%m-%d %H:%M} now"
         )
         obstacles.append(Obstacle(ObstacleKind.MONTH_NOT_OVER, reason))
-    parameters = request.place | {"ends": ends}
+    parameters = request.key | {"ends": ends}
     months = (await session.execute(CLOSED_AND_OPEN, parameters)).one()
     if months.last_closed is not None and months.last_closed >= month:
         reason = (
@@ -307,7 +307,7 @@ class CloseRequest:
     draw: Draw = field(default_factory=lambda: Drawer().draw)
 
     @property
-    def place(self) -> dict[str, object]:
+    def key(self) -> dict[str, object]:
         """Organization and month, as parameters of statements."""
         return {"organization_id": self.organization_id, "month": self.month}
 
@@ -385,7 +385,7 @@ async def _rate(sessions: Sessions) -> None:
 
 
 async def _is_closed(session: AsyncSession, request: CloseRequest) -> bool:
-    return bool(await session.scalar(STATE, request.place) == MonthState.CLOSED)
+    return bool(await session.scalar(STATE, request.key) == MonthState.CLOSED)
 
 
 async def _obstacles(session: AsyncSession, request: CloseRequest) -> list[Obstacle]:
@@ -406,7 +406,7 @@ async def _refuse_obstacles(session: AsyncSession, request: CloseRequest) -> Non
 async def _mark_closing(session: AsyncSession, request: CloseRequest) -> None:
     """Record the start of the close and its actor. An earlier record is kept."""
     begun = {"at": await request.now(session), "by": request.actor}
-    await session.execute(BEGIN, begun | request.place)
+    await session.execute(BEGIN, begun | request.key)
 
 
 async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
@@ -455,7 +455,7 @@ async def _freeze(
 ) -> None:
     """Record the facts and digests that later readings need, and close the month."""
     digest = digests(report)
-    facts = request.place | {
+    facts = request.key | {
         "organization_name": report.organization_name,
         "currency_code": report.currency_code,
         "carried_in_picos": Decimal(report.carried_in_picos),
@@ -468,7 +468,7 @@ async def _freeze(
         ),
     }
     await session.execute(insertion("month_closings", facts))
-    await session.execute(CLOSE, request.place | {"at": now, "by": request.actor})
+    await session.execute(CLOSE, request.key | {"at": now, "by": request.actor})
     after = {
         "organization_id": str(report.organization_id),
         "month": report.month,

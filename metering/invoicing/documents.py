@@ -72,7 +72,7 @@ class Drawer:
         self._turn = asyncio.Semaphore(1)
 
     async def draw(self, document: InvoiceDocument) -> bytes:
-        """Return the document as PDF. Raises: DrawingFailed, TimeoutError."""
+        """Draw the document as PDF. Raises: DrawingFailed, TimeoutError."""
         line_count = sum(len(group.lines) for group in document.usage or ())
         async with self._turn, asyncio.timeout(DRAWING_S + LINE_S * line_count):
             child = await asyncio.create_subprocess_exec(
@@ -85,13 +85,13 @@ class Drawer:
                 env=inherited(),
             )
             try:
-                pdf, said = await child.communicate(pickle.dumps(document))
+                pdf, error = await child.communicate(pickle.dumps(document))
             finally:
                 if child.returncode is None:
                     child.kill()
                     await child.wait()
         if child.returncode != 0:
-            raise DrawingFailed(said.decode(errors="replace").strip())
+            raise DrawingFailed(error.decode(errors="replace").strip())
         return pdf
 
 
@@ -120,17 +120,17 @@ async def keep_document(
     name: a month `YYYY-MM`, or the number of a credit note.
     """
     values = {"issuer": Jsonb(issuer.as_json()), "pdf": pdf, "sha256": hashlib.sha256(pdf).digest()}
-    place = {"organization_id": organization_id, "name": name}
-    await session.execute(KEEP, values | place)
-    return _checked((await session.execute(KEPT, place)).one())
+    key = {"organization_id": organization_id, "name": name}
+    await session.execute(KEEP, values | key)
+    return _checked((await session.execute(KEPT, key)).one())
 
 
 async def kept_document(
     session: AsyncSession, organization_id: uuid.UUID, name: str
 ) -> IssuedDocument | None:
-    """Return a document as kept. Raises: InvariantViolated if its bytes have changed since."""
-    place = {"organization_id": organization_id, "name": name}
-    row = (await session.execute(KEPT, place)).one_or_none()
+    """Read a kept document. Raises: InvariantViolated if its bytes have changed since."""
+    key = {"organization_id": organization_id, "name": name}
+    row = (await session.execute(KEPT, key)).one_or_none()
     return None if row is None else _checked(row)
 
 
@@ -162,7 +162,7 @@ async def document_of_month(
     issuer: of documents that are not kept yet. A closed month without a document, from an earlier
     release, gets it here, unless its invoice lacks an issuer.
     """
-    place = {
+    key = {
         "organization_id": report.organization_id,
         "month": month_bounds(report.month)[0].date(),
     }
@@ -171,7 +171,7 @@ async def document_of_month(
             found = await kept_document(session, report.organization_id, report.month)
             if found is not None:
                 return found
-            printed = (await session.execute(LETTERHEAD, place)).one_or_none()
+            printed = (await session.execute(LETTERHEAD, key)).one_or_none()
         if printed is not None:
             issuer = record_of(Issuer, printed, font=issuer.font, bold_font=issuer.bold_font)
     drawn = IssuedDocument(issuer, await draw(invoice_document(report, issuer)))

@@ -176,7 +176,7 @@ def invoice_document(report: MonthReport, issuer: Issuer) -> InvoiceDocument:
 def credit_note_document(
     note: AdjustmentRecord, owner: Organization, profile: BillingProfile, issuer: Issuer
 ) -> InvoiceDocument:
-    """Return the document of an approved credit note."""
+    """Build the document of an approved credit note."""
     assert note.decided_at is not None
     line = AmountLine(
         f"Credit to invoice {note.invoice_number}",

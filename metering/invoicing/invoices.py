@@ -141,7 +141,7 @@ WHERE a.invoice_id = :invoice_id AND d.approved
 
 
 async def draw_number(session: AsyncSession, series: Series) -> tuple[int, str]:
-    """Return the next ordinal and number; blocks other draws until the commit."""
+    """Draw the next ordinal and number; blocks other draws until the commit."""
     ordinal: int = (await session.execute(NUMBER, {"series": series})).scalar_one()
     return ordinal, document_number(series, ordinal)
 
@@ -210,7 +210,7 @@ async def invoice_of_month(
 
 
 async def read_invoice(session: AsyncSession, row: Row[Any]) -> Invoice:
-    """Return the whole invoice with the sum of its credit notes."""
+    """Read the whole invoice with the sum of its credit notes."""
     lines, credited = await read_lines(session, row.id), await credited_picos(session, row.id)
     return record_of(
         Invoice, row, month=month_text(row.month), lines=lines, credited_picos=credited

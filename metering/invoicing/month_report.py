@@ -19,7 +19,7 @@ from typing import Any
 from metering.core.errors import InvalidValue
 from metering.core.models import ServiceTier, TokenKind
 from metering.core.money import exact_text, round_parts, round_to_minor_unit, round_total
-from metering.plans.plans import Charge
+from metering.plans.plans import PlanLine
 from metering.tenants.billing_profiles import BillingProfile
 
 # A closed month keeps the format of its close. 1: before months could be closed. 2: the rounded
@@ -144,7 +144,7 @@ class MonthReport:
     request_counts: RequestCounts
     unrated_event_count: int
     reconciliation: Reconciliation
-    charges: tuple[Charge, ...] = ()
+    charges: tuple[PlanLine, ...] = ()
     carried_in_picos: int = 0
     credit: PrepaidCredit = PrepaidCredit()
     credit_notes: tuple[CreditNoteIssued, ...] = ()
@@ -307,7 +307,7 @@ def line_fields(report: MonthReport, line: ReportLine, rounded_picos: int) -> di
     }
 
 
-def charge_fields(report: MonthReport, charge: Charge, rounded_picos: int) -> dict[str, Any]:
+def charge_fields(report: MonthReport, charge: PlanLine, rounded_picos: int) -> dict[str, Any]:
     return {
         "kind": charge.kind.value,
         "description": charge.description,
@@ -381,7 +381,7 @@ def _csv_rows(report: MonthReport) -> Iterator[dict[str, Any]]:
 
 
 def time_text(moment: datetime) -> str:
-    """Return a time as ISO 8601 in UTC with `Z`."""
+    """Format a time as ISO 8601 in UTC with `Z`."""
     return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
 
 

@@ -44,7 +44,7 @@ from metering.ledger.ledger import (
     month_text,
 )
 from metering.plans.plan_admin import plan_in_force
-from metering.plans.plans import Charge, LineKind, MonthUsage, apply_credit, plan_lines
+from metering.plans.plans import LineKind, MonthUsage, PlanLine, apply_credit, plan_lines
 from metering.plans.prepaid import grants_of, usable_grants
 from metering.pricing.prices import COUNTS_OF_EVENT, PRICE_OF_KIND
 from metering.receipts.months import month_root
@@ -118,7 +118,7 @@ FAILED = (Outcome.FAILED,)
 LONG_READ_S = 300.0  # for some ten million events, at a few microseconds each
 LONG_STATEMENTS = text(f"SET LOCAL statement_timeout = '{LONG_READ_S:.0f}s'")
 MONTH_OF = "CAST(date_trunc('month', {}, 'UTC') AS date)"
-SUMS = ", ".join(
+TOKEN_AND_REQUEST_SUMS = ", ".join(
     f"sum({count}) AS {kind}_tokens, count(*) FILTER (WHERE {count} > 0) AS {kind}_requests"
     for kind, (count, _) in COUNTS_OF_EVENT.items()
 )
@@ -126,19 +126,24 @@ ALL_TOKENS = " + ".join(f"{kind}_tokens" for kind in COUNTS_OF_EVENT)
 BY_KIND = "LATERAL (VALUES {}) AS of_kind (token_kind, token_count, request_count)".format(
     ", ".join(f"('{kind}', {kind}_tokens, {kind}_requests)" for kind in COUNTS_OF_EVENT)
 )
-OUTCOMES = {"completed": COMPLETED, "cancelled": CANCELLED, "limited": LIMITED, "failed": FAILED}
+OUTCOME_GROUPS = {
+    "completed": COMPLETED,
+    "cancelled": CANCELLED,
+    "limited": LIMITED,
+    "failed": FAILED,
+}
 REQUESTS = ", ".join(
     f"coalesce(sum(event_count) FILTER (WHERE part = 0{condition}), 0)::bigint AS {name}_count"
     for name, condition in {
         "total": "",
-        **{name: f" AND outcome = ANY(:{name})" for name in OUTCOMES},
+        **{name: f" AND outcome = ANY(:{name})" for name in OUTCOME_GROUPS},
     }.items()
 )
 
 
 async def draft_charges(
     session: AsyncSession, organization_id: uuid.UUID, month: date, lines: Sequence[ReportLine]
-) -> tuple[Charge, ...]:
+) -> tuple[PlanLine, ...]:
     """Return the present charges in the order of the invoice: plan, adjustments, credit applied.
 
     The plan applies to late usage too. Adjustments are in the order of posting, credit grants by
@@ -153,7 +158,9 @@ async def draft_charges(
     charges = list(plan_lines(plan.rules, usage) if plan else ())
     rows = await session.execute(ADJUSTMENTS, {"organization_id": organization_id, "month": month})
     charges += [
-        Charge(LineKind.ADJUSTMENT, row.description, int(row.amount_picos), source_id=row.source_id)
+        PlanLine(
+            LineKind.ADJUSTMENT, row.description, int(row.amount_picos), source_id=row.source_id
+        )
         for row in rows
     ]
     due_picos = sum(line.amount_picos for line in lines) + sum(
@@ -166,7 +173,7 @@ async def draft_charges(
     spent = apply_credit(await usable_grants(session, organization_id, month), due_picos)
     credit = LineKind.CREDIT
     charges += [
-        Charge(credit, reasons[each.grant_id], -each.amount_picos, source_id=each.grant_id)
+        PlanLine(credit, reasons[each.grant_id], -each.amount_picos, source_id=each.grant_id)
         for each in spent
     ]
     return tuple(charges)
@@ -203,7 +210,7 @@ WITH transactions AS MATERIALIZED (
 ), events AS MATERIALIZED (
     SELECT u.price_version_id, {MONTH_OF.format("u.settled_at")} AS usage_month,
            u.outcome, u.part, u.rated_at IS NULL AS is_unrated, count(*) AS event_count,
-           array_agg(u.hold_id) FILTER (WHERE u.part > 0) AS hold_ids, {SUMS}
+           array_agg(u.hold_id) FILTER (WHERE u.part > 0) AS hold_ids, {TOKEN_AND_REQUEST_SUMS}
     FROM usage_events u
     LEFT JOIN transactions t ON t.id = u.ledger_transaction_id
     WHERE u.organization_id = :organization_id
@@ -335,7 +342,7 @@ async def _as_closed(session: AsyncSession, report: MonthReport, closing: Row[An
         organization_name=closing.organization_name,
         currency_code=closing.currency_code,
         charges=tuple(
-            record_of(Charge, line, amount_picos=line.exact_picos)
+            record_of(PlanLine, line, amount_picos=line.exact_picos)
             for line in lines
             if line.kind.is_charge
         ),
@@ -366,7 +373,7 @@ async def _usage(
         "begins": begins,
         "ends": ends,
         "with_unrated": with_unrated,
-    } | {name: list(outcomes) for name, outcomes in OUTCOMES.items()}
+    } | {name: list(outcomes) for name, outcomes in OUTCOME_GROUPS.items()}
 
     rows = (await session.execute(MONTH, parameters)).all()
     lines = []
@@ -499,7 +506,10 @@ WHERE t.organization_id = :organization_id AND t.billing_month = :month
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Result of a verification. differences: from the close; empty if reproduced."""
+    """Result of recomputing a closed month.
+
+    differences: deviations from the figures stored at the close; empty if there is none.
+    """
 
     report: MonthReport
     digests: Digests

@@ -127,7 +127,7 @@ def month_end(month: date) -> datetime:
 
 
 def month_text(month: date) -> str:
-    """Return a month as `YYYY-MM`."""
+    """Format a month as `YYYY-MM`."""
     return f"{month:%Y-%m}"
 
 

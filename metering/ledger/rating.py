@@ -68,14 +68,16 @@ BATCH_DIVISOR = 10  # by which a failing batch shrinks, and grows again afterwar
 NAMED_MAX = 20  # events that an error message names
 # Column names are token kinds. Costs are numeric, since a misstated count times its price may
 # exceed 64 bits.
-COUNTS = ", ".join(f"{count} AS {kind}" for kind, (count, _) in COUNTS_OF_EVENT.items())
+KIND_COUNTS = ", ".join(f"{count} AS {kind}" for kind, (count, _) in COUNTS_OF_EVENT.items())
 COST_OF_TOKENS = " + ".join(
     f"CAST({count} AS numeric) * {PRICES[kind]}" for kind, (count, _) in COUNTS_OF_EVENT.items()
 )
-SUMS = ", ".join(f"sum({kind}) AS {kind}" for kind in COUNTS_OF_EVENT)
+KIND_SUMS = ", ".join(f"sum({kind}) AS {kind}" for kind in COUNTS_OF_EVENT)
 BY_KIND = "LATERAL (VALUES {}) AS of_kind (token_kind, token_count, amount_picos)".format(
     ", ".join(f"('{kind}', {kind}, {kind} * {price})" for kind, price in PRICES.items())
 )
+# Late usage arises here: an event that is rated after the close of its month is posted to the month
+# after the last closed one.
 MONTH_OF_DAY = POSTING_MONTH.format(
     organization_id="d.organization_id", month="date_trunc('month', d.day)::date"
 )
@@ -163,9 +165,9 @@ WITH pending AS MATERIALIZED (
       AND p.id = u.price_version_id
       AND p.currency_code = t.currency_code
       AND u.cost_picos = {COST_OF_TOKENS}
-    RETURNING t.position, t.event_id, t.transaction_id, u.price_version_id, {COUNTS}
+    RETURNING t.position, t.event_id, t.transaction_id, u.price_version_id, {KIND_COUNTS}
 ), sums AS MATERIALIZED (
-    SELECT transaction_id, price_version_id, {SUMS}
+    SELECT transaction_id, price_version_id, {KIND_SUMS}
     FROM marked
     GROUP BY transaction_id, price_version_id
 ), posted AS (
@@ -232,8 +234,8 @@ WHERE o.id = ANY(:organization_ids)
 ORDER BY 1, 2, 3
 ON CONFLICT DO NOTHING
 """)
-# The event that a batch of one takes. Read without locks: if another worker takes that event
-# meanwhile, the next one is paused for a while instead of it.
+# The event that a batch of one takes. Read without locks: if another worker takes it first, the
+# wrong event is paused, briefly.
 NEXT_EVENT = text("""
 SELECT event_id
 FROM unrated_usage

@@ -226,7 +226,7 @@ class MonthUsage:
 
 
 @dataclass(frozen=True, slots=True)
-class Charge:
+class PlanLine:
     """A line besides usage; negative if it reduces the bill. source_id: of its cause."""
 
     kind: LineKind
@@ -255,11 +255,11 @@ class CreditApplication:
     amount_picos: int
 
 
-def plan_lines(rules: PlanRules, usage: Iterable[MonthUsage]) -> tuple[Charge, ...]:
-    """Return the charges of a plan for a month; rows of equal price are merged."""
+def plan_lines(rules: PlanRules, usage: Iterable[MonthUsage]) -> tuple[PlanLine, ...]:
+    """Compute the lines of a plan for a month; rows of equal price are merged."""
     rows = _merged(usage)
     total_picos = sum(row.amount_picos for row in rows)
-    lines: list[Charge] = []
+    lines: list[PlanLine] = []
     for allowance in sorted(rules.allowances, key=lambda each: each.selector.order):
         free, rows = _allowed(allowance, rows)
         lines += free
@@ -272,7 +272,7 @@ def plan_lines(rules: PlanRules, usage: Iterable[MonthUsage]) -> tuple[Charge, .
             lines.append(_step_line(tiered, step, token_count, amount_picos))
     missing_picos = rules.commitment_picos - total_picos - sum(line.amount_picos for line in lines)
     if missing_picos > 0:
-        lines.append(Charge(LineKind.COMMITMENT, "rest of the month's commitment", missing_picos))
+        lines.append(PlanLine(LineKind.COMMITMENT, "rest of the month's commitment", missing_picos))
     return tuple(lines)
 
 
@@ -341,7 +341,7 @@ def _merged(usage: Iterable[MonthUsage]) -> list[MonthUsage]:
 
 def _allowed(
     allowance: Allowance, rows: Sequence[MonthUsage]
-) -> tuple[list[Charge], list[MonthUsage]]:
+) -> tuple[list[PlanLine], list[MonthUsage]]:
     groups: defaultdict[tuple[str, TokenKind, ServiceTier], list[MonthUsage]] = defaultdict(list)
     for row in rows:
         if allowance.selector.matches(*group_of(row)):
@@ -364,7 +364,7 @@ def _allowed(
                 f" ({allowance.selector}): {tier}"
             )
             lines.append(
-                Charge(LineKind.ALLOWANCE, description, -discount_picos, model, kind, part)
+                PlanLine(LineKind.ALLOWANCE, description, -discount_picos, model, kind, part)
             )
     return lines, [row for row in left.values() if row.token_count]
 
@@ -409,7 +409,9 @@ def _stepped(
         begins = max(begins, ends)
 
 
-def _step_line(tiered: TieredPrice, step: PriceStep, token_count: int, amount_picos: int) -> Charge:
+def _step_line(
+    tiered: TieredPrice, step: PriceStep, token_count: int, amount_picos: int
+) -> PlanLine:
     selector = tiered.selector
     bounds = [each.up_to_token_count for each in tiered.steps[:-1]]
     if step.up_to_token_count is not None:
@@ -422,6 +424,6 @@ def _step_line(tiered: TieredPrice, step: PriceStep, token_count: int, amount_pi
         else f"{step.price_milli / 10:g} % of the price"
     )
     description = f"{tiered.kind} price of {selector}, {reach}: {price}"
-    return Charge(
+    return PlanLine(
         tiered.kind, description, amount_picos, selector.model, selector.token_kind, token_count
     )

@@ -61,9 +61,14 @@ from metering.ledger.ledger import (
 )
 from metering.plans.plan_admin import PrepaidOrganization, has_plan_from
 from metering.plans.plans import CreditApplication, UsableGrant, apply_credit
-from metering.quotas.quota_admin import NO_OVERRIDE, change_quota, lock_subject, retire_quota
+from metering.quotas.quota_admin import (
+    NO_OVERRIDE,
+    change_quota,
+    checked_credit_thresholds,
+    lock_subject,
+    retire_quota,
+)
 from metering.quotas.quota_recount import recount
-from metering.quotas.quota_rules import checked_lefts
 from metering.store.db import Sessions, database_now
 from metering.tenants.tenants import find_organization
 
@@ -387,7 +392,7 @@ async def set_prepaid(
     alert_at: picos of remaining credit; None keeps the present thresholds, at first none. Running
     requests count at once. Raises: NotFound; InvalidValue if it has a plan.
     """
-    thresholds = None if alert_at is None else list(checked_lefts(alert_at))
+    thresholds = None if alert_at is None else list(checked_credit_thresholds(alert_at))
     if thresholds and not prepaid:
         raise InvalidValue("alert_at", "applies to prepaid organizations only: leave it out")
     owner = await find_organization(session, organization)
@@ -443,20 +448,20 @@ async def refresh(
     if prepaid is None:
         return
     month = await current_month(session)
-    asked = await allowance(session, organization_id, month)
+    credit_needed = await allowance(session, organization_id, month)
     if granted_picos is not None:
         owner = await session.get_one(Organization, organization_id)
-        _check_expressible(owner, granted_picos, asked.eventual_picos - LIMIT_MAX)
-    if asked.until_month_end_picos > LIMIT_MAX:
+        _check_expressible(owner, granted_picos, credit_needed.eventual_picos - LIMIT_MAX)
+    if credit_needed.until_month_end_picos > LIMIT_MAX:
         log.error(
             "prepaid organization %s cannot use %s of its credit: the maximum of a quota on money"
             " is %s units",
             organization_id,
-            to_decimal(asked.until_month_end_picos - LIMIT_MAX),
+            to_decimal(credit_needed.until_month_end_picos - LIMIT_MAX),
             to_decimal(LIMIT_MAX),
         )
-    lasting = min(asked.lasting_picos, LIMIT_MAX)
-    until_month_end = min(asked.until_month_end_picos, LIMIT_MAX)
+    lasting = min(credit_needed.lasting_picos, LIMIT_MAX)
+    until_month_end = min(credit_needed.until_month_end_picos, LIMIT_MAX)
     values: dict[str, object] = {"limit_value": lasting, **NO_OVERRIDE}
     if until_month_end > lasting:
         values |= {

@@ -37,7 +37,7 @@ from metering.tenants.tenants import find_organization
 KIND_SUMS = ", ".join(
     f"sum({count})::bigint AS {kind}" for kind, (count, _) in COUNTS_OF_EVENT.items()
 )
-KINDS = ", ".join(f"('{kind}', {kind}, {price})" for kind, price in PRICES.items())
+KIND_VALUES = ", ".join(f"('{kind}', {kind}, {price})" for kind, price in PRICES.items())
 # By month of settlement, rated or not: the usage of a month, whichever month bills it.
 USED = text(f"""
 SELECT o.id AS organization_id, o.name, o.currency_code,
@@ -53,7 +53,7 @@ FROM (
 ) sums
 JOIN organizations o ON o.id = sums.organization_id
 JOIN price_versions p ON p.id = sums.price_version_id,
-LATERAL (VALUES {KINDS}) AS kind (token_kind, token_count, unit_price_picos)
+LATERAL (VALUES {KIND_VALUES}) AS kind (token_kind, token_count, unit_price_picos)
 WHERE token_count > 0
 ORDER BY o.name, o.id, p.id
 """)
@@ -170,7 +170,7 @@ def repriced(
 
 
 def month_amount(rules: PlanRules, usage: Sequence[MonthUsage]) -> int:
-    """Return the amount of a month, with plan lines. Pure."""
+    """Return the month's total, including plan lines."""
     return sum(row.amount_picos for row in usage) + sum(
         line.amount_picos for line in plan_lines(rules, usage)
     )
@@ -184,7 +184,7 @@ def plan_for(name: str, currency_code: str, plans: Sequence[ProposedPlan]) -> Pr
 
 
 async def _checked_prices(session: AsyncSession, prices: Sequence[ProposedPrice]) -> Prices:
-    """Return the proposed prices by model, currency, organization and tier."""
+    """Validate proposed prices; return them by model, currency, organization and tier."""
     checked: dict[tuple[str, str, str, ServiceTier], tuple[int, ...]] = {}
     for index, each in enumerate(prices):
         owner = await find_organization(session, each.organization) if each.organization else None

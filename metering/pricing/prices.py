@@ -452,7 +452,7 @@ def customer_prices(
 
 
 def checked_model(model: str) -> str:
-    """Return a valid model name. Raises: InvalidValue."""
+    """Validate a model name and return it unchanged. Raises: InvalidValue."""
     if MODEL_FORM.fullmatch(model) is None:
         raise InvalidValue(
             "model",

@@ -32,18 +32,17 @@ from metering.pricing.prices import checked_model
 from metering.quotas.quota_recount import Uncounted, recount
 from metering.quotas.quota_rules import (
     DIMENSIONS,
-    PLAIN,
+    WEIGHT_SCALE,
     Kind,
     QuotaState,
     Unit,
     Weights,
-    checked_percents,
     token_scale,
-    usual_thresholds,
 )
 from metering.quotas.quota_states import states, weights_of
 from metering.store.db import Sessions, database_now
-from metering.tenants.tenants import as_uuid, find_api_key, find_organization, find_project
+from metering.tenants.api_keys import find_api_key
+from metering.tenants.tenants import as_uuid, find_organization, find_project
 
 LIMIT_MAX = 2**63 - 1  # maximum of the column; about nine million units for a quota on money
 PAST_COUNTER_BATCHES_MAX = 50  # per run: a few seconds, during which the worker does nothing else
@@ -52,6 +51,15 @@ PAST_COUNTERS_MAX = 20_000
 WEIGHT_MAX = 1_000_000  # a factor of 1000; a larger one is a mistake in the unit
 REASON_CHARS_MAX = 500
 OVERRIDE_MAX = timedelta(days=366)  # an override that lasts longer is not temporary
+
+USUAL_PERCENTS = (50, 80, 100)
+# A limit that is not enforced may be exceeded; more than tenfold is a mistake in the unit.
+PERCENT_MAX = 1000
+LEFT_MAX_PICOS = 10**18  # a million units, the maximum of one grant
+THRESHOLDS_MAX = 10  # per limit; more alerts would not be acted on
+ALERTING_DIMENSIONS = frozenset(
+    dimension for dimension, (_, unit, *_) in DIMENSIONS.items() if unit in (Unit.DAY, Unit.MONTH)
+)
 
 SUBJECT_TABLES: dict[QuotaSubject, type[Organization | Project | ApiKey]] = {
     QuotaSubject.ORGANIZATION: Organization,
@@ -103,14 +111,14 @@ async def set_quota(
         checked_model(model)
     subject_id, organization_id = await find_subject(session, subject, subject_ref)
     await lock_subject(session, subject, subject_id)
-    place = {
+    key = {
         "subject_id": subject_id,
         "model": model,
         "dimension": dimension,
         "for_new_keys": for_new_keys,
     }
     is_set = and_(
-        *(getattr(Quota, column) == value for column, value in place.items()),
+        *(getattr(Quota, column) == value for column, value in key.items()),
         Quota.deleted_at.is_(None),
     )
     old = await session.scalar(
@@ -119,21 +127,21 @@ async def set_quota(
     before = None if old is None else snapshot(old)
     values: dict[str, object] = {"limit_value": limit_value}
     if weights is not None:
-        old_weights = PLAIN if old is None else weights_of(old)
-        given = zip(weights, old_weights, strict=True)
-        asked = Weights(*(before if weight is None else weight for weight, before in given))
-        _check_weights(dimension, asked)
-        values |= {f"{name}_weight_milli": weight for name, weight in asked._asdict().items()}
+        old_weights = Weights() if old is None else weights_of(old)
+        pairs = zip(weights, old_weights, strict=True)
+        weights_set = Weights(*(before if weight is None else weight for weight, before in pairs))
+        _check_weights(dimension, weights_set)
+        values |= {f"{name}_weight_milli": weight for name, weight in weights_set._asdict().items()}
     if enforced is not None:
         values["enforced"] = enforced
     if alert_at is not None:
-        values["alert_at"] = list(checked_percents(dimension, alert_at))
+        values["alert_at"] = list(checked_percent_thresholds(dimension, alert_at))
     elif old is None:
         values["alert_at"] = list(usual_thresholds(dimension))
     if old is None:
         quota = (
             await session.scalars(
-                insert(Quota).values(subject=subject, **place, **values).returning(Quota)
+                insert(Quota).values(subject=subject, **key, **values).returning(Quota)
             )
         ).one()
     else:
@@ -304,7 +312,7 @@ def _check_values(
 
 
 def _check_weights(dimension: QuotaDimension, weights: Weights) -> None:
-    if weights == PLAIN:
+    if weights == Weights():
         return
     kind, _, counts_input, counts_output = DIMENSIONS[dimension]
     if kind is not Kind.TOKENS:
@@ -319,7 +327,7 @@ def _check_weights(dimension: QuotaDimension, weights: Weights) -> None:
                 f"{name}_weight_milli",
                 f"must be between 0 and {WEIGHT_MAX} thousandths; 1000 counts a token as one",
             )
-        if not counts and weight != PLAIN[0]:
+        if not counts and weight != WEIGHT_SCALE:
             raise InvalidValue(
                 f"{name}_weight_milli", f"{dimension} does not count these tokens: leave it out"
             )
@@ -373,3 +381,39 @@ async def lock_subject(session: AsyncSession, subject: QuotaSubject, subject_id:
     await session.execute(
         select(table.id).where(table.id == subject_id).with_for_update(key_share=True)
     )
+
+
+def usual_thresholds(dimension: QuotaDimension) -> tuple[int, ...]:
+    """Return the default alert thresholds of a new limit."""
+    return USUAL_PERCENTS if dimension in ALERTING_DIMENSIONS else ()
+
+
+def checked_percent_thresholds(
+    dimension: QuotaDimension, thresholds: Sequence[int]
+) -> tuple[int, ...]:
+    """Validate thresholds of a limit and sort them; empty for no alerts. Raises: InvalidValue."""
+    if thresholds and dimension not in ALERTING_DIMENSIONS:
+        alerting = ", ".join(str(each) for each in QuotaDimension if each in ALERTING_DIMENSIONS)
+        raise InvalidValue(
+            "alert_at",
+            f"a limit on {dimension} does not alert: leave it out; limits on {alerting} do",
+        )
+    return _checked_thresholds(thresholds, PERCENT_MAX, "percent of the limit")
+
+
+def checked_credit_thresholds(thresholds: Sequence[int]) -> tuple[int, ...]:
+    """Validate thresholds of prepaid credit and sort them. Raises: InvalidValue."""
+    return _checked_thresholds(thresholds, LEFT_MAX_PICOS, "picos of remaining credit")
+
+
+def _checked_thresholds(thresholds: Sequence[int], maximum: int, unit: str) -> tuple[int, ...]:
+    if len(thresholds) > THRESHOLDS_MAX:
+        raise InvalidValue("alert_at", f"must have at most {THRESHOLDS_MAX} thresholds")
+    for value in thresholds:
+        if not 1 <= value <= maximum:
+            raise InvalidValue(
+                "alert_at", f"thresholds must be between 1 and {maximum} {unit}, got {value}"
+            )
+    if len(set(thresholds)) != len(thresholds):
+        raise InvalidValue("alert_at", "must not repeat a threshold")
+    return tuple(sorted(thresholds))

@@ -287,9 +287,9 @@ CHARGE_HOLDS = text("""
 UPDATE holds h
 SET quota_ids = h.quota_ids || n.quota_ids
 FROM (
-    SELECT c.hold_id, array_agg(c.quota_id ORDER BY c.place) AS quota_ids
+    SELECT c.hold_id, array_agg(c.quota_id ORDER BY c.ordinal) AS quota_ids
     FROM unnest(CAST(:hold_ids AS uuid[]), CAST(:quota_ids AS uuid[]))
-        WITH ORDINALITY AS c(hold_id, quota_id, place)
+        WITH ORDINALITY AS c(hold_id, quota_id, ordinal)
     JOIN holds o ON o.id = c.hold_id
     WHERE c.quota_id <> ALL (o.quota_ids)
     GROUP BY c.hold_id
@@ -442,13 +442,13 @@ async def _chain_heads(session: AsyncSession, recounts: Sequence[Recount]) -> He
 
 
 async def _sum_up(
-    session: AsyncSession, asked: Iterable[tuple[Recount, Collection[Window]]], share: Share
+    session: AsyncSession, requested: Iterable[tuple[Recount, Collection[Window]]], share: Share
 ) -> None:
     """Add a share of the charges in the given windows."""
     groups: defaultdict[tuple[str, Unit | None], list[tuple[Recount, Collection[Window]]]] = (
         defaultdict(list)
     )
-    for each, windows in asked:
+    for each, windows in requested:
         if windows and not (share.settled and each.kind is Kind.CONCURRENCY):
             groups[TAILS[each.kind], each.unit].append((each, windows))
     by_number: dict[int, Recount] = {}

@@ -1,4 +1,4 @@
-"""Quota rules and the amounts that requests are charged: windows, weights and claims. Pure, exact,
+"""Quota rules and the amounts that requests are charged: windows, weights and charges. Pure, exact,
 integers only.
 
 A quota on tokens or money counts a weighted sum of input, cached input, output and reasoning
@@ -21,7 +21,6 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import NamedTuple, Protocol, overload
 
-from metering.core.errors import InvalidValue
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.pricing.prices import TokenPrices
 
@@ -35,12 +34,6 @@ CounterKey = tuple[int, datetime]
 
 # Input, output, and those of the output that are reasoning.
 Tokens = tuple[int, int, int]
-
-USUAL_PERCENTS = (50, 80, 100)
-# A limit that is not enforced may be exceeded; more than tenfold is a mistake in the unit.
-PERCENT_MAX = 1000
-LEFT_MAX_PICOS = 10**18  # a million units, the maximum of one grant
-THRESHOLDS_MAX = 10  # per limit; more alerts would not be acted on
 
 
 class Unit(StrEnum):
@@ -67,8 +60,6 @@ class Weights(NamedTuple):
     cached_input: int = WEIGHT_SCALE
     output: int = WEIGHT_SCALE
 
-
-PLAIN = Weights()
 
 # Kind of charge and window of each dimension, and whether it counts input tokens and output tokens.
 DIMENSIONS: dict[QuotaDimension, tuple[Kind, Unit | None, bool, bool]] = {
@@ -134,7 +125,7 @@ class Scale:
     cheapest_output: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Compute the values that every claim needs once."""
+        """Compute the values that every charge needs once."""
         if self.reasoning < 0:
             object.__setattr__(self, "reasoning", self.output)
         object.__setattr__(self, "dearest_input", max(self.input, self.cached_input))
@@ -215,7 +206,7 @@ class QuotaRule:
     model: str
     dimension: QuotaDimension
     limit_value: int | None
-    weights: Weights = PLAIN
+    weights: Weights = field(default_factory=Weights)
     enforced: bool = True
     base_limit_value: int | None = None
     override_until: datetime | None = None
@@ -266,7 +257,7 @@ class QuotaRule:
         )
 
 
-class Claim(NamedTuple):
+class Charge(NamedTuple):
     """Charge of one live hold: the columns of its row that quotas are computed from.
 
     cached_input_token_count: fixed by the first posting, which posts the input. leased_token_count:
@@ -288,15 +279,15 @@ class Claim(NamedTuple):
     reasoning_token_count: int = 0
 
     def held(self, rule: QuotaRule) -> int:
-        """Return the amount that the claim holds of a quota."""
+        """Return the amount that the charge holds of a quota."""
         kind = rule.kind
         if kind is Kind.CONCURRENCY:
             return 1
         if kind is Kind.REQUESTS:
             return 0  # a request counts as used on admission
-        return self.charge(rule.scale(self.prices), self.leased_token_count)
+        return self.held_by(rule.scale(self.prices), self.leased_token_count)
 
-    def charge(self, scale: Scale, output_token_count: int) -> int:
+    def held_by(self, scale: Scale, output_token_count: int) -> int:
         """Return the highest charge for so many output tokens, beyond the amount already posted.
 
         Until the input is posted it is held at its highest rate: cached tokens then only lower the
@@ -323,8 +314,8 @@ class Claim(NamedTuple):
         cached = self.cached_input_token_count
         return (self.input_token_count - cached) * scale.input + cached * scale.cached_input
 
-    def leasing(self, output_token_count: int) -> Claim:
-        """Return the claim with another lease."""
+    def with_lease(self, output_token_count: int) -> Charge:
+        """Return the charge with another lease."""
         return self._replace(leased_token_count=output_token_count)
 
     def posted(self, scale: Scale) -> int:
@@ -339,7 +330,7 @@ class Claim(NamedTuple):
         return scale.rounded(self._input_sum(scale) + delivered * scale.cheapest_output)
 
     def consumed(self, rule: QuotaRule, tokens: Tokens) -> int:
-        """Return the amount to add to `used` at the end of the claim. Never negative."""
+        """Return the amount to add to `used` at the end of the charge. Never negative."""
         kind = rule.kind
         if kind is Kind.CONCURRENCY or kind is Kind.REQUESTS:
             return 0
@@ -355,7 +346,7 @@ class Claim(NamedTuple):
         return scale.amount(sent, min(self.cached_input_token_count, sent), delivered, reasoning)
 
     def postings(self, rule: QuotaRule) -> Iterator[tuple[CounterKey, int]]:
-        """Yield what extensions of the claim have added to `used`, by counter."""
+        """Yield what extensions of the charge have added to `used`, by counter."""
         if not self.posted_token_count or rule.kind not in (Kind.TOKENS, Kind.MONEY):
             return
         scale, before = rule.scale(self.prices), 0
@@ -370,7 +361,7 @@ class Claim(NamedTuple):
                 yield rule.key(at), amount - before
                 before = amount
 
-    def worth(self, rule: QuotaRule, tokens: Tokens) -> int:
+    def amount_of(self, rule: QuotaRule, tokens: Tokens) -> int:
         """Return the amount of these tokens for a quota on tokens or money."""
         return self._amount(rule.scale(self.prices), tokens)
 
@@ -389,10 +380,10 @@ class Claim(NamedTuple):
             fixed = self.input_token_count * scale.dearest_input
         return (scale.divisor * (room + self.posted(scale)) - fixed) // each
 
-    def moved_on(
+    def with_posting(
         self, delivered_token_count: int, reasoning_token_count: int, now: datetime
-    ) -> Claim:
-        """Return the claim with delivered tokens posted, and the rest charged now."""
+    ) -> Charge:
+        """Return the charge with delivered tokens posted, and the rest charged now."""
         posted = self.input_token_count + delivered_token_count
         left = int(self.charged_at.timestamp()) // 60
         minutes = self.posted_minutes
@@ -404,45 +395,6 @@ class Claim(NamedTuple):
             posted_minutes=minutes,
             reasoning_token_count=reasoning_token_count,
         )
-
-
-ALERTING = frozenset(
-    dimension for dimension, (_, unit, *_) in DIMENSIONS.items() if unit in (Unit.DAY, Unit.MONTH)
-)
-
-
-def usual_thresholds(dimension: QuotaDimension) -> tuple[int, ...]:
-    """Return the default alert thresholds of a new limit."""
-    return USUAL_PERCENTS if dimension in ALERTING else ()
-
-
-def checked_percents(dimension: QuotaDimension, asked: Sequence[int]) -> tuple[int, ...]:
-    """Return the sorted thresholds of a limit; empty for no alerts. Raises: InvalidValue."""
-    if asked and dimension not in ALERTING:
-        alerting = ", ".join(str(each) for each in QuotaDimension if each in ALERTING)
-        raise InvalidValue(
-            "alert_at",
-            f"a limit on {dimension} does not alert: leave it out; limits on {alerting} do",
-        )
-    return _checked(asked, PERCENT_MAX, "percent of the limit")
-
-
-def checked_lefts(asked: Sequence[int]) -> tuple[int, ...]:
-    """Return the sorted thresholds of prepaid credit; empty for no alerts. Raises: InvalidValue."""
-    return _checked(asked, LEFT_MAX_PICOS, "picos of remaining credit")
-
-
-def _checked(asked: Sequence[int], maximum: int, unit: str) -> tuple[int, ...]:
-    if len(asked) > THRESHOLDS_MAX:
-        raise InvalidValue("alert_at", f"must have at most {THRESHOLDS_MAX} thresholds")
-    for value in asked:
-        if not 1 <= value <= maximum:
-            raise InvalidValue(
-                "alert_at", f"thresholds must be between 1 and {maximum} {unit}, got {value}"
-            )
-    if len(set(asked)) != len(asked):
-        raise InvalidValue("alert_at", "must not repeat a threshold")
-    return tuple(sorted(asked))
 
 
 class QuotaState(NamedTuple):

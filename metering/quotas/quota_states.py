@@ -160,12 +160,12 @@ def narrows(parent: QuotaRule, child: QuotaRule) -> bool:
 
 def sort_key(state: QuotaState) -> tuple[int, str, int, str, bool]:
     """Return a key that sorts by subject, dimension and model."""
-    place = (
+    first = (
         SUBJECT_ORDER.index(state.subject),
         str(state.subject_id),
         DIMENSION_ORDER.index(state.dimension),
     )
-    return *place, state.model, state.for_new_keys
+    return *first, state.model, state.for_new_keys
 
 
 async def subject_names(

@@ -3,8 +3,8 @@ database, no clock.
 
 A batch works on copies of the counter rows it has locked (`Counters`); the caller writes the
 changed ones back in the same transaction. Conservation: for each counter, `held` is the sum of the
-claims of live holds and `used` the sum of the amounts that settled or posted holds left there; a
-claim is held in exactly one window at a time, that of the hold's `charged_at`.
+charges of live holds and `used` the sum of the amounts that settled or posted holds left there; a
+charge is held in exactly one window at a time, that of the hold's `charged_at`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from metering.core.errors import MeteringError
 from metering.core.models import QuotaDimension
 from metering.quotas.quota_rules import (
     NO_WINDOW,
-    Claim,
+    Charge,
     CounterKey,
     Kind,
     QuotaRule,
@@ -36,14 +36,14 @@ from metering.quotas.quota_rules import (
 # settled whatever it adds.
 USED_MAX = 2**63 - 1  # what the column holds: some nine million units of money
 
-NO_MOVE = 0, 0  # of used and held
-NO_LIMIT = -1  # of a row that may be moved regardless of its usage
+NO_INCREMENT = 0, 0  # of used and held
+NO_LIMIT = -1  # of a row that may be incremented regardless of its usage
 
 
 class QuotaExceeded(MeteringError):
     """The request does not fit its limits. `QuotaFailure` lists them, the first to reset in front.
 
-    requested: amount requested of each. claim: the claim of an admission with its whole first
+    requested: amount requested of each. charge: the charge of an admission with its whole first
     slice; met: every enforced limit that applies, and the amount requested of each. hint_s: seconds
     until the request fits, if computed (`retry_hints.py`); infinite if it never will.
     """
@@ -59,7 +59,7 @@ class QuotaExceeded(MeteringError):
         )
         self.failing = tuple(failing)
         self.requested = tuple(requested)
-        self.claim: Claim | None = None
+        self.charge: Charge | None = None
         self.met: tuple[tuple[QuotaState, int], ...] = ()
         self.hint_s: float | None = None
 
@@ -112,7 +112,7 @@ class InsufficientCredit(QuotaExceeded):
         return False
 
 
-class Unsure(Exception):
+class Undecided(Exception):
     """The last known counters do not determine the decision: the rows must be locked and read."""
 
 
@@ -129,10 +129,10 @@ class Counters:
     """Locked counter rows of one batch at one database time. created: rows it inserted, empty.
 
     changed: used and held of the rows before the batch changed them. would_refuse: admissions of
-    this batch that exceed a quota which is not enforced, by counter. guessed: the rows are last
+    this batch that exceed a quota which is not enforced, by counter. unlocked: the rows are last
     known values and not locked; some may be missing. Decisions are then valid only if every row can
     be moved as the batch does within `limits`; a decision that another row could change raises
-    `Unsure`. moves: used and held amounts added to missing rows.
+    `Undecided`. increments: used and held amounts added to missing rows.
     """
 
     now: datetime
@@ -140,23 +140,23 @@ class Counters:
     changed: dict[CounterKey, tuple[int, int]] = field(default_factory=dict)
     created: frozenset[CounterKey] = frozenset()
     would_refuse: dict[CounterKey, int] = field(default_factory=dict)
-    guessed: bool = False
+    unlocked: bool = False
     limits: dict[CounterKey, int] = field(default_factory=dict)
-    moves: dict[CounterKey, tuple[int, int]] = field(default_factory=dict)
+    increments: dict[CounterKey, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, key: CounterKey, used: int = 0, held: int = 0) -> None:
         """Add to a counter. A result below zero is a bug of the caller."""
         if not used and not held:
             return
-        if self.guessed and key not in self.limits:  # the row does not matter
-            before = self.moves.get(key, NO_MOVE)
-            self.moves[key] = min(before[0] + used, USED_MAX), before[1] + held
+        if self.unlocked and key not in self.limits:  # the row does not matter
+            before = self.increments.get(key, NO_INCREMENT)
+            self.increments[key] = min(before[0] + used, USED_MAX), before[1] + held
             return
         row = self.rows[key]
         if key not in self.changed:
             self.changed[key] = row.used, row.held
         row.held += held
-        if self.guessed:  # only the difference counts, the resulting value does not
+        if self.unlocked:  # only the difference counts, the resulting value does not
             row.used += used
             return
         if row.used < USED_MAX:
@@ -164,13 +164,13 @@ class Counters:
         assert row.used >= 0, f"counter {key} used {row.used} < 0"
         assert row.held >= 0, f"counter {key} held {row.held} < 0"
 
-    def all_moves(self) -> dict[CounterKey, tuple[int, int]]:
-        """Return the used and held amounts to add to guessed rows."""
-        moves = dict(self.moves)
+    def all_increments(self) -> dict[CounterKey, tuple[int, int]]:
+        """Return the used and held amounts to add to rows that are not locked."""
+        increments = dict(self.increments)
         for key, (used, held) in self.changed.items():
-            row, more = self.rows[key], moves.get(key, NO_MOVE)
-            moves[key] = row.used - used + more[0], row.held - held + more[1]
-        return {key: move for key, move in moves.items() if move != NO_MOVE}
+            row, more = self.rows[key], increments.get(key, NO_INCREMENT)
+            increments[key] = row.used - used + more[0], row.held - held + more[1]
+        return {key: each for key, each in increments.items() if each != NO_INCREMENT}
 
     def remaining(self, rule: QuotaRule) -> int | None:
         """Return the amount that may still be charged to the rule; None for unlimited."""
@@ -180,12 +180,12 @@ class Counters:
         return rule.limit_value - row.used - row.held
 
     def row(self, key: CounterKey) -> Counter:
-        """Return a row. Raises: Unsure if the row is unknown."""
+        """Return a row. Raises: Undecided if the row is unknown."""
         try:
             return self.rows[key]
         except KeyError:
-            if self.guessed:
-                raise Unsure from None
+            if self.unlocked:
+                raise Undecided from None
             raise
 
     def copy_for(self, rules: Iterable[QuotaRule]) -> Counters:
@@ -195,7 +195,7 @@ class Counters:
         return Counters(
             self.now,
             {key: Counter(row.used, row.held) for key, row in rows.items()},
-            guessed=self.guessed,
+            unlocked=self.unlocked,
         )
 
     def state(self, rule: QuotaRule) -> QuotaState:
@@ -212,32 +212,36 @@ class Counters:
 def admit(
     counters: Counters,
     rules: Sequence[QuotaRule],
-    claim: Claim,
-    wanted_token_count: int,
-    least_token_count: int,
-) -> Claim:
-    """Charge a new claim to all rules or to none, with as large a first slice of output as fits.
+    charge: Charge,
+    requested_token_count: int,
+    minimum_token_count: int,
+) -> Charge:
+    """Add a new charge to all rules or to none, with as large a first slice of output as fits.
 
-    wanted_token_count: requested slice; least_token_count: minimum slice, below which the request
-    is refused. Raises: QuotaExceeded naming every rule that the request exceeds, the first to reset
-    in front.
+    requested_token_count: of the first slice; minimum_token_count: of the slice below which the
+    request is refused. Raises: QuotaExceeded naming every rule that the request exceeds, the first
+    to reset in front.
     """
     if (
-        charge_whole(
-            counters, rules, money_scale(claim.prices), claim.input_token_count, wanted_token_count
+        admit_whole(
+            counters,
+            rules,
+            money_scale(charge.prices),
+            charge.input_token_count,
+            requested_token_count,
         )
         is not None
     ):
-        return claim.leasing(wanted_token_count)
-    if counters.guessed:
-        raise Unsure
-    smallest = claim._replace(leased_token_count=least_token_count)
-    lease = wanted_token_count
+        return charge.with_lease(requested_token_count)
+    if counters.unlocked:
+        raise Undecided
+    smallest = charge._replace(leased_token_count=minimum_token_count)
+    lease = requested_token_count
     failing: list[QuotaRule] = []
     not_enforced: list[QuotaRule] = []
     for rule in rules:
         room = counters.remaining(rule)
-        if room is None or not (needed := demand(rule, smallest)):
+        if room is None or not (needed := admission_amount(rule, smallest)):
             continue
         if needed > room:
             (failing if rule.enforced else not_enforced).append(rule)
@@ -248,17 +252,17 @@ def admit(
         ):
             lease = largest
     if failing:
-        error = refusal(counters, failing, smallest)
-        error.claim = claim._replace(leased_token_count=wanted_token_count)
+        error = exceeded(counters, failing, smallest)
+        error.charge = charge._replace(leased_token_count=requested_token_count)
         # No room is promised for credit: it does not come back with time.
         met = (
             rule
             for rule in rules
             if rule.enforced and rule.dimension is not QuotaDimension.PREPAID_CREDIT_PICOS
         )
-        error.met = tuple((counters.state(rule), demand(rule, smallest)) for rule in met)
+        error.met = tuple((counters.state(rule), admission_amount(rule, smallest)) for rule in met)
         raise error
-    admitted = claim._replace(leased_token_count=lease)
+    admitted = charge._replace(leased_token_count=lease)
     now = counters.now
     for rule in rules:
         if rule.kind is Kind.REQUESTS:
@@ -271,18 +275,18 @@ def admit(
     return admitted
 
 
-def charge_whole(
+def admit_whole(
     counters: Counters,
     rules: Iterable[QuotaRule],
     money: Scale,
     input_token_count: int,
     output_token_count: int,
 ) -> list[tuple[int, int]] | None:
-    """Charge a claim with its whole lease to all rules or to none: the common case of an admission.
+    """Add a charge with its whole lease to all rules or to none: the common case of an admission.
 
-    Inlined because it is called often; the amounts are those of `Claim.charge`. money: weights of
-    the claim's prices. Returns the resulting used and held of each rule; None if a rule has no
-    room. Raises: Unsure.
+    Inlined because it is called often; the amounts are those of `Charge.held_by`. money: weights of
+    the charge's prices. Returns the resulting used and held of each rule; None if a rule has no
+    room. Raises: Undecided.
     """
     starts, rows, changed = window_starts(counters.now), counters.rows, counters.changed
     charges: list[tuple[QuotaRule, CounterKey, Counter, int]] = []
@@ -311,7 +315,7 @@ def charge_whole(
     for rule, key, row, amount in charges:
         if amount and key not in changed:
             changed[key] = row.used, row.held
-            if counters.guessed:
+            if counters.unlocked:
                 counters.limits[key] = NO_LIMIT if rule.limit_value is None else rule.limit_value
         if rule.is_used_at_once:
             row.used += amount
@@ -324,32 +328,32 @@ def charge_whole(
 def extend(
     counters: Counters,
     rules: Sequence[QuotaRule],
-    claim: Claim,
+    charge: Charge,
     delivered_token_count: int,
-    wanted_token_count: int,
+    requested_token_count: int,
     reasoning_token_count: int = 0,
-) -> Claim:
+) -> Charge:
     """Post delivered tokens to the window they were charged to; move the rest to the current one.
 
     reasoning_token_count: delivered tokens known to be thinking. Grants as many of
-    `wanted_token_count` as fit, at least one token; output that a quota does not count always fits.
+    `requested_token_count` as fit, at least one; output that a quota does not count always fits.
     Raises: QuotaExceeded, without a change, if not even one fits.
     """
     now = counters.now
-    posted = claim.moved_on(delivered_token_count, reasoning_token_count, now)
+    posted = charge.with_posting(delivered_token_count, reasoning_token_count, now)
     one_more = posted._replace(leased_token_count=posted.leased_token_count + 1)
     windowed = [rule for rule in rules if rule.kind is Kind.TOKENS or rule.kind is Kind.MONEY]
-    lease = posted.leased_token_count + wanted_token_count
+    lease = posted.leased_token_count + requested_token_count
     failing: list[QuotaRule] = []
-    moves: list[tuple[CounterKey, CounterKey, int, int]] = []
+    transfers: list[tuple[CounterKey, CounterKey, int, int]] = []
     for rule in windowed:
-        old, new = rule.key(claim.charged_at), rule.key(now)
-        held = claim.held(rule)
-        scale = rule.scale(claim.prices)
-        used = posted.posted(scale) - claim.posted(scale)
-        moves.append((old, new, held, used))
+        old, new = rule.key(charge.charged_at), rule.key(now)
+        held = charge.held(rule)
+        scale = rule.scale(charge.prices)
+        used = posted.posted(scale) - charge.posted(scale)
+        transfers.append((old, new, held, used))
         room = counters.remaining(rule)
-        if counters.guessed:
+        if counters.unlocked:
             counters.row(new)
         if room is None or not rule.enforced or not scale.dearest_output:
             continue
@@ -359,14 +363,14 @@ def extend(
             failing.append(rule)
         elif (largest := one_more.most_output(rule, room)) is not None and largest < lease:
             lease = largest
-    if counters.guessed and (failing or lease < posted.leased_token_count + wanted_token_count):
-        raise Unsure
+    if counters.unlocked and (failing or lease < posted.leased_token_count + requested_token_count):
+        raise Undecided
     if failing:
-        raise refusal(counters, failing, one_more)
-    extended = posted.leasing(lease)
-    for rule, (old, new, held, used) in zip(windowed, moves, strict=True):
-        if counters.guessed:
-            is_limited = rule.enforced and rule.scale(claim.prices).dearest_output
+        raise exceeded(counters, failing, one_more)
+    extended = posted.with_lease(lease)
+    for rule, (old, new, held, used) in zip(windowed, transfers, strict=True):
+        if counters.unlocked:
+            is_limited = rule.enforced and rule.scale(charge.prices).dearest_output
             counters.limits[new] = (
                 rule.limit_value if is_limited and rule.limit_value is not None else NO_LIMIT
             )
@@ -375,50 +379,50 @@ def extend(
     return extended
 
 
-def end(
+def settle(
     counters: Counters,
     rules: Iterable[QuotaRule],
-    claim: Claim,
+    charge: Charge,
     tokens: Tokens,
 ) -> None:
-    """Release the amount that the claim holds and add what it consumed to `used`."""
-    money = money_scale(claim.prices)
-    if not claim.posted_token_count:
+    """Release the amount that the charge holds and add what it consumed to `used`."""
+    money = money_scale(charge.prices)
+    if not charge.posted_token_count:
         sent, delivered, reasoning = tokens
-        cached = min(claim.cached_input_token_count, sent)
-        claimed = claim.input_token_count, claim.leased_token_count
+        cached = min(charge.cached_input_token_count, sent)
+        admitted_tokens = charge.input_token_count, charge.leased_token_count
         consumed = sent - cached, cached, delivered - reasoning, reasoning
-        end_whole(counters, rules, money, claim.charged_at, claimed, consumed)
+        settle_unposted(counters, rules, money, charge.charged_at, admitted_tokens, consumed)
         return
-    starts = window_starts(claim.charged_at)
+    starts = window_starts(charge.charged_at)
     for rule in rules:
         if rule.counts_tokens:
             scale = rule.token_scale or money
-            used = claim.consumed_by(scale, tokens)
+            used = charge.consumed_by(scale, tokens)
             counters.add(
                 (rule.number, starts[rule.window]),
                 used,
-                -claim.charge(scale, claim.leased_token_count),
+                -charge.held_by(scale, charge.leased_token_count),
             )
         elif not rule.is_used_at_once:
             counters.add((rule.number, starts[rule.window]), 0, -1)
 
 
-def end_whole(
+def settle_unposted(
     counters: Counters,
     rules: Iterable[QuotaRule],
     money: Scale,
     charged_at: datetime,
-    claimed: tuple[int, int],
+    admitted_tokens: tuple[int, int],
     consumed: tuple[int, int, int, int],
 ) -> None:
-    """End a claim without postings, the common case; inlined because it is called often.
+    """End a charge without postings, the common case; inlined because it is called often.
 
-    claimed: input and leased output. consumed: input that was not cached, cached input, output
-    without reasoning, reasoning.
+    admitted_tokens: input and leased output. consumed: input that was not cached, cached input,
+    output without reasoning, reasoning.
     """
-    starts, moves, limits = window_starts(charged_at), counters.moves, counters.limits
-    (sent, lease), (fresh, cached, output, reasoning) = claimed, consumed
+    starts, increments, limits = window_starts(charged_at), counters.increments, counters.limits
+    (sent, lease), (fresh, cached, output, reasoning) = admitted_tokens, consumed
     for rule in rules:
         used, held = 0, 1
         if rule.counts_tokens:
@@ -437,102 +441,107 @@ def end_whole(
         elif rule.is_used_at_once:
             continue
         key = rule.number, starts[rule.window]
-        if not counters.guessed or key in limits:
+        if not counters.unlocked or key in limits:
             counters.add(key, used, -held)
         elif used or held:
-            before = moves.get(key, NO_MOVE)
-            moves[key] = min(before[0] + used, USED_MAX), before[1] - held
+            before = increments.get(key, NO_INCREMENT)
+            increments[key] = min(before[0] + used, USED_MAX), before[1] - held
 
 
-def expire(counters: Counters, rules: Sequence[QuotaRule], claim: Claim, billed: Tokens) -> None:
-    """End a claim whose delivered tokens are unknown. billed: tokens of its usage event.
+def expire(counters: Counters, rules: Sequence[QuotaRule], charge: Charge, billed: Tokens) -> None:
+    """End a charge whose delivered tokens are unknown. billed: tokens of its usage event.
 
     Quotas with a window keep the whole lease as used until the window ends, so that no limit is
     exceeded. A lifetime quota would keep it for ever, so it is charged the billed tokens only.
     """
-    lease = claim.leased_token_count
-    whole = claim.input_token_count, lease, claim.dearest_reasoning(lease)
+    lease = charge.leased_token_count
+    whole = charge.input_token_count, lease, charge.dearest_reasoning(lease)
     windowed = [rule for rule in rules if not rule.is_lifetime]
-    end(counters, windowed, claim, whole)
+    settle(counters, windowed, charge, whole)
     for rule in rules:
         if rule.is_lifetime:
-            counters.add(rule.key(claim.charged_at), held=-claim.held(rule))
-            take_back(counters, claim, rule)
-            counters.add(rule.key(claim.charged_at), used=claim.worth(rule, billed))
+            counters.add(rule.key(charge.charged_at), held=-charge.held(rule))
+            subtract_postings(counters, charge, rule)
+            counters.add(rule.key(charge.charged_at), used=charge.amount_of(rule, billed))
 
 
-def give_back(
+def correct_expired(
     counters: Counters,
     rules: Iterable[QuotaRule],
-    claim: Claim,
+    charge: Charge,
     charged: Tokens,
     billed: Tokens,
     consumed: Tokens,
 ) -> None:
-    """Correct `used` of an expired claim once its consumption is known.
+    """Correct `used` of an expired charge once its consumption is known.
 
     charged: tokens charged to quotas with a window at the expiry; billed: tokens charged to
     lifetime quotas. A window whose counter was deleted is long past and needs no correction.
     """
     for rule in rules:
-        key = rule.key(claim.charged_at)
+        key = rule.key(charge.charged_at)
         if rule.is_lifetime:
-            excess = claim.worth(rule, billed) - claim.worth(rule, consumed)
+            excess = charge.amount_of(rule, billed) - charge.amount_of(rule, consumed)
         else:
-            excess = claim.consumed(rule, charged) - claim.consumed(rule, consumed)
+            excess = charge.consumed(rule, charged) - charge.consumed(rule, consumed)
         if key not in counters.created:
             counters.add(key, used=-excess)
 
 
-def void(counters: Counters, rules: Iterable[QuotaRule], claim: Claim) -> None:
-    """Undo the claim in every window that it or its extensions were charged to."""
+def void(counters: Counters, rules: Iterable[QuotaRule], charge: Charge) -> None:
+    """Undo the charge in every window that it or its extensions were charged to."""
     for rule in rules:
         if rule.kind is Kind.REQUESTS:
-            counters.add(rule.key(claim.admitted_at), used=-1)
+            counters.add(rule.key(charge.admitted_at), used=-1)
         else:
-            counters.add(rule.key(claim.charged_at), held=-claim.held(rule))
-            take_back(counters, claim, rule)
+            counters.add(rule.key(charge.charged_at), held=-charge.held(rule))
+            subtract_postings(counters, charge, rule)
 
 
-def take_back(counters: Counters, claim: Claim, rule: QuotaRule) -> None:
-    """Subtract the postings of the claim's extensions from `used`, never below zero.
+def subtract_postings(counters: Counters, charge: Charge, rule: QuotaRule) -> None:
+    """Subtract the postings of the charge's extensions from `used`, never below zero.
 
     A quota that was set later may lack the counter of an early window, or have one that does not
-    count the claim.
+    count the charge.
     """
-    for key, amount in claim.postings(rule):
+    for key, amount in charge.postings(rule):
         if key not in counters.created:
             counters.add(key, used=-min(amount, counters.rows[key].used))
 
 
-def learn_cached(
-    counters: Counters, rules: Iterable[QuotaRule], claim: Claim, cached_token_count: int
+def lower_postings(
+    counters: Counters, rules: Iterable[QuotaRule], charge: Charge, cached_token_count: int
 ) -> None:
-    """Lower the postings of a claim as if the cached input had been known at its extensions.
+    """Lower the postings of a charge as if the cached input had been known at its extensions.
 
-    Raises: Unsure on guessed counters, whose values are not known.
+    Raises: Undecided if the counters are not locked: their values are unknown.
     """
-    if counters.guessed:
-        raise Unsure
-    known = claim._replace(cached_input_token_count=cached_token_count)
+    if counters.unlocked:
+        raise Undecided
+    known = charge._replace(cached_input_token_count=cached_token_count)
     for rule in rules:
         if not rule.counts_tokens:
             continue
         # Rounded sums differ by a token at most.
-        counters.add(rule.key(claim.charged_at), held=known.held(rule) - claim.held(rule))
+        counters.add(rule.key(charge.charged_at), held=known.held(rule) - charge.held(rule))
         excess: dict[CounterKey, int] = {}
-        for each, sign in ((claim, 1), (known, -1)):
+        for each, sign in ((charge, 1), (known, -1)):
             for key, amount in each.postings(rule):
                 excess[key] = excess.get(key, 0) + sign * amount
         for key, amount in excess.items():
-            if key not in counters.created:  # as in `take_back`
+            if key not in counters.created:  # as in `subtract_postings`
                 counters.add(key, used=-min(amount, counters.rows[key].used))
 
 
 def touched_keys(
-    rules: Iterable[QuotaRule], claim: Claim, now: datetime, *, extends: bool, undoes: bool = False
+    rules: Iterable[QuotaRule],
+    charge: Charge,
+    now: datetime,
+    *,
+    extends: bool,
+    undoes: bool = False,
 ) -> set[CounterKey]:
-    """Return the key of every counter that an end of this claim can change at `now`.
+    """Return the key of every counter that an end of this charge can change at `now`.
 
     extends: an extension is possible as well. undoes: the end may subtract the postings of
     extensions.
@@ -540,22 +549,22 @@ def touched_keys(
     keys: set[CounterKey] = set()
     for rule in rules:
         if rule.kind is Kind.REQUESTS:
-            keys.add(rule.key(claim.admitted_at))
+            keys.add(rule.key(charge.admitted_at))
         else:
-            keys.add(rule.key(claim.charged_at))
+            keys.add(rule.key(charge.charged_at))
             if extends:
                 keys.add(rule.key(now))
             if undoes:
-                keys.update(key for key, _ in claim.postings(rule))
+                keys.update(key for key, _ in charge.postings(rule))
     return keys
 
 
-def demand(rule: QuotaRule, claim: Claim) -> int:
-    """Return the amount that a claim charges to a rule on admission."""
-    return 1 if rule.kind is Kind.REQUESTS else claim.held(rule)
+def admission_amount(rule: QuotaRule, charge: Charge) -> int:
+    """Return the amount that a charge adds to the counter of a rule on admission."""
+    return 1 if rule.kind is Kind.REQUESTS else charge.held(rule)
 
 
-def refusal(counters: Counters, failing: Sequence[QuotaRule], claim: Claim) -> QuotaExceeded:
+def exceeded(counters: Counters, failing: Sequence[QuotaRule], charge: Charge) -> QuotaExceeded:
     """Return the error for rules that do not fit: credit first, which waiting does not restore;
     then the first to reset, with concurrency before all others.
     """
@@ -570,7 +579,7 @@ def refusal(counters: Counters, failing: Sequence[QuotaRule], claim: Claim) -> Q
 
     ordered = sorted(failing, key=order)
     states = [counters.state(rule) for rule in ordered]
-    amounts = [demand(rule, claim) for rule in ordered]
+    amounts = [admission_amount(rule, charge) for rule in ordered]
     if ordered[0].dimension is credit:
-        return InsufficientCredit(states, amounts, claim.prices.currency_code)
+        return InsufficientCredit(states, amounts, charge.prices.currency_code)
     return QuotaExceeded(states, amounts)

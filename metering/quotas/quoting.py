@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.models import ServiceTier, UsageEvent
 from metering.pricing.prices import TokenPrices, embedding_terms, price_in_force
 from metering.quotas import quotas
-from metering.quotas.quota_rules import Claim, Payer, QuotaState
+from metering.quotas.quota_rules import Charge, Payer, QuotaState
 from metering.quotas.quota_states import quotas_for
 from metering.quotas.quotas import Counter, Counters, QuotaExceeded
 from metering.quotas.refusals import Refusals, Refused
@@ -69,11 +69,11 @@ async def quote(
     if states:
         now = states[0].now
         rows = {state.rule.key(now): Counter(state.used, state.held) for state in states}
-        claim = Claim(prices, input_token_count, 0, 0, 0, now, now)
+        charge = Charge(prices, input_token_count, 0, 0, 0, now, now)
         rules = [state.rule for state in states]
         try:
             quotas.admit(
-                Counters(now, rows), rules, claim, first_slice_token_count, least_slice_token_count
+                Counters(now, rows), rules, charge, first_slice_token_count, least_slice_token_count
             )
         except QuotaExceeded as exceeded:
             refusal = exceeded

@@ -17,20 +17,20 @@ import psycopg
 import structlog
 
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.quotas.quota_rules import Claim, QuotaRule
+from metering.quotas.quota_rules import Charge, QuotaRule
 from metering.quotas.quotas import QuotaExceeded
 from metering.quotas.retry_hints import (
     PROMISE_COUNT_MAX,
     UNKNOWN_KEY,
-    Asker,
     Forecast,
     History,
-    PromiseKeeping,
+    Requester,
     RequestKey,
+    RetryReservations,
     RunningRequest,
     promise,
 )
-from metering.store.exchange import Connection
+from metering.store.pipeline import Connection
 
 # Maximum age of the data on running requests: refusals come in bursts, and each refresh is a query.
 REFRESH_S = 0.25
@@ -93,7 +93,7 @@ class Refusals:
         self._counts: Counter[tuple[QuotaDimension, QuotaSubject]] = Counter()
         self._forecasts: dict[uuid.UUID, Forecast] = {}
         self._promised: dict[RequestKey, PromisedRetry] = {}  # the latest last
-        self._keeping = PromiseKeeping()
+        self._reservations = RetryReservations()
 
     @property
     def counts(self) -> Mapping[tuple[QuotaDimension, QuotaSubject], int]:
@@ -114,31 +114,31 @@ class Refusals:
             (each.error.failing[0].dimension, each.error.failing[0].subject) for each in refused
         )
         waiting = [
-            each for each in refused if each.error.retry_helps and each.error.claim is not None
+            each for each in refused if each.error.retry_helps and each.error.charge is not None
         ]
         try:
             await self._refresh(connection, now, waiting)
             for each in waiting:
-                self._tell(each, now)
+                self._set_hint(each, now)
         except psycopg.Error as away:
             log.info("retry_hints_unknown", cause=str(away).strip())
         except Exception:  # the other operations of the batch are not affected
             log.exception("retry_hints_failed")
 
-    def _tell(self, refused: Refused, now: datetime) -> None:
+    def _set_hint(self, refused: Refused, now: datetime) -> None:
         """Promise room once per request; an early retry gets the same time again."""
         error, request, now_s = refused.error, refused.request, now.timestamp()
         quota_ids = frozenset(state.quota_id for state in error.failing)
         promised = self._promised.pop(request, None) if request is not None else None
         if request is not None:
-            self._keeping.returned(request, now_s)
+            self._reservations.note_retry(request, now_s)
         if promised is None or promised.at_s <= now_s or promised.quota_ids != quota_ids:
-            asker = Asker(refused.organization_id, refused.api_key_id)
-            may = request is None or self._keeping.may_have_one_more(asker, now_s)
+            requester = Requester(refused.organization_id, refused.api_key_id)
+            may = request is None or self._reservations.accepts(requester, now_s)
             self.promise(error, now, refused.api_key_id if may else None)
             promised = PromisedRetry(now_s + error.retry_after_s, quota_ids)
             if may and request is not None and error.retry_helps:
-                self._keeping.made(request, asker, now_s, promised.at_s)
+                self._reservations.add(request, requester, now_s, promised.at_s)
         error.hint_s = promised.at_s - now_s
         if request is not None and error.retry_helps:
             self._promised[request] = promised
@@ -146,9 +146,9 @@ class Refusals:
                 del self._promised[next(iter(self._promised))]
 
     def on_admitted(self, request: RequestKey) -> None:
-        """Record that a request was admitted, which keeps the promise made to it."""
+        """RetryRecord that a request was admitted, which keeps the promise made to it."""
         if self._promised.pop(request, None) is not None:
-            self._keeping.returned(request, math.inf)
+            self._reservations.note_retry(request, math.inf)
 
     def promise(
         self, error: QuotaExceeded, now: datetime, api_key_id: uuid.UUID | None = UNKNOWN_KEY
@@ -157,9 +157,11 @@ class Refusals:
 
         api_key_id: see `retry_hints.promise`.
         """
-        assert error.claim is not None
-        forecasts = [(self._forecasts[state.quota_id], state, asked) for state, asked in error.met]
-        error.hint_s = promise(forecasts, error.claim, now.timestamp(), api_key_id)
+        assert error.charge is not None
+        forecasts = [
+            (self._forecasts[state.quota_id], state, minimum) for state, minimum in error.met
+        ]
+        error.hint_s = promise(forecasts, error.charge, now.timestamp(), api_key_id)
 
     def learn(
         self,
@@ -177,7 +179,7 @@ class Refusals:
         """
         known = self._forecasts.get(rule.id)
         promises = (
-            [each for each in known.promises if not self._keeping.is_doubted(each[2])]
+            [each for each in known.promises if not self._reservations.is_doubted(each[2])]
             if known is not None
             else []
         )
@@ -190,7 +192,7 @@ class Refusals:
         self, connection: Connection, now: datetime, refused: Sequence[Refused]
     ) -> None:
         """Refresh the forecasts of the refusing quotas that are older than `REFRESH_S`."""
-        stale: dict[uuid.UUID, tuple[QuotaRule, Claim, uuid.UUID]] = {}
+        stale: dict[uuid.UUID, tuple[QuotaRule, Charge, uuid.UUID]] = {}
         for organization_id, error, *_ in refused:
             for state, _ in error.met:
                 known = self._forecasts.get(state.quota_id)
@@ -199,8 +201,8 @@ class Refusals:
                     if known is not None and known.rule is state.rule
                     else REFRESH_S
                 )
-                if age_s >= REFRESH_S and error.claim is not None:
-                    stale[state.quota_id] = (state.rule, error.claim, organization_id)
+                if age_s >= REFRESH_S and error.charge is not None:
+                    stale[state.quota_id] = (state.rule, error.charge, organization_id)
         if not stale:
             return
         if len(self._forecasts) > FORECAST_COUNT_MAX:
@@ -214,7 +216,7 @@ class Refusals:
         rows = await cursor.fetchall()
         for quota_id, process_id, age_s, *amounts, admitted_at, charged_at in rows:
             sent, cached, leased, posted, reasoning = amounts
-            claim = Claim(
+            charge = Charge(
                 stale[quota_id][1].prices,
                 sent,
                 cached,
@@ -224,7 +226,7 @@ class Refusals:
                 charged_at,
                 reasoning_token_count=reasoning,
             )
-            running[quota_id].append(RunningRequest(claim, age_s))
+            running[quota_id].append(RunningRequest(charge, age_s))
             owners[quota_id].add(process_id)
         for quota_id, (rule, _, organization_id) in stale.items():
             history = histories.get(organization_id, History())
@@ -234,7 +236,7 @@ class Refusals:
 async def read_histories(
     connection: Connection, organization_ids: Collection[uuid.UUID]
 ) -> dict[uuid.UUID, History]:
-    """Return durations and outputs of the latest requests, by organization."""
+    """Read durations and outputs of the latest requests, by organization."""
     cursor = await connection.execute(SELECT_HISTORY, (list(organization_ids), HISTORY_COUNT))
     durations: defaultdict[uuid.UUID, list[float]] = defaultdict(list)
     outputs: defaultdict[uuid.UUID, list[int]] = defaultdict(list)

@@ -3,7 +3,7 @@ promises.
 
 Each hint is a promise of room that is given once: the next client is given the next free place or
 the next window, and within a window the retries are spread, so that clients that wait exactly as
-long as told return one after the other and find room. No hint is a reservation: a client that does
+long as told return one after the other and find room. No hint is a guarantee: a client that does
 not wait may take promised room, and a request may run longer than nearly all before it. Hints err
 on the late side for the latter. Pure: times are seconds of the database's clock, passed in.
 """
@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple, TypeVar
 
 from metering.quotas.quota_rules import (
-    Claim,
+    Charge,
     Kind,
     QuotaRule,
     QuotaState,
@@ -67,7 +67,7 @@ UNKNOWN_KEY = uuid.UUID(int=0)  # key of a promise whose holder does not matter
 PROMISE_COUNT_MAX = 10_000
 
 
-class Asker(NamedTuple):
+class Requester(NamedTuple):
     """Organization and key of a request: the owners whose promises are counted."""
 
     organization_id: uuid.UUID
@@ -75,7 +75,7 @@ class Asker(NamedTuple):
 
 
 @dataclass(slots=True)
-class Record:
+class RetryRecord:
     """Counts of one key's kept and broken promises."""
 
     kept: int = 0
@@ -87,47 +87,49 @@ class Record:
         return self.broken > self.kept + BROKEN_PROMISES_MAX
 
 
-class PromiseKeeping:
+class RetryReservations:
     """Outstanding promises by request, and kept and broken ones by key."""
 
     def __init__(self) -> None:
-        self._outstanding: dict[RequestKey, tuple[float, Asker]] = {}
+        self._outstanding: dict[RequestKey, tuple[float, Requester]] = {}
         # Time at which the promise is broken, promised time, request.
         self._due: list[tuple[float, float, RequestKey]] = []
         self._by_key: Counter[uuid.UUID] = Counter()
         self._by_organization: Counter[uuid.UUID] = Counter()
-        self._records: dict[uuid.UUID, Record] = {}  # the most recently changed last
+        self._records: dict[uuid.UUID, RetryRecord] = {}  # the most recently changed last
 
-    def may_have_one_more(self, asker: Asker, now_s: float) -> bool:
+    def accepts(self, requester: Requester, now_s: float) -> bool:
         """Return whether room may be reserved for another request of this key."""
         self._note_broken(now_s)
-        maximum = DOUBTED_PROMISES_MAX if self.is_doubted(asker.api_key_id) else KEY_PROMISES_MAX
-        within = self._by_organization[asker.organization_id] < ORGANIZATION_PROMISES_MAX
-        return within and self._by_key[asker.api_key_id] < maximum
+        maximum = (
+            DOUBTED_PROMISES_MAX if self.is_doubted(requester.api_key_id) else KEY_PROMISES_MAX
+        )
+        within = self._by_organization[requester.organization_id] < ORGANIZATION_PROMISES_MAX
+        return within and self._by_key[requester.api_key_id] < maximum
 
     def is_doubted(self, api_key_id: uuid.UUID) -> bool:
         """Return whether this key's requests mostly do not return after a promise."""
         record = self._records.get(api_key_id)
         return record is not None and record.is_doubted
 
-    def made(self, request: RequestKey, asker: Asker, now_s: float, at_s: float) -> None:
-        """Record a promise of room at `at_s` to a request."""
+    def add(self, request: RequestKey, requester: Requester, now_s: float, at_s: float) -> None:
+        """RetryRecord a promise of room at `at_s` to a request."""
         self._forget(request)
-        self._outstanding[request] = (at_s, asker)
-        self._by_key[asker.api_key_id] += 1
-        self._by_organization[asker.organization_id] += 1
+        self._outstanding[request] = (at_s, requester)
+        self._by_key[requester.api_key_id] += 1
+        self._by_organization[requester.organization_id] += 1
         heapq.heappush(
             self._due, (at_s + max(GRACE_S_MIN, GRACE_SHARE * (at_s - now_s)), at_s, request)
         )
         if len(self._due) > 2 * len(self._outstanding) + REMEMBERED_MAX:
             self._drop_past()
 
-    def returned(self, request: RequestKey, now_s: float) -> None:
-        """Record that a request was retried or admitted; an early retry keeps no promise."""
-        at_s, asker = self._outstanding.get(request, (None, None))
-        if at_s is not None and asker is not None and now_s >= at_s:
+    def note_retry(self, request: RequestKey, now_s: float) -> None:
+        """RetryRecord that a request was retried or admitted; an early retry keeps no promise."""
+        at_s, requester = self._outstanding.get(request, (None, None))
+        if at_s is not None and requester is not None and now_s >= at_s:
             self._forget(request)
-            self._count(asker.api_key_id, kept=True)
+            self._count(requester.api_key_id, kept=True)
 
     def _note_broken(self, now_s: float) -> None:
         while self._due and self._due[0][0] <= now_s:
@@ -147,7 +149,7 @@ class PromiseKeeping:
         self._due = list(due.values())  # sorted, and so a heap
 
     def _count(self, api_key_id: uuid.UUID, *, kept: bool) -> None:
-        record = self._records.pop(api_key_id, None) or Record()
+        record = self._records.pop(api_key_id, None) or RetryRecord()
         self._records[api_key_id] = record
         record.kept += kept
         record.broken += not kept
@@ -175,7 +177,7 @@ SPREAD_SHARE, SPREAD_MAX_S = 0.1, 5.0  # part of a window's start over which ret
 class RunningRequest:
     """A live hold. age_s: seconds since its admission."""
 
-    claim: Claim
+    charge: Charge
     age_s: float
 
 
@@ -241,7 +243,7 @@ class Forecast:
         else:
             total = 0
             released = (
-                (self.at_s + self.history.left_s(each.age_s), self._comes_back(each.claim))
+                (self.at_s + self.history.left_s(each.age_s), self._comes_back(each.charge))
                 for each in self.running
             )
             for at, amount in sorted(released):
@@ -250,36 +252,36 @@ class Forecast:
         for at, amount, _ in self.promises:
             self._lay_aside(at, amount)
 
-    def earliest(self, state: QuotaState, asked: int, amount: int, from_s: float) -> float:
+    def earliest(self, state: QuotaState, minimum: int, amount: int, from_s: float) -> float:
         """Return the first time from `from_s` on with room that was not promised; infinite if there
         is none.
 
-        asked: minimum amount that the request needs; amount: the amount it will take.
+        minimum: amount that the request needs at least; amount: the amount it will take.
         """
-        if asked > (self.rule.limit_value or 0):
+        if minimum > (self.rule.limit_value or 0):
             return math.inf
         if len(self.promises) >= PROMISE_COUNT_MAX:
             at = max(self.promises[-1][0], from_s)  # the last of all
         elif self.rule.kind is Kind.CONCURRENCY:
             at = self._place(from_s)
         else:
-            at = self._room(state, asked, amount, from_s)
+            at = self._room(state, minimum, amount, from_s)
         limit = self.rule.limit_at(datetime.fromtimestamp(at, UTC))
         # An override may end before there is room.
-        return math.inf if limit is None or asked > limit else at
+        return math.inf if limit is None or minimum > limit else at
 
     def promise(self, at_s: float, amount: int, api_key_id: uuid.UUID = UNKNOWN_KEY) -> None:
-        """Record that a client was told to retry at `at_s`."""
+        """RetryRecord that a client was told to retry at `at_s`."""
         if len(self.promises) < PROMISE_COUNT_MAX:
             bisect.insort(self.promises, (at_s, amount, api_key_id))
             self._lay_aside(at_s, amount)
 
-    def amount(self, claim: Claim, asked: int) -> int:
+    def amount(self, charge: Charge, minimum: int) -> int:
         """Return the expected amount of a request, at least the amount it asks for."""
         if self.rule.kind is Kind.CONCURRENCY or self.rule.kind is Kind.REQUESTS:
-            return asked
-        output = max(self.history.output_token_count or 0, claim.leased_token_count)
-        return max(claim._replace(leased_token_count=output).held(self.rule), asked)
+            return minimum
+        output = max(self.history.output_token_count or 0, charge.leased_token_count)
+        return max(charge._replace(leased_token_count=output).held(self.rule), minimum)
 
     def _lay_aside(self, at_s: float, amount: int) -> None:
         if self.rule.kind is not Kind.CONCURRENCY:
@@ -326,7 +328,7 @@ class Forecast:
             * math.sqrt(self.process_count / (self.rule.limit_value or 1))
         )
 
-    def _room(self, state: QuotaState, asked: int, amount: int, from_s: float) -> float:
+    def _room(self, state: QuotaState, minimum: int, amount: int, from_s: float) -> float:
         """Return when a window has room: the current one, or the first later one."""
         start = self._start(from_s)
         carried = 0
@@ -339,7 +341,7 @@ class Forecast:
                 else min(self._remaining, state.remaining)
             )
             needed = amount - self._remaining + self._promised[start] * self.process_count
-            if needed <= 0 and asked <= state.remaining:
+            if needed <= 0 and minimum <= state.remaining:
                 return from_s
             index = bisect.bisect_left(
                 self._releases, EARLY_FACTOR * needed, key=lambda release: release[1]
@@ -348,7 +350,7 @@ class Forecast:
                 return max(self._releases[index][0], from_s)
             start = datetime.fromtimestamp(end_s, UTC)
             carried = sum(
-                each.claim.held(self.rule) for each in self.running if self._outlives(each, end_s)
+                each.charge.held(self.rule) for each in self.running if self._outlives(each, end_s)
             )
         # Clients told to retry tomorrow or next month get the first such window: promises do not
         # last that long.
@@ -356,7 +358,7 @@ class Forecast:
             room = (
                 (self.rule.limit_at(start) or 0) - carried
             ) // self.process_count - self._promised[start]
-            if amount <= room or (not self._promised[start] and asked <= room):
+            if amount <= room or (not self._promised[start] and minimum <= room):
                 break
             start, carried = datetime.fromtimestamp(self._end(start), UTC), 0
         begin_s = start.timestamp()
@@ -366,17 +368,17 @@ class Forecast:
     def _outlives(self, running: RunningRequest, at_s: float) -> bool:
         return self.at_s + self.history.left_s(running.age_s) > at_s
 
-    def _comes_back(self, claim: Claim) -> int:
+    def _comes_back(self, charge: Charge) -> int:
         """Return the amount that a running request probably releases at its end."""
         output = self.history.output_token_count
         if output is None:
             return 0
         likely = min(
-            max(output, claim.posted_token_count - claim.input_token_count),
-            claim.leased_token_count,
+            max(output, charge.posted_token_count - charge.input_token_count),
+            charge.leased_token_count,
         )
-        tokens = claim.input_token_count, likely, min(claim.reasoning_token_count, likely)
-        return claim.held(self.rule) - claim.consumed(self.rule, tokens)
+        tokens = charge.input_token_count, likely, min(charge.reasoning_token_count, likely)
+        return charge.held(self.rule) - charge.consumed(self.rule, tokens)
 
     def _start(self, at_s: float) -> datetime:
         return window_start(self.rule.dimension, datetime.fromtimestamp(at_s, UTC))
@@ -389,20 +391,24 @@ class Forecast:
 
 def promise(
     demands: Sequence[tuple[Forecast, QuotaState, int]],
-    claim: Claim,
+    charge: Charge,
     now_s: float,
     api_key_id: uuid.UUID | None = UNKNOWN_KEY,
 ) -> float:
-    """Promise room for a claim; return the seconds until all quotas have it, above 0, or infinity.
+    """Promise room for a charge; return the seconds until all quotas have it, above 0, or infinity.
 
-    demands: each enforced quota that applies, and the minimum amount requested of it. claim: with
+    demands: each enforced quota that applies, and the minimum amount requested of it. charge: with
     its requested lease. api_key_id: key that the room is promised to; None reserves nothing, so
     that the next request gets the same time.
     """
     at = now_s + HINT_S_MIN
-    needs = [(plan, state, asked, plan.amount(claim, asked)) for plan, state, asked in demands]
+    needs = [
+        (plan, state, minimum, plan.amount(charge, minimum)) for plan, state, minimum in demands
+    ]
     for _ in range(ROUND_COUNT_MAX):
-        suits = max(plan.earliest(state, asked, amount, at) for plan, state, asked, amount in needs)
+        suits = max(
+            plan.earliest(state, minimum, amount, at) for plan, state, minimum, amount in needs
+        )
         if suits == math.inf or suits <= at:
             break
         at = suits

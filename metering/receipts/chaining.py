@@ -108,20 +108,20 @@ class Chains:
         ids: bytes,
         counts: tuple[int, int, int, int, int, int, int, int],
         admitted_at: datetime,
-        ends: tuple[str, str, str],
+        labels: tuple[str, str, str],
         timings: Mapping[str, float] | None = None,
     ) -> IssuedReceipt:
         """Append and return the next receipt of a project.
 
         ids: as for `encode`. counts: part, input, cached input, billed, embedding and reasoning
-        tokens, price version, cost in picos. ends: currency code, model, outcome.
+        tokens, price version, cost in picos. labels: currency code, model, outcome.
         timings: of the usage event; None if it has none.
         """
         project_id = ids[16:32]
         head = self.heads[project_id]
         previous_hash, head.sequence = head.hash, head.sequence + 1
         numbers = (*counts, micros(admitted_at), head.settled_at_us, head.sequence)
-        encoded = encode(ids, numbers, previous_hash, texts(*ends), timed(timings))
+        encoded = encode(ids, numbers, previous_hash, texts(*labels), timed(timings))
         head.hash = sha256(encoded).digest()
         receipt = IssuedReceipt(encoded, head.settled_at, head.sequence, previous_hash, head.hash)
         self.changed.setdefault(project_id, previous_hash)

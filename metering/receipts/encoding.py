@@ -33,7 +33,7 @@ TIMED = (
     "itl_max_ms",
     "client_stall_ms",
 )
-REASONING = 5  # place of the tokens of reasoning among the numbers
+REASONING = 5  # index of the tokens of reasoning among the numbers
 LENGTH = struct.Struct(">q")
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)
@@ -42,7 +42,7 @@ MICROSECOND = timedelta(microseconds=1)
 def timed(timings: Mapping[str, float] | None) -> tuple[int, ...]:
     """Return the timings of a usage event as a receipt has them; empty if it has none.
 
-    Rounded as PostgreSQL does it with the same numbers (`fsck.py`).
+    Rounded as PostgreSQL does it with the same numbers (`receipt_checks.py`).
     """
     if timings is None:
         return ()
@@ -56,7 +56,7 @@ def encode(
     texts: bytes,
     times: tuple[int, ...] = (),
 ) -> bytes:
-    """Return the bytes of a receipt.
+    """Encode a receipt as bytes.
 
     ids: of organization, project, API key and request, 64 bytes. numbers: part (0: the settlement
     of a request; 1: usage found later), tokens of input, cached input, billed output, embedding and
@@ -82,7 +82,7 @@ def texts(currency_code: str, model: str, outcome: str) -> bytes:
 def parts_of(
     encoded: bytes,
 ) -> tuple[bytes, tuple[int, ...], bytes, tuple[str, ...], tuple[int, ...]]:
-    """Return the arguments of `encode`: ids, numbers, hash, texts, times. Raises: ValueError."""
+    """Decode a receipt to ids, numbers, hash, texts, times, as in `encode`. Raises: ValueError."""
     if encoded.startswith(MAGIC_TIMED) and len(encoded) >= FIXED_TIMED.size:
         _, ids, *values = FIXED_TIMED.unpack_from(encoded)
         found = texts_in(encoded[FIXED_TIMED.size :])

@@ -70,7 +70,7 @@ def load_signer(environment: Mapping[str, str]) -> Signer | None:
 
 
 def read_key(path: Path) -> Signer:
-    """Return the key in a file. Raises: InvalidValue."""
+    """Read the key in a file. Raises: InvalidValue."""
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
     except OSError as error:

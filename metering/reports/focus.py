@@ -29,10 +29,10 @@ from metering.core.money import exact_text
 from metering.invoicing.invoices import TOKENS_PER_PRICE
 from metering.invoicing.month_report import MonthReport
 from metering.ledger.ledger import month_bounds, month_text
-from metering.plans.plans import Charge, LineKind
+from metering.plans.plans import LineKind, PlanLine
 from metering.pricing.prices import COUNTS_OF_EVENT, PRICES
 from metering.reports.usage_reports import (
-    KEYS,
+    GROUPS,
     Grouping,
     UsageFilter,
     parameters_of,
@@ -197,7 +197,7 @@ class FocusMonth:
                 "InvoiceDetailId": "rounding"
             }
 
-    def _charge(self, charge: Charge) -> FocusRow:
+    def _charge(self, charge: PlanLine) -> FocusRow:
         category = "Credit" if charge.kind is LineKind.CREDIT else "Adjustment"
         is_recurring = charge.kind not in (LineKind.CREDIT, LineKind.ADJUSTMENT)
         frequency = "Recurring" if is_recurring else "One-Time"
@@ -278,7 +278,7 @@ async def focus_csv(
     parameters = await parameters_of(session, of)
     statement = CHARGES.format(
         where=where(of, parameters),
-        day=KEYS[Grouping.DAY],
+        day=GROUPS[Grouping.DAY].key,
         sums=_SUMS,
         prices=_PRICES,
         interactive=ServiceTier.INTERACTIVE,
@@ -318,7 +318,7 @@ def cell(value: str) -> str:
 
 
 def csv_text(rows: Iterable[dict[str, str]]) -> str:
-    """Return rows as RFC 4180 CSV without a header; missing columns are null."""
+    """Format rows as RFC 4180 CSV without a header; missing columns are null."""
 
     target = io.StringIO()
     writer = csv.DictWriter(target, COLUMNS, restval="", lineterminator="\r\n")

@@ -1,28 +1,20 @@
-"""Usage reports of a month by day, project, API key, model or request, and a cost forecast. Reads
-counts and costs, never prompts.
+"""Usage reports of a month by day, project, API key, model or request.
+
+They read counts and costs, never prompts.
 
 A report covers the usage that the month's bill charges: usage posted to the month, including late
 usage of earlier months, and usage of the month that is not posted yet, reported as pending. The
 rows of a month therefore add up to the usage lines of its invoice. The day of usage is that of its
 settlement, in UTC. Statements use the index on (organization_id, settled_at).
-
-The forecast of a month's cost is the cost so far plus, for each remaining day, the mean of the same
-weekday in the last `WINDOW_DAYS` complete days (the mean of all days with less than two weeks of
-history). Today counts by the part that remains. The interval has a confidence of `CONFIDENCE` if
-daily costs vary as before: Student's t with their deviation from the means, for the remaining days
-and for the means themselves. Trends, growth and holidays are ignored. Amounts are integers of
-picos, except for intermediate values of the interval.
 """
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, time, timedelta
+from datetime import UTC, date, datetime, timedelta
 from enum import StrEnum
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 from sqlalchemy import Row, select, text
@@ -34,14 +26,16 @@ from metering.core.pages import page_token, page_values, row_id, utc_time
 from metering.invoicing.months import CANCELLED, FAILED, LIMITED
 from metering.ledger.ledger import MonthState, TransactionKind, month_bounds
 from metering.pricing.prices import COUNTS_OF_EVENT, checked_model
+from metering.reports.forecast import WINDOW_DAYS
 
-OUTCOMES = {"cancelled": CANCELLED, "limited": LIMITED, "failed": FAILED}
+REPORTED_OUTCOMES = {"cancelled": CANCELLED, "limited": LIMITED, "failed": FAILED}
 # Two steps: plain sums of all events by group, outcome and state, then the rows from these few
 # sums. So little is computed per event.
-KINDS = ", ".join(f"sum({count}) AS {kind}" for kind, (count, _) in COUNTS_OF_EVENT.items())
+KIND_SUMS = ", ".join(f"sum({count}) AS {kind}" for kind, (count, _) in COUNTS_OF_EVENT.items())
 ALL_KINDS = " + ".join(COUNTS_OF_EVENT)
 PART_KEYS = "u.outcome, is_posted, is_late"
-SUMS = ",\n           ".join(
+
+ROW_SUMS = ",\n           ".join(
     [
         "coalesce(sum(request_count), 0) AS request_count",
         "coalesce(sum(migration_count), 0) AS migration_count",
@@ -51,7 +45,7 @@ SUMS = ",\n           ".join(
         "coalesce(bool_or(is_late), false) AS late",
         *(
             f"coalesce(sum({summed}) FILTER (WHERE outcome = ANY(:{name})), 0) AS {name}_{column}"
-            for name in OUTCOMES
+            for name in REPORTED_OUTCOMES
             for column, summed in (
                 ("request_count", "request_count"),
                 ("token_count", ALL_KINDS),
@@ -60,34 +54,12 @@ SUMS = ",\n           ".join(
         ),
     ]
 )
+
 # Without statistics of days the planner assumes one group per timestamp, and would sort all events
 # on disk.
 BY_HASH = text("SET LOCAL enable_sort = off")
-WINDOW_DAYS = 28  # four of each weekday; older days would make the forecast lag behind changes
-# Two of each weekday, so that one unusual day is not taken for the mean of its weekday.
-WEEKDAY_DAYS_MIN = 14
-INTERVAL_DAYS_MIN = 5  # with less, the interval is too wide to be useful
-CONFIDENCE = 0.8
-DAY_S = 86_400
-# Student's t for a two-sided interval of 80 %, by degrees of freedom.
-T_80 = {
-    1: 3.078,
-    2: 1.886,
-    3: 1.638,
-    4: 1.533,
-    5: 1.476,
-    6: 1.440,
-    7: 1.415,
-    8: 1.397,
-    9: 1.383,
-    10: 1.372,
-    12: 1.356,
-    15: 1.341,
-}
-T_80_FAR = 1.325  # from 20 degrees of freedom on; the limit is 1.282
-RECENT_DAYS = 7
-# A week whose mean differs this much from the three weeks before causes a caution.
-CHANGE_SHARE = Fraction(3, 10)
+# A row has some 300 bytes, so a page is far smaller than the maximum message.
+PAGE_SIZE, PAGE_SIZE_MAX = 1_000, 10_000
 
 
 class Grouping(StrEnum):
@@ -113,32 +85,43 @@ class UsageFilter:
     model: str = ""
 
 
-KEYS: Mapping[Grouping, str] = {
-    Grouping.ORGANIZATION: "u.organization_id",
+class GroupColumns(NamedTuple):
+    """SQL of a grouping. key: of usage event u. parse: reads a key of a page token.
+
+    names, join: further columns, and the table that they are read from.
+    """
+
+    key: str
+    parse: Callable[[str], object]
+    names: str = ""
+    join: str = ""
+
+
+GROUPS: Mapping[Grouping, GroupColumns] = {
+    Grouping.ORGANIZATION: GroupColumns("u.organization_id", uuid.UUID),
     # Unlike date_trunc it needs no time zone, which would be looked up for each row.
-    Grouping.DAY: "date_bin('1 day', u.settled_at, TIMESTAMPTZ '2000-01-01 00:00:00+00')",
-    Grouping.PROJECT: "u.project_id",
-    Grouping.API_KEY: "u.api_key_id",
-    Grouping.MODEL: "u.model",
-}
-READ_KEY: Mapping[Grouping, Callable[[str], object]] = {
-    Grouping.ORGANIZATION: uuid.UUID,
-    Grouping.DAY: utc_time,
-    Grouping.PROJECT: uuid.UUID,
-    Grouping.API_KEY: uuid.UUID,
-    Grouping.MODEL: checked_model,
-}
-NAMES: Mapping[Grouping, tuple[str, str]] = {
-    Grouping.PROJECT: ("p.name AS project_name", "JOIN projects p ON p.id = used.project"),
-    Grouping.API_KEY: (
+    Grouping.DAY: GroupColumns(
+        "date_bin('1 day', u.settled_at, TIMESTAMPTZ '2000-01-01 00:00:00+00')", utc_time
+    ),
+    Grouping.PROJECT: GroupColumns(
+        "u.project_id",
+        uuid.UUID,
+        "p.name AS project_name",
+        "JOIN projects p ON p.id = used.project",
+    ),
+    Grouping.API_KEY: GroupColumns(
+        "u.api_key_id",
+        uuid.UUID,
         "k.name AS api_key_name, k.prefix AS api_key_prefix",
         "JOIN api_keys k ON k.id = used.api_key",
     ),
+    Grouping.MODEL: GroupColumns("u.model", checked_model),
 }
 
 PARTS = f"""u.outcome, u.rated_at IS NOT NULL AS is_posted, u.settled_at < :begins AS is_late,
            count(*) FILTER (WHERE u.part = 0) AS request_count, sum(u.cost_picos) AS cost,
-           sum(u.migration_count) AS migration_count, {KINDS}"""
+           sum(u.migration_count) AS migration_count, {KIND_SUMS}"""
+
 # Usage that the month's bill charges. Usage that is unrated when the month is closed is charged by
 # a later one.
 CHARGED = f"""
@@ -169,16 +152,17 @@ CHARGED = f"""
 def group_statement(
     of: UsageFilter, groups: Sequence[Grouping], token: str, parameters: dict[str, Any]
 ) -> str:
-    """Return the statement of one page: sums by group, then the names of the group's objects."""
+    """Build the statement of one page: sums by group, then the names of the group's objects."""
     after = ""
     if token:
-        values = page_values(token, *(READ_KEY[group] for group in groups))
+        values = page_values(token, *(GROUPS[group].parse for group in groups))
         parameters |= {f"after_{group}": value for group, value in zip(groups, values, strict=True)}
         bound = ", ".join(f":after_{group}" for group in groups)
-        after = f"AND ({', '.join(KEYS[group] for group in groups)}) > ({bound})"
-    keys = ", ".join(f"{KEYS[group]} AS {group}" for group in groups)
-    names = "".join(f", {NAMES[group][0]}" for group in groups if group in NAMES)
-    joins = "\n".join(NAMES[group][1] for group in groups if group in NAMES)
+        after = f"AND ({', '.join(GROUPS[group].key for group in groups)}) > ({bound})"
+    keys = ", ".join(f"{GROUPS[group].key} AS {group}" for group in groups)
+    named = [GROUPS[group] for group in groups if GROUPS[group].names]
+    names = "".join(f", {columns.names}" for columns in named)
+    joins = "\n".join(columns.join for columns in named)
     listed = ", ".join(groups)
     owner = (
         "used.organization" if Grouping.ORGANIZATION in groups else "CAST(:organization_id AS uuid)"
@@ -191,7 +175,7 @@ WITH parts AS (
     GROUP BY {listed}, {PART_KEYS}
 ), used AS (
     SELECT {listed},
-           {SUMS}
+           {ROW_SUMS}
     FROM parts
     GROUP BY {listed}
     ORDER BY {listed}
@@ -205,7 +189,7 @@ ORDER BY {listed}"""
 
 
 def request_statement(of: UsageFilter, token: str, parameters: dict[str, Any]) -> str:
-    """Return the statement of one page of usage events, the oldest first."""
+    """Build the statement of one page of usage events, the oldest first."""
     after = ""
     if token:
         parameters["after_time"], parameters["after_id"] = page_values(token, utc_time, row_id)
@@ -218,9 +202,9 @@ WITH page AS MATERIALIZED (
     ORDER BY u.settled_at, u.id
     LIMIT :limit
 ), used AS (
-    SELECT id, settled_at, day, project, api_key, model, request_id, outcome, {SUMS}
+    SELECT id, settled_at, day, project, api_key, model, request_id, outcome, {ROW_SUMS}
     FROM (
-        SELECT u.id, u.settled_at, {KEYS[Grouping.DAY]} AS day, u.project_id AS project,
+        SELECT u.id, u.settled_at, {GROUPS[Grouping.DAY].key} AS day, u.project_id AS project,
                u.api_key_id AS api_key, u.model, u.request_id, {PARTS}
         FROM page u
         GROUP BY u.id, u.settled_at, u.project_id, u.api_key_id, u.model, u.request_id,
@@ -290,7 +274,10 @@ async def parameters_of(session: AsyncSession, of: UsageFilter) -> dict[str, Any
     first = (await session.execute(FIRST_USE, month)).scalar_one()
     return month | {
         "first": first,
-        **{name: [outcome.value for outcome in outcomes] for name, outcomes in OUTCOMES.items()},
+        **{
+            name: [outcome.value for outcome in outcomes]
+            for name, outcomes in REPORTED_OUTCOMES.items()
+        },
     }
 
 
@@ -300,7 +287,7 @@ def utc_date(moment: datetime) -> date:
 
 
 DAILY_COSTS = text(f"""
-SELECT {KEYS[Grouping.DAY]} AS day, sum(u.cost_picos) AS cost
+SELECT {GROUPS[Grouping.DAY].key} AS day, sum(u.cost_picos) AS cost
 FROM usage_events u
 WHERE u.organization_id = :organization_id
   AND u.settled_at >= :first
@@ -308,8 +295,6 @@ WHERE u.organization_id = :organization_id
 GROUP BY 1
 ORDER BY 1
 """)
-# A row has some 300 bytes, so a page is far smaller than the maximum message.
-PAGE_SIZE, PAGE_SIZE_MAX = 1_000, 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +392,7 @@ async def usage_total(session: AsyncSession, of: UsageFilter) -> UsageRow:
     parameters = await parameters_of(session, of)
     parts = f"SELECT {PARTS} FROM usage_events u WHERE {where(of, parameters)} GROUP BY {PART_KEYS}"
     return usage_row(
-        (await session.execute(text(f"SELECT {SUMS} FROM ({parts}) parts"), parameters)).one()
+        (await session.execute(text(f"SELECT {ROW_SUMS} FROM ({parts}) parts"), parameters)).one()
     )
 
 
@@ -431,7 +416,7 @@ async def daily_costs(
 
 
 def checked_groups(by: Sequence[Grouping], of: UsageFilter) -> tuple[Grouping, ...]:
-    """Return the groups, by organization first for all. Raises: InvalidValue."""
+    """Validate groupings; for all organizations, group by these first. Raises: InvalidValue."""
     if len(set(by)) < len(by):
         raise InvalidValue("group_by", "must not contain a grouping twice")
     groups = (
@@ -440,12 +425,12 @@ def checked_groups(by: Sequence[Grouping], of: UsageFilter) -> tuple[Grouping, .
         else (Grouping.ORGANIZATION, *by)
     )
     if not groups:
-        raise InvalidValue("group_by", f"must be `request` or one or more of {', '.join(KEYS)}")
+        raise InvalidValue("group_by", f"must be `request` or one or more of {', '.join(GROUPS)}")
     return groups
 
 
 def usage_row(row: Row[Any]) -> UsageRow:
-    """Return the usage in a result row of any statement; missing columns are None."""
+    """Convert a result row of any statement; missing columns are None."""
     values = row._mapping
     shares = {
         name: Share(
@@ -454,7 +439,7 @@ def usage_row(row: Row[Any]) -> UsageRow:
                 for column in ("request_count", "token_count", "amount_picos")
             )
         )
-        for name in OUTCOMES
+        for name in REPORTED_OUTCOMES
     }
     return record_of(
         UsageRow,
@@ -492,169 +477,3 @@ async def find_recorded_request(
     events = select(UsageEvent).where(UsageEvent.hold_id == hold.id).order_by(UsageEvent.part)
     found = (await session.scalars(events)).all()
     return RecordedRequest(hold, price.currency_code, found)
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """Cost forecast of one month in picos. Without history: no estimate; with little: no interval.
-
-    complete_day_count: days of history used. method, warnings: sentences for the reader.
-    """
-
-    month_to_date_picos: int
-    expected_picos: int | None
-    low_picos: int | None
-    high_picos: int | None
-    complete_day_count: int
-    method: str
-    warnings: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """Expected cost of a day, and its standard deviation.
-
-    means: picos by weekday (Monday is 0), all equal unless `by_weekday`. day_counts: days behind
-    each mean. deviation_picos: None if the history is too short for an interval. freedom_count:
-    degrees of freedom.
-    """
-
-    means: tuple[Fraction, ...]
-    by_weekday: bool
-    day_counts: tuple[int, ...]
-    deviation_picos: float | None
-    freedom_count: int
-
-
-def forecast(days: Mapping[date, int], month: date, now: datetime) -> Forecast:
-    """Return the forecast of the month that begins at `month`, as of `now` (timezone-aware).
-
-    days: picos by day of use (UTC); missing days cost nothing, and the history begins at the first
-    day.
-    """
-    now = now.astimezone(UTC)
-    ends = (month + timedelta(days=31)).replace(day=1)
-    so_far = sum(picos for day, picos in days.items() if month <= day < ends)
-    if now.date() >= ends:
-        method = "The month is over: this is its cost so far."
-        return Forecast(so_far, so_far, so_far, so_far, 0, method, ())
-    history = complete_days(days, now.date())
-    if not history:
-        method = "No estimate: it needs one complete day of usage."
-        return Forecast(so_far, None, None, None, 0, method, ())
-    rate = daily_rate(history, now.date())
-    remaining = remaining_days(max(month, now.date()), ends, now)
-    rest = sum((rate.means[day.weekday()] * share for day, share in remaining), Fraction(0))
-    expected = so_far + round(rest)  # an estimate is not billed, so no remainder is carried
-    margin = interval_margin(rate, remaining)
-    return Forecast(
-        month_to_date_picos=so_far,
-        expected_picos=expected,
-        low_picos=None if margin is None else max(so_far, expected - margin),
-        high_picos=None if margin is None else expected + margin,
-        complete_day_count=len(history),
-        method=method_text(len(history)),
-        warnings=tuple(forecast_warnings(history)),
-    )
-
-
-def complete_days(days: Mapping[date, int], today: date) -> list[int]:
-    """Return the picos of the days before today, the oldest first.
-
-    They begin with the first usage, at most `WINDOW_DAYS` before today.
-    """
-    past = [day for day in days if day < today]
-    if not past:
-        return []
-    first = max(min(past), today - timedelta(days=WINDOW_DAYS))
-    return [days.get(first + timedelta(days=index), 0) for index in range((today - first).days)]
-
-
-def daily_rate(history: Sequence[int], today: date) -> Rate:
-    """Return means by weekday, from two weeks of history on, and the deviation."""
-    weekdays = [
-        (today - timedelta(days=len(history) - index)).weekday() for index in range(len(history))
-    ]
-    by_weekday = len(history) >= WEEKDAY_DAYS_MIN
-    groups = [
-        [p for p, w in zip(history, weekdays, strict=True) if w == weekday or not by_weekday]
-        for weekday in range(7)
-    ]
-    means = tuple(Fraction(sum(group), len(group)) for group in groups)
-    freedom = len(history) - (7 if by_weekday else 1)
-    deviation = None
-    if len(history) >= INTERVAL_DAYS_MIN:
-        squares = sum(
-            (picos - means[weekday]) ** 2 for picos, weekday in zip(history, weekdays, strict=True)
-        )
-        deviation = math.sqrt(squares / freedom)
-    return Rate(means, by_weekday, tuple(map(len, groups)), deviation, freedom)
-
-
-def remaining_days(first: date, ends: date, now: datetime) -> list[tuple[date, Fraction]]:
-    """Return the days from `first` to before `ends`, each with the share that is in the future."""
-    remaining = []
-    for index in range((ends - first).days):
-        day = first + timedelta(days=index)
-        elapsed_s = (now - datetime.combine(day, time(), UTC)).total_seconds()
-        remaining.append((day, Fraction(DAY_S - min(max(int(elapsed_s), 0), DAY_S), DAY_S)))
-    return remaining
-
-
-def interval_margin(rate: Rate, remaining: Sequence[tuple[date, Fraction]]) -> int | None:
-    """Return half the width of the interval in picos; None if the history is too short for one.
-
-    Remaining days vary independently, but the error of a mean is common to all days that use it.
-    """
-    if rate.deviation_picos is None:
-        return None
-    shares = [
-        [float(share) for day, share in remaining if day.weekday() == weekday]
-        for weekday in range(7)
-    ]
-    groups = shares if rate.by_weekday else [[share for group in shares for share in group]]
-    counts = rate.day_counts if rate.by_weekday else rate.day_counts[:1]
-    variance = sum(
-        sum(group) + sum(group) ** 2 / count for group, count in zip(groups, counts, strict=True)
-    )
-    known = [freedom for freedom in T_80 if freedom <= rate.freedom_count]
-    t = T_80_FAR if rate.freedom_count >= 20 else T_80[max(known)]
-    return math.ceil(t * rate.deviation_picos * math.sqrt(variance))
-
-
-def method_text(day_count: int) -> str:
-    of = (
-        f"the last {day_count} complete days (UTC)"
-        if day_count > 1
-        else "the only complete day (UTC)"
-    )
-    if day_count >= WEEKDAY_DAYS_MIN:
-        return f"Cost so far, plus for each remaining day the mean of the same weekday in {of}."
-    return f"Cost so far, plus for each remaining day the mean of {of}."
-
-
-def forecast_warnings(history: Sequence[int]) -> list[str]:
-    """Return the limits of the forecast, as sentences for the reader."""
-    sentences = ["Trends, holidays, plan discounts and credit are not taken into account."]
-    if len(history) < INTERVAL_DAYS_MIN:
-        sentences.append(
-            f"{len(history)} complete day{'s are' if len(history) > 1 else ' is'} too few for an"
-            " interval: the estimate is a guess."
-        )
-    elif len(history) < WEEKDAY_DAYS_MIN:
-        sentences.append(
-            f"Less than {WEEKDAY_DAYS_MIN} complete days: weekdays and weekends are taken for"
-            " alike."
-        )
-    if len(history) >= WINDOW_DAYS:
-        recent = Fraction(sum(history[-RECENT_DAYS:]), RECENT_DAYS)
-        before = Fraction(sum(history[:-RECENT_DAYS]), len(history) - RECENT_DAYS)
-        if before and abs(recent / before - 1) > CHANGE_SHARE:
-            change = (
-                f"{round(abs(recent / before - 1) * 100)} %"
-                f" {'above' if recent > before else 'below'}"
-            )
-            sentences.append(
-                f"The last {RECENT_DAYS} days were {change} those before: the estimate lags behind."
-            )
-    return sentences

@@ -29,6 +29,10 @@ Result = TypeVar("Result")
 # Another transaction was in the way and nothing was written: the same work may succeed now.
 CONFLICTS = (errors.SerializationFailure, errors.DeadlockDetected, errors.LockNotAvailable)
 
+# Work that failed with these errors may succeed if it is repeated: a unique key that another
+# transaction has just taken is found by the repetition.
+REPEATED = (*CONFLICTS, errors.UniqueViolation)
+
 # The server did not do the work, for whatever reason. Idle time-outs mean that this process was
 # suspended. A read-only server has just been replaced by another primary.
 AWAY = (
@@ -38,6 +42,7 @@ AWAY = (
     errors.TransactionTimeout,
     errors.ReadOnlySqlTransaction,
 )
+LOST = (*AWAY, OSError)  # of a connection; OSError includes the timeout
 
 # Causes that an operator can remove, the first match wins. All others: no answer.
 CAUSES: tuple[tuple[tuple[type[psycopg.Error], ...], str], ...] = (
@@ -88,12 +93,9 @@ def refusal_of(error: BaseException, retry_after_s: float = 1.0) -> DatabaseUnav
 
 
 def is_conflict(error: BaseException) -> bool:
-    """Return whether work that failed with this error may succeed if it is repeated.
-
-    A unique key that another transaction has just taken is found by the repetition.
-    """
+    """Return whether work that failed with this error may succeed if it is repeated."""
     origin = error.orig if isinstance(error, DBAPIError) else error
-    return isinstance(origin, (WriteConflict, errors.UniqueViolation, *CONFLICTS))
+    return isinstance(origin, (WriteConflict, *REPEATED))
 
 
 async def repeated(work: Callable[[], Awaitable[Result]]) -> Result:

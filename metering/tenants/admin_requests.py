@@ -25,15 +25,17 @@ from metering.core.errors import (
     WriteConflict,
 )
 from metering.core.models import ApiKey, Organization, Project
-from metering.tenants.tenants import (
+from metering.tenants.api_keys import (
     KeyRecord,
     KeyTerms,
-    checked_name,
     checked_terms,
     create_api_key,
+    find_api_key,
+)
+from metering.tenants.tenants import (
+    checked_name,
     create_organization,
     create_project,
-    find_api_key,
     find_organization,
     find_project,
 )

@@ -84,10 +84,10 @@ class BillingProfile:
     @property
     def lines(self) -> tuple[str, ...]:
         """Postal address, tax id and e-mail as lines of a document."""
-        place = [self.city, self.state]
-        place.insert(2 if self.country in CODES_AFTER_CITY.split() else 0, self.postal_code)
+        town = [self.city, self.state]
+        town.insert(2 if self.country in CODES_AFTER_CITY.split() else 0, self.postal_code)
         tax = f"Tax ID {self.tax_id}" if self.tax_id else ""
-        postal = (self.address_line1, self.address_line2, " ".join(filter(None, place)))
+        postal = (self.address_line1, self.address_line2, " ".join(filter(None, town)))
         return tuple(filter(None, (*postal, self.country, tax, self.email)))
 
     def as_json(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ async def set_billing_profile(
 
 
 def checked_profile(profile: BillingProfile) -> BillingProfile:
-    """Return the profile if every field is valid. Raises: InvalidValue for the first."""
+    """Validate every field of a profile and return it. Raises: InvalidValue for the first."""
     if len(profile.emails) > EMAILS_MAX:
         raise InvalidValue(
             "emails", f"must have at most {EMAILS_MAX} addresses, got {len(profile.emails)}"

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.errors import ApprovalRefused, KeyInvalid
 from metering.core.models import ApiKey, AuditEntry, SupersededSecret
 from metering.store.db import database_now
-from metering.tenants.tenants import locked_key
+from metering.tenants.api_keys import locked_key
 
 ACTS = {"api_key.create": "created", "api_key.rotate": "rotated", "api_key.update": "widened"}
 UNRELATED = "Approve it with an unrelated, older key."

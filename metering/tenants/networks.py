@@ -52,7 +52,7 @@ def parse_network(text: str) -> Network:
 
 
 def checked_networks(texts: Collection[str]) -> list[str]:
-    """Return distinct networks in canonical form, sorted. Raises: InvalidValue."""
+    """Validate networks; return them in canonical form, sorted. Raises: InvalidValue."""
     if len(set(texts)) > NETWORKS_PER_KEY_MAX:
         raise InvalidValue(
             "allowed_networks", f"must have at most {NETWORKS_PER_KEY_MAX}, or none for everywhere"

@@ -1,251 +1,25 @@
-"""Organizations, projects and API keys, and the authentication of callers.
+"""Organizations and projects.
 
 Functions take a session and never commit. Every change writes the audit log in the same
-transaction. A secret leaves this module once, at its creation; only its SHA-256 is stored.
-
-A rotated key is the same key: its id, prefix, limits and counters stay, so that a quota is exact
-however many of its secrets are in use.
+transaction.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import re
-import secrets
-import string
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
-from typing import Any, TypedDict, Unpack
+from collections.abc import Iterable, Sequence
 
-from sqlalchemy import (
-    Double,
-    Select,
-    and_,
-    bindparam,
-    case,
-    cast,
-    delete,
-    func,
-    or_,
-    select,
-    update,
-)
+from sqlalchemy import and_, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.control.live import cancel_requests_of_key, recheck_key
 from metering.core.audit import record_change, snapshot
-from metering.core.errors import AlreadyExists, InvalidValue, KeyInvalid, KeyRevoked, NotFound
-from metering.core.models import (
-    ApiKey,
-    ApiKeyUse,
-    Organization,
-    Project,
-    Quota,
-    QuotaSubject,
-    SupersededSecret,
-    record_of,
-)
+from metering.core.errors import AlreadyExists, InvalidValue, NotFound
+from metering.core.models import ApiKey, Organization, Project
 from metering.core.money import checked_currency
-from metering.tenants.networks import Address, Network, checked_networks, networks_of
 
-KEY_NAME_MAX_CHARS = 100
-MODEL_NAME_MAX_CHARS = 200
-MODELS_PER_KEY_MAX = 100  # a key for more models should rather be unrestricted
-SCOPES = frozenset({"inference", "admin", "billing"})
-# Per request: above any context window, and far below the column's maximum.
-TOKENS_MAX = 1_000_000_000
-
-PREFIX_CHARS = string.ascii_lowercase + string.digits
-PREFIX_LENGTH = 8  # 36^8 prefixes: enough to tell keys apart; not part of the key's strength
-BASE62 = string.digits + string.ascii_uppercase + string.ascii_lowercase
-SECRET_BYTES = 32
-SECRET_LENGTH = 43  # 62^43 > 256^32
-SECRET_FORM = re.compile(
-    rf"wk_[a-z0-9]{{{PREFIX_LENGTH}}}_[0-9A-Za-z]{{{SECRET_LENGTH}}}", re.ASCII
-)
-PREFIX_FORM = re.compile(rf"wk_[a-z0-9]{{{PREFIX_LENGTH}}}", re.ASCII)
-WEIGHTS = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")
-COPIED = ("model", "dimension", "limit_value", *WEIGHTS, "enforced", "alert_at")
 NAME_FORM = re.compile(r"[a-z][a-z0-9-]{0,62}", re.ASCII)
-LIFETIME_MAX = timedelta(days=36_500)  # a century; keeps the sum within the range of a timestamp
-OVERLAP = timedelta(hours=24)  # a working day to deploy the new secret
-OVERLAP_MAX = timedelta(days=30)  # a longer overlap would leave a leaked secret in use
-
-
-@dataclass(frozen=True, slots=True)
-class TokenBounds:
-    """Maximum tokens per request of a key, all choices together; None: the model's limit."""
-
-    max_input_tokens: int | None = None
-    max_output_tokens: int | None = None
-
-
-NO_BOUNDS = TokenBounds()
-
-
-def checked_key_name(name: str) -> str:
-    """Return a valid key name. Raises: InvalidValue."""
-    if not 1 <= len(name) <= KEY_NAME_MAX_CHARS or not name.isprintable():
-        raise InvalidValue("name", f"must have 1 to {KEY_NAME_MAX_CHARS} printable characters")
-    return name
-
-
-def checked_scopes(scopes: Collection[str]) -> list[str]:
-    """Return distinct scopes, sorted; none means "inference". Raises: InvalidValue."""
-    if unknown := set(scopes) - SCOPES:
-        raise InvalidValue("scopes", f"{sorted(unknown)} unknown: choose from {sorted(SCOPES)}")
-    return sorted(set(scopes)) or ["inference"]
-
-
-def checked_models(models: Collection[str]) -> list[str]:
-    """Return distinct model names, sorted; none means every model. Raises: InvalidValue."""
-    if len(set(models)) > MODELS_PER_KEY_MAX:
-        raise InvalidValue(
-            "models", f"must have at most {MODELS_PER_KEY_MAX}, or none for every model"
-        )
-    if not all(1 <= len(model) <= MODEL_NAME_MAX_CHARS and model.isprintable() for model in models):
-        raise InvalidValue(
-            "models", f"must be names of 1 to {MODEL_NAME_MAX_CHARS} printable characters"
-        )
-    return sorted(set(models))
-
-
-def checked_bound(token_count: int | None, field: str) -> int | None:
-    """Return the maximum tokens of one request; 0 and None mean no bound. Raises: InvalidValue."""
-    if token_count is not None and not 0 <= token_count <= TOKENS_MAX:
-        raise InvalidValue(
-            field, f"must be 1 to {TOKENS_MAX:,} tokens, or 0 for no limit of the key"
-        )
-    return token_count or None
-
-
-def model_allowed(models: Collection[str], requested: str) -> bool:
-    """Return whether a key limited to these models may use the requested one; an empty list allows
-    every model.
-
-    The name of a model allows each version of it, `name@version`; a version allows only itself.
-    """
-    return not models or requested in models or requested.partition("@")[0] in models
-
-
-def new_secret(prefix: str | None = None) -> str:
-    """Return a new secret: `wk_`, a visible prefix, `_`, and 256 random bits in base 62.
-
-    prefix: that of an existing key for a further secret; None generates one for a new key.
-    """
-    if prefix is None:
-        prefix = "wk_" + "".join(secrets.choice(PREFIX_CHARS) for _ in range(PREFIX_LENGTH))
-    number = int.from_bytes(secrets.token_bytes(SECRET_BYTES))
-    digits = []
-    for _ in range(SECRET_LENGTH):
-        number, digit = divmod(number, len(BASE62))
-        digits.append(BASE62[digit])
-    return f"{prefix}_{''.join(digits)}"
-
-
-def prefix_of(secret: str) -> str:
-    """Return the part of a secret that is stored and shown."""
-    return secret[: len("wk_") + PREFIX_LENGTH]
-
-
-def hash_of(secret: str) -> bytes:
-    return hashlib.sha256(secret.encode()).digest()
-
-
-async def limit_new_key(
-    session: AsyncSession,
-    *,
-    api_key_id: uuid.UUID,
-    project_id: uuid.UUID,
-    organization_id: uuid.UUID,
-    actor: str,
-) -> None:
-    """Give a new key its limits. For a dimension and model the project's limit takes precedence."""
-    kept = select(Quota).where(
-        Quota.subject_id.in_((project_id, organization_id)),
-        Quota.for_new_keys.is_(True),
-        Quota.deleted_at.is_(None),
-    )
-    nearest_last = case((Quota.subject == QuotaSubject.PROJECT, 1), else_=0)
-    rows = await session.scalars(kept.order_by(nearest_last, Quota.created_at, Quota.id))
-    for template in {(row.model, row.dimension): row for row in rows}.values():
-        values = {column: getattr(template, column) for column in COPIED}
-        copy = (
-            insert(Quota)
-            .values(subject=QuotaSubject.API_KEY, subject_id=api_key_id, **values)
-            .returning(Quota)
-        )
-        quota = (await session.scalars(copy)).one()
-        await record_change(
-            session,
-            actor=actor,
-            action="quota.set",
-            subject_id=str(quota.id),
-            before=None,
-            after=snapshot(quota),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Principal:
-    """Caller of a request, as identified by its key. secret_lifetime_s: remaining validity of the
-    secret; None: unlimited.
-
-    models: allowed models; empty for all. bounds: on the tokens of one request. networks: allowed
-    networks; empty for all. address: client address of this call, determined by its listener; None
-    if unknown. secret_hash: of the secret used in this call; a rotated key has several.
-    strict_parameters: whether unknown parameters over HTTP are refused.
-    """
-
-    api_key_id: uuid.UUID
-    key_prefix: str
-    project_id: uuid.UUID
-    organization_id: uuid.UUID
-    currency_code: str
-    scopes: frozenset[str]
-    secret_lifetime_s: float | None = None
-    models: frozenset[str] = frozenset()
-    bounds: TokenBounds = NO_BOUNDS
-    networks: tuple[Network, ...] = ()
-    strict_parameters: bool = False
-    address: Address | None = field(default=None, compare=False)
-    secret_hash: bytes = field(default=b"", compare=False, repr=False)
-
-    def may_use(self, model: str) -> bool:
-        """Return whether the key allows the model of this name."""
-        return model_allowed(self.models, model)
-
-
-@dataclass(frozen=True, slots=True)
-class KeyRecord:
-    """An API key without its secret. overlap_ends_at: end of a replaced secret's validity.
-
-    models: allowed models; empty for all. last_used_at: None if the key was not used since
-    `uses_tracked_since`.
-    """
-
-    id: uuid.UUID
-    organization_id: uuid.UUID
-    organization_name: str
-    project_id: uuid.UUID
-    project_name: str
-    name: str
-    prefix: str
-    scopes: tuple[str, ...]
-    created_at: datetime
-    expires_at: datetime | None
-    revoked_at: datetime | None
-    uses_tracked_since: datetime
-    overlap_ends_at: datetime | None = None
-    models: tuple[str, ...] = ()
-    last_used_at: datetime | None = None
-    bounds: TokenBounds = NO_BOUNDS
-    allowed_networks: tuple[str, ...] = ()
-    strict_parameters: bool = False
 
 
 async def create_organization(
@@ -261,7 +35,7 @@ async def create_organization(
     )
     if (organization := await session.scalar(statement)) is None:
         raise AlreadyExists("organization", name)
-    await _record_creation(session, actor, "organization.create", organization)
+    await record_creation(session, actor, "organization.create", organization)
     return organization
 
 
@@ -283,7 +57,7 @@ async def create_project(
     project: Project | None = await session.scalar(statement.returning(Project))
     if project is None:
         raise AlreadyExists("project", f"{owner.name}/{name}")
-    await _record_creation(session, actor, "project.create", project)
+    await record_creation(session, actor, "project.create", project)
     return project
 
 
@@ -292,209 +66,6 @@ async def list_projects(session: AsyncSession, *, organization: str) -> Sequence
     owner = await find_organization(session, organization)
     query = select(Project).where(Project.organization_id == owner.id).order_by(Project.name)
     return (await session.scalars(query)).all()
-
-
-class KeyTerms(TypedDict, total=False):
-    """Terms of a new key. Defaults: inference, all models and networks, tolerant, no expiry."""
-
-    scopes: Collection[str]
-    models: Collection[str]
-    allowed_networks: Collection[str]
-    max_input_tokens: int | None
-    max_output_tokens: int | None
-    strict_parameters: bool
-    lifetime: timedelta | None
-
-
-async def create_api_key(
-    session: AsyncSession,
-    *,
-    organization: str,
-    project: str,
-    name: str,
-    actor: str,
-    **terms: Unpack[KeyTerms],
-) -> tuple[KeyRecord, str]:
-    """Create a key and return it with its secret, which cannot be retrieved again.
-
-    It gets the limits that its project and organization define for new keys. Raises: NotFound,
-    InvalidValue.
-    """
-    owner = await find_project(session, project, organization=organization)
-    lifetime = terms.get("lifetime")
-    expires_at = None if lifetime is None else func.now() + _checked_lifetime(lifetime)
-    values = checked_terms(terms) | {
-        "project_id": owner.id,
-        "name": checked_key_name(name),
-        "expires_at": expires_at,
-    }
-    while True:  # until the prefix is unused, which is nearly always the first
-        secret = new_secret()
-        values |= {"prefix": prefix_of(secret), "secret_hash": hash_of(secret)}
-        statement = (
-            insert(ApiKey)
-            .values(values)
-            .on_conflict_do_nothing(index_elements=["prefix"])
-            .returning(ApiKey)
-        )
-        if (key := await session.scalar(statement)) is not None:
-            break
-    await _record_creation(session, actor, "api_key.create", key)
-    await limit_new_key(
-        session,
-        api_key_id=key.id,
-        project_id=owner.id,
-        organization_id=owner.organization_id,
-        actor=actor,
-    )
-    return await find_api_key(session, str(key.id)), secret
-
-
-def checked_terms(terms: KeyTerms) -> dict[str, Any]:
-    """Return the columns of a key's terms. Raises: InvalidValue."""
-    return {
-        "scopes": checked_scopes(terms.get("scopes", ("inference",))),
-        "models": checked_models(terms.get("models", ())),
-        "allowed_networks": checked_networks(terms.get("allowed_networks", ())),
-        "max_input_tokens": checked_bound(terms.get("max_input_tokens"), "max_input_tokens"),
-        "max_output_tokens": checked_bound(terms.get("max_output_tokens"), "max_output_tokens"),
-        "strict_parameters": terms.get("strict_parameters", False),
-    }
-
-
-async def revoke_api_key(session: AsyncSession, *, api_key: str, actor: str) -> KeyRecord:
-    """Revoke a key, given by id or prefix, permanently, and order the end of its requests.
-    Idempotent.
-
-    Raises: NotFound.
-    """
-    found = await find_api_key(session, api_key)
-    key = await locked_key(session, found.id)
-    if key.revoked_at is not None:
-        return replace(found, revoked_at=key.revoked_at)
-    changed = await change_key(session, key, actor, "api_key.revoke", revoked_at=func.now())
-    await cancel_requests_of_key(session, key.id)
-    return replace(found, revoked_at=changed.revoked_at)
-
-
-async def locked_key(session: AsyncSession, key_id: uuid.UUID) -> ApiKey:
-    """Return the present row, locked against other changes until the transaction ends."""
-    # Not FOR UPDATE: requests admitted concurrently refer to the row and must not wait.
-    locking = select(ApiKey).where(ApiKey.id == key_id).with_for_update(key_share=True)
-    return (await session.scalars(locking.execution_options(populate_existing=True))).one()
-
-
-async def change_key(
-    session: AsyncSession, key: ApiKey, actor: str, action: str, **values: Any
-) -> ApiKey:
-    """Set columns of a locked key and write the audit log."""
-    before = snapshot(key)
-    statement = update(ApiKey).where(ApiKey.id == key.id).values(**values).returning(ApiKey)
-    changed = (await session.scalars(statement.execution_options(populate_existing=True))).one()
-    after = snapshot(changed)
-    await record_change(
-        session, actor=actor, action=action, subject_id=str(key.id), before=before, after=after
-    )
-    return changed
-
-
-async def list_api_keys(
-    session: AsyncSession,
-    *,
-    organization: str | None = None,
-    api_key: str | None = None,
-    unused_for: timedelta | None = None,
-) -> list[KeyRecord]:
-    """Return keys, the newest first; of one organization, or one key by id or prefix, if passed.
-
-    unused_for: only active keys without a use for this long; keys whose uses are recorded for a
-    shorter time are left out. Raises: NotFound, InvalidValue.
-    """
-    query = _select_keys().order_by(ApiKey.created_at.desc(), ApiKey.id)
-    if api_key:
-        query = query.where(ApiKey.id == (await find_api_key(session, api_key)).id)
-    if unused_for is not None:
-        if not timedelta(0) < unused_for <= LIFETIME_MAX:
-            raise InvalidValue(
-                "unused_for", f"must be more than zero and at most {LIFETIME_MAX.days} days"
-            )
-        used_at = func.coalesce(ApiKeyUse.last_used_at, ApiKey.uses_tracked_since)
-        query = query.where(ApiKey.revoked_at.is_(None), used_at < func.now() - unused_for)
-    if organization:
-        query = query.where(
-            Project.organization_id == (await find_organization(session, organization)).id
-        )
-    return [_key_record(*row) for row in await session.execute(query)]
-
-
-def select_principal() -> Select[Any]:
-    """Return the query for the principal of a valid secret, by its hash."""
-    replaced = (
-        select(SupersededSecret)
-        .where(SupersededSecret.secret_hash == bindparam("secret_hash"))
-        .subquery()
-    )
-    ends_at = func.least(ApiKey.expires_at, replaced.c.expires_at)  # ignores NULLs
-    return (
-        select(
-            ApiKey.id,
-            ApiKey.prefix,
-            ApiKey.project_id,
-            Project.organization_id,
-            Organization.currency_code,
-            ApiKey.scopes,
-            cast(func.extract("epoch", ends_at - func.now()), Double).label("lifetime_s"),
-            ApiKey.models,
-            ApiKey.max_input_tokens,
-            ApiKey.max_output_tokens,
-            ApiKey.allowed_networks,
-            ApiKey.strict_parameters,
-        )
-        .join(Project, Project.id == ApiKey.project_id)
-        .join(Organization, Organization.id == Project.organization_id)
-        .outerjoin(replaced, replaced.c.api_key_id == ApiKey.id)
-        .where(
-            or_(
-                ApiKey.secret_hash == bindparam("secret_hash"),
-                ApiKey.id == select(replaced.c.api_key_id).scalar_subquery(),
-            ),
-            ApiKey.revoked_at.is_(None),
-            or_(ends_at.is_(None), ends_at > func.now()),
-        )
-    )
-
-
-# Built once: building it per call took as long as the query.
-PRINCIPAL_OF_SECRET = select_principal()
-
-
-async def authenticate(session: AsyncSession, secret: str) -> Principal:
-    """Return the owner of a secret that is valid by the database's clock. Raises: KeyInvalid for
-    any other secret.
-
-    Unknown, revoked and expired secrets take equal time: one statement handles all, comparing
-    SHA-256 hashes by index.
-    """
-    refusal = KeyInvalid("the API key is not valid: it is unknown, revoked or expired")
-    if SECRET_FORM.fullmatch(secret) is None:
-        raise refusal
-    result = await session.execute(PRINCIPAL_OF_SECRET, {"secret_hash": hash_of(secret)})
-    if (row := result.one_or_none()) is None:
-        raise refusal
-    return Principal(
-        api_key_id=row.id,
-        key_prefix=row.prefix,
-        project_id=row.project_id,
-        organization_id=row.organization_id,
-        currency_code=row.currency_code,
-        scopes=frozenset(row.scopes),
-        secret_lifetime_s=row.lifetime_s,
-        models=frozenset(row.models),
-        bounds=TokenBounds(row.max_input_tokens, row.max_output_tokens),
-        networks=networks_of(tuple(row.allowed_networks)),
-        strict_parameters=row.strict_parameters,
-        secret_hash=hash_of(secret),
-    )
 
 
 async def find_organization(session: AsyncSession, ref: str) -> Organization:
@@ -529,17 +100,6 @@ async def find_project(
     return project
 
 
-async def find_api_key(session: AsyncSession, ref: str) -> KeyRecord:
-    """Return a key by id or prefix. Raises: NotFound."""
-    key_id = as_uuid(ref)
-    if key_id is None and PREFIX_FORM.fullmatch(ref) is None:
-        raise NotFound("API key", ref[: PREFIX_LENGTH + 3])  # truncated: it might be a secret
-    condition = ApiKey.prefix == ref if key_id is None else ApiKey.id == key_id
-    if (row := (await session.execute(_select_keys().where(condition))).one_or_none()) is None:
-        raise NotFound("API key", ref)
-    return _key_record(*row)
-
-
 def as_uuid(ref: str) -> uuid.UUID | None:
     try:
         return uuid.UUID(ref)
@@ -548,7 +108,7 @@ def as_uuid(ref: str) -> uuid.UUID | None:
 
 
 def checked_name(name: str) -> str:
-    """Return a valid name of an organization or project. A UUID would make references ambiguous."""
+    """Validate a name of an organization or project. A UUID would make references ambiguous."""
     if NAME_FORM.fullmatch(name) is None or as_uuid(name) is not None:
         raise InvalidValue(
             "name", 'must be 1 to 63 of a-z, 0-9 and "-", starting with a letter, and not a UUID'
@@ -556,50 +116,7 @@ def checked_name(name: str) -> str:
     return name
 
 
-def _checked_lifetime(lifetime: timedelta) -> timedelta:
-    if not timedelta(0) < lifetime <= LIFETIME_MAX:
-        raise InvalidValue(
-            "lifetime",
-            f"must be more than zero and at most {LIFETIME_MAX.days} days, or unset for an"
-            " unlimited key",
-        )
-    return lifetime
-
-
-def _select_keys() -> Select[ApiKey, Project, str, datetime, datetime]:
-    overlap = (
-        select(func.max(SupersededSecret.expires_at))
-        .where(SupersededSecret.api_key_id == ApiKey.id, SupersededSecret.expires_at > func.now())
-        .scalar_subquery()
-    )
-    return (
-        select(ApiKey, Project, Organization.name, overlap, ApiKeyUse.last_used_at)
-        .join(Project, Project.id == ApiKey.project_id)
-        .join(Organization, Organization.id == Project.organization_id)
-        .outerjoin(ApiKeyUse, ApiKeyUse.api_key_id == ApiKey.id)
-    )
-
-
-def _key_record(
-    key: ApiKey,
-    project: Project,
-    organization_name: str,
-    overlap_ends_at: datetime | None,
-    last_used_at: datetime | None,
-) -> KeyRecord:
-    return record_of(
-        KeyRecord,
-        key,
-        organization_id=project.organization_id,
-        organization_name=organization_name,
-        project_name=project.name,
-        overlap_ends_at=overlap_ends_at,
-        last_used_at=last_used_at,
-        bounds=TokenBounds(key.max_input_tokens, key.max_output_tokens),
-    )
-
-
-async def _record_creation(
+async def record_creation(
     session: AsyncSession, actor: str, action: str, row: Organization | Project | ApiKey
 ) -> None:
     await record_change(
@@ -624,152 +141,3 @@ async def organization_names(
 async def project_names(session: AsyncSession, project_ids: Sequence[uuid.UUID]) -> list[str]:
     names = select(Organization.name + "/" + Project.name).select_from(Project).join(Organization)
     return sorted(await session.scalars(names.where(Project.id.in_(project_ids))))
-
-
-async def subject_ids(session: AsyncSession, ref: str) -> list[str]:
-    """Return the ids of an organization, project or key and of all below it, and the text."""
-    ids: set[uuid.UUID] = set()
-    finders: tuple[
-        Callable[[AsyncSession, str], Awaitable[Organization | Project | KeyRecord]], ...
-    ]
-    finders = (find_organization, find_project, find_api_key)
-    for find in finders:
-        with contextlib.suppress(NotFound):
-            ids.add((await find(session, ref)).id)
-    projects = await session.scalars(
-        select(Project.id).where(or_(Project.organization_id.in_(ids), Project.id.in_(ids)))
-    )
-    ids |= set(projects)
-    ids |= set(await session.scalars(select(ApiKey.id).where(ApiKey.project_id.in_(ids))))
-    return sorted({ref, *map(str, ids)})
-
-
-EXPIRY_MIN, EXPIRY_MAX = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
-
-
-async def rotate_api_key(
-    session: AsyncSession, *, api_key: str, overlap: timedelta = OVERLAP, actor: str
-) -> tuple[KeyRecord, str, datetime]:
-    """Give a key, by id or prefix, a new secret; return the key, the secret, and the end of the
-    replaced one.
-
-    overlap: 0 ends the replaced secret at once, with every request started with it. Secrets
-    replaced earlier keep their own end, or end with this overlap if that is earlier. Raises:
-    NotFound, InvalidValue, KeyRevoked.
-    """
-    if not timedelta(0) <= overlap <= OVERLAP_MAX:
-        raise InvalidValue("overlap", f"must be zero to {OVERLAP_MAX.days} days")
-    record = await find_api_key(session, api_key)
-    key = await _changeable(session, record)
-    secret = new_secret(prefix=key.prefix)
-    await session.execute(
-        delete(SupersededSecret).where(
-            SupersededSecret.api_key_id == key.id, SupersededSecret.expires_at <= func.now()
-        )
-    )
-    values = {
-        "secret_hash": key.secret_hash,
-        "api_key_id": key.id,
-        "expires_at": func.now() + overlap,
-    }
-    ends_at = (
-        await session.scalars(
-            insert(SupersededSecret).values(values).returning(SupersededSecret.expires_at)
-        )
-    ).one()
-    superseded = (
-        await session.scalars(select(SupersededSecret).where(SupersededSecret.api_key_id == key.id))
-    ).all()
-    for older in superseded:
-        older.expires_at = min(older.expires_at, ends_at)
-    ended_secrets = [] if overlap else [each.secret_hash for each in superseded]
-    await session.flush()
-    before = snapshot(key)
-    key.secret_hash = hash_of(secret)
-    await session.flush()
-    # No hash is logged, so the end of the replaced secret distinguishes one rotation from another.
-    ended, ends = (
-        {"replaced_secret_ends_at": each and each.isoformat()}
-        for each in (record.overlap_ends_at, ends_at)
-    )
-    await record_change(
-        session,
-        actor=actor,
-        action="api_key.rotate",
-        subject_id=str(key.id),
-        before=before | ended,
-        after=before | ends,
-    )
-    await recheck_key(session, key.id, key.allowed_networks, ended_secrets)
-    return await find_api_key(session, str(key.id)), secret, ends_at
-
-
-async def update_api_key(
-    session: AsyncSession,
-    *,
-    api_key: str,
-    name: str | None = None,
-    scopes: Collection[str] = (),
-    models: Collection[str] = (),
-    all_models: bool = False,
-    allowed_networks: Collection[str] = (),
-    all_networks: bool = False,
-    max_input_tokens: int | None = None,
-    max_output_tokens: int | None = None,
-    strict_parameters: bool | None = None,
-    expires_at: datetime | None = None,
-    never_expires: bool = False,
-    actor: str,
-) -> KeyRecord:
-    """Change the attributes passed of a key, by id or prefix. A past time ends the key now; 0
-    tokens mean no bound.
-
-    Every process checks the key again at once, and ends its requests from outside the key's
-    networks.
-
-    Raises: NotFound, InvalidValue, KeyRevoked.
-    """
-    if all_models and models:
-        raise InvalidValue("all_models", "set either models or all_models, not both")
-    if all_networks and allowed_networks:
-        raise InvalidValue("all_networks", "set either networks or all_networks, not both")
-    if never_expires and expires_at is not None:
-        raise InvalidValue("never_expires", "set either a time or never_expires, not both")
-    if expires_at is not None and not EXPIRY_MIN <= expires_at <= EXPIRY_MAX:
-        raise InvalidValue("expire_time", f"must be a time from {EXPIRY_MIN:%Y} to {EXPIRY_MAX:%Y}")
-    record = await find_api_key(session, api_key)
-    key = await _changeable(session, record)
-    requested = {
-        "name": key.name if name is None else checked_key_name(name),
-        "scopes": checked_scopes(scopes) if scopes else list(key.scopes),
-        "models": checked_models(models) if models or all_models else list(key.models),
-        "allowed_networks": (
-            checked_networks(allowed_networks)
-            if allowed_networks or all_networks
-            else list(key.allowed_networks)
-        ),
-        "max_input_tokens": _bound(key.max_input_tokens, max_input_tokens, "max_input_tokens"),
-        "max_output_tokens": _bound(key.max_output_tokens, max_output_tokens, "max_output_tokens"),
-        "strict_parameters": (
-            key.strict_parameters if strict_parameters is None else strict_parameters
-        ),
-        "expires_at": None if never_expires else (expires_at or key.expires_at),
-    }
-    values = {column: value for column, value in requested.items() if getattr(key, column) != value}
-    if not values:
-        return record
-    changed = await change_key(session, key, actor, "api_key.update", **values)
-    if values.keys() - {"name"}:
-        await recheck_key(session, key.id, changed.allowed_networks)
-    return await find_api_key(session, str(key.id))
-
-
-def _bound(present: int | None, requested: int | None, field: str) -> int | None:
-    return present if requested is None else checked_bound(requested, field)
-
-
-async def _changeable(session: AsyncSession, record: KeyRecord) -> ApiKey:
-    key = await locked_key(session, record.id)
-    if key.revoked_at is not None:
-        raise KeyRevoked(f"key {key.prefix} is revoked permanently: create another one")
-    return key

@@ -41,7 +41,7 @@ from inference.text.tokenizer import Tokenizer
 from metering.holds.holds import HoldStore
 from metering.holds.journal import UsageJournal
 from metering.store.db import Sessions
-from metering.tenants.tenants import Principal
+from metering.tenants.authentication import Principal
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.core_engine import CoreEngine
 

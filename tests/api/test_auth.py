@@ -16,8 +16,8 @@ from api.core.addresses import Origin
 from api.core.interceptor import METHOD
 from metering.core.errors import DatabaseUnavailable, KeyInvalid
 from metering.store.db import create_engine, create_sessions
+from metering.tenants.authentication import Principal
 from metering.tenants.networks import parse_address
-from metering.tenants.tenants import Principal
 
 SECRET = "wk_12345678_" + "a" * 43
 ALICE = Principal(

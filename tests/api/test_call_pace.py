@@ -28,7 +28,7 @@ from api.core.pace import FramePace, Visit, measured
 from api.generation.parsing.start_frame import parse_start
 from metering.quotas.quota_rules import Payer
 from metering.store.db import create_engine, create_sessions
-from metering.tenants.tenants import Principal
+from metering.tenants.authentication import Principal
 
 
 def key() -> Payer:

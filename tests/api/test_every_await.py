@@ -32,7 +32,8 @@ from api.server import build_peer_server
 from metering.core.models import Outcome, QuotaDimension
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions
-from metering.tenants.tenants import Principal, authenticate, create_api_key
+from metering.tenants.api_keys import create_api_key
+from metering.tenants.authentication import Principal, authenticate
 from tests.api.small_process import ENCODER, Call, SmallProcess
 from tests.api.suspensions import Moment, Suspensions
 from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
@@ -522,7 +523,7 @@ def with_long_prompt(world: World) -> StreamRun:
 
 def ask_always(world: World) -> None:
     """Make every request check the quota in the database, whatever is cached for its key."""
-    cast(Any, world.here.holds._admitting).seems_to_fit = lambda op: False
+    cast(Any, world.here.holds._admission_connection).seems_to_fit = lambda op: False
 
 
 def with_credit(world: World) -> StreamRun:

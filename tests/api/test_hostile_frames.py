@@ -28,7 +28,8 @@ from api.rpc.client_stream import ClientStream
 from metering.core.errors import KeyInvalid
 from metering.quotas.quota_rules import Owner, Payer
 from metering.store.db import Sessions
-from metering.tenants.tenants import Principal, create_api_key
+from metering.tenants.api_keys import create_api_key
+from metering.tenants.authentication import Principal
 from tests.api.small_process import Call, SmallProcess
 from tests.inference.checkpoints import make_checkpoint
 from tests.metering.hold_world import HoldWorld

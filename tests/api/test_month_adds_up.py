@@ -42,7 +42,7 @@ from metering.invoicing.month_report import (
     to_csv,
     to_json,
 )
-from metering.plans.plans import Charge, LineKind
+from metering.plans.plans import LineKind, PlanLine
 from tests.metering.closing_world import ISSUER
 
 NUMBER = r"[-−]?[\d,]+(?:\.\d+)?"
@@ -79,7 +79,9 @@ LINES = st.builds(
     tier=st.sampled_from(ServiceTier),
 )
 CHARGES = st.builds(
-    lambda kind, picos, credited: Charge(kind, f"charge of {kind}", -picos if credited else picos),
+    lambda kind, picos, credited: PlanLine(
+        kind, f"charge of {kind}", -picos if credited else picos
+    ),
     st.sampled_from([kind for kind in LineKind if kind.is_charge]),
     AMOUNTS,
     st.booleans(),

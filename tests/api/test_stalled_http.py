@@ -21,7 +21,7 @@ from api.openai import listener as listener_module
 from api.openai.gateway import Gateway
 from api.openai.listener import Connection, HttpServer, Listener
 from metering.store.db import Sessions
-from metering.tenants.tenants import create_api_key
+from metering.tenants.api_keys import create_api_key
 from tests.api.small_process import SmallProcess
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.metering.hold_world import HoldWorld

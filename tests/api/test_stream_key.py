@@ -10,7 +10,7 @@ import pytest
 from api.access.auth import StreamKey
 from api.core.errors import AuthenticationThrottled, PermissionDenied, Unauthenticated
 from metering.core.errors import DatabaseUnavailable, KeyInvalid
-from metering.tenants.tenants import Principal
+from metering.tenants.authentication import Principal
 
 ALICE = Principal(
     uuid.uuid4(), "wk_12345678", uuid.uuid4(), uuid.uuid4(), "USD", frozenset({"inference"})

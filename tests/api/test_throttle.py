@@ -25,7 +25,7 @@ from api.core.errors import AuthenticationThrottled
 from metering.control.control_channel import BYTES_MAX
 from metering.core.errors import DatabaseUnavailable, KeyInvalid
 from metering.store.db import create_engine, create_sessions
-from metering.tenants.tenants import Principal
+from metering.tenants.authentication import Principal
 
 METHOD = "/weir.v1.InferenceService/GetQuota"
 ALICE = Principal(

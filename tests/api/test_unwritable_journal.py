@@ -28,7 +28,8 @@ from metering.holds import journal as journal_module
 from metering.holds.journal import Delivered
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions
-from metering.tenants.tenants import Principal, authenticate, create_api_key
+from metering.tenants.api_keys import create_api_key
+from metering.tenants.authentication import Principal, authenticate
 from tests.api.small_process import ENCODER, Call, SmallProcess
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.metering.hold_world import HoldWorld
@@ -211,7 +212,7 @@ async def test_requests_whose_tokens_cannot_be_journalled_are_free_until_the_dis
     )
 
     if DISKS[disk].marks_are_full:
-        del journal._free_places[1:]
+        del journal._free_marks[1:]
         journal.record([OTHERS])
     with monkeypatch.context() as broken:
         DISKS[disk].breaks(broken)

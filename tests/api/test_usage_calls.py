@@ -32,7 +32,7 @@ from metering.invoicing.invoice_document import Issuer
 from metering.ledger.rating import rate_all_pending
 from metering.pricing.prices import COUNTS_OF_EVENT, ModelPrice
 from metering.store.db import Sessions
-from metering.tenants.tenants import create_api_key
+from metering.tenants.api_keys import create_api_key
 from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price
 from tests.metering.focus_rules import broken_rules, read
 

@@ -20,7 +20,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir_client import AsyncClient, Unavailable
 
 from api.core.endpoint import NOT_STARTED, read_endpoint
-from metering.tenants.tenants import update_api_key
+from metering.tenants.api_keys import update_api_key
 from tests.certificates import Certificate, new_certificate
 from tests.conftest import new_database
 from tests.service import MODEL, PATIENCE_S, Refusal, Service, bearer, refused, running, wait_for

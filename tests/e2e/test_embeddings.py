@@ -28,7 +28,7 @@ from metering.core.models import QuotaDimension
 from metering.ledger.rating import rate_all_pending
 from metering.pricing.prices import set_price
 from metering.store.db import create_engine, create_sessions, psycopg_conninfo
-from metering.tenants.tenants import rotate_api_key
+from metering.tenants.api_keys import rotate_api_key
 from tests.conftest import new_database
 from tests.e2e.openai_clients import connect, extension, says
 from tests.forked_hosts import children_of

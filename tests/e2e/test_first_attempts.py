@@ -13,7 +13,7 @@ import pytest
 
 import inference.demo_model
 from demo.first_attempts import ADD, PERSON, SEARCH, WEATHER
-from metering.tenants.tenants import update_api_key
+from metering.tenants.api_keys import update_api_key
 from tests.api.test_openai_tolerance import CLIENTS
 from tests.conftest import new_database
 from tests.e2e.openai_clients import connect, says

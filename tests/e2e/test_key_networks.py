@@ -21,8 +21,8 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from api.generation.request.peers import VOUCHER, Peer, make_identity
+from metering.tenants.api_keys import update_api_key
 from metering.tenants.networks import parse_address
-from metering.tenants.tenants import update_api_key
 from tests.conftest import new_database
 from tests.e2e.openai_clients import connect_async, says
 from tests.e2e.test_console import console_url

@@ -28,7 +28,7 @@ from api.console.console import NAMES
 from api.core.health import SERVICES
 from metering.alerts.alerts import Alert
 from metering.core.models import QuotaDimension
-from metering.tenants.tenants import new_secret
+from metering.tenants.authentication import new_secret
 from tests.metering.books import Consumed, Customer, add_usage, new_price
 from tests.service import MODEL, Refusal, Service, Tenant, bearer, cancel, start
 

@@ -33,7 +33,8 @@ from metering.ledger.ledger import current_month, month_after
 from metering.plans.prepaid import grant_credit, refresh, set_prepaid
 from metering.quotas.quota_admin import set_quota
 from metering.store.db import create_engine, create_sessions
-from metering.tenants.tenants import create_api_key, create_organization, create_project
+from metering.tenants.api_keys import create_api_key
+from metering.tenants.tenants import create_organization, create_project
 from tests.conftest import new_database
 from tests.metering.hold_world import HoldWorld
 from tests.metering.invariants import check_invariants, find_violations

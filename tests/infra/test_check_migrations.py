@@ -10,7 +10,8 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
 
 from infra import check_migrations, migrated_rows
-from metering.proof.fsck import Moment, fsck, select_checks
+from metering.proof.check import Moment
+from metering.proof.fsck import fsck, select_checks
 from metering.store.db import psycopg_conninfo, sqlalchemy_url
 from metering.store.migrations_runner import migrate
 from tests.conftest import new_database

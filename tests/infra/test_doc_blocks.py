@@ -33,7 +33,8 @@ from metering.core.models import PriceVersion
 from metering.pricing.prices import get_price
 from metering.store.db import create_engine, create_sessions
 from metering.store.embedded_postgres import EmbeddedPostgres, binaries
-from metering.tenants.tenants import find_api_key, find_organization
+from metering.tenants.api_keys import find_api_key
+from metering.tenants.tenants import find_organization
 from tests.conftest import new_home, remove_home
 from tests.infra.test_docs import BLOCK, OUTSIDE, PAGES, ROOT
 from tests.metering.books import Consumed, Customer, add_usage

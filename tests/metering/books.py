@@ -15,8 +15,9 @@ from metering.core.models import Hold, HoldState, UsageEvent, insertion
 from metering.ledger.ledger import AccountKey, AccountKind
 from metering.ledger.rating import BATCH_SIZE, rate_batch
 from metering.pricing.prices import ModelPrice, set_price
+from metering.tenants.api_keys import KeyRecord, create_api_key
 from metering.tenants.billing_profiles import BillingProfile
-from metering.tenants.tenants import KeyRecord, create_api_key, create_organization, create_project
+from metering.tenants.tenants import create_organization, create_project
 
 NOVEMBER = datetime(2026, 11, 15, 12, tzinfo=UTC)
 

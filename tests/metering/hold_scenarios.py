@@ -26,7 +26,7 @@ from typing import assert_never
 
 from metering.core.errors import MeteringError
 from metering.core.models import Outcome, QuotaDimension
-from metering.holds.batch import HoldConnection
+from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import (
     Admit,
     Admitted,

@@ -18,7 +18,7 @@ import psycopg
 from psycopg import sql
 
 from metering.core.models import Outcome, QuotaDimension, QuotaSubject, ServiceTier
-from metering.holds.batch import HoldConnection
+from metering.holds.hold_connection import HoldConnection
 from metering.holds.holds import HoldStore
 from metering.holds.operations import (
     Admit,

@@ -8,8 +8,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 
-from metering.proof import fsck as billing_checks
-from metering.proof.fsck import CHECKS, NO_LIVE_HOLDS, WITHIN_LIMITS, Check, Moment, fsck
+from metering.proof.check import Check, Moment
+from metering.proof.counter_checks import WITHIN_LIMITS
+from metering.proof.export_checks import EXPORT_CHECKS
+from metering.proof.fsck import CHECKS, fsck
+from metering.proof.hold_checks import NO_LIVE_HOLDS
+from metering.proof.ledger_checks import LEDGER_CHECKS
 
 ALWAYS = tuple(check for check in CHECKS if check.moment is Moment.ALWAYS)
 SAMPLE_MAX = 1000
@@ -28,7 +32,7 @@ def check_invariants(
 
 def check_export(database_url: str) -> None:
     """Raises: AssertionError unless every event is rated and every closed hour exported."""
-    checks = (*billing_checks.LEDGER_CHECKS, *billing_checks.EXPORT_CHECKS)
+    checks = (*LEDGER_CHECKS, *EXPORT_CHECKS)
     found = [
         violation
         for _, violation in violations(

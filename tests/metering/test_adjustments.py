@@ -25,7 +25,8 @@ from metering.invoicing.invoices import find_invoice_row, read_invoice
 from metering.ledger.rating import rate_all_pending
 from metering.plans.prepaid import credit_balance, grant_credit, refresh, set_prepaid
 from metering.store.db import Sessions
-from metering.tenants.tenants import create_api_key, find_organization
+from metering.tenants.api_keys import create_api_key
+from metering.tenants.tenants import find_organization
 from tests.metering.books import Consumed, Customer
 from tests.metering.closing_world import ClosingWorld
 

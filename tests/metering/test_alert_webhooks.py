@@ -18,10 +18,9 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from docs import verify_alert
-from metering.alerts import delivering
-from metering.alerts import delivering as webhooks
+from metering.alerts import webhooks
 from metering.alerts.alerts import find_alert, fire_due_alerts
-from metering.alerts.delivering import (
+from metering.alerts.webhooks import (
     GIVE_UP_AFTER,
     RETRY_DELAY_S_MAX,
     AddressRefused,
@@ -132,7 +131,7 @@ async def test_an_alert_that_cannot_be_sent_delays_no_other(
             raise ValueError("planted")
         return await find(session, alert_id)
 
-    monkeypatch.setattr(delivering, "find_alert", fails)
+    monkeypatch.setattr(webhooks, "find_alert", fails)
     first = await deliver(books)
     async with books.begin() as session:
         [error, rests] = (

@@ -24,7 +24,7 @@ from metering.plans.prepaid import grant_credit, refresh, refresh_for_the_month,
 from metering.quotas.quota_admin import override_quota, set_quota
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, create_engine, create_sessions, psycopg_conninfo
-from metering.tenants.tenants import create_api_key
+from metering.tenants.api_keys import create_api_key
 from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, settle
 from tests.metering.workers import wait_until
 

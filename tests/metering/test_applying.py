@@ -13,7 +13,7 @@ from metering.configuration.configuration import (
     KeySpec,
     OrganizationSpec,
     ProjectSpec,
-    QuotaPlace,
+    QuotaKey,
     QuotaSpec,
     apply_configuration,
 )
@@ -23,8 +23,8 @@ from tests.metering.hold_world import MODEL, HoldWorld, admit, hold_world, settl
 from tests.metering.invariants import check_invariants
 
 LIMITS = (
-    (QuotaPlace(QuotaDimension.TOKENS_PER_MINUTE), QuotaSpec(1000)),
-    (QuotaPlace(QuotaDimension.TOKENS_PER_MONTH), QuotaSpec(1000, output_weight_milli=2000)),
+    (QuotaKey(QuotaDimension.TOKENS_PER_MINUTE), QuotaSpec(1000)),
+    (QuotaKey(QuotaDimension.TOKENS_PER_MONTH), QuotaSpec(1000, output_weight_milli=2000)),
 )
 # Every admission takes this lock.
 LOCK_IS_FREE = "SELECT pg_try_advisory_xact_lock_shared(1466263922, 1)"

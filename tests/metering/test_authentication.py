@@ -11,15 +11,9 @@ from sqlalchemy import event, func, update
 from metering.core.errors import KeyInvalid
 from metering.core.models import ApiKey
 from metering.store.db import Sessions
-from metering.tenants.tenants import (
-    authenticate,
-    create_api_key,
-    create_organization,
-    create_project,
-    new_secret,
-    revoke_api_key,
-    rotate_api_key,
-)
+from metering.tenants.api_keys import create_api_key, revoke_api_key, rotate_api_key
+from metering.tenants.authentication import authenticate, new_secret
+from metering.tenants.tenants import create_organization, create_project
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from metering.export.deliveries import deliver_pending, form_batches
 from metering.export.exporting import DELIVERED, Answer, FileExporter, Quantity
 from metering.export.stripe_gateway import StripeGateway
 from metering.holds import recovery
-from metering.holds.batch import HoldConnection
+from metering.holds.hold_connection import HoldConnection
 from metering.holds.journal import AbandonedJournal
 from metering.holds.operations import Expire, HoldOperation
 from metering.holds.recovery import Recovered, recover_journals, sweep_expired_holds

@@ -23,8 +23,9 @@ from metering.ledger.rating import rate_all_pending
 from metering.plans.plans import LineKind
 from metering.plans.prepaid import grant_credit
 from metering.pricing.prices import set_price
-from metering.proof import fsck as billing_checks
-from metering.proof.fsck import Moment, fsck
+from metering.proof.check import Moment
+from metering.proof.fsck import fsck
+from metering.proof.ledger_checks import LEDGER_CHECKS
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
 from tests.metering.books import Consumed, Customer, add_usage, new_customer
@@ -639,4 +640,4 @@ CORRECTION_FAULTS = [
 
 def check_at_rest(database_url: str) -> None:
     """Raises: AssertionError if anything is not rated that should be."""
-    assert [v for v in fsck(database_url, billing_checks.LEDGER_CHECKS) if v.violation_count] == []
+    assert [v for v in fsck(database_url, LEDGER_CHECKS) if v.violation_count] == []

@@ -21,7 +21,7 @@ from metering.export.export_settings import StripeSettings
 from metering.export.reconciliation import our_month, stripe_counts
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_sync import Sync
-from metering.holds.batch import HoldConnection
+from metering.holds.hold_connection import HoldConnection
 from metering.holds.journal import Delivered, UsageJournal
 from metering.holds.operations import Admitted, Expire, Extend, Settled
 from metering.holds.recovery import Recovered, recover_journals
@@ -32,7 +32,7 @@ from metering.ledger.rating import rate_all_pending
 from metering.plans.plans import Allowance, PlanRules, Selector
 from metering.plans.simulation import simulate
 from metering.pricing.prices import set_price
-from metering.proof.fsck import Moment
+from metering.proof.check import Moment
 from metering.quotas.quotas import QuotaExceeded
 from metering.receipts.signing import Signer
 from metering.reports.focus import focus_csv

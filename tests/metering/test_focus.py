@@ -17,7 +17,7 @@ from metering.invoicing.month_report import Closed, MonthReport, Reconciliation,
 from metering.invoicing.months import month_report
 from metering.ledger.ledger import MonthState
 from metering.ledger.rating import rate_all_pending
-from metering.plans.plans import Charge, LineKind
+from metering.plans.plans import LineKind, PlanLine
 from metering.pricing.prices import ModelPrice, TokenPrices
 from metering.reports.focus import COLUMNS, FocusMonth, UsageCharge, cell, csv_text, focus_csv
 from metering.store.db import Sessions
@@ -53,9 +53,9 @@ CHARGE = UsageCharge(
     list_price_picos=600_000,
 )
 CHARGES = (
-    Charge(LineKind.VOLUME, "10 % off", -1_234_567, "demo", TokenKind.OUTPUT, 100),
-    Charge(LineKind.ADJUSTMENT, "Outage, 3 hours", -1_000_000_000),
-    Charge(LineKind.CREDIT, "Welcome credit", -2_000_000_000),
+    PlanLine(LineKind.VOLUME, "10 % off", -1_234_567, "demo", TokenKind.OUTPUT, 100),
+    PlanLine(LineKind.ADJUSTMENT, "Outage, 3 hours", -1_000_000_000),
+    PlanLine(LineKind.CREDIT, "Welcome credit", -2_000_000_000),
 )
 
 

@@ -7,7 +7,7 @@ from datetime import UTC, date, datetime, timedelta
 
 import pytest
 
-from metering.reports.usage_reports import CONFIDENCE, Forecast, forecast
+from metering.reports.forecast import CONFIDENCE, Forecast, forecast
 
 NOVEMBER = date(2026, 11, 1)  # a Sunday
 NOON_16TH = datetime(2026, 11, 16, 12, tzinfo=UTC)

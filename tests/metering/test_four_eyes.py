@@ -13,19 +13,19 @@ import psycopg
 import pytest
 
 from metering.alerts.alerts import fire_due_alerts, latest_key_change, list_alerts
-from metering.alerts.delivering import body_of
+from metering.alerts.webhooks import body_of
 from metering.core.errors import ApprovalRefused, KeyInvalid
 from metering.core.money import PICOS_PER_UNIT
 from metering.invoicing.adjustments import approve, create_adjustment
 from metering.store.db import Sessions, psycopg_conninfo
-from metering.tenants.tenants import (
+from metering.tenants.api_keys import (
     create_api_key,
     find_api_key,
-    hash_of,
     revoke_api_key,
     rotate_api_key,
     update_api_key,
 )
+from metering.tenants.authentication import hash_of
 from tests.metering.books import Customer
 from tests.metering.workers import wait_until
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from metering.core.models import QuotaDimension
-from metering.holds.batch import HoldConnection
+from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admitted, Extend, Extended, Fits, Settled, Void
 from metering.holds.preauthorized_holds import has_room
 from metering.quotas.quotas import QuotaExceeded

@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.configuration.configuration import (
     Configuration,
     OrganizationSpec,
-    QuotaPlace,
+    QuotaKey,
     QuotaSpec,
     apply_configuration,
 )
@@ -27,15 +27,10 @@ from metering.export.deliveries import form_batches
 from metering.holds.operations import Expire, Extend, Void
 from metering.ledger.rating import rate_all_pending
 from metering.plans.prepaid import set_prepaid
-from metering.proof.fsck import (
-    CHECKS,
-    TRIGGERS,
-    WITHIN_LIMITS,
-    Moment,
-    fsck,
-    run_check,
-    select_checks,
-)
+from metering.proof.check import Moment
+from metering.proof.counter_checks import WITHIN_LIMITS
+from metering.proof.fsck import CHECKS, fsck, run_check, select_checks
+from metering.proof.schema_checks import TRIGGERS
 from metering.quotas.quota_admin import delete_quota, override_quota, set_quota
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions, psycopg_conninfo
@@ -472,7 +467,7 @@ async def test_each_fault_planted_in_the_schema_is_seen(world: HoldWorld) -> Non
 
 
 def test_the_guards_that_are_looked_for_are_those_of_a_migrated_database(world: HoldWorld) -> None:
-    """A new trigger belongs in `metering/proof/fsck.py`, so that its loss is detected."""
+    """A new trigger belongs in `metering/proof/schema_checks.py`, so that its loss is detected."""
     query = """SELECT tgname, proname FROM pg_trigger t JOIN pg_proc p ON p.oid = tgfoid
                WHERE NOT tgisinternal AND tgparentid = 0"""
 
@@ -543,7 +538,7 @@ class Limits:
 
     async def apply(self, limit_value: int) -> None:
         """Apply a configuration with the limit."""
-        limit = QuotaPlace(self.dimension), QuotaSpec(limit_value)
+        limit = QuotaKey(self.dimension), QuotaSpec(limit_value)
         work = await apply_configuration(
             self.session,
             Configuration((OrganizationSpec("acme", quotas=(limit,)),)),

@@ -8,7 +8,8 @@ import psycopg
 import pytest
 
 from metering.invoicing.months import changed_months
-from metering.proof.fsck import Moment, fsck, run_check, select_checks
+from metering.proof.check import Moment
+from metering.proof.fsck import fsck, run_check, select_checks
 from metering.store.db import Sessions, psycopg_conninfo
 from tests.metering.books import Consumed, Customer
 from tests.metering.closing_world import ClosingWorld

@@ -17,14 +17,14 @@ from msgspec.structs import replace
 
 from metering.core.errors import DatabaseUnavailable, MeteringError
 from metering.core.models import QuotaDimension
-from metering.holds import batch
-from metering.holds.batch import HoldConnection
+from metering.holds import hold_connection
+from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Extend, HoldAnswer, HoldOperation, Settled
 from metering.holds.recovery import sweep_expired_holds
 from metering.quotas.quotas import QuotaExceeded
 from metering.store import embedded_postgres
-from metering.store.exchange import Connection
 from metering.store.migrations_runner import migrate
+from metering.store.pipeline import Connection
 from tests.metering.cutting_proxy import CuttingProxy, Side
 from tests.metering.hold_world import AwaitedStore, HoldWorld, admit, hold_world, settle, until_idle
 from tests.metering.invariants import check_invariants
@@ -234,7 +234,7 @@ async def test_ends_by_calls_are_tried_until_the_database_answers_or_the_process
 async def test_a_silent_network_is_distinguished_from_a_slow_database(
     world: HoldWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch, "BATCH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(hold_connection, "BATCH_TIMEOUT_S", 0.2)
     op = admit(world.tenant())
     async with CuttingProxy(world.url).listening() as proxy, running_stores(proxy.url) as [store]:
         await store.admit(op)
@@ -329,7 +329,7 @@ async def test_a_batch_that_conflicts_repeatedly_is_refused_eventually(
     async def conflicting(*_: object, **__: object) -> list[object]:
         raise psycopg.errors.DeadlockDetected("again")
 
-    monkeypatch.setattr(batch, "execute_batch", conflicting)
+    monkeypatch.setattr(hold_connection, "execute_slow", conflicting)
 
     (answer,) = await world.run(admit(world.tenant(), hold_id=uuid.uuid4()))
 

@@ -8,14 +8,22 @@ from types import ModuleType
 import psycopg
 import pytest
 
-from metering.holds import batch, known, preauthorized_holds, read, write
-from metering.holds.batch import PLANS
+from metering.holds import (
+    fast_path,
+    hold_cache,
+    hold_connection,
+    preauthorized_holds,
+    read,
+    slow_path,
+    write,
+)
+from metering.holds.hold_connection import PLANS
 from metering.store.db import connection_options, psycopg_conninfo
-from metering.store.exchange import _query
+from metering.store.pipeline import _query
 
 STATEMENT = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b[^;]*\bFROM\b", re.DOTALL)
 
-MODULES = (read, write, preauthorized_holds, known, batch)
+MODULES = (read, write, preauthorized_holds, hold_cache, fast_path, slow_path, hold_connection)
 
 
 def statements(module: ModuleType) -> list[tuple[str, str]]:

@@ -16,17 +16,13 @@ from sqlalchemy import text
 from typer.testing import CliRunner
 from weir_cli.__main__ import app
 
-from metering.alerts import delivering as webhooks
+from metering.alerts import webhooks
 from metering.alerts.alerts import ListedAlert, list_alerts
-from metering.alerts.delivering import body_of, deliver_alerts
+from metering.alerts.webhooks import body_of, deliver_alerts
 from metering.export.export_settings import StripeSettings
+from metering.export.invoice_payments import InvoicePayment, payments_by_month
 from metering.export.stripe_gateway import StripeGateway
-from metering.export.stripe_inbox import (
-    InvoicePayment,
-    handle_events,
-    payments_by_month,
-    store_event,
-)
+from metering.export.stripe_inbox import handle_events, store_event
 from metering.export.stripe_sync import export_status
 from metering.store.db import Sessions
 from tests.metering.books import Customer, new_customer

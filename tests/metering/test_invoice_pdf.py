@@ -28,7 +28,7 @@ from metering.invoicing.month_report import (
     ReportLine,
     RequestCounts,
 )
-from metering.plans.plans import Charge, LineKind
+from metering.plans.plans import LineKind, PlanLine
 from metering.tenants.billing_profiles import BillingProfile
 
 ISSUER = Issuer(
@@ -65,7 +65,7 @@ REPORT = MonthReport(
     unrated_event_count=0,
     reconciliation=Reconciliation(50_000, 50_000, 0),
     charges=(
-        Charge(
+        PlanLine(
             LineKind.ALLOWANCE,
             "1,000 output tokens free",
             -600_001_000,
@@ -73,8 +73,8 @@ REPORT = MonthReport(
             TokenKind.OUTPUT,
             1_000,
         ),
-        Charge(LineKind.ADJUSTMENT, "Outage on 2026-11-03", -1_000_000_000_000),
-        Charge(LineKind.CREDIT, "Welcome credit", -2_000_000_000_000),
+        PlanLine(LineKind.ADJUSTMENT, "Outage on 2026-11-03", -1_000_000_000_000),
+        PlanLine(LineKind.CREDIT, "Welcome credit", -2_000_000_000_000),
     ),
     carried_in_picos=3_000_000_000,
     credit=PrepaidCredit(5_000_000_000_000, 0, 3_000_000_000_000),
@@ -339,8 +339,8 @@ def test_no_text_or_amount_makes_a_document_fail(
     issuer = Issuer(text(), (text(),) * 10, text(), text(), (text(),) * 10, font)
     line = replace(REPORT.lines[0], model=text(), amount_picos=picos, unit_price_picos=abs(picos))
     charges = [
-        Charge(LineKind.ADJUSTMENT, f"adjustment: {text()}", picos),
-        Charge(LineKind.ALLOWANCE, text(), -picos, text(), TokenKind.OUTPUT, 2**62),
+        PlanLine(LineKind.ADJUSTMENT, f"adjustment: {text()}", picos),
+        PlanLine(LineKind.ALLOWANCE, text(), -picos, text(), TokenKind.OUTPUT, 2**62),
     ]
     note = replace(REPORT.credit_notes[0], reason=text())
     report = replace(

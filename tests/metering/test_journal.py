@@ -25,7 +25,7 @@ from metering.core.errors import JournalUnavailable
 from metering.holds import journal as journal_module
 from metering.holds.journal import (
     FORMAT,
-    FORMERLY,
+    FORMATS,
     Delivered,
     UsageJournal,
     abandoned_journals,
@@ -96,10 +96,12 @@ def test_any_flipped_bit_is_seen_and_nothing_after_it_is_believed(
 def test_a_journal_of_release_0_1_0_is_recovered_without_reasoning(tmp_path: Path) -> None:
     """Its server may have died just before the upgrade. An older server ignores newer files."""
     process_id = uuid.uuid4()
-    body = FORMERLY.counts.pack(HOLDS[0].bytes, 10, 2, 8, 7)
+    body = FORMATS[".journal"].counts.pack(HOLDS[0].bytes, 10, 2, 8, 7)
     record = body + zlib.crc32(body).to_bytes(4, "little")
     tmp_path.joinpath(f"{process_id}.1.journal").write_bytes(record + record[:9])
-    tmp_path.joinpath(f"{process_id}.taken").write_bytes(FORMERLY.mark.pack(HOLDS[0].bytes, 6))
+    tmp_path.joinpath(f"{process_id}.taken").write_bytes(
+        FORMATS[".journal"].mark.pack(HOLDS[0].bytes, 6)
+    )
 
     [abandoned] = abandoned_journals(tmp_path)
 

@@ -23,16 +23,16 @@ from metering.core.errors import (
 from metering.store.db import Sessions
 from metering.tenants import admin_requests
 from metering.tenants.admin_requests import ensure_api_key, ensure_organization, ensure_project
-from metering.tenants.tenants import (
+from metering.tenants.api_keys import (
     OVERLAP,
-    authenticate,
-    create_organization,
     find_api_key,
     list_api_keys,
     revoke_api_key,
     rotate_api_key,
     update_api_key,
 )
+from metering.tenants.authentication import authenticate
+from metering.tenants.tenants import create_organization
 from tests.metering.books import Customer
 
 

@@ -12,15 +12,15 @@ from sqlalchemy import event, text
 from metering.core.errors import DatabaseUnavailable, InvalidValue
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.tenants import key_uses
-from metering.tenants.key_uses import KeyUses
-from metering.tenants.tenants import (
-    authenticate,
+from metering.tenants.api_keys import (
     create_api_key,
     find_api_key,
     list_api_keys,
     revoke_api_key,
     rotate_api_key,
 )
+from metering.tenants.authentication import authenticate
+from metering.tenants.key_uses import KeyUses
 from tests.metering.books import Customer
 
 

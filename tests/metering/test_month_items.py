@@ -28,7 +28,7 @@ from metering.ledger.ledger import month_bounds
 from metering.ledger.rating import rate_all_pending
 from metering.plans.plans import Allowance, PlanRules, Selector
 from metering.pricing.prices import ModelPrice
-from metering.proof.fsck import Moment
+from metering.proof.check import Moment
 from metering.store.db import Sessions
 from tests.metering.books import Consumed, Customer
 from tests.metering.closing_world import ClosingWorld

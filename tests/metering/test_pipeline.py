@@ -18,8 +18,8 @@ import redis
 
 from metering.celery_app import RATE_EVERY_S, VISIBILITY_TIMEOUT_S, configuration
 from metering.pricing.prices import ModelPrice
-from metering.proof import fsck as billing_checks
 from metering.proof.fsck import fsck
+from metering.proof.ledger_checks import LEDGER_CHECKS
 from metering.store import embedded_postgres
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.store.migrations_runner import migrate
@@ -215,11 +215,7 @@ async def test_redis_gives_the_task_of_a_killed_worker_to_the_next_and_nothing_i
     assert set(left.values()) == {"weir.rate_pending"}
     assert posted == (0,)
     books.assert_posted_once(300)
-    assert not [
-        verdict
-        for verdict in fsck(database_url, billing_checks.LEDGER_CHECKS)
-        if verdict.violation_count
-    ]
+    assert not [verdict for verdict in fsck(database_url, LEDGER_CHECKS) if verdict.violation_count]
 
 
 async def test_two_workers_at_once_post_each_event_once(
@@ -293,11 +289,7 @@ async def test_a_worker_killed_at_any_write_of_a_batch_loses_and_doubles_nothing
         wait_until(books.drained, "the next worker to rate everything")
 
     books.assert_posted_once(300)
-    assert not [
-        verdict
-        for verdict in fsck(database_url, billing_checks.LEDGER_CHECKS)
-        if verdict.violation_count
-    ]
+    assert not [verdict for verdict in fsck(database_url, LEDGER_CHECKS) if verdict.violation_count]
 
 
 @pytest.mark.faults

@@ -16,9 +16,9 @@ from metering.core.errors import InvalidValue
 from metering.core.models import ServiceTier, TokenKind
 from metering.plans.plans import (
     Allowance,
-    Charge,
     LineKind,
     MonthUsage,
+    PlanLine,
     PlanRules,
     PriceStep,
     Selector,
@@ -269,7 +269,7 @@ def test_a_month_by_hand() -> None:
     lines = plan_lines(rules, [usage_of(60, 100), usage_of(50, 110, version=2)])
 
     assert lines == (
-        Charge(
+        PlanLine(
             LineKind.ALLOWANCE,
             "free allowance of 10 tokens a month (all models, output): interactive",
             -1_000,
@@ -277,7 +277,7 @@ def test_a_month_by_hand() -> None:
             TokenKind.OUTPUT,
             10,
         ),
-        Charge(
+        PlanLine(
             LineKind.GRADUATED,
             "graduated price of alpha, output, beyond 50 tokens a month: 90 % of the price",
             -550,
@@ -285,7 +285,7 @@ def test_a_month_by_hand() -> None:
             TokenKind.OUTPUT,
             50,
         ),
-        Charge(
+        PlanLine(
             LineKind.COMMITMENT, "rest of the month's commitment", 11_000 - (11_500 - 1_000 - 550)
         ),
     )

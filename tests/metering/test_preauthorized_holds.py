@@ -14,16 +14,16 @@ from msgspec.structs import replace
 
 from metering.core.errors import DatabaseUnavailable, RequestIdReused, RequestInFlight
 from metering.core.models import QuotaDimension
-from metering.holds import batch, preauthorized_holds
-from metering.holds.batch import HoldConnection
-from metering.holds.journal import Bind, BindingLog, read_bindings
+from metering.holds import hold_connection, preauthorized_holds
+from metering.holds.bindings import Bind, BindingLog, read_bindings
+from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admit, Admitted, Ended, Expire, HoldAnswer, Renew, Settled
 from metering.holds.preauthorized_holds import GraceTerms
 from metering.quotas.quota_recount import QUOTA_LOCK
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import psycopg_conninfo
-from metering.store.exchange import Connection
+from metering.store.pipeline import Connection
 from tests.metering.cutting_proxy import CuttingProxy
 from tests.metering.hold_world import AwaitedStore, HoldWorld, admit, hold_world, of_type, settle
 from tests.metering.invariants import check_invariants
@@ -280,7 +280,7 @@ async def test_an_admission_that_a_frozen_server_commits_late_does_not_take_the_
             assert of_type(Admitted, await world.run(*late, process_id=store.process_id))
         return await execute_binds(connection, binds)
 
-    monkeypatch.setattr(batch, "execute_binds", woken)
+    monkeypatch.setattr(hold_connection, "execute_binds", woken)
     async with (
         CuttingProxy(world.url).listening() as proxy,
         store_with_grace(proxy.url, tmp_path) as store,

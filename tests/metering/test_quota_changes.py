@@ -19,7 +19,7 @@ from metering.quotas.quota_rules import QuotaState, Weights
 from metering.quotas.quota_states import list_quotas, quotas_for
 from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import Sessions
-from metering.tenants.tenants import create_api_key
+from metering.tenants.api_keys import create_api_key
 from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.test_quota_recount import set_limit

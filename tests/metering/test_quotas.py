@@ -21,8 +21,7 @@ from metering.core.models import QuotaDimension, QuotaSubject
 from metering.pricing.prices import TokenPrices
 from metering.quotas import quotas
 from metering.quotas.quota_rules import (
-    PLAIN,
-    Claim,
+    Charge,
     CounterKey,
     QuotaRule,
     QuotaState,
@@ -98,7 +97,7 @@ class ModelClaim:
     cached: int = 0
     posted_output: int | None = None
     live: bool = True
-    claim: Claim | None = None
+    charge: Charge | None = None
     postings: list[tuple[Box, int]] = field(default_factory=list)
 
     def weight(self, rule: QuotaRule, sent: int, cached: int, output: int) -> int:
@@ -117,7 +116,7 @@ class ModelClaim:
         return math.ceil(Fraction(thousandths + counts_output * output * weights.output, 1000))
 
     def posted(self, rule: QuotaRule) -> int:
-        """Return the amount that has left the claim for good."""
+        """Return the amount that has left the charge for good."""
         return (
             0
             if self.posted_output is None
@@ -139,7 +138,7 @@ class ModelClaim:
 class Model:
     """Model of sums over lists, without any kept state that could drift."""
 
-    claims: list[ModelClaim] = field(default_factory=list)
+    charges: list[ModelClaim] = field(default_factory=list)
     postings: list[tuple[Box, int]] = field(default_factory=list)
     unheeded: list[Box] = field(default_factory=list)
 
@@ -148,25 +147,25 @@ class Model:
 
     def held(self, at: Box) -> int:
         return sum(
-            claim.holds(rule, claim.leased)
-            for claim in self.claims
-            if claim.live
-            for rule in claim.rules
-            if box(rule, claim.charged_at) == at
+            charge.holds(rule, charge.leased)
+            for charge in self.charges
+            if charge.live
+            for rule in charge.rules
+            if box(rule, charge.charged_at) == at
         )
 
     def failing(
-        self, claim: ModelClaim, leased: int, now: datetime, *, extending: bool
+        self, charge: ModelClaim, leased: int, now: datetime, *, extending: bool
     ) -> list[QuotaRule]:
-        """Return the rules without room for the claim with this lease."""
+        """Return the rules without room for the charge with this lease."""
         found = []
-        for rule in claim.rules:
-            asked = claim.holds(rule, leased)
+        for rule in charge.rules:
+            asked = charge.holds(rule, leased)
             if rule.dimension is QuotaDimension.REQUESTS_PER_MINUTE:
                 asked = 1
             if extending and rule.dimension not in (*TOKEN_KINDS, *MONEY):
                 continue
-            if not (claim.weight(rule, 0, 0, 1) if extending else asked):
+            if not (charge.weight(rule, 0, 0, 1) if extending else asked):
                 continue  # an overdrawn limit does not refuse what it does not count
             assert rule.limit_value is not None
             if self.used(box(rule, now)) + self.held(box(rule, now)) + asked > rule.limit_value:
@@ -174,36 +173,36 @@ class Model:
         return found
 
     def refusing(
-        self, claim: ModelClaim, leased: int, now: datetime, *, extending: bool
+        self, charge: ModelClaim, leased: int, now: datetime, *, extending: bool
     ) -> list[QuotaRule]:
         """Return the enforced ones."""
         return [
-            rule for rule in self.failing(claim, leased, now, extending=extending) if rule.enforced
+            rule for rule in self.failing(charge, leased, now, extending=extending) if rule.enforced
         ]
 
-    def post(self, claim: ModelClaim, sent: int, delivered: int) -> None:
-        """Post the usage to the window that the claim is charged to."""
-        for rule in claim.rules:
+    def post(self, charge: ModelClaim, sent: int, delivered: int) -> None:
+        """Post the usage to the window that the charge is charged to."""
+        for rule in charge.rules:
             if rule.dimension in TOKEN_KINDS or rule.dimension in MONEY:
-                consumed = claim.weight(
-                    rule, sent, min(claim.cached, sent), delivered
-                ) - claim.posted(rule)
-                claim.postings.append((box(rule, claim.charged_at), max(consumed, 0)))
-                self.postings.append(claim.postings[-1])
+                consumed = charge.weight(
+                    rule, sent, min(charge.cached, sent), delivered
+                ) - charge.posted(rule)
+                charge.postings.append((box(rule, charge.charged_at), max(consumed, 0)))
+                self.postings.append(charge.postings[-1])
 
-    def expire(self, claim: ModelClaim, billed: tuple[int, int]) -> None:
+    def expire(self, charge: ModelClaim, billed: tuple[int, int]) -> None:
         """Post the lease to its window; charge lifetime quotas the billed amount."""
-        lasting = {box(rule, claim.charged_at): rule for rule in claim.rules if rule.is_lifetime}
-        undone = [(place, -amount) for place, amount in claim.postings if place in lasting]
+        lasting = {box(rule, charge.charged_at): rule for rule in charge.rules if rule.is_lifetime}
+        undone = [(place, -amount) for place, amount in charge.postings if place in lasting]
         before = len(self.postings)
-        self.post(claim, claim.sent, claim.leased)
+        self.post(charge, charge.sent, charge.leased)
         self.postings[before:] = [
             posting for posting in self.postings[before:] if posting[0] not in lasting
         ]
         self.postings += undone
         for place, rule in lasting.items():
             self.postings.append(
-                (place, claim.weight(rule, billed[0], min(claim.cached, billed[0]), billed[1]))
+                (place, charge.weight(rule, billed[0], min(charge.cached, billed[0]), billed[1]))
             )
 
 
@@ -238,15 +237,15 @@ class QuotaMachine(RuleBasedStateMachine):
                 "",
                 dimension,
                 data.draw(limits[dimension]),
-                data.draw(WEIGHTS) if dimension in TOKEN_KINDS else PLAIN,
+                data.draw(WEIGHTS) if dimension in TOKEN_KINDS else Weights(),
                 enforced=data.draw(st.sampled_from([True, True, True, False])),
             )
             for subject, dimension in chosen
         ]
 
     def decide(
-        self, keys: set[CounterKey], do: Callable[[Counters], Claim | None]
-    ) -> Claim | QuotaExceeded | None:
+        self, keys: set[CounterKey], do: Callable[[Counters], Charge | None]
+    ) -> Charge | QuotaExceeded | None:
         """Decide like a batch: lock exactly these rows, decide, write the changed ones."""
         rows = {key: replace(self.rows.get(key, Counter(0, 0))) for key in keys}
         before = {key: replace(row) for key, row in rows.items()}
@@ -280,7 +279,7 @@ class QuotaMachine(RuleBasedStateMachine):
             box(rule, self.now)
             for rule in self.model.failing(expected, least, self.now, extending=False)
         ]
-        fresh = Claim(prices, sent, 0, 0, 0, self.now, self.now)
+        fresh = Charge(prices, sent, 0, 0, 0, self.now, self.now)
 
         answer = self.decide(
             {rule.key(self.now) for rule in rules},
@@ -296,17 +295,17 @@ class QuotaMachine(RuleBasedStateMachine):
             if not self.model.refusing(expected, leased, self.now, extending=False)
         )
         self.model.unheeded += unheeded
-        assert isinstance(answer, Claim)
+        assert isinstance(answer, Charge)
         assert answer.leased_token_count == expected.leased
-        expected.claim = answer
-        self.model.claims.append(expected)
+        expected.charge = answer
+        self.model.charges.append(expected)
         for rule in rules:
             if rule.dimension is QuotaDimension.REQUESTS_PER_MINUTE:
                 self.model.postings.append((box(rule, self.now), 1))
 
     def check_refusal(
         self,
-        answer: Claim | QuotaExceeded | None,
+        answer: Charge | QuotaExceeded | None,
         failing: list[QuotaRule],
         expected: ModelClaim,
         leased: int,
@@ -333,14 +332,14 @@ class QuotaMachine(RuleBasedStateMachine):
         if limit_value < old.limit_value or enforced > old.enforced:
             self.over.add(old.id)
         self.limits[index] = new
-        for claim in self.model.claims:
-            claim.rules = [new if rule.id == old.id else rule for rule in claim.rules]
+        for charge in self.model.charges:
+            charge.rules = [new if rule.id == old.id else rule for rule in charge.rules]
 
-    @precondition(lambda self: any(claim.live for claim in self.model.claims))
+    @precondition(lambda self: any(charge.live for charge in self.model.charges))
     @act(data=st.data(), cached=st.integers(0, 20), wanted=st.integers(1, 40))
     def extend(self, data: st.DataObject, cached: int, wanted: int) -> None:
-        model = data.draw(st.sampled_from([claim for claim in self.model.claims if claim.live]))
-        assert model.claim is not None
+        model = data.draw(st.sampled_from([charge for charge in self.model.charges if charge.live]))
+        assert model.charge is not None
         delivered = data.draw(
             st.integers(model.posted_output or 0, model.leased), label="delivered"
         )
@@ -353,12 +352,12 @@ class QuotaMachine(RuleBasedStateMachine):
         )
         if model.posted_output is None:
             model.cached = max(model.cached, min(cached, model.sent))
-        claim = model.claim._replace(cached_input_token_count=model.cached)
+        charge = model.charge._replace(cached_input_token_count=model.cached)
         self.model.post(model, model.sent, delivered)
         # A request without input and delivered tokens has posted nothing.
         model.posted_output = delivered if model.sent + delivered else None
         model.charged_at = self.now
-        model.live = False  # its own claim does not count
+        model.live = False  # its own charge does not count
         failing = self.model.refusing(model, model.leased + 1, self.now, extending=True)
         granted = 0
         if not failing:
@@ -370,8 +369,8 @@ class QuotaMachine(RuleBasedStateMachine):
         model.live = True
 
         answer = self.decide(
-            quotas.touched_keys(model.rules, claim, self.now, extends=True),
-            lambda counters: quotas.extend(counters, model.rules, claim, delivered, wanted),
+            quotas.touched_keys(model.rules, charge, self.now, extends=True),
+            lambda counters: quotas.extend(counters, model.rules, charge, delivered, wanted),
         )
 
         if failing:
@@ -384,26 +383,26 @@ class QuotaMachine(RuleBasedStateMachine):
                 model.postings,
             ) = before
             return
-        assert isinstance(answer, Claim)
+        assert isinstance(answer, Charge)
         model.leased += granted
         assert answer.leased_token_count == model.leased
         assert answer.posted_token_count == model.sent + delivered
-        model.claim = answer
+        model.charge = answer
 
-    @precondition(lambda self: any(claim.live for claim in self.model.claims))
+    @precondition(lambda self: any(charge.live for charge in self.model.charges))
     @act(
         data=st.data(), cached=st.integers(0, 20), how=st.sampled_from(["settle", "expire", "void"])
     )
     def end(self, data: st.DataObject, cached: int, how: str) -> None:
-        model = data.draw(st.sampled_from([claim for claim in self.model.claims if claim.live]))
-        assert model.claim is not None
+        model = data.draw(st.sampled_from([charge for charge in self.model.charges if charge.live]))
+        assert model.charge is not None
         keys = quotas.touched_keys(
-            model.rules, model.claim, self.now, extends=False, undoes=how != "settle"
+            model.rules, model.charge, self.now, extends=False, undoes=how != "settle"
         )
         model.live = False
         if how == "void":
             self.decide(
-                keys, lambda counters: quotas.void(counters, model.rules, model.claim or fail())
+                keys, lambda counters: quotas.void(counters, model.rules, model.charge or fail())
             )
             self.model.postings += [(place, -amount) for place, amount in model.postings]
             for rule in model.rules:
@@ -412,10 +411,10 @@ class QuotaMachine(RuleBasedStateMachine):
             return
         if how == "expire":
             billed = (model.sent, model.posted_output) if model.posted_output else (0, 0)
-            claim = model.claim
+            charge = model.charge
             self.model.expire(model, billed)
             self.decide(
-                keys, lambda counters: quotas.expire(counters, model.rules, claim, (*billed, 0))
+                keys, lambda counters: quotas.expire(counters, model.rules, charge, (*billed, 0))
             )
             return
         delivered = model.leased
@@ -425,12 +424,14 @@ class QuotaMachine(RuleBasedStateMachine):
             )
             if model.posted_output is None:
                 model.cached = max(model.cached, min(cached, model.sent))
-        claim = model.claim._replace(cached_input_token_count=model.cached)
+        charge = model.charge._replace(cached_input_token_count=model.cached)
         self.model.post(model, model.sent, delivered)
 
         self.decide(
             keys,
-            lambda counters: quotas.end(counters, model.rules, claim, (model.sent, delivered, 0)),
+            lambda counters: quotas.settle(
+                counters, model.rules, charge, (model.sent, delivered, 0)
+            ),
         )
 
     def place(self, key: CounterKey) -> Box:
@@ -444,7 +445,7 @@ class QuotaMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_counter_is_what_the_model_says(self) -> None:
-        """Check that held and used amounts equal the sums of claims."""
+        """Check that held and used amounts equal the sums of charges."""
         if not hasattr(self, "model"):
             return
         seen = set()
@@ -461,8 +462,8 @@ class QuotaMachine(RuleBasedStateMachine):
         assert sum(amount for place, amount in self.model.postings if place not in seen) == 0
 
 
-def fail() -> Claim:
-    raise AssertionError("a live claim was admitted")
+def fail() -> Charge:
+    raise AssertionError("a live charge was admitted")
 
 
 QuotaMachine.TestCase.settings = settings(
@@ -552,20 +553,20 @@ def test_a_request_weighs_the_same_in_one_piece_and_in_many(
         uuid.uuid4(), QuotaSubject.PROJECT, uuid.uuid4(), "", dimension, 10**9, weights
     )
     cached = min(cached, sent)
-    claim = Claim(PRICES, sent, cached, sum(deliveries) + rest, 0, START, START)
-    whole = claim.consumed(rule, (sent, sum(deliveries) + rest, 0))
+    charge = Charge(PRICES, sent, cached, sum(deliveries) + rest, 0, START, START)
+    whole = charge.consumed(rule, (sent, sum(deliveries) + rest, 0))
 
     pieces, at, delivered = 0, START, 0
     for more in deliveries:
         delivered += more
         at += timedelta(seconds=40)
-        held, used = claim.held(rule), claim.consumed(rule, (sent, delivered, 0))
-        claim = claim.moved_on(delivered, 0, at)
-        assert used + claim.held(rule) <= held
+        held, used = charge.held(rule), charge.consumed(rule, (sent, delivered, 0))
+        charge = charge.with_posting(delivered, 0, at)
+        assert used + charge.held(rule) <= held
         pieces += used
-    last = claim.consumed(rule, (sent, delivered + rest, 0))
+    last = charge.consumed(rule, (sent, delivered + rest, 0))
 
-    assert last <= claim.held(rule)
+    assert last <= charge.held(rule)
     assert pieces + last == whole
     counts = TOKEN_KINDS[dimension]
     exact = Fraction(
@@ -592,22 +593,22 @@ def test_the_largest_lease_fits_and_one_token_more_does_not(
         1,
         weights,
     )
-    claim = Claim(PRICES, sent, sent // 2, 500, 0, START, START)
+    charge = Charge(PRICES, sent, sent // 2, 500, 0, START, START)
     if posted is not None:
-        claim = claim.moved_on(posted, 0, START)
+        charge = charge.with_posting(posted, 0, START)
 
-    most = claim.most_output(rule, room)
+    most = charge.most_output(rule, room)
 
     if most is None:
         assert not weights.output
         return
-    assert claim._replace(leased_token_count=most + 1).held(rule) > room
+    assert charge._replace(leased_token_count=most + 1).held(rule) > room
     if most >= (posted or 0):
-        assert claim._replace(leased_token_count=most).held(rule) <= room
+        assert charge._replace(leased_token_count=most).held(rule) <= room
 
 
 def test_plain_weights_cost_no_division() -> None:
-    assert token_scale(QuotaDimension.TOKENS_PER_MINUTE, PLAIN) == token_scale(
+    assert token_scale(QuotaDimension.TOKENS_PER_MINUTE, Weights()) == token_scale(
         QuotaDimension.TOKENS_PER_MINUTE, Weights(1000, 1000, 1000)
     )
     scale = token_scale(QuotaDimension.TOKENS_PER_MINUTE, Weights(1000, 0, 4000))

@@ -26,15 +26,15 @@ from metering.invoicing.month_report import Reconciliation
 from metering.invoicing.months import month_report
 from metering.ledger.rating import rate_all_pending, rate_batch
 from metering.pricing.prices import ModelPrice, set_price
-from metering.proof import fsck as billing_checks
 from metering.proof.fsck import fsck
+from metering.proof.ledger_checks import LEDGER_CHECKS
 from metering.store.db import Sessions, create_engine, create_sessions
 from tests.metering.books import Consumed, Customer, add_usage, new_customer
 
 EXAMPLES = int(os.environ.get("WEIR_RATING_EXAMPLES", "3"))
 NOVEMBER = datetime(2026, 11, 1, tzinfo=UTC)
 CUSTOMERS, PRICES = 3, 2
-CHECKS = [check for check in billing_checks.LEDGER_CHECKS if check.name != "usage-is-rated"]
+CHECKS = [check for check in LEDGER_CHECKS if check.name != "usage-is-rated"]
 
 
 @dataclass(frozen=True, slots=True)

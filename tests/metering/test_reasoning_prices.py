@@ -20,14 +20,14 @@ from sqlalchemy import text
 
 from metering.core.models import PriceVersion, QuotaDimension, ServiceTier, TokenKind
 from metering.export.deliveries import form_batches
-from metering.holds.batch import HoldConnection
+from metering.holds.hold_connection import HoldConnection
 from metering.holds.journal import Delivered, UsageJournal
 from metering.holds.operations import Admit, Admitted, Expire, Extend, Extended, Settled, Void
 from metering.holds.recovery import recover_journals
 from metering.invoicing.months import month_report
 from metering.ledger.rating import rate_all_pending
 from metering.pricing.prices import RATES, TokenPrices, get_price
-from metering.quotas.quota_rules import NO_WINDOW, Claim, money_scale
+from metering.quotas.quota_rules import NO_WINDOW, Charge, money_scale
 from metering.quotas.quotas import QuotaExceeded
 from metering.reports.focus import focus_csv
 from metering.reports.usage_reports import UsageFilter, usage_total
@@ -80,28 +80,28 @@ def test_a_request_never_costs_more_than_it_holds_and_in_the_end_what_its_tokens
     scale = money_scale(prices)
     sent, lease = data.draw(counts), data.draw(counts)
     cached, known, delivered = data.draw(st.integers(0, sent)), 0, 0
-    claim = Claim(prices, sent, 0, lease, 0, NO_WINDOW, NO_WINDOW)
+    charge = Charge(prices, sent, 0, lease, 0, NO_WINDOW, NO_WINDOW)
     used = 0
     for extension in range(data.draw(st.integers(0, 3))):
         delivered = data.draw(st.integers(delivered, lease))
         known = data.draw(st.integers(known, delivered))
-        held = claim.charge(scale, lease)
+        held = charge.held_by(scale, lease)
         if not extension:
-            claim = claim._replace(cached_input_token_count=cached)
-        moved = claim.moved_on(delivered, known, NO_WINDOW)
+            charge = charge._replace(cached_input_token_count=cached)
+        moved = charge.with_posting(delivered, known, NO_WINDOW)
         moved = moved._replace(leased_token_count=lease)
-        used += moved.posted(scale) - claim.posted(scale)
-        assert 0 <= moved.charge(scale, lease) <= held
-        claim = moved
+        used += moved.posted(scale) - charge.posted(scale)
+        assert 0 <= moved.held_by(scale, lease) <= held
+        charge = moved
     delivered = data.draw(st.integers(delivered, lease))
     known = data.draw(st.integers(known, delivered))
 
-    consumed = claim.consumed_by(scale, (sent, delivered, known))
+    consumed = charge.consumed_by(scale, (sent, delivered, known))
 
-    counted = claim.cached_input_token_count
+    counted = charge.cached_input_token_count
     cost = prices.cost_picos(sent, counted, delivered, reasoning_token_count=known)
     assert used + consumed == cost <= prices.worst_cost_picos(sent, lease)
-    assert 0 <= consumed <= claim.charge(scale, lease)
+    assert 0 <= consumed <= charge.held_by(scale, lease)
 
 
 @given(rates, rates, rates, st.integers(0, 9_000), counts, st.data())
@@ -110,18 +110,18 @@ def test_the_largest_lease_for_some_room_is_the_largest_whose_charge_fits(
 ) -> None:
     prices = TokenPrices(1, "USD", sent_picos, sent_picos, output_picos, 0, reasoning_picos)
     scale, delivered = money_scale(prices), data.draw(st.integers(0, 50))
-    claim = Claim(prices, sent, 0, 100, 0, NO_WINDOW, NO_WINDOW)
+    charge = Charge(prices, sent, 0, 100, 0, NO_WINDOW, NO_WINDOW)
     if data.draw(st.booleans()):
         known = data.draw(st.integers(0, delivered))
-        claim = claim.moved_on(delivered, known, NO_WINDOW)
+        charge = charge.with_posting(delivered, known, NO_WINDOW)
     rule: Any = type("Rule", (), {"kind": None, "scale": lambda _, prices: money_scale(prices)})()
 
-    largest = claim.most_output(rule, room)
+    largest = charge.most_output(rule, room)
 
     if largest is None:
         assert prices.dearest_output_picos_per_token == 0
     elif largest >= 100:
-        assert claim.charge(scale, largest) <= room < claim.charge(scale, largest + 1)
+        assert charge.held_by(scale, largest) <= room < charge.held_by(scale, largest + 1)
 
 
 class Life:

@@ -15,7 +15,7 @@ from weir_client import verify_receipts, wire
 from api.core.messages import receipt_message
 from metering.core.errors import InvalidValue
 from metering.core.pages import page_token, page_values, row_id, utc_time
-from metering.holds.batch import HoldConnection
+from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Settled
 from metering.invoicing.closing import close_month
 from metering.invoicing.month_report import to_json

@@ -15,7 +15,7 @@ import pytest
 from metering.core.errors import DatabaseUnavailable
 from metering.core.models import QuotaDimension
 from metering.holds import recovery
-from metering.holds.batch import HoldConnection
+from metering.holds.hold_connection import HoldConnection
 from metering.holds.journal import FORMAT, Delivered, UsageJournal
 from metering.holds.operations import Admit, Expire, Extend, Void
 from metering.holds.recovery import Recovered, recover_journals, sweep_expired_holds
@@ -263,16 +263,16 @@ async def test_a_recovery_killed_anywhere_is_finished_by_the_next(
     await dead_process(world, tmp_path, delivered=(3, 5, 0, 7))
     program = (
         "import asyncio, os, sys, pathlib\n"
-        "from metering.holds import batch\n"
+        "from metering.holds import hold_connection\n"
         "from metering.holds.recovery import recover_journals\n"
-        "real, left = batch.execute_batch, int(sys.argv[3])\n"
+        "real, left = hold_connection.execute_slow, int(sys.argv[3])\n"
         "async def killed(*a, **n):\n"
         "    global left\n"
         "    answer = await real(*a, **n)\n"
         "    left -= 1\n"
         "    if left == 0: os.kill(os.getpid(), 9)\n"
         "    return answer\n"
-        "batch.execute_batch = killed\n"
+        "hold_connection.execute_slow = killed\n"
         "asyncio.run(recover_journals(pathlib.Path(sys.argv[1]), sys.argv[2]))\n"
     )
     for batches in ("1", "2"):

@@ -16,7 +16,7 @@ from api.core.interceptor import guarded
 from metering import tasks
 from metering.core.errors import DatabaseUnavailable, WriteConflict
 from metering.core.models import QuotaDimension
-from metering.holds import batch
+from metering.holds import hold_connection
 from metering.holds.operations import Admitted
 from metering.store.db import Sessions, psycopg_conninfo
 from metering.store.refusals import ATTEMPTS_MAX, repeated
@@ -147,8 +147,8 @@ async def test_an_admission_outlasts_a_lock_that_is_held_beyond_the_time_limit(
     database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another session holds the counters of the quota until the first attempt has failed."""
-    limits = [each for each in batch.SERVER_LIMITS if not each.startswith("lock_timeout")]
-    monkeypatch.setattr(batch, "SERVER_LIMITS", (*limits, "lock_timeout=50"))
+    limits = [each for each in hold_connection.SERVER_LIMITS if not each.startswith("lock_timeout")]
+    monkeypatch.setattr(hold_connection, "SERVER_LIMITS", (*limits, "lock_timeout=50"))
     with (
         hold_world(database_url) as world,
         structlog.testing.capture_logs() as logged,

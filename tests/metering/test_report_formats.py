@@ -28,7 +28,7 @@ from metering.invoicing.month_report import (
     to_csv,
     to_json,
 )
-from metering.plans.plans import Charge, LineKind
+from metering.plans.plans import LineKind, PlanLine
 
 REPORT = MonthReport(
     organization_name="acme",
@@ -51,13 +51,13 @@ FULL = replace(
         replace(REPORT.lines[0], late_month="2026-10", amount_picos=3_000_000_000),
     ),
     charges=(
-        Charge(
+        PlanLine(
             LineKind.ALLOWANCE, "free allowance", -4_500_000_000, "demo", TokenKind.INPUT, 30_000
         ),
-        Charge(
+        PlanLine(
             LineKind.ADJUSTMENT, "adjustment: an outage", -2_000_000_000, source_id=uuid.UUID(int=9)
         ),
-        Charge(LineKind.CREDIT, "prepaid credit", -1_000_000_000, source_id=uuid.UUID(int=10)),
+        PlanLine(LineKind.CREDIT, "prepaid credit", -1_000_000_000, source_id=uuid.UUID(int=10)),
     ),
     carried_in_picos=4_000_000_000,
     credit=PrepaidCredit(granted_picos=0, expired_picos=5, remaining_picos=10**12),
@@ -177,7 +177,7 @@ def test_an_invoice_says_each_line_in_words_and_its_lines_are_the_total() -> Non
 
 @given(st.lists(st.integers(-(10**13), 10**13), max_size=6), st.integers(-5 * 10**9, 5 * 10**9))
 def test_every_report_adds_up(amounts: list[int], carried: int) -> None:
-    charges = tuple(Charge(LineKind.ADJUSTMENT, "adjustment", amount) for amount in amounts)
+    charges = tuple(PlanLine(LineKind.ADJUSTMENT, "adjustment", amount) for amount in amounts)
     report = replace(REPORT, charges=charges, carried_in_picos=carried)
 
     assert (

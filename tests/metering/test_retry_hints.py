@@ -15,11 +15,11 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.holds.batch import HoldConnection
+from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admitted, Extend
 from metering.pricing.prices import TokenPrices
 from metering.quotas import quotas, refusals
-from metering.quotas.quota_rules import Claim, CounterKey, QuotaRule, QuotaState
+from metering.quotas.quota_rules import Charge, CounterKey, QuotaRule, QuotaState
 from metering.quotas.quotas import Counter, Counters, QuotaExceeded
 from metering.quotas.refusals import REFRESH_S, Refusals, Refused
 from metering.quotas.retry_hints import (
@@ -28,10 +28,10 @@ from metering.quotas.retry_hints import (
     HINT_S_MIN,
     KEY_PROMISES_MAX,
     ORGANIZATION_PROMISES_MAX,
-    Asker,
     Forecast,
     History,
-    PromiseKeeping,
+    Requester,
+    RetryReservations,
     RunningRequest,
     promise,
 )
@@ -88,7 +88,7 @@ class Simulation:
     rows: defaultdict[CounterKey, Counter] = field(
         default_factory=lambda: defaultdict(lambda: Counter(0, 0))
     )
-    running: dict[int, tuple[Claim, int]] = field(default_factory=dict)
+    running: dict[int, tuple[Charge, int]] = field(default_factory=dict)
     ended: list[tuple[float, int]] = field(default_factory=list)
     looked_at: dict[int, datetime] = field(default_factory=dict)
     returned: list[bool] = field(default_factory=list)
@@ -98,35 +98,35 @@ class Simulation:
         """Let the clients arrive; return the share of first returns that were admitted."""
         refusals = [Refusals() for _ in range(self.process_count)]
         begin = self.now
-        events: list[tuple[float, int, Client, Claim | None]] = []
+        events: list[tuple[float, int, Client, Charge | None]] = []
         for number, (at_s, client) in enumerate(arrivals):
             heapq.heappush(events, (at_s, number, client, None))
         number = len(arrivals)
         while events:
-            at_s, _, client, claim = heapq.heappop(events)
+            at_s, _, client, charge = heapq.heappop(events)
             self.now = begin + timedelta(seconds=at_s)
             counters = Counters(self.now, self.rows)
             number += 1
-            if claim is not None:
-                quotas.end(counters, self.rules, claim, (SENT, client.output, 0))
+            if charge is not None:
+                quotas.settle(counters, self.rules, charge, (SENT, client.output, 0))
                 del self.running[id(client)]
                 self.ended.append((client.duration_s, client.output))
                 continue
             client.ask_count += 1
-            fresh = Claim(PRICES, SENT, 0, 0, 0, self.now, self.now)
+            fresh = Charge(PRICES, SENT, 0, 0, 0, self.now, self.now)
             try:
-                claim = quotas.admit(counters, self.rules, fresh, SLICE, LEAST)
+                charge = quotas.admit(counters, self.rules, fresh, SLICE, LEAST)
             except QuotaExceeded as refused:
                 hint_s = self.hint_s(refusals[client.process], client.process, refused)
                 self.waits_s.append(hint_s)
                 if client.ask_count < 8:
                     heapq.heappush(events, (at_s + hint_s + 0.001, number, client, None))
             else:
-                client.output = min(client.output, claim.leased_token_count)
-                self.running[id(client)] = claim, client.process
-                heapq.heappush(events, (at_s + client.duration_s, number, client, claim))
+                client.output = min(client.output, charge.leased_token_count)
+                self.running[id(client)] = charge, client.process
+                heapq.heappush(events, (at_s + client.duration_s, number, client, charge))
             if client.ask_count == 2:
-                self.returned.append(claim is not None)
+                self.returned.append(charge is not None)
         return sum(self.returned) / len(self.returned)
 
     def hint_s(self, refusals: Refusals, process: int, refused: QuotaExceeded) -> float:
@@ -137,8 +137,8 @@ class Simulation:
             latest = self.ended[-64:]
             history = History([each[0] for each in latest], [each[1] for each in latest])
             running = [
-                RunningRequest(claim, (self.now - claim.admitted_at).total_seconds())
-                for claim, _ in self.running.values()
+                RunningRequest(charge, (self.now - charge.admitted_at).total_seconds())
+                for charge, _ in self.running.values()
             ]
             processes = {process for _, process in self.running.values()}
             for rule in self.rules:
@@ -212,8 +212,8 @@ def test_returns_to_a_new_window_are_spread_over_its_beginning() -> None:
 def forecast(
     rule: QuotaRule, *ages_s: float, history: History | None = None, **more: int
 ) -> Forecast:
-    claim = Claim(PRICES, SENT, 0, SLICE, 0, NOON, NOON)
-    running = [RunningRequest(claim, age_s) for age_s in ages_s]
+    charge = Charge(PRICES, SENT, 0, SLICE, 0, NOON, NOON)
+    running = [RunningRequest(charge, age_s) for age_s in ages_s]
     return Forecast(
         rule, NOON.timestamp(), history or History(), more.get("process_count", 1), running
     )
@@ -224,8 +224,8 @@ def ask(
 ) -> float:
     """Return the retry-after. after_s: since the forecast."""
     state = QuotaState(plan.rule, used, held, NOON)
-    claim = Claim(PRICES, SENT, 0, LEAST, 0, NOON, NOON)
-    return promise([(plan, state, asked)], claim, NOON.timestamp() + after_s)
+    charge = Charge(PRICES, SENT, 0, LEAST, 0, NOON, NOON)
+    return promise([(plan, state, asked)], charge, NOON.timestamp() + after_s)
 
 
 def test_a_request_larger_than_the_limit_never_fits() -> None:
@@ -306,9 +306,9 @@ def test_promises_made_on_a_guess_do_not_delay_later_clients() -> None:
 def refused(rule: QuotaRule, now: datetime) -> QuotaExceeded:
     """Return the refusal of a request while all places are taken."""
     state = QuotaState(rule, 0, rule.limit_value or 0, now)
-    claim = Claim(PRICES, SENT, 0, LEAST, 0, now, now)
+    charge = Charge(PRICES, SENT, 0, LEAST, 0, now, now)
     error = QuotaExceeded([state], [1])
-    error.claim, error.met = claim, ((state, 1),)
+    error.charge, error.met = charge, ((state, 1),)
     return error
 
 
@@ -324,13 +324,13 @@ class Asking:
     def hint_s(self, api_key_id: uuid.UUID, request_id: uuid.UUID | None = None) -> float:
         """Return the current hint for one request."""
         running = [
-            RunningRequest(Claim(PRICES, SENT, 0, SLICE, 0, NOON, NOON), 1.0)
+            RunningRequest(Charge(PRICES, SENT, 0, SLICE, 0, NOON, NOON), 1.0)
             for _ in range(self.rule.limit_value or 0)
         ]
         self.refusals.learn(self.rule, self.now, History([2.0] * 64, [20] * 64), 1, running)
         error = refused(self.rule, self.now)
         request = (self.organization_id, request_id or uuid.uuid4())
-        self.refusals._tell(Refused(self.organization_id, error, request, api_key_id), self.now)
+        self.refusals._set_hint(Refused(self.organization_id, error, request, api_key_id), self.now)
         return error.retry_after_s
 
 
@@ -365,36 +365,36 @@ def test_a_crowd_behind_one_key_that_comes_back_is_believed() -> None:
             asking.now = began + timedelta(seconds=hint_s)
             asking.refusals.on_admitted((asking.organization_id, client))
 
-    assert not asking.refusals._keeping.is_doubted(key)
-    assert not asking.refusals._keeping._outstanding
+    assert not asking.refusals._reservations.is_doubted(key)
+    assert not asking.refusals._reservations._outstanding
 
 
 def test_many_keys_of_one_organization_are_bounded_together() -> None:
-    keeping, organization_id = PromiseKeeping(), uuid.uuid4()
+    reservations, organization_id = RetryReservations(), uuid.uuid4()
     for _ in range(10):
-        asker = Asker(organization_id, uuid.uuid4())
-        while keeping.may_have_one_more(asker, 0.0):
-            keeping.made((uuid.uuid4(), uuid.uuid4()), asker, 0.0, 100.0)
-    other = Asker(uuid.uuid4(), uuid.uuid4())
+        requester = Requester(organization_id, uuid.uuid4())
+        while reservations.accepts(requester, 0.0):
+            reservations.add((uuid.uuid4(), uuid.uuid4()), requester, 0.0, 100.0)
+    other = Requester(uuid.uuid4(), uuid.uuid4())
 
-    assert len(keeping._outstanding) == ORGANIZATION_PROMISES_MAX
-    assert keeping.may_have_one_more(other, 0.0)
-    keeping._note_broken(150.0)
-    assert not keeping._outstanding
+    assert len(reservations._outstanding) == ORGANIZATION_PROMISES_MAX
+    assert reservations.accepts(other, 0.0)
+    reservations._note_broken(150.0)
+    assert not reservations._outstanding
 
 
 def test_promises_that_are_given_again_with_another_time_leave_nothing_behind() -> None:
     """A month may pass until the first one would expire."""
-    keeping, asker = PromiseKeeping(), Asker(uuid.uuid4(), uuid.uuid4())
+    reservations, requester = RetryReservations(), Requester(uuid.uuid4(), uuid.uuid4())
     requests = [(uuid.uuid4(), uuid.uuid4()) for _ in range(10)]
     for second in range(1000):
         for request in requests:
-            keeping.made(request, asker, float(second), 2e6 + second % 2)
+            reservations.add(request, requester, float(second), 2e6 + second % 2)
 
-    assert len(keeping._due) < 100
-    keeping._note_broken(4e6)
-    assert not keeping._outstanding
-    assert keeping.is_doubted(asker.api_key_id)
+    assert len(reservations._due) < 100
+    reservations._note_broken(4e6)
+    assert not reservations._outstanding
+    assert reservations.is_doubted(requester.api_key_id)
 
 
 @pytest.fixture

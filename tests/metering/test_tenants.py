@@ -12,20 +12,15 @@ from sqlalchemy import text
 from metering.core.audit import list_audit_entries
 from metering.core.errors import AlreadyExists, InvalidValue, KeyInvalid, NotFound
 from metering.store.db import Sessions
+from metering.tenants.api_keys import create_api_key, find_api_key, list_api_keys, revoke_api_key
+from metering.tenants.authentication import PREFIX_FORM, SECRET_FORM, authenticate
 from metering.tenants.tenants import (
-    PREFIX_FORM,
-    SECRET_FORM,
-    authenticate,
-    create_api_key,
     create_organization,
     create_project,
-    find_api_key,
     find_organization,
     find_project,
-    list_api_keys,
     list_organizations,
     list_projects,
-    revoke_api_key,
 )
 from tests.metering.books import Customer, new_customer
 

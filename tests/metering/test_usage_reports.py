@@ -28,7 +28,8 @@ from metering.reports.usage_reports import (
     usage_total,
 )
 from metering.store.db import Sessions
-from metering.tenants.tenants import create_api_key, create_project
+from metering.tenants.api_keys import create_api_key
+from metering.tenants.tenants import create_project
 from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price
 
 DAY = Grouping.DAY

@@ -28,7 +28,7 @@ FORKED_WORKERS = Server(
     *(
         "kombu.transport.redis",
         "metering.worker",
-        "metering.alerts.delivering",
+        "metering.alerts.webhooks",
         "metering.export.deliveries",
     ),
     *(

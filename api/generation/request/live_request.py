@@ -86,8 +86,8 @@ from metering.core.errors import JournalUnavailable, RequestInFlight
 from metering.core.models import Outcome
 from metering.holds.operations import RequestSettled, Settled
 from metering.quotas.quota_rules import Payer
+from metering.tenants.authentication import NO_BOUNDS, Principal, TokenBounds
 from metering.tenants.networks import Address
-from metering.tenants.tenants import NO_BOUNDS, Principal, TokenBounds
 
 if TYPE_CHECKING:
     from api.generation.request.registry import Process

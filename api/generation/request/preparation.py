@@ -21,7 +21,7 @@ from inference.text.tokenizer import NOT_THINKING, ChatMessage, Tokenizer, Token
 from inference.text.tools import CallFormat
 from metering.holds.operations import Admit, new_hold_id
 from metering.quotas.quota_rules import Payer
-from metering.tenants.tenants import TokenBounds
+from metering.tenants.authentication import TokenBounds
 
 NO_MARKS = "cannot be set: this model does not mark its thinking; leave it out"
 HAS_BEGUN = "cannot be set: the output continues an answer, before which the model would think"

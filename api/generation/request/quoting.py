@@ -28,7 +28,7 @@ from api.generation.request.registry import Process
 from inference.text.tools import Tool
 from metering.quotas import quoting
 from metering.store.db import Sessions
-from metering.tenants.tenants import Principal
+from metering.tenants.authentication import Principal
 
 DECODED_TOKEN_COST = 4  # characters of text to encode that cost as much as a token to decode
 Value = TypeVar("Value")

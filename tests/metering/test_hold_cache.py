@@ -11,7 +11,7 @@ import pytest
 from metering.holds.read import RULE_COLUMNS, RuleCache, rules_of_rows
 from metering.quotas.quota_rules import QuotaRule
 from metering.store.db import psycopg_conninfo
-from metering.store.exchange import Connection, exchange
+from metering.store.pipeline import Connection, run_pipeline
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ async def add_quota(connection: Connection) -> uuid.UUID:
 
 
 async def read(connection: Connection, quota_id: uuid.UUID) -> QuotaRule:
-    [rows] = await exchange(
+    [rows] = await run_pipeline(
         connection, [(f"SELECT {RULE_COLUMNS} FROM quotas WHERE id = %s", (str(quota_id),))]
     )
     return rules_of_rows(connection, rows)[quota_id.int]
@@ -93,7 +93,7 @@ async def test_a_raise_ends_without_anybody_touching_the_row(connection: Connect
     )
     now = f"SELECT {RULE_COLUMNS} FROM quotas WHERE id = %s"
     later = now.replace("now()", "(now() + interval '2 hours')")
-    [raised], [ended] = await exchange(
+    [raised], [ended] = await run_pipeline(
         connection, [(now, (str(quota_id),)), (later, (str(quota_id),))]
     )
 
@@ -117,7 +117,7 @@ async def test_each_connection_has_its_own(connection: Connection, database_url:
 
 async def test_it_is_bounded(connection: Connection) -> None:
     ids = [await add_quota(connection) for _ in range(5)]
-    [rows] = await exchange(connection, [(f"SELECT {RULE_COLUMNS} FROM quotas", ())])
+    [rows] = await run_pipeline(connection, [(f"SELECT {RULE_COLUMNS} FROM quotas", ())])
     cache = RuleCache(count_max=2)
 
     rules = [cache.of(row) for row in rows]

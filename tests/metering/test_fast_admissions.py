@@ -1,4 +1,4 @@
-"""Admissions in one round trip equal the full path after any change."""
+"""Admissions in one round trip equal the slow path after any change."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from msgspec.structs import replace
 
 from metering.core.errors import InvariantViolated, KeyInvalid, RequestIdReused, RequestInFlight
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.holds import batch
+from metering.holds import fast_path, slow_path
 from metering.holds import read as reading
-from metering.holds.batch import HoldConnection
-from metering.holds.known import known_of
+from metering.holds.hold_cache import cache_of
+from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admit, Admitted, Ended, HoldAnswer, Renew, Settled, Void
 from metering.pricing.prices import TokenPrices
 from metering.quotas import quotas
-from metering.quotas.quota_rules import NO_WINDOW, Claim, Payer, QuotaRule, Weights, money_scale
+from metering.quotas.quota_rules import NO_WINDOW, Charge, Payer, QuotaRule, Weights, money_scale
 from metering.quotas.quotas import Counter, Counters, QuotaExceeded
 from metering.store.db import psycopg_conninfo
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
@@ -45,8 +45,8 @@ async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
 
 
 @pytest.fixture
-def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count the holds per batch that took the full path."""
+def slow_batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count the holds per batch that took the slow path."""
     sizes: list[int] = []
     read_and_lock = reading.read_and_lock
 
@@ -56,7 +56,7 @@ def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(len(admits))
         return await read_and_lock(connection, hold_ids, admits, billed_ids)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(batch, "read_and_lock", counted)
+    monkeypatch.setattr(slow_path, "read_and_lock", counted)
     return sizes
 
 
@@ -80,15 +80,15 @@ def tenant(world: HoldWorld, name: str = "acme") -> tuple[Payer, dict[QuotaDimen
     }
 
 
-async def test_the_second_admission_of_a_key_takes_the_quick_way_and_counts_the_same(
-    world: HoldWorld, holds: HoldConnection, long_ways: list[int]
+async def test_the_second_admission_of_a_key_takes_the_fast_path_and_counts_the_same(
+    world: HoldWorld, holds: HoldConnection, slow_batches: list[int]
 ) -> None:
     payer, quotas = tenant(world)
 
     first = await one(holds, admit(payer))
     quick = await holds.execute([admit(payer) for _ in range(3)])
 
-    assert long_ways == [1]
+    assert slow_batches == [1]
     for count, answer in enumerate([first, *quick], 1):
         assert isinstance(answer, Admitted)
         assert {(state.rule.dimension, state.used, state.held) for state in answer.quotas} == {
@@ -247,19 +247,19 @@ async def test_a_request_repeated_during_its_settlement_neither_waits_nor_blocks
     payer, _ = tenant(world)
     ops = [admit(payer) for _ in range(3)]
     ended, may_go_on = asyncio.Event(), asyncio.Event()
-    exchange = vars(batch)["exchange"]
+    run_pipeline = vars(fast_path)["run_pipeline"]
 
     async def paused(connection: Any, statements: Sequence[Any]) -> Any:
         if statements[-1][0] == "COMMIT" and not ended.is_set():  # the settlement's commit
             ended.set()
             await may_go_on.wait()
-        return await exchange(connection, statements)
+        return await run_pipeline(connection, statements)
 
     async with HoldConnection(world.url, uuid.uuid4(), own=holds._own) as ending:
         await holds.execute(ops[:1])
         await holds.execute(ops[1:])
         await ending.execute([settle(ops[0].hold_id, 1)])
-        monkeypatch.setattr(batch, "exchange", paused)
+        monkeypatch.setattr(fast_path, "run_pipeline", paused)
         settling = asyncio.create_task(ending.execute([settle(ops[1].hold_id, 1)]))
         await ended.wait()
         again, other = await holds.execute([replace(ops[1], hold_id=uuid.uuid4()), admit(payer)])
@@ -273,18 +273,18 @@ async def test_a_request_repeated_during_its_settlement_neither_waits_nor_blocks
 
 
 async def test_a_request_that_does_not_fit_is_refused_and_blocks_no_other(
-    world: HoldWorld, holds: HoldConnection, long_ways: list[int]
+    world: HoldWorld, holds: HoldConnection, slow_batches: list[int]
 ) -> None:
     (full, _), (roomy, _) = tenant(world, "full"), tenant(world, "roomy")
     world.execute("UPDATE quotas SET limit_value = 2 WHERE subject_id = %s", full.api_key_id)
     await holds.execute([admit(full), admit(roomy)])
     await holds.execute([admit(full), admit(roomy)])
-    long_ways.clear()
+    slow_batches.clear()
 
     answers = await holds.execute([admit(payer) for payer in (full, roomy, full, roomy)])
 
     assert [type(each) for each in answers] == [QuotaExceeded, Admitted, QuotaExceeded, Admitted]
-    assert long_ways == [2]
+    assert slow_batches == [2]
     check_invariants(world.url)
 
 
@@ -339,20 +339,20 @@ async def test_an_end_whose_counter_is_gone_takes_no_other_down_with_it(
 
 
 async def test_after_a_long_silence_everything_is_read_again(
-    world: HoldWorld, holds: HoldConnection, long_ways: list[int]
+    world: HoldWorld, holds: HoldConnection, slow_batches: list[int]
 ) -> None:
     """Rows of changes are deleted after a while."""
     payer, _ = tenant(world)
     await holds.execute([admit(payer)])
     assert holds._connection is not None
-    known = known_of(holds._connection)
-    known.clock = lambda: known._asked_at_s + 3600
+    cache = cache_of(holds._connection)
+    cache.clock = lambda: cache._changes_read_at_s + 3600
     lower(world, payer)
     world.execute("DELETE FROM rule_changes")
     world.advance(3600)
 
     assert isinstance(await one(holds, admit(payer)), QuotaExceeded)
-    assert long_ways == [1, 1]
+    assert slow_batches == [1, 1]
 
 
 async def test_a_renewal_voids_holds_that_it_does_not_name(
@@ -370,8 +370,8 @@ async def test_a_renewal_voids_holds_that_it_does_not_name(
     check_invariants(world.url, all_ended=True)
 
 
-async def test_an_uncharged_counter_keeps_no_other_key_from_the_quick_path(
-    world: HoldWorld, holds: HoldConnection, long_ways: list[int]
+async def test_an_uncharged_counter_keeps_no_other_key_from_the_fast_path(
+    world: HoldWorld, holds: HoldConnection, slow_batches: list[int]
 ) -> None:
     """A free request leaves no row in a quota on money."""
     world.set_price(0, 0, 0)
@@ -379,31 +379,31 @@ async def test_an_uncharged_counter_keeps_no_other_key_from_the_quick_path(
     world.quota(free, QuotaDimension.COST_PICOS_PER_MONTH, 1000)
     world.quota(other, QuotaDimension.REQUESTS_PER_MINUTE, LIMIT)
     await holds.execute([admit(free), admit(other)])
-    long_ways.clear()
+    slow_batches.clear()
 
     answers = await holds.execute([admit(free), admit(other)])
 
     assert [type(each) for each in answers] == [Admitted, Admitted]
-    assert long_ways == [1]
+    assert slow_batches == [1]
     check_invariants(world.url)
 
 
 async def test_an_unexpected_error_gives_each_admission_its_own_hold(
     world: HoldWorld, holds: HoldConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A repeated quick batch would answer with the hold of another request."""
+    """A repeated fast batch would answer with the hold of another request."""
     (first, _), (second, _) = tenant(world, "first"), tenant(world, "second")
     await holds.execute([admit(first), admit(second)])
     failures = [psycopg.errors.InternalError_("tuple concurrently updated")] * 2
 
-    take = vars(batch)["take"]
+    write_batch = vars(fast_path)["write_batch"]
 
     async def failing(*arguments: Any, **named: Any) -> Any:
         if failures:
             raise failures.pop()
-        return await take(*arguments, **named)
+        return await write_batch(*arguments, **named)
 
-    monkeypatch.setattr(batch, "take", failing)
+    monkeypatch.setattr(fast_path, "write_batch", failing)
     ops = [admit(first), admit(second), admit(first)]
     answers = await holds.execute(ops)
 
@@ -425,9 +425,9 @@ async def test_keys_that_were_revoked_are_forgotten(
     await one(holds, admit(payer))
 
     assert holds._connection is not None
-    known = known_of(holds._connection)
-    assert {key for keys in known._terms_of.values() for key in keys} == known.terms.keys()
-    assert len(known.terms) == 1
+    cache = cache_of(holds._connection)
+    assert {key for keys in cache._terms_of.values() for key in keys} == cache.terms.keys()
+    assert len(cache.terms) == 1
 
 
 @given(
@@ -449,11 +449,11 @@ def test_a_rule_weighs_a_new_claim_as_the_long_way_does(
     rule = QuotaRule(
         uuid.uuid4(), QuotaSubject.API_KEY, uuid.uuid4(), "", dimension, 2**62, weights
     )
-    claim = Claim(prices, tokens[0], 0, tokens[1], 0, NO_WINDOW, NO_WINDOW)
+    charge = Charge(prices, tokens[0], 0, tokens[1], 0, NO_WINDOW, NO_WINDOW)
     row = Counter(0, 0)
 
-    assert quotas.charge_whole(
+    assert quotas.admit_whole(
         Counters(NO_WINDOW, {rule.key(NO_WINDOW): row}), [rule], money_scale(prices), *tokens
     )
 
-    assert row.used + row.held == quotas.demand(rule, claim)
+    assert row.used + row.held == quotas.admission_amount(rule, charge)

@@ -38,7 +38,7 @@ _POSTGRES_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 _PLACEHOLDER = re.compile(r"%[s%]")
 # libuv reports a socket reset by its peer only once and then stops watching it, although buffered
-# input and the end of the connection may still have to be read. So a waiting exchange polls from
+# input and the end of the connection may still have to be read. So a waiting pipeline polls from
 # time to time.
 POLL_INTERVAL_S = 0.1
 CANCEL_TIMEOUT_S = 5.0  # for the server to process the cancellation
@@ -75,15 +75,14 @@ class _Session:
 _sessions: weakref.WeakKeyDictionary[Connection, _Session] = weakref.WeakKeyDictionary()
 
 
-async def exchange(connection: Connection, statements: Sequence[Statement]) -> list[list[Row]]:
-    """Run the statements in order and return the rows of each.
+async def run_pipeline(connection: Connection, statements: Sequence[Statement]) -> list[list[Row]]:
+    """Execute the statements in order, in one pipeline, and return the rows of each.
 
-    Statements that neither begin nor commit are one transaction, committed when this returns.
-
-    connection: in autocommit mode and used by this call only; without a time limit of its own.
-    Raises: ValueError for text with a NUL, before anything is sent; otherwise the error of the
-    first statement that failed, after which none was run and nothing committed: a transaction that
-    was begun must be rolled back. After a cancellation the connection is unusable.
+    Without BEGIN and COMMIT they form one implicit transaction. The connection must be in
+    autocommit mode and not used concurrently; no timeout applies. Raises: ValueError for text with
+    NUL (nothing is sent), or the error of the first failing statement: the rest is skipped, nothing
+    is committed, and an open transaction must be rolled back. If the call is cancelled, the
+    connection is unusable.
     """
     encoded: list[tuple[bytes, list[bytes | None], list[int]]] = []
     for sql, values in statements:

@@ -1,4 +1,4 @@
-"""Delivery of alerts to webhooks: retried by the worker for a day, at least once each.
+"""Webhooks of alerts: their settings, and deliveries, retried for a day, at least once each.
 
 One worker at a time sends to an organization's webhook: it holds an advisory lock on a connection
 of its own, which the server releases when the worker dies. An attempt is recorded before it is
@@ -111,7 +111,7 @@ def allows_private(environment: Mapping[str, str]) -> bool:
 
 
 def checked_url(url: str, *, private: bool) -> str:
-    """Return a webhook URL, checked without resolving its name. Raises: InvalidValue."""
+    """Validate a webhook URL without resolving its name; return it. Raises: InvalidValue."""
     if not url.isascii() or not url.isprintable() or " " in url or len(url) > URL_CHARS_MAX:
         raise InvalidValue(
             "url", f"must have at most {URL_CHARS_MAX} printable ASCII characters without spaces"
@@ -390,7 +390,7 @@ def signature(secret: str, body: bytes, at_s: int) -> str:
 
 
 def body_of(listed: ListedAlert) -> bytes:
-    """Return an alert as JSON. Numbers are strings: they may exceed JavaScript's integers."""
+    """Encode an alert as JSON. Numbers are strings: they may exceed JavaScript's integers."""
     alert, organization, quota = listed.alert, listed.organization, listed.quota
     content: dict[str, object] = {
         "id": str(alert.id),
@@ -503,7 +503,7 @@ ORDER BY paused_until NULLS FIRST, organization_id
 LIMIT :limit
 """)
 UNLOCK = text("SELECT pg_advisory_unlock_all()")
-CLAIM = text("""
+CLAIM_ALERT = text("""
 UPDATE alert_deliveries
 SET attempt_count = attempt_count + 1, attempted_at = now()
 WHERE alert_id = (
@@ -516,7 +516,7 @@ WHERE alert_id = (
 )
 RETURNING alert_id
 """)
-DELIVERED = text("""
+RECORD_DELIVERY = text("""
 WITH ended AS (
     UPDATE alert_deliveries
     SET state = 'delivered', ended_at = now()
@@ -526,7 +526,7 @@ UPDATE alert_webhooks
 SET failure_count = 0, paused_until = NULL
 WHERE organization_id = :organization_id AND failure_count > 0
 """)
-FAILED = text("""
+RECORD_FAILURE = text("""
 WITH failed AS (
     UPDATE alert_deliveries SET last_error = :error WHERE alert_id = :id
 )
@@ -601,7 +601,7 @@ async def _deliver_to(run: Run, organization_id: uuid.UUID) -> None:
                 webhook = await session.scalar(
                     select(AlertWebhook).where(AlertWebhook.organization_id == organization_id)
                 )
-                alert_id = await session.scalar(CLAIM, {"organization_id": organization_id})
+                alert_id = await session.scalar(CLAIM_ALERT, {"organization_id": organization_id})
                 if webhook is None or alert_id is None:
                     return
             try:
@@ -622,7 +622,7 @@ async def _record(run: Run, webhook: AlertWebhook, alert_id: uuid.UUID, error: s
     parameters = {"id": alert_id, "organization_id": webhook.organization_id}
     async with run.sessions.begin() as session:
         if not error:
-            await session.execute(DELIVERED, parameters)
+            await session.execute(RECORD_DELIVERY, parameters)
             run.delivered.append(alert_id)
             return
         rest = {
@@ -631,5 +631,7 @@ async def _record(run: Run, webhook: AlertWebhook, alert_id: uuid.UUID, error: s
             "doublings": DOUBLINGS_MAX,
             "part": random.uniform(0.5, 1.0),
         }
-        await session.execute(FAILED, parameters | rest | {"error": error, "url": webhook.url})
+        await session.execute(
+            RECORD_FAILURE, parameters | rest | {"error": error, "url": webhook.url}
+        )
         run.failed.append(alert_id)

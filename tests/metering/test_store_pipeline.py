@@ -19,9 +19,16 @@ import uvloop
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from metering.store import exchange as exchange_module
+from metering.store import pipeline
 from metering.store.db import psycopg_conninfo
-from metering.store.exchange import Connection, array, bytes_array, exchange, id_array, text_array
+from metering.store.pipeline import (
+    Connection,
+    array,
+    bytes_array,
+    id_array,
+    run_pipeline,
+    text_array,
+)
 
 texts = st.lists(
     st.none()
@@ -42,7 +49,7 @@ async def connection(postgres_server: str) -> AsyncIterator[Connection]:
 
 async def test_each_statement_has_its_own_answer(connection: Connection) -> None:
     for _ in range(3):  # the first round prepares them
-        answers = await exchange(
+        answers = await run_pipeline(
             connection,
             [
                 ("BEGIN", ()),
@@ -75,7 +82,7 @@ async def test_arrays_arrive_as_they_were(
 ) -> None:
     numbers, times = [-1, 2**40], [datetime(2026, 11, 20, 1, 2, 3, 4, UTC)]
 
-    [[row]] = await exchange(
+    [[row]] = await run_pipeline(
         connection,
         [
             (
@@ -104,7 +111,7 @@ async def test_an_error_is_raised_as_what_it_is_and_nothing_after_it_is_done(
     await connection.execute("CREATE TEMPORARY TABLE kept (n int PRIMARY KEY)")
 
     with pytest.raises(psycopg.errors.UniqueViolation):
-        await exchange(
+        await run_pipeline(
             connection,
             [
                 ("INSERT INTO kept VALUES (%s)", (1,)),
@@ -116,7 +123,7 @@ async def test_an_error_is_raised_as_what_it_is_and_nothing_after_it_is_done(
 
 async def test_text_that_the_protocol_would_cut_short_is_refused(connection: Connection) -> None:
     with pytest.raises(ValueError, match="NUL"):
-        await exchange(connection, [("SELECT %s::text", ("a\0b",))])
+        await run_pipeline(connection, [("SELECT %s::text", ("a\0b",))])
 
 
 async def test_a_lost_connection_is_reported(postgres_server: str) -> None:
@@ -124,7 +131,7 @@ async def test_a_lost_connection_is_reported(postgres_server: str) -> None:
         psycopg_conninfo(postgres_server), autocommit=True
     ) as opened:
         with pytest.raises(psycopg.OperationalError):
-            await exchange(
+            await run_pipeline(
                 opened, [("SELECT pg_terminate_backend(pg_backend_pid())", ()), ("SELECT 1", ())]
             )
 
@@ -133,7 +140,7 @@ async def test_a_connection_that_goes_away_is_watched_no_more(
     postgres_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new socket with the same descriptor must keep its watch."""
-    loop, read = asyncio.get_running_loop(), exchange_module._read
+    loop, read = asyncio.get_running_loop(), pipeline._read
     still_watched: list[bool] = []
     async with await psycopg.AsyncConnection.connect(
         psycopg_conninfo(postgres_server), autocommit=True
@@ -145,9 +152,9 @@ async def test_a_connection_that_goes_away_is_watched_no_more(
             if lost.pgconn.status == psycopg.pq.ConnStatus.BAD:
                 still_watched.append(loop.remove_reader(fd))
 
-        monkeypatch.setattr(exchange_module, "_read", read_and_look)
+        monkeypatch.setattr(pipeline, "_read", read_and_look)
         with pytest.raises(psycopg.OperationalError):
-            await exchange(lost, [("SELECT pg_terminate_backend(pg_backend_pid())", ())])
+            await run_pipeline(lost, [("SELECT pg_terminate_backend(pg_backend_pid())", ())])
 
     assert still_watched == [False]
 
@@ -158,13 +165,15 @@ async def test_statements_that_fail_again_and_again_leave_nothing_behind_on_the_
     failing = [("SELECT 1", ()), ("SELECT 1 / %s::int", (0,)), ("SELECT 2", ())]
     for _ in range(5):
         with pytest.raises(psycopg.errors.DivisionByZero):
-            await exchange(connection, failing)
+            await run_pipeline(connection, failing)
 
-    [[(count,)]] = await exchange(
+    [[(count,)]] = await run_pipeline(
         connection, [("SELECT count(*)::int FROM pg_prepared_statements", ())]
     )
     assert count == 3  # the two that got that far, and this one
-    assert await exchange(connection, [failing[0], ("SELECT 1 / %s::int", (1,)), failing[2]]) == [
+    assert await run_pipeline(
+        connection, [failing[0], ("SELECT 1 / %s::int", (1,)), failing[2]]
+    ) == [
         [(1,)],
         [(1,)],
         [(2,)],
@@ -204,10 +213,10 @@ def test_a_connection_that_is_reset_is_noticed(postgres_server: str) -> None:
 
     async def ask(conninfo: str, reset: threading.Event) -> None:
         async with await psycopg.AsyncConnection.connect(conninfo, autocommit=True) as connection:
-            assert await exchange(connection, [("SELECT 1", ())]) == [[(1,)]]
+            assert await run_pipeline(connection, [("SELECT 1", ())]) == [[(1,)]]
             reset.set()
             async with asyncio.timeout(5):
-                await exchange(connection, [("SELECT 2", ())])
+                await run_pipeline(connection, [("SELECT 2", ())])
 
     loops = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     with (

@@ -9,8 +9,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from metering.holds import holds
-from metering.holds.holds import CHANNEL, UsageNotices
+from metering.holds import usage_notices
+from metering.holds.usage_notices import CHANNEL, UsageNotices
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.worker import APPLICATION, TaskRequest, UsageListener
@@ -37,7 +37,7 @@ def count(connection: psycopg.Connection[tuple[int]], query: str, *parameters: s
 async def test_many_settlements_are_one_notice(
     sessions: Sessions, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holds, "NOTICE_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(usage_notices, "NOTICE_INTERVAL_S", 3600.0)
     async with (
         await psycopg.AsyncConnection.connect(database_url, autocommit=True) as listening,
         asyncio.TaskGroup() as tasks,

@@ -17,12 +17,11 @@ from datetime import datetime, timedelta
 
 from metering.holds.decide import AdmissionTerms, Hold, HoldTerms, TermsKey
 from metering.holds.lease_clock import boot_time_s
-from metering.holds.operations import Admit
 from metering.pricing.prices import TokenPrices
 from metering.quotas.quota_rules import CounterKey, QuotaRule
 from metering.quotas.quotas import Counter
 from metering.receipts.chaining import ChainHead
-from metering.store.exchange import Connection
+from metering.store.pipeline import Connection
 
 # One row: time, snapshot for the next call, subjects changed since the given snapshot; NULL: all.
 SELECT_CHANGES = """
@@ -41,7 +40,7 @@ COUNT_MAX = 65_536  # entries of each kind, about 30 MB; beyond it the cache sta
 OwnHolds = dict[int, Hold]
 
 
-def remember(own: OwnHolds, holds: Iterable[Hold]) -> None:
+def store_holds(own: OwnHolds, holds: Iterable[Hold]) -> None:
     """Add holds that were taken or extended to `own`."""
     for hold in holds:
         number = hold.id.int
@@ -50,11 +49,11 @@ def remember(own: OwnHolds, holds: Iterable[Hold]) -> None:
 
 
 @dataclass(slots=True)
-class Known:
+class HoldCache:
     """Cache of one connection.
 
     counters: last values read; they never decide alone. charged: results of `rules_of`. heads: of
-    receipt chains, each with whether no other connection has continued it since the last batch.
+    receipt chains, each with whether no other connection has extended it since the last batch.
     """
 
     clock: Callable[[], float] = boot_time_s
@@ -65,40 +64,30 @@ class Known:
     prices: dict[int, TokenPrices] = field(default_factory=dict)  # by version; those never change
     counters: dict[CounterKey, Counter] = field(default_factory=dict)
     heads: dict[bytes, tuple[ChainHead, bool]] = field(default_factory=dict)
-    _asked_at: datetime | None = None
-    _asked_at_s: float = -math.inf
+    _changes_read_at: datetime | None = None
+    _changes_read_at_s: float = -math.inf
     _terms_of: dict[int, set[TermsKey]] = field(default_factory=dict)  # by subject, like the next
     _rules_of: dict[int, set[int]] = field(default_factory=dict)
 
     def now(self) -> datetime | None:
         """Return the estimated database time; None if the cache is older than AGE_MAX."""
-        if self._asked_at is None:
+        if self._changes_read_at is None:
             return None
-        passed = timedelta(seconds=self.clock() - self._asked_at_s)
-        return self._asked_at + passed if passed < AGE_MAX else None
+        passed = timedelta(seconds=self.clock() - self._changes_read_at_s)
+        return self._changes_read_at + passed if passed < AGE_MAX else None
 
-    def asked(self, now: datetime, snapshot: str, changes: Iterable[uuid.UUID | None]) -> None:
+    def apply_changes(
+        self, now: datetime, snapshot: str, changes: Iterable[uuid.UUID | None]
+    ) -> None:
         """Apply a result of SELECT_CHANGES. now: by the database's clock."""
-        if self._asked_at is not None and abs(now - self._asked_at) >= AGE_MAX:
+        if self._changes_read_at is not None and abs(now - self._changes_read_at) >= AGE_MAX:
             self._forget_all()
         for subject_id in changes:
             if subject_id is None:
                 self._forget_all()
             else:
                 self._forget(subject_id.int)
-        self._asked_at, self._asked_at_s, self.snapshot = now, self.clock(), snapshot
-
-    def terms_of(self, op: Admit) -> AdmissionTerms | None:
-        """Return the cached terms of an admission, or None."""
-        terms = self.terms.get(
-            (op.payer.api_key_id.int, op.payer.currency_code, op.model, op.tier, op.embedding)
-        )
-        if terms is None or terms.payer is op.payer:
-            return terms
-        if terms.payer != op.payer:
-            return None
-        terms.payer = op.payer  # equal; the next comparison is by identity
-        return terms
+        self._changes_read_at, self._changes_read_at_s, self.snapshot = now, self.clock(), snapshot
 
     def rules_of(self, terms: HoldTerms) -> tuple[QuotaRule, ...]:
         """Return the cached rules that holds with these terms are charged to; may lack some."""
@@ -109,7 +98,7 @@ class Known:
         return rules
 
     def add_rules(self, rules: Iterable[QuotaRule]) -> None:
-        """Add rules that were read after `asked`."""
+        """Add rules that were read after `apply_changes`."""
         if len(self.rules) > COUNT_MAX:
             self._forget_all()
         self.charged.clear()
@@ -118,21 +107,25 @@ class Known:
             self._rules_of.setdefault(rule.subject_id.int, set()).add(rule.number)
 
     def add_terms(self, key: TermsKey, terms: AdmissionTerms) -> None:
-        """Add terms of admissions that were read after `asked`."""
+        """Add terms of admissions that were read after `apply_changes`."""
         if len(self.terms) > COUNT_MAX:
             self._forget_all()
         self.terms[key] = terms
         for subject_id in terms.payer.subject_ids:
             self._terms_of.setdefault(subject_id.int, set()).add(key)
 
-    def saw(self, counters: Mapping[CounterKey, Counter]) -> None:
+    def store_counters(self, counters: Mapping[CounterKey, Counter]) -> None:
         """Store counters that were just committed."""
         if len(self.counters) > COUNT_MAX:
             self.counters.clear()
         self.counters |= counters
 
-    def continued(self, locked: Mapping[bytes, int], heads: Mapping[bytes, ChainHead]) -> None:
-        """Store chain heads that were just committed. locked: sequence numbers read before that."""
+    def store_heads(self, locked: Mapping[bytes, int], heads: Mapping[bytes, ChainHead]) -> None:
+        """Cache the chain heads just committed.
+
+        locked: the sequence numbers read under the lock, which show whether another connection has
+        extended a chain since.
+        """
         if len(self.heads) > COUNT_MAX:
             self.heads.clear()
         for project_id, head in heads.items():
@@ -173,12 +166,12 @@ class Known:
             each.clear()
 
 
-_known: weakref.WeakKeyDictionary[Connection, Known] = weakref.WeakKeyDictionary()
+_caches: weakref.WeakKeyDictionary[Connection, HoldCache] = weakref.WeakKeyDictionary()
 
 
-def known_of(connection: Connection) -> Known:
+def cache_of(connection: Connection) -> HoldCache:
     """Return the cache of this connection."""
-    known = _known.get(connection)
-    if known is None:
-        known = _known[connection] = Known()
-    return known
+    cache = _caches.get(connection)
+    if cache is None:
+        cache = _caches[connection] = HoldCache()
+    return cache

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from metering.core.errors import KeyInvalid, RequestIdReused, RequestInFlight
 from metering.core.models import QuotaDimension
-from metering.holds.batch import HoldConnection
+from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admit, Admitted, Fits, HoldAnswer
 from metering.quotas.quotas import QuotaExceeded
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.models import Outcome, Quota, QuotaDimension, QuotaSubject
-from metering.holds import batch
 from metering.holds import read as reading
-from metering.holds.batch import HoldConnection
+from metering.holds import slow_path
 from metering.holds.decide import BatchReads, Decisions, Hold, HoldTerms
+from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admit, Expire, Extend, HoldAnswer, Settle, Settled, Void
 from metering.pricing.prices import TokenPrices, embedding_terms
 from metering.quotas import quotas
 from metering.quotas.quota_recount import recount
-from metering.quotas.quota_rules import Claim, Payer, QuotaRule, Weights
+from metering.quotas.quota_rules import Charge, Payer, QuotaRule, Weights
 from metering.quotas.quotas import Counters
 from metering.store.db import create_engine, create_sessions
 from tests.metering.hold_world import HoldWorld, admit, hold_world, settle, until_idle
@@ -49,7 +49,7 @@ async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count the holds that each batch on the full path read."""
+    """Count the holds that each batch on the slow path read."""
     counts: list[int] = []
     read_and_lock = reading.read_and_lock
 
@@ -59,7 +59,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(hold_ids))
         return await read_and_lock(connection, hold_ids, admits, billed_ids)
 
-    monkeypatch.setattr(batch, "read_and_lock", counted)
+    monkeypatch.setattr(slow_path, "read_and_lock", counted)
     return counts
 
 
@@ -361,19 +361,19 @@ async def test_a_quota_that_is_set_while_a_late_settlement_is_written_counts_wha
     await holds.execute([op])
     await expired(world, op, payer)
     decided = asyncio.Event()
-    exchange = vars(batch)["exchange"]
+    run_pipeline = vars(slow_path)["run_pipeline"]
 
     async def paused(connection: Any, statements: Sequence[Any]) -> Any:
         if statements[-1][0] == "COMMIT":
             decided.set()
             await until_somebody_waits_or(world, setting)
-        return await exchange(connection, statements)
+        return await run_pipeline(connection, statements)
 
     async def set_meanwhile() -> None:
         await decided.wait()
         await charged_to_one_more_quota(world, op, payer)
 
-    monkeypatch.setattr(batch, "exchange", paused)
+    monkeypatch.setattr(slow_path, "run_pipeline", paused)
     setting = asyncio.create_task(set_meanwhile())
     [answer] = await holds.execute([settle(op.hold_id, 15)])
     await setting
@@ -402,7 +402,7 @@ tokens = st.integers(0, 3000)
 def ends(
     draw: st.DrawFn,
 ) -> tuple[tuple[bool, int, int, int, int, datetime], tuple[int, int, int, int]]:
-    """Draw a hold and how it ends; cached tokens that are known later take the full path."""
+    """Draw a hold and how it ends; cached tokens that are known later take the slow path."""
     sent, leased = draw(tokens), draw(tokens)
     cached, delivered = draw(st.integers(0, sent)), draw(st.integers(0, leased))
     posted = draw(st.just(0) | st.integers(sent, sent + delivered))
@@ -440,8 +440,8 @@ def test_ends_in_one_statement_release_what_the_full_path_releases(
         embedding: HoldTerms(bytes(48), "m", embedding, prices, numbers)
         for embedding in (False, True)
     }
-    counters = Counters(NOON, guessed=True)
-    decisions = Decisions(BatchReads(NOON), Counters(NOON, guessed=True))
+    counters = Counters(NOON, unlocked=True)
+    decisions = Decisions(BatchReads(NOON), Counters(NOON, unlocked=True))
     for (embedding, sent, cached, leased, posted, charged_at), (
         billed,
         known,
@@ -472,7 +472,7 @@ def test_ends_in_one_statement_release_what_the_full_path_releases(
         if not embedding:
             cached = cached if posted else max(cached, known)
         paid = embedding_terms(prices) if embedding else prices
-        claim = Claim(paid, sent, cached, leased, posted, NOON, charged_at)
-        quotas.end(counters, charged, claim, (billed, delivered, reasoning))
+        charge = Charge(paid, sent, cached, leased, posted, NOON, charged_at)
+        quotas.settle(counters, charged, charge, (billed, delivered, reasoning))
 
-    assert decisions.counters.all_moves() == counters.all_moves()
+    assert decisions.counters.all_increments() == counters.all_increments()

@@ -1,4 +1,4 @@
-"""Extensions in one round trip are exact; the full path handles exceptions."""
+"""Extensions in one round trip are exact; the slow path handles exceptions."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 
 from metering.core.errors import HoldEnded, InvariantViolated
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.holds import batch
 from metering.holds import read as reading
-from metering.holds.batch import HoldConnection
+from metering.holds import slow_path
+from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admit, Admitted, Extend, Extended, HoldAnswer, Settle, Settled
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quotas import QuotaExceeded
 from tests.metering.hold_world import HoldWorld, admit, settle
 from tests.metering.invariants import check_invariants
-from tests.metering.test_quick_ends import (
+from tests.metering.test_fast_settlements import (
     Change,
     charged_to_one_more_quota,
     expired,
@@ -48,7 +48,7 @@ async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count the holds that each batch on the full path read."""
+    """Count the holds that each batch on the slow path read."""
     counts: list[int] = []
     read_and_lock = reading.read_and_lock
 
@@ -58,7 +58,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(hold_ids))
         return await read_and_lock(connection, hold_ids, admits, billed_ids)
 
-    monkeypatch.setattr(batch, "read_and_lock", counted)
+    monkeypatch.setattr(slow_path, "read_and_lock", counted)
     return counts
 
 
@@ -123,7 +123,7 @@ def told(answer: HoldAnswer | Exception) -> object:
 
 
 class Twins:
-    """Equal requests of two tenants: one extends from its cache, the other on the full path."""
+    """Equal requests of two tenants: one extends from its cache, the other on the slow path."""
 
     def __init__(self, world: HoldWorld, holds: HoldConnection) -> None:
         self.world, self.holds = world, holds
@@ -192,7 +192,7 @@ async def test_any_extension_has_the_same_effect_as_on_the_full_path(
             world.advance(chance.choice((1, 20, 61)))
 
     assert set(read_counts) == {1, 2}
-    assert read_counts[1] >= 15, "most of it has been the long way"
+    assert read_counts[1] >= 15, "most of it has taken the slow path"
     assert refused_count
     raised = world.rows("SELECT id FROM quotas WHERE override_until IS NOT NULL")
     check_invariants(world.url, over=[row[0] for row in raised])

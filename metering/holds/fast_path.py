@@ -1,0 +1,372 @@
+"""Fast path of a batch of hold operations: decided from the cache, written in one round trip.
+
+It takes no locks beforehand. The database verifies each assumption in the same transaction: the
+holds are unchanged, no rule, price or key has changed since it was read, the minute is the assumed
+one, each counter has room for all that the batch adds, no request id is in use, and the receipt
+chains end at the cached heads. If any check fails, the transaction has no effect and the batch
+takes the slow path, as do operations that do not fit by the cache. Counters are incremented, not
+set, so concurrent fast batches, of one or several processes, are exact in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+
+import psycopg
+import structlog
+from msgspec import structs
+
+from metering.core.errors import MeteringError
+from metering.holds.decide import LATEST, AdmissionTerms, BatchReads, Decisions
+from metering.holds.hold_cache import HoldCache, OwnHolds, store_holds
+from metering.holds.operations import (
+    Admit,
+    Admitted,
+    Extend,
+    HoldAnswer,
+    HoldOperation,
+    Renew,
+    Settle,
+    Void,
+)
+from metering.holds.read import BEGIN_ADMITTING, LOCK_CHAINS, NO_IDS
+from metering.holds.write import changed_holds, counter_increments, new_holds, usage_writes
+from metering.quotas.quota_rules import CounterKey, window_starts
+from metering.quotas.quotas import Counters, Undecided
+from metering.receipts.chaining import BatchSigner, Chains
+from metering.store.pipeline import Connection, Statement, columns, id_array, run_pipeline
+from metering.store.refusals import LOST, REPEATED
+
+log = structlog.get_logger(__name__)
+IDLE = psycopg.pq.TransactionStatus.IDLE
+MINUTE = timedelta(minutes=1)
+EARLIEST = datetime.min.replace(tzinfo=UTC)
+NO_CORRECTION = 0, 0  # of a quota's used and held amounts
+CLOCK_ERROR = timedelta(seconds=1)  # allowed in a receipt's time: less than a transaction may take
+
+# Sent after QUOTA_LOCK or with the holds locked, as a separate statement, so that it sees all
+# commits up to then. It checks request ids although a unique index does: the index does so only
+# with the counters locked, and an insert that waits there for the hold's end would deadlock.
+CHECK_ASSUMPTIONS = """
+SELECT now(), pg_current_snapshot()::text, 1 / (now() >= %s::timestamptz
+    AND now() < %s::timestamptz AND NOT EXISTS (
+    SELECT FROM rule_changes, (VALUES (%s::pg_snapshot)) AS s(before)
+    WHERE transaction_id >= pg_snapshot_xmin(before)::text::bigint
+        AND NOT pg_visible_in_snapshot(transaction_id::text::xid8, before)
+) AND NOT EXISTS (
+    SELECT FROM unnest(%s::uuid[], %s::uuid[]) AS a(project_id, request_id)
+    JOIN holds h USING (project_id, request_id)
+    WHERE h.state <> 'voided'))::int
+"""
+
+# Raised by a decision, with nothing changed, if its operation has to take the slow path.
+NEEDS_SLOW_PATH = (MeteringError, Undecided)
+
+
+@dataclass(slots=True)
+class FastBatch:
+    """Decided operations of a fast path; valid if the transaction begins in [since, until).
+
+    decided: each operation with its index in the batch and its answer.
+    """
+
+    decisions: Decisions
+    since: datetime
+    until: datetime
+    decided: list[tuple[int, HoldOperation, HoldAnswer]] = field(default_factory=list)
+
+
+def plan_admissions(
+    cache: HoldCache, own: OwnHolds, batch: Sequence[HoldOperation]
+) -> FastBatch | None:
+    """Plan the admissions that fit by the cache; None if there are none, or other operations.
+
+    Other operations may release room that the admissions need.
+    """
+    fast = new_fast_batch(cache)
+    if fast is None or not batch or {*map(type, batch)} != {Admit}:
+        return None
+    now, admit = fast.decisions.reads.now, fast.decisions.admit
+    for index, op in enumerate(batch):
+        if not isinstance(op, Admit) or op.only_asks or (terms := terms_of(cache, op)) is None:
+            continue
+        until = terms.until
+        if until is not None and until <= now:
+            continue
+        try:
+            answer = admit(op, terms)
+        except NEEDS_SLOW_PATH:
+            continue
+        fast.decided.append((index, op, answer))
+        if until is not None and until < fast.until:
+            fast.until = until
+    return fast if fast.decided else None
+
+
+def terms_of(cache: HoldCache, op: Admit) -> AdmissionTerms | None:
+    """Return the cached terms of an admission, or None."""
+    terms = cache.terms.get(
+        (op.payer.api_key_id.int, op.payer.currency_code, op.model, op.tier, op.embedding)
+    )
+    if terms is None or terms.payer is op.payer:
+        return terms
+    if terms.payer != op.payer:
+        return None
+    terms.payer = op.payer  # equal; the next comparison is by identity
+    return terms
+
+
+def attach_rules(cache: HoldCache, own: OwnHolds, batch: Sequence[HoldOperation]) -> set[int]:
+    """Set cached rules of own holds that are ended or extended; return the numbers not cached."""
+    missing: set[int] = set()
+    for op in batch:
+        if isinstance(op, Settle | Extend) and (hold := own.get(op.hold_id.int)) is not None:
+            rules = cache.charged.get(hold.terms) or cache.rules_of(hold.terms)
+            if len(rules) < len(hold.terms.quota_ids):
+                missing.update(hold.terms.quota_ids)
+            hold.rules = rules
+    return missing
+
+
+def plan_settlements(
+    cache: HoldCache, own: OwnHolds, batch: Sequence[HoldOperation]
+) -> FastBatch | None:
+    """Plan the settlements of own holds; None if there are none, or a renewal (affects all holds).
+
+    Removes every hold that the batch ends from `own`.
+    """
+    ended = [
+        (index, op, own.pop(op.hold_id.int, None))
+        for index, op in enumerate(batch)
+        if isinstance(op, Settle | Void)
+    ]
+    fast = new_fast_batch(cache) if ended and Renew not in map(type, batch) else None
+    if fast is None:
+        return None
+    holds, settle = fast.decisions.reads.holds, fast.decisions.settle
+    for index, op, hold in ended:
+        if (
+            hold is not None
+            and isinstance(op, Settle)
+            and len(hold.rules) == len(hold.terms.quota_ids)
+        ):
+            holds[hold.id.int] = hold
+            try:
+                fast.decided.append((index, op, settle(op)))
+            except NEEDS_SLOW_PATH:
+                continue
+    return fast if fast.decided else None
+
+
+def plan_extensions(
+    cache: HoldCache, own: OwnHolds, batch: Sequence[HoldOperation]
+) -> FastBatch | None:
+    """Plan the extensions of own holds that fit by the cache; None if none, or a renewal."""
+    extended = [(index, op) for index, op in enumerate(batch) if isinstance(op, Extend)]
+    fast = new_fast_batch(cache) if extended and Renew not in map(type, batch) else None
+    if fast is None:
+        return None
+    reads = fast.decisions.reads
+    for index, op in extended:
+        if op.hold_id.int in reads.holds:
+            continue  # a second extension needs the result of the first
+        hold = own.pop(op.hold_id.int, None)
+        if hold is None or len(hold.rules) < len(hold.terms.quota_ids):
+            continue
+        override_ends = [
+            rule.override_until for rule in hold.rules if rule.override_until is not None
+        ]
+        reads.holds[op.hold_id.int] = hold
+        try:
+            if any(end <= reads.now for end in override_ends):
+                raise Undecided
+            fast.decided.append((index, op, fast.decisions.extend(op)))
+            fast.until = min((fast.until, *override_ends))
+        except NEEDS_SLOW_PATH:
+            store_holds(own, (hold,))
+    return fast if fast.decided else None
+
+
+def seems_to_fit(cache: HoldCache, op: Admit) -> bool:
+    """Return whether an admission fits by the cache, which may be outdated. Changes nothing."""
+    now, terms = cache.now(), terms_of(cache, op)
+    if now is None or terms is None or (terms.until is not None and terms.until <= now):
+        return False
+    reads = BatchReads(now, terms=cache.terms)
+    counters = Counters(now, cache.counters, unlocked=True)
+    try:
+        Decisions(reads, counters).decide(structs.replace(op, only_asks=True))
+    except (MeteringError, Undecided):
+        return False
+    return True
+
+
+def new_fast_batch(cache: HoldCache) -> FastBatch | None:
+    """Start a batch without operations; return None if the cache is empty or too old."""
+    now = cache.now()
+    if now is None or cache.snapshot is None:
+        return None
+    minute = window_starts(now)[1]
+    return FastBatch(
+        Decisions(BatchReads(now), Counters(now, cache.counters, unlocked=True)),
+        minute,
+        minute + MINUTE,
+    )
+
+
+async def write_batch(
+    connection: Connection,
+    cache: HoldCache,
+    own: OwnHolds,
+    fast: FastBatch,
+    *,
+    owner: str,
+    expiry_s: float,
+    signer: BatchSigner | None,
+) -> None:
+    """Write the decisions in one round trip and complete the answers.
+
+    Raises: the database's error if a cached assumption does not hold; nothing is written then.
+    """
+    writes, counters = fast.decisions.writes, fast.decisions.counters
+    keys, increments = counter_increments(counters.all_increments(), counters.limits)
+    try:
+        if writes.events:
+            await write_settlements(connection, cache, fast, increments, signer)
+            return
+        inserts = new_holds(writes, owner, expiry_s)
+        # Counters before new holds, as in every process: inserts may wait for another's request id.
+        statements = [
+            *changed_holds(writes, expiry_s),
+            assumption_check(cache, fast),
+            *increments,
+            *inserts,
+        ]
+        _, [(now, snapshot, _)], *rows = await run_pipeline(
+            connection, [(BEGIN_ADMITTING, ()), *statements] if inserts else statements
+        )
+    except BaseException:
+        for key in counters.changed:
+            cache.counters.pop(key, None)
+        raise
+    cache.apply_changes(now, snapshot, ())
+    corrections: dict[CounterKey, tuple[int, int]] = {}
+    for ordinal, used, held, _ in rows[0] if increments and counters.limits else ():
+        row = counters.rows.get(keys[ordinal - 1])
+        if row is not None:
+            corrections[keys[ordinal - 1]] = used - row.used, held - row.held
+            row.used, row.held = used, held
+    for _, hold in writes.holds:
+        hold.admitted_at = hold.charged_at = now
+    for hold, _ in writes.extensions.values():
+        hold.charged_at = now
+    store_holds(own, [hold for _, hold in writes.holds])
+    store_holds(own, [hold for hold, _ in writes.extensions.values()])
+    starts = window_starts(now)
+    for _, _, answer in fast.decided:
+        if isinstance(answer, Admitted):  # with actual counters and time instead of cached ones
+            states = answer.quotas
+            answer.admitted_at = states.now = now
+            if corrections:
+                differences = [
+                    corrections.get((rule.number, starts[rule.window]), NO_CORRECTION)
+                    for rule in states.rules
+                ]
+                states.counts = [
+                    (used + a, held + b)
+                    for (used, held), (a, b) in zip(states.counts, differences, strict=True)
+                ]
+
+
+async def write_settlements(
+    connection: Connection,
+    cache: HoldCache,
+    fast: FastBatch,
+    increments: Sequence[Statement],
+    signer: BatchSigner | None,
+) -> None:
+    """End holds with their usage; one round trip if their receipt chains are cached, else two."""
+    writes, now = fast.decisions.writes, fast.decisions.reads.now
+    end_holds = changed_holds(writes, 0.0)
+    projects = {event[0].terms.project_id for event in writes.events}
+    cached = [cache.heads.get(project_id) for project_id in projects]
+    heads = [each[0] for each in cached if each is not None and each[1]]
+    if len(heads) == len(projects):
+        fast.since, fast.until = now - CLOCK_ERROR, now + CLOCK_ERROR
+        chains = Chains.of_rows(
+            now, [(head.project_id, head.sequence, head.hash, head.settled_at) for head in heads]
+        )
+        for project_id in projects:  # restored below if the write succeeds
+            del cache.heads[project_id]
+        statements = [
+            *end_holds,
+            assumption_check(cache, fast),
+            *usage_writes(chains, writes.events, signer),
+            *increments,
+        ]
+        _, [(now, snapshot, _)], *_ = await run_pipeline(connection, statements)
+        locked = {head.project_id: head.sequence for head in heads}
+        cache.heads |= {head.project_id: (head, True) for head in heads}
+    else:
+        fast.since, fast.until = EARLIEST, LATEST
+        lock = LOCK_CHAINS, (id_array([event[0].id for event in writes.events]),)
+        _, _, rows, [(now, snapshot, _)] = await run_pipeline(
+            connection, [("BEGIN", ()), *end_holds, lock, assumption_check(cache, fast)]
+        )
+        chains = Chains.of_rows(now, rows)
+        locked = {head.project_id: head.sequence for head in chains.heads.values()}
+        await run_pipeline(
+            connection, [*usage_writes(chains, writes.events, signer), *increments, ("COMMIT", ())]
+        )
+    cache.apply_changes(now, snapshot, ())
+    cache.store_heads(locked, chains.heads)
+
+
+def assumption_check(cache: HoldCache, fast: FastBatch) -> Statement:
+    """Build CHECK_ASSUMPTIONS with the values that the batch assumes."""
+    requests = [
+        (hold.terms.project_id, op.request_id.int.to_bytes(16, "big"))
+        for op, hold in fast.decisions.writes.holds
+    ]
+    ids = columns("uu", requests) if requests else (NO_IDS, NO_IDS)
+    return CHECK_ASSUMPTIONS, (str(fast.since), str(fast.until), cache.snapshot, *ids)
+
+
+async def execute_fast(
+    cache: HoldCache,
+    own: OwnHolds,
+    fast: FastBatch,
+    connection: Connection,
+    operations: Sequence[HoldOperation],
+    *,
+    owner: str,
+    expiry_s: float,
+    signer: BatchSigner | None,
+    drop: Callable[[], Awaitable[None]],
+) -> list[HoldAnswer | Exception]:
+    """Write a batch; return no answers, with nothing committed, if it needs the slow path.
+
+    drop: closes the connection after an error that no assumption explains.
+    """
+    try:
+        await write_batch(
+            connection, cache, own, fast, owner=owner, expiry_s=expiry_s, signer=signer
+        )
+    except (*REPEATED, psycopg.DataError, psycopg.IntegrityError, ValueError) as unforeseen:
+        log.debug(
+            "batch_takes_slow_path",
+            cause=type(unforeseen).__name__,
+            operation_count=len(operations),
+        )
+        if connection.pgconn.transaction_status != IDLE:
+            await run_pipeline(connection, [("ROLLBACK", ())])
+        return []
+    except LOST:
+        raise
+    except Exception as broken:  # only the slow path can find the operation that caused it
+        log.warning("batch_takes_slow_path", cause=repr(broken), operation_count=len(operations))
+        await drop()
+        return []
+    return [answer for _, _, answer in fast.decided]

@@ -1,0 +1,217 @@
+"""Slow path of a batch of hold operations: lock the rows, decide in memory, write back.
+
+For operations that do not fit by the cache (`fast_path.py`), and those whose batch failed there.
+Ends come first in a batch, so that their room is available to its admissions. `read.py` reads and
+locks, `decide.py` decides, `write.py` writes.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+
+from metering.core.errors import MeteringError
+from metering.core.models import HoldState
+from metering.holds.decide import BatchReads, BatchWrites, Decisions
+from metering.holds.hold_cache import OwnHolds, cache_of, store_holds
+from metering.holds.operations import (
+    Admit,
+    Expire,
+    Extend,
+    HoldAnswer,
+    HoldOperation,
+    Renew,
+    Renewed,
+    Settle,
+    Void,
+)
+from metering.holds.read import SELECT_ORPHANS, lock_counters, read_and_lock
+from metering.holds.write import (
+    GuardFailed,
+    changed_holds,
+    counter_writes,
+    new_holds,
+    renewals,
+    usage_writes,
+)
+from metering.quotas import quotas
+from metering.quotas.quota_rules import CounterKey
+from metering.quotas.quotas import Counters, QuotaExceeded
+from metering.quotas.refusals import Refusals, Refused
+from metering.receipts.chaining import BatchSigner
+from metering.store.pipeline import Connection, id_array, run_pipeline
+
+# Ends first, so that later operations can use their room; renewals touch no counter.
+ORDER: dict[type[HoldOperation], int] = {
+    Settle: 0,
+    Void: 0,
+    Expire: 0,
+    Renew: 0,
+    Extend: 1,
+    Admit: 2,
+}
+
+
+async def execute_slow(
+    connection: Connection,
+    operations: Sequence[HoldOperation],
+    *,
+    process_id: uuid.UUID,
+    expiry_s: float,
+    refusals: Refusals | None = None,
+    signer: BatchSigner | None = None,
+    own: OwnHolds | None = None,
+) -> list[HoldAnswer | Exception]:
+    """Run the operations in one transaction; return each one's result or refusal, in order.
+
+    connection: in autocommit mode, for exclusive use. refusals: counts admissions that quotas
+    refuse, and sets their retry-after. signer: of receipts; None: unsigned. own: receives the holds
+    taken and extended. A refused operation changes nothing. Raises: errors of the database; then
+    the batch may or may not be committed, and the caller must drop the connection.
+    """
+    orphans = await find_orphans(connection, operations)
+    batch = [*operations, *(Void(hold_id) for hold_id in orphans)]
+    try:
+        reads, writes, answers = await decide_and_commit(
+            connection, batch, process_id, expiry_s, signer, unread=True
+        )
+    except GuardFailed:  # a counter row is missing: the locking read below inserts it
+        await run_pipeline(connection, [("ROLLBACK", ())])
+        reads, writes, answers = await decide_and_commit(
+            connection, batch, process_id, expiry_s, signer, unread=False
+        )
+    if own is not None:
+        store_holds(
+            own,
+            [
+                *(hold for _, hold in writes.holds),
+                *(hold for hold, _ in writes.extensions.values()),
+            ],
+        )
+    if refusals is not None and (refused := refused_of(operations, answers)):
+        await refusals.note(connection, reads.now, refused)
+    return [answers[index] for index in range(len(operations))]
+
+
+async def decide_and_commit(
+    connection: Connection,
+    batch: Sequence[HoldOperation],
+    process_id: uuid.UUID,
+    expiry_s: float,
+    signer: BatchSigner | None,
+    *,
+    unread: bool,
+) -> tuple[BatchReads, BatchWrites, dict[int, HoldAnswer | Exception]]:
+    """Decide and write a batch in one transaction.
+
+    unread: allows incrementing counters unread. Raises: GuardFailed if a counter row is missing.
+    """
+    admits = [op for op in batch if isinstance(op, Admit)]
+    hold_ids = {op.hold_id for op in batch if not isinstance(op, Admit | Renew)}
+    billed_ids = {op.hold_id for op in batch if isinstance(op, Settle | Expire)}
+    reads = await read_and_lock(connection, hold_ids, admits, billed_ids)
+    locked = {project_id: head.sequence for project_id, head in reads.chains.heads.items()}
+    if unread and only_gives_back(reads, batch):
+        counters = Counters(reads.now, unlocked=True)
+    else:
+        counters = await lock_counters(connection, reads.now, counter_keys(reads, batch))
+    decisions = Decisions(reads, counters)
+    answers: dict[int, HoldAnswer | Exception] = {}
+    for index in sorted(range(len(batch)), key=lambda i: ORDER[type(batch[i])]):
+        try:
+            answers[index] = decisions.decide(batch[index])
+        except MeteringError as refusal:
+            answers[index] = refusal
+    writes = decisions.writes
+    renewing = renewals(writes, expiry_s)
+    statements = [
+        *renewing,
+        *new_holds(writes, str(process_id), expiry_s),
+        *changed_holds(writes, expiry_s),
+        *usage_writes(reads.chains, writes.events, signer),
+        *counter_writes(counters),
+    ]
+    rows = await run_pipeline(connection, [*statements, ("COMMIT", ())])
+    renewed = (Renewed(frozenset(row[0] for row in each)) for each in rows[: len(renewing)])
+    answers.update(
+        zip(
+            (index for index in sorted(answers) if isinstance(batch[index], Renew)),
+            renewed,
+            strict=True,
+        )
+    )
+    cache, gone = cache_of(connection), counters.created - counters.changed.keys()
+    cache.store_counters({key: row for key, row in counters.rows.items() if key not in gone})
+    cache.store_heads(
+        locked, {project_id: reads.chains.heads[project_id] for project_id in reads.chains.changed}
+    )
+    return reads, writes, answers
+
+
+def only_gives_back(reads: BatchReads, batch: Sequence[HoldOperation]) -> bool:
+    """Return whether all decisions of the batch are independent of the values of counters."""
+    if any(isinstance(op, Admit | Extend) for op in batch) or any(
+        h.state == HoldState.EXPIRED for h in reads.holds.values()
+    ):
+        return False
+    return not undone_ids(reads, batch)
+
+
+def undone_ids(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[uuid.UUID]:
+    """Return the holds whose end changes what their extensions have posted."""
+    return {
+        hold.id
+        for op in batch
+        if isinstance(op, Settle | Void | Expire)
+        and (hold := reads.holds.get(op.hold_id.int)) is not None
+        and hold.posted_token_count
+        and (not isinstance(op, Settle) or hold.corrected_cached_tokens(op) is not None)
+    }
+
+
+async def find_orphans(
+    connection: Connection, operations: Sequence[HoldOperation]
+) -> list[uuid.UUID]:
+    """Return the holds of renewing owners that they do not know of, because the answer was lost."""
+    orphans: list[uuid.UUID] = []
+    for op in operations:
+        if isinstance(op, Renew):
+            ended = {o.hold_id for o in operations if not isinstance(o, Renew)}
+            known_ids = id_array(op.hold_ids | op.spared_ids | ended)
+            [rows] = await run_pipeline(
+                connection, [(SELECT_ORPHANS, (str(op.process_id), known_ids))]
+            )
+            orphans += [row[0] for row in rows]
+    return orphans
+
+
+def counter_keys(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[CounterKey]:
+    """Return the keys of all counters that the batch may change."""
+    keys: set[CounterKey] = set()
+    extended_ids = {op.hold_id for op in batch if isinstance(op, Extend)}
+    undone = undone_ids(reads, batch)
+    for hold in reads.holds.values():
+        if hold.state in (HoldState.HELD, HoldState.EXPIRED):
+            extends, undoes = hold.id in extended_ids, hold.id in undone
+            keys |= quotas.touched_keys(
+                hold.rules, hold.charge(), reads.now, extends=extends, undoes=undoes
+            )
+    return keys | {rule.key(reads.now) for terms in reads.terms.values() for rule in terms.rules}
+
+
+def refused_of(
+    operations: Sequence[HoldOperation], answers: Mapping[int, HoldAnswer | Exception]
+) -> list[Refused]:
+    """Return the admissions of a batch that exceed a quota."""
+    refused: list[Refused] = []
+    for index, op in enumerate(operations):
+        if isinstance(op, Admit) and isinstance(answer := answers[index], QuotaExceeded):
+            refused.append(
+                Refused(
+                    op.payer.organization_id,
+                    answer,
+                    (op.payer.project_id, op.request_id),
+                    op.payer.api_key_id,
+                )
+            )
+    return refused

@@ -1,0 +1,157 @@
+"""Checks of holds.
+
+Each hold ends once, has the usage events of that end, and is charged to its own organization only.
+"""
+
+from __future__ import annotations
+
+from metering.proof.check import SINCE, Check, Moment, violations_sql
+
+OVERDUE = "10 minutes"  # sixty sweeps: the owner and every sweep have had their chance
+
+# A hold with the sums of its usage events. `usage-parts` proves that it has two at most, so that
+# nothing has to be grouped.
+HOLDS_WITH_EVENTS = """
+SELECT h.id, h.organization_id, h.project_id, h.api_key_id, h.model, h.price_version_id, h.state,
+       h.quota_ids, h.admitted_at, h.charged_at, h.ended_at,
+       h.input_token_count, h.cached_input_token_count, h.leased_token_count,
+       h.delivered_token_count, h.posted_token_count, h.posted_minutes, h.embedding,
+       h.reasoning_token_count,
+       num_nonnulls(first.id, second.id) AS parts,
+       coalesce(first.input_token_count + first.embedding_token_count, 0)
+           + coalesce(second.input_token_count + second.embedding_token_count, 0) AS event_input,
+       coalesce(first.embedding_token_count, 0)
+           + coalesce(second.embedding_token_count, 0) AS event_embedding,
+       coalesce(first.delivered_token_count, 0)
+           + coalesce(second.delivered_token_count, 0) AS event_delivered,
+       coalesce(first.billed_token_count, 0)
+           + coalesce(second.billed_token_count, 0) AS event_billed,
+       coalesce(first.billed_reasoning_token_count, 0)
+           + coalesce(second.billed_reasoning_token_count, 0) AS event_reasoning,
+       first.outcome
+FROM holds h
+LEFT JOIN usage_events first ON first.hold_id = h.id AND first.part = 0
+LEFT JOIN usage_events second ON second.hold_id = h.id AND second.part = 1
+"""
+
+NO_LIVE_HOLDS = Check(
+    "no-live-holds",
+    "No hold is live when no process runs.",
+    """
+    SELECT concat('hold ', id) AS subject,
+           concat('of process ', process_id, ' is still live') AS problem
+    FROM holds
+    WHERE state = 'held'
+    """,
+    Moment.AT_REST,
+)
+
+HOLD_CHECKS = (
+    Check(
+        "holds-end-once",
+        "A hold is live or has ended in one way, with the usage events of that end: none if it is"
+        " live or voided, one with the delivered tokens if settled, the known tokens if expired.",
+        violations_sql(
+            "concat('hold ', id, ' (', state, ')')",
+            f"""
+            {HOLDS_WITH_EVENTS}
+            WHERE h.ended_at IS NULL OR h.ended_at >= {SINCE}
+            """,
+            {
+                "(ended_at IS NULL) <> (state = 'held')": (
+                    "concat('ended at ', coalesce(ended_at::text, 'no time'))"
+                ),
+                "state IN ('held', 'voided') AND parts > 0": "'has a usage event'",
+                "state = 'settled' AND (parts <> 1 OR event_delivered <> delivered_token_count)": (
+                    "concat(parts, ' usage events with ', event_delivered, ' tokens of ',"
+                    " delivered_token_count, ' delivered')"
+                ),
+                """state = 'expired'
+            AND event_delivered NOT BETWEEN delivered_token_count AND leased_token_count""": (
+                    "concat('usage events with ', event_delivered, ' tokens, known to be delivered"
+                    " ', delivered_token_count, ', leased ', leased_token_count)"
+                ),
+                "state = 'expired' AND parts > 1 AND delivered_token_count = 0": (
+                    "concat(parts, ' usage events, but no tokens were known when it expired')"
+                ),
+                "event_embedding <> CASE WHEN embedding THEN event_input ELSE 0 END": (
+                    "concat(event_embedding, ' embedding tokens of ', event_input, CASE WHEN"
+                    " embedding THEN ' in an embedding' ELSE ' in a completion' END)"
+                ),
+                # An embedding that was cut off bills the texts that the encoder had begun with.
+                """event_input NOT IN (0, input_token_count)
+            AND NOT (embedding AND event_input < input_token_count AND outcome <> 'stop')""": (
+                    "concat(event_input, ' input tokens in usage events, ', input_token_count,"
+                    " ' in the request')"
+                ),
+            },
+        ),
+    ),
+    Check(
+        "requests-run-once",
+        "A request id of a project has at most one hold that is not voided.",
+        f"""
+        SELECT concat('request ', request_id, ' of project ', project_id) AS subject,
+               concat('has ', count(*), ' holds that were not voided') AS problem
+        FROM holds
+        WHERE state <> 'voided'
+          AND admitted_at >= {SINCE}
+        GROUP BY project_id, request_id
+        HAVING count(*) > 1
+        """,
+    ),
+    # Many holds have the same few combinations: they are grouped first, then looked up.
+    Check(
+        "holds-have-one-customer",
+        "The key, project and organization of a hold belong together, and its quotas belong to"
+        " one of them.",
+        violations_sql(
+            "concat('hold ', any_hold_id)",
+            f"""
+            SELECT DISTINCT ON (c.api_key_id, c.project_id, c.organization_id, c.quota_ids)
+                   c.*, k.project_id AS key_project_id,
+                   p.organization_id AS project_organization_id,
+                   NOT EXISTS (
+                       SELECT
+                       FROM unnest(c.quota_ids) AS charged (id)
+                       LEFT JOIN quotas q
+                           ON q.id = charged.id
+                          AND q.subject_id IN (c.organization_id, c.project_id, c.api_key_id)
+                          AND NOT q.for_new_keys
+                       WHERE q.id IS NULL
+                   ) AS has_own_quotas
+            FROM (
+                SELECT min(id::text) AS any_hold_id,
+                       api_key_id, project_id, organization_id, quota_ids
+                FROM holds
+                WHERE admitted_at >= {SINCE}
+                GROUP BY 2, 3, 4, 5
+            ) AS c
+            LEFT JOIN api_keys k ON k.id = c.api_key_id
+            LEFT JOIN projects p ON p.id = c.project_id
+            """,
+            {
+                """(key_project_id, project_organization_id)
+            IS DISTINCT FROM (project_id, organization_id)""": (
+                    "'has a key, a project and an organization that do not belong together'"
+                ),
+                "NOT has_own_quotas": "'is charged to a quota of another customer'",
+            },
+        ),
+    ),
+    Check(
+        "holds-are-swept",
+        f"No hold is live {OVERDUE} after its expiry: a sweep ends it.",
+        f"""
+        SELECT concat('hold ', id) AS subject,
+               concat('of process ', process_id, ' has expired at ', expires_at,
+                      ' and is still live')
+                   AS problem
+        FROM holds
+        WHERE state = 'held'
+          AND expires_at < now() - interval '{OVERDUE}'
+        """,
+        Moment.SOON,
+    ),
+    NO_LIVE_HOLDS,
+)

@@ -1,0 +1,178 @@
+"""Authentication of callers by the secrets of API keys.
+
+A secret is shown once, at its creation; only its SHA-256 is stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import string
+import uuid
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Double, Select, bindparam, cast, func, or_, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from metering.core.errors import KeyInvalid
+from metering.core.models import ApiKey, Organization, Project, SupersededSecret
+from metering.tenants.networks import Address, Network, networks_of
+
+PREFIX_CHARS = string.ascii_lowercase + string.digits
+PREFIX_LENGTH = 8  # 36^8 prefixes: enough to tell keys apart; not part of the key's strength
+BASE62 = string.digits + string.ascii_uppercase + string.ascii_lowercase
+SECRET_BYTES = 32
+SECRET_LENGTH = 43  # 62^43 > 256^32
+
+SECRET_FORM = re.compile(
+    rf"wk_[a-z0-9]{{{PREFIX_LENGTH}}}_[0-9A-Za-z]{{{SECRET_LENGTH}}}", re.ASCII
+)
+
+PREFIX_FORM = re.compile(rf"wk_[a-z0-9]{{{PREFIX_LENGTH}}}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBounds:
+    """Maximum tokens per request of a key, all choices together; None: the model's limit."""
+
+    max_input_tokens: int | None = None
+    max_output_tokens: int | None = None
+
+
+NO_BOUNDS = TokenBounds()
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Caller of a request, as identified by its key. secret_lifetime_s: remaining validity of the
+    secret; None: unlimited.
+
+    models: allowed models; empty for all. bounds: on the tokens of one request. networks: allowed
+    networks; empty for all. address: client address of this call, determined by its listener; None
+    if unknown. secret_hash: of the secret used in this call; a rotated key has several.
+    strict_parameters: whether unknown parameters over HTTP are refused.
+    """
+
+    api_key_id: uuid.UUID
+    key_prefix: str
+    project_id: uuid.UUID
+    organization_id: uuid.UUID
+    currency_code: str
+    scopes: frozenset[str]
+    secret_lifetime_s: float | None = None
+    models: frozenset[str] = frozenset()
+    bounds: TokenBounds = NO_BOUNDS
+    networks: tuple[Network, ...] = ()
+    strict_parameters: bool = False
+    address: Address | None = field(default=None, compare=False)
+    secret_hash: bytes = field(default=b"", compare=False, repr=False)
+
+    def may_use(self, model: str) -> bool:
+        """Return whether the key allows the model of this name."""
+        return model_allowed(self.models, model)
+
+
+def new_secret(prefix: str | None = None) -> str:
+    """Generate a secret: `wk_`, a visible prefix, `_`, and 256 random bits in base 62.
+
+    prefix: that of an existing key for a further secret; None generates one for a new key.
+    """
+    if prefix is None:
+        prefix = "wk_" + "".join(secrets.choice(PREFIX_CHARS) for _ in range(PREFIX_LENGTH))
+    number = int.from_bytes(secrets.token_bytes(SECRET_BYTES))
+    digits = []
+    for _ in range(SECRET_LENGTH):
+        number, digit = divmod(number, len(BASE62))
+        digits.append(BASE62[digit])
+    return f"{prefix}_{''.join(digits)}"
+
+
+def prefix_of(secret: str) -> str:
+    """Return the part of a secret that is stored and shown."""
+    return secret[: len("wk_") + PREFIX_LENGTH]
+
+
+def hash_of(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()
+
+
+def model_allowed(models: Collection[str], requested: str) -> bool:
+    """Return whether a key limited to these models may use the requested one; an empty list allows
+    every model.
+
+    The name of a model allows each version of it, `name@version`; a version allows only itself.
+    """
+    return not models or requested in models or requested.partition("@")[0] in models
+
+
+def select_principal() -> Select[Any]:
+    """Return the query for the principal of a valid secret, by its hash."""
+    replaced = (
+        select(SupersededSecret)
+        .where(SupersededSecret.secret_hash == bindparam("secret_hash"))
+        .subquery()
+    )
+    ends_at = func.least(ApiKey.expires_at, replaced.c.expires_at)  # ignores NULLs
+    return (
+        select(
+            ApiKey.id,
+            ApiKey.prefix,
+            ApiKey.project_id,
+            Project.organization_id,
+            Organization.currency_code,
+            ApiKey.scopes,
+            cast(func.extract("epoch", ends_at - func.now()), Double).label("lifetime_s"),
+            ApiKey.models,
+            ApiKey.max_input_tokens,
+            ApiKey.max_output_tokens,
+            ApiKey.allowed_networks,
+            ApiKey.strict_parameters,
+        )
+        .join(Project, Project.id == ApiKey.project_id)
+        .join(Organization, Organization.id == Project.organization_id)
+        .outerjoin(replaced, replaced.c.api_key_id == ApiKey.id)
+        .where(
+            or_(
+                ApiKey.secret_hash == bindparam("secret_hash"),
+                ApiKey.id == select(replaced.c.api_key_id).scalar_subquery(),
+            ),
+            ApiKey.revoked_at.is_(None),
+            or_(ends_at.is_(None), ends_at > func.now()),
+        )
+    )
+
+
+# Built once: building it per call took as long as the query.
+PRINCIPAL_OF_SECRET = select_principal()
+
+
+async def authenticate(session: AsyncSession, secret: str) -> Principal:
+    """Return the owner of a secret that is valid by the database's clock. Raises: KeyInvalid for
+    any other secret.
+
+    Unknown, revoked and expired secrets take equal time: one statement handles all, comparing
+    SHA-256 hashes by index.
+    """
+    refusal = KeyInvalid("the API key is not valid: it is unknown, revoked or expired")
+    if SECRET_FORM.fullmatch(secret) is None:
+        raise refusal
+    result = await session.execute(PRINCIPAL_OF_SECRET, {"secret_hash": hash_of(secret)})
+    if (row := result.one_or_none()) is None:
+        raise refusal
+    return Principal(
+        api_key_id=row.id,
+        key_prefix=row.prefix,
+        project_id=row.project_id,
+        organization_id=row.organization_id,
+        currency_code=row.currency_code,
+        scopes=frozenset(row.scopes),
+        secret_lifetime_s=row.lifetime_s,
+        models=frozenset(row.models),
+        bounds=TokenBounds(row.max_input_tokens, row.max_output_tokens),
+        networks=networks_of(tuple(row.allowed_networks)),
+        strict_parameters=row.strict_parameters,
+        secret_hash=hash_of(secret),
+    )
