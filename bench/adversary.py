@@ -134,8 +134,8 @@ class Service:
         wait_for(
             lambda: is_serving(self._settings.listen_address) or None, self._process, self._log
         )
-        for host in children_of(self._process.pid):
-            for thread in Path(f"/proc/{host}/task").iterdir():
+        for worker in children_of(self._process.pid):
+            for thread in Path(f"/proc/{worker}/task").iterdir():
                 os.sched_setaffinity(int(thread.name), {self._other_core})
 
     def reset_peak(self) -> None:

@@ -105,8 +105,8 @@ def api_process(
     try:
         address = wait_for(lambda: read_endpoint(settings.home).address or None, process, log)
         wait_for(lambda: is_serving(address) or None, process, log)
-        for host in children_of(process.pid):
-            for thread in Path(f"/proc/{host}/task").iterdir():
+        for worker in children_of(process.pid):
+            for thread in Path(f"/proc/{worker}/task").iterdir():
                 os.sched_setaffinity(int(thread.name), {other_core})
         postgres = postgres_pid(settings.database_url)
         yield (

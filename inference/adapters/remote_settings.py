@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from inference.adapters.external_core import Handling
+from inference.adapters.external_queue import Handling
 
 # Message to clients about a server that cannot be used: the reason may name addresses.
-TOLD_LOSS = "its server cannot be used now; operators find the reason in the log"
+LOSS_MESSAGE = "its server cannot be used now; operators find the reason in the log"
 TARGET_FORM = (
     "must be trtllm://host:port, vllm://host:port or sglang://host:port, or"
     " openai+http://host:port or openai+https://host:port, both optionally with /model"
@@ -111,7 +111,7 @@ def masked(text: str) -> str:
 
 
 def key_header(name: str) -> str:
-    """Return the name of a header for a key, in lower case. Raises: ValueError."""
+    """Validate the name of a header for a key; return it in lower case. Raises: ValueError."""
     lower = name.lower()
     if not _HEADER.fullmatch(lower) or _RESERVED.fullmatch(lower):
         raise ValueError("must be the name of a header for a key, such as authorization or api-key")

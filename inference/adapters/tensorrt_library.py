@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.processes import alive, command_line, descendants
-from inference.adapters.external_core import OutsideCore, StallWatch
+from inference.adapters.external_faults import StallWatch
+from inference.adapters.external_queue import ExternalQueue
 from inference.adapters.tensorrt_adapters import Adapter
 from inference.adapters.tensorrt_settings import (
     KV_EVENT_COUNT_MAX,
@@ -248,7 +249,7 @@ class EngineWatch:
         self,
         library: TensorRtLibrary,
         llm: Any,
-        core: OutsideCore,
+        core: ExternalQueue,
         options: TensorRtOptions,
         broken: Callable[[str], None],
     ) -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
-from inference.adapters.external_core import Handling
+from inference.adapters.external_queue import Handling
 from inference.adapters.tensorrt_adapters import Adapter
+from inference.capabilities import EMBEDDED_ONLY, Capabilities
 from inference.limits import EngineLimits
+from inference.sequences import RequestField
 from inference.workers.protocol import Message
 
 # 1.2.0 corrupts its KV cache under block reuse (NVIDIA/TensorRT-LLM#12770); later interfaces differ
@@ -42,6 +45,30 @@ _PARALLEL = {
     "moe_expert_parallel_size": "expert_parallel_size",
 }
 _OBJECTS = ("kv_cache_config", "scheduler_config")
+# The default PyTorch sampler accepts and ignores these fields: penalties came with
+# NVIDIA/TensorRT-LLM#16485, `min_p` with #16590, seeds with #17172. It suppresses only one of
+# several end tokens, so a minimum of tokens is not enforced. The log-probabilities of a sampled
+# token may lack that token, which would fail the sequence.
+_TORCH_SAMPLER = Capabilities(
+    frozenset(
+        {
+            RequestField.MIN_P,
+            RequestField.SEED,
+            RequestField.REPETITION_PENALTY,
+            RequestField.PRESENCE_PENALTY,
+            RequestField.FREQUENCY_PENALTY,
+            RequestField.MIN_OUTPUT_TOKENS,
+            *EMBEDDED_ONLY,
+        }
+    ),
+    sampled_logprobs=False,
+    after_thinking=frozenset(),
+)
+# Versions of TensorRT-LLM: the library's in the worker, and the release candidates whose server has
+# the gRPC service. The doctor asks for each field whether an installed library behaves so.
+TENSORRT_LLM: Mapping[str, Capabilities] = MappingProxyType(
+    {"1.2.1": _TORCH_SAMPLER, "1.3.0rc": _TORCH_SAMPLER}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from common.processes import started_with
-from inference.adapters.external_core import Answer, Choice, KvCacheChange, OutsideCore
+from inference.adapters.external_queue import ExternalQueue
+from inference.adapters.external_request import Answer, Choice
+from inference.adapters.kv_events import KvCacheChange
 from inference.adapters.tensorrt_library import EngineWatch, TensorRtLibrary
 from inference.adapters.tensorrt_settings import LoadTensorRt
 from inference.engine import EngineStatistics, SequenceEvent, SequenceRefused
@@ -54,7 +56,7 @@ SHUTDOWN_TIMEOUT_S = 10.0  # the library's own shutdown has hung
 _log = logging.getLogger("weir.inference.adapters")
 
 
-class TensorRtHost:
+class TensorRtWorker:
     """Connects one engine to the inbox and the socket."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -64,7 +66,7 @@ class TensorRtHost:
         self._unsent: list[Event] = []
         self._flushing = False
         self._llm: Any = None
-        self._core: OutsideCore
+        self._core: ExternalQueue
         self._block_count = 0
         self._reported: dict[str, Any] = {}  # last statistics of the engine
         self._load: LoadTensorRt
@@ -103,7 +105,7 @@ class TensorRtHost:
         tokenizer = Tokenizer(directory)
         self._ended = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            self._core = OutsideCore(
+            self._core = ExternalQueue(
                 functools.partial(TensorRtAnswers, library, self._llm, self._load.vocabulary_size),
                 decoder=tokenizer.decoder,
                 vocabulary_size=self._load.vocabulary_size,
@@ -114,7 +116,7 @@ class TensorRtHost:
                 ),
                 limits=self._load.limits,
                 handling=options,
-                tell=self._tell,
+                sink=self._emit,
                 broken=self._broken,
                 tasks=tasks,
             )
@@ -130,7 +132,7 @@ class TensorRtHost:
             threading.Thread(
                 target=self._pump,
                 args=(asyncio.get_running_loop(),),
-                name="weir-host-pump",
+                name="weir-worker-pump",
                 daemon=True,
             ).start()
             await self._ended.wait()
@@ -188,7 +190,7 @@ class TensorRtHost:
         self._flush()
         self._ended.set()
 
-    def _tell(self, number: int, event: SequenceEvent | EngineError) -> None:
+    def _emit(self, number: int, event: SequenceEvent | EngineError) -> None:
         if isinstance(event, EngineError):
             self._queue((number, SequenceRefused(str(event), failed=True)))
         else:
@@ -309,7 +311,7 @@ class KvEventReader:
         self._last_id: int | None = None
 
     def read(self, events: Sequence[Mapping[str, Any]]) -> list[KvCacheChange]:
-        """Return the changes of the events. A gap is a reset; unknown types are ignored."""
+        """Convert events to changes. A gap is a reset; unknown types are ignored."""
         changes = []
         for event in events:
             event_id = int(event["event_id"])
@@ -339,7 +341,7 @@ class KvEventReader:
 def main() -> int:
     """Entry point. Guarded, since processes started by the library import this module too."""
     return serve_parent(
-        "inference.adapters.tensorrt_worker", lambda connection: TensorRtHost(connection).run()
+        "inference.adapters.tensorrt_worker", lambda connection: TensorRtWorker(connection).run()
     )
 
 

@@ -149,7 +149,7 @@ class EncoderSet:
             )
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
-        """Implement `Encoder.embed` by the least loaded replica, or another if it fails."""
+        """Embed on the least loaded replica; if that fails, on another. See `Encoder.embed`."""
         token_count = sum(map(len, request.inputs))
         begun = False
 

@@ -23,7 +23,7 @@ DRAINED = EngineCondition(
     EngineState.RESTARTING, retry_after_s=DRAINED_RETRY_S, reason="it is being drained"
 )
 # Ordered from the least to the most available state
-_PROMISE = (
+_BEST_FIRST = (
     EngineState.CLOSED,
     EngineState.FAILED,
     EngineState.COLD,
@@ -138,7 +138,7 @@ Keys = tuple[int, ...]
 
 
 def prefix_keys(token_ids: Sequence[int], cache_salt: str) -> Keys:
-    """Return the keys of a prompt's full blocks before its last token, which a cache can serve."""
+    """Compute the keys of a prompt's full blocks before its last token, which a cache can serve."""
     return block_hashes(tuple(token_ids), cache_salt, KV_BLOCK_TOKENS)[
         : max(len(token_ids) - 1, 0) // KV_BLOCK_TOKENS
     ]
@@ -341,7 +341,11 @@ def best_condition(conditions: Collection[EngineCondition], warm_count: int) -> 
         return DRAINED
     best = max(
         conditions,
-        key=lambda each: (_PROMISE.index(each.state), each.loading_fraction, -each.retry_after_s),
+        key=lambda each: (
+            _BEST_FIRST.index(each.state),
+            each.loading_fraction,
+            -each.retry_after_s,
+        ),
     )
     return replace(best, starts_on_demand=best.starts_on_demand and not warm_count)
 

@@ -31,16 +31,16 @@ from inference.engine import (
     EngineState,
     EngineStatistics,
     EngineTimings,
+    EventSink,
     GenerationRequest,
     ModelInfo,
     Scheduled,
     SequenceEvent,
     SequenceFinished,
-    Tell,
+    SequenceHandle,
     TokensGenerated,
     ignore_event,
 )
-from inference.engine import Sequence as RunningSequence
 from inference.errors import (
     EngineError,
     EngineFailed,
@@ -154,9 +154,9 @@ class ReplicaSet:
                 ]
                 await asyncio.sleep(max(min(waits, default=0.0), START_PAUSE_S))
 
-    def submit(self, request: GenerationRequest, tell: Tell) -> RoutedSequence:
+    def submit(self, request: GenerationRequest, sink: EventSink) -> RoutedSequence:
         """Implement `Engine.submit`."""
-        sequence = RoutedSequence(self, request, tell)
+        sequence = RoutedSequence(self, request, sink)
         self.place(sequence, request)
         self.sequences.add(sequence)
         return sequence
@@ -432,23 +432,25 @@ class Recovery:
 
 
 class RoutedSequence:
-    """Sequence that may move between replicas. Implements `Sequence`."""
+    """Sequence that may move between replicas. Implements `SequenceHandle`."""
 
-    def __init__(self, fleet: ReplicaSet, request: GenerationRequest, tell: Tell) -> None:
-        self._fleet = fleet
+    def __init__(
+        self, replica_set: ReplicaSet, request: GenerationRequest, sink: EventSink
+    ) -> None:
+        self._replica_set = replica_set
         self._request = request
-        self._tell = tell
+        self._sink = sink
         # State of the whole sequence.
         self._is_cancelled = False
         self._has_output = False  # reported to the caller, so it cannot start over
         self._cached_token_count: int | None = None
         self._is_cached_final = False
-        self._opened_at_s = fleet.clock()
+        self._opened_at_s = replica_set.clock()
         self._scheduled_at_s: float | None = None
         self._first_token_at_s: float | None = None
         # State on its current or last replica.
         self._replica: Replica
-        self._sequence: RunningSequence  # in its engine
+        self._sequence: SequenceHandle  # in its engine
         self._is_placed = False
         self._is_continuation = False  # the prompt was computed by an earlier replica
         self._work: Work
@@ -468,11 +470,11 @@ class RoutedSequence:
 
     @property
     def outputs(self) -> list[list[int]]:
-        """Implement `Sequence.outputs`."""
+        """Implement `SequenceHandle.outputs`."""
         return self._sequence.outputs
 
     def cancel(self) -> None:
-        """Implement `Sequence.cancel`."""
+        """Implement `SequenceHandle.cancel`."""
         self._is_cancelled = True
         if self._is_placed:
             self._sequence.cancel()
@@ -481,12 +483,12 @@ class RoutedSequence:
             recovery.next_look = asyncio.get_running_loop().call_soon(self._look)
 
     def close(self) -> None:
-        """Implement `Sequence.close`."""
-        self._tell = ignore_event
-        self._fleet.sequences.discard(self)
+        """Implement `SequenceHandle.close`."""
+        self._sink = ignore_event
+        self._replica_set.sequences.discard(self)
         if self._is_placed:
             self._leave()
-        if self._recovery is not None or self in self._fleet.moving:
+        if self._recovery is not None or self in self._replica_set.moving:
             self._stop_looking()
 
     def enter(
@@ -496,13 +498,13 @@ class RoutedSequence:
 
         output_token_count: expected length of the output.
         """
-        fleet = self._fleet
-        fleet.placement_count += 1
-        replica.placed_at = fleet.placement_count
+        replica_set = self._replica_set
+        replica_set.placement_count += 1
+        replica.placed_at = replica_set.placement_count
         self._sequence = replica.engine.submit(request, self._take)
         self._replica, self._work, self._is_placed = replica, work, True
         self._is_continuation = bool(request.output_token_ids)
-        self._began_at_s = fleet.clock()
+        self._began_at_s = replica_set.clock()
         self._is_probe = not replica.breaker.is_closed and replica.breaker.begun(self._began_at_s)
         self._shows_health = False
         found_token_count = 0
@@ -521,22 +523,22 @@ class RoutedSequence:
 
         Cancels it on the engine; that end is not reported, and it continues as after a loss.
         """
-        if not self._is_placed or self._replica.name != name or self in self._fleet.moving:
+        if not self._is_placed or self._replica.name != name or self in self._replica_set.moving:
             return False
         if (
             self._is_cancelled
             or not self._may_go_on
-            or not self._fleet.has_place(self._continued())
+            or not self._replica_set.has_place(self._continued())
         ):
             return False
-        self._fleet.moving.add(self)
+        self._replica_set.moving.add(self)
         self._sequence.cancel()
         return True
 
     @property
     def _may_go_on(self) -> bool:
         """Return whether another engine could run it, from its beginning or its current output."""
-        return not self._has_output or self._fleet.could_continue(self._continued())
+        return not self._has_output or self._replica_set.could_continue(self._continued())
 
     def _continued(self) -> GenerationRequest:
         """Return the request for another engine, with the output so far."""
@@ -555,13 +557,13 @@ class RoutedSequence:
                     self._replica.outstanding_token_count -= count
                 else:
                     self._generated(count)
-                self._tell(event)
+                self._sink(event)
             case Scheduled():
                 if self._begun(event):
-                    self._tell(event)
+                    self._sink(event)
             case ChoiceFinished():
                 self._has_output = True
-                self._tell(event)
+                self._sink(event)
             case SequenceFinished():
                 self._finished(event)
             case EngineError():
@@ -579,7 +581,10 @@ class RoutedSequence:
         self._replica.outstanding_token_count += self._charged - charged
         if self._cached_token_count is not None:
             return False
-        self._cached_token_count, self._scheduled_at_s = cached_token_count, self._fleet.clock()
+        self._cached_token_count, self._scheduled_at_s = (
+            cached_token_count,
+            self._replica_set.clock(),
+        )
         self._is_cached_final = event.is_final
         return True
 
@@ -594,7 +599,7 @@ class RoutedSequence:
             ):
                 self._replica.breaker.succeeded()
         if not self._has_output:
-            self._has_output, self._first_token_at_s = True, self._fleet.clock()
+            self._has_output, self._first_token_at_s = True, self._replica_set.clock()
         charged, self._charged = self._charged, max(self._output_left - token_count, 1)
         self._output_left = self._charged
         self._replica.outstanding_token_count += self._charged - charged
@@ -603,13 +608,13 @@ class RoutedSequence:
         if (
             event.reason is EngineFinishReason.CANCELLED
             and not self._is_cancelled
-            and not self._fleet.is_closing
+            and not self._replica_set.is_closing
         ):
             self._lost(EngineUnavailable("the replica was closed or drained", retry_after_s=0.0))
             return
-        fleet = self._fleet
-        fleet.mean_output_token_count += (
-            event.generated_token_count - fleet.mean_output_token_count
+        replica_set = self._replica_set
+        replica_set.mean_output_token_count += (
+            event.generated_token_count - replica_set.mean_output_token_count
         ) / OUTPUT_MEMORY
         if self._moved:
             # A replica that continues an output reports another prompt than the billed one.
@@ -625,9 +630,9 @@ class RoutedSequence:
         self._end(event)
 
     def _end(self, last: SequenceFinished | EngineError) -> None:
-        tell = self._tell
+        sink = self._sink
         self.close()
-        tell(last)
+        sink(last)
 
     def _lost(self, loss: EngineError) -> None:
         """Search for another replica from the next turn of the event loop, or end with the loss."""
@@ -637,7 +642,7 @@ class RoutedSequence:
                 loss = EngineFailed(f"no other engine can continue the sequence: {loss}")
             self._end(loss)
             return
-        replica, now_s = self._replica, self._fleet.clock()
+        replica, now_s = self._replica, self._replica_set.clock()
         has_failed = isinstance(loss, EngineFailed)
         if has_failed:
             # A second failure on an engine that survives is probably caused by the request.
@@ -659,14 +664,14 @@ class RoutedSequence:
         elif (
             not self._may_go_on
             or all_refused
-            or self._fleet.is_closing
+            or self._replica_set.is_closing
             or self._failure_count > LOSS_COUNT_MAX
         ):
             self._end(loss)
         else:
             # A full queue is reported at once; a lost sequence gets time to find another place.
-            wait_s = 0.0 if is_full and not self._has_output else self._fleet.recovery_wait_s
-            home = replica if self in self._fleet.moving and not has_failed else None
+            wait_s = 0.0 if is_full and not self._has_output else self._replica_set.recovery_wait_s
+            home = replica if self in self._replica_set.moving and not has_failed else None
             self._recovery = Recovery(
                 loss, home, now_s + wait_s, asyncio.get_running_loop().call_soon(self._look)
             )
@@ -681,7 +686,7 @@ class RoutedSequence:
             elif self._found_place(recovery.home):
                 self._stop_looking()
                 self._note_moved()
-            elif self._fleet.is_closing or self._fleet.clock() >= recovery.give_up_at_s:
+            elif self._replica_set.is_closing or self._replica_set.clock() >= recovery.give_up_at_s:
                 self._end(recovery.loss)
             else:
                 recovery.next_look = asyncio.get_running_loop().call_later(
@@ -697,18 +702,18 @@ class RoutedSequence:
         """Enter a replica, or `home` if no other takes it, drained or not; return success."""
         request = self._continued()
         try:
-            self._fleet.place(self, request, self._lost_on)
+            self._replica_set.place(self, request, self._lost_on)
         except (EngineUnavailable, EngineOverloaded, EngineStartFailed):
             if home is None:
                 return False
             try:
-                self._fleet.place_at(self, home, request)
+                self._replica_set.place_at(self, home, request)
             except EngineError:
                 return False
         return True
 
     def _stop_looking(self) -> None:
-        self._fleet.moving.discard(self)
+        self._replica_set.moving.discard(self)
         if self._recovery is not None:
             self._recovery.next_look.cancel()
             self._recovery = None
@@ -717,7 +722,7 @@ class RoutedSequence:
         self._moved = True
         if self._has_output:
             self._migration_count += 1
-        self._fleet.note_moved(migrated=self._has_output)
+        self._replica_set.note_moved(migrated=self._has_output)
         token_count, lost = sum(map(len, self.outputs)), self._lost_on[-1]
         _log.info(
             "moved a sequence of %d tokens from replica %s to %s",
@@ -750,7 +755,7 @@ class RoutedSequence:
 
     def _timings(self) -> EngineTimings:
         """Return timings on the set's clock; time between replicas counts to the later phase."""
-        now_s = self._fleet.clock()
+        now_s = self._replica_set.clock()
         scheduled_s = now_s if self._scheduled_at_s is None else self._scheduled_at_s
         first_token_s = now_s if self._first_token_at_s is None else self._first_token_at_s
         return EngineTimings(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from inference.adapters.external_core import OutsideCore
+from inference.adapters.external_queue import ExternalQueue
 from inference.adapters.tensorrt_library import EngineWatch, TensorRtLibrary
 from inference.adapters.tensorrt_settings import TensorRtOptions
 from inference.adapters.tensorrt_worker import TensorRtAnswers
@@ -29,10 +29,10 @@ from inference.engine import (
 )
 from inference.errors import EngineError
 from inference.limits import EngineLimits
-from inference.text.detokenizer import TextDecoder
+from inference.text.text_decoder import TextDecoder
 from inference.text.tokenizer import Tokenizer
 from tests.inference.running import Outcome
-from tests.inference.tensorrt_hosted import DOUBLE, OPTIONS
+from tests.inference.tensorrt_engines import DOUBLE, OPTIONS
 
 LIMITS = EngineLimits(
     context_window_tokens=2048, step_token_count_max=256, running_sequence_count_max=4
@@ -65,7 +65,7 @@ class World:
     ends_of_choices: dict[int, list[int]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
-    core: OutsideCore = field(init=False)
+    core: ExternalQueue = field(init=False)
 
     def tell(self, number: int, event: SequenceEvent | EngineError) -> None:
         outcome = self.outcomes.setdefault(number, Outcome())
@@ -139,7 +139,7 @@ async def core_world(
         llm = library.build(str(directory), limits, chosen)
         async with asyncio.TaskGroup() as tasks:
             world = World(library, llm, chosen, tasks)
-            world.core = OutsideCore(
+            world.core = ExternalQueue(
                 functools.partial(TensorRtAnswers, library, llm, config.vocabulary_size),
                 decoder=TextDecoder(
                     tokenizer.backend, tokenizer.special_token_ids, "tokenizer.json"
@@ -148,7 +148,7 @@ async def core_world(
                 model_end_token_ids=config.end_token_ids,
                 limits=limits,
                 handling=chosen,
-                tell=world.tell,
+                sink=world.tell,
                 broken=world.broken.append,
                 tasks=tasks,
             )

@@ -16,8 +16,8 @@ from inference.native import decoder as packing
 from inference.native import loader
 from inference.native.packed_file import PackedFile, PackedPlace, trim_packed
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
-from tests.inference.hosted import prompt
 from tests.inference.running import SMALL_KV_BYTES, make_request, run_all
+from tests.inference.worker_engines import prompt
 
 pytestmark = pytest.mark.skipif(
     loader.load() is None, reason="torch computes here, and reads weights where they lie anyway"

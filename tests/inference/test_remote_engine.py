@@ -39,12 +39,12 @@ from inference.errors import (
     RequestImpossible,
 )
 from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.hosted import LONG, first_tokens, prompt, read_all, run, until
-from tests.inference.remote_hosted import RemoteWorld, connected, remote_engine, remote_settings
+from tests.inference.remote_engines import RemoteWorld, connected, remote_engine, remote_settings
 from tests.inference.running import Outcome, make_core, make_request, run_all, used_fields
+from tests.inference.worker_engines import LONG, first_tokens, prompt, read_all, run, until
 from tests.remote_servers.serving import PATIENCE_S, ServerProcess
 
-LETTER = 300  # token of the tiny checkpoint that is no part of a character
+LETTER = 300  # token of the tiny checkpoint that is not part of a character
 SERVICES = [Service.TRTLLM, Service.VLLM, Service.SGLANG, Service.OPENAI_HTTP]
 
 

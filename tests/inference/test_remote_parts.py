@@ -21,24 +21,22 @@ from api.core.settings import SettingInvalid, Settings
 from api.fleet.fleet import build_serving
 from inference.adapters import remote_doctor as doctor
 from inference.adapters.findings import Verdict
-from inference.adapters.remote_connection import (
-    DIALECTS,
-    Bundle,
-    Examination,
-    check_tokenizer,
-)
+from inference.adapters.remote_connection import DIALECTS
 from inference.adapters.remote_dialects import SEED_MAX, ServerUnfit, salt_id, wire_seed
 from inference.adapters.remote_engine import RemoteEngine, Upkeep, root_of
+from inference.adapters.remote_examination import Examination
+from inference.adapters.remote_files import Bundle, check_tokenizer
 from inference.adapters.remote_settings import Service, Target, TlsFiles, parse_target
-from inference.capabilities import Capabilities, RequestField
+from inference.capabilities import Capabilities
 from inference.checkpoint.checkpoint import read_external_model
 from inference.engine import Engine, EngineStatistics
 from inference.errors import CheckpointInvalid
 from inference.routing.replica_set import ReplicaSet
+from inference.sequences import RequestField
 from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.hosted import prompt, run
-from tests.inference.remote_hosted import remote_engine, remote_settings
+from tests.inference.remote_engines import remote_engine, remote_settings
 from tests.inference.running import make_request
+from tests.inference.worker_engines import prompt, run
 from tests.remote_servers.serving import ServerProcess
 
 

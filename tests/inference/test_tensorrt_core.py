@@ -18,9 +18,9 @@ from inference.engine import (
 )
 from inference.errors import EngineStartFailed
 from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.hosted import LONG, prompt
 from tests.inference.running import make_core, make_request, run_all
 from tests.inference.tensorrt_core import LIMITS, core_world, double_imported, until
+from tests.inference.worker_engines import LONG, prompt
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=1, logit_bias=((33, 4.0), (34, -9.0)))
 
@@ -294,7 +294,7 @@ async def test_the_next_sequence_is_chosen_by_rank_with_bounded_overtaking(
                 if number < 9:  # a flood of sequences that would always be next
                     world.add(number + 10, replace(make_request(prompt(number), 4), rank=-1.0))
 
-        world.core._tell = note
+        world.core._sink = note
         world.add(0, make_request(prompt(0), 60))
         world.add(1, replace(make_request(prompt(1), 4), rank=5.0))
         world.add(2, replace(make_request(prompt(2), 4), rank=1.0))

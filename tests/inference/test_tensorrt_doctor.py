@@ -21,7 +21,7 @@ from inference.adapters.tensorrt_settings import VERSION
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.tensorrt_adapters import write_adapter
 from tests.inference.tensorrt_core import double_imported
-from tests.inference.tensorrt_hosted import find_double, tensorrt_settings
+from tests.inference.tensorrt_engines import find_double, tensorrt_settings
 
 KILLED = "After a worker's death, do its sequence and the library's health check stay silent"
 SIZES: dict[str, Any] = {

@@ -12,16 +12,9 @@ from typing import Any, cast
 
 import pytest
 
-from inference.adapters.external_core import (
-    STALLS_MAX,
-    TAKEN_AT_ONCE_MAX,
-    Answer,
-    Choice,
-    Handling,
-    Output,
-    OutsideCore,
-    StallWatch,
-)
+from inference.adapters.external_faults import STALLS_MAX, StallWatch
+from inference.adapters.external_queue import ExternalQueue, Handling
+from inference.adapters.external_request import TAKEN_AT_ONCE_MAX, Answer, Choice, Output
 from inference.engine import (
     EngineFinishReason,
     GenerationRequest,
@@ -35,11 +28,11 @@ from inference.engine import (
 )
 from inference.errors import EngineError, EngineFailed
 from inference.limits import EngineLimits
-from inference.text.detokenizer import TextDecoder
+from inference.text.text_decoder import TextDecoder
 from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import TOKENIZER_VOCABULARY_SIZE, TinyCheckpoint
-from tests.inference.hosted import prompt, until
 from tests.inference.running import make_request
+from tests.inference.worker_engines import prompt, until
 
 END, FORMAT_END = 2, 6
 EMPTY_MAX = 4
@@ -108,7 +101,7 @@ class World:
         self.failed: list[int] = []
         self.broken: list[str] = []
         self.generated: list[int] = []  # tokens of each event
-        self.core = OutsideCore(
+        self.core = ExternalQueue(
             self.submit,
             decoder=TextDecoder(tokenizer.backend, tokenizer.special_token_ids, "tokenizer.json"),
             vocabulary_size=checkpoint.vocabulary_size,
@@ -118,7 +111,7 @@ class World:
                 context_window_tokens=2048, step_token_count_max=64, running_sequence_count_max=4
             ),
             handling=CAREFUL,
-            tell=self.tell,
+            sink=self.tell,
             broken=self.broken.append,
             tasks=tasks,
         )
@@ -186,7 +179,7 @@ async def test_a_stop_sequence_that_names_a_control_token_ends_an_external_outpu
 ) -> None:
     events: list[SequenceEvent | EngineError] = []
     async with world_of(tiny) as world:
-        world.core._tell = lambda number, event: events.append(event)
+        world.core._sink = lambda number, event: events.append(event)
         world.add(0, make_request(prompt(1), 9, stop_sequences=("<|user|>",)))
         world.scripts[0].say(40, 41, 4, 42)
         await until(lambda: bool(events) and isinstance(events[-1], SequenceFinished))
