@@ -368,7 +368,7 @@ class EngineCore:
             piece = sequence.detokenizer.finish()
             # Bytes that become final at the end may complete a stop sequence, which is cut off as
             # usual.
-            if piece.stopped and reason is not EngineFinishReason.CANCELLED:
+            if piece.stop and reason is not EngineFinishReason.CANCELLED:
                 reason, sequence.stopped_by = EngineFinishReason.STOP_SEQUENCE, piece.stop
         self.scheduler.remove(sequence)
         choices = self._requests[sequence.number]

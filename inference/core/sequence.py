@@ -248,7 +248,7 @@ class Sequence:
         )
         if self.grammar is not None and self.grammar.over:
             self.grammar = None
-        if piece.stopped:
+        if piece.stop:
             self.stopped_by = piece.stop
             return AppendedToken(piece, EngineFinishReason.STOP_SEQUENCE)
         return AppendedToken(

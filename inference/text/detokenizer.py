@@ -6,19 +6,14 @@ is held back only while a later token could change it (half an emoji) or complet
 
 from __future__ import annotations
 
-import codecs
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
-
-import tokenizers
 
 from inference.errors import EngineFailed
 
-UTF_8 = codecs.getincrementaldecoder("utf-8")
 # A control token has no text, but a stop sequence may name it. While text is searched, a lone
 # surrogate stands for it, which no text contains.
 MARK_FIRST = 0xD800
@@ -208,66 +203,6 @@ class GivenParts(Detokenizer):
                 f" has sent {least} to {most}"
             )
         return reported - self.known_count
-
-
-@dataclass(slots=True, eq=False)
-class ByteLevelDetokenizer(Detokenizer):
-    bytes_by_id: list[bytes | None]
-    decoder: codecs.IncrementalDecoder = field(
-        init=False, default_factory=partial(UTF_8, errors="replace")
-    )
-
-    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
-        if token_id in self.special_token_ids or token_id >= len(self.bytes_by_id):
-            return self._search(self._mark(token_id, may_stop))
-        text = self.decoder.decode(self.bytes_by_id[token_id] or b"")
-        return self._search(text) if may_stop and self.stops else TextPiece(text)
-
-    def finish(self) -> TextPiece:
-        text = self.decoder.decode(b"", final=True)
-        return self._search_rest(text) if self.stops else TextPiece(text)
-
-
-@dataclass(slots=True, eq=False)
-class TextTokenDetokenizer(Detokenizer):
-    """Decodes pending tokens with the last final one, which determines their leading space."""
-
-    backend: tokenizers.Tokenizer
-    text_ids: frozenset[int]
-    byte_by_id: Mapping[int, int]
-    depth: int  # tokens that determine the text of the next one
-    # the last final tokens with text, if any
-    context: list[int] = field(init=False, default_factory=list)
-    pending: list[int] = field(init=False, default_factory=list)
-
-    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
-        if token_id not in self.text_ids:
-            mark = self._mark(token_id, may_stop)
-            return self._search(self._emit() + mark) if mark else TextPiece("")
-        self.pending.append(token_id)
-        if token_id in self.byte_by_id:
-            return TextPiece("")
-        text = self._emit()
-        return self._search(text) if may_stop and self.stops else TextPiece(text)
-
-    def finish(self) -> TextPiece:
-        text = self._emit()
-        return self._search_rest(text) if self.stops else TextPiece(text)
-
-    def _emit(self) -> str:
-        if not self.pending:
-            return ""
-        # Control tokens are filtered out before; a special token here counts as text.
-        known = self.backend.decode(self.context, skip_special_tokens=False) if self.context else ""
-        both = self.context + self.pending
-        text = self.backend.decode(both, skip_special_tokens=False)
-        self.context, self.pending = both[-self.depth :], []
-        return text[len(known) :]
-
-
-def as_given(stops: Sequence[str]) -> dict[str, str]:
-    """Return stop sequences that are searched as the request has them."""
-    return {stop: stop for stop in stops}
 
 
 def _first_completed(text: str, stops: Stops) -> tuple[int, str] | None:

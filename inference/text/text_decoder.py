@@ -1,4 +1,4 @@
-"""Decoding tables of a tokenizer, and the detokenizers of its outputs.
+"""Decoding tables of a tokenizer, and the detokenizers that it opens, one per output.
 
 Llama-like models have two families of tokenizers, with different rules for final text:
 - byte-level BPE: tokens are byte strings, so text is final up to the last complete UTF-8 character;
@@ -12,10 +12,12 @@ its blank, unless no text precedes it. Only a character that is torn between the
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
+from dataclasses import dataclass, field
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import tokenizers
@@ -24,14 +26,11 @@ from inference.errors import CheckpointInvalid
 from inference.text.control_tokens import longest_of
 from inference.text.detokenizer import (
     MARK_FIRST,
-    UTF_8,
-    ByteLevelDetokenizer,
     Detokenizer,
     GivenParts,
     GivenText,
     Stops,
-    TextTokenDetokenizer,
-    as_given,
+    TextPiece,
 )
 from inference.text.reasoning import ReasoningFormat
 
@@ -40,6 +39,7 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _TEXT_DECODERS = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"})
 CHARACTER_TOKENS_MAX = 4  # parts of a character are bytes
 CACHED_TOKENS_MAX = 16_384  # texts of single tokens
+UTF_8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TextDecoder:
@@ -350,3 +350,63 @@ def _byte_alphabet() -> dict[int, str]:
         if byte not in alphabet:
             alphabet[byte] = chr(256 + len(alphabet) - len(printable))
     return alphabet
+
+
+@dataclass(slots=True, eq=False)
+class ByteLevelDetokenizer(Detokenizer):
+    bytes_by_id: list[bytes | None]
+    decoder: codecs.IncrementalDecoder = field(
+        init=False, default_factory=partial(UTF_8, errors="replace")
+    )
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
+        if token_id in self.special_token_ids or token_id >= len(self.bytes_by_id):
+            return self._search(self._mark(token_id, may_stop))
+        text = self.decoder.decode(self.bytes_by_id[token_id] or b"")
+        return self._search(text) if may_stop and self.stops else TextPiece(text)
+
+    def finish(self) -> TextPiece:
+        text = self.decoder.decode(b"", final=True)
+        return self._search_rest(text) if self.stops else TextPiece(text)
+
+
+@dataclass(slots=True, eq=False)
+class TextTokenDetokenizer(Detokenizer):
+    """Decodes pending tokens with the last final one, which determines their leading space."""
+
+    backend: tokenizers.Tokenizer
+    text_ids: frozenset[int]
+    byte_by_id: Mapping[int, int]
+    depth: int  # tokens that determine the text of the next one
+    # the last final tokens with text, if any
+    context: list[int] = field(init=False, default_factory=list)
+    pending: list[int] = field(init=False, default_factory=list)
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
+        if token_id not in self.text_ids:
+            mark = self._mark(token_id, may_stop)
+            return self._search(self._emit() + mark) if mark else TextPiece("")
+        self.pending.append(token_id)
+        if token_id in self.byte_by_id:
+            return TextPiece("")
+        text = self._emit()
+        return self._search(text) if may_stop and self.stops else TextPiece(text)
+
+    def finish(self) -> TextPiece:
+        text = self._emit()
+        return self._search_rest(text) if self.stops else TextPiece(text)
+
+    def _emit(self) -> str:
+        if not self.pending:
+            return ""
+        # Control tokens are filtered out before; a special token here counts as text.
+        known = self.backend.decode(self.context, skip_special_tokens=False) if self.context else ""
+        both = self.context + self.pending
+        text = self.backend.decode(both, skip_special_tokens=False)
+        self.context, self.pending = both[-self.depth :], []
+        return text[len(known) :]
+
+
+def as_given(stops: Sequence[str]) -> dict[str, str]:
+    """Return stop sequences that are searched as the request has them."""
+    return {stop: stop for stop in stops}

@@ -129,7 +129,8 @@ class SupervisedEngine(SupervisedBackend):
 
     def submit(self, request: GenerationRequest, sink: EventSink) -> EngineSequence:
         """Implement `Engine.submit`."""
-        self._check_ready()
+        if not self.healthy():
+            self._check_ready()
         fault = request_fault(request, self._limits, self._model.vocabulary_size, self._block_count)
         if fault is not None:
             raise RequestImpossible(fault)
