@@ -13,16 +13,15 @@ Only `serve` runs in the background.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from common.backoff import Backoff
-from common.incidents import IncidentTaskGroup, log_incident
+from common.incidents import log_incident
 from inference.capabilities import Capabilities, combined
 from inference.engine import (
     ChoiceFinished,
@@ -54,9 +53,7 @@ from inference.routing.replica import (
     NOTHING_FOUND,
     Replica,
     ReplicaReport,
-    SetStatistics,
-    all_drained,
-    best_condition,
+    Replicas,
     unavailable,
 )
 
@@ -66,9 +63,11 @@ OUTPUT_MEMORY = 32  # sequences in the moving average of output lengths
 START_PAUSE_S = 0.05  # seconds between checks of replicas that are ready but tripped
 
 LOSS_COUNT_MAX = 2  # engines that may fail under one sequence, which may be the cause
+PAUSE_S_MIN, PAUSE_S_MAX = 0.02, 0.5  # seconds between searches for a place
+_log = logging.getLogger("weir.inference.routing")
 
 
-class ReplicaSet:
+class ReplicaSet(Replicas[Replica]):
     """Several replicas as one engine. Implements `Engine`.
 
     `start` starts the first `warm_count` replicas and returns when one of them takes requests. A
@@ -90,25 +89,20 @@ class ReplicaSet:
         model: as callers see it, but for the capabilities, which are those of the replicas.
         warm_count: None: all.
         """
-        assert replicas, "a set has replicas"
+        super().__init__(replicas, len(replicas) if warm_count is None else warm_count)
         assert len({replica.name for replica in replicas}) == len(replicas), (
             "names of replicas are unique"
         )
         self._model = self._combined_model = model
         self._capabilities: tuple[Capabilities, ...] = ()  # of the replicas, combined in the model
-        self._replicas = tuple(replicas)
         self._policy: PlacementPolicy = policy or PrefixAware()
-        self._warm_count = len(replicas) if warm_count is None else warm_count
         self.recovery_wait_s = recovery_wait_s
         self.clock = clock
-        self.is_closing = False
-        self._start_requested = asyncio.Event()
         self.moving: set[RoutedSequence] = set()  # cancelled by a drain, not yet placed again
         self.sequences: set[RoutedSequence] = set()  # that have not ended
         self.placement_count = 0
         self.mean_output_token_count = float(OUTPUT_TOKENS_FIRST)
-        self._migration_count = self._replacement_count = 0
-        self._statistics = SetStatistics(len(replicas))
+        self._migration_count = 0
 
     @property
     def model(self) -> ModelInfo:
@@ -135,17 +129,13 @@ class ReplicaSet:
 
     async def serve(self) -> None:
         """Implement `Engine.serve` by serving all replicas; an unexpected error ends one only."""
-        async with IncidentTaskGroup() as tasks:
-            for replica in self._replicas:
-                tasks.create_task(replica.engine.serve(), name=f"replica {replica.name}")
-            for replica in self._replicas[: self._warm_count]:
-                tasks.create_task(self._warm(replica), name=f"replica start {replica.name}")
+        await self._serve_all()
 
     async def start(self) -> None:
         """Implement `Engine.start`."""
         self._start_requested.set()
         while not self.healthy():
-            await self._first_start()
+            await self._first_start([each for each in self._replicas if not each.is_draining])
             if not self.healthy():  # ready, but its breaker is still open
                 waits = [
                     replica.breaker.wait_s(self.clock())
@@ -194,27 +184,6 @@ class ReplicaSet:
                 if replica.takes(now_s):
                     return True
         return False
-
-    def condition(self) -> EngineCondition:
-        """Implement `Engine.condition` by the replica that is likely to take requests first."""
-        if self.is_closing:
-            return EngineCondition(EngineState.CLOSED, reason="closed")
-        if self.healthy():
-            return EngineCondition(EngineState.READY, loading_fraction=1.0)
-        return best_condition(self._conditions(self._replicas), self._warm_count)
-
-    async def close(self) -> None:
-        """Implement `Engine.close`."""
-        self.is_closing = True
-        self._start_requested.set()
-        async with asyncio.TaskGroup() as tasks:
-            for replica in self._replicas:
-                tasks.create_task(replica.engine.close(), name=f"replica close {replica.name}")
-
-    def drain(self, names: Collection[str]) -> None:
-        """Drain the replicas with these names and no others; running sequences finish."""
-        for replica in self._replicas:
-            replica.is_drained = replica.name in names
 
     def move_out(self, name: str) -> int:
         """Move sequences from a drained replica to others with free places; return their number.
@@ -356,10 +325,6 @@ class ReplicaSet:
             )
         return unavailable(self._conditions(allowed), len(self._replicas))
 
-    def _conditions(self, replicas: Collection[Replica]) -> list[EngineCondition]:
-        """Return the conditions of the replicas that are not drained."""
-        return [self._condition_of(replica) for replica in replicas if not replica.is_drained]
-
     def _condition_of(self, replica: Replica) -> EngineCondition:
         """Return a replica's condition; READY only if it takes sequences."""
         condition, now_s = replica.engine.condition(), self.clock()
@@ -372,48 +337,6 @@ class ReplicaSet:
             else "several sequences in a row have failed on it"
         )
         return EngineCondition(EngineState.RESTARTING, retry_after_s=wait_s, reason=reason)
-
-    async def _warm(self, replica: Replica) -> None:
-        """Start a replica when the set is started. The replica reports its own failure."""
-        await self._start_requested.wait()
-        if not self.is_closing:
-            with contextlib.suppress(EngineError):
-                await replica.engine.start()
-
-    async def _first_start(self) -> None:
-        """Wait until a warm replica is ready. Raises: the first error if all of them fail."""
-        if self.is_closing:
-            raise EngineUnavailable("the engine is closed", retry_after_s=0.0)
-        usable = [replica for replica in self._replicas if not replica.is_draining]
-        waited_for = [
-            replica for replica in usable if replica in self._replicas[: max(self._warm_count, 1)]
-        ] or usable[:1]
-        if not waited_for:
-            raise all_drained(len(self._replicas))
-        errors: list[EngineError] = []
-        decided = asyncio.Event()
-
-        async def start(replica: Replica) -> None:
-            try:
-                await replica.engine.start()
-            except EngineError as error:
-                errors.append(error)
-                if len(errors) < len(waited_for):
-                    return
-            decided.set()
-
-        async with asyncio.TaskGroup() as tasks:
-            starting = [tasks.create_task(start(replica)) for replica in waited_for]
-            await decided.wait()
-            for task in starting:
-                task.cancel()
-        if len(errors) == len(waited_for):
-            raise errors[0]
-
-
-PAUSE_S_MIN, PAUSE_S_MAX = 0.02, 0.5  # seconds between searches for a place
-
-_log = logging.getLogger("weir.inference.routing")
 
 
 @dataclass(slots=True)
