@@ -49,7 +49,7 @@ _log = logging.getLogger("weir.inference.adapters")
 
 
 @dataclass(frozen=True, slots=True)
-class Handling:
+class AbortLimits:
     """Engine-specific limits on aborting, and fault thresholds.
 
     abort_running: whether a running sequence may be aborted; if False, a cancelled sequence runs on
@@ -85,7 +85,7 @@ class ExternalQueue:
         model_end_token_ids: frozenset[int],
         format_end_token_ids: frozenset[int] = frozenset(),
         limits: EngineLimits,
-        handling: Handling,
+        abort_limits: AbortLimits,
         sink: NumberedEventSink,
         broken: Callable[[str], None],
         tasks: asyncio.TaskGroup,
@@ -96,7 +96,7 @@ class ExternalQueue:
         self._model_end_token_ids = model_end_token_ids
         self._format_end_token_ids = format_end_token_ids
         self._limits = limits
-        self._handling = handling
+        self._abort_limits = abort_limits
         self._sink = sink
         self._broken = broken
         self._tasks = tasks
@@ -105,7 +105,7 @@ class ExternalQueue:
         self._waiting: list[tuple[float, int, int, Choice]] = []
         self._inside: dict[Choice, asyncio.Task[None]] = {}
         self._ended_count = 0  # choices that ended while queued and may still be in the heap
-        self._empty_answers = EmptyAnswers(handling.empty_answer_count_max)
+        self._empty_answers = EmptyAnswers(abort_limits.empty_answer_count_max)
         self._prompt_token_count = self._cached_token_count = self._output_token_count = 0
         self.reported = EngineStatistics()  # block and step counts that the engine reported last
         self.moved_at_s = -math.inf  # time of the last token of any sequence
@@ -326,7 +326,9 @@ class ExternalQueue:
             self._sink(choice.number, event)
         if choice.ended is not None:
             if was_running and self._empty_answers.show_a_fault(choice, self.inside):
-                self._broken(f"{self._handling.empty_answer_count_max} answers in a row were empty")
+                self._broken(
+                    f"{self._abort_limits.empty_answer_count_max} answers in a row were empty"
+                )
             self._take_end(choice, answer)
         return choice.ended is None and choice.token_count < len(output.token_ids)
 
@@ -372,15 +374,15 @@ class ExternalQueue:
         if choice.aborted:
             return True
         task = self._inside.get(choice)
-        begun = choice.first_token_at_s is not None or self._handling.abort_prefill
+        begun = choice.first_token_at_s is not None or self._abort_limits.abort_prefill
         may_be_aborted = (
             choice.request.generation.sampling.top_logprobs is None
-            or self._handling.abort_with_logprobs
+            or self._abort_limits.abort_with_logprobs
         )
         if (
             task is None
             or choice.answers is None
-            or not (self._handling.abort_running and begun and may_be_aborted)
+            or not (self._abort_limits.abort_running and begun and may_be_aborted)
         ):
             return False
         choice.aborted = True
@@ -389,7 +391,7 @@ class ExternalQueue:
         except Exception as error:  # an AssertionError or AttributeError if the executor is gone
             self._broken(f"a sequence cannot be aborted: {error!r}")
             return False
-        asyncio.get_running_loop().call_later(self._handling.abort_drain_s, task.cancel)
+        asyncio.get_running_loop().call_later(self._abort_limits.abort_drain_s, task.cancel)
         return True
 
     def _report_end(self, choice: Choice) -> None:

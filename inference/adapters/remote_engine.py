@@ -44,7 +44,7 @@ from inference.adapters.remote_settings import (
     LOSS_MESSAGE,
     RemoteSettings,
     Service,
-    handling,
+    abort_limits,
     masked,
 )
 from inference.checkpoint.checkpoint import read_external_model
@@ -112,7 +112,7 @@ class RemoteEngine(SupervisedEngine):
     def statistics(self) -> EngineStatistics:
         """Implement `Engine.statistics`: sequences sent from here, blocks as last reported."""
         return (
-            EngineStatistics() if self._connection is None else self._connection.core.statistics()
+            EngineStatistics() if self._connection is None else self._connection.queue.statistics()
         )
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
@@ -155,7 +155,7 @@ class RemoteEngine(SupervisedEngine):
             settings.running_sequence_count_max, facts.running_sequence_count_max or sys.maxsize
         )
         has_no_ids = self._model.capabilities.counts_from_usage
-        core = ExternalQueue(
+        queue = ExternalQueue(
             functools.partial(
                 RemoteAnswers, dialect, tasks, None if self._may_reuse(dialect) else self._link.end
             ),
@@ -164,20 +164,20 @@ class RemoteEngine(SupervisedEngine):
             # Without token ids, only the server knows which token ended an output.
             model_end_token_ids=frozenset() if has_no_ids else self._end_token_ids,
             limits=replace(self._limits, running_sequence_count_max=running_max),
-            handling=handling(settings),
+            abort_limits=abort_limits(settings),
             sink=self._emit,
             broken=self._link.end,
             tasks=tasks,
         )
         self._connection = Upkeep(
-            self._examination, core, self._block_tokens, self._link.end, self.stalled, tasks
+            self._examination, queue, self._block_tokens, self._link.end, self.stalled, tasks
         )
         self._connection.begin()
         self._ready(UNKNOWN_BLOCK_COUNT, time.monotonic() - self._began_at_s)
         try:
             yield
         finally:
-            core.abandon()
+            queue.abandon()
             self._connection = None
             self.stalled("")
             self.unreachable()
@@ -185,7 +185,7 @@ class RemoteEngine(SupervisedEngine):
     def _emit(self, number: int, event: SequenceEvent | EngineError) -> None:
         self._deliver(((number, event),))
 
-    # Both are deferred: the core may emit events while it adds or cancels, and must not call back
+    # Both are deferred: the queue may emit events while it adds or cancels, and must not call back
     # into the caller.
     def _send_start(self, sequence: EngineSequence) -> None:
         asyncio.get_running_loop().call_soon(self._add, sequence, time.monotonic())
@@ -195,20 +195,20 @@ class RemoteEngine(SupervisedEngine):
 
     def _add(self, sequence: EngineSequence, arrived_at_s: float) -> None:
         if self._connection is not None and sequence.number in self._sequences:
-            self._connection.core.add(sequence.number, sequence.request, arrived_at_s)
+            self._connection.queue.add(sequence.number, sequence.request, arrived_at_s)
 
     def _cancel(self, sequence: EngineSequence) -> None:
         if self._connection is not None:
-            self._connection.core.cancel(sequence.number)
+            self._connection.queue.cancel(sequence.number)
 
     def _begin_shutdown(self) -> None:
         if self._connection is not None:
-            self._connection.core.cancel_all()
-            self._connection.tasks.create_task(self._leave(self._connection.core))
+            self._connection.queue.cancel_all()
+            self._connection.tasks.create_task(self._leave(self._connection.queue))
 
-    async def _leave(self, core: ExternalQueue) -> None:
+    async def _leave(self, queue: ExternalQueue) -> None:
         while True:
-            if not core.owes:
+            if not queue.owes:
                 self._link.end("closed")
                 return
             await asyncio.sleep(IDLE_POLL_S)
@@ -368,7 +368,7 @@ class Upkeep(ConnectionWatch):
     def __init__(
         self,
         examination: Examination,
-        core: ExternalQueue,
+        queue: ExternalQueue,
         block_tokens: int,
         lost: Callable[[str], None],
         stalled: Callable[[str], None],
@@ -376,12 +376,12 @@ class Upkeep(ConnectionWatch):
     ) -> None:
         super().__init__(examination.dialect, examination.settings, lost)
         self.tasks = tasks
-        self.core = core
+        self.queue = queue
         self._examination = examination
         self._block_tokens = block_tokens
         self._stalled = stalled
         self._stalls = StallWatch(
-            core,
+            queue,
             self._settings.first_token_timeout_s,
             self._settings.inter_token_timeout_s,
             abort_frees=True,  # closing the call ends it
@@ -409,7 +409,7 @@ class Upkeep(ConnectionWatch):
             if (reason := self._stalls.look()) is not None:
                 self._lost(f"{self._settings.target}: {reason}")
                 return
-            self._stalled(overdue(self.core.pulse()))
+            self._stalled(overdue(self.queue.pulse()))
             await asyncio.sleep(min(STALL_LOOK_S, shortest_s / 4))
 
     async def _probe_often(self) -> None:
@@ -431,7 +431,7 @@ class Upkeep(ConnectionWatch):
 
     async def _read_load(self) -> None:
         try:
-            self.core.reported = await self.dialect.load(self._block_tokens)
+            self.queue.reported = await self.dialect.load(self._block_tokens)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 raise
@@ -467,7 +467,7 @@ class Upkeep(ConnectionWatch):
             total = batch.load.max_total_num_tokens
             if total:
                 usage = batch.load.token_usage
-                self.core.reported = block_counts(total, usage, self._block_tokens)
+                self.queue.reported = block_counts(total, usage, self._block_tokens)
             if batch.load.load_only:
                 return
         number, last = batch.sequence_number, self._last_sequence_number

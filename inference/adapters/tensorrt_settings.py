@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from inference.adapters.external_queue import Handling
+from inference.adapters.external_queue import AbortLimits
 from inference.adapters.tensorrt_adapters import Adapter
 from inference.capabilities import EMBEDDED_ONLY, Capabilities
 from inference.limits import EngineLimits
@@ -72,14 +72,14 @@ TENSORRT_LLM: Mapping[str, Capabilities] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRtOptions(Handling):
+class TensorRtOptions(AbortLimits):
     """Engine options passed to the child process, in addition to the limits.
 
     expert_parallel_size: for mixture-of-experts layers; None for the engine's default.
     kv_cache_memory_fraction: of the GPU memory that is free after loading the weights.
     block_tokens: tokens per cache block.
 
-    abort_...: see `Handling`. Aborts before the first token have hung engines, and aborts of
+    abort_...: see `AbortLimits`. Aborts before the first token have hung engines, and aborts of
     sequences with log-probabilities have crashed them (NVIDIA/TensorRT-LLM#10810).
     config: entries of `trtllm-serve --config` for the library, which win over the others here.
     first_token_timeout_s, inter_token_timeout_s: silence after which a sequence, or the engine,

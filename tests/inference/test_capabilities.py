@@ -34,7 +34,7 @@ from inference.text.tokenizer import Tokenizer
 from infra.architecture import ROOT
 from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
 from tests.inference.running import make_request, used_fields
-from tests.inference.tensorrt_core import double_imported
+from tests.inference.tensorrt_queue import double_imported
 
 Translate = Callable[[GenerationRequest], object]
 

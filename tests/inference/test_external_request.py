@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from inference.adapters.external_queue import ExternalQueue, Handling
+from inference.adapters.external_queue import AbortLimits, ExternalQueue
 from inference.adapters.external_request import Choice, Output, Request
 from inference.engine import (
     EngineFinishReason,
@@ -113,7 +113,7 @@ async def test_the_engine_is_not_told_of_end_tokens_that_a_thought_may_have(
             vocabulary_size=checkpoint.vocabulary_size,
             model_end_token_ids=frozenset({2}),
             limits=limits,
-            handling=Handling(),
+            abort_limits=AbortLimits(),
             sink=lambda *_: None,
             broken=lambda _: None,
             tasks=tasks,

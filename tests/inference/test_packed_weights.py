@@ -164,7 +164,7 @@ def test_an_incomplete_file_is_written_again(tmp_path: Path, damage: str) -> Non
     assert len(list(PackedFile(file).parts())) > 10
 
 
-def test_without_room_each_host_has_its_own(tmp_path: Path) -> None:
+def test_without_room_each_worker_has_its_own(tmp_path: Path) -> None:
     directory, packed = tmp_path / "model", tmp_path / "packed"
     make_checkpoint(directory)
     packed.write_text("in the way")

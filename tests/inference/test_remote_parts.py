@@ -314,7 +314,7 @@ def test_load_records_between_events_are_no_events(upkeep: Upkeep) -> None:
     apply(upkeep, batch(2, stored(12, [5, 6, 7, 8], parent=11)))
 
     assert upkeep.knows_all_blocks
-    told = upkeep.core.reported
+    told = upkeep.queue.reported
     assert (told.kv_block_count_total, told.kv_block_count_held, told.kv_block_count_free) == (
         100,
         25,

@@ -2,7 +2,7 @@
 
 Compares the native decoder with mapped weights, with weights of its own, and torch.
 
-    python -m bench.host_memory [--shape S|M|L] [--precision float32|bfloat16|int8]
+    python -m bench.worker_memory [--shape S|M|L] [--precision float32|bfloat16|int8]
 
 From `/proc/<pid>/smaps_rollup`: `Private_Dirty` is freed by ending one worker; `Pss` divides shared
 pages by their sharers. Each worker has generated some tokens, so that its weights are resident.
