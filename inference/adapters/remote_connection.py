@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -53,7 +52,6 @@ DIALECTS: Mapping[Service, type[GrpcDialect | HttpDialect]] = {
     Service.OPENAI_HTTP: HttpDialect,
     Service.OPENAI_HTTPS: HttpDialect,
 }
-_log = logging.getLogger("weir.inference.adapters")
 
 
 def credentials(tls: TlsFiles) -> grpc.ChannelCredentials:

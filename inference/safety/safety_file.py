@@ -7,7 +7,6 @@ validated when read, except for loading checkpoints, so that errors are reported
 from __future__ import annotations
 
 import importlib.util
-import logging
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
@@ -37,7 +36,6 @@ CLASSIFIER_COUNT_MAX = 8  # every classifier scores every piece of text, on one 
 PATTERN_CHARS_MAX = 2048
 WINDOW_CHARS_MAX = 2000  # larger windows delay readers more than the answer takes
 TIMEOUT_S_MAX = 60.0
-_log = logging.getLogger("weir.inference.safety")
 
 
 @dataclass(frozen=True, slots=True)

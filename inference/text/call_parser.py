@@ -6,12 +6,12 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from inference.text.tools import CALL_SHAPES, KEYS, WITHOUT_MARKS, CallFormat, State
+from inference.text.tools import CALL_SHAPES, WITHOUT_MARKS, CallFormat
 
 BLANKS = " \t\r\n"  # as defined by JSON
 _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
@@ -21,6 +21,17 @@ ID_CHARACTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9  # required by Mistral's templates, accepted by all
 HELD_CHARS_MAX = 16_384  # characters held back as undecided, beyond which they become text
 NAME_CHARS_MAX = 128  # of a function that was not offered
+# Keys of a call object and their meaning. Some models write "id" and "type", which are ignored.
+# Behind an opening all other keys are, too.
+KEYS: Mapping[str, str] = {
+    "name": "name",
+    "function": "name",
+    "arguments": "arguments",
+    "parameters": "arguments",
+    "id": "id",
+    "type": "type",
+}
+State = Callable[[str], None]
 
 
 class JsonScanner:

@@ -215,6 +215,61 @@ class TextDecoder:
         return ids[::-1] or self._letter * has_bytes
 
 
+@dataclass(slots=True, eq=False)
+class ByteLevelDetokenizer(Detokenizer):
+    bytes_by_id: list[bytes | None]
+    decoder: codecs.IncrementalDecoder = field(
+        init=False, default_factory=partial(UTF_8, errors="replace")
+    )
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
+        if token_id in self.special_token_ids or token_id >= len(self.bytes_by_id):
+            return self._search(self._mark(token_id, may_stop))
+        text = self.decoder.decode(self.bytes_by_id[token_id] or b"")
+        return self._search(text) if may_stop and self.stops else TextPiece(text)
+
+    def finish(self) -> TextPiece:
+        text = self.decoder.decode(b"", final=True)
+        return self._search_rest(text) if self.stops else TextPiece(text)
+
+
+@dataclass(slots=True, eq=False)
+class TextTokenDetokenizer(Detokenizer):
+    """Decodes pending tokens with the last final one, which determines their leading space."""
+
+    backend: tokenizers.Tokenizer
+    text_ids: frozenset[int]
+    byte_by_id: Mapping[int, int]
+    depth: int  # tokens that determine the text of the next one
+    # the last final tokens with text, if any
+    context: list[int] = field(init=False, default_factory=list)
+    pending: list[int] = field(init=False, default_factory=list)
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
+        if token_id not in self.text_ids:
+            mark = self._mark(token_id, may_stop)
+            return self._search(self._emit() + mark) if mark else TextPiece("")
+        self.pending.append(token_id)
+        if token_id in self.byte_by_id:
+            return TextPiece("")
+        text = self._emit()
+        return self._search(text) if may_stop and self.stops else TextPiece(text)
+
+    def finish(self) -> TextPiece:
+        text = self._emit()
+        return self._search_rest(text) if self.stops else TextPiece(text)
+
+    def _emit(self) -> str:
+        if not self.pending:
+            return ""
+        # Control tokens are filtered out before; a special token here counts as text.
+        known = self.backend.decode(self.context, skip_special_tokens=False) if self.context else ""
+        both = self.context + self.pending
+        text = self.backend.decode(both, skip_special_tokens=False)
+        self.context, self.pending = both[-self.depth :], []
+        return text[len(known) :]
+
+
 class GivenTextDecoder:
     """Opens a `GivenParts` per sequence."""
 
@@ -350,61 +405,6 @@ def _byte_alphabet() -> dict[int, str]:
         if byte not in alphabet:
             alphabet[byte] = chr(256 + len(alphabet) - len(printable))
     return alphabet
-
-
-@dataclass(slots=True, eq=False)
-class ByteLevelDetokenizer(Detokenizer):
-    bytes_by_id: list[bytes | None]
-    decoder: codecs.IncrementalDecoder = field(
-        init=False, default_factory=partial(UTF_8, errors="replace")
-    )
-
-    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
-        if token_id in self.special_token_ids or token_id >= len(self.bytes_by_id):
-            return self._search(self._mark(token_id, may_stop))
-        text = self.decoder.decode(self.bytes_by_id[token_id] or b"")
-        return self._search(text) if may_stop and self.stops else TextPiece(text)
-
-    def finish(self) -> TextPiece:
-        text = self.decoder.decode(b"", final=True)
-        return self._search_rest(text) if self.stops else TextPiece(text)
-
-
-@dataclass(slots=True, eq=False)
-class TextTokenDetokenizer(Detokenizer):
-    """Decodes pending tokens with the last final one, which determines their leading space."""
-
-    backend: tokenizers.Tokenizer
-    text_ids: frozenset[int]
-    byte_by_id: Mapping[int, int]
-    depth: int  # tokens that determine the text of the next one
-    # the last final tokens with text, if any
-    context: list[int] = field(init=False, default_factory=list)
-    pending: list[int] = field(init=False, default_factory=list)
-
-    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
-        if token_id not in self.text_ids:
-            mark = self._mark(token_id, may_stop)
-            return self._search(self._emit() + mark) if mark else TextPiece("")
-        self.pending.append(token_id)
-        if token_id in self.byte_by_id:
-            return TextPiece("")
-        text = self._emit()
-        return self._search(text) if may_stop and self.stops else TextPiece(text)
-
-    def finish(self) -> TextPiece:
-        text = self._emit()
-        return self._search_rest(text) if self.stops else TextPiece(text)
-
-    def _emit(self) -> str:
-        if not self.pending:
-            return ""
-        # Control tokens are filtered out before; a special token here counts as text.
-        known = self.backend.decode(self.context, skip_special_tokens=False) if self.context else ""
-        both = self.context + self.pending
-        text = self.backend.decode(both, skip_special_tokens=False)
-        self.context, self.pending = both[-self.depth :], []
-        return text[len(known) :]
 
 
 def as_given(stops: Sequence[str]) -> dict[str, str]:

@@ -17,17 +17,6 @@ WITHOUT_MARKS = dict.fromkeys(map(ord, CALL_MARKS))
 # Treated as text even if they are special tokens: otherwise calls could not be told from text.
 MARKERS = frozenset({"<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"})
 CALL_COUNT_MAX = 16  # per output: bounds models that repeat calls
-# Keys of a call object and their meaning. Some models write "id" and "type", which are ignored.
-# Behind an opening all other keys are, too.
-KEYS: Mapping[str, str] = {
-    "name": "name",
-    "function": "name",
-    "arguments": "arguments",
-    "parameters": "arguments",
-    "id": "id",
-    "type": "type",
-}
-State = Callable[[str], None]
 # Keywords whose values are a schema, a list of schemas, or schemas by user-defined names.
 _SCHEMA = frozenset(
     {
