@@ -61,7 +61,7 @@ from common.incidents import IncidentTaskGroup, Retries, sole_cause
 from inference.engine import Backend
 from inference.errors import CheckpointInvalid, EngineError
 from inference.routing.router import Router
-from inference.safety.safety_file import ClassifierProcess
+from inference.safety.classifiers import ClassifierProcess
 from inference.workers.process import SpareWorkers
 from metering.control.control_channel import ControlChannel
 from metering.core.errors import DatabaseUnavailable

@@ -187,13 +187,13 @@ async def measure(options: argparse.Namespace) -> dict[str, dict[str, Figures]]:
                 )
                 expected: Vectors = []
                 for way, run in ways.items():
-                    started_s, used_s = time.perf_counter(), cpu_s(encoder.host_pid)
+                    started_s, used_s = time.perf_counter(), cpu_s(encoder.worker_pid)
                     vectors = await run(texts)
                     found[kind][way].texts_per_s.append(
                         len(texts) / (time.perf_counter() - started_s)
                     )
                     found[kind][way].cpu_ms_per_text.append(
-                        (cpu_s(encoder.host_pid) - used_s) / len(texts) * 1e3
+                        (cpu_s(encoder.worker_pid) - used_s) / len(texts) * 1e3
                     )
                     expected = expected or vectors
                     check_alike(way, vectors, expected)

@@ -10,7 +10,13 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
 
-from inference.engine import Engine, GenerationRequest, Sequence, SequenceEvent, SequenceFinished
+from inference.engine import (
+    Engine,
+    GenerationRequest,
+    SequenceEvent,
+    SequenceFinished,
+    SequenceHandle,
+)
 from inference.errors import EngineError
 
 
@@ -18,7 +24,7 @@ class SequenceStream:
     """Events of one sequence, for one reader. Raises the `EngineError` that ends it."""
 
     def __init__(self) -> None:
-        self.sequence: Sequence  # set when submitted
+        self.sequence: SequenceHandle  # set when submitted
         self._events: deque[SequenceEvent | EngineError] = deque()
         self._ended = False
         self._reader: asyncio.Future[None] | None = None  # set while it waits
@@ -41,7 +47,7 @@ class SequenceStream:
         return event
 
     def cancel(self) -> None:
-        """Implement `Sequence.cancel`."""
+        """Implement `SequenceHandle.cancel`."""
         self.sequence.cancel()
 
     def put(self, event: SequenceEvent | EngineError) -> None:

@@ -18,10 +18,10 @@ from inference.engine import (
     EngineCondition,
     EngineState,
     EngineStatistics,
+    EventSink,
     GenerationRequest,
     SequenceFinished,
     SequenceRefused,
-    Tell,
     TokensGenerated,
 )
 from inference.errors import RequestImpossible
@@ -97,28 +97,28 @@ class VirtualEngine:
                     self._hint.note(
                         (*request.prompt_token_ids, *sequence.outputs[0][:-1]), request.cache_salt
                     )
-                sequence.tell(event)
+                sequence.sink(event)
 
     async def start(self) -> None:
         """Do nothing: the engine is always ready."""
 
-    def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
+    def submit(self, request: GenerationRequest, sink: EventSink) -> EngineSequence:
         """Implement `Engine.submit`."""
         if (fault := self._core.request_fault(request)) is not None:
             raise RequestImpossible(fault)
         number = self._next_number
         self._next_number += 1
         assert self._core.add(number, request), "the queue takes all of a benchmark"
-        sequence = self._sequences[number] = EngineSequence(self, number, request, tell)
+        sequence = self._sequences[number] = EngineSequence(self, number, request, sink)
         self._wake.set()
         return sequence
 
     def cancel(self, sequence: EngineSequence) -> None:
-        """Implement `Sequence.cancel`."""
+        """Implement `SequenceHandle.cancel`."""
         self._core.cancel(sequence.number)
 
     def forget(self, sequence: EngineSequence) -> None:
-        """Implement `Sequence.close`."""
+        """Implement `SequenceHandle.close`."""
         if self._sequences.pop(sequence.number, None) is not None:
             self._core.cancel(sequence.number)
 

@@ -28,8 +28,9 @@ from inference.engine import (
     StopCriteria,
     TokensGenerated,
 )
+from inference.text.call_parser import ToolCallParser
 from inference.text.tokenizer import ChatMessage, Tokenizer
-from inference.text.tools import CallFormat, Tool, ToolCall, ToolCallParser, calls_schema
+from inference.text.tools import CallFormat, Tool, ToolCall, calls_schema
 
 ANSWER_TOKENS_MAX = 200
 TEXT: dict[str, Any] = {"type": "string"}

@@ -7,42 +7,21 @@ translated to the engine's own request; all others are rejected by their name on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import cache
 from math import inf
-from types import MappingProxyType
 
 from inference.errors import RequestImpossible
-from inference.sequences import GenerationRequest, ResponseFormat, SamplingParams, ThinkingStart
+from inference.sequences import (
+    GenerationRequest,
+    RequestField,
+    ResponseFormat,
+    SamplingParams,
+    ThinkingStart,
+)
 
 _NEUTRAL = SamplingParams()
-
-
-class RequestField(StrEnum):
-    """A field of the start frame that some engines do not support. The value is its name there."""
-
-    TOP_P = "sampling.top_p"
-    TOP_K = "sampling.top_k"
-    MIN_P = "sampling.min_p"
-    SEED = "sampling.seed"
-    REPETITION_PENALTY = "sampling.repetition_penalty"
-    PRESENCE_PENALTY = "sampling.presence_penalty"
-    FREQUENCY_PENALTY = "sampling.frequency_penalty"
-    LOGIT_BIAS = "sampling.logit_bias"
-    TOP_LOGPROBS = "top_logprobs"
-    PROMPT_LOGPROBS = "prompt_logprobs"
-    STOP_TOKEN_IDS = "stop_token_ids"
-    IGNORE_EOS = "ignore_eos"
-    MIN_OUTPUT_TOKENS = "min_output_tokens"
-    JSON_SCHEMA = "response_format.json_schema"
-    REGEX = "response_format.regex"
-    LARK = "response_format.lark"
-    BEAM_SEARCH = "beam_search"
-    MAX_REASONING_TOKENS = "max_reasoning_tokens"
-
-
 _FORMATS = frozenset({RequestField.JSON_SCHEMA, RequestField.REGEX, RequestField.LARK})
 _OF_CHANCE = frozenset(
     {RequestField.TOP_P, RequestField.TOP_K, RequestField.MIN_P, RequestField.SEED}
@@ -107,24 +86,24 @@ class Capabilities:
         if sampling.top_logprobs is not None:
             top_count_max = self.top_logprobs_max
             if top_count_max is not None and sampling.top_logprobs > top_count_max:
-                said = (
+                message = (
                     f"must be at most {top_count_max} on this model's engine ({engine}), got"
                     f" {sampling.top_logprobs}"
                 )
-                raise RequestImpossible(said, RequestField.TOP_LOGPROBS)
+                raise RequestImpossible(message, RequestField.TOP_LOGPROBS)
             if sampling.temperature > 0 and not self.sampled_logprobs:
-                said = (
+                message = (
                     f"needs a temperature of 0: this model's engine ({engine}) does not report"
                     " sampled tokens"
                 )
-                raise RequestImpossible(said, RequestField.TOP_LOGPROBS)
+                raise RequestImpossible(message, RequestField.TOP_LOGPROBS)
         for _, bias in sampling.logit_bias:
             if abs(bias) > self.logit_bias_max:
-                said = (
+                message = (
                     f"must be between {-self.logit_bias_max:g} and {self.logit_bias_max:g} on this"
                     f" model's engine ({engine})"
                 )
-                raise RequestImpossible(said, RequestField.LOGIT_BIAS)
+                raise RequestImpossible(message, RequestField.LOGIT_BIAS)
 
     def _check_thinking(
         self, request: GenerationRequest, form: ResponseFormat, engine: str
@@ -146,24 +125,24 @@ class Capabilities:
                 return frozenset()
             case _ if field in self.unsupported - known:
                 return frozenset()
-        said = (
+        message = (
             f"cannot be combined with thinking on this model's engine ({engine}), which would apply"
             " it to the thinking: switch thinking off (conversation.thinking, or enable_thinking in"
             " chat_template_kwargs, false)"
         )
-        raise RequestImpossible(said, form.field)
+        raise RequestImpossible(message, form.field)
 
     def _refusal(
         self, request: GenerationRequest, field: RequestField, engine: str
     ) -> RequestImpossible:
         name = field.rpartition(".")[2]
-        said = (
+        message = (
             f"this model's engine ({engine}) does not support {name}: omit it, or use a model whose"
             " engine does"
         )
         if request.response_format is not None and field.startswith("response_format."):
-            return RequestImpossible(said, request.response_format.field)
-        return RequestImpossible(said, field)
+            return RequestImpossible(message, request.response_format.field)
+        return RequestImpossible(message, field)
 
     def refusals(self) -> list[tuple[RequestField, str]]:
         """Return the refused fields, each with the refused values; empty text: all in use."""
@@ -207,29 +186,3 @@ def combined(capabilities: Iterable[Capabilities]) -> Capabilities:
             else frozenset[RequestField]().union(*(one.after_thinking or () for one in each))
         ),
     )
-
-
-# The default PyTorch sampler accepts and ignores these fields: penalties came with
-# NVIDIA/TensorRT-LLM#16485, `min_p` with #16590, seeds with #17172. It suppresses only one of
-# several end tokens, so a minimum of tokens is not enforced. The log-probabilities of a sampled
-# token may lack that token, which would fail the sequence.
-_TORCH_SAMPLER = Capabilities(
-    frozenset(
-        {
-            RequestField.MIN_P,
-            RequestField.SEED,
-            RequestField.REPETITION_PENALTY,
-            RequestField.PRESENCE_PENALTY,
-            RequestField.FREQUENCY_PENALTY,
-            RequestField.MIN_OUTPUT_TOKENS,
-            *EMBEDDED_ONLY,
-        }
-    ),
-    sampled_logprobs=False,
-    after_thinking=frozenset(),
-)
-# Versions of TensorRT-LLM: the library's in the worker, and the release candidates whose server has
-# the gRPC service. The doctor asks for each field whether an installed library behaves so.
-TENSORRT_LLM: Mapping[str, Capabilities] = MappingProxyType(
-    {"1.2.1": _TORCH_SAMPLER, "1.3.0rc": _TORCH_SAMPLER}
-)

@@ -64,19 +64,19 @@ __all__ = [
     "EngineState",
     "EngineStatistics",
     "EngineTimings",
+    "EventSink",
     "GenerationRequest",
     "GrammarKind",
     "ModelInfo",
     "ResponseFormat",
     "SamplingParams",
     "Scheduled",
-    "Sequence",
     "SequenceEvent",
     "SequenceFinished",
+    "SequenceHandle",
     "SequenceRefused",
     "StopCriteria",
     "StoppedBy",
-    "Tell",
     "ThinkingStart",
     "TokenLogprob",
     "TokenLogprobs",
@@ -90,14 +90,14 @@ __all__ = [
 # `ChoiceFinished`, last `SequenceFinished`, or an error if the engine failed. Called on the event
 # loop, never from `submit`. Must not block; exceptions are reported as incidents, and the sequence
 # continues.
-Tell = Callable[[SequenceEvent | EngineError], None]
+EventSink = Callable[[SequenceEvent | EngineError], None]
 
 
 def ignore_event(event: SequenceEvent | EngineError) -> None:
     """Ignore the events of a sequence."""
 
 
-class Sequence(Protocol):
+class SequenceHandle(Protocol):
     """A running sequence. The caller closes it in the end, whatever its events."""
 
     @property
@@ -201,7 +201,7 @@ class EngineCondition:
     LOADING includes reloading after a restart; RESTARTING is the delay before it. FAILED requires
     an operator: the checkpoint is unusable, and nothing is retried. loading_fraction: 0 to 1, 1
     when READY. loading_stage: part being loaded, one word. retry_after_s: estimated time until
-    READY. reason: why it is not READY. told: the same for clients, if `reason` is for operators,
+    READY. reason: why it is not READY. client_message: for clients, if `reason` is for operators,
     see `EngineError`. starts_on_demand: COLD or LOADING by design; calling `start`
     makes it ready. kernels: what an embedded engine computes with: the instruction set of the
     native kernels; `torch` without them, several times slower; `cuda`; `simulated`. Empty if
@@ -215,15 +215,15 @@ class EngineCondition:
     reason: str = ""
     starts_on_demand: bool = False
     kernels: str = ""
-    told: str = ""
+    client_message: str = ""
 
     def fault(self, retry_after_s: float, subject: str = "the engine") -> EngineError:
         """Return the error for a request that it refuses: it is not READY."""
         if self.state is EngineState.FAILED:
-            return EngineStartFailed(self.reason).telling(self.told)
+            return EngineStartFailed(self.reason).with_client_message(self.client_message)
         is_so = f"{subject} is {self.state.value}"
         error = EngineUnavailable(f"{is_so}: {self.reason}", retry_after_s)
-        return error.telling(self.told and f"{is_so}: {self.told}")
+        return error.with_client_message(self.client_message and f"{is_so}: {self.client_message}")
 
 
 class Backend(Protocol):
@@ -275,8 +275,8 @@ class Backend(Protocol):
 class Engine(Backend, Protocol):
     """A text generation model on one backend."""
 
-    def submit(self, request: GenerationRequest, tell: Tell) -> Sequence:
-        """Start a sequence. tell: called with its events, after this returns.
+    def submit(self, request: GenerationRequest, sink: EventSink) -> SequenceHandle:
+        """Start a sequence. sink: called with its events, after this returns.
 
         Raises: RequestImpossible if it can never run on this engine, EngineOverloaded if the queue
         is full, EngineUnavailable while the engine is cold, loading or restarting,

@@ -9,16 +9,16 @@ from typing import Self
 class EngineError(Exception):
     """Base of all engine errors. `reason` is machine-readable; attributes carry the facts.
 
-    told: the message for clients, if the error's own is for operators: it may repeat what a server
-    or a library said, or name an address.
+    client_message: for clients, if the error's own is for operators: it may repeat text of a
+    server or a library, or name an address.
     """
 
     reason = "ENGINE_FAILED"
-    told = ""
+    client_message = ""
 
-    def telling(self, told: str) -> Self:
-        """Set `told`, and return the error."""
-        self.told = told
+    def with_client_message(self, client_message: str) -> Self:
+        """Set `client_message`, and return the error."""
+        self.client_message = client_message
         return self
 
 

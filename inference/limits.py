@@ -108,7 +108,7 @@ def _continuation_fault(request: GenerationRequest, vocabulary_size: int) -> str
     return None
 
 
-def outside_continuation_fault(request: GenerationRequest) -> str | None:
+def external_continuation_fault(request: GenerationRequest) -> str | None:
     """Return why continuing output as prompt would change the result; None if it would not."""
     if not (request.output_token_ids and request.sampling.counts_output):
         return None

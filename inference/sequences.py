@@ -19,7 +19,6 @@ import msgspec
 UNKNOWN_TOKEN_ID = 2**31 - 1
 # The stop sequence or the id of the stop token of a request that ended an output; None for others.
 StoppedBy: TypeAlias = str | int | None
-
 _MASK = (1 << 64) - 1
 
 
@@ -337,3 +336,26 @@ def _mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
+
+
+class RequestField(StrEnum):
+    """A field of the start frame that some engines do not support. The value is its name there."""
+
+    TOP_P = "sampling.top_p"
+    TOP_K = "sampling.top_k"
+    MIN_P = "sampling.min_p"
+    SEED = "sampling.seed"
+    REPETITION_PENALTY = "sampling.repetition_penalty"
+    PRESENCE_PENALTY = "sampling.presence_penalty"
+    FREQUENCY_PENALTY = "sampling.frequency_penalty"
+    LOGIT_BIAS = "sampling.logit_bias"
+    TOP_LOGPROBS = "top_logprobs"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    STOP_TOKEN_IDS = "stop_token_ids"
+    IGNORE_EOS = "ignore_eos"
+    MIN_OUTPUT_TOKENS = "min_output_tokens"
+    JSON_SCHEMA = "response_format.json_schema"
+    REGEX = "response_format.regex"
+    LARK = "response_format.lark"
+    BEAM_SEARCH = "beam_search"
+    MAX_REASONING_TOKENS = "max_reasoning_tokens"

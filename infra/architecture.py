@@ -44,7 +44,7 @@ METERING_PACKAGES = (
     "proof",
 )
 # The API tokenizes prompts and parses tool calls in outputs.
-TEXT_FOR_API = tuple(f"inference.text.{name}" for name in ("tokenizer", "tools"))
+TEXT_FOR_API = tuple(f"inference.text.{name}" for name in ("tokenizer", "tools", "call_parser"))
 # Files that may start a task without a TaskGroup, each with the reason.
 DETACHED_TASKS: dict[str, str] = {
     "common/incidents.py": "defines a TaskGroup; its tasks are that group's",
@@ -440,7 +440,7 @@ BORDERS = (
         ("transformers",),
         inside=PRODUCT,
         save_for=(
-            "inference/safety/classifier_host.py",
+            "inference/safety/classifier_worker.py",
             "bench/engine.py",
             "bench/embeddings.py",
             "bench/gpu/measure.py",

@@ -35,7 +35,7 @@ from metering.store.db import (
     sqlalchemy_url,
 )
 from metering.store.migrations_runner import migrate, prepare_application_role
-from tests.forked_hosts import execute_host, fork_hosts
+from tests.forked_workers import execute_worker, fork_workers
 
 # Long files first: distributed last, one of them would keep a single worker busy at the end.
 LONG_FILES_FIRST = ("tests/faults/", "tests/e2e/", "tests/api/", "tests/sdk/")
@@ -195,15 +195,15 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _forked_hosts() -> None:
+def _forked_workers() -> None:
     """Fork the engine workers of this process."""
-    process.start_process = fork_hosts()
+    process.start_process = fork_workers()
 
 
 @pytest.fixture
-def executed_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def executed_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start the engine workers of this process as in production."""
-    monkeypatch.setattr(process, "start_process", execute_host)
+    monkeypatch.setattr(process, "start_process", execute_worker)
 
 
 @pytest.fixture(scope="session")

@@ -48,7 +48,7 @@ from metering.store.db import create_engine, create_sessions
 from metering.tenants.api_keys import KeyRecord, create_api_key, revoke_api_key
 from metering.tenants.tenants import create_organization, create_project
 from tests.conftest import ask
-from tests.forked_hosts import children_of, start_api
+from tests.forked_workers import children_of, start_api
 from tests.forks import Forked
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 
@@ -203,7 +203,7 @@ class Service:
         return self.process.pid
 
     @property
-    def host_pid(self) -> int | None:
+    def worker_pid(self) -> int | None:
         """Process id of the engine worker, the api process's only child."""
         children = children_of(self.pid)
         return children[0] if children else None

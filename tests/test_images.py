@@ -35,7 +35,7 @@ class Guard(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Guard())
 import inference.adapters.tensorrt_questions
 import inference.adapters.tensorrt_worker
-from inference.text.detokenizer import TextDecoder
+from inference.text.text_decoder import TextDecoder
 from inference.text.tokenizer import Tokenizer
 known = Tokenizer(__import__("pathlib").Path(sys.argv[1]))
 TextDecoder(known.backend, known.special_token_ids, sys.argv[1] + "/tokenizer.json")

@@ -833,7 +833,7 @@ def internal_status(error: BaseException) -> status_pb2.Status:
 
 def message_of(error: BaseException) -> str:
     """Return the message for the client, with a count of the parts that it has no room for."""
-    message = getattr(error, "told", "") or str(error)
+    message = getattr(error, "client_message", "") or str(error)
     if percent_size(message) <= MESSAGE_BYTES_MAX:
         return message
     match error:

@@ -60,13 +60,13 @@ from inference.routing.memory import (
     stored_bytes,
     torch_memory_bytes,
 )
-from inference.routing.on_demand import OnDemandEncoder, OnDemandEngine, SlotTerms
+from inference.routing.on_demand import ManagedEncoder, ManagedEngine, ManagedTerms
 from inference.routing.placement import POLICIES, LeastLoaded
 from inference.routing.replica import BreakerLimits, Replica
 from inference.routing.replica_set import ReplicaSet
 from inference.routing.router import VERSION_MARK, Catalog, Share
 from inference.routing.scaling import ScaledReplicaSet, Scaler
-from inference.workers.process import HostOpener, open_host
+from inference.workers.process import WorkerOpener, open_worker
 
 log = structlog.get_logger(__name__)
 
@@ -137,10 +137,10 @@ def engine_plan(
     kind: EngineKind,
     name: str,
     directory: Path,
-    opener: HostOpener,
+    opener: WorkerOpener,
     engine_config: Mapping[str, Any] | None = None,
 ) -> EnginePlan:
-    """Return the plan of an engine. Raises: CheckpointInvalid, SettingInvalid."""
+    """Plan an engine. Raises: CheckpointInvalid, SettingInvalid."""
     match kind:
         case "tensorrt":
             adapters = adapters_of(settings, name)
@@ -221,7 +221,7 @@ def compute_dtype(settings: Settings, directory: Path) -> ComputeDtype:
 
 
 def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngineSettings:
-    """Return the settings of a model on the torch engine or, for load tests, of a simulated one.
+    """Build the settings of a model on the torch engine or, for load tests, a simulated one.
 
     Raises: SettingInvalid.
     """
@@ -260,7 +260,7 @@ def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngin
 def remote_settings(
     settings: Settings, name: str, found: FleetTarget, directory: Path | None = None
 ) -> RemoteSettings:
-    """Return the settings of a model on a remote server.
+    """Build the settings of a model on a remote server.
 
     directory: of the model's small files; None: from WEIR_MODELS or the server.
     Raises: SettingInvalid.
@@ -326,8 +326,8 @@ def fetched_directory(
 
     Raises: SettingInvalid.
     """
-    from inference.adapters.remote_connection import fetch_model_files
-    from inference.adapters.remote_dialects import ServerUnfit, said
+    from inference.adapters.remote_dialects import ServerUnfit, quoted
+    from inference.adapters.remote_files import fetch_model_files
 
     directory = settings.home / "remote" / f"model-{quote(name, safe='')}"
     try:
@@ -335,7 +335,7 @@ def fetched_directory(
     except (ServerUnfit, grpc.RpcError) as error:
         reason = str(error)
         if not isinstance(error, ServerUnfit):
-            reason = f"{error.code().name}: {said(error.details())}"
+            reason = f"{error.code().name}: {quoted(error.details())}"
         if not directory.exists():
             raise SettingInvalid(
                 f"WEIR_REMOTE_TARGETS: {target} does not return {name}'s tokenizer ({reason}): "
@@ -359,7 +359,7 @@ class Serving:
     encoder_catalog: Catalog
 
 
-def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving:
+def build_serving(settings: Settings, opener: WorkerOpener = open_worker) -> Serving:
     """Build one replica set per version of a model. opener: creates the worker processes.
 
     Raises: CheckpointInvalid naming the file, SettingInvalid.
@@ -386,7 +386,7 @@ def build_serving(settings: Settings, opener: HostOpener = open_host) -> Serving
             (encoder_shares if model.embeds else shares).setdefault(model.name, []).append(share)
     add_adapters(settings, engines, shares, {*encoder_shares, *fleet.aliases})
     try:  # warm replicas, with any other one beside them
-        builder.budget.check(builder.slots)
+        builder.budget.check(builder.managed)
     except GpusTooFew as error:
         raise SettingInvalid(
             f"gpus of WEIR_FLEET, or CUDA_VISIBLE_DEVICES: {error}; lower its replicas, or its"
@@ -441,7 +441,7 @@ def add_adapters(
 
 
 def adapters_of(settings: Settings, served: str) -> tuple[Adapter, ...]:
-    """Return the adapters of a model or version. Raises: SettingInvalid, CheckpointInvalid."""
+    """Read the adapters of a model or version. Raises: SettingInvalid, CheckpointInvalid."""
     found = []
     for key, directory in settings.lora_adapters.items():
         name, _, adapter = key.rpartition(ADAPTER_MARK)
@@ -466,7 +466,7 @@ def adapters_of(settings: Settings, served: str) -> tuple[Adapter, ...]:
 
 
 def fleet_of_file(settings: Settings) -> Fleet:
-    """Return the fleet of the fleet file. Raises: SettingInvalid."""
+    """Build the fleet of the fleet file. Raises: SettingInvalid."""
     named = settings.encoders or settings.remote_targets or settings.remote_encoders
     if dict(settings.models) != bundled_models() or named:
         excluded = "WEIR_MODELS, WEIR_ENCODERS, WEIR_REMOTE_TARGETS and WEIR_REMOTE_ENCODERS"
@@ -572,11 +572,11 @@ def place_on_gpus(environment: dict[str, str], gpus: tuple[str, ...]) -> None:
 
 
 class ReplicaBuilder:
-    """Builder of replicas. slots: managed engines, which share this machine's memory budget."""
+    """Builder of replicas. managed: engines on demand, which share this machine's memory."""
 
-    def __init__(self, settings: Settings, budget: MemoryBudget, opener: HostOpener) -> None:
+    def __init__(self, settings: Settings, budget: MemoryBudget, opener: WorkerOpener) -> None:
         self.budget = budget
-        self.slots: list[Resident] = []
+        self.managed: list[Resident] = []
         self._settings = settings
         self._opener = opener
 
@@ -631,18 +631,18 @@ class ReplicaBuilder:
         for index in range(0 if version.targets else version.replica_count_max):
             assert version.directory is not None, "only those of remote engines may be left out"
             build, memory_bytes = encoder_plan(self._settings, served, version.directory)
-            slot = OnDemandEncoder(build, self._terms(version, index, memory_bytes), self.budget)
-            self.slots.append(slot)
-            replicas.append(EncoderReplica(f"{served}#{index}", slot))
+            managed = ManagedEncoder(build, self._terms(version, index, memory_bytes), self.budget)
+            self.managed.append(managed)
+            replicas.append(EncoderReplica(f"{served}#{index}", managed))
         warm_count = len(replicas) if version.targets else version.replica_count_min
         return EncoderSet(
             replace(replicas[0].encoder.model, name=served), replicas, warm_count=warm_count
         )
 
-    def _terms(self, version: FleetVersion, index: int, memory_bytes: int) -> SlotTerms:
-        """Return the terms of a replica. index: its number. memory_bytes: by its checkpoint."""
+    def _terms(self, version: FleetVersion, index: int, memory_bytes: int) -> ManagedTerms:
+        """Build the terms of a replica. index: its number. memory_bytes: by its checkpoint."""
         is_warm = index < version.replica_count_min
-        return SlotTerms(
+        return ManagedTerms(
             self._idle_timeout_s(version),
             keep_warm=is_warm,
             memory_bytes=version.memory_bytes or memory_bytes,
@@ -696,12 +696,12 @@ class ReplicaBuilder:
                 gpus=version.gpus,
                 place=partial(place_on_gpus, environment),
             )
-            slot = OnDemandEngine(partial(plan.build, environment), terms, self.budget)
-            self.slots.append(slot)
+            managed = ManagedEngine(partial(plan.build, environment), terms, self.budget)
+            self.managed.append(managed)
             replicas.append(
                 Replica(
                     f"{served}#{index}",
-                    slot,
+                    managed,
                     version.region or self._settings.region,
                     self._breaker(version),
                 )

@@ -31,7 +31,7 @@ from api.openai.parameters import (
 )
 from api.openai.refusals import Refusal
 from inference.engine import SamplingParams, StoppedBy
-from inference.text.tokenizer import Place, Tokenizer, TokenPlaces
+from inference.text.tokenizer import Tokenizer, TokenSpan, TokenSpans
 
 LOGPROB_MIN = -9999.0  # OpenAI's value for probability 0: JSON has no infinity
 DONE = b"data: [DONE]\n\n"
@@ -170,14 +170,14 @@ class TokenTexts:
         """Return a plain prompt as text: as it was sent, or that of its tokens."""
         return start.text or self._tokenizer.decoder.text_of(tuple(start.token_ids.ids))
 
-    def places_after(self, start: pb.StartFrame) -> TokenPlaces:
+    def places_after(self, start: pb.StartFrame) -> TokenSpans:
         """Open the places of the output of a plain prompt."""
         tail = start.text[-CONTEXT_CHARS:]
         ids = start.token_ids.ids or self._tokenizer.encode(tail, add_special_tokens=False)
-        return self._tokenizer.decoder.places(tuple(ids))
+        return self._tokenizer.decoder.spans(tuple(ids))
 
     def columns(
-        self, logprobs: Sequence[pb.TokenLogprobs], places: TokenPlaces, *, is_whole: bool
+        self, logprobs: Sequence[pb.TokenLogprobs], places: TokenSpans, *, is_whole: bool
     ) -> Columns:
         """Return output tokens in the form of plain completions. is_whole: no tokens follow."""
         return self._columns(logprobs, _placed(logprobs, places, is_whole=is_whole))
@@ -191,18 +191,18 @@ class TokenTexts:
         """Return the tokens of a prompt and of its output. prompt: its text."""
         decoder = self._tokenizer.decoder
         ids = tuple(each.chosen.token_id for each in prompt_logprobs)
-        placed = _placed(prompt_logprobs, decoder.places(), is_whole=True)
+        placed = _placed(prompt_logprobs, decoder.spans(), is_whole=True)
         if decoder.text_of(ids) != prompt:
             controls = map(self._tokenizer.backend.id_to_token, ids)
             texts = [place.text for place in placed]
             bounds = [0, *aligned(prompt, texts, [*controls])[1:], len(prompt)]
             placed = [
-                Place(prompt[start:end], start, place.follows)
+                TokenSpan(prompt[start:end], start, place.follows)
                 for place, (start, end) in zip(placed, itertools.pairwise(bounds), strict=True)
             ]
         placed += [
             place._replace(offset=place.offset + len(prompt))
-            for place in _placed(logprobs, decoder.places(ids), is_whole=True)
+            for place in _placed(logprobs, decoder.spans(ids), is_whole=True)
         ]
         columns = self._columns([*prompt_logprobs, *logprobs], placed)
         # Nothing precedes the first token.
@@ -213,7 +213,7 @@ class TokenTexts:
     def _columns(
         self,
         logprobs: Sequence[pb.TokenLogprobs],
-        places: Sequence[Place],
+        places: Sequence[TokenSpan],
     ) -> Columns:
         """Return the columns of tokens.
 
@@ -238,7 +238,7 @@ class TokenTexts:
             columns.text_offset.append(place.offset)
         return columns
 
-    def _name(self, token_id: int, place: Place) -> str:
+    def _name(self, token_id: int, place: TokenSpan) -> str:
         """Return the name of a token that could have been at this place."""
         text = self._tokenizer.decoder.token_text(token_id, place.follows)
         if text is None:  # a part of a character, as OpenAI spells it
@@ -281,8 +281,8 @@ class ServedModel:
 
 
 def _placed(
-    logprobs: Sequence[pb.TokenLogprobs], places: TokenPlaces, *, is_whole: bool
-) -> list[Place]:
+    logprobs: Sequence[pb.TokenLogprobs], places: TokenSpans, *, is_whole: bool
+) -> list[TokenSpan]:
     placed = [places.add(each.chosen.token_id) for each in logprobs]
     if is_whole and placed:  # a torn character counts as the last token's
         placed[-1] = placed[-1]._replace(text=placed[-1].text + places.finish())
@@ -764,7 +764,7 @@ class CompletionAnswer(ChunkAnswer):
             "system_fingerprint": model.fingerprint,
         }
         super().__init__(parsed, model, common)
-        self._places: dict[int, TokenPlaces] = {}  # of streams, by choice
+        self._places: dict[int, TokenSpans] = {}  # of streams, by choice
         self._begun: set[int] = set()  # choices whose first event showed the tokens of the prompt
         self._prompt_chars: dict[int, int] = {}  # of echoed prompts, by number
 

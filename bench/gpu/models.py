@@ -18,7 +18,8 @@ import torch
 import triton
 from torch import Tensor
 
-from inference.checkpoint.checkpoint import DecoderConfig, RopeConfig
+from inference.checkpoint.checkpoint import DecoderConfig
+from inference.checkpoint.rope import RopeConfig
 from inference.checkpoint.tensors import LinearWeights
 from inference.core.options import ComputeDtype, EngineOptions
 from inference.core.torch_decoder import TorchDecoder

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from common.gpus import GpusUnknown, read_gpus, visible_gpus
 from common.scrubbing import Scrubber
-from inference.checkpoint.checkpoint import read_json
+from inference.checkpoint.json_files import read_json
 from inference.engine import GrammarKind, ModelInfo, ResponseFormat
 
 REPORT = "weir doctor, format 1"

@@ -47,12 +47,13 @@ from smg_grpc_proto.generated import sglang_scheduler_pb2 as sglang_pb
 from smg_grpc_proto.generated import trtllm_service_pb2 as trtllm_pb
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm_pb
 
-from inference.adapters.external_core import Choice, Output
+from inference.adapters.external_request import Choice, Output
 from inference.adapters.remote_settings import KeyFile, RemoteSettings, masked
-from inference.capabilities import EMBEDDED_ONLY, TENSORRT_LLM, Capabilities, RequestField
+from inference.adapters.tensorrt_settings import TENSORRT_LLM
+from inference.capabilities import EMBEDDED_ONLY, Capabilities
 from inference.engine import EngineStatistics, TokenLogprob
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, RequestImpossible
-from inference.sequences import ThinkingStart, choice_seed
+from inference.sequences import RequestField, ThinkingStart, choice_seed
 
 SHARES = (
     "the server shares cached prefixes between tenants: turn its prefix cache off (vLLM: "
@@ -76,7 +77,7 @@ OUTPUT_TOKEN_BYTES = 16  # some messages repeat the output, as ids and as text
 EMPTY_MESSAGE_BYTES = 64  # that a message counts for beside its content: some 50 us
 TOKENS_MAX = 1 << 40  # above every real count of tokens
 BLOCK_TOKENS_MAX = 4096
-SAID_CHARS_MAX = 300  # of a server's text, in the log
+QUOTED_CHARS_MAX = 300  # of a server's text, in the log
 _log = logging.getLogger("weir.inference.adapters")
 
 # Names in requests to servers, by the name of the field in a `StartFrame` that they come from.
@@ -110,11 +111,11 @@ def message_bytes_max(choice: Choice, *, repeats_output: bool) -> int:
     return bytes_max
 
 
-def said(text: str | bytes | None) -> str:
+def quoted(text: str | bytes | None) -> str:
     """Return a server's text for the log and for operators: short, without control characters."""
     if isinstance(text, bytes):
         text = text.decode(errors="replace")
-    text = masked(text or "no details")[:SAID_CHARS_MAX]
+    text = masked(text or "no details")[:QUOTED_CHARS_MAX]
     return text if text.isascii() and text.isprintable() else ascii(text)
 
 
@@ -143,8 +144,8 @@ class ServerFacts:
         ):
             object.__setattr__(self, name, known_count(getattr(self, name), at_most))
         for name in ("model", "version"):
-            if not (text := getattr(self, name)[:SAID_CHARS_MAX]).isprintable():
-                object.__setattr__(self, name, said(text))
+            if not (text := getattr(self, name)[:QUOTED_CHARS_MAX]).isprintable():
+                object.__setattr__(self, name, quoted(text))
 
 
 class Dialect(ABC):
@@ -409,14 +410,14 @@ def finish_reason(reported: str) -> str:
     known = {"stop_word": "stop", "abort": "cancelled"}.get(reported, reported)
     if known not in ("stop", "length", "cancelled"):
         raise EngineFailed(
-            f"the engine ended a sequence with an unknown finish reason: {said(reported)}"
+            f"the engine ended a sequence with an unknown finish reason: {quoted(reported)}"
         )
     return known
 
 
 def named_field(text: str | None) -> str | None:
     """Return the only field of a `StartFrame` that a server's text names."""
-    found = {FIELDS[name] for name in _FIELD_NAMES.findall((text or "")[:SAID_CHARS_MAX])}
+    found = {FIELDS[name] for name in _FIELD_NAMES.findall((text or "")[:QUOTED_CHARS_MAX])}
     return found.pop() if len(found) == 1 else None
 
 
@@ -431,17 +432,17 @@ def engine_error(
     if not has_begun:
         match code:
             case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.OUT_OF_RANGE:
-                _log.warning("a remote engine refused a %s: %s", what, said(text))
+                _log.warning("a remote engine refused a %s: %s", what, quoted(text))
                 field = field or getattr(error, "field", None) or named_field(text)
                 advice = f"change {field}" if field else "the operator finds the reason in the log"
                 return RequestImpossible(
                     f"the remote engine refused the {what} ({code.name}): {advice}", field
                 )
             case grpc.StatusCode.RESOURCE_EXHAUSTED if not _TOO_LARGE.search(text or ""):
-                _log.warning("a remote engine is full: %s", said(text))
+                _log.warning("a remote engine is full: %s", quoted(text))
                 return EngineOverloaded("the remote engine is full", OVERLOAD_WAIT_S)
     lost = "sequence" if field is None else what
-    return EngineFailed(f"the remote engine ended the {lost}: {code.name}: {said(text)}")
+    return EngineFailed(f"the remote engine ended the {lost}: {code.name}: {quoted(text)}")
 
 
 class TrtllmDialect(GrpcDialect):
@@ -464,7 +465,7 @@ class TrtllmDialect(GrpcDialect):
     async def health_fault(self) -> str | None:
         """Implement `Dialect.health_fault`: any status but OK is a fault."""
         answer: trtllm_pb.HealthCheckResponse = await self._call("HealthCheck")
-        return None if answer.status == "OK" else said(answer.status)
+        return None if answer.status == "OK" else quoted(answer.status)
 
     async def facts(self) -> ServerFacts:
         model: trtllm_pb.GetModelInfoResponse = await self._call("GetModelInfo")
@@ -582,7 +583,7 @@ class VllmDialect(GrpcDialect):
 
     async def health_fault(self) -> str | None:
         answer: vllm_pb.HealthCheckResponse = await self._call("HealthCheck")
-        return None if answer.healthy else said(answer.message)
+        return None if answer.healthy else quoted(answer.message)
 
     async def facts(self) -> ServerFacts:
         model = await self._call("GetModelInfo")

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import grpc
 
-from inference.adapters.external_core import Choice, Output, Request
+from inference.adapters.external_request import Choice, Output, Request
 from inference.adapters.findings import (
     FORMATS,
     Observation,
@@ -20,19 +20,15 @@ from inference.adapters.findings import (
     expected,
     needed,
 )
-from inference.adapters.remote_connection import (
-    DIALECTS,
-    Examination,
-    check_tokenizer,
-    is_unanswered,
-    open_dialect,
-)
-from inference.adapters.remote_dialects import Dialect, ServerUnfit, said
+from inference.adapters.remote_connection import DIALECTS, open_dialect
+from inference.adapters.remote_dialects import Dialect, ServerUnfit, quoted
+from inference.adapters.remote_examination import Examination
+from inference.adapters.remote_files import check_tokenizer, is_unanswered
 from inference.adapters.remote_settings import RemoteSettings
-from inference.capabilities import RequestField
 from inference.checkpoint.checkpoint import read_external_model
 from inference.engine import GenerationRequest, ModelInfo, SamplingParams, StopCriteria
 from inference.errors import EngineError
+from inference.sequences import RequestField
 from inference.text.tokenizer import Tokenizer
 
 SILENCE_S = 5.0  # seconds after which a missing answer counts as none
@@ -282,7 +278,7 @@ async def _answer_of(listening: Awaitable[None]) -> str:
     try:
         await listening
     except grpc.aio.AioRpcError as error:
-        return f"no: {error.code().name}: {said(error.details())}"
+        return f"no: {error.code().name}: {quoted(error.details())}"
     return ""
 
 

@@ -15,20 +15,25 @@ import uuid
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
 
 from common.incidents import Retries
-from inference.adapters.remote_connection import Introduction, Link, read_remote_encoder
+from inference.adapters.remote_connection import Link
 from inference.adapters.remote_dialects import OVERLOAD_WAIT_S, Dialect, ServerUnfit, engine_error
 from inference.adapters.remote_engine import ConnectionWatch
-from inference.adapters.remote_settings import TOLD_LOSS, RemoteSettings
-from inference.engine import EmbeddingRequest, Embeddings, EngineStatistics, Vector
+from inference.adapters.remote_examination import Introduction
+from inference.adapters.remote_settings import LOSS_MESSAGE, RemoteSettings
+from inference.checkpoint.json_files import read_count, read_json, read_json_list
+from inference.engine import EmbeddingRequest, Embeddings, EngineStatistics, ModelInfo, Vector
 from inference.errors import EngineError, EngineFailed, EngineOverloaded
 from inference.limits import embedding_fault
-from inference.workers.life import BackendLife
+from inference.workers.supervised_backend import SupervisedBackend
 
+# Families whose first position is the row after that of the padding token.
+_OFFSET_FAMILIES = frozenset({"roberta", "xlm-roberta", "camembert", "mpnet"})
 LENGTH_ERROR_MAX = 1e-2  # allowed deviation from length 1, for servers that compute in bfloat16
 
 
@@ -60,10 +65,41 @@ class _Text:
             self.result.exception()  # the gather of the call reports only the first failure
 
 
-class RemoteEncoder(BackendLife):
+def read_remote_encoder(
+    directory: Path, *, name: str, engine: str, input_tokens_max: int | None
+) -> tuple[ModelInfo, bool]:
+    """Read an embedding model; return it, and whether its vectors have length 1."""
+    path = directory / "config.json"
+    raw = read_json(path)
+    size = "hidden_size" if "hidden_size" in raw else "dim"
+    window = read_count(raw, "max_position_embeddings", path)
+    if raw.get("model_type") in _OFFSET_FAMILIES:
+        window -= int(raw.get("pad_token_id") or 0) + 1
+    limits = [window, input_tokens_max or window]
+    if (limit_path := directory / "sentence_bert_config.json").exists():
+        limit = read_json(limit_path).get("max_seq_length")
+        limits += [limit] if isinstance(limit, int) and limit > 0 else []
+    modules = (
+        read_json_list(directory / "modules.json") if (directory / "modules.json").exists() else []
+    )
+    normalized = any(str(module.get("type", "")).endswith("Normalize") for module in modules)
+    architectures = raw.get("architectures") or ["unknown"]
+    model = ModelInfo(
+        name=name,
+        architecture=str(architectures[0]),
+        engine=engine,
+        context_window_tokens=min(limits),
+        vocabulary_size=read_count(raw, "vocab_size", path),
+        directory=str(directory),
+        embedding_dimension=read_count(raw, size, path),
+    )
+    return model, normalized
+
+
+class RemoteEncoder(SupervisedBackend):
     """Implement `Encoder` with a server of `trtllm-serve --grpc` or `vllm serve --grpc`."""
 
-    told_loss = TOLD_LOSS
+    loss_message = LOSS_MESSAGE
 
     def __init__(self, settings: RemoteSettings) -> None:
         """Read the checkpoint's small files; does not connect. Raises: CheckpointInvalid."""

@@ -25,18 +25,11 @@ import grpc
 from smg_grpc_proto.generated import common_pb2
 
 from common.incidents import Retries
-from inference.adapters.external_core import (
-    END_WAIT_S,
-    Answer,
-    Choice,
-    KvCacheChange,
-    KvEventIndex,
-    Output,
-    OutsideCore,
-    StallWatch,
-    odd_answers_failing,
-)
-from inference.adapters.remote_connection import DIALECTS, Examination, Link
+from inference.adapters.external_faults import StallWatch
+from inference.adapters.external_queue import END_WAIT_S, ExternalQueue
+from inference.adapters.external_request import Answer, Choice, Output, odd_answers_failing
+from inference.adapters.kv_events import KvCacheChange, KvEventIndex
+from inference.adapters.remote_connection import DIALECTS, Link
 from inference.adapters.remote_dialects import (
     BLOCK_TOKENS_MAX,
     SHARES,
@@ -46,22 +39,23 @@ from inference.adapters.remote_dialects import (
     block_counts,
     engine_error,
 )
+from inference.adapters.remote_examination import Examination
 from inference.adapters.remote_settings import (
-    TOLD_LOSS,
+    LOSS_MESSAGE,
     RemoteSettings,
     Service,
-    handling,
+    abort_limits,
     masked,
 )
 from inference.checkpoint.checkpoint import read_external_model
-from inference.engine import EngineStatistics, GenerationRequest, SequenceEvent, Tell
+from inference.engine import EngineStatistics, EventSink, GenerationRequest, SequenceEvent
 from inference.errors import EngineError, EngineFailed, RequestImpossible
 from inference.kv_blocks import PrefixHint, salt_hash
-from inference.limits import EngineLimits, outside_continuation_fault
-from inference.text.detokenizer import GivenTextDecoder
+from inference.limits import EngineLimits, external_continuation_fault
+from inference.text.text_decoder import GivenTextDecoder
 from inference.text.tokenizer import Tokenizer
-from inference.workers.engine import EngineLife, EngineSequence
-from inference.workers.process import overdue
+from inference.workers.engine import EngineSequence, SupervisedEngine
+from inference.workers.worker import overdue
 
 HINT_TOKENS_MAX = 4 << 20  # tokens to remember as sent, if the server does not report cached tokens
 UNKNOWN_BLOCK_COUNT = 1 << 40  # a request is limited by the server's context window instead
@@ -75,10 +69,10 @@ BLOCKS_MAX = 1 << 18  # of the index, some 250 MB; a larger cache is known by it
 BLOCKS_AT_ONCE = 256  # of events, applied before other tasks run: 5 ms
 
 
-class RemoteEngine(EngineLife):
+class RemoteEngine(SupervisedEngine):
     """Implement `Engine` with a server: `trtllm-serve --grpc`, `vllm serve`."""
 
-    told_loss = TOLD_LOSS
+    loss_message = LOSS_MESSAGE
 
     def __init__(self, settings: RemoteSettings) -> None:
         """Read the checkpoint's configuration and tokenizer; does not connect.
@@ -118,7 +112,7 @@ class RemoteEngine(EngineLife):
     def statistics(self) -> EngineStatistics:
         """Implement `Engine.statistics`: sequences sent from here, blocks as last reported."""
         return (
-            EngineStatistics() if self._connection is None else self._connection.core.statistics()
+            EngineStatistics() if self._connection is None else self._connection.queue.statistics()
         )
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
@@ -161,7 +155,7 @@ class RemoteEngine(EngineLife):
             settings.running_sequence_count_max, facts.running_sequence_count_max or sys.maxsize
         )
         has_no_ids = self._model.capabilities.counts_from_usage
-        core = OutsideCore(
+        queue = ExternalQueue(
             functools.partial(
                 RemoteAnswers, dialect, tasks, None if self._may_reuse(dialect) else self._link.end
             ),
@@ -170,28 +164,28 @@ class RemoteEngine(EngineLife):
             # Without token ids, only the server knows which token ended an output.
             model_end_token_ids=frozenset() if has_no_ids else self._end_token_ids,
             limits=replace(self._limits, running_sequence_count_max=running_max),
-            handling=handling(settings),
-            tell=self._tell,
+            abort_limits=abort_limits(settings),
+            sink=self._emit,
             broken=self._link.end,
             tasks=tasks,
         )
         self._connection = Upkeep(
-            self._examination, core, self._block_tokens, self._link.end, self.stalled, tasks
+            self._examination, queue, self._block_tokens, self._link.end, self.stalled, tasks
         )
         self._connection.begin()
         self._ready(UNKNOWN_BLOCK_COUNT, time.monotonic() - self._began_at_s)
         try:
             yield
         finally:
-            core.abandon()
+            queue.abandon()
             self._connection = None
             self.stalled("")
             self.unreachable()
 
-    def _tell(self, number: int, event: SequenceEvent | EngineError) -> None:
+    def _emit(self, number: int, event: SequenceEvent | EngineError) -> None:
         self._deliver(((number, event),))
 
-    # Both are deferred: the core may emit events while it adds or cancels, and must not call back
+    # Both are deferred: the queue may emit events while it adds or cancels, and must not call back
     # into the caller.
     def _send_start(self, sequence: EngineSequence) -> None:
         asyncio.get_running_loop().call_soon(self._add, sequence, time.monotonic())
@@ -201,20 +195,20 @@ class RemoteEngine(EngineLife):
 
     def _add(self, sequence: EngineSequence, arrived_at_s: float) -> None:
         if self._connection is not None and sequence.number in self._sequences:
-            self._connection.core.add(sequence.number, sequence.request, arrived_at_s)
+            self._connection.queue.add(sequence.number, sequence.request, arrived_at_s)
 
     def _cancel(self, sequence: EngineSequence) -> None:
         if self._connection is not None:
-            self._connection.core.cancel(sequence.number)
+            self._connection.queue.cancel(sequence.number)
 
     def _begin_shutdown(self) -> None:
         if self._connection is not None:
-            self._connection.core.cancel_all()
-            self._connection.tasks.create_task(self._leave(self._connection.core))
+            self._connection.queue.cancel_all()
+            self._connection.tasks.create_task(self._leave(self._connection.queue))
 
-    async def _leave(self, core: OutsideCore) -> None:
+    async def _leave(self, queue: ExternalQueue) -> None:
         while True:
-            if not core.owes:
+            if not queue.owes:
                 self._link.end("closed")
                 return
             await asyncio.sleep(IDLE_POLL_S)
@@ -222,14 +216,14 @@ class RemoteEngine(EngineLife):
     def _kill(self) -> None:
         self._link.end_at_once()
 
-    def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
+    def submit(self, request: GenerationRequest, sink: EventSink) -> EngineSequence:
         """Implement `Engine.submit`."""
-        fault = outside_continuation_fault(request)
+        fault = external_continuation_fault(request)
         if request.output_token_ids and self._model.capabilities.counts_from_usage:
             fault = "cannot be continued by an engine that reports no token ids"
         if fault is not None:
             raise RequestImpossible(fault, "output_token_ids")
-        return super().submit(request, tell)
+        return super().submit(request, sink)
 
     def _cache_group(self, cache_salt: str) -> str:
         return "" if self._settings.share_prefixes else cache_salt
@@ -374,7 +368,7 @@ class Upkeep(ConnectionWatch):
     def __init__(
         self,
         examination: Examination,
-        core: OutsideCore,
+        queue: ExternalQueue,
         block_tokens: int,
         lost: Callable[[str], None],
         stalled: Callable[[str], None],
@@ -382,12 +376,12 @@ class Upkeep(ConnectionWatch):
     ) -> None:
         super().__init__(examination.dialect, examination.settings, lost)
         self.tasks = tasks
-        self.core = core
+        self.queue = queue
         self._examination = examination
         self._block_tokens = block_tokens
         self._stalled = stalled
         self._stalls = StallWatch(
-            core,
+            queue,
             self._settings.first_token_timeout_s,
             self._settings.inter_token_timeout_s,
             abort_frees=True,  # closing the call ends it
@@ -415,7 +409,7 @@ class Upkeep(ConnectionWatch):
             if (reason := self._stalls.look()) is not None:
                 self._lost(f"{self._settings.target}: {reason}")
                 return
-            self._stalled(overdue(self.core.pulse()))
+            self._stalled(overdue(self.queue.pulse()))
             await asyncio.sleep(min(STALL_LOOK_S, shortest_s / 4))
 
     async def _probe_often(self) -> None:
@@ -437,7 +431,7 @@ class Upkeep(ConnectionWatch):
 
     async def _read_load(self) -> None:
         try:
-            self.core.reported = await self.dialect.load(self._block_tokens)
+            self.queue.reported = await self.dialect.load(self._block_tokens)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 raise
@@ -473,7 +467,7 @@ class Upkeep(ConnectionWatch):
             total = batch.load.max_total_num_tokens
             if total:
                 usage = batch.load.token_usage
-                self.core.reported = block_counts(total, usage, self._block_tokens)
+                self.queue.reported = block_counts(total, usage, self._block_tokens)
             if batch.load.load_only:
                 return
         number, last = batch.sequence_number, self._last_sequence_number

@@ -42,13 +42,13 @@ import grpc
 import msgspec
 from aiohttp.http import HttpProcessingError
 
-from inference.adapters.external_core import Choice, Output
+from inference.adapters.external_request import Choice, Output
 from inference.adapters.remote_dialects import (
     FACTS_BYTES_MAX,
     FIELDS,
     LOGIT_BIAS_MAX,
     MESSAGE_BYTES_BASE,
-    SAID_CHARS_MAX,
+    QUOTED_CHARS_MAX,
     SMALL_ANSWER_BYTES_MAX,
     WIRE_NAMES,
     Dialect,
@@ -61,15 +61,15 @@ from inference.adapters.remote_dialects import (
     constrains_after_thinking,
     finish_reason,
     message_bytes_max,
-    said,
+    quoted,
     sampling_fields,
     wire_seed,
 )
 from inference.adapters.remote_settings import RemoteSettings, Service, masked
-from inference.capabilities import EMBEDDED_ONLY, Capabilities, RequestField
+from inference.capabilities import EMBEDDED_ONLY, Capabilities
 from inference.engine import GrammarKind, TokenLogprob
 from inference.errors import EngineFailed
-from inference.sequences import UNKNOWN_TOKEN_ID
+from inference.sequences import UNKNOWN_TOKEN_ID, RequestField
 from inference.text.reasoning import Split
 
 # Shorter than the idle time of servers (uvicorn: 5 s), which would close a reused connection.
@@ -286,7 +286,7 @@ def _failure(status: int, body: bytes) -> HttpFailure:
     problem = problem or _Problem(body.decode(errors="replace"))
     return HttpFailure(
         _CODES.get(status, grpc.StatusCode.INTERNAL),
-        f"HTTP {status}: {masked(problem.message)[:SAID_CHARS_MAX]}",
+        f"HTTP {status}: {masked(problem.message)[:QUOTED_CHARS_MAX]}",
         FIELDS.get(problem.param or ""),
     )
 
@@ -297,7 +297,7 @@ def _check_encoding(response: aiohttp.ClientResponse) -> None:
     if encoding not in ("", "identity"):
         raise HttpFailure(
             grpc.StatusCode.INTERNAL,
-            f"the answer has Content-Encoding {said(encoding)}, but identity was asked for: turn"
+            f"the answer has Content-Encoding {quoted(encoding)}, but identity was asked for: turn"
             " compression off on the server or its proxy",
         )
 
@@ -305,7 +305,7 @@ def _check_encoding(response: aiohttp.ClientResponse) -> None:
 async def _beginning(
     response: aiohttp.ClientResponse, timeout_s: float, bytes_max: int = SMALL_ANSWER_BYTES_MAX
 ) -> bytes:
-    """Return the part of a body that comes in time, up to `bytes_max` and a piece more."""
+    """Read the part of a body that comes in time, up to `bytes_max` and a piece more."""
     _check_encoding(response)
     body = bytearray()
     with contextlib.suppress(TimeoutError):
@@ -396,7 +396,7 @@ class HttpDialect(Dialect):
             raise _failure(status, body)
         if status < 400 or status == 404:
             return None
-        return f"HTTP {status}: {said(body)}"
+        return f"HTTP {status}: {quoted(body)}"
 
     async def facts(self) -> ServerFacts:
         status, body = await self._get("/v1/models", FACTS_BYTES_MAX)
@@ -410,7 +410,7 @@ class HttpDialect(Dialect):
             raise ServerUnfit(f"the server's list of models is invalid: {error}") from error
         if self._model not in cards:
             raise ServerUnfit(
-                f"the server serves {said(', '.join(sorted(cards)) or 'no model')}, not"
+                f"the server serves {quoted(', '.join(sorted(cards)) or 'no model')}, not"
                 f" {self._model}: add the name to the address, as in"
                 f" {self._settings.target.service.value}://{self._settings.target.address}/MODEL"
             )
@@ -779,7 +779,7 @@ class HttpDialect(Dialect):
 
 
 def _generate_body(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a request of completions as one of `/generate`."""
+    """Convert a request of completions to one of `/generate`."""
     sampling = {_OF_SAMPLING[name]: value for name, value in body.items() if name in _OF_SAMPLING}
     for name, guide in body.get("structured_outputs", {}).items():
         sampling["json_schema" if name == "json" else name] = guide
@@ -814,7 +814,7 @@ def _token_id(text: str) -> int:
 
 
 def _known(logprobs: _Logprobs) -> list[dict[int, TokenLogprob]]:
-    """Return the log-probabilities of tokens. Raises: EngineFailed."""
+    """Convert log-probabilities to mappings by token id. Raises: EngineFailed."""
     if bytes(logprobs.top_logprobs).count(b"{") > len(logprobs.tokens):
         raise EngineFailed("the engine sent more log-probabilities than tokens")
     try:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from inference.adapters.external_core import Handling
+from inference.adapters.external_queue import AbortLimits
 
 # Message to clients about a server that cannot be used: the reason may name addresses.
-TOLD_LOSS = "its server cannot be used now; operators find the reason in the log"
+LOSS_MESSAGE = "its server cannot be used now; operators find the reason in the log"
 TARGET_FORM = (
     "must be trtllm://host:port, vllm://host:port or sglang://host:port, or"
     " openai+http://host:port or openai+https://host:port, both optionally with /model"
@@ -111,7 +111,7 @@ def masked(text: str) -> str:
 
 
 def key_header(name: str) -> str:
-    """Return the name of a header for a key, in lower case. Raises: ValueError."""
+    """Validate the name of a header for a key; return it in lower case. Raises: ValueError."""
     lower = name.lower()
     if not _HEADER.fullmatch(lower) or _RESERVED.fullmatch(lower):
         raise ValueError("must be the name of a header for a key, such as authorization or api-key")
@@ -203,7 +203,7 @@ class RemoteSettings:
     for prefixes shared by tenants, of two prompts each. first_token_timeout_s,
     inter_token_timeout_s: silence after which a sequence, or the server, counts as stuck.
     block_tokens: tokens per cache block, if the server does not report it; 0 for its default.
-    abort_drain_s: see `Handling`.
+    abort_drain_s: see `AbortLimits`.
     """
 
     directory: Path
@@ -236,13 +236,13 @@ class RemoteSettings:
                 raise ValueError(f"{name} must be at least 1")
 
 
-def handling(settings: RemoteSettings) -> Handling:
-    """Return the handling that the service tolerates. TensorRT-LLM has hung when aborted in
+def abort_limits(settings: RemoteSettings) -> AbortLimits:
+    """Build the limits that the service needs. TensorRT-LLM has hung when aborted in
     prefill, and crashed with log-probabilities (NVIDIA/TensorRT-LLM#10810); orphaned cache blocks
     make every output empty (#12933).
     """
     is_fragile = settings.target.service is Service.TRTLLM
-    return Handling(
+    return AbortLimits(
         abort_prefill=not is_fragile,
         abort_with_logprobs=not is_fragile,
         abort_drain_s=settings.abort_drain_s,

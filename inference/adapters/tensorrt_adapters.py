@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference.checkpoint.checkpoint import read_json
+from inference.checkpoint.json_files import read_json
 from inference.errors import CheckpointInvalid
 
 # The doctor's question about adapters, and the answer that serving them needs.

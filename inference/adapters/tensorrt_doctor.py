@@ -14,12 +14,12 @@ import msgspec
 
 from common.gpus import GpusUnknown, read_gpus
 from common.processes import started_with
-from inference.adapters.external_core import KvCacheChange
 from inference.adapters.findings import Observation, Verdict, needed
+from inference.adapters.kv_events import KvCacheChange
 from inference.adapters.tensorrt_engine import load_message
 from inference.adapters.tensorrt_questions import Observed, program
 from inference.adapters.tensorrt_settings import LoadTensorRt, TensorRtSettings
-from inference.workers.process import FAMILY, open_host
+from inference.workers.process import FAMILY, open_worker
 from inference.workers.protocol import LoadFailed, Message, Ready, decoder_to_parent
 
 QUESTIONS = "inference.adapters.tensorrt_questions"
@@ -49,21 +49,21 @@ async def examine(settings: TensorRtSettings, gpus: Sequence[str] = ()) -> list[
 async def _ask(settings: TensorRtSettings, load: LoadTensorRt) -> list[Observation]:
     found: list[Observation] = []
     decoder = decoder_to_parent(Observed)
-    async with open_host(
+    async with open_worker(
         QUESTIONS, settings.environment, keeps_log=True, python=settings.python
-    ) as host:
-        host.send(load)
+    ) as worker:
+        worker.send(load)
         reason = ""
-        while (message := await host.receive(decoder)) is not None:
+        while (message := await worker.receive(decoder)) is not None:
             match message:
                 case Observed(observation=each):
                     found.append(each)
                 case LoadFailed(message=reason):
                     pass
-        await host.wait_gone(END_S)
-        if not reason and host.exit_status:
-            log = "\n".join(host.log_lines(LOG_LINES))
-            reason = f"it ended with status {host.exit_status}; its log ends:\n{log}"
+        await worker.wait_gone(END_S)
+        if not reason and worker.exit_status:
+            log = "\n".join(worker.log_lines(LOG_LINES))
+            reason = f"it ended with status {worker.exit_status}; its log ends:\n{log}"
     found.append(Observation(ALIVE, needed(not reason), reason or "yes"))
     return found
 
@@ -72,28 +72,28 @@ async def _killed_worker(
     settings: TensorRtSettings, load: LoadTensorRt, gpus: Sequence[str]
 ) -> Observation:
     before = used_bytes(gpus)
-    async with open_host(
+    async with open_worker(
         WORKER, settings.environment, keeps_log=True, python=settings.python
-    ) as host:
-        host.send(load)
+    ) as worker:
+        worker.send(load)
         message: Message | None = None
         reason = "its process ended"
         try:
             async with asyncio.timeout(settings.load_timeout_s):
-                message = await host.receive(decoder_to_parent(KvCacheChange))
+                message = await worker.receive(decoder_to_parent(KvCacheChange))
                 while message is not None and not isinstance(message, Ready | LoadFailed):
-                    message = await host.receive(decoder_to_parent(KvCacheChange))
+                    message = await worker.receive(decoder_to_parent(KvCacheChange))
         except TimeoutError:
             reason = f"it took more than {settings.load_timeout_s:g} s"
         if not isinstance(message, Ready):
             reason = message.message if isinstance(message, LoadFailed) else reason
             return Observation(KILLED, Verdict.BAD, f"the worker did not load: {reason}")
         loaded = used_bytes(gpus)
-        host.kill()
-        await host.wait_gone(END_S)
+        worker.kill()
+        await worker.wait_gone(END_S)
         await asyncio.sleep(OUTLIVES_S)
-        outliving = [program(pid) for pid in started_with(FAMILY, host.family)]
-        family = host.family
+        outliving = [program(pid) for pid in started_with(FAMILY, worker.family)]
+        family = worker.family
     # The end of the block has killed them, as after the death of a worker in production.
     left = started_with(FAMILY, family)
     seen = f"outliving it: {', '.join(outliving) or 'none'}; alive after Weir killed them:"

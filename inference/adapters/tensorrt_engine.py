@@ -5,24 +5,28 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from inference.adapters.external_core import KvCacheChange, KvEventIndex
-from inference.adapters.tensorrt_settings import VERSION, LoadTensorRt, TensorRtSettings
-from inference.capabilities import TENSORRT_LLM
+from inference.adapters.kv_events import KvCacheChange, KvEventIndex
+from inference.adapters.tensorrt_settings import (
+    TENSORRT_LLM,
+    VERSION,
+    LoadTensorRt,
+    TensorRtSettings,
+)
 from inference.checkpoint.checkpoint import read_external_model
-from inference.engine import GenerationRequest, ModelInfo, Tell
+from inference.engine import EventSink, GenerationRequest, ModelInfo
 from inference.errors import RequestImpossible
-from inference.limits import EngineLimits, outside_continuation_fault
-from inference.workers.engine import EngineSequence, HostedEngine
-from inference.workers.life import HostKind
-from inference.workers.process import open_host
+from inference.limits import EngineLimits, external_continuation_fault
+from inference.workers.engine import EngineSequence, WorkerEngine
+from inference.workers.process import open_worker
 from inference.workers.protocol import Message, decoder_to_parent
+from inference.workers.worker import WorkerKind
 
 # The library may end the process with MPI_Abort before it reports why it cannot load.
 LOAD_FAILURE_COUNT_MAX = 3
 
 
 def load_message(settings: TensorRtSettings) -> tuple[ModelInfo, LoadTensorRt]:
-    """Return the model of a checkpoint and the first message to a worker that loads it.
+    """Read a checkpoint; return its model and the first message to a worker that loads it.
 
     Raises: CheckpointInvalid; ValueError for contradictory limits.
     """
@@ -50,10 +54,10 @@ def load_message(settings: TensorRtSettings) -> tuple[ModelInfo, LoadTensorRt]:
     return replace(model, adapters=tuple(each.name for each in settings.adapters)), load
 
 
-class TensorRtEngine(HostedEngine):
+class TensorRtEngine(WorkerEngine):
     """One model on TensorRT-LLM, on one or more GPUs of this machine."""
 
-    told_loss = "TensorRT-LLM has failed; operators find the reason in the log"
+    loss_message = "TensorRT-LLM has failed; operators find the reason in the log"
 
     def __init__(self, settings: TensorRtSettings) -> None:
         """Read the checkpoint's configuration; starts no process.
@@ -62,12 +66,12 @@ class TensorRtEngine(HostedEngine):
         """
         model, load = load_message(settings)
         self._blocks = KvEventIndex()
-        kind = HostKind(
+        kind = WorkerKind(
             "inference.adapters.tensorrt_worker",
             settings.environment,
             load,
             settings.options.block_tokens,
-            functools.partial(open_host, keeps_log=True, python=settings.python),
+            functools.partial(open_worker, keeps_log=True, python=settings.python),
             decoder_to_parent(KvCacheChange),
             LOAD_FAILURE_COUNT_MAX,
         )
@@ -88,8 +92,8 @@ class TensorRtEngine(HostedEngine):
         super()._forget_cache()
         self._blocks.clear()
 
-    def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
+    def submit(self, request: GenerationRequest, sink: EventSink) -> EngineSequence:
         """Implement `Engine.submit`."""
-        if (fault := outside_continuation_fault(request)) is not None:
+        if (fault := external_continuation_fault(request)) is not None:
             raise RequestImpossible(fault, "output_token_ids")
-        return super().submit(request, tell)
+        return super().submit(request, sink)

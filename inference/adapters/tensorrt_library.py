@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.processes import alive, command_line, descendants
-from inference.adapters.external_core import OutsideCore, StallWatch
+from inference.adapters.external_faults import StallWatch
+from inference.adapters.external_queue import ExternalQueue
 from inference.adapters.tensorrt_adapters import Adapter
 from inference.adapters.tensorrt_settings import (
     KV_EVENT_COUNT_MAX,
@@ -248,18 +249,18 @@ class EngineWatch:
         self,
         library: TensorRtLibrary,
         llm: Any,
-        core: OutsideCore,
+        queue: ExternalQueue,
         options: TensorRtOptions,
         broken: Callable[[str], None],
     ) -> None:
         self._library = library
         self._llm = llm
-        self._core = core
+        self._queue = queue
         self._options = options
         self._broken = broken
         self._workers = ranks()
         self._stalls = StallWatch(
-            core, options.first_token_timeout_s, options.inter_token_timeout_s
+            queue, options.first_token_timeout_s, options.inter_token_timeout_s
         )
         self._busy_at_s = time.monotonic()
 
@@ -272,7 +273,7 @@ class EngineWatch:
                 self._broken(reason)
                 return
             now_s = time.monotonic()
-            if not self._core.idle:
+            if not self._queue.idle:
                 self._busy_at_s = now_s
             elif now_s - self._busy_at_s > self._options.canary_interval_s:
                 if (reason := await self.canary_fault()) is not None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
-from inference.adapters.external_core import Handling
+from inference.adapters.external_queue import AbortLimits
 from inference.adapters.tensorrt_adapters import Adapter
+from inference.capabilities import EMBEDDED_ONLY, Capabilities
 from inference.limits import EngineLimits
+from inference.sequences import RequestField
 from inference.workers.protocol import Message
 
 # 1.2.0 corrupts its KV cache under block reuse (NVIDIA/TensorRT-LLM#12770); later interfaces differ
@@ -42,17 +45,41 @@ _PARALLEL = {
     "moe_expert_parallel_size": "expert_parallel_size",
 }
 _OBJECTS = ("kv_cache_config", "scheduler_config")
+# The default PyTorch sampler accepts and ignores these fields: penalties came with
+# NVIDIA/TensorRT-LLM#16485, `min_p` with #16590, seeds with #17172. It suppresses only one of
+# several end tokens, so a minimum of tokens is not enforced. The log-probabilities of a sampled
+# token may lack that token, which would fail the sequence.
+_TORCH_SAMPLER = Capabilities(
+    frozenset(
+        {
+            RequestField.MIN_P,
+            RequestField.SEED,
+            RequestField.REPETITION_PENALTY,
+            RequestField.PRESENCE_PENALTY,
+            RequestField.FREQUENCY_PENALTY,
+            RequestField.MIN_OUTPUT_TOKENS,
+            *EMBEDDED_ONLY,
+        }
+    ),
+    sampled_logprobs=False,
+    after_thinking=frozenset(),
+)
+# Versions of TensorRT-LLM: the library's in the worker, and the release candidates whose server has
+# the gRPC service. The doctor asks for each field whether an installed library behaves so.
+TENSORRT_LLM: Mapping[str, Capabilities] = MappingProxyType(
+    {"1.2.1": _TORCH_SAMPLER, "1.3.0rc": _TORCH_SAMPLER}
+)
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRtOptions(Handling):
+class TensorRtOptions(AbortLimits):
     """Engine options passed to the child process, in addition to the limits.
 
     expert_parallel_size: for mixture-of-experts layers; None for the engine's default.
     kv_cache_memory_fraction: of the GPU memory that is free after loading the weights.
     block_tokens: tokens per cache block.
 
-    abort_...: see `Handling`. Aborts before the first token have hung engines, and aborts of
+    abort_...: see `AbortLimits`. Aborts before the first token have hung engines, and aborts of
     sequences with log-probabilities have crashed them (NVIDIA/TensorRT-LLM#10810).
     config: entries of `trtllm-serve --config` for the library, which win over the others here.
     first_token_timeout_s, inter_token_timeout_s: silence after which a sequence, or the engine,

@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from common.processes import started_with
-from inference.adapters.external_core import Answer, Choice, KvCacheChange, OutsideCore
+from inference.adapters.external_queue import ExternalQueue
+from inference.adapters.external_request import Answer, Choice
+from inference.adapters.kv_events import KvCacheChange
 from inference.adapters.tensorrt_library import EngineWatch, TensorRtLibrary
 from inference.adapters.tensorrt_settings import LoadTensorRt
 from inference.engine import EngineStatistics, SequenceEvent, SequenceRefused
@@ -54,7 +56,7 @@ SHUTDOWN_TIMEOUT_S = 10.0  # the library's own shutdown has hung
 _log = logging.getLogger("weir.inference.adapters")
 
 
-class TensorRtHost:
+class TensorRtWorker:
     """Connects one engine to the inbox and the socket."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -64,7 +66,7 @@ class TensorRtHost:
         self._unsent: list[Event] = []
         self._flushing = False
         self._llm: Any = None
-        self._core: OutsideCore
+        self._queue: ExternalQueue
         self._block_count = 0
         self._reported: dict[str, Any] = {}  # last statistics of the engine
         self._load: LoadTensorRt
@@ -103,7 +105,7 @@ class TensorRtHost:
         tokenizer = Tokenizer(directory)
         self._ended = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            self._core = OutsideCore(
+            self._queue = ExternalQueue(
                 functools.partial(TensorRtAnswers, library, self._llm, self._load.vocabulary_size),
                 decoder=tokenizer.decoder,
                 vocabulary_size=self._load.vocabulary_size,
@@ -113,24 +115,24 @@ class TensorRtHost:
                     eos for eos in [tokenizer.eos_token_id] if eos is not None
                 ),
                 limits=self._load.limits,
-                handling=options,
-                tell=self._tell,
+                abort_limits=options,
+                sink=self._emit,
                 broken=self._broken,
                 tasks=tasks,
             )
-            watch = EngineWatch(library, self._llm, self._core, options, self._broken)
+            watch = EngineWatch(library, self._llm, self._queue, options, self._broken)
             if (fault := await watch.canary_fault()) is not None:
                 raise EngineStartFailed(f"the engine was loaded, but {fault}")
             await self._check_adapters(library)
             await self._read_first_statistics()
             duties = (watch.run(), self._poll_statistics(), self._beat(), self._poll_kv_events())
             background = [tasks.create_task(duty) for duty in duties]
-            self._inbox.start_pulse(self._core.pulse)
+            self._inbox.start_pulse(self._queue.pulse)
             self._send(Ready(self._block_count))
             threading.Thread(
                 target=self._pump,
                 args=(asyncio.get_running_loop(),),
-                name="weir-host-pump",
+                name="weir-worker-pump",
                 daemon=True,
             ).start()
             await self._ended.wait()
@@ -171,15 +173,15 @@ class TensorRtHost:
                     request, self._load.limits, self._load.vocabulary_size, self._block_count
                 )
                 if reason is not None:
-                    self._queue((message.number, SequenceRefused(reason)))
+                    self._note((message.number, SequenceRefused(reason)))
                 else:
-                    self._core.add(message.number, request, message.sent_at_s)
+                    self._queue.add(message.number, request, message.sent_at_s)
             case CancelSequence():
-                self._core.cancel(message.number)
+                self._queue.cancel(message.number)
             case Shutdown():
-                self._core.cancel_all()
+                self._queue.cancel_all()
                 asyncio.get_running_loop().call_later(self._load.options.abort_drain_s, self._end)
-                if self._core.idle:
+                if self._queue.idle:
                     self._end()
             case _:
                 raise ProtocolBroken("a worker loads only one model")
@@ -188,13 +190,13 @@ class TensorRtHost:
         self._flush()
         self._ended.set()
 
-    def _tell(self, number: int, event: SequenceEvent | EngineError) -> None:
+    def _emit(self, number: int, event: SequenceEvent | EngineError) -> None:
         if isinstance(event, EngineError):
-            self._queue((number, SequenceRefused(str(event), failed=True)))
+            self._note((number, SequenceRefused(str(event), failed=True)))
         else:
-            self._queue((number, event))
+            self._note((number, event))
 
-    def _queue(self, event: Event) -> None:
+    def _note(self, event: Event) -> None:
         """Send the event with all of this loop iteration: answers of a step arrive together."""
         self._unsent.append(event)
         if not self._flushing:
@@ -204,12 +206,12 @@ class TensorRtHost:
     def _flush(self) -> None:
         self._flushing = False
         events, self._unsent = self._unsent, []
-        self._send(StepReport(events, self._core.statistics()))
+        self._send(StepReport(events, self._queue.statistics()))
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(REPORT_EVERY_S)
-            if not self._core.idle:
+            if not self._queue.idle:
                 self._flush()
 
     async def _read_first_statistics(self) -> None:
@@ -229,13 +231,13 @@ class TensorRtHost:
         async for entry in self._llm.get_stats_async(POLL_TIMEOUT_S):
             self._reported = entry
             blocks: dict[str, Any] = entry.get("kvCacheStats") or {}
-            self._core.reported = EngineStatistics(
+            self._queue.reported = EngineStatistics(
                 kv_block_count_total=blocks.get("maxNumBlocks", 0),
                 kv_block_count_free=blocks.get("freeNumBlocks", 0),
                 kv_block_count_held=blocks.get("usedNumBlocks", 0),
                 step_count=entry.get("iter", 0),
             )
-            if self._core.idle and self._block_count:
+            if self._queue.idle and self._block_count:
                 self._flush()  # nothing else reports that the blocks are free again
         await asyncio.sleep(POLL_PAUSE_S)  # the iterator ends at once while nothing is submitted
 
@@ -309,7 +311,7 @@ class KvEventReader:
         self._last_id: int | None = None
 
     def read(self, events: Sequence[Mapping[str, Any]]) -> list[KvCacheChange]:
-        """Return the changes of the events. A gap is a reset; unknown types are ignored."""
+        """Convert events to changes. A gap is a reset; unknown types are ignored."""
         changes = []
         for event in events:
             event_id = int(event["event_id"])
@@ -339,7 +341,7 @@ class KvEventReader:
 def main() -> int:
     """Entry point. Guarded, since processes started by the library import this module too."""
     return serve_parent(
-        "inference.adapters.tensorrt_worker", lambda connection: TensorRtHost(connection).run()
+        "inference.adapters.tensorrt_worker", lambda connection: TensorRtWorker(connection).run()
     )
 
 

@@ -10,15 +10,16 @@ from typing import cast
 
 from common.cpus import usable_cpus
 from inference.adapters.torch_worker import LoadModel
-from inference.capabilities import Capabilities, RequestField
+from inference.capabilities import Capabilities
 from inference.checkpoint.checkpoint import read_model_info
 from inference.core.options import ComputeDtype, CostModel, Device, EngineOptions
 from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import EngineLimits
 from inference.native.packed_file import PackedPlace
-from inference.workers.engine import HostedEngine
-from inference.workers.life import HostKind
-from inference.workers.process import CHILD_ENVIRONMENT, HostOpener, open_host
+from inference.sequences import RequestField
+from inference.workers.engine import WorkerEngine
+from inference.workers.process import CHILD_ENVIRONMENT, WorkerOpener, open_worker
+from inference.workers.worker import WorkerKind
 
 # A simulation computes no logits, which formats and beam search need.
 SIMULATED = Capabilities(
@@ -71,10 +72,10 @@ class TorchEngineSettings:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class TorchEngine(HostedEngine):
+class TorchEngine(WorkerEngine):
     """One model on PyTorch, or a simulation without computation."""
 
-    def __init__(self, settings: TorchEngineSettings, opener: HostOpener = open_host) -> None:
+    def __init__(self, settings: TorchEngineSettings, opener: WorkerOpener = open_worker) -> None:
         """Read the checkpoint's configuration; starts no process. opener: starts the worker.
 
         Raises: CheckpointInvalid; ValueError for contradictory limits.
@@ -104,7 +105,7 @@ class TorchEngine(HostedEngine):
         )
         load = LoadModel(options, settings.torch_thread_count or usable_cpus().count)
         environment = ChainMap(cast(dict[str, str], settings.environment), CHILD_ENVIRONMENT)
-        kind = HostKind(
+        kind = WorkerKind(
             "inference.adapters.torch_worker", environment, load, KV_BLOCK_TOKENS, opener
         )
         capabilities = Capabilities() if settings.simulation is None else SIMULATED

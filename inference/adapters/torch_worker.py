@@ -62,7 +62,7 @@ class LoadModel(Message, tag="load", frozen=True):
     torch_thread_count: int
 
 
-class Host:
+class TorchWorker:
     """Runs the step loop between inbox and socket."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -195,7 +195,7 @@ class Host:
 
 def main() -> int:
     return serve_parent(
-        "inference.adapters.torch_worker", lambda connection: Host(connection).run()
+        "inference.adapters.torch_worker", lambda connection: TorchWorker(connection).run()
     )
 
 

@@ -18,12 +18,12 @@ DIGEST_BYTES = 6
 
 
 def fingerprint(directory: Path, engine: str) -> str:
-    """Return the fingerprint of a checkpoint and its engine, with our version.
+    """Hash a checkpoint and its engine, with our version.
 
     The name of the directory, times and files that cannot be read do not count.
     """
-    said = f"{engine}\0{version('weir-server')}"
-    digest = hashlib.blake2b(said.encode(), digest_size=DIGEST_BYTES)
+    identity = f"{engine}\0{version('weir-server')}"
+    digest = hashlib.blake2b(identity.encode(), digest_size=DIGEST_BYTES)
     files = sorted(path for path in directory.glob("*") if path.is_file())
     weights = [path for path in files if path.suffix in SUFFIXES]
     sizes = [path.stat().st_size for path in weights]

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import linear
 
-from inference.checkpoint.checkpoint import read_json
+from inference.checkpoint.json_files import read_json
 from inference.errors import CheckpointInvalid
 
 # Types that convert to each other by value. Other types (float8, integers) indicate an unsupported

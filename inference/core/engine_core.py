@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from inference.checkpoint.checkpoint import read_config, rotation_switch_tokens
+from inference.checkpoint.checkpoint import read_config
+from inference.checkpoint.rope import rotation_switch_tokens
 from inference.core.kv_cache import BlockPool
 from inference.core.model_runner import ModelRunner
 from inference.core.options import EngineOptions
@@ -209,7 +210,7 @@ class EngineCore:
     def _grammar_of(
         self, request: GenerationRequest, detokenizer: Detokenizer, grammar: Grammar | None
     ) -> Grammar | None:
-        """Return the grammar of an output, which begins with the answer if the model may think."""
+        """Build the grammar of an output; it begins with the answer if the model may think."""
         copied, budget = grammar and grammar.copy(), request.stop.max_reasoning_tokens
         if not isinstance(detokenizer, Split) or (copied is None and budget is None):
             return copied
@@ -263,7 +264,7 @@ class EngineCore:
             for group in groups:
                 self._advance(group, chosen, now_s)
             if self._rotation_switch_tokens is not None:
-                self._turn()
+                self._rotate()
             self._step_count += 1
             if now_s - self._checked_at_s >= CHECK_INTERVAL_S:
                 self._checked_at_s = now_s
@@ -295,11 +296,11 @@ class EngineCore:
         switch = self._rotation_switch_tokens
         return switch if switch is not None and len(sequence.token_ids) > switch else 0
 
-    def _turn(self) -> None:
+    def _rotate(self) -> None:
         """Recompute sequences that exceed longrope's original context with its other table."""
         for sequence in self.scheduler.running:
             if sequence.rotary_offset == 0 and (offset := self._rotary_offset(sequence)):
-                self.scheduler.turn(sequence, offset)
+                self.scheduler.rotate(sequence, offset)
 
     def _note_entered(self, sequence: Sequence, now_s: float) -> None:
         assert sequence.cached_token_count is not None, "the scheduler has counted"
@@ -367,7 +368,7 @@ class EngineCore:
             piece = sequence.detokenizer.finish()
             # Bytes that become final at the end may complete a stop sequence, which is cut off as
             # usual.
-            if piece.stopped and reason is not EngineFinishReason.CANCELLED:
+            if piece.stop and reason is not EngineFinishReason.CANCELLED:
                 reason, sequence.stopped_by = EngineFinishReason.STOP_SEQUENCE, piece.stop
         self.scheduler.remove(sequence)
         choices = self._requests[sequence.number]

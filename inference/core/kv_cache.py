@@ -46,7 +46,7 @@ class BlockKey:
 def block_keys(
     token_ids: Sequence[int], cache_salt: str, block_count: int, hash_block: BlockHash = chain_hash
 ) -> list[BlockKey]:
-    """Return the keys of the first `block_count` full blocks of a sequence."""
+    """Compute the keys of the first `block_count` full blocks of a sequence."""
     keys: list[BlockKey] = []
     chained = salt_hash(cache_salt)
     for start in range(0, block_count * KV_BLOCK_TOKENS, KV_BLOCK_TOKENS):

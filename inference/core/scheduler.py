@@ -1,5 +1,10 @@
 """Scheduler: in-flight batching, chunked prefill, admission, preemption.
 
+Each sequence has tokens whose KV is computed, and some whose is not. A step computes some of the
+uncomputed ones. When none is left, the logits of the last one give the next token, which is
+uncomputed again. So a decoding sequence has one uncomputed token, a new or preempted one has many,
+and prefill, decode and recomputing are the same operation: computed tokens catch up with all.
+
 Owns the waiting queue, the running list and the sequences' use of the block pool. One step is
 `schedule`, then the model runner, then `commit`. Rules, in the order of application:
 
@@ -250,8 +255,8 @@ class Scheduler:
         sequence.block_table = [*others, own]  # a new list: shared tables are append-only
         return shared, own
 
-    def turn(self, sequence: Sequence, rotary_offset: int) -> None:
-        """Change the rotation of a running sequence and its beams; recompute all positions."""
+    def rotate(self, sequence: Sequence, rotary_offset: int) -> None:
+        """Rotate the positions of a running sequence and its beams anew, and recompute them all."""
         for each in [sequence] if sequence.group is None else sequence.group.beams:
             each.rotary_offset = rotary_offset
         self._requeue(sequence)

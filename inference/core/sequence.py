@@ -4,10 +4,6 @@
     positions      [ computed: KV in the blocks of `block_table` | uncomputed ]
                                                   ^ computed_token_count
 
-A step computes some uncomputed tokens. When none is left, the logits of the last one give the next
-token, which is uncomputed again. A decoding sequence has a single uncomputed token, so prefill,
-decode and recomputing are the same operation.
-
 `BeamGroup` holds the sequences of one beam search. Each beam is a `Sequence`, batched like any
 other; beams share the KV blocks of their common tokens. Three phases:
 
@@ -27,7 +23,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from inference.core.kv_cache import BlockKey, CachedBlock
 from inference.engine import (
@@ -47,9 +43,6 @@ from inference.sampling.beam_search import BeamSearch, Hypothesis
 from inference.sampling.grammar import Grammar
 from inference.sampling.sampler import Chosen, Draw, SeenTokens
 from inference.text.detokenizer import NOTHING, Detokenizer, TextPiece
-
-if TYPE_CHECKING:
-    from inference.core.scheduler import Scheduler
 
 
 class AppendedToken(NamedTuple):
@@ -255,7 +248,7 @@ class Sequence:
         )
         if self.grammar is not None and self.grammar.over:
             self.grammar = None
-        if piece.stopped:
+        if piece.stop:
             self.stopped_by = piece.stop
             return AppendedToken(piece, EngineFinishReason.STOP_SEQUENCE)
         return AppendedToken(
@@ -295,6 +288,18 @@ class Sequence:
         )
 
 
+class BeamScheduler(Protocol):
+    """Scheduler, as seen by the sequences of a beam search."""
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Start a child of a running parent, sharing its blocks."""
+        ...
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence and release its blocks."""
+        ...
+
+
 class BeamGroup:
     """Beams of one request. `beams` are the scheduled sequences, in the order of the search."""
 
@@ -308,7 +313,7 @@ class BeamGroup:
         self._search = BeamSearch(params, first.end_token_ids, first.request.stop.max_output_tokens)
         self._preempted: list[Sequence] = []  # beams whose shared tokens are being recomputed
         self._detokenizers = [open_detokenizer() for _ in range(first.request.choice_count)]
-        self._told_count = 0  # number of tokens reported for each choice
+        self._reported_count = 0  # number of tokens reported for each choice
         first.group = self
 
     @property
@@ -346,30 +351,30 @@ class BeamGroup:
         return waiting
 
     def advance(
-        self, queue: Scheduler, chosen: Mapping[Sequence, Chosen], now_s: float
+        self, scheduler: BeamScheduler, chosen: Mapping[Sequence, Chosen], now_s: float
     ) -> list[SequenceEvent]:
         """Process a step that computed all beams; return the request's events."""
         if self._preempted:
-            self._return_to_search(queue)
+            self._return_to_search(scheduler)
             return []
         self._first.first_token_at_s = self._first.first_token_at_s or now_s
         candidates = [chosen[beam].candidates for beam in self.beams]
         parents = self._search.advance([each for each in candidates if each is not None])
         if not self._search.ended:
-            self._follow(queue, parents)
-            return self._tell_certain()
+            self._follow(scheduler, parents)
+            return self._certain_events()
         for beam in self.beams:
-            queue.remove(beam)
-        return self._tell_end(now_s)
+            scheduler.remove(beam)
+        return self._last_events(now_s)
 
-    def cancel(self, queue: Scheduler, now_s: float) -> list[SequenceEvent]:
+    def cancel(self, scheduler: BeamScheduler, now_s: float) -> list[SequenceEvent]:
         """End the search with the tokens reported so far."""
         for beam in self.beams:
-            queue.remove(beam)
+            scheduler.remove(beam)
         cancelled: tuple[EngineFinishReason, StoppedBy] = EngineFinishReason.CANCELLED, None
         return self._finished([cancelled] * len(self._detokenizers), now_s)
 
-    def _follow(self, queue: Scheduler, parents: list[int]) -> None:
+    def _follow(self, scheduler: BeamScheduler, parents: list[int]) -> None:
         """Replace beams by the living hypotheses: a first child reuses its parent's sequence."""
         before, followed = self.beams, set[int]()
         after = []
@@ -377,44 +382,46 @@ class BeamGroup:
             beam = before[parent]
             if parent in followed:
                 beam = beam.twin()
-                queue.fork(before[parent], beam)
+                scheduler.fork(before[parent], beam)
             followed.add(parent)
             after.append(beam)
         for index, beam in enumerate(before):
             if index not in followed:
-                queue.remove(beam)
+                scheduler.remove(beam)
         for beam, hypothesis in zip(after, self._search.living, strict=True):
             beam.take(hypothesis.token_ids[-1])
         self.beams = after
 
-    def _return_to_search(self, queue: Scheduler) -> None:
+    def _return_to_search(self, scheduler: BeamScheduler) -> None:
         [shared], self.beams, self._preempted = self.beams, self._preempted, []
         for beam in self.beams:
-            queue.fork(shared, beam)
-        queue.remove(shared)
+            scheduler.fork(shared, beam)
+        scheduler.remove(shared)
 
-    def _tell_certain(self) -> list[SequenceEvent]:
-        count = self._search.certain_token_count(len(self._detokenizers), self._told_count)
+    def _certain_events(self) -> list[SequenceEvent]:
+        count = self._search.certain_token_count(len(self._detokenizers), self._reported_count)
         hypothesis = (self._search.living or self._search.finished)[0]
         events = [
             event
             for choice in range(len(self._detokenizers))
-            for event in self._tell(choice, hypothesis, self._told_count, count)
+            for event in self._token_events(choice, hypothesis, self._reported_count, count)
         ]
-        self._told_count = count
+        self._reported_count = count
         return events
 
-    def _tell_end(self, now_s: float) -> list[SequenceEvent]:
+    def _last_events(self, now_s: float) -> list[SequenceEvent]:
         events: list[SequenceEvent] = []
         ends: list[tuple[EngineFinishReason, StoppedBy]] = []
         for choice, hypothesis in enumerate(self._search.finished[: len(self._detokenizers)]):
-            events += self._tell(choice, hypothesis, self._told_count, len(hypothesis.token_ids))
+            events += self._token_events(
+                choice, hypothesis, self._reported_count, len(hypothesis.token_ids)
+            )
             stopped = (last := hypothesis.token_ids[-1]) in self._first.end_token_ids
             reason = EngineFinishReason.STOP if stopped else EngineFinishReason.LENGTH
             ends.append((reason, self._first.named_end(last)))
         return events + self._finished(ends, now_s)
 
-    def _tell(
+    def _token_events(
         self, choice: int, hypothesis: Hypothesis, start: int, end: int
     ) -> list[SequenceEvent]:
         """Return one event per token, so that a lease can end between any two."""

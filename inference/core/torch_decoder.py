@@ -217,7 +217,7 @@ class TorchDecoder:
     def _idle(
         self, lengths: Sequence[int], single_count: int, pools: list[LayerPool]
     ) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Return a step of padding alone, with its inputs on the device."""
+        """Build a step of padding alone, with its inputs on the device."""
         self._upload([_NONE] * len(PADDING), lengths)
         batch = self._batch(lengths, single_count, 1 if single_count else lengths[0])
         return partial(self._compute, batch, pools)

@@ -90,9 +90,9 @@ def rotate_and_write_kernel(
         )
         low *= scale * tl.where(is_value, 1.0, for_low)
         high *= scale * tl.where(is_value, 1.0, for_high)
-    turn = tl.load(rotary_rows + row).to(tl.int64) * DIM + at
-    cosine = tl.load(cosines + turn, mask=is_half, other=0.0).to(tl.float32)[None, :]
-    sine = tl.load(sines + turn, mask=is_half, other=0.0).to(tl.float32)[None, :]
+    angle = tl.load(rotary_rows + row).to(tl.int64) * DIM + at
+    cosine = tl.load(cosines + angle, mask=is_half, other=0.0).to(tl.float32)[None, :]
+    sine = tl.load(sines + angle, mask=is_half, other=0.0).to(tl.float32)[None, :]
     turned_low, turned_high = low * cosine - high * sine, high * cosine + low * sine
     target = queries + ((row * HEADS + head) * DIM)[:, None] + at[None, :]
     tl.store(target, turned_low, mask=inside & is_query)
@@ -362,8 +362,9 @@ class TritonKernels(TorchKernels):
             )  # fmt: skip
 
     def _split_count(self, program_count: int, row_count_max: int) -> int:
-        """Return a power of four, since each is compiled, that gives every multiprocessor some
-        programs.
+        """Return the number of splits: enough to give every multiprocessor several programs.
+
+        Always a power of four, to limit the kernel variants that are compiled.
         """
         is_single = row_count_max == 1
         each, least = (SINGLE_PROGRAMS, SINGLE_SPLITS_MIN) if is_single else (PROMPT_PROGRAMS, 1)

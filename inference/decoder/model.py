@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, rms_norm, scaled_dot_product_attention, silu
 
-from inference.checkpoint.checkpoint import (
-    DecoderConfig,
+from inference.checkpoint.checkpoint import DecoderConfig
+from inference.checkpoint.rope import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -181,7 +181,7 @@ class TorchKernels:
     def add_norm(
         self, hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the sum of two tensors (N, E), and its RMS norm."""
+        """Add two tensors (N, E); return the sum and its RMS norm."""
         total = hidden if update is None else hidden + update
         return total, rms_norm(total, weight.shape, weight, eps)
 

@@ -13,13 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from inference.checkpoint.checkpoint import (
-    entries_of,
-    read_json,
-    read_json_list,
-    refuse_entries,
-    refuse_quantized,
-)
+from inference.checkpoint.families import refuse_entries, refuse_quantized
+from inference.checkpoint.json_files import entries_of, read_json, read_json_list
 from inference.engine import ModelInfo
 from inference.errors import CheckpointInvalid
 

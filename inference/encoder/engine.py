@@ -16,7 +16,6 @@ from inference.engine import EmbeddingRequest, Embeddings, EngineStatistics, Vec
 from inference.errors import EngineFailed, EngineOverloaded
 from inference.limits import embedding_fault
 from inference.workers.batches import BatchQueue, Piece
-from inference.workers.life import BackendLife, HostKind, Worker
 from inference.workers.process import CHILD_ENVIRONMENT
 from inference.workers.protocol import (
     Message,
@@ -26,6 +25,8 @@ from inference.workers.protocol import (
     Shutdown,
     decoder_to_parent,
 )
+from inference.workers.supervised_backend import SupervisedBackend
+from inference.workers.worker import Worker, WorkerKind
 
 OVERLOAD_WAIT_S_MIN = 0.5  # shorter delays would make callers retry in a tight loop
 
@@ -73,7 +74,7 @@ class _Text:
     call: _Call
 
 
-class TorchEncoder(BackendLife):
+class TorchEncoder(SupervisedBackend):
     """Implement `Encoder` on torch."""
 
     def __init__(self, settings: EncoderSettings) -> None:
@@ -84,7 +85,7 @@ class TorchEncoder(BackendLife):
             settings.device,
             settings.torch_thread_count or usable_cpus().count,
         )
-        kind = HostKind(
+        kind = WorkerKind(
             "inference.encoder.worker",
             CHILD_ENVIRONMENT,
             load,
@@ -110,7 +111,7 @@ class TorchEncoder(BackendLife):
         self._sent_at_s = -math.inf
 
     @property
-    def host_pid(self) -> int | None:
+    def worker_pid(self) -> int | None:
         """Process id of the child, for operators and tests; None without one."""
         return self._worker.pid
 

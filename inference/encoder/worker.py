@@ -127,7 +127,7 @@ def load_network(load: LoadEncoder, on_progress: Callable[[str, float], None]) -
 
 
 def encode_batch(network: EncoderNetwork, batch: EncodeBatch) -> BatchEncoded:
-    """Return the vectors of a batch, or a fault, such as values that are not finite."""
+    """Embed a batch; return its vectors or a fault, such as values that are not finite."""
     import torch
 
     try:

@@ -198,7 +198,7 @@ def _run_all(commands: Iterable[list[str]]) -> None:
             stack.callback(process.kill)
         for process in running:
             try:
-                _, said = process.communicate(timeout=COMPILE_TIMEOUT_S)
+                _, output = process.communicate(timeout=COMPILE_TIMEOUT_S)
             except subprocess.TimeoutExpired as error:
                 raise NativeUnavailable(
                     f"compiling takes over {COMPILE_TIMEOUT_S:.0f} s"
@@ -206,7 +206,7 @@ def _run_all(commands: Iterable[list[str]]) -> None:
             if process.returncode != 0:
                 raise NativeUnavailable(
                     f"the compiler failed to compile {SOURCE.name}:"
-                    f" {said.decode(errors='replace')[:500]}"
+                    f" {output.decode(errors='replace')[:500]}"
                 )
 
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from common.incidents import IncidentTaskGroup, Retries
+from common.incidents import Retries
 from inference.engine import (
     EmbeddingRequest,
     Embeddings,
@@ -31,10 +31,8 @@ from inference.errors import (
 )
 from inference.routing.replica import (
     ReplicaReport,
+    Replicas,
     ReplicaState,
-    SetStatistics,
-    all_drained,
-    best_condition,
     unavailable,
 )
 from inference.routing.scaling import Stoppable
@@ -53,6 +51,11 @@ class EncoderReplica:
         self.is_drained = False
         self.call_count = 0
         self.outstanding_token_count = 0
+
+    @property
+    def backend(self) -> Encoder:
+        """Implement `Member.backend`."""
+        return self.encoder
 
     @property
     def takes(self) -> bool:
@@ -82,22 +85,16 @@ class EncoderReplica:
         )
 
 
-class EncoderSet:
+class EncoderSet(Replicas[EncoderReplica]):
     """Several encoders as one. Starts the first `warm_count` at once, others under load."""
 
     def __init__(
         self, model: ModelInfo, replicas: Sequence[EncoderReplica], *, warm_count: int
     ) -> None:
         """Create the set. model: as callers see it, whatever its replicas report."""
-        assert replicas, "a set has replicas"
+        super().__init__(replicas, warm_count)
         self._model = model
-        self._replicas = tuple(replicas)
-        self._warm_count = warm_count
-        self._is_closing = False
-        self._start_requested = asyncio.Event()
         self._growth_due = asyncio.Event()  # set when another replica should be started
-        self._replacement_count = 0
-        self._statistics = SetStatistics(len(replicas))
 
     @property
     def model(self) -> ModelInfo:
@@ -110,8 +107,7 @@ class EncoderSet:
 
     def drain(self, names: Collection[str]) -> None:
         """Drain the replicas with these names and no others: drained ones get no new calls."""
-        for replica in self._replicas:
-            replica.is_drained = replica.name in names
+        super().drain(names)
         is_any_drained = any(replica.is_drained for replica in self._replicas)
         if is_any_drained and not any(replica.takes for replica in self._replicas):
             self._growth_due.set()
@@ -127,29 +123,17 @@ class EncoderSet:
             growing = tasks.create_task(
                 scaling.keep_running(self._grow), name=f"scaling of {self._model.name}"
             )
-            async with IncidentTaskGroup() as lives:
-                for replica in self._replicas:
-                    lives.create_task(replica.encoder.serve(), name=f"replica {replica.name}")
-                for replica in self._replicas[: self._warm_count]:
-                    lives.create_task(self._warm(replica), name=f"replica start {replica.name}")
+            await self._serve_all()
             growing.cancel()
 
     async def start(self) -> None:
         """Implement `Backend.start`; return when the first replica takes calls."""
         self._start_requested.set()
         while not self.healthy():
-            if self._is_closing:
-                raise EngineUnavailable("the engine is closed", retry_after_s=0.0)
-            usable = [replica for replica in self._replicas if not replica.is_drained]
-            if not usable:
-                raise all_drained(len(self._replicas))
-            await self._first_start(
-                [each for each in usable if each in self._replicas[: self._warm_count]]
-                or usable[:1]
-            )
+            await self._first_start([each for each in self._replicas if not each.is_drained])
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
-        """Implement `Encoder.embed` by the least loaded replica, or another if it fails."""
+        """Embed on the least loaded replica; if that fails, on another. See `Encoder.embed`."""
         token_count = sum(map(len, request.inputs))
         begun = False
 
@@ -170,7 +154,7 @@ class EncoderSet:
                     return await replica.encoder.embed(once)
             except EngineFailed as error:
                 refusal, loss_count = error, loss_count + 1
-                if self._is_closing or loss_count > LOSS_COUNT_MAX:
+                if self.is_closing or loss_count > LOSS_COUNT_MAX:
                     raise
             except (EngineUnavailable, EngineOverloaded, EngineStartFailed) as error:
                 if refusal is None or isinstance(error, EngineOverloaded):
@@ -184,7 +168,7 @@ class EncoderSet:
             )
         if refusal is not None:
             raise refusal
-        raise unavailable(self._conditions(), len(self._replicas))
+        raise unavailable(self._conditions(self._replicas), len(self._replicas))
 
     def statistics(self) -> EngineStatistics:
         """Implement `Backend.statistics` by sums; steps are averaged."""
@@ -194,27 +178,10 @@ class EncoderSet:
 
     def healthy(self) -> bool:
         """Implement `Backend.healthy`."""
-        return not self._is_closing and any(replica.takes for replica in self._replicas)
+        return not self.is_closing and any(replica.takes for replica in self._replicas)
 
-    def condition(self) -> EngineCondition:
-        """Implement `Backend.condition` by the replica that is likely to take calls first."""
-        if self._is_closing:
-            return EngineCondition(EngineState.CLOSED, reason="closed")
-        if self.healthy():
-            return EngineCondition(EngineState.READY, loading_fraction=1.0)
-        return best_condition(self._conditions(), self._warm_count)
-
-    async def close(self) -> None:
-        """Implement `Backend.close`."""
-        self._is_closing = True
-        self._start_requested.set()
-        async with asyncio.TaskGroup() as tasks:
-            for replica in self._replicas:
-                tasks.create_task(replica.encoder.close(), name=f"replica close {replica.name}")
-
-    def _conditions(self) -> list[EngineCondition]:
-        """Return the conditions of all replicas that are not drained."""
-        return [replica.encoder.condition() for replica in self._replicas if not replica.is_drained]
+    def _condition_of(self, replica: EncoderReplica) -> EngineCondition:
+        return replica.encoder.condition()
 
     def _check_load(self) -> None:
         """Request another replica if all that take calls have more than FULL_TOKENS outstanding."""
@@ -236,38 +203,9 @@ class EncoderSet:
                     is_cold
                     and isinstance(encoder, Stoppable)
                     and encoder.fits_now()
-                    and not self._is_closing
+                    and not self.is_closing
                 ):
                     _log.info("starting replica %s: the others are full or drained", replica.name)
                     with contextlib.suppress(EngineError):
                         await encoder.start()
                     break
-
-    async def _warm(self, replica: EncoderReplica) -> None:
-        """Start a replica when the set is started. The replica reports its own failure."""
-        await self._start_requested.wait()
-        if not self._is_closing:
-            with contextlib.suppress(EngineError):
-                await replica.encoder.start()
-
-    async def _first_start(self, replicas: Sequence[EncoderReplica]) -> None:
-        """Wait until one replica is ready. Raises: the first error if all of them fail."""
-        errors: list[EngineError] = []
-        decided = asyncio.Event()
-
-        async def start(replica: EncoderReplica) -> None:
-            try:
-                await replica.encoder.start()
-            except EngineError as error:
-                errors.append(error)
-                if len(errors) < len(replicas):
-                    return
-            decided.set()
-
-        async with asyncio.TaskGroup() as tasks:
-            starting = [tasks.create_task(start(replica)) for replica in replicas]
-            await decided.wait()
-            for task in starting:
-                task.cancel()
-        if len(errors) == len(replicas):
-            raise errors[0]

@@ -267,7 +267,9 @@ class MemoryBudget:
 
     async def reserve(self, resident: Resident) -> bool:
         """Wait for memory, which must be released later; return False if withdrawn meanwhile."""
-        assert not {resident} & (self._held.keys() | self._waiting.keys()), "a slot has one engine"
+        assert not {resident} & (self._held.keys() | self._waiting.keys()), (
+            "a managed engine runs once"
+        )
         granted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting[resident] = granted
         self.look()

@@ -1,8 +1,8 @@
 """On-demand engines and encoders: started by the first request, closed when idle or evicted.
 
-A slot wraps one engine at a time, and each start builds a new one. A running engine restarts itself
-after a crash, with its own delays; this module does not. Requests that arrive while a slot is cold,
-closing or starting wait for the start, which `condition` reports; none is lost between two engines.
+A managed engine is one engine at a time; each start builds a new one. A running engine restarts
+itself after a crash, with its own delays; this module does not. Requests that arrive while it is
+cold, closing or starting wait for the start, which `condition` reports; none is lost in between.
 Everything runs on the caller's event loop, in `serve`.
 """
 
@@ -27,10 +27,10 @@ from inference.engine import (
     EngineCondition,
     EngineState,
     EngineStatistics,
+    EventSink,
     GenerationRequest,
     ModelInfo,
-    Sequence,
-    Tell,
+    SequenceHandle,
 )
 from inference.errors import EngineError, EngineStartFailed, EngineUnavailable
 from inference.routing.memory import MemoryBudget
@@ -42,8 +42,8 @@ _log = logging.getLogger("weir.inference.routing")
 
 
 @dataclass(frozen=True, slots=True)
-class SlotTerms:
-    """Terms of a slot. idle_timeout_s: time without requests until it is closed; 0: never.
+class ManagedTerms:
+    """Terms of a managed engine. idle_timeout_s: without requests, until it is closed; 0: never.
 
     keep_warm: starts by itself and is never closed for idleness or eviction. memory_bytes: memory
     that it holds while it runs. gpu_count: GPUs that it holds, of `gpus` if that is not empty, each
@@ -61,22 +61,22 @@ class SlotTerms:
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """Why the engine cannot start, and the time until which it is not retried. told: see
+    """Why the engine cannot start, and the time until which it is not retried. client_message: see
     `EngineError`.
     """
 
     reason: str
     until_s: float
-    told: str
+    client_message: str
 
 
-class OnDemandSlot(Generic[Served]):
-    """Slot for one engine at a time, of any kind. Implements `Backend`."""
+class ManagedBackend(Generic[Served]):
+    """One engine at a time, of any kind, started on demand. Implements `Backend`."""
 
     def __init__(
         self,
         build: Callable[[], Served],
-        terms: SlotTerms,
+        terms: ManagedTerms,
         budget: MemoryBudget | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -152,7 +152,7 @@ class OnDemandSlot(Generic[Served]):
 
     def evict(self) -> None:
         """Implement `Resident.evict`."""
-        assert self.idle_since_s() is not None, "a slot in use is not evicted"
+        assert self.idle_since_s() is not None, "an engine in use is not evicted"
         self._stop()
 
     def healthy(self) -> bool:
@@ -171,7 +171,10 @@ class OnDemandSlot(Generic[Served]):
         if (fault := self._current_fault()) is not None:
             wait_s = fault.until_s - self._clock()
             return EngineCondition(
-                EngineState.FAILED, retry_after_s=wait_s, reason=fault.reason, told=fault.told
+                EngineState.FAILED,
+                retry_after_s=wait_s,
+                reason=fault.reason,
+                client_message=fault.client_message,
             )
         engine = self._running()
         if engine is None:
@@ -250,9 +253,9 @@ class OnDemandSlot(Generic[Served]):
         """Serve an engine until it is stopped."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(engine.serve(), name=f"engine of slot {self.name}")
+                tasks.create_task(engine.serve(), name=f"engine {self.name}")
                 self._engine = engine
-                tasks.create_task(self._load(engine), name=f"start of slot {self.name}")
+                tasks.create_task(self._load(engine), name=f"start of {self.name}")
                 self._notify()
                 if not self._user_count:
                     self._rest()
@@ -267,7 +270,7 @@ class OnDemandSlot(Generic[Served]):
             await engine.start()
         except EngineStartFailed as error:
             if engine.condition().state is EngineState.FAILED:
-                self._fail(str(error), error.told)
+                self._fail(str(error), error.client_message)
         except EngineUnavailable:
             pass  # closed while it loaded
         else:
@@ -284,7 +287,7 @@ class OnDemandSlot(Generic[Served]):
                 raise EngineUnavailable("the engine is closed", retry_after_s=0.0)
             if (fault := self._current_fault()) is not None:
                 failed = EngineStartFailed(fault.reason, fault.until_s - self._clock())
-                raise failed.telling(fault.told)
+                raise failed.with_client_message(fault.client_message)
             engine = self._running()
             if engine is None:
                 self._notify()  # so that `serve` starts an engine
@@ -295,7 +298,7 @@ class OnDemandSlot(Generic[Served]):
                     await engine.start()
             except (EngineStartFailed, EngineUnavailable) as error:
                 if engine.condition().state is EngineState.FAILED:
-                    self._fail(str(error), error.told)
+                    self._fail(str(error), error.client_message)
                 elif self._running() is engine:
                     raise  # temporary: the engine retries by itself
             else:
@@ -304,7 +307,7 @@ class OnDemandSlot(Generic[Served]):
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Keep the slot in use inside the block: neither idle nor evicted."""
+        """Keep the engine in use inside the block: neither idle nor evicted."""
         self.begin_use()
         try:
             yield
@@ -312,13 +315,13 @@ class OnDemandSlot(Generic[Served]):
             self.end_use()
 
     def begin_use(self) -> None:
-        """Count a user of the slot until `end_use`."""
+        """Count a user of the engine until `end_use`."""
         self._user_count += 1
         if self._idle_timer is not None:
             self._forget_timer()
 
     def end_use(self) -> None:
-        """Remove a user of the slot."""
+        """Remove a user of the engine."""
         self._user_count -= 1
         if not self._user_count:
             self._rest()
@@ -358,11 +361,11 @@ class OnDemandSlot(Generic[Served]):
             self._fault = None
         return self._fault
 
-    def _fail(self, reason: str, told: str = "") -> None:
+    def _fail(self, reason: str, client_message: str = "") -> None:
         """Report a permanent fault to all requests and release the memory."""
         if self._current_fault() is None:
             _log.error("engine %s cannot be started: %s", self.name, reason)
-            self._fault = _Fault(reason, self._clock() + FAULT_KEPT_S, told)
+            self._fault = _Fault(reason, self._clock() + FAULT_KEPT_S, client_message)
         self._stop()
 
     def _stop(self) -> None:
@@ -400,8 +403,8 @@ class OnDemandSlot(Generic[Served]):
         return left_s if left_s > 0 else guess_s
 
 
-class OnDemandEngine(OnDemandSlot[Engine]):
-    """Slot for one engine at a time. Implements `Engine`."""
+class ManagedEngine(ManagedBackend[Engine]):
+    """One engine at a time, started on demand. Implements `Engine`."""
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
         """Implement `Engine.predict_cached_token_count`."""
@@ -410,45 +413,45 @@ class OnDemandEngine(OnDemandSlot[Engine]):
             0 if engine is None else engine.predict_cached_token_count(prompt_token_ids, cache_salt)
         )
 
-    def submit(self, request: GenerationRequest, tell: Tell) -> SlotSequence:
-        """Implement `Engine.submit`. Does not start a cold slot: `start` does."""
+    def submit(self, request: GenerationRequest, sink: EventSink) -> ManagedSequence:
+        """Implement `Engine.submit`. Does not start a cold engine: `start` does."""
         if (engine := self._running()) is None:
             condition = self.condition()
             raise condition.fault(condition.retry_after_s)
-        sequence = SlotSequence(self, engine.submit(request, tell))
+        sequence = ManagedSequence(self, engine.submit(request, sink))
         self.begin_use()
         return sequence
 
 
-class OnDemandEncoder(OnDemandSlot[Encoder]):
-    """Slot for one encoder at a time. Implements `Encoder`. Takes requests while it is cold."""
+class ManagedEncoder(ManagedBackend[Encoder]):
+    """One encoder at a time, started on demand. Implements `Encoder`; takes requests while cold."""
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
-        """Implement `Encoder.embed`; start a cold slot first. Raises: also as `start`."""
+        """Implement `Encoder.embed`; start a cold encoder first. Raises: also as `start`."""
         with self._in_use():
             encoder = await self.started()
             return await encoder.embed(request)
 
 
-class SlotSequence:
-    """Sequence of a slot, which is in use until the sequence is closed. Implements `Sequence`."""
+class ManagedSequence:
+    """Sequence of a managed engine, in use until it is closed. Implements `SequenceHandle`."""
 
-    def __init__(self, slot: OnDemandEngine, sequence: Sequence) -> None:
-        self._slot: OnDemandEngine | None = slot  # until it is closed
+    def __init__(self, managed: ManagedEngine, sequence: SequenceHandle) -> None:
+        self._managed: ManagedEngine | None = managed  # until it is closed
         self._sequence = sequence
 
     @property
     def outputs(self) -> list[list[int]]:
-        """Implement `Sequence.outputs`."""
+        """Implement `SequenceHandle.outputs`."""
         return self._sequence.outputs
 
     def cancel(self) -> None:
-        """Implement `Sequence.cancel`."""
+        """Implement `SequenceHandle.cancel`."""
         self._sequence.cancel()
 
     def close(self) -> None:
-        """Implement `Sequence.close`."""
-        slot, self._slot = self._slot, None
-        if slot is not None:
+        """Implement `SequenceHandle.close`."""
+        managed, self._managed = self._managed, None
+        if managed is not None:
             self._sequence.close()
-            slot.end_use()
+            managed.end_use()

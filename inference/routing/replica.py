@@ -1,17 +1,21 @@
-"""Replica of a set, with circuit breaker and sent prefixes; conditions and statistics of sets."""
+"""Replica of a set, with circuit breaker and sent prefixes; base, statistics of sets."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from common.backoff import Backoff
-from inference.engine import Engine, EngineCondition, EngineState, EngineStatistics
+from common.incidents import IncidentTaskGroup
+from inference.engine import Backend, Engine, EngineCondition, EngineState, EngineStatistics
 from inference.errors import EngineError, EngineUnavailable
 from inference.kv_blocks import KV_BLOCK_TOKENS, block_hashes
 
@@ -23,7 +27,7 @@ DRAINED = EngineCondition(
     EngineState.RESTARTING, retry_after_s=DRAINED_RETRY_S, reason="it is being drained"
 )
 # Ordered from the least to the most available state
-_PROMISE = (
+_BEST_FIRST = (
     EngineState.CLOSED,
     EngineState.FAILED,
     EngineState.COLD,
@@ -138,7 +142,7 @@ Keys = tuple[int, ...]
 
 
 def prefix_keys(token_ids: Sequence[int], cache_salt: str) -> Keys:
-    """Return the keys of a prompt's full blocks before its last token, which a cache can serve."""
+    """Compute the keys of a prompt's full blocks before its last token, which a cache can serve."""
     return block_hashes(tuple(token_ids), cache_salt, KV_BLOCK_TOKENS)[
         : max(len(token_ids) - 1, 0) // KV_BLOCK_TOKENS
     ]
@@ -272,6 +276,11 @@ class Replica:
         self._was_ready = False
 
     @property
+    def backend(self) -> Engine:
+        """Implement `Member.backend`."""
+        return self.engine
+
+    @property
     def is_draining(self) -> bool:
         """True if it gets no new sequences and finishes the running ones."""
         return self.is_drained or self.is_leaving
@@ -341,7 +350,11 @@ def best_condition(conditions: Collection[EngineCondition], warm_count: int) -> 
         return DRAINED
     best = max(
         conditions,
-        key=lambda each: (_PROMISE.index(each.state), each.loading_fraction, -each.retry_after_s),
+        key=lambda each: (
+            _BEST_FIRST.index(each.state),
+            each.loading_fraction,
+            -each.retry_after_s,
+        ),
     )
     return replace(best, starts_on_demand=best.starts_on_demand and not warm_count)
 
@@ -405,3 +418,111 @@ class SetStatistics:
             step_count += steps
             busy_count += bool(steps or new.running_sequence_count or new.waiting_sequence_count)
         self._steps += step_count / max(busy_count, 1)
+
+
+class Member(Protocol):
+    """Replica, as seen by its set."""
+
+    name: str
+    is_drained: bool
+
+    @property
+    def backend(self) -> Backend:
+        """Engine or encoder of the replica."""
+        ...
+
+
+Each = TypeVar("Each", bound=Member)
+
+
+class Replicas(ABC, Generic[Each]):
+    """Base of sets of replicas: start, condition, draining, close. Implements most of `Backend`."""
+
+    def __init__(self, replicas: Sequence[Each], warm_count: int) -> None:
+        """Start nothing. warm_count: replicas that `start` starts, the first ones."""
+        assert replicas, "a set has replicas"
+        self._replicas = tuple(replicas)
+        self._warm_count = warm_count
+        self.is_closing = False
+        self._start_requested = asyncio.Event()
+        self._replacement_count = 0
+        self._statistics = SetStatistics(len(replicas))
+
+    @abstractmethod
+    def healthy(self) -> bool:
+        """Implement `Backend.healthy`."""
+
+    @abstractmethod
+    def _condition_of(self, replica: Each) -> EngineCondition:
+        """Return a replica's condition; READY only if it takes requests."""
+
+    def condition(self) -> EngineCondition:
+        """Implement `Backend.condition` by the replica that is likely to take requests first."""
+        if self.is_closing:
+            return EngineCondition(EngineState.CLOSED, reason="closed")
+        if self.healthy():
+            return EngineCondition(EngineState.READY, loading_fraction=1.0)
+        return best_condition(self._conditions(self._replicas), self._warm_count)
+
+    def drain(self, names: Collection[str]) -> None:
+        """Drain the replicas with these names and no others: running requests finish."""
+        for replica in self._replicas:
+            replica.is_drained = replica.name in names
+
+    async def close(self) -> None:
+        """Implement `Backend.close`."""
+        self.is_closing = True
+        self._start_requested.set()
+        async with asyncio.TaskGroup() as tasks:
+            for replica in self._replicas:
+                tasks.create_task(replica.backend.close(), name=f"replica close {replica.name}")
+
+    def _conditions(self, replicas: Collection[Each]) -> list[EngineCondition]:
+        """Return the conditions of the replicas that are not drained."""
+        return [self._condition_of(replica) for replica in replicas if not replica.is_drained]
+
+    async def _serve_all(self) -> None:
+        """Serve all replicas, and start the warm ones; an unexpected error ends one only."""
+        async with IncidentTaskGroup() as tasks:
+            for replica in self._replicas:
+                tasks.create_task(replica.backend.serve(), name=f"replica {replica.name}")
+            for replica in self._replicas[: self._warm_count]:
+                tasks.create_task(self._warm(replica), name=f"replica start {replica.name}")
+
+    async def _warm(self, replica: Each) -> None:
+        """Start a replica when the set is started. The replica reports its own failure."""
+        await self._start_requested.wait()
+        if not self.is_closing:
+            with contextlib.suppress(EngineError):
+                await replica.backend.start()
+
+    async def _first_start(self, usable: Sequence[Each]) -> None:
+        """Start the warm ones of the usable replicas, or else the first; wait until one is ready.
+
+        Raises: the first error if all of them fail; EngineUnavailable if none is usable.
+        """
+        if self.is_closing:
+            raise EngineUnavailable("the engine is closed", retry_after_s=0.0)
+        warm = self._replicas[: self._warm_count]
+        waited_for = [replica for replica in usable if replica in warm] or usable[:1]
+        if not waited_for:
+            raise all_drained(len(self._replicas))
+        errors: list[EngineError] = []
+        decided = asyncio.Event()
+
+        async def start(replica: Each) -> None:
+            try:
+                await replica.backend.start()
+            except EngineError as error:
+                errors.append(error)
+                if len(errors) < len(waited_for):
+                    return
+            decided.set()
+
+        async with asyncio.TaskGroup() as tasks:
+            starting = [tasks.create_task(start(replica)) for replica in waited_for]
+            await decided.wait()
+            for task in starting:
+                task.cancel()
+        if len(errors) == len(waited_for):
+            raise errors[0]

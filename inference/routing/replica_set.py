@@ -13,16 +13,15 @@ Only `serve` runs in the background.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from common.backoff import Backoff
-from common.incidents import IncidentTaskGroup, log_incident
+from common.incidents import log_incident
 from inference.capabilities import Capabilities, combined
 from inference.engine import (
     ChoiceFinished,
@@ -31,16 +30,16 @@ from inference.engine import (
     EngineState,
     EngineStatistics,
     EngineTimings,
+    EventSink,
     GenerationRequest,
     ModelInfo,
     Scheduled,
     SequenceEvent,
     SequenceFinished,
-    Tell,
+    SequenceHandle,
     TokensGenerated,
     ignore_event,
 )
-from inference.engine import Sequence as RunningSequence
 from inference.errors import (
     EngineError,
     EngineFailed,
@@ -54,9 +53,7 @@ from inference.routing.replica import (
     NOTHING_FOUND,
     Replica,
     ReplicaReport,
-    SetStatistics,
-    all_drained,
-    best_condition,
+    Replicas,
     unavailable,
 )
 
@@ -66,9 +63,11 @@ OUTPUT_MEMORY = 32  # sequences in the moving average of output lengths
 START_PAUSE_S = 0.05  # seconds between checks of replicas that are ready but tripped
 
 LOSS_COUNT_MAX = 2  # engines that may fail under one sequence, which may be the cause
+PAUSE_S_MIN, PAUSE_S_MAX = 0.02, 0.5  # seconds between searches for a place
+_log = logging.getLogger("weir.inference.routing")
 
 
-class ReplicaSet:
+class ReplicaSet(Replicas[Replica]):
     """Several replicas as one engine. Implements `Engine`.
 
     `start` starts the first `warm_count` replicas and returns when one of them takes requests. A
@@ -90,25 +89,20 @@ class ReplicaSet:
         model: as callers see it, but for the capabilities, which are those of the replicas.
         warm_count: None: all.
         """
-        assert replicas, "a set has replicas"
+        super().__init__(replicas, len(replicas) if warm_count is None else warm_count)
         assert len({replica.name for replica in replicas}) == len(replicas), (
             "names of replicas are unique"
         )
         self._model = self._combined_model = model
         self._capabilities: tuple[Capabilities, ...] = ()  # of the replicas, combined in the model
-        self._replicas = tuple(replicas)
         self._policy: PlacementPolicy = policy or PrefixAware()
-        self._warm_count = len(replicas) if warm_count is None else warm_count
         self.recovery_wait_s = recovery_wait_s
         self.clock = clock
-        self.is_closing = False
-        self._start_requested = asyncio.Event()
         self.moving: set[RoutedSequence] = set()  # cancelled by a drain, not yet placed again
         self.sequences: set[RoutedSequence] = set()  # that have not ended
         self.placement_count = 0
         self.mean_output_token_count = float(OUTPUT_TOKENS_FIRST)
-        self._migration_count = self._replacement_count = 0
-        self._statistics = SetStatistics(len(replicas))
+        self._migration_count = 0
 
     @property
     def model(self) -> ModelInfo:
@@ -135,17 +129,13 @@ class ReplicaSet:
 
     async def serve(self) -> None:
         """Implement `Engine.serve` by serving all replicas; an unexpected error ends one only."""
-        async with IncidentTaskGroup() as tasks:
-            for replica in self._replicas:
-                tasks.create_task(replica.engine.serve(), name=f"replica {replica.name}")
-            for replica in self._replicas[: self._warm_count]:
-                tasks.create_task(self._warm(replica), name=f"replica start {replica.name}")
+        await self._serve_all()
 
     async def start(self) -> None:
         """Implement `Engine.start`."""
         self._start_requested.set()
         while not self.healthy():
-            await self._first_start()
+            await self._first_start([each for each in self._replicas if not each.is_draining])
             if not self.healthy():  # ready, but its breaker is still open
                 waits = [
                     replica.breaker.wait_s(self.clock())
@@ -154,9 +144,9 @@ class ReplicaSet:
                 ]
                 await asyncio.sleep(max(min(waits, default=0.0), START_PAUSE_S))
 
-    def submit(self, request: GenerationRequest, tell: Tell) -> RoutedSequence:
+    def submit(self, request: GenerationRequest, sink: EventSink) -> RoutedSequence:
         """Implement `Engine.submit`."""
-        sequence = RoutedSequence(self, request, tell)
+        sequence = RoutedSequence(self, request, sink)
         self.place(sequence, request)
         self.sequences.add(sequence)
         return sequence
@@ -194,27 +184,6 @@ class ReplicaSet:
                 if replica.takes(now_s):
                     return True
         return False
-
-    def condition(self) -> EngineCondition:
-        """Implement `Engine.condition` by the replica that is likely to take requests first."""
-        if self.is_closing:
-            return EngineCondition(EngineState.CLOSED, reason="closed")
-        if self.healthy():
-            return EngineCondition(EngineState.READY, loading_fraction=1.0)
-        return best_condition(self._conditions(self._replicas), self._warm_count)
-
-    async def close(self) -> None:
-        """Implement `Engine.close`."""
-        self.is_closing = True
-        self._start_requested.set()
-        async with asyncio.TaskGroup() as tasks:
-            for replica in self._replicas:
-                tasks.create_task(replica.engine.close(), name=f"replica close {replica.name}")
-
-    def drain(self, names: Collection[str]) -> None:
-        """Drain the replicas with these names and no others; running sequences finish."""
-        for replica in self._replicas:
-            replica.is_drained = replica.name in names
 
     def move_out(self, name: str) -> int:
         """Move sequences from a drained replica to others with free places; return their number.
@@ -356,10 +325,6 @@ class ReplicaSet:
             )
         return unavailable(self._conditions(allowed), len(self._replicas))
 
-    def _conditions(self, replicas: Collection[Replica]) -> list[EngineCondition]:
-        """Return the conditions of the replicas that are not drained."""
-        return [self._condition_of(replica) for replica in replicas if not replica.is_drained]
-
     def _condition_of(self, replica: Replica) -> EngineCondition:
         """Return a replica's condition; READY only if it takes sequences."""
         condition, now_s = replica.engine.condition(), self.clock()
@@ -372,48 +337,6 @@ class ReplicaSet:
             else "several sequences in a row have failed on it"
         )
         return EngineCondition(EngineState.RESTARTING, retry_after_s=wait_s, reason=reason)
-
-    async def _warm(self, replica: Replica) -> None:
-        """Start a replica when the set is started. The replica reports its own failure."""
-        await self._start_requested.wait()
-        if not self.is_closing:
-            with contextlib.suppress(EngineError):
-                await replica.engine.start()
-
-    async def _first_start(self) -> None:
-        """Wait until a warm replica is ready. Raises: the first error if all of them fail."""
-        if self.is_closing:
-            raise EngineUnavailable("the engine is closed", retry_after_s=0.0)
-        usable = [replica for replica in self._replicas if not replica.is_draining]
-        waited_for = [
-            replica for replica in usable if replica in self._replicas[: max(self._warm_count, 1)]
-        ] or usable[:1]
-        if not waited_for:
-            raise all_drained(len(self._replicas))
-        errors: list[EngineError] = []
-        decided = asyncio.Event()
-
-        async def start(replica: Replica) -> None:
-            try:
-                await replica.engine.start()
-            except EngineError as error:
-                errors.append(error)
-                if len(errors) < len(waited_for):
-                    return
-            decided.set()
-
-        async with asyncio.TaskGroup() as tasks:
-            starting = [tasks.create_task(start(replica)) for replica in waited_for]
-            await decided.wait()
-            for task in starting:
-                task.cancel()
-        if len(errors) == len(waited_for):
-            raise errors[0]
-
-
-PAUSE_S_MIN, PAUSE_S_MAX = 0.02, 0.5  # seconds between searches for a place
-
-_log = logging.getLogger("weir.inference.routing")
 
 
 @dataclass(slots=True)
@@ -432,23 +355,25 @@ class Recovery:
 
 
 class RoutedSequence:
-    """Sequence that may move between replicas. Implements `Sequence`."""
+    """Sequence that may move between replicas. Implements `SequenceHandle`."""
 
-    def __init__(self, fleet: ReplicaSet, request: GenerationRequest, tell: Tell) -> None:
-        self._fleet = fleet
+    def __init__(
+        self, replica_set: ReplicaSet, request: GenerationRequest, sink: EventSink
+    ) -> None:
+        self._replica_set = replica_set
         self._request = request
-        self._tell = tell
+        self._sink = sink
         # State of the whole sequence.
         self._is_cancelled = False
         self._has_output = False  # reported to the caller, so it cannot start over
         self._cached_token_count: int | None = None
         self._is_cached_final = False
-        self._opened_at_s = fleet.clock()
+        self._opened_at_s = replica_set.clock()
         self._scheduled_at_s: float | None = None
         self._first_token_at_s: float | None = None
         # State on its current or last replica.
         self._replica: Replica
-        self._sequence: RunningSequence  # in its engine
+        self._sequence: SequenceHandle  # in its engine
         self._is_placed = False
         self._is_continuation = False  # the prompt was computed by an earlier replica
         self._work: Work
@@ -468,11 +393,11 @@ class RoutedSequence:
 
     @property
     def outputs(self) -> list[list[int]]:
-        """Implement `Sequence.outputs`."""
+        """Implement `SequenceHandle.outputs`."""
         return self._sequence.outputs
 
     def cancel(self) -> None:
-        """Implement `Sequence.cancel`."""
+        """Implement `SequenceHandle.cancel`."""
         self._is_cancelled = True
         if self._is_placed:
             self._sequence.cancel()
@@ -481,12 +406,12 @@ class RoutedSequence:
             recovery.next_look = asyncio.get_running_loop().call_soon(self._look)
 
     def close(self) -> None:
-        """Implement `Sequence.close`."""
-        self._tell = ignore_event
-        self._fleet.sequences.discard(self)
+        """Implement `SequenceHandle.close`."""
+        self._sink = ignore_event
+        self._replica_set.sequences.discard(self)
         if self._is_placed:
             self._leave()
-        if self._recovery is not None or self in self._fleet.moving:
+        if self._recovery is not None or self in self._replica_set.moving:
             self._stop_looking()
 
     def enter(
@@ -496,13 +421,13 @@ class RoutedSequence:
 
         output_token_count: expected length of the output.
         """
-        fleet = self._fleet
-        fleet.placement_count += 1
-        replica.placed_at = fleet.placement_count
+        replica_set = self._replica_set
+        replica_set.placement_count += 1
+        replica.placed_at = replica_set.placement_count
         self._sequence = replica.engine.submit(request, self._take)
         self._replica, self._work, self._is_placed = replica, work, True
         self._is_continuation = bool(request.output_token_ids)
-        self._began_at_s = fleet.clock()
+        self._began_at_s = replica_set.clock()
         self._is_probe = not replica.breaker.is_closed and replica.breaker.begun(self._began_at_s)
         self._shows_health = False
         found_token_count = 0
@@ -521,22 +446,22 @@ class RoutedSequence:
 
         Cancels it on the engine; that end is not reported, and it continues as after a loss.
         """
-        if not self._is_placed or self._replica.name != name or self in self._fleet.moving:
+        if not self._is_placed or self._replica.name != name or self in self._replica_set.moving:
             return False
         if (
             self._is_cancelled
             or not self._may_go_on
-            or not self._fleet.has_place(self._continued())
+            or not self._replica_set.has_place(self._continued())
         ):
             return False
-        self._fleet.moving.add(self)
+        self._replica_set.moving.add(self)
         self._sequence.cancel()
         return True
 
     @property
     def _may_go_on(self) -> bool:
         """Return whether another engine could run it, from its beginning or its current output."""
-        return not self._has_output or self._fleet.could_continue(self._continued())
+        return not self._has_output or self._replica_set.could_continue(self._continued())
 
     def _continued(self) -> GenerationRequest:
         """Return the request for another engine, with the output so far."""
@@ -555,13 +480,13 @@ class RoutedSequence:
                     self._replica.outstanding_token_count -= count
                 else:
                     self._generated(count)
-                self._tell(event)
+                self._sink(event)
             case Scheduled():
                 if self._begun(event):
-                    self._tell(event)
+                    self._sink(event)
             case ChoiceFinished():
                 self._has_output = True
-                self._tell(event)
+                self._sink(event)
             case SequenceFinished():
                 self._finished(event)
             case EngineError():
@@ -579,7 +504,10 @@ class RoutedSequence:
         self._replica.outstanding_token_count += self._charged - charged
         if self._cached_token_count is not None:
             return False
-        self._cached_token_count, self._scheduled_at_s = cached_token_count, self._fleet.clock()
+        self._cached_token_count, self._scheduled_at_s = (
+            cached_token_count,
+            self._replica_set.clock(),
+        )
         self._is_cached_final = event.is_final
         return True
 
@@ -594,7 +522,7 @@ class RoutedSequence:
             ):
                 self._replica.breaker.succeeded()
         if not self._has_output:
-            self._has_output, self._first_token_at_s = True, self._fleet.clock()
+            self._has_output, self._first_token_at_s = True, self._replica_set.clock()
         charged, self._charged = self._charged, max(self._output_left - token_count, 1)
         self._output_left = self._charged
         self._replica.outstanding_token_count += self._charged - charged
@@ -603,13 +531,13 @@ class RoutedSequence:
         if (
             event.reason is EngineFinishReason.CANCELLED
             and not self._is_cancelled
-            and not self._fleet.is_closing
+            and not self._replica_set.is_closing
         ):
             self._lost(EngineUnavailable("the replica was closed or drained", retry_after_s=0.0))
             return
-        fleet = self._fleet
-        fleet.mean_output_token_count += (
-            event.generated_token_count - fleet.mean_output_token_count
+        replica_set = self._replica_set
+        replica_set.mean_output_token_count += (
+            event.generated_token_count - replica_set.mean_output_token_count
         ) / OUTPUT_MEMORY
         if self._moved:
             # A replica that continues an output reports another prompt than the billed one.
@@ -625,9 +553,9 @@ class RoutedSequence:
         self._end(event)
 
     def _end(self, last: SequenceFinished | EngineError) -> None:
-        tell = self._tell
+        sink = self._sink
         self.close()
-        tell(last)
+        sink(last)
 
     def _lost(self, loss: EngineError) -> None:
         """Search for another replica from the next turn of the event loop, or end with the loss."""
@@ -637,7 +565,7 @@ class RoutedSequence:
                 loss = EngineFailed(f"no other engine can continue the sequence: {loss}")
             self._end(loss)
             return
-        replica, now_s = self._replica, self._fleet.clock()
+        replica, now_s = self._replica, self._replica_set.clock()
         has_failed = isinstance(loss, EngineFailed)
         if has_failed:
             # A second failure on an engine that survives is probably caused by the request.
@@ -659,14 +587,14 @@ class RoutedSequence:
         elif (
             not self._may_go_on
             or all_refused
-            or self._fleet.is_closing
+            or self._replica_set.is_closing
             or self._failure_count > LOSS_COUNT_MAX
         ):
             self._end(loss)
         else:
             # A full queue is reported at once; a lost sequence gets time to find another place.
-            wait_s = 0.0 if is_full and not self._has_output else self._fleet.recovery_wait_s
-            home = replica if self in self._fleet.moving and not has_failed else None
+            wait_s = 0.0 if is_full and not self._has_output else self._replica_set.recovery_wait_s
+            home = replica if self in self._replica_set.moving and not has_failed else None
             self._recovery = Recovery(
                 loss, home, now_s + wait_s, asyncio.get_running_loop().call_soon(self._look)
             )
@@ -681,7 +609,7 @@ class RoutedSequence:
             elif self._found_place(recovery.home):
                 self._stop_looking()
                 self._note_moved()
-            elif self._fleet.is_closing or self._fleet.clock() >= recovery.give_up_at_s:
+            elif self._replica_set.is_closing or self._replica_set.clock() >= recovery.give_up_at_s:
                 self._end(recovery.loss)
             else:
                 recovery.next_look = asyncio.get_running_loop().call_later(
@@ -697,18 +625,18 @@ class RoutedSequence:
         """Enter a replica, or `home` if no other takes it, drained or not; return success."""
         request = self._continued()
         try:
-            self._fleet.place(self, request, self._lost_on)
+            self._replica_set.place(self, request, self._lost_on)
         except (EngineUnavailable, EngineOverloaded, EngineStartFailed):
             if home is None:
                 return False
             try:
-                self._fleet.place_at(self, home, request)
+                self._replica_set.place_at(self, home, request)
             except EngineError:
                 return False
         return True
 
     def _stop_looking(self) -> None:
-        self._fleet.moving.discard(self)
+        self._replica_set.moving.discard(self)
         if self._recovery is not None:
             self._recovery.next_look.cancel()
             self._recovery = None
@@ -717,7 +645,7 @@ class RoutedSequence:
         self._moved = True
         if self._has_output:
             self._migration_count += 1
-        self._fleet.note_moved(migrated=self._has_output)
+        self._replica_set.note_moved(migrated=self._has_output)
         token_count, lost = sum(map(len, self.outputs)), self._lost_on[-1]
         _log.info(
             "moved a sequence of %d tokens from replica %s to %s",
@@ -750,7 +678,7 @@ class RoutedSequence:
 
     def _timings(self) -> EngineTimings:
         """Return timings on the set's clock; time between replicas counts to the later phase."""
-        now_s = self._fleet.clock()
+        now_s = self._replica_set.clock()
         scheduled_s = now_s if self._scheduled_at_s is None else self._scheduled_at_s
         first_token_s = now_s if self._first_token_at_s is None else self._first_token_at_s
         return EngineTimings(

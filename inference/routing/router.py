@@ -354,7 +354,7 @@ class Catalog:
 
     @classmethod
     def plain(cls, names: Sequence[str]) -> Catalog:
-        """Return a catalog of models without versions, aliases or regions."""
+        """Build a catalog of models without versions, aliases or regions."""
         return cls({name: (Share("", name),) for name in names})
 
     def canonical_name(self, requested: str) -> str:

@@ -31,7 +31,7 @@ _log = logging.getLogger("weir.inference.routing")
 
 @runtime_checkable
 class Stoppable(Protocol):
-    """Engine that can be stopped and started again, such as `OnDemandEngine`."""
+    """Engine that can be stopped and started again, such as `ManagedEngine`."""
 
     def idle_since_s(self) -> float | None:
         """Return the time of its last use; None while it is in use or does not run."""

@@ -2,7 +2,7 @@
 
 Disabled unless configured. A checker sees text only; the caller acts on a hit. Output is checked
 while streaming: text is released once its checker has cleared it. Rules, classifiers and their
-configuration file are in `safety_file.py`.
+configuration file are in `rules.py`, `classifiers.py` and `safety_file.py`.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
 def prompt_logprobs(
     logits: Tensor, token_ids: Sequence[int], top_count: int
 ) -> list[TokenLogprobs]:
-    """Return the log-probabilities of one token per row of logits (R, V) fp32."""
+    """Compute the log-probabilities of one token per row of logits (R, V) fp32."""
     report = RowLogprobs(logits, dict.fromkeys(range(len(token_ids)), top_count))
     return list(report.reports(token_ids).values())
 

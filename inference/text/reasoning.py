@@ -412,7 +412,7 @@ class ChannelSplit(Split):
     """Split of messages with a channel each.
 
     header: of the message that has no text yet; None inside its text. header_token_count: its
-    tokens. is_bare: no token of the format was seen, so the output may be plain text. said: the
+    tokens. is_bare: no token of the format was seen, so the output may be plain text. emitted: the
     kinds of text so far. call_end: text after the arguments of the present call; empty outside of
     calls. has_arguments: they have text.
     """
@@ -421,7 +421,7 @@ class ChannelSplit(Split):
     header: str | None = field(init=False, default="")
     header_token_count: int = field(init=False, default=0)
     is_bare: bool = field(init=False, default=True)
-    said: set[Phase] = field(init=False, default_factory=set)
+    emitted: set[Phase] = field(init=False, default_factory=set)
     call_end: str = field(init=False, default="")
     has_arguments: bool = field(init=False, default=False)
 
@@ -436,7 +436,7 @@ class ChannelSplit(Split):
             return self._border(token_id, may_stop)
         text = self.text.push(token_id, may_stop=may_stop).text
         if self.header is None:
-            return self._say(text, 1, may_stop)
+            return self._emit(text, 1, may_stop)
         # <|constrain|> ends the name of a function.
         ends_name = token_id in self.text.special_token_ids and RECIPIENT in self.header
         self.header += text if self.is_bare else self._shown(text) or " " * ends_name
@@ -444,7 +444,7 @@ class ChannelSplit(Split):
         is_header = self.header.startswith(RECIPIENT) or RECIPIENT.startswith(self.header)
         if len(self.header) > HEADER_CHARS_MAX or (self.is_bare and not is_header):
             text, self.header, self.phase = self.header, None, Phase.ANSWER
-            return self._say(text, 0, may_stop)
+            return self._emit(text, 0, may_stop)
         return NOTHING
 
     def finish(self) -> TextPiece:
@@ -467,7 +467,7 @@ class ChannelSplit(Split):
                 self.header, self.header_token_count = "", 0
             return NOTHING
         mark = "" if is_thinking else self._mark(token_id, may_stop)
-        piece = self._say(rest + mark, is_thinking, may_stop)
+        piece = self._emit(rest + mark, is_thinking, may_stop)
         if self.call_end and not piece.stopped:
             end = self.call_end if self.has_arguments else "{}" + self.call_end
             piece = TextPiece(piece.text + self._unsearched(end))
@@ -487,15 +487,15 @@ class ChannelSplit(Split):
             return TextPiece(self._unsearched(begin))
         is_thought = found is not None and found[1] == THINKING_CHANNEL
         self.header, self.phase = None, Phase.THINKING if is_thought else Phase.ANSWER
-        return self._say("\n" if self.phase in self.said else "", count, may_stop)
+        return self._emit("\n" if self.phase in self.emitted else "", count, may_stop)
 
-    def _say(self, text: str, token_count: int, may_stop: bool) -> TextPiece:
+    def _emit(self, text: str, token_count: int, may_stop: bool) -> TextPiece:
         is_thought = self.phase is Phase.THINKING
         text = self._shown(text) if is_thought else text
         if self.call_end:
             self.has_arguments |= bool(text.strip())
         elif text:
-            self.said.add(self.phase)
+            self.emitted.add(self.phase)
         if is_thought:
             return TextPiece("", "", text, token_count)
         return self._answer(text, may_stop)

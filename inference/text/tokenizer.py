@@ -30,19 +30,14 @@ from tokenizers.models import BPE
 from inference.errors import ChatTemplateFailed, CheckpointInvalid
 from inference.text.chat_template import EFFORTS as EFFORTS
 from inference.text.chat_template import NOT_THINKING as NOT_THINKING
-from inference.text.chat_template import ChatMessage as ChatMessage
 from inference.text.chat_template import ChatTemplates
 from inference.text.chat_template import Thinking as Thinking
 from inference.text.control_tokens import ControlTokens, markers_of, written_markers
-from inference.text.detokenizer import Place as Place
-from inference.text.detokenizer import (
-    TextDecoder,
-    byte_by_character,
-    is_byte_level,
-    token_bytes,
-)
-from inference.text.detokenizer import TokenPlaces as TokenPlaces
+from inference.text.conversation import ChatMessage as ChatMessage
 from inference.text.reasoning import Channels, reasoning_format
+from inference.text.text_decoder import TextDecoder, byte_by_character, is_byte_level, token_bytes
+from inference.text.text_decoder import TokenSpan as TokenSpan
+from inference.text.text_decoder import TokenSpans as TokenSpans
 from inference.text.tools import MARKERS, CallFormat, Tool, ToolCall
 from inference.text.word_cache import WordCache, parts_of
 
@@ -205,7 +200,7 @@ class Tokenizer:
         return self.backend.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of a complete sequence. For streams use `inference.text.detokenizer`."""
+        """Decode a complete sequence. For streams use `inference.text.detokenizer`."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     @cached_property
@@ -481,7 +476,7 @@ class TokenBound:
 
 
 def longest_with_each_byte(tokens: list[tuple[int, bytes]]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the length of the longest token that contains each byte; 1 if there is none."""
+    """Find, for each byte, the longest token that contains it, in bytes; 1 if there is none."""
     longest = np.ones(256, np.int64)
     missing = set(range(256))
     for length, token in sorted(tokens, reverse=True):

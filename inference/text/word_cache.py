@@ -19,7 +19,7 @@ import tokenizers
 from tokenizers.models import BPE
 
 from inference.text.control_tokens import longest_of
-from inference.text.detokenizer import byte_by_character
+from inference.text.text_decoder import byte_by_character
 
 # Longer text is left to the library, which releases the GIL: it would hold up the event loop for
 # over a millisecond.

@@ -88,7 +88,7 @@ class BatchQueue(Generic[Payload, Result]):
             heapq.heapify(self._waiting)
 
     def take_batch(self) -> list[Payload]:
-        """Return the payloads of the next batch; none while a batch is being computed."""
+        """Take the payloads of the next batch; none while a batch is being computed."""
         if self._under_way:
             return []
         size = 0

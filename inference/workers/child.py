@@ -100,7 +100,7 @@ class Inbox(Generic[Local]):
         self._arrivals.register(self._bell, select.POLLIN)
         self._sending = threading.Lock()
         self._pulse: Callable[[], Pulse] | None = None
-        threading.Thread(target=self._watch, name="weir-host-watch", daemon=True).start()
+        threading.Thread(target=self._watch, name="weir-worker-watch", daemon=True).start()
 
     def send(self, message: Message) -> None:
         """Send a message to the parent. Thread-safe.

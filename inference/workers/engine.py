@@ -12,20 +12,19 @@ from typing import Protocol
 
 from common.incidents import Retries
 from inference.engine import (
+    EventSink,
     GenerationRequest,
     ModelInfo,
     Scheduled,
     SequenceEvent,
     SequenceFinished,
     SequenceRefused,
-    Tell,
     TokensGenerated,
     ignore_event,
 )
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, RequestImpossible
 from inference.kv_blocks import PrefixHint
 from inference.limits import EngineLimits, request_fault
-from inference.workers.life import BackendLife, HostKind, HostWaits, LifeWaits, Worker
 from inference.workers.protocol import (
     CancelSequence,
     Message,
@@ -36,10 +35,12 @@ from inference.workers.protocol import (
     StartSequence,
     StepReport,
 )
+from inference.workers.supervised_backend import RestartPolicy, SupervisedBackend
+from inference.workers.worker import Worker, WorkerKind, WorkerPolicy
 
 
 class EngineSequence:
-    """Sequence of one engine. Implements `Sequence`."""
+    """Sequence of one engine. Implements `SequenceHandle`."""
 
     __slots__ = (
         "_engine",
@@ -50,15 +51,15 @@ class EngineSequence:
         "number",
         "outputs",
         "request",
-        "tell",
+        "sink",
     )
 
     def __init__(
-        self, engine: SequenceOwner, number: int, request: GenerationRequest, tell: Tell
+        self, engine: SequenceOwner, number: int, request: GenerationRequest, sink: EventSink
     ) -> None:
         self.number = number
         self.request = request
-        self.tell = tell
+        self.sink = sink
         self.outputs: list[list[int]] = [
             list(request.output_token_ids) for _ in range(request.choice_count)
         ]
@@ -69,11 +70,11 @@ class EngineSequence:
         self._engine = engine
 
     def cancel(self) -> None:
-        """Implement `Sequence.cancel`."""
+        """Implement `SequenceHandle.cancel`."""
         self._engine.cancel(self)
 
     def close(self) -> None:
-        """Implement `Sequence.close`."""
+        """Implement `SequenceHandle.close`."""
         if not self.has_ended:
             self._engine.forget(self)
 
@@ -82,17 +83,17 @@ class SequenceOwner(Protocol):
     """Engine, as seen by its sequences."""
 
     def cancel(self, sequence: EngineSequence) -> None:
-        """Implement `Sequence.cancel`."""
+        """Implement `SequenceHandle.cancel`."""
 
     def forget(self, sequence: EngineSequence) -> None:
-        """Implement `Sequence.close`."""
+        """Implement `SequenceHandle.close`."""
 
 
-class EngineLife(BackendLife):
+class SupervisedEngine(SupervisedBackend):
     """One model on an engine that is restarted when lost. Implements `Engine`."""
 
     def __init__(
-        self, model: ModelInfo, limits: EngineLimits, waits: LifeWaits, block_tokens: int
+        self, model: ModelInfo, limits: EngineLimits, waits: RestartPolicy, block_tokens: int
     ) -> None:
         """Start nothing. block_tokens: tokens in a block of the engine's prefix cache."""
         super().__init__(model, waits)
@@ -126,9 +127,10 @@ class EngineLife(BackendLife):
         """Forget the contents of the cache, which is lost with the engine."""
         self._hint.clear()
 
-    def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
+    def submit(self, request: GenerationRequest, sink: EventSink) -> EngineSequence:
         """Implement `Engine.submit`."""
-        self._check_ready()
+        if not self.healthy():
+            self._check_ready()
         fault = request_fault(request, self._limits, self._model.vocabulary_size, self._block_count)
         if fault is not None:
             raise RequestImpossible(fault)
@@ -138,7 +140,7 @@ class EngineLife(BackendLife):
         if self._waiting_count >= self._limits.waiting_sequence_count_max:
             raise EngineOverloaded("the engine's queue is full", self._overload_wait_s())
         sequence = self._sequences[self._next_number] = EngineSequence(
-            self, self._next_number, request, tell
+            self, self._next_number, request, sink
         )
         self._next_number += 1
         self._waiting_count += request.choice_count
@@ -146,7 +148,7 @@ class EngineLife(BackendLife):
         return sequence
 
     def cancel(self, sequence: EngineSequence) -> None:
-        """Implement `Sequence.cancel`."""
+        """Implement `SequenceHandle.cancel`."""
         if not sequence.has_ended and not sequence.is_cancelled:
             sequence.is_cancelled = True
             self._send_cancel(sequence)
@@ -160,7 +162,7 @@ class EngineLife(BackendLife):
         """Remove a sequence that has ended or is closed; it gets no more events."""
         del self._sequences[sequence.number]
         sequence.has_ended = True
-        sequence.tell = ignore_event  # releases the callback's references
+        sequence.sink = ignore_event  # releases the callback's references
         if not sequence.is_scheduled:
             self._waiting_count -= sequence.request.choice_count
 
@@ -177,7 +179,7 @@ class EngineLife(BackendLife):
             sequence = sequences.get(number)
             if sequence is None:
                 continue  # closed
-            tell, request = sequence.tell, sequence.request
+            sink, request = sequence.sink, sequence.request
             match event:
                 case TokensGenerated():
                     if not sequence.has_output:
@@ -199,7 +201,7 @@ class EngineLife(BackendLife):
                 case EngineError():
                     self._remove(sequence)
             try:
-                tell(event)
+                sink(event)
             except Exception as error:
                 self._callback_failures.failed(error)
 
@@ -232,11 +234,11 @@ class EngineLife(BackendLife):
         self._deliver([(number, self._loss(reason)) for number in self._sequences])
 
 
-class HostedEngine(EngineLife):
+class WorkerEngine(SupervisedEngine):
     """One model in one worker process. Implements `Engine`."""
 
     def __init__(
-        self, model: ModelInfo, limits: EngineLimits, waits: HostWaits, kind: HostKind
+        self, model: ModelInfo, limits: EngineLimits, waits: WorkerPolicy, kind: WorkerKind
     ) -> None:
         """Start nothing; `serve` does."""
         super().__init__(replace(model, continues_output=True), limits, waits, kind.block_tokens)
@@ -250,7 +252,7 @@ class HostedEngine(EngineLife):
         )
 
     @property
-    def host_pid(self) -> int | None:
+    def worker_pid(self) -> int | None:
         """Process id of the worker, for operators and tests; None without one."""
         return self._worker.pid
 

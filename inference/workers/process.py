@@ -1,4 +1,4 @@
-"""Worker processes with a socket: start, messages, supervision, end; spare workers for fast starts.
+"""Worker processes with a socket: start, messages, end; spare workers for fast starts.
 
 Owns the process and the socket, and releases both on every path. The child sees the socket's end
 when this process dies for any reason.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import secrets
 import signal
@@ -25,7 +24,6 @@ from common.processes import started_with
 from inference.workers.protocol import (
     Message,
     MessageDecoder,
-    Pulse,
     decoder_to_parent,
     encode,
     split,
@@ -37,17 +35,10 @@ REAP_TIMEOUT_S = 5.0
 # Limit for the kernel to end the processes that a child started: freeing GPU memory takes seconds.
 FAMILY_TIMEOUT_S = 30.0
 POLL_S = 0.02
-LOOK_S = 0.5  # between two looks of a watchdog
-LOOK_LATE_S = 0.5  # of a look that judges nothing
-PULSE_LOST_S = 3.0  # three pulses
-# A stalled step is longer than both. Steps aim at 0.1 s; a long prefill on a slow CPU, or another
-# process on its cores, makes one ten times longer than its predecessors at most.
-STEP_S_MIN, STEP_FACTOR = 5.0, 10.0
 # Environment variable of a child with a value of its own, which all processes started by it inherit
 FAMILY = "WEIR_WORKER_FAMILY"
 LOG_TAIL_BYTES = 4096
 _log = logging.getLogger("weir.inference.workers")
-
 # Environment variables that C libraries read before main, so the child cannot set them. The
 # inherited environment overrides each.
 CHILD_ENVIRONMENT = {
@@ -77,7 +68,7 @@ async def start_process(
 ) -> asyncio.subprocess.Process:
     """Start `python -m module --fd N` with this environment; it inherits the socket.
 
-    log_fd: its stderr; None for that of this process. python: as in `open_host`.
+    log_fd: its stderr; None for that of this process. python: as in `open_worker`.
     """
     return await asyncio.create_subprocess_exec(
         *(python or sys.executable, "-m", module, "--fd", str(fd)),
@@ -90,8 +81,8 @@ async def start_process(
     )
 
 
-# Source of worker processes, such as `open_host`.
-HostOpener = Callable[[str, Mapping[str, str]], AbstractAsyncContextManager["HostProcess"]]
+# Source of worker processes, such as `open_worker`.
+WorkerOpener = Callable[[str, Mapping[str, str]], AbstractAsyncContextManager["WorkerProcess"]]
 
 
 class LogTail(asyncio.Protocol):
@@ -107,8 +98,8 @@ class LogTail(asyncio.Protocol):
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, data)
 
 
-class HostProcess(asyncio.Protocol):
-    """Running child and the parent's end of its socket. Created by `open_host`."""
+class WorkerProcess(asyncio.Protocol):
+    """Running child and the parent's end of its socket. Created by `open_worker`."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, family: str, log: LogTail | None = None
@@ -243,14 +234,14 @@ async def end_family(family: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def open_host(
+async def open_worker(
     module: str, environment: Mapping[str, str], *, keeps_log: bool = False, python: str = ""
-) -> AsyncIterator[HostProcess]:
+) -> AsyncIterator[WorkerProcess]:
     """Start `python -m module --fd N`; on exit, kill and reap it and close the socket.
 
     environment: defaults of variables that are read before main; inherited variables override
     them, but not `CUDA_VISIBLE_DEVICES`. keeps_log: whether the end of its log is kept, for
-    `HostProcess.log_lines`. python: an interpreter that has the packages of the module, and Weir;
+    `WorkerProcess.log_lines`. python: an interpreter that has the packages of the module, and Weir;
     empty for that of this process.
     """
     family = secrets.token_hex(8)
@@ -285,7 +276,7 @@ async def _open_process(
     log: LogTail | None,
     log_fd: int | None,
     python: str,
-) -> AsyncIterator[HostProcess]:
+) -> AsyncIterator[WorkerProcess]:
     parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         for end in (parent_end, child_end):
@@ -299,8 +290,8 @@ async def _open_process(
         child_end.close()
     try:
         loop = asyncio.get_running_loop()
-        _, host = await loop.create_unix_connection(
-            lambda: HostProcess(process, family, log), sock=parent_end
+        _, worker = await loop.create_unix_connection(
+            lambda: WorkerProcess(process, family, log), sock=parent_end
         )
     except BaseException:
         parent_end.close()
@@ -308,98 +299,9 @@ async def _open_process(
         await process.wait()
         raise
     try:
-        yield host
+        yield worker
     finally:
-        await host.give_back()
-
-
-def overdue(pulse: Pulse) -> str:
-    """Return why the current step takes too long; empty if it does not."""
-    if pulse.step_s <= max(STEP_S_MIN, STEP_FACTOR * pulse.usual_s):
-        return ""
-    return f"a step has run for {pulse.step_s:.0f} s, the longest recent one {pulse.usual_s:.2g} s"
-
-
-class Watchdog:
-    """Watchdog timer of a worker. Used on one event loop.
-
-    A worker is stalled, which ends with its next progress, if its pulse is absent for some seconds,
-    or if a step takes many times longer than usual ones. It hangs if it is silent beyond the
-    timeout. Workers without a pulse are only found hanging.
-    """
-
-    def __init__(
-        self,
-        timeout_s: float,
-        on_silence: Callable[[float], None],
-        on_stall: Callable[[str], None] = lambda reason: None,
-    ) -> None:
-        """Create it disarmed.
-
-        on_silence: gets the silence in seconds and judges it. on_stall: gets the reason of a stall,
-        or an empty text once there is none.
-        """
-        self._timeout_s = timeout_s
-        self._on_silence, self._on_stall = on_silence, on_stall
-        self._heard_at_s = -math.inf
-        self._pulse: tuple[float, Pulse] | None = None  # the last one, and when it came
-        self._timer: asyncio.TimerHandle | None = None
-        self._look_every_s = min(timeout_s / 4, LOOK_S)
-
-    def heard(self) -> None:
-        """Note a sign of life."""
-        self._heard_at_s = asyncio.get_running_loop().time()
-
-    def pulse(self, pulse: Pulse) -> None:
-        """Note a pulse."""
-        self._pulse = asyncio.get_running_loop().time(), pulse
-
-    @property
-    def is_alive(self) -> bool:
-        """False if pulses have been absent for the timeout."""
-        limit_s = self._timeout_s + PULSE_LOST_S
-        return self._pulse is None or self._now_s() - self._pulse[0] <= limit_s
-
-    def arm(self) -> None:
-        """Start watching; counts as a sign of life."""
-        self.heard()
-        self._schedule()
-
-    def disarm(self) -> None:
-        """Stop watching."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._pulse = None
-        self._on_stall("")
-
-    def _schedule(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._look_every_s, self._look)
-
-    def _look(self) -> None:
-        assert self._timer is not None, "only an armed watchdog looks"
-        now_s = self._now_s()
-        # After a block of this loop, messages may wait that it has not read yet.
-        if now_s - self._timer.when() < LOOK_LATE_S:
-            self._on_stall(self._stall(now_s))
-            silence_s = now_s - self._heard_at_s
-            if silence_s > self._timeout_s:
-                self._on_silence(silence_s)
-        self._schedule()
-
-    def _stall(self, now_s: float) -> str:
-        """Return why the worker is stalled; empty if it is not."""
-        if self._pulse is None:
-            return ""
-        pulse_at_s, pulse = self._pulse
-        silence_s = now_s - max(pulse_at_s, self._heard_at_s)
-        if silence_s > PULSE_LOST_S:
-            return f"no sign of life for {silence_s:.0f} s"
-        return overdue(pulse)
-
-    @staticmethod
-    def _now_s() -> float:
-        return asyncio.get_running_loop().time()
+        await worker.give_back()
 
 
 class SpareWorkers:
@@ -408,13 +310,13 @@ class SpareWorkers:
     def __init__(self, count: int = 0) -> None:
         """Start nothing; `serve` does. count: spares to keep; 0: start workers on demand."""
         self.count = count
-        self._ready: deque[tuple[HostProcess, contextlib.AsyncExitStack]] = deque()
+        self._ready: deque[tuple[WorkerProcess, contextlib.AsyncExitStack]] = deque()
         self._changed = asyncio.Event()
 
     @property
     def ready_count(self) -> int:
         """Number of spares that can be taken now."""
-        return sum(host.exit_status is None for host, _ in self._ready)
+        return sum(worker.exit_status is None for worker, _ in self._ready)
 
     async def serve(self) -> None:
         """Keep `count` spares until cancelled; then end the remaining ones."""
@@ -439,18 +341,20 @@ class SpareWorkers:
             await self._ready.popleft()[1].aclose()
 
     @contextlib.asynccontextmanager
-    async def open(self, module: str, environment: Mapping[str, str]) -> AsyncIterator[HostProcess]:
-        """Open a worker as `open_host` does, using a spare of this kind if there is one."""
+    async def open(
+        self, module: str, environment: Mapping[str, str]
+    ) -> AsyncIterator[WorkerProcess]:
+        """Open a worker as `open_worker` does, using a spare of this kind if there is one."""
         taken = self._take() if (module, environment) == (SPARE_MODULE, CHILD_ENVIRONMENT) else None
         if taken is None:
-            async with open_host(module, environment) as host:
-                yield host
+            async with open_worker(module, environment) as worker:
+                yield worker
             return
-        host, stack = taken
+        worker, stack = taken
         async with stack:
-            yield host
+            yield worker
 
-    def _take(self) -> tuple[HostProcess, contextlib.AsyncExitStack] | None:
+    def _take(self) -> tuple[WorkerProcess, contextlib.AsyncExitStack] | None:
         alive = next((spare for spare in self._ready if spare[0].exit_status is None), None)
         if alive is not None:
             self._ready.remove(alive)
@@ -461,11 +365,11 @@ class SpareWorkers:
         """Start a spare; return whether that worked."""
         stack = contextlib.AsyncExitStack()
         try:
-            host = await stack.enter_async_context(open_host(SPARE_MODULE, CHILD_ENVIRONMENT))
+            worker = await stack.enter_async_context(open_worker(SPARE_MODULE, CHILD_ENVIRONMENT))
         except OSError as error:
             _log.warning("spare engine worker could not be started: %s", error)
             return False
-        self._ready.append((host, stack))
+        self._ready.append((worker, stack))
         return True
 
     async def _drop_dead(self) -> None:

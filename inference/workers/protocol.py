@@ -136,7 +136,7 @@ class MessageDecoder:
         )
 
     def decode(self, body: bytes) -> Message:
-        """Return the message of a body. Raises: ProtocolBroken for any other content."""
+        """Decode a body. Raises: ProtocolBroken for any other content."""
         try:
             return self._decoder.decode(body)
         except msgspec.MsgspecError as error:
@@ -144,10 +144,10 @@ class MessageDecoder:
 
 
 def decoder_to_worker(*own: type[Message]) -> MessageDecoder:
-    """Return the decoder of a worker. own: messages of its kind, with the first one."""
+    """Build the decoder of a worker. own: messages of its kind, with the first one."""
     return MessageDecoder(StartSequence, CancelSequence, Shutdown, *own)
 
 
 def decoder_to_parent(*own: type[Message]) -> MessageDecoder:
-    """Return the decoder of a worker's parent. own: messages that only this worker kind sends."""
+    """Build the decoder of a worker's parent. own: messages that only this worker kind sends."""
     return MessageDecoder(Loading, Ready, LoadFailed, Pulse, StepReport, *own)

@@ -45,8 +45,8 @@ from api.openai.refusals import (
     refusal_of,
     remedy_of,
 )
-from inference.capabilities import RequestField
 from inference.errors import RequestImpossible
+from inference.sequences import RequestField
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.text()
 JSON = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))

@@ -29,8 +29,8 @@ from inference.engine import (
     SequenceFinished,
     TokensGenerated,
 )
+from inference.safety.rules import Rule, RuleChecker
 from inference.safety.safety import SafetyChecker
-from inference.safety.safety_file import Rule, RuleChecker
 from inference.text.tools import CallFormat
 from metering.core.models import Outcome
 from metering.holds.journal import UsageJournal

@@ -18,7 +18,7 @@ from api.core.settings import SettingInvalid, Settings, bundled_encoders
 from api.fleet.fleet import compute_dtype, engine_plan, fleet_of_models
 from inference.native import loader
 from inference.text.tools import CallFormat
-from inference.workers.process import open_host
+from inference.workers.process import open_worker
 from metering.invoicing.invoice_document import Issuer
 
 SPECS = {spec.metadata["variable"]: spec for spec in fields(Settings)}
@@ -102,7 +102,7 @@ def built(settings: Settings) -> Any:
     """Return the engine of the model that `WEIR_MODELS` calls `a`."""
     assert settings.engine_backend != "remote"
     kind, directory = settings.engine_backend, settings.models["a"]
-    build, *_ = engine_plan(settings, kind, "a", directory, open_host)
+    build, *_ = engine_plan(settings, kind, "a", directory, open_worker)
     return build({})
 
 
@@ -176,7 +176,7 @@ def test_a_gpu_has_other_defaults() -> None:
     )
 
     on_cpu, on_gpu = built(cpu), built(gpu)
-    build, _, gpu_count, _ = engine_plan(gpu, "torch", "a", Path("/x"), open_host)
+    build, _, gpu_count, _ = engine_plan(gpu, "torch", "a", Path("/x"), open_worker)
 
     assert (on_cpu.compute_dtype, on_cpu.kv_cache_bytes) == ("float32", 1 << 30)
     assert (on_gpu.compute_dtype, on_gpu.kv_cache_bytes) == ("bfloat16", None)

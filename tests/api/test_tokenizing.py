@@ -20,7 +20,7 @@ from api.generation.parsing.text_work import TextWork
 from api.generation.parsing.tokenizing import TextJob, check_prompt, tokenize
 from api.generation.request.preparation import thinking_start
 from api.openai.parameters import ChatParameters, decode, parse_chat
-from inference.safety.safety_file import Rule, RuleChecker
+from inference.safety.rules import Rule, RuleChecker
 from inference.sequences import ThinkingStart
 from inference.text.tokenizer import ChatMessage, Thinking, Tokenizer
 from inference.text.tools import Tool, ToolCall

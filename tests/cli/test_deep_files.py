@@ -12,7 +12,7 @@ from weir_cli.document import read_document
 
 from api.core.settings import SettingInvalid
 from api.fleet.fleet_file import parse_fleet, read_fleet
-from inference.checkpoint.checkpoint import read_json
+from inference.checkpoint.json_files import read_json
 from inference.errors import CheckpointInvalid
 from inference.safety.safety import SafetyRulesInvalid
 from inference.safety.safety_file import read_safety

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from common.child_environment import inherited
-from inference.safety import safety_file as classifier_process
-from inference.workers.process import CHILD_ENVIRONMENT, FAMILY, SPARE_MODULE, open_host
+from inference.safety import classifiers
+from inference.workers.process import CHILD_ENVIRONMENT, FAMILY, SPARE_MODULE, open_worker
 
-pytestmark = pytest.mark.usefixtures("executed_hosts")
+pytestmark = pytest.mark.usefixtures("executed_workers")
 
 SECRETS = {
     "STRIPE_API_KEY": "sk_live_1",
@@ -42,7 +42,7 @@ def test_a_child_inherits_only_the_variables_that_it_needs() -> None:
     ("module", "environment"),
     [
         (SPARE_MODULE, CHILD_ENVIRONMENT),
-        ("inference.safety.classifier_host", classifier_process.CHILD_ENVIRONMENT),
+        ("inference.safety.classifier_worker", classifiers.CHILD_ENVIRONMENT),
     ],
 )
 async def test_the_environment_of_a_running_child_has_no_secret(
@@ -50,10 +50,10 @@ async def test_the_environment_of_a_running_child_has_no_secret(
 ) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    async with open_host(module, environment) as host:
+    async with open_worker(module, environment) as worker:
         async with asyncio.timeout(60):
             while not (  # noqa: ASYNC110
-                told := await asyncio.to_thread(Path(f"/proc/{host.pid}/environ").read_bytes)
+                told := await asyncio.to_thread(Path(f"/proc/{worker.pid}/environ").read_bytes)
             ):
                 await asyncio.sleep(0.01)  # until the child has begun
         names = {entry.partition(b"=")[0].decode() for entry in told.split(b"\0") if entry}

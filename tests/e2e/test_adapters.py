@@ -14,7 +14,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir_client import AsyncAdminClient
 
 from tests.inference.tensorrt_adapters import write_adapter, write_report
-from tests.inference.tensorrt_hosted import tensorrt_service
+from tests.inference.tensorrt_engines import tensorrt_service
 from tests.service import MODEL, PLAIN_IDS, Service, Tenant, bearer
 
 ADAPTERS = (f"{MODEL}:formal", f"{MODEL}:terse")

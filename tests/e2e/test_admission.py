@@ -221,18 +221,18 @@ async def test_a_raised_limit_counts_at_once(service: Service) -> None:
 async def test_a_stream_continues_after_its_limit_is_raised(service: Service) -> None:
     """The lower limit would end it at 1,500 tokens. The engine pauses until the increase."""
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10 + 1500})
-    host_pid = service.host_pid
-    assert host_pid is not None
+    worker_pid = service.worker_pid
+    assert worker_pid is not None
 
     async with service.stream(tenant.secret) as stream:
         await spend(stream, 20)  # the engine is running
-        os.kill(host_pid, signal.SIGSTOP)
+        os.kill(worker_pid, signal.SIGSTOP)
         try:
             request_id = await stream.begin(max_output_tokens=2500)
             await stream.first(request_id, "admitted")
             await service.set_limit(tenant, QuotaDimension.TOKENS_PER_MONTH, 100_000)
         finally:
-            os.kill(host_pid, signal.SIGCONT)
+            os.kill(worker_pid, signal.SIGCONT)
         finished = await stream.finished(request_id)
 
     assert finished.reason == types_pb2.FINISH_REASON_LENGTH

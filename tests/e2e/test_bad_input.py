@@ -28,7 +28,7 @@ from api.generation.request.control import record
 from api.generation.state import Life
 from metering.core.models import QuotaDimension
 from metering.store.db import psycopg_conninfo
-from tests.forked_hosts import children_of
+from tests.forked_workers import children_of
 from tests.service import (
     CONTEXT_WINDOW_TOKENS,
     MODEL,

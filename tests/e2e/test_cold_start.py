@@ -18,7 +18,7 @@ from weir.v1 import types_pb2
 
 from inference.routing.memory import torch_memory_bytes
 from tests.conftest import new_database
-from tests.forked_hosts import children_of
+from tests.forked_workers import children_of
 from tests.metering.invariants import check_invariants
 from tests.service import (
     MODEL,
@@ -104,7 +104,7 @@ async def new_tenant(service: Service) -> Tenant:
 
 
 async def engines_gone(service: Service) -> None:
-    await until(lambda: not children_of(service.pid), "the engine host to go")
+    await until(lambda: not children_of(service.pid), "the engine worker to go")
 
 
 async def check_finished(
@@ -129,11 +129,11 @@ async def load_paused(directory: Path) -> AsyncIterator[None]:
         opened: list[int] = []
 
         def open_for_reader() -> bool:
-            with contextlib.suppress(OSError):  # ENXIO until the host has it open
+            with contextlib.suppress(OSError):  # ENXIO until the worker has it open
                 opened.append(os.open(config, os.O_WRONLY | os.O_NONBLOCK))
             return bool(opened)
 
-        await until(open_for_reader, "the host to open the configuration")
+        await until(open_for_reader, "the worker to open the configuration")
     finally:
         os.replace(aside, config)
     with os.fdopen(opened[0], "wb") as pipe:
@@ -227,7 +227,7 @@ async def test_two_models_take_turns_where_there_is_memory_for_one(cold: Service
                 assert "memory" in stages
 
 
-async def test_a_host_that_is_killed_while_it_loads_tells_all_and_the_next_request_is_served(
+async def test_a_worker_that_is_killed_while_it_loads_tells_all_and_the_next_request_is_served(
     cold: Service,
 ) -> None:
     tenant = await new_tenant(cold)
@@ -240,11 +240,11 @@ async def test_a_host_that_is_killed_while_it_loads_tells_all_and_the_next_reque
         request_ids = [await stream.begin(model=OTHER) for _ in range(20)]
         for request_id in request_ids:
             await stream.first(request_id, "progress")
-        [host_pid] = await cold_hosts(cold)
-        os.kill(host_pid, signal.SIGSTOP)
+        [worker_pid] = await cold_workers(cold)
+        os.kill(worker_pid, signal.SIGSTOP)
         os.replace(aside, weights)
 
-        os.kill(host_pid, signal.SIGKILL)
+        os.kill(worker_pid, signal.SIGKILL)
 
         for request_id in request_ids:
             refusal = await stream.failed(request_id)
@@ -258,9 +258,9 @@ async def test_a_host_that_is_killed_while_it_loads_tells_all_and_the_next_reque
         await check_finished(cold, tenant, stream, await stream.begin(model=OTHER))
 
 
-async def cold_hosts(service: Service) -> list[int]:
+async def cold_workers(service: Service) -> list[int]:
     """Wait for the engine workers and return them."""
-    await until(lambda: children_of(service.pid), "an engine host")
+    await until(lambda: children_of(service.pid), "an engine worker")
     return children_of(service.pid)
 
 

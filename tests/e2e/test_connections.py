@@ -27,7 +27,7 @@ from tests.conftest import new_database
 from tests.e2e.openai_clients import TO_THE_END, says
 from tests.e2e.test_openai_bad_input import Socket, dial, post
 from tests.e2e.test_openai_ends import the_event, the_one_running
-from tests.forked_hosts import children_of
+from tests.forked_workers import children_of
 from tests.service import MODEL, PATIENCE_S, Inside, Service, run_inside, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -31,7 +31,7 @@ from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from metering.tenants.api_keys import rotate_api_key
 from tests.conftest import new_database
 from tests.e2e.openai_clients import connect, extension, says
-from tests.forked_hosts import children_of
+from tests.forked_workers import children_of
 from tests.inference.encoder_checkpoints import (
     DIMENSION,
     INPUT_TOKENS_MAX,

@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from tests.inference.tensorrt_hosted import tensorrt_service
+from tests.inference.tensorrt_engines import tensorrt_service
 from tests.service import MODEL, Service, bearer
 
 NO_VALUES = ""

@@ -16,7 +16,7 @@ from weir.v1 import types_pb2
 from api.core.endpoint import NOT_STARTED
 from metering.core.models import QuotaDimension
 from tests.conftest import new_database
-from tests.forked_hosts import children_of
+from tests.forked_workers import children_of
 from tests.inference.classifier_checkpoints import make_danger_classifier
 from tests.service import PLAIN_IDS, Service, conversation, running, wait_for
 
@@ -85,7 +85,7 @@ def says(text: str) -> pb.ResponseFormat:
 
 def classifier_pid(service: Service) -> int | None:
     """Return the api process's child that classifies."""
-    return next(iter(children_of(service.pid, "inference.safety.classifier_host")), None)
+    return next(iter(children_of(service.pid, "inference.safety.classifier_worker")), None)
 
 
 @contextlib.asynccontextmanager

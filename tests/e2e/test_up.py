@@ -106,7 +106,7 @@ def test_everything_on_one_machine(environment: dict[str, str], postgres_home: P
         ).stdout
         postmaster = int((home / "postgres" / "postmaster.pid").read_text().split()[0])
         processes = {postmaster, *descendants(postmaster), *descendants(up.pid)}
-        assert len(processes) >= 4, "PostgreSQL, api server, engine host, worker"
+        assert len(processes) >= 4, "PostgreSQL, api server, engine worker, worker"
 
         os.killpg(up.pid, signal.SIGINT)  # as a terminal does: to all that it runs there
         assert up.wait(PATIENCE_S) == 0, log.read_text()

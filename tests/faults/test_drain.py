@@ -30,8 +30,8 @@ LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQU
 async def test_running_requests_finish_and_new_ones_are_sent_away(launch: Start) -> None:
     service = launch(drain_notice_s=30)  # keeps the connection open until the test has used it
     tenant = await service.tenant(LIMITS)
-    host_pid = service.host_pid
-    assert host_pid is not None
+    worker_pid = service.worker_pid
+    assert worker_pid is not None
     async with service.channel() as channel, service.stream(tenant.secret) as stream:
         starts = [start(max_output_tokens=500) for _ in range(6)]
         await stream.send(*starts)
@@ -59,7 +59,7 @@ async def test_running_requests_finish_and_new_ones_are_sent_away(launch: Start)
             ).reason == types_pb2.FINISH_REASON_LENGTH
             assert len(stream.token_ids(frame.request_id)) == 500
         assert await asyncio.to_thread(service.wait_ended) == 0
-    assert not alive(host_pid)
+    assert not alive(worker_pid)
     assert service.books.holds(tenant) == {"settled": 6}
     assert {event["outcome"] for event in service.books.events(tenant)} == {"length"}
     assert list(service.settings.journal_directory.iterdir()) == [], "nothing is left to recover"

@@ -68,17 +68,17 @@ async def test_a_killed_server_bills_what_it_had_handed_over_and_keeps_no_hold(
 ) -> None:
     service = launch()
     tenant = await service.tenant(LIMITS)
-    host_pid = service.host_pid
-    assert host_pid is not None
+    worker_pid = service.worker_pid
+    assert worker_pid is not None
     async with lossless_stream(service, tenant.secret) as stream:
         request_ids = await under_load(stream, 12, 40)
 
         if with_engine:
-            os.kill(host_pid, signal.SIGKILL)
+            os.kill(worker_pid, signal.SIGKILL)
         service.kill()
 
         assert await stream.closed() is grpc.StatusCode.UNAVAILABLE
-    await until(lambda: not alive(host_pid), "the engine host to follow its parent")
+    await until(lambda: not alive(worker_pid), "the engine worker to follow its parent")
     assert service.books.holds(tenant) == {"held": 12}, "nobody is there to end them yet"
 
     service.start()
@@ -271,12 +271,12 @@ async def test_a_request_that_died_with_its_server_is_not_run_again_under_its_id
 async def test_a_killed_engine_ends_its_requests_settled_and_comes_back(launch: Start) -> None:
     service = launch()
     tenant = await service.tenant(LIMITS)
-    host_pid = service.host_pid
-    assert host_pid is not None
+    worker_pid = service.worker_pid
+    assert worker_pid is not None
     async with service.stream(tenant.secret) as stream:
         request_ids = await under_load(stream, 12, 20)
 
-        os.kill(host_pid, signal.SIGKILL)
+        os.kill(worker_pid, signal.SIGKILL)
 
         for request_id in request_ids:
             refusal = await stream.failed(request_id)
@@ -303,7 +303,7 @@ async def test_a_killed_engine_ends_its_requests_settled_and_comes_back(launch: 
         assert pb.ProgressFrame.STAGE_ENGINE_LOADING in {
             progress.stage for progress in stream.of(waiting, "progress")
         }
-    assert service.host_pid not in (None, host_pid)
+    assert service.worker_pid not in (None, worker_pid)
     check_invariants(service.database_url, all_ended=True)
 
 
@@ -313,15 +313,15 @@ async def test_an_engine_that_dies_before_the_first_token_bills_nothing_and_allo
     service = launch()
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
-        host_pid = service.host_pid
-        assert host_pid is not None
-        os.kill(host_pid, signal.SIGSTOP)
+        worker_pid = service.worker_pid
+        assert worker_pid is not None
+        os.kill(worker_pid, signal.SIGSTOP)
         started = [start() for _ in range(5)]
         await stream.send(*started)
         for frame in started:
             await stream.first(frame.request_id, "admitted")
 
-        os.kill(host_pid, signal.SIGKILL)
+        os.kill(worker_pid, signal.SIGKILL)
 
         for frame in started:
             refusal = await stream.failed(frame.request_id)
@@ -344,9 +344,9 @@ async def test_the_client_library_tries_again_where_an_engine_died_before_the_fi
 ) -> None:
     service = launch()
     tenant = await service.tenant(LIMITS)
-    host_pid = service.host_pid
-    assert host_pid is not None
-    os.kill(host_pid, signal.SIGSTOP)
+    worker_pid = service.worker_pid
+    assert worker_pid is not None
+    os.kill(worker_pid, signal.SIGSTOP)
     async with (
         service.client(tenant.secret) as client,
         client.generate(
@@ -360,7 +360,7 @@ async def test_the_client_library_tries_again_where_an_engine_died_before_the_fi
         async with asyncio.TaskGroup() as tasks:
             reading = tasks.create_task(read())
             await until(lambda: service.books.holds(tenant) == {"held": 1}, "its hold")
-            os.kill(host_pid, signal.SIGKILL)
+            os.kill(worker_pid, signal.SIGKILL)
 
     assert reading.result() >= 1
     assert service.books.holds(tenant) == {"settled": 1, "voided": 1}
@@ -426,8 +426,8 @@ async def kill_again_and_again(
             await stream.send(*starts)
             wanted = rng.choice((0, 1, 5, 20, 100))
             await enough(stream, starts, wanted)
-            if rng.random() < 0.4 and service.host_pid is not None:
-                os.kill(service.host_pid, signal.SIGKILL)
+            if rng.random() < 0.4 and service.worker_pid is not None:
+                os.kill(service.worker_pid, signal.SIGKILL)
                 await enough(stream, starts, wanted + rng.randrange(3))
             service.kill()
             await stream.closed()

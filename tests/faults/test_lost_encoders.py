@@ -17,7 +17,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from api.core.settings import bundled_models
 from metering.pricing.prices import set_price
 from tests.conftest import new_database
-from tests.forked_hosts import children_of
+from tests.forked_workers import children_of
 from tests.inference.encoder_checkpoints import make_random_encoder
 from tests.service import PATIENCE_S, Service, bearer, running
 

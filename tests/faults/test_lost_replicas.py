@@ -15,7 +15,7 @@ from api.core.settings import bundled_models
 from metering.core.models import QuotaDimension
 from tests.faults.billed import check_ledger, rate
 from tests.faults.conftest import Start
-from tests.forked_hosts import children_of
+from tests.forked_workers import children_of
 from tests.metering.invariants import check_invariants
 from tests.service import MODEL, PLAIN_IDS, Stream, cost_picos, picos, start, wait_for
 
@@ -83,29 +83,29 @@ async def check_whole(
     return migration_count
 
 
-async def test_a_killed_host_is_noticed_by_no_stream_and_on_no_bill(
+async def test_a_killed_worker_is_noticed_by_no_stream_and_on_no_bill(
     launch: Start, model: Path, tmp_path: Path
 ) -> None:
     """A hundred streams on two workers; one is killed when half of the streams have tokens."""
     service = launch(fleet_file=fleet_file(tmp_path / "fleet", model), models=bundled_models())
     tenant = await service.tenant(LIMITS)
-    hosts = wait_for(
+    workers = wait_for(
         lambda: found if len(found := children_of(service.pid)) == 2 else None,
-        "both hosts to start",
+        "both workers to start",
     )
-    wait_for(lambda: service.log.count("loaded ") >= 2, "both hosts to load")
+    wait_for(lambda: service.log.count("loaded ") >= 2, "both workers to load")
     async with service.stream(tenant.secret) as stream:
         begun, waiting = requests(LONG), requests(SHORT)
         await stream.send(*begun)
         for frame in begun:
             await stream.received(frame.request_id, 3)
-        os.kill(hosts[0], signal.SIGSTOP)  # later requests have no token when it dies
+        os.kill(workers[0], signal.SIGSTOP)  # later requests have no token when it dies
         await stream.send(*waiting)
         for frame in waiting:
             await stream.first(frame.request_id, "admitted")
         unbegun_count = sum(not stream.token_ids(frame.request_id) for frame in waiting)
 
-        os.kill(hosts[0], signal.SIGKILL)
+        os.kill(workers[0], signal.SIGKILL)
 
         for frame in (*begun, *waiting):
             await stream.finished(frame.request_id)
@@ -117,10 +117,10 @@ async def test_a_killed_host_is_noticed_by_no_stream_and_on_no_bill(
         "and so it stays in the books"
     )
     assert migration_count <= 25, (
-        "half of what ran was on the host that died; where hosts are fast, it had ended by then"
+        "half of what ran was on the worker that died; where workers are fast, it had ended by then"
     )
     assert unbegun_count >= 25, (
-        "half of what came was given to the host that stood still, or waited behind that"
+        "half of what came was given to the worker that stood still, or waited behind that"
     )
     assert service.books.holds(tenant) == {"settled": 120}
     delivered = service.books.delivered(tenant)

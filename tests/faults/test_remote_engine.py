@@ -64,7 +64,7 @@ async def test_tokens_of_a_remote_engine_are_billed_exactly(
             await stream.received(dying_id, 20)
             server.process.kill()
             failed = await stream.failed(dying_id)
-    assert service.host_pid is None, "the service has no engine of its own"
+    assert service.worker_pid is None, "the service has no engine of its own"
 
     port = int(server.address.rpartition(":")[2])
     with server_process(model, certificates, port=port):

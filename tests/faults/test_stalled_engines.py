@@ -12,7 +12,7 @@ from api.core.settings import bundled_models
 from metering.core.models import QuotaDimension
 from tests.faults.conftest import Start
 from tests.faults.test_lost_replicas import fleet_file
-from tests.forked_hosts import children_of
+from tests.forked_workers import children_of
 from tests.probing import parts_of, probe
 from tests.service import MODEL, start, until, wait_for
 
@@ -27,12 +27,12 @@ async def test_a_stopped_engine_is_not_serving_and_its_requests_wait_with_progre
 ) -> None:
     service = launch()
     tenant = await service.tenant(LIMITS)
-    host_pid = service.host_pid
-    assert host_pid is not None
+    worker_pid = service.worker_pid
+    assert worker_pid is not None
     async with service.stream(tenant.secret) as stream:
         running = await stream.begin(max_output_tokens=1000)
         await stream.received(running, 10)
-        os.kill(host_pid, signal.SIGSTOP)
+        os.kill(worker_pid, signal.SIGSTOP)
         try:
             await until(lambda: not service.serving(PART), "the engine to be found standing still")
             part = parts_of(service.metrics_url)[PART]
@@ -41,7 +41,7 @@ async def test_a_stopped_engine_is_not_serving_and_its_requests_wait_with_progre
             await stream.send(waiting)
             await stream.first(waiting.request_id, "progress")
         finally:
-            os.kill(host_pid, signal.SIGCONT)
+            os.kill(worker_pid, signal.SIGCONT)
         finished = [await stream.finished(running), await stream.finished(waiting.request_id)]
 
     await until(lambda: service.serving(PART), "the engine to serve again")
@@ -49,19 +49,19 @@ async def test_a_stopped_engine_is_not_serving_and_its_requests_wait_with_progre
     assert part["reason"].startswith("no sign of life for")
     assert ready == (503, {"status": "not ready", "reasons": ["no model is ready"]})
     assert [each.usage.delivered_token_count for each in finished] == [1000, 5]
-    assert service.host_pid == host_pid, "nothing was restarted"
+    assert service.worker_pid == worker_pid, "nothing was restarted"
 
 
 async def test_requests_avoid_a_stopped_replica(launch: Start, model: Path, tmp_path: Path) -> None:
     service = launch(fleet_file=fleet_file(tmp_path / "fleet", model), models=bundled_models())
     tenant = await service.tenant(LIMITS)
-    hosts = wait_for(
+    workers = wait_for(
         lambda: found if len(found := children_of(service.pid)) == 2 else None,
-        "both hosts to start",
+        "both workers to start",
     )
-    wait_for(lambda: service.log.count("loaded ") >= 2, "both hosts to load")
+    wait_for(lambda: service.log.count("loaded ") >= 2, "both workers to load")
     async with service.stream(tenant.secret) as stream:
-        os.kill(hosts[0], signal.SIGSTOP)
+        os.kill(workers[0], signal.SIGSTOP)
         try:
             await until(
                 lambda: "makes no progress" in service.log, "the replica to be found standing still"
@@ -72,7 +72,7 @@ async def test_requests_avoid_a_stopped_replica(launch: Start, model: Path, tmp_
                 await stream.finished(frame.request_id)
             served = service.serving(PART)
         finally:
-            os.kill(hosts[0], signal.SIGCONT)
+            os.kill(workers[0], signal.SIGCONT)
 
     assert served, "the other replica serves the model"
     await until(lambda: "makes progress again" in service.log, "the replica to come back")

@@ -12,13 +12,13 @@ from inference.engine import (
     EngineCondition,
     EngineState,
     EngineStatistics,
+    EventSink,
     GenerationRequest,
     ModelInfo,
     Scheduled,
     SequenceEvent,
     SequenceFinished,
     SequenceRefused,
-    Tell,
     TokensGenerated,
 )
 from inference.errors import (
@@ -107,7 +107,7 @@ class CoreEngine:
             del self._sequences[sequence.number]
         elif isinstance(event, Scheduled) and self.counts_late:
             event = Scheduled(0, is_final=False)
-        sequence.tell(event)
+        sequence.sink(event)
 
     def _is_due(self) -> bool:
         if self.lose_at is not None and self.token_count >= self.lose_at:
@@ -124,7 +124,7 @@ class CoreEngine:
         for sequence in tuple(self._sequences.values()):
             self._tell(sequence, EngineFailed("killed"))
 
-    def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
+    def submit(self, request: GenerationRequest, sink: EventSink) -> EngineSequence:
         """Implement `Engine.submit`."""
         if self.core is None:
             raise EngineUnavailable(f"it is {self.state}", 0.05)
@@ -135,12 +135,12 @@ class CoreEngine:
         number = next(NUMBERS)
         self.requests.append(request)
         assert self.core.add(number, request)
-        sequence = self._sequences[number] = EngineSequence(self, number, request, tell)
+        sequence = self._sequences[number] = EngineSequence(self, number, request, sink)
         self._wake.set()
         return sequence
 
     def cancel(self, sequence: EngineSequence) -> None:
-        """Implement `Sequence.cancel`. Takes effect in the next turn of the event loop."""
+        """Implement `SequenceHandle.cancel`. Takes effect in the next turn of the event loop."""
         if self.core is not None and sequence.number in self._sequences:
             self.core.cancel(sequence.number)
             if not self._is_cancelling:
@@ -148,7 +148,7 @@ class CoreEngine:
                 asyncio.get_running_loop().call_soon(self._tell_cancelled)
 
     def forget(self, sequence: EngineSequence) -> None:
-        """Implement `Sequence.close`."""
+        """Implement `SequenceHandle.close`."""
         self.cancel(sequence)
         self._sequences.pop(sequence.number, None)
 

@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from bench import engine_streams as streams
-from inference.adapters.remote_connection import Examination, open_dialect
+from inference.adapters.remote_connection import open_dialect
 from inference.adapters.remote_engine import RemoteEngine
-from inference.capabilities import RequestField
+from inference.adapters.remote_examination import Examination
 from inference.engine import (
     BeamSearchParams,
     Engine,
@@ -31,11 +31,12 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import RequestImpossible
+from inference.sequences import RequestField
 from infra.architecture import ROOT
 from infra.peers import PEERS
-from tests.inference.hosted import prompt
 from tests.inference.real_servers import STARTS, python_of
 from tests.inference.running import Outcome, make_request
+from tests.inference.worker_engines import prompt
 
 PAGE = ROOT / "docs" / "reference" / "engines.md"
 HEAD = re.compile(r"^\| capability \|.*\n\|[-|]+\n", re.MULTILINE)

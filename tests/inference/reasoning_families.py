@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from tokenizers import AddedToken, Tokenizer
 
-from inference.text.detokenizer import TextDecoder
 from inference.text.reasoning import CHANNEL_TOKENS, MARKERS, reasoning_format
+from inference.text.text_decoder import TextDecoder
 from tests.inference import checkpoints
 
 QWEN3 = "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"

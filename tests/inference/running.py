@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from inference.capabilities import RequestField, is_used
+from inference.capabilities import is_used
 from inference.core.engine_core import EngineCore, NumberedEvent
 from inference.core.kv_cache import BlockPool
 from inference.core.options import ComputeDtype, EngineOptions
@@ -27,6 +27,7 @@ from inference.engine import (
 )
 from inference.errors import InvariantViolated
 from inference.limits import EngineLimits
+from inference.sequences import RequestField
 
 SMALL_KV_BYTES = 8 << 20  # bytes: 1,024 blocks of the default tiny shape
 FIRST_PLAIN_TOKEN = 7  # ids below are special tokens

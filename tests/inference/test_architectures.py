@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference.checkpoint.checkpoint import DynamicScaling, RopeConfig
+from inference.checkpoint.rope import DynamicScaling, RopeConfig
 from inference.decoder.model import rotary_tables
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.inference.running import make_core, make_request, random_prompt, run_all

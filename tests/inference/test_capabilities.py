@@ -11,12 +11,13 @@ from typing import Any, cast
 
 import pytest
 
-from inference.adapters.external_core import Choice, Request
+from inference.adapters.external_request import Choice, Request
 from inference.adapters.remote_connection import DIALECTS
 from inference.adapters.remote_dialects import SglangDialect, TrtllmDialect, VllmDialect
 from inference.adapters.remote_settings import RemoteSettings, Service, Target
 from inference.adapters.tensorrt_library import TensorRtLibrary
-from inference.capabilities import EMBEDDED_ONLY, TENSORRT_LLM, Capabilities, RequestField, combined
+from inference.adapters.tensorrt_settings import TENSORRT_LLM
+from inference.capabilities import EMBEDDED_ONLY, Capabilities, combined
 from inference.checkpoint.checkpoint import read_external_model, read_model_info
 from inference.engine import (
     BeamSearchParams,
@@ -27,13 +28,13 @@ from inference.engine import (
     StopCriteria,
 )
 from inference.errors import RequestImpossible
-from inference.sequences import ThinkingStart, choice_seed
-from inference.text.detokenizer import TextDecoder
+from inference.sequences import RequestField, ThinkingStart, choice_seed
+from inference.text.text_decoder import TextDecoder
 from inference.text.tokenizer import Tokenizer
 from infra.architecture import ROOT
 from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
 from tests.inference.running import make_request, used_fields
-from tests.inference.tensorrt_core import double_imported
+from tests.inference.tensorrt_queue import double_imported
 
 Translate = Callable[[GenerationRequest], object]
 

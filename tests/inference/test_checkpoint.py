@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 import torch
 
-from inference.checkpoint import checkpoint
+from inference.checkpoint import families
 from inference.checkpoint.checkpoint import read_config, read_model_info
 from inference.decoder.model import load_weights
 from inference.engine import SamplingParams
@@ -357,7 +357,7 @@ def test_an_entry_is_refused_if_transformers_computes_otherwise_with_it(
     assert wrong == ["partial_rotary_factor = 0.5 is refused"]
 
 
-@pytest.mark.parametrize("name", checkpoint._READ_BY_ALL)
+@pytest.mark.parametrize("name", families._READ_BY_ALL)
 def test_an_entry_that_changes_the_computation_is_refused_by_name_and_value(
     name: str, tmp_path: Path
 ) -> None:
@@ -409,7 +409,7 @@ def test_entries_that_transformers_reads_are_known(architecture: str) -> None:
         field.name for field in dataclasses.fields(getattr(transformers, architecture).config_class)
     }
 
-    assert (read | fields) - checkpoint._READ_BY_ALL.keys() <= {*SUPPORTED.split(), *IDLE.split()}
+    assert (read | fields) - families._READ_BY_ALL.keys() <= {*SUPPORTED.split(), *IDLE.split()}
 
 
 def names_read(path: Path) -> set[str]:

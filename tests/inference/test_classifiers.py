@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import inference.safety.safety_file as classifier_process
 from inference.errors import CheckpointInvalid, SafetyUnavailable
-from inference.safety.classifier_host import Classifier, ClassifyBatch, score_batch
-from inference.safety.safety import SafetyRulesInvalid, Verdict
-from inference.safety.safety_file import (
+from inference.safety import classifiers
+from inference.safety.classifier_worker import Classifier, ClassifyBatch, score_batch
+from inference.safety.classifiers import (
     HOLD_S_MAX,
     PIECE_CHARS,
     PIECE_OVERLAP_CHARS,
@@ -31,8 +30,9 @@ from inference.safety.safety_file import (
     ClassifierRule,
     ClassifierTerms,
     pieces_of,
-    read_safety,
 )
+from inference.safety.safety import SafetyRulesInvalid, Verdict
+from inference.safety.safety_file import read_safety
 from tests.inference.classifier_checkpoints import (
     ARCHITECTURES,
     edit_config,
@@ -223,7 +223,7 @@ class TestProcess:
         assert queue.waiting_count == 0
         assert queue.waiting_count_peak >= 50
 
-    @pytest.mark.usefixtures("executed_hosts")
+    @pytest.mark.usefixtures("executed_workers")
     async def test_a_dead_one_fails_its_callers_and_another_takes_its_place(
         self, danger: Path
     ) -> None:
@@ -283,11 +283,11 @@ class TestProcess:
         assert failure is not None
         assert failure.startswith(str(tmp_path))
 
-    @pytest.mark.usefixtures("executed_hosts")
+    @pytest.mark.usefixtures("executed_workers")
     async def test_a_failed_start_is_reported_at_once(
         self, danger: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(classifier_process, "CHILD_ENVIRONMENT", {"PYTHONPATH": str(danger)})
+        monkeypatch.setattr(classifiers, "CHILD_ENVIRONMENT", {"PYTHONPATH": str(danger)})
         monkeypatch.setattr("sys.executable", str(danger / "no python"))
         process = ClassifierProcess([danger], timeout_s=PATIENCE_S)
         async with asyncio.TaskGroup() as tasks:

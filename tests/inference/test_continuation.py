@@ -25,13 +25,13 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import EngineFailed, EngineOverloaded
-from inference.limits import EngineLimits, outside_continuation_fault
+from inference.limits import EngineLimits, external_continuation_fault
 from inference.routing.replica import Replica
 from inference.routing.replica_set import ReplicaSet
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.core_engine import CoreEngine
-from tests.inference.hosted import LONG, first_tokens, prompt, read_all, until
 from tests.inference.running import Outcome, make_core, make_request, run_all
+from tests.inference.worker_engines import LONG, first_tokens, prompt, read_all, until
 
 TOKENS = 12
 SAMPLED = SamplingParams(temperature=1.0, seed=5, top_p=0.95)
@@ -404,7 +404,7 @@ def test_an_engine_that_sees_output_as_prompt_refuses_what_would_come_out_otherw
 ) -> None:
     request = make_request(prompt(1), TOKENS, sampling=sampling)
 
-    assert outside_continuation_fault(request) is None
+    assert external_continuation_fault(request) is None
     assert (
-        outside_continuation_fault(replace(request, output_token_ids=(9,))) is None
+        external_continuation_fault(replace(request, output_token_ids=(9,))) is None
     ) == continues

@@ -412,7 +412,7 @@ def test_no_text_of_a_client_adds_a_marker_however_the_tokenizer_finds_it(
 ) -> None:
     """A prompt has the markers of the same conversation with placeholder texts."""
     # A busy machine may pause for a second.
-    monkeypatch.setattr("inference.text.chat_template.RENDER_S_MAX", 60.0)
+    monkeypatch.setattr("inference.text.template_sandbox.RENDER_S_MAX", 60.0)
     tokenizer = forgeable(tmp_path, name)
     added = tokenizer.backend.get_added_tokens_decoder()
 

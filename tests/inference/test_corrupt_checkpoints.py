@@ -12,7 +12,7 @@ import pytest
 from inference.checkpoint.checkpoint import read_model_info
 from inference.engine import SamplingParams
 from inference.errors import ChatTemplateFailed, CheckpointInvalid
-from inference.text.chat_template import NUMBER_MAX, Budget, TemplateTooCostly
+from inference.text.template_sandbox import NUMBER_MAX, Budget, TemplateTooCostly
 from inference.text.tokenizer import ChatMessage, Tokenizer
 from tests.inference.checkpoints import LlamaShape, make_checkpoint, write_tokenizer
 from tests.inference.damage import (
@@ -368,7 +368,7 @@ def test_a_checkpoint_with_another_spelling_is_served(whole: Path, tmp_path: Pat
 def test_a_hostile_template_ends_soon_and_gets_nothing(
     template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inference.text.chat_template.RENDER_S_MAX", 0.05)
+    monkeypatch.setattr("inference.text.template_sandbox.RENDER_S_MAX", 0.05)
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from inference.errors import CheckpointInvalid
-from inference.text.detokenizer import TextDecoder, TextPiece, _byte_alphabet
+from inference.text.detokenizer import TextPiece
+from inference.text.text_decoder import TextDecoder, _byte_alphabet
 from tests.inference import checkpoints
 
 SPECIAL_IDS = frozenset({1, 2})
@@ -411,7 +412,7 @@ def test_places_are_those_of_the_text(case: Case, data: st.DataObject) -> None:
     decoder = TextDecoder(case.backend, case.special_ids, "tokenizer.json")
     text = output_text(case, prompt, output)
 
-    opened = decoder.places(prompt)
+    opened = decoder.spans(prompt)
     places = [opened.add(token_id) for token_id in output]
 
     assert "".join(place.text for place in places) + opened.finish() == text
@@ -422,7 +423,7 @@ def test_places_are_those_of_the_text(case: Case, data: st.DataObject) -> None:
 @pytest.mark.parametrize("case", CASES[:2], ids=repr)
 def test_the_last_part_of_a_character_adds_it(case: Case) -> None:
     alphabet = byte_ids(case)
-    opened = TextDecoder(case.backend, case.special_ids, "tokenizer.json").places()
+    opened = TextDecoder(case.backend, case.special_ids, "tokenizer.json").spans()
 
     places = [opened.add(alphabet[byte]) for byte in "a🙂\n".encode() + b"\xf0\xe2"]
 

@@ -33,7 +33,7 @@ from inference.errors import (
     RequestImpossible,
 )
 from inference.routing.memory import MemoryBudget
-from inference.routing.on_demand import OnDemandEncoder, SlotTerms
+from inference.routing.on_demand import ManagedEncoder, ManagedTerms
 from inference.text.tokenizer import Tokenizer
 from tests.inference.classifier_checkpoints import edit_config
 from tests.inference.encoder_checkpoints import (
@@ -49,8 +49,8 @@ from tests.inference.encoder_checkpoints import (
     write_json,
     write_modules,
 )
-from tests.inference.hosted import WAIT_S, until
 from tests.inference.test_checkpoint import ENTRIES
+from tests.inference.worker_engines import WAIT_S, until
 
 MEAN, FIRST = "pooling_mode_mean_tokens", "pooling_mode_cls_token"
 SENTENCES = (
@@ -367,7 +367,7 @@ async def serving(
 class TestProcess:
     """The encoder as the API process sees it."""
 
-    @pytest.mark.usefixtures("executed_hosts")
+    @pytest.mark.usefixtures("executed_workers")
     async def test_serves_batches_and_refuses_what_it_cannot_embed(self, tiny: Path) -> None:
         given = texts(6, 9, 4, INPUT_TOKENS_MAX)
         too_long, strange = texts(6, 5, INPUT_TOKENS_MAX + 1), [*texts(6, 5), [CLS, 10_000]]
@@ -457,7 +457,7 @@ class TestProcess:
         given = texts(10, 8)
         async with serving(tiny) as encoder:
             before = await encoder.embed(request_of(given))
-            killed = encoder.host_pid
+            killed = encoder.worker_pid
             assert killed is not None
             # Keeps the next batch in progress until the process dies.
             os.kill(killed, signal.SIGSTOP)
@@ -474,13 +474,13 @@ class TestProcess:
 
             await encoder.start()
 
-            assert encoder.host_pid not in (None, killed)
+            assert encoder.worker_pid not in (None, killed)
             assert (await encoder.embed(request_of(given))).vectors == before.vectors
 
     @pytest.mark.faults
     async def test_a_process_that_hangs_is_killed(self, tiny: Path) -> None:
         async with serving(tiny, step_timeout_s=0.5) as encoder:
-            hanging = encoder.host_pid
+            hanging = encoder.worker_pid
             assert hanging is not None
             os.kill(hanging, signal.SIGSTOP)
 
@@ -489,7 +489,7 @@ class TestProcess:
             await until(
                 lambda: (
                     encoder.condition().state is not EngineState.READY
-                    or encoder.host_pid != hanging
+                    or encoder.worker_pid != hanging
                 )
             )
 
@@ -498,20 +498,22 @@ class TestProcess:
     ) -> None:
         budget = MemoryBudget(total_bytes=10)
         settings = EncoderSettings(tiny, "tiny", torch_thread_count=1)
-        slot = OnDemandEncoder(lambda: TorchEncoder(settings), SlotTerms(memory_bytes=8), budget)
+        managed = ManagedEncoder(
+            lambda: TorchEncoder(settings), ManagedTerms(memory_bytes=8), budget
+        )
         async with asyncio.timeout(4 * WAIT_S), asyncio.TaskGroup() as tasks:
-            tasks.create_task(slot.serve())
-            assert (slot.condition().state, slot.condition().starts_on_demand) == (
+            tasks.create_task(managed.serve())
+            assert (managed.condition().state, managed.condition().starts_on_demand) == (
                 EngineState.COLD,
                 True,
             )
             assert budget.held_bytes == 0
 
-            answer = await slot.embed(request_of(texts(13, 9)))
+            answer = await managed.embed(request_of(texts(13, 9)))
 
             assert len(answer.vectors) == 1
             assert budget.held_bytes == 8
-            await slot.close()
+            await managed.close()
         assert budget.held_bytes == 0
 
     async def test_a_checkpoint_that_cannot_be_loaded_says_what_to_mend(

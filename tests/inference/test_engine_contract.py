@@ -35,13 +35,21 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import EngineError, EngineOverloaded, RequestImpossible
-from tests.inference import engine_matrix, hosted
+from tests.inference import engine_matrix, worker_engines
 from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.hosted import LONG, first_tokens, prompt, read_all, run, settings_for, until
 from tests.inference.real_servers import AVAILABLE, WITH_RANDOM_OUTPUTS, real_settings
-from tests.inference.remote_hosted import RemoteWorld, connected, remote_engine, remote_settings
+from tests.inference.remote_engines import RemoteWorld, connected, remote_engine, remote_settings
 from tests.inference.running import make_request, used_fields
-from tests.inference.tensorrt_hosted import find_double, tensorrt_settings
+from tests.inference.tensorrt_engines import find_double, tensorrt_settings
+from tests.inference.worker_engines import (
+    LONG,
+    first_tokens,
+    prompt,
+    read_all,
+    run,
+    settings_for,
+    until,
+)
 
 # Some 1.5 ms a step: the middle of a long answer can be hit.
 SLOW_ENOUGH = CostModel(time_scale=0.2)
@@ -60,7 +68,7 @@ async def serving(settings: Settings) -> AsyncIterator[Engine]:
         async with remote_engine(settings) as engine:
             yield engine
     else:
-        async with hosted.serving(settings) as engine:
+        async with worker_engines.serving(settings) as engine:
             yield engine
 
 

@@ -18,9 +18,9 @@ from common.gpus import Gpu, GpusUnknown, read_gpus
 from common.processes import started_with
 from inference.routing.memory import HANDOVER_S, GpusTooFew, GpuTooSmall, MemoryBudget, stored_bytes
 from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
-from tests.inference.hosted import serving
-from tests.inference.hosted import settings_for as torch_settings
-from tests.inference.tensorrt_hosted import find_double, tensorrt_settings
+from tests.inference.tensorrt_engines import find_double, tensorrt_settings
+from tests.inference.worker_engines import serving
+from tests.inference.worker_engines import settings_for as torch_settings
 
 pynvml = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
 
@@ -30,7 +30,7 @@ STEPS = 400
 
 
 @dataclass(eq=False)
-class Slot:
+class FakeResident:
     """Implement `Resident`. used_at_s: of its last use; None while in use."""
 
     name: str
@@ -59,86 +59,88 @@ class World:
         self.now_s = 0.0
         self.budget = MemoryBudget(chance.choice((None, 4, 6)), lambda: self.now_s, GPUS, SIZES)
         pinned = [
-            Slot("pinned 1", 1, ("2", "3"), True, gpu_memory_bytes=60),
-            Slot("pinned 2", 2, is_pinned=True, gpu_memory_bytes=chance.choice((0, 24, 25))),
+            FakeResident("pinned 1", 1, ("2", "3"), True, gpu_memory_bytes=60),
+            FakeResident(
+                "pinned 2", 2, is_pinned=True, gpu_memory_bytes=chance.choice((0, 24, 25))
+            ),
         ]
         pools = ((), (), GPUS[4:], ("0", "1", "4", "5"))
-        self.slots = pinned + [
-            Slot(
-                f"slot {index}",
+        self.residents = pinned + [
+            FakeResident(
+                f"resident {index}",
                 chance.choice((0, 1, 1, 2)),
                 chance.choice(pools),
                 gpu_memory_bytes=chance.choice((0, 20, 40)),
             )
             for index in range(8)
         ]
-        self.budget.check(self.slots)
-        self.waiting: dict[Slot, asyncio.Task[bool]] = {}
-        self.running: set[Slot] = set()
+        self.budget.check(self.residents)
+        self.waiting: dict[FakeResident, asyncio.Task[bool]] = {}
+        self.running: set[FakeResident] = set()
 
     async def settle(self) -> None:
         """Let granted engines start."""
         for _ in range(3):
             await asyncio.sleep(0)
-        for slot, task in list(self.waiting.items()):
+        for resident, task in list(self.waiting.items()):
             if task.done():
-                del self.waiting[slot]
+                del self.waiting[resident]
                 assert task.result()
-                slot.used_at_s, slot.is_leaving = None, False
-                self.running.add(slot)
+                resident.used_at_s, resident.is_leaving = None, False
+                self.running.add(resident)
 
-    def start(self, slot: Slot) -> None:
-        self.waiting[slot] = asyncio.ensure_future(self.budget.reserve(slot))
+    def start(self, resident: FakeResident) -> None:
+        self.waiting[resident] = asyncio.ensure_future(self.budget.reserve(resident))
 
-    def end(self, slot: Slot) -> None:
+    def end(self, resident: FakeResident) -> None:
         """Close, crash for good, or leave after an eviction."""
-        self.running.remove(slot)
-        self.budget.release(slot)
+        self.running.remove(resident)
+        self.budget.release(resident)
 
     async def step(self) -> None:
-        slot = self.chance.choice(self.slots)
-        if slot in self.waiting:
+        resident = self.chance.choice(self.residents)
+        if resident in self.waiting:
             if self.chance.random() < 0.2:
-                self.waiting.pop(slot).cancel()
-        elif slot not in self.running:
-            self.start(slot)
-        elif slot.is_leaving or self.chance.random() < 0.2:
-            self.end(slot)
+                self.waiting.pop(resident).cancel()
+        elif resident not in self.running:
+            self.start(resident)
+        elif resident.is_leaving or self.chance.random() < 0.2:
+            self.end(resident)
         else:
-            slot.used_at_s = self.now_s if slot.used_at_s is None else None
+            resident.used_at_s = self.now_s if resident.used_at_s is None else None
         self.now_s += HANDOVER_S
         self.budget.look()
         await self.settle()
 
     def check(self) -> None:
-        held = {slot: self.budget.gpus_of(slot) for slot in self.slots}
+        held = {resident: self.budget.gpus_of(resident) for resident in self.residents}
         given = [gpu for gpus in held.values() for gpu in gpus]
         assert len(set(given)) == len(given), "two engines have one GPU"
-        for slot, gpus in held.items():
-            assert len(gpus) == (slot.gpu_count if slot in self.running else 0)
-            assert set(gpus) <= set(slot.gpus or GPUS)
-            assert all(SIZES.get(gpu, 80) >= slot.gpu_memory_bytes for gpu in gpus)
+        for resident, gpus in held.items():
+            assert len(gpus) == (resident.gpu_count if resident in self.running else 0)
+            assert set(gpus) <= set(resident.gpus or GPUS)
+            assert all(SIZES.get(gpu, 80) >= resident.gpu_memory_bytes for gpu in gpus)
 
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_no_gpu_has_two_engines_and_none_is_leaked(seed: int) -> None:
     world = World(random.Random(seed))
-    pinned = [slot for slot in world.slots if slot.is_pinned]
+    pinned = [resident for resident in world.residents if resident.is_pinned]
     for _ in range(STEPS):
         await world.step()
         world.check()
     while world.waiting or world.running:
-        for slot in list(world.running):
-            world.end(slot)
+        for resident in list(world.running):
+            world.end(resident)
         world.budget.look()
         await world.settle()
         world.check()
 
     assert world.budget.held_bytes == 0
-    for slot in world.slots:
-        assert world.budget.fits_now(slot)
-    for slot in pinned:
-        world.start(slot)
+    for resident in world.residents:
+        assert world.budget.fits_now(resident)
+    for resident in pinned:
+        world.start(resident)
     await world.settle()
     assert world.running == set(pinned), "pinned engines never wait for a GPU"
 
@@ -146,27 +148,32 @@ async def test_no_gpu_has_two_engines_and_none_is_leaked(seed: int) -> None:
 def test_pinned_engines_are_placed_if_there_is_any_way() -> None:
     """The first could take a GPU that the second needs."""
     budget = MemoryBudget(gpus=GPUS[:3])
-    pinned = [Slot("any", 1, is_pinned=True), Slot("pair", 2, ("0", "1"), is_pinned=True)]
+    pinned = [
+        FakeResident("any", 1, is_pinned=True),
+        FakeResident("pair", 2, ("0", "1"), is_pinned=True),
+    ]
 
     budget.check(pinned)
 
 
 @pytest.mark.parametrize(
-    ("slots", "name"),
+    ("residents", "name"),
     [
-        ([Slot("large", 9)], "large"),
-        ([Slot("kept", 7, is_pinned=True), Slot("second", 2)], "second"),
-        ([Slot("one", 1, ("3",), True), Slot("two", 1, ("3",), True)], "two"),
-        ([Slot("unknown", 1, ("8",))], "unknown"),
+        ([FakeResident("large", 9)], "large"),
+        ([FakeResident("kept", 7, is_pinned=True), FakeResident("second", 2)], "second"),
+        ([FakeResident("one", 1, ("3",), True), FakeResident("two", 1, ("3",), True)], "two"),
+        ([FakeResident("unknown", 1, ("8",))], "unknown"),
     ],
 )
-def test_an_engine_that_can_never_get_its_gpus_is_named(slots: list[Slot], name: str) -> None:
+def test_an_engine_that_can_never_get_its_gpus_is_named(
+    residents: list[FakeResident], name: str
+) -> None:
     with pytest.raises(GpusTooFew, match=f"model '{name}' needs"):
-        MemoryBudget(gpus=GPUS).check(slots)
+        MemoryBudget(gpus=GPUS).check(residents)
 
 
 def test_weights_that_fit_no_gpu_are_refused_with_the_sizes() -> None:
-    large = Slot("large", 2, ("5", "6"), gpu_memory_bytes=40)
+    large = FakeResident("large", 2, ("5", "6"), gpu_memory_bytes=40)
     budget = MemoryBudget(gpus=GPUS, gpu_memory=SIZES)
 
     with pytest.raises(
@@ -275,10 +282,14 @@ def test_a_model_that_cannot_fit_is_refused_at_start_by_name(
 async def test_an_engine_waits_until_an_idle_one_has_left_its_gpu() -> None:
     now_s = 0.0
     budget = MemoryBudget(None, lambda: now_s, GPUS[:2])
-    idle, elsewhere, wanting = Slot("a", 1, ("0",)), Slot("b", 1, ("1",)), Slot("c", 1, ("0",))
-    for slot in (idle, elsewhere):
-        assert await budget.reserve(slot)
-        slot.used_at_s = now_s
+    idle, elsewhere, wanting = (
+        FakeResident("a", 1, ("0",)),
+        FakeResident("b", 1, ("1",)),
+        FakeResident("c", 1, ("0",)),
+    )
+    for resident in (idle, elsewhere):
+        assert await budget.reserve(resident)
+        resident.used_at_s = now_s
     now_s += HANDOVER_S
     waiting = asyncio.ensure_future(budget.reserve(wanting))
     await asyncio.sleep(0)
@@ -289,7 +300,7 @@ async def test_an_engine_waits_until_an_idle_one_has_left_its_gpu() -> None:
     assert budget.gpus_of(wanting) == ("0",)
 
 
-@pytest.mark.usefixtures("executed_hosts")
+@pytest.mark.usefixtures("executed_workers")
 @pytest.mark.parametrize("settings_for", [tensorrt_settings, torch_settings])
 async def test_a_worker_sees_its_own_gpus_only(
     settings_for: Any, tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
@@ -299,6 +310,8 @@ async def test_a_worker_sees_its_own_gpus_only(
     settings = settings_for(tiny)
     assert isinstance(settings.environment, dict)
     async with serving(settings, started=False) as engine:
-        settings.environment["CUDA_VISIBLE_DEVICES"] = "97,98"  # after it was built, as a slot does
+        settings.environment["CUDA_VISIBLE_DEVICES"] = (
+            "97,98"  # after it was built, as a resident does
+        )
         await engine.start()
         assert started_with("CUDA_VISIBLE_DEVICES", "97,98")

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from inference.adapters.external_core import Choice, Output, Request
+from inference.adapters.external_request import Choice, Output, Request
 from inference.engine import TokensGenerated
+from inference.text.call_parser import ToolCallParser
 from inference.text.reasoning import CHANNEL_TOKENS
-from inference.text.tools import CallFormat, ToolCallParser, format_in
+from inference.text.tools import CallFormat, format_in
 from tests.inference.reasoning_families import Family
 from tests.inference.running import make_request
 

@@ -17,7 +17,7 @@ import pytest
 
 from bench import hostile_upstream as http
 from inference.adapters.remote_connection import open_dialect
-from inference.adapters.remote_dialects import SAID_CHARS_MAX, ServerUnfit
+from inference.adapters.remote_dialects import QUOTED_CHARS_MAX, ServerUnfit
 from inference.adapters.remote_engine import RemoteEngine
 from inference.adapters.remote_settings import RemoteSettings, Service, Target
 from inference.engine import (
@@ -29,9 +29,9 @@ from inference.engine import (
 from inference.errors import EngineError, EngineFailed
 from tests.growth import BLOCK_MAX_S, HOLD_MAX_S, LoopWatch
 from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.hosted import until
-from tests.inference.remote_hosted import remote_engine
+from tests.inference.remote_engines import remote_engine
 from tests.inference.running import make_request
+from tests.inference.worker_engines import until
 from tests.remote_servers import hostile as grpc_forms
 from tests.remote_servers.serving import hostile_process
 
@@ -243,7 +243,7 @@ async def test_a_hostile_health_answer_or_model_list_is_bounded(
         before_mib = peak_mib()
         with LoopWatch() as watch:
             with contextlib.suppress(grpc.aio.AioRpcError):
-                assert len(await dialect.health_fault() or "") < 2 * SAID_CHARS_MAX
+                assert len(await dialect.health_fault() or "") < 2 * QUOTED_CHARS_MAX
             with pytest.raises((ServerUnfit, grpc.aio.AioRpcError)):
                 await dialect.facts()
 

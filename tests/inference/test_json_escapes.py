@@ -10,8 +10,9 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inference.safety.classifiers import ClassifierOutputCheck, ClassifierTerms
+from inference.safety.rules import Rule, RuleChecker
 from inference.safety.safety import EscapedOutputCheck, SafetyStage, Unescaper, Verdict
-from inference.safety.safety_file import ClassifierOutputCheck, ClassifierTerms, Rule, RuleChecker
 from tests.inference.test_safety import at_once
 
 PATTERN = regex.compile(r"\bsecret\s+\d\d|🙂x")

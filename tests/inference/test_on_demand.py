@@ -10,15 +10,15 @@ import pytest
 from inference.engine import EngineState
 from inference.errors import EngineStartFailed, EngineUnavailable
 from inference.routing.memory import HANDOVER_S, BudgetTooSmall, MemoryBudget
-from inference.routing.on_demand import FAULT_KEPT_S, OnDemandEngine, SlotTerms
-from tests.inference.slot_world import FakeEngine, World, asked, slot_world
+from inference.routing.on_demand import FAULT_KEPT_S, ManagedEngine, ManagedTerms
+from tests.inference.managed_world import FakeEngine, World, asked, managed_world
 
 IDLE_S = 10.0
 
 
-async def ask(slot: OnDemandEngine, until: asyncio.Event | None = None) -> str:
+async def ask(managed: ManagedEngine, until: asyncio.Event | None = None) -> str:
     """Run one request that holds its sequence until released."""
-    async with asked(slot) as stream:
+    async with asked(managed) as stream:
         if until is not None:
             await until.wait()
         stream.cancel()
@@ -27,51 +27,51 @@ async def ask(slot: OnDemandEngine, until: asyncio.Event | None = None) -> str:
     return "served"
 
 
-def state(slot: OnDemandEngine) -> EngineState:
-    return slot.condition().state
+def state(managed: ManagedEngine) -> EngineState:
+    return managed.condition().state
 
 
 def test_it_starts_for_the_first_request_and_stops_when_idle() -> None:
-    with slot_world() as world:
-        slot = world.add("a", SlotTerms(idle_timeout_s=IDLE_S))
-        assert state(slot) is EngineState.COLD
-        assert slot.condition().starts_on_demand
+    with managed_world() as world:
+        managed = world.add("a", ManagedTerms(idle_timeout_s=IDLE_S))
+        assert state(managed) is EngineState.COLD
+        assert managed.condition().starts_on_demand
         assert not world.alive
 
-        waiters = [world.run(ask(slot)) for _ in range(20)]
-        assert state(slot) is EngineState.LOADING
-        assert slot.condition().starts_on_demand
-        assert not slot.healthy()
+        waiters = [world.run(ask(managed)) for _ in range(20)]
+        assert state(managed) is EngineState.LOADING
+        assert managed.condition().starts_on_demand
+        assert not managed.healthy()
         world.loop.advance(4.0)
         world.alive["a"].load()
         world.loop.settle()
         assert [waiter.result() for waiter in waiters] == ["served"] * 20
-        assert slot.healthy()
-        assert slot.predict_cached_token_count((1,), "") == 7
+        assert managed.healthy()
+        assert managed.predict_cached_token_count((1,), "") == 7
 
         world.loop.advance(IDLE_S - 0.1)
-        assert slot.healthy()
-        world.run(ask(slot))
+        assert managed.healthy()
+        world.run(ask(managed))
         world.loop.advance(IDLE_S - 0.1)
-        assert slot.healthy(), "a request begins the idle time anew"
+        assert managed.healthy(), "a request begins the idle time anew"
         world.loop.advance(0.2)
         assert not world.alive
-        assert state(slot) is EngineState.COLD
-        assert slot.condition().retry_after_s == pytest.approx(4.0), "what loading took last"
+        assert state(managed) is EngineState.COLD
+        assert managed.condition().retry_after_s == pytest.approx(4.0), "what loading took last"
 
-        again = world.run(ask(slot))
-        assert slot.condition().retry_after_s == pytest.approx(4.0)
+        again = world.run(ask(managed))
+        assert managed.condition().retry_after_s == pytest.approx(4.0)
         world.loop.advance(1.5)
-        assert slot.condition().retry_after_s == pytest.approx(2.5)
+        assert managed.condition().retry_after_s == pytest.approx(2.5)
         world.alive["a"].load()
         world.loop.settle()
         assert again.result() == "served"
 
 
 def test_a_request_that_comes_while_it_closes_is_served_by_the_next_engine() -> None:
-    with slot_world(slow_close=True) as world:
-        slot = world.add("a", SlotTerms(idle_timeout_s=IDLE_S))
-        first = world.run(ask(slot))
+    with managed_world(slow_close=True) as world:
+        managed = world.add("a", ManagedTerms(idle_timeout_s=IDLE_S))
+        first = world.run(ask(managed))
         world.alive["a"].load()
         world.loop.settle()
         assert first.done()
@@ -79,8 +79,8 @@ def test_a_request_that_comes_while_it_closes_is_served_by_the_next_engine() -> 
         closing = world.alive["a"]
         assert closing.state is EngineState.CLOSED
 
-        late = world.run(ask(slot))
-        assert state(slot) is EngineState.LOADING
+        late = world.run(ask(managed))
+        assert state(managed) is EngineState.LOADING
         closing.end_close()
         world.loop.settle()
         assert world.alive["a"] is not closing
@@ -90,13 +90,13 @@ def test_a_request_that_comes_while_it_closes_is_served_by_the_next_engine() -> 
 
 
 def test_a_running_sequence_is_not_idle() -> None:
-    with slot_world() as world:
-        slot = world.add("a", SlotTerms(idle_timeout_s=IDLE_S))
+    with managed_world() as world:
+        managed = world.add("a", ManagedTerms(idle_timeout_s=IDLE_S))
         done = asyncio.Event()
-        running = world.run(ask(slot, done))
+        running = world.run(ask(managed, done))
         world.alive["a"].load()
         world.loop.advance(10 * IDLE_S)
-        assert slot.healthy()
+        assert managed.healthy()
         done.set()
         world.loop.settle()
         assert running.result() == "served"
@@ -106,17 +106,17 @@ def test_a_running_sequence_is_not_idle() -> None:
 def test_a_start_that_fails_tells_all_waiters_why_and_the_next_request_tries_again(
     trouble: str,
 ) -> None:
-    with slot_world() as world:
-        slot = world.add("a", SlotTerms(idle_timeout_s=IDLE_S))
+    with managed_world() as world:
+        managed = world.add("a", ManagedTerms(idle_timeout_s=IDLE_S))
         # A vanished directory, or a file that passes all checks and still fails.
         if trouble in ("not built", "unread"):
-            world.run(ask(slot))
+            world.run(ask(managed))
             world.alive["a"].load()
             world.loop.settle()
             world.loop.advance(IDLE_S)
             world.unbuildable.add("a")
             world.build_error = OverflowError("int too large") if trouble == "unread" else None
-        waiters = [world.run(ask(slot)) for _ in range(20)]
+        waiters = [world.run(ask(managed)) for _ in range(20)]
         if trouble == "dies":
             world.alive["a"].fail("killed")
         elif trouble == "for good":
@@ -131,19 +131,19 @@ def test_a_start_that_fails_tells_all_waiters_why_and_the_next_request_tries_aga
         for waiter in waiters:
             with pytest.raises(EngineStartFailed, match=why):
                 waiter.result()
-        assert not slot.condition().starts_on_demand
+        assert not managed.condition().starts_on_demand
 
         # Reported at once, until it is retried; the memory is free again.
         if trouble != "dies":
-            assert state(slot) is EngineState.FAILED
+            assert state(managed) is EngineState.FAILED
             assert not world.alive
             with pytest.raises(EngineStartFailed, match=why) as told:
-                world.run(ask(slot)).result()
+                world.run(ask(managed)).result()
             assert told.value.retry_after_s == pytest.approx(FAULT_KEPT_S)
             world.unbuildable.clear()
             world.loop.advance(FAULT_KEPT_S)
-            assert state(slot) is EngineState.COLD
-        later = world.run(ask(slot))
+            assert state(managed) is EngineState.COLD
+        later = world.run(ask(managed))
         assert not later.done()
         world.alive["a"].load()
         world.loop.settle()
@@ -151,55 +151,57 @@ def test_a_start_that_fails_tells_all_waiters_why_and_the_next_request_tries_aga
 
 
 def test_loading_continues_for_the_next_caller_and_without_one_it_is_closed() -> None:
-    with slot_world() as world:
-        slot = world.add("a", SlotTerms(idle_timeout_s=IDLE_S))
-        gone = world.run(ask(slot))
+    with managed_world() as world:
+        managed = world.add("a", ManagedTerms(idle_timeout_s=IDLE_S))
+        gone = world.run(ask(managed))
         gone.cancel()
         world.loop.advance(3 * IDLE_S)
-        assert state(slot) is EngineState.LOADING
+        assert state(managed) is EngineState.LOADING
         world.alive["a"].load()
         world.loop.settle()
-        assert slot.healthy()
+        assert managed.healthy()
         world.loop.advance(IDLE_S)
         assert not world.alive
 
 
 def test_closing_ends_the_wait_for_a_start() -> None:
-    with slot_world() as world:
-        slot = world.add("a", SlotTerms())
-        waiter = world.run(ask(slot))
-        world.run(slot.close())
+    with managed_world() as world:
+        managed = world.add("a", ManagedTerms())
+        waiter = world.run(ask(managed))
+        world.run(managed.close())
         with pytest.raises(EngineUnavailable):
             waiter.result()
-        assert state(slot) is EngineState.CLOSED
+        assert state(managed) is EngineState.CLOSED
         with pytest.raises(EngineUnavailable):
-            world.run(slot.start()).result()
+            world.run(managed.start()).result()
 
 
 def test_one_that_is_kept_warm_starts_by_itself_and_stays() -> None:
-    with slot_world(total_bytes=10) as world:
-        slot = world.add("a", SlotTerms(idle_timeout_s=IDLE_S, keep_warm=True, memory_bytes=6))
-        other = world.add("b", SlotTerms(memory_bytes=6))
-        assert not slot.condition().starts_on_demand
+    with managed_world(total_bytes=10) as world:
+        managed = world.add(
+            "a", ManagedTerms(idle_timeout_s=IDLE_S, keep_warm=True, memory_bytes=6)
+        )
+        other = world.add("b", ManagedTerms(memory_bytes=6))
+        assert not managed.condition().starts_on_demand
         world.alive["a"].load()
         world.loop.advance(10 * IDLE_S)
         world.run(ask(other))
         world.loop.advance(1.0)
-        assert slot.healthy()
+        assert managed.healthy()
         assert "b" not in world.alive
 
 
-def both_loaded(world: World, *slots: OnDemandEngine) -> None:
-    for slot in slots:
-        world.run(ask(slot))
-        world.alive[slot.name].load()
+def both_loaded(world: World, *engines: ManagedEngine) -> None:
+    for managed in engines:
+        world.run(ask(managed))
+        world.alive[managed.name].load()
         world.loop.advance(0.01)
-        assert slot.healthy()
+        assert managed.healthy()
 
 
 def test_the_least_recently_used_gives_way_and_a_busy_one_never() -> None:
-    with slot_world(total_bytes=10) as world:
-        a, b, c = (world.add(name, SlotTerms(memory_bytes=5)) for name in "abc")
+    with managed_world(total_bytes=10) as world:
+        a, b, c = (world.add(name, ManagedTerms(memory_bytes=5)) for name in "abc")
         both_loaded(world, a, b)
         done = asyncio.Event()
         # So only b can be evicted, although a was used before it.
@@ -228,9 +230,9 @@ def test_the_least_recently_used_gives_way_and_a_busy_one_never() -> None:
 @pytest.mark.parametrize("why", ["idle", "broken"])
 def test_one_that_closes_for_another_reason_makes_room_too(why: str) -> None:
     """Otherwise a recently used engine would be closed without need."""
-    with slot_world(total_bytes=10, slow_close=True) as world:
-        a = world.add("a", SlotTerms(idle_timeout_s=IDLE_S, memory_bytes=5))
-        b, c = (world.add(name, SlotTerms(memory_bytes=5)) for name in "bc")
+    with managed_world(total_bytes=10, slow_close=True) as world:
+        a = world.add("a", ManagedTerms(idle_timeout_s=IDLE_S, memory_bytes=5))
+        b, c = (world.add(name, ManagedTerms(memory_bytes=5)) for name in "bc")
         both_loaded(world, a, b)
         closing = world.alive["a"]
         if why == "idle":
@@ -255,9 +257,9 @@ def test_one_that_closes_for_another_reason_makes_room_too(why: str) -> None:
 
 def test_waiters_get_memory_in_the_order_in_which_they_came() -> None:
     """A small request does not overtake a large one, which could wait for ever."""
-    with slot_world(total_bytes=10) as world:
+    with managed_world(total_bytes=10) as world:
         a, large, small = (
-            world.add(name, SlotTerms(memory_bytes=size))
+            world.add(name, ManagedTerms(memory_bytes=size))
             for name, size in (("a", 6), ("large", 10), ("small", 1))
         )
         both_loaded(world, a)
@@ -280,8 +282,8 @@ def test_waiters_get_memory_in_the_order_in_which_they_came() -> None:
 
 
 def test_an_engine_without_waiting_callers_is_not_loaded() -> None:
-    with slot_world(total_bytes=10) as world:
-        a, b = (world.add(name, SlotTerms(memory_bytes=10)) for name in "ab")
+    with managed_world(total_bytes=10) as world:
+        a, b = (world.add(name, ManagedTerms(memory_bytes=10)) for name in "ab")
         both_loaded(world, a)
         done = asyncio.Event()
         world.run(ask(a, done))
@@ -298,23 +300,23 @@ def test_an_engine_without_waiting_callers_is_not_loaded() -> None:
 def test_models_that_can_never_fit_are_refused_by_name(pinned: bool) -> None:
     budget = MemoryBudget(10)
     terms = {
-        "large": SlotTerms(memory_bytes=7),
-        "kept": SlotTerms(memory_bytes=4, keep_warm=pinned),
+        "large": ManagedTerms(memory_bytes=7),
+        "kept": ManagedTerms(memory_bytes=4, keep_warm=pinned),
     }
-    with slot_world() as world:
-        slots = [world.add(name, each) for name, each in terms.items()]
+    with managed_world() as world:
+        managed = [world.add(name, each) for name, each in terms.items()]
         if pinned:
             with pytest.raises(BudgetTooSmall, match="'large' needs 7 bytes beside 4") as refused:
-                budget.check(slots)
+                budget.check(managed)
             assert refused.value.needed_bytes == 11
             world.alive["kept"].load()
         else:
-            budget.check(slots)
+            budget.check(managed)
 
 
 def test_an_eviction_at_the_moment_of_a_request_loses_no_request() -> None:
-    with slot_world(total_bytes=10, slow_close=True) as world:
-        a, b = (world.add(name, SlotTerms(memory_bytes=10)) for name in "ab")
+    with managed_world(total_bytes=10, slow_close=True) as world:
+        a, b = (world.add(name, ManagedTerms(memory_bytes=10)) for name in "ab")
         both_loaded(world, a)
         wanted = world.run(ask(b))
         world.loop.advance(HANDOVER_S)
@@ -337,16 +339,16 @@ def test_an_eviction_at_the_moment_of_a_request_loses_no_request() -> None:
 
 def test_the_engine_that_was_built_to_know_the_model_is_the_first_that_runs() -> None:
     built: list[FakeEngine] = []
-    with slot_world() as world:
+    with managed_world() as world:
         make: Any = world._build
 
         def build() -> FakeEngine:
             built.append(make("a"))
             return built[-1]
 
-        slot = OnDemandEngine(build, SlotTerms(), clock=world.loop.time)
-        world.slots["a"] = slot
-        world.run(slot.serve())
-        world.run(slot.start())
+        managed = ManagedEngine(build, ManagedTerms(), clock=world.loop.time)
+        world.managed["a"] = managed
+        world.run(managed.serve())
+        world.run(managed.start())
         assert built == [world.alive["a"]]
         world.alive["a"].load()

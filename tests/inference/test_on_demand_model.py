@@ -1,6 +1,6 @@
 """Slots under a budget in random operations: requests, loads, failures, crashes, cancels, time.
 
-Invariants: one engine per slot, the budget is kept, no running sequence loses its engine to
+Invariants: one engine per managed, the budget is kept, no running sequence loses its engine to
 another model, and every waiting request is served or refused with a reason once the engines act.
 """
 
@@ -16,15 +16,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from inference.engine import EngineState
 from inference.errors import EngineStartFailed
 from inference.routing.memory import HANDOVER_S
-from inference.routing.on_demand import FAULT_KEPT_S, OnDemandEngine, SlotTerms
-from tests.inference.slot_world import VirtualLoop, World, asked
+from inference.routing.on_demand import FAULT_KEPT_S, ManagedEngine, ManagedTerms
+from tests.inference.managed_world import VirtualLoop, World, asked
 
 EXAMPLES = int(os.environ.get("WEIR_SLOT_EXAMPLES", "40"))
 TERMS = {
-    "small": SlotTerms(idle_timeout_s=5.0, memory_bytes=2),
-    "large": SlotTerms(idle_timeout_s=9.0, memory_bytes=7),
-    "lazy": SlotTerms(memory_bytes=6),
-    "kept": SlotTerms(idle_timeout_s=5.0, keep_warm=True, memory_bytes=2),
+    "small": ManagedTerms(idle_timeout_s=5.0, memory_bytes=2),
+    "large": ManagedTerms(idle_timeout_s=9.0, memory_bytes=7),
+    "lazy": ManagedTerms(memory_bytes=6),
+    "kept": ManagedTerms(idle_timeout_s=5.0, keep_warm=True, memory_bytes=2),
 }
 TOTAL_BYTES = 9
 NAMES = st.sampled_from(sorted(TERMS))
@@ -33,15 +33,15 @@ NAMES = st.sampled_from(sorted(TERMS))
 class Asked:
     """One request and its result."""
 
-    def __init__(self, world: World, slot: OnDemandEngine) -> None:
-        self.slot = slot
+    def __init__(self, world: World, managed: ManagedEngine) -> None:
+        self.managed = managed
         self.runs = False
         self.done = asyncio.Event()
         self.task = world.run(self._ask())
 
     async def _ask(self) -> str:
         try:
-            async with asked(self.slot):
+            async with asked(self.managed):
                 self.runs = True
                 await self.done.wait()
             return "served"
@@ -62,16 +62,16 @@ class Slots(RuleBasedStateMachine):
         self.asked: list[Asked] = []
         for name, terms in TERMS.items():
             self.world.add(name, terms)
-        self.world.budget.check(self.world.slots.values())
+        self.world.budget.check(self.world.managed.values())
 
     @rule(name=NAMES)
     def ask(self, name: str) -> None:
-        self.asked.append(Asked(self.world, self.world.slots[name]))
+        self.asked.append(Asked(self.world, self.world.managed[name]))
 
     @rule(name=NAMES)
     def ask_where_it_just_closes_or_waits(self, name: str) -> None:
         """Send two requests in the same turn of the loop."""
-        self.asked += [Asked(self.world, self.world.slots[name]) for _ in range(2)]
+        self.asked += [Asked(self.world, self.world.managed[name]) for _ in range(2)]
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
@@ -116,10 +116,10 @@ class Slots(RuleBasedStateMachine):
 
     @invariant()
     def running_sequences_have_their_engines(self) -> None:
-        """Check running sequences; the world checks slots and budget at each start."""
+        """Check running sequences; the world checks managed and budget at each start."""
         for each in self.asked:
             if each.runs:
-                engine = self.world.alive[each.slot.name]
+                engine = self.world.alive[each.managed.name]
                 assert engine.sequences
                 assert engine.state is not EngineState.CLOSED
 
@@ -141,7 +141,7 @@ class Slots(RuleBasedStateMachine):
                     each.done.set()
                 self.loop.settle()
                 self.loop.advance(HANDOVER_S)
-            unanswered = [each.slot.name for each in self.asked if not each.task.done()]
+            unanswered = [each.managed.name for each in self.asked if not each.task.done()]
             assert not unanswered, f"still waiting: {unanswered}"
             answers = {each.task.result() for each in self.asked if not each.task.cancelled()}
             assert answers <= {"served", "killed", "no weights"}, (

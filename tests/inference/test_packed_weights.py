@@ -16,8 +16,8 @@ from inference.native import decoder as packing
 from inference.native import loader
 from inference.native.packed_file import PackedFile, PackedPlace, trim_packed
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
-from tests.inference.hosted import prompt
 from tests.inference.running import SMALL_KV_BYTES, make_request, run_all
+from tests.inference.worker_engines import prompt
 
 pytestmark = pytest.mark.skipif(
     loader.load() is None, reason="torch computes here, and reads weights where they lie anyway"
@@ -164,7 +164,7 @@ def test_an_incomplete_file_is_written_again(tmp_path: Path, damage: str) -> Non
     assert len(list(PackedFile(file).parts())) > 10
 
 
-def test_without_room_each_host_has_its_own(tmp_path: Path) -> None:
+def test_without_room_each_worker_has_its_own(tmp_path: Path) -> None:
     directory, packed = tmp_path / "model", tmp_path / "packed"
     make_checkpoint(directory)
     packed.write_text("in the way")

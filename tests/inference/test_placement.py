@@ -19,12 +19,12 @@ from inference.engine import (
     EngineState,
     EngineStatistics,
     EngineTimings,
+    EventSink,
     GenerationRequest,
     ModelInfo,
     Scheduled,
     SequenceEvent,
     SequenceFinished,
-    Tell,
     TokensGenerated,
 )
 from inference.errors import (
@@ -76,7 +76,7 @@ class Puppet:
         await self.started.wait()
         self.state = EngineState.READY
 
-    def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
+    def submit(self, request: GenerationRequest, sink: EventSink) -> EngineSequence:
         """Implement `Engine.submit`."""
         if self.state is not EngineState.READY:
             raise EngineUnavailable("away", 1.0)
@@ -86,14 +86,14 @@ class Puppet:
             raise RequestImpossible("not here", "sampling")
         number = len(self.requests)
         self.requests.append(request)
-        sequence = self.sequences[number] = EngineSequence(self, number, request, tell)
+        sequence = self.sequences[number] = EngineSequence(self, number, request, sink)
         return sequence
 
     def cancel(self, sequence: EngineSequence) -> None:
         """Do nothing: no test waits for it."""
 
     def forget(self, sequence: EngineSequence) -> None:
-        """Implement `Sequence.close`."""
+        """Implement `SequenceHandle.close`."""
         self.sequences.pop(sequence.number, None)
 
     def tell(self, sequence: EngineSequence, event: SequenceEvent | EngineError) -> None:
@@ -104,7 +104,7 @@ class Puppet:
             sequence.is_scheduled = True
         if isinstance(event, SequenceFinished | EngineError):
             del self.sequences[sequence.number]
-        sequence.tell(event)
+        sequence.sink(event)
 
     def lose(self) -> None:
         """Die like a process."""
@@ -630,10 +630,10 @@ def test_statistics_are_sums_and_steps_the_mean_pace_of_those_that_work() -> Non
 class RefusesLater(Puppet):
     """Engine that accepts every sequence and then refuses it as full, as remote servers do."""
 
-    def submit(self, request: GenerationRequest, tell: Tell) -> EngineSequence:
+    def submit(self, request: GenerationRequest, sink: EventSink) -> EngineSequence:
         """Implement `Engine.submit`."""
         assert len(self.requests) < 20, "it is asked for ever"
-        sequence = super().submit(request, tell)
+        sequence = super().submit(request, sink)
         asyncio.get_running_loop().call_soon(self.tell, sequence, EngineOverloaded("full", 2.0))
         return sequence
 

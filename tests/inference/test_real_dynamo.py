@@ -14,13 +14,12 @@ from bench import engine_streams as streams
 from inference.adapters import remote_doctor as doctor
 from inference.adapters import remote_http
 from inference.adapters.findings import Verdict
-from inference.adapters.remote_connection import Examination, open_dialect
+from inference.adapters.remote_connection import open_dialect
 from inference.adapters.remote_engine import RemoteEngine
-from inference.capabilities import RequestField
+from inference.adapters.remote_examination import Examination
 from inference.engine import EngineFinishReason, SequenceFinished, TokensGenerated
 from inference.errors import EngineFailed, EngineStartFailed, RequestImpossible
-from inference.sequences import UNKNOWN_TOKEN_ID
-from tests.inference.hosted import first_tokens, prompt, run, until
+from inference.sequences import UNKNOWN_TOKEN_ID, RequestField
 from tests.inference.real_servers import (
     DYNAMO_ROUTING,
     Dynamo,
@@ -29,8 +28,9 @@ from tests.inference.real_servers import (
     end,
     needs,
 )
-from tests.inference.remote_hosted import remote_engine
+from tests.inference.remote_engines import remote_engine
 from tests.inference.running import make_request
+from tests.inference.worker_engines import first_tokens, prompt, run, until
 from tests.service import wait_for
 
 pytestmark = needs("dynamo")

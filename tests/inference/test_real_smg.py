@@ -14,10 +14,9 @@ from inference.adapters import remote_doctor as doctor
 from inference.adapters.findings import Verdict
 from inference.adapters.remote_engine import RemoteEngine
 from inference.adapters.remote_settings import RemoteSettings
-from inference.capabilities import RequestField
 from inference.engine import EngineFinishReason, SequenceFinished, TokensGenerated
 from inference.errors import EngineFailed
-from tests.inference.hosted import LONG, first_tokens, prompt, run, until
+from inference.sequences import RequestField
 from tests.inference.real_servers import (
     RealServer,
     RealServers,
@@ -26,8 +25,9 @@ from tests.inference.real_servers import (
     real_settings,
     smg_gateway,
 )
-from tests.inference.remote_hosted import remote_engine
+from tests.inference.remote_engines import remote_engine
 from tests.inference.running import make_core, make_request, run_all
+from tests.inference.worker_engines import LONG, first_tokens, prompt, run, until
 
 pytestmark = [*needs("smg"), *needs("vllm")]
 ENDS = (SequenceFinished, EngineFailed)

@@ -17,7 +17,6 @@ from inference.adapters.findings import Verdict
 from inference.adapters.remote_settings import RemoteSettings, Service
 from inference.engine import EngineFinishReason, SamplingParams
 from inference.errors import EngineFailed, EngineStartFailed
-from tests.inference.hosted import LONG, first_tokens, prompt, run, until
 from tests.inference.real_servers import (
     RealServer,
     RealServers,
@@ -26,8 +25,9 @@ from tests.inference.real_servers import (
     real_settings,
     vllm_server,
 )
-from tests.inference.remote_hosted import remote_engine
+from tests.inference.remote_engines import remote_engine
 from tests.inference.running import make_core, make_request, run_all
+from tests.inference.worker_engines import LONG, first_tokens, prompt, run, until
 
 pytestmark = needs("vllm")
 

@@ -21,8 +21,9 @@ from inference.engine import (
     SequenceFinished,
     TokensGenerated,
 )
-from inference.text.detokenizer import Detokenizer, GivenTextDecoder
+from inference.text.detokenizer import Detokenizer
 from inference.text.reasoning import reasoning_format
+from inference.text.text_decoder import GivenTextDecoder
 from inference.text.tokenizer import ChatMessage
 from inference.text.tokenizer import Tokenizer as WeirTokenizer
 from tests.inference import checkpoints

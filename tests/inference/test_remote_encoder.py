@@ -32,7 +32,7 @@ from tests.inference.encoder_checkpoints import (
     SEP,
     make_random_encoder,
 )
-from tests.inference.hosted import WAIT_S, until
+from tests.inference.worker_engines import WAIT_S, until
 from tests.remote_servers.certificates import make_certificates
 from tests.remote_servers.serving import ServerProcess, server_process
 

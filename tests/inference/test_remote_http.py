@@ -23,22 +23,22 @@ from api.core.settings import SettingInvalid, Settings
 from api.fleet.fleet import build_serving
 from bench import engine_streams as streams
 from inference.adapters import remote_doctor as doctor
-from inference.adapters.external_core import READ_ON_TOKENS_MAX, Choice, Request
+from inference.adapters.external_queue import READ_ON_TOKENS_MAX
+from inference.adapters.external_request import Choice, Request
 from inference.adapters.findings import Verdict
 from inference.adapters.remote_http import HttpCall, HttpDialect, HttpFailure, _Events, _failure
 from inference.adapters.remote_settings import RemoteSettings, Service, Target
-from inference.capabilities import RequestField
 from inference.engine import EngineFinishReason, SamplingParams, TokensGenerated
 from inference.errors import EngineFailed, EngineStartFailed, RequestImpossible
 from inference.routing.replica import Replica
 from inference.routing.replica_set import ReplicaSet
-from inference.sequences import UNKNOWN_TOKEN_ID
+from inference.sequences import UNKNOWN_TOKEN_ID, RequestField
 from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.hosted import LONG, first_tokens, prompt, run, until
 from tests.inference.reasoning_families import FAMILIES
-from tests.inference.remote_hosted import RemoteWorld, connected, remote_engine, remote_settings
+from tests.inference.remote_engines import RemoteWorld, connected, remote_engine, remote_settings
 from tests.inference.running import make_core, make_request, run_all
+from tests.inference.worker_engines import LONG, first_tokens, prompt, run, until
 from tests.remote_servers.certificates import make_certificates
 from tests.remote_servers.openai import ADAPTER
 from tests.remote_servers.serving import ServerProcess, server_process

@@ -15,9 +15,9 @@ from api.fleet.fleet import build_serving
 from inference.adapters.remote_settings import KeyFile, KeyUnusable, Service
 from inference.errors import EngineStartFailed
 from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.hosted import prompt, run, until
-from tests.inference.remote_hosted import RemoteWorld, connected, remote_engine, remote_settings
+from tests.inference.remote_engines import RemoteWorld, connected, remote_engine, remote_settings
 from tests.inference.running import make_request
+from tests.inference.worker_engines import prompt, run, until
 from tests.remote_servers.serving import ServerProcess
 
 SERVICES = [Service.TRTLLM, Service.VLLM, Service.SGLANG, Service.OPENAI_HTTP]

@@ -21,24 +21,22 @@ from api.core.settings import SettingInvalid, Settings
 from api.fleet.fleet import build_serving
 from inference.adapters import remote_doctor as doctor
 from inference.adapters.findings import Verdict
-from inference.adapters.remote_connection import (
-    DIALECTS,
-    Bundle,
-    Examination,
-    check_tokenizer,
-)
+from inference.adapters.remote_connection import DIALECTS
 from inference.adapters.remote_dialects import SEED_MAX, ServerUnfit, salt_id, wire_seed
 from inference.adapters.remote_engine import RemoteEngine, Upkeep, root_of
+from inference.adapters.remote_examination import Examination
+from inference.adapters.remote_files import Bundle, check_tokenizer
 from inference.adapters.remote_settings import Service, Target, TlsFiles, parse_target
-from inference.capabilities import Capabilities, RequestField
+from inference.capabilities import Capabilities
 from inference.checkpoint.checkpoint import read_external_model
 from inference.engine import Engine, EngineStatistics
 from inference.errors import CheckpointInvalid
 from inference.routing.replica_set import ReplicaSet
+from inference.sequences import RequestField
 from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.hosted import prompt, run
-from tests.inference.remote_hosted import remote_engine, remote_settings
+from tests.inference.remote_engines import remote_engine, remote_settings
 from tests.inference.running import make_request
+from tests.inference.worker_engines import prompt, run
 from tests.remote_servers.serving import ServerProcess
 
 
@@ -316,7 +314,7 @@ def test_load_records_between_events_are_no_events(upkeep: Upkeep) -> None:
     apply(upkeep, batch(2, stored(12, [5, 6, 7, 8], parent=11)))
 
     assert upkeep.knows_all_blocks
-    told = upkeep.core.reported
+    told = upkeep.queue.reported
     assert (told.kv_block_count_total, told.kv_block_count_held, told.kv_block_count_free) == (
         100,
         25,

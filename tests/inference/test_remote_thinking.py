@@ -15,7 +15,6 @@ import pytest
 from bench import engine_streams as streams
 from inference.adapters.remote_engine import RemoteEngine
 from inference.adapters.remote_settings import RemoteSettings, Service
-from inference.capabilities import RequestField
 from inference.engine import (
     ChoiceFinished,
     EngineFinishReason,
@@ -27,13 +26,13 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.errors import EngineFailed, RequestImpossible
-from inference.sequences import ThinkingStart
+from inference.sequences import RequestField, ThinkingStart
 from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.hosted import until
-from tests.inference.remote_hosted import RemoteWorld, connected, remote_settings
+from tests.inference.remote_engines import RemoteWorld, connected, remote_settings
 from tests.inference.running import make_request
 from tests.inference.tool_checkpoints import ASSISTANT_ID, make_scripted_checkpoint
+from tests.inference.worker_engines import until
 from tests.remote_servers.certificates import make_certificates
 from tests.remote_servers.serving import ServerProcess, server_process
 

@@ -11,8 +11,9 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inference.safety.rules import HELD_CHARS_MAX
 from inference.safety.safety import SafetyChecker, SafetyRulesInvalid, SafetyStage, Verdict
-from inference.safety.safety_file import HELD_CHARS_MAX, read_safety
+from inference.safety.safety_file import read_safety
 
 PATTERNS = (r"\bsecret\b", r"\d{3}-\d{4}", "abab+c", r"(?<=key: )\w+!", "x{2,5}y?z", "é🙂")
 ALPHABET = "abcxyz secret key: 0123-!é🙂"
@@ -152,7 +153,7 @@ def test_a_rule_that_takes_too_long_counts_as_matched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A text that makes a rule time out must not pass."""
-    monkeypatch.setattr("inference.safety.safety_file.SEARCH_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("inference.safety.rules.SEARCH_TIMEOUT_S", 0.01)
     explosive = checker(tmp_path, "(?:a|b|ab)*!c")
 
     assert at_once(explosive.check_prompt("ab" * 2000 + "?!c")) == "rule 0"

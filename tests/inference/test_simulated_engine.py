@@ -13,8 +13,8 @@ from inference.errors import RequestImpossible
 from inference.limits import EngineLimits
 from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.hosted import prompt, run, serving, settings_for
 from tests.inference.running import make_request, run_all
+from tests.inference.worker_engines import prompt, run, serving, settings_for
 
 INSTANT = CostModel(time_scale=0.0)
 # Tokens in and out, and output tokens per second of two H200: see `inference.core.options`.

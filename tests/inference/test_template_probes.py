@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference.errors import ChatTemplateFailed, CheckpointInvalid
-from inference.text.chat_template import CallIds, Form, utc_text
+from inference.text.conversation import CallIds, Form
+from inference.text.template_sandbox import utc_text
 from inference.text.tokenizer import ChatMessage, Tokenizer
 from inference.text.tools import Tool, ToolCall
 from tests.inference.checkpoints import write_tokenizer

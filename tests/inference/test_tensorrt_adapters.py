@@ -19,11 +19,11 @@ from inference.adapters.tensorrt_settings import VERSION, TensorRtSettings, with
 from inference.errors import CheckpointInvalid, EngineStartFailed, RequestImpossible
 from inference.routing.router import Router
 from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
-from tests.inference.hosted import prompt, run, serving, settings_for
 from tests.inference.running import make_request
 from tests.inference.tensorrt_adapters import write_adapter, write_report
-from tests.inference.tensorrt_core import double_imported
-from tests.inference.tensorrt_hosted import find_double, tensorrt_settings
+from tests.inference.tensorrt_engines import find_double, tensorrt_settings
+from tests.inference.tensorrt_queue import double_imported
+from tests.inference.worker_engines import prompt, run, serving, settings_for
 
 FAVOURED = {"formal": 17, "terse": 18}  # tokens that the double's adapters repeat
 

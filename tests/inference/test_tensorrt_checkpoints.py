@@ -13,10 +13,10 @@ from inference.adapters.tensorrt_settings import TensorRtSettings
 from inference.errors import CheckpointInvalid
 from inference.routing.memory import stored_bytes
 from tests.inference.checkpoints import TinyCheckpoint, write_tokenizer
-from tests.inference.hosted import prompt, run, serving
 from tests.inference.published_facts import facts, multimodal, rope
 from tests.inference.running import make_request
-from tests.inference.tensorrt_hosted import find_double, tensorrt_settings
+from tests.inference.tensorrt_engines import find_double, tensorrt_settings
+from tests.inference.worker_engines import prompt, run, serving
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}

@@ -13,7 +13,7 @@ from inference.adapters.tensorrt_settings import TensorRtSettings, with_config
 from inference.errors import EngineStartFailed
 from inference.limits import EngineLimits
 from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.tensorrt_core import double_imported
+from tests.inference.tensorrt_queue import double_imported
 
 PLAIN = TensorRtSettings(Path("somewhere"), "m")
 # Facts of examples/configs in NVIDIA's repository.

@@ -20,8 +20,8 @@ from inference.adapters.tensorrt_engine import load_message
 from inference.adapters.tensorrt_settings import VERSION
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.tensorrt_adapters import write_adapter
-from tests.inference.tensorrt_core import double_imported
-from tests.inference.tensorrt_hosted import find_double, tensorrt_settings
+from tests.inference.tensorrt_engines import find_double, tensorrt_settings
+from tests.inference.tensorrt_queue import double_imported
 
 KILLED = "After a worker's death, do its sequence and the library's health check stay silent"
 SIZES: dict[str, Any] = {

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.hosted import prompt
-from tests.inference.tensorrt_core import double_imported
-from tests.inference.tensorrt_hosted import DOUBLE
+from tests.inference.tensorrt_engines import DOUBLE
+from tests.inference.tensorrt_queue import double_imported
+from tests.inference.worker_engines import prompt
 
 PUBLISHED: dict[str, Any] = json.loads((DOUBLE / "api.json").read_text())["classes"]
 METHODS = [name for name, spec in PUBLISHED.items() if "." in name and "params" in spec]

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from bench import engine_streams as streams
 from common.processes import alive, command_line, descendants
-from inference.adapters.external_core import KvCacheChange, KvEventIndex
+from inference.adapters.kv_events import KvCacheChange, KvEventIndex
 from inference.adapters.tensorrt_library import LOOK_EVERY_S
-from inference.adapters.tensorrt_settings import TensorRtOptions
+from inference.adapters.tensorrt_settings import TENSORRT_LLM, TensorRtOptions
 from inference.adapters.tensorrt_worker import KvEventReader
-from inference.capabilities import TENSORRT_LLM
 from inference.engine import (
     BeamSearchParams,
     EngineState,
@@ -28,9 +27,9 @@ from inference.engine import (
 )
 from inference.errors import EngineFailed, EngineStartFailed, RequestImpossible
 from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.hosted import LONG, first_tokens, prompt, read_all, run, serving, until
 from tests.inference.running import make_request
-from tests.inference.tensorrt_hosted import find_double, tensorrt_settings
+from tests.inference.tensorrt_engines import find_double, tensorrt_settings
+from tests.inference.worker_engines import LONG, first_tokens, prompt, read_all, run, serving, until
 
 
 @pytest.fixture(autouse=True)
@@ -38,13 +37,13 @@ def double(monkeypatch: pytest.MonkeyPatch) -> None:
     find_double(monkeypatch)
 
 
-@pytest.mark.usefixtures("executed_hosts")
+@pytest.mark.usefixtures("executed_workers")
 async def test_a_dead_worker_fails_its_waiters_and_the_engine_comes_back(
     tiny: TinyCheckpoint,
 ) -> None:
     async with serving(tensorrt_settings(tiny)) as engine:
         whole = await run(engine, make_request(prompt(1), 5))
-        pid = engine.host_pid
+        pid = engine.worker_pid
         assert pid is not None
         (worker,) = ranks(pid)
         async with streams.stream(engine, make_request(prompt(1), LONG)) as stream:
@@ -53,7 +52,7 @@ async def test_a_dead_worker_fails_its_waiters_and_the_engine_comes_back(
             with pytest.raises(EngineFailed):
                 await read_all(stream)
         await until(
-            lambda: engine.condition().state is EngineState.READY and engine.host_pid != pid
+            lambda: engine.condition().state is EngineState.READY and engine.worker_pid != pid
         )
 
         again = await run(engine, make_request(prompt(1), 5))
@@ -66,15 +65,15 @@ def ranks(pid: int) -> list[int]:
     return [each for each in descendants(pid) if "mpi4py.futures.server" in command_line(each)]
 
 
-async def test_workers_do_not_outlive_a_host_that_was_killed(tiny: TinyCheckpoint) -> None:
+async def test_workers_do_not_outlive_a_worker_that_was_killed(tiny: TinyCheckpoint) -> None:
     """They run in sessions of their own, and would keep the GPU's memory from the next load."""
     async with serving(tensorrt_settings(tiny)) as engine:
-        pid = engine.host_pid
+        pid = engine.worker_pid
         assert pid is not None
         (worker,) = ranks(pid)
         assert os.getpgid(worker) != os.getpgid(pid)
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: engine.host_pid not in (None, pid))
+        await until(lambda: engine.worker_pid not in (None, pid))
         assert not alive(worker), "the next process starts after the end of all workers"
         await until(lambda: engine.condition().state is EngineState.READY)
 
@@ -82,12 +81,12 @@ async def test_workers_do_not_outlive_a_host_that_was_killed(tiny: TinyCheckpoin
 async def test_a_helper_that_ends_is_not_taken_for_a_lost_worker(tiny: TinyCheckpoint) -> None:
     """Compilers and the like end when they are idle."""
     async with serving(tensorrt_settings(tiny)) as engine:
-        pid = engine.host_pid
+        pid = engine.worker_pid
         assert pid is not None
         await until(lambda: descendants(pid) == ranks(pid))
         await asyncio.sleep(3 * LOOK_EVERY_S)
         await run(engine, make_request(prompt(1), 5))
-        assert engine.host_pid == pid
+        assert engine.worker_pid == pid
 
 
 async def test_a_load_that_fails_three_times_is_given_up_with_the_end_of_its_log(
@@ -122,13 +121,13 @@ async def test_cached_tokens_are_predicted_from_its_own_events_and_beams_are_ref
         with pytest.raises(RequestImpossible) as refused:
             async with streams.stream(engine, beams()):
                 pass
-        model, workers = engine.model, descendants(engine.host_pid or 0)
+        model, workers = engine.model, descendants(engine.worker_pid or 0)
 
     assert found.cached_token_count == 48
     assert refused.value.field == "beam_search"
     assert model.engine == "tensorrt_llm"
     assert not any(alive(pid) for pid in workers), (
-        "a worker that outlives its host keeps the GPU's memory"
+        "a worker that outlives its worker keeps the GPU's memory"
     )
 
 

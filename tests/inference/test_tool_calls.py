@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.text.tools import HELD_CHARS_MAX, CallFormat, JsonScanner, ToolCallParser, format_in
+from inference.text.call_parser import HELD_CHARS_MAX, JsonScanner, ToolCallParser
+from inference.text.tools import CallFormat, format_in
 
 NAMES = ("get_weather", "get", "book-room")
 WEATHER = '{"name": "get_weather", "arguments": {"city": "Ulm", "days": [1, 2]}}'

@@ -29,11 +29,12 @@ from inference.engine import (
 from inference.errors import EngineFailed, EngineStartFailed, EngineUnavailable
 from inference.limits import EngineLimits
 from inference.workers.child import EXIT_PROTOCOL_BROKEN
-from inference.workers.engine import HostedEngine
-from inference.workers.process import CHILD_ENVIRONMENT, open_host
+from inference.workers.engine import WorkerEngine
+from inference.workers.process import CHILD_ENVIRONMENT, open_worker
 from inference.workers.protocol import Message, Pulse, Ready, StartSequence, StepReport
 from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
-from tests.inference.hosted import (
+from tests.inference.running import make_core, make_request, run_all
+from tests.inference.worker_engines import (
     LONG,
     WAIT_S,
     first_tokens,
@@ -44,7 +45,6 @@ from tests.inference.hosted import (
     settings_for,
     until,
 )
-from tests.inference.running import make_core, make_request, run_all
 
 PARENT = """
 import asyncio, json, sys
@@ -60,20 +60,20 @@ async def main(directory, phase):
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(engine.serve())
         start = tasks.create_task(engine.start())
-        while engine.host_pid is None:
+        while engine.worker_pid is None:
             await asyncio.sleep(0)
         if phase == "loading":
-            print(json.dumps(engine.host_pid), flush=True)
+            print(json.dumps(engine.worker_pid), flush=True)
         await start
         if phase == "idle":
-            print(json.dumps(engine.host_pid), flush=True)
+            print(json.dumps(engine.worker_pid), flush=True)
         stop = StopCriteria(1900, ignore_eos=True)
         request = GenerationRequest(tuple(range(9, 99)), SamplingParams(), stop)
         while phase == "stepping":
             async with streams.stream(engine, request) as stream:
                 async for event in stream:
                     if isinstance(event, TokensGenerated):
-                        print(json.dumps(engine.host_pid), flush=True)
+                        print(json.dumps(engine.worker_pid), flush=True)
         await asyncio.sleep(60)
 
 assert "torch" not in sys.modules
@@ -81,9 +81,9 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-def kill_host(engine: HostedEngine) -> None:
-    assert engine.host_pid is not None
-    os.kill(engine.host_pid, signal.SIGKILL)
+def kill_worker(engine: WorkerEngine) -> None:
+    assert engine.worker_pid is not None
+    os.kill(engine.worker_pid, signal.SIGKILL)
 
 
 async def test_streams_equal_what_the_core_generates(tiny: TinyCheckpoint) -> None:
@@ -112,13 +112,13 @@ async def test_streams_equal_what_the_core_generates(tiny: TinyCheckpoint) -> No
     )
 
 
-@pytest.mark.usefixtures("executed_hosts")
+@pytest.mark.usefixtures("executed_workers")
 def test_it_runs_on_uvloop_as_in_the_api_process(tiny: TinyCheckpoint) -> None:
     async def crash_and_recover() -> list[int]:
         async with serving(settings_for(tiny)) as engine:
             async with streams.stream(engine, make_request(prompt(1), LONG)) as stream:
                 await first_tokens(stream, 2)
-                kill_host(engine)
+                kill_worker(engine)
                 with pytest.raises(EngineFailed):
                     await read_all(stream)
             await engine.start()
@@ -130,13 +130,13 @@ def test_it_runs_on_uvloop_as_in_the_api_process(tiny: TinyCheckpoint) -> None:
     )
 
 
-@pytest.mark.usefixtures("executed_hosts")
-async def test_a_killed_host_fails_its_streams_and_comes_back(tiny: TinyCheckpoint) -> None:
+@pytest.mark.usefixtures("executed_workers")
+async def test_a_killed_worker_fails_its_streams_and_comes_back(tiny: TinyCheckpoint) -> None:
     async with serving(settings_for(tiny)) as engine:
-        first_pid = engine.host_pid
+        first_pid = engine.worker_pid
         async with streams.stream(engine, make_request(prompt(1), LONG)) as stream:
             await first_tokens(stream, 5)
-            kill_host(engine)
+            kill_worker(engine)
             with pytest.raises(EngineFailed, match="was killed"):
                 await read_all(stream)
             assert not engine.healthy()
@@ -147,17 +147,17 @@ async def test_a_killed_host_fails_its_streams_and_comes_back(tiny: TinyCheckpoi
         outcome = await run(engine, make_request(prompt(1), 5))
 
         assert unavailable.value.retry_after_s > 0
-        assert engine.host_pid != first_pid
+        assert engine.worker_pid != first_pid
         assert len(outcome.token_ids) == 5
         assert outcome.cached_token_count == 0, "the cache died with the process"
 
 
-async def test_a_hanging_host_is_killed_and_replaced(tiny: TinyCheckpoint) -> None:
+async def test_a_hanging_worker_is_killed_and_replaced(tiny: TinyCheckpoint) -> None:
     async with serving(settings_for(tiny, step_timeout_s=0.5)) as engine:
         async with streams.stream(engine, make_request(prompt(1), LONG)) as stream:
             await first_tokens(stream, 1)
-            assert engine.host_pid is not None
-            os.kill(engine.host_pid, signal.SIGSTOP)
+            assert engine.worker_pid is not None
+            os.kill(engine.worker_pid, signal.SIGSTOP)
             with pytest.raises(EngineFailed):
                 await read_all(stream)
 
@@ -166,10 +166,10 @@ async def test_a_hanging_host_is_killed_and_replaced(tiny: TinyCheckpoint) -> No
 
 
 @pytest.mark.parametrize("busy", [True, False], ids=["in a step", "idle"])
-async def test_a_stopped_host_takes_no_requests_until_it_goes_on(
+async def test_a_stopped_worker_takes_no_requests_until_it_goes_on(
     tiny: TinyCheckpoint, busy: bool
 ) -> None:
-    """Found by its pulse: the time-out of a step is two minutes, and an idle host owes nothing."""
+    """Found by its pulse: the time-out of a step is two minutes, and an idle one owes nothing."""
     async with serving(settings_for(tiny)) as engine, contextlib.AsyncExitStack() as running:
         stream = None
         if busy:
@@ -177,23 +177,23 @@ async def test_a_stopped_host_takes_no_requests_until_it_goes_on(
                 streams.stream(engine, make_request(prompt(1), LONG))
             )
             await first_tokens(stream, 1)
-        # The first pulse shows that the host has one.
+        # The first pulse shows that the worker has one.
         await until(lambda: engine._worker._watchdog._pulse is not None)
-        host_pid = engine.host_pid
-        assert host_pid is not None
-        os.kill(host_pid, signal.SIGSTOP)
+        worker_pid = engine.worker_pid
+        assert worker_pid is not None
+        os.kill(worker_pid, signal.SIGSTOP)
         try:
             await until(lambda: not engine.healthy())
             condition = engine.condition()
             with pytest.raises(EngineUnavailable, match="no sign of life for") as unavailable:
                 await run(engine, make_request(prompt(1), 5))
         finally:
-            os.kill(host_pid, signal.SIGCONT)
+            os.kill(worker_pid, signal.SIGCONT)
         await until(engine.healthy)
         if stream is not None:
             await read_all(stream)
         outcome = await run(engine, make_request(prompt(2), 5))
-        assert engine.host_pid == host_pid, "nothing was killed"
+        assert engine.worker_pid == worker_pid, "nothing was killed"
 
     assert condition.state is EngineState.RESTARTING
     assert unavailable.value.retry_after_s > 0
@@ -208,12 +208,12 @@ async def test_restarts_are_spaced_further_and_further(tiny: TinyCheckpoint) -> 
         for _ in range(3):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(expect_start_to_fail(engine))
-                await until(lambda: engine.host_pid is not None)
-                kill_host(engine)
+                await until(lambda: engine.worker_pid is not None)
+                kill_worker(engine)
             await until(
                 lambda: (
                     engine.condition().retry_after_s > loading_guess_s
-                    or engine.host_pid is not None
+                    or engine.worker_pid is not None
                 )
             )
             waits_s.append(engine.condition().retry_after_s - loading_guess_s)
@@ -225,7 +225,7 @@ async def test_closing_ends_streams_with_their_counts_and_the_child_with_them(
     tiny: TinyCheckpoint,
 ) -> None:
     async with serving(settings_for(tiny)) as engine:
-        pidfd = os.pidfd_open(engine.host_pid or 0)
+        pidfd = os.pidfd_open(engine.worker_pid or 0)
         async with streams.stream(engine, make_request(prompt(1), LONG)) as stream:
             await first_tokens(stream, 2)
             await asyncio.gather(engine.close(), engine.close())
@@ -252,35 +252,35 @@ async def test_closing_does_not_wait_for_loading_nor_need_a_start(tiny: TinyChec
             await run(unstarted, make_request(prompt(1), 5))
     async with serving(settings_for(tiny), started=False) as engine, asyncio.TaskGroup() as tasks:
         starting = tasks.create_task(expect_unavailable(engine))
-        await until(lambda: engine.host_pid is not None)
+        await until(lambda: engine.worker_pid is not None)
         await engine.close()
         await starting
     async with serving(settings_for(tiny), started=False) as engine, asyncio.TaskGroup() as tasks:
         starting = tasks.create_task(expect_unavailable(engine))
         while engine.condition().state is not EngineState.LOADING:  # noqa: ASYNC110 - a process is there within a millisecond
             await asyncio.sleep(0)
-        assert engine.host_pid is None, "the process is only being started"
+        assert engine.worker_pid is None, "the process is only being started"
         await engine.close()
         await starting
 
 
-async def expect_start_to_fail(engine: HostedEngine) -> None:
+async def expect_start_to_fail(engine: WorkerEngine) -> None:
     with pytest.raises(EngineStartFailed, match="was killed"):
         await engine.start()
 
 
-async def expect_unavailable(engine: HostedEngine) -> None:
+async def expect_unavailable(engine: WorkerEngine) -> None:
     with pytest.raises(EngineUnavailable):
         await engine.start()
 
 
-@pytest.mark.usefixtures("executed_hosts")
+@pytest.mark.usefixtures("executed_workers")
 async def test_cancelling_serve_takes_the_child_along(tiny: TinyCheckpoint) -> None:
     engine = TorchEngine(settings_for(tiny))
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
         serve = tasks.create_task(engine.serve())
         await engine.start()
-        pidfd = os.pidfd_open(engine.host_pid or 0)
+        pidfd = os.pidfd_open(engine.worker_pid or 0)
         async with streams.stream(engine, make_request(prompt(1), LONG)) as stream:
             await first_tokens(stream, 1)
             serve.cancel()
@@ -290,7 +290,7 @@ async def test_cancelling_serve_takes_the_child_along(tiny: TinyCheckpoint) -> N
     assert has_exited(pidfd, timeout_s=WAIT_S)
 
 
-@pytest.mark.usefixtures("executed_hosts")
+@pytest.mark.usefixtures("executed_workers")
 async def test_loading_tells_its_progress_and_many_may_wait_for_it(tiny: TinyCheckpoint) -> None:
     async with serving(settings_for(tiny), started=False) as engine, asyncio.TaskGroup() as tasks:
         starts = [tasks.create_task(engine.start()) for _ in range(5)]
@@ -326,11 +326,11 @@ async def test_a_worker_sends_a_pulse_before_it_is_ready(tiny: TinyCheckpoint) -
     received: list[Message | None] = []
     async with (
         asyncio.timeout(WAIT_S),
-        open_host("inference.adapters.torch_worker", CHILD_ENVIRONMENT) as host,
+        open_worker("inference.adapters.torch_worker", CHILD_ENVIRONMENT) as worker,
     ):
-        host.send(load_message(tiny))
+        worker.send(load_message(tiny))
         while not (received and isinstance(received[-1], Ready)):
-            received.append(await host.receive())
+            received.append(await worker.receive())
 
     assert any(isinstance(each, Pulse) for each in received)
 
@@ -339,13 +339,13 @@ async def test_one_report_per_step_carries_all_sequences(tiny: TinyCheckpoint) -
     """Ten sequences of eight tokens: as many reports as steps."""
     async with (
         asyncio.timeout(WAIT_S),
-        open_host("inference.adapters.torch_worker", CHILD_ENVIRONMENT) as host,
+        open_worker("inference.adapters.torch_worker", CHILD_ENVIRONMENT) as worker,
     ):
-        host.send(load_message(tiny))
-        while not isinstance(await host.receive(), Ready):
+        worker.send(load_message(tiny))
+        while not isinstance(await worker.receive(), Ready):
             pass
         for number in range(10):
-            host.send(StartSequence(number, make_request(prompt(number), 8)))
+            worker.send(StartSequence(number, make_request(prompt(number), 8)))
         reports: list[StepReport] = []
         while (
             sum(
@@ -355,7 +355,7 @@ async def test_one_report_per_step_carries_all_sequences(tiny: TinyCheckpoint) -
             )
             < 10
         ):
-            message = await host.receive()
+            message = await worker.receive()
             if not isinstance(message, Pulse):
                 assert isinstance(message, StepReport)
                 reports.append(message)
@@ -364,33 +364,33 @@ async def test_one_report_per_step_carries_all_sequences(tiny: TinyCheckpoint) -
     assert reports[-1].statistics.step_count == len(reports)
 
 
-async def test_a_broken_message_ends_the_host_with_its_own_exit_status(
+async def test_a_broken_message_ends_the_worker_with_its_own_exit_status(
     tiny: TinyCheckpoint, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with (
         asyncio.timeout(WAIT_S),
-        open_host("inference.adapters.torch_worker", CHILD_ENVIRONMENT) as host,
+        open_worker("inference.adapters.torch_worker", CHILD_ENVIRONMENT) as worker,
     ):
-        host.send(load_message(tiny))
-        host._transport.write(b"\x00\x00\x00\x03abc")
-        while await host.receive() is not None:
+        worker.send(load_message(tiny))
+        worker._transport.write(b"\x00\x00\x00\x03abc")
+        while await worker.receive() is not None:
             pass
-        await host.wait_gone(WAIT_S)
+        await worker.wait_gone(WAIT_S)
 
-        assert host.exit_status == EXIT_PROTOCOL_BROKEN
+        assert worker.exit_status == EXIT_PROTOCOL_BROKEN
     assert "broke the protocol" in capfd.readouterr().err
 
 
-async def test_the_host_checks_requests_itself(tiny: TinyCheckpoint) -> None:
+async def test_the_worker_checks_requests_itself(tiny: TinyCheckpoint) -> None:
     async with (
         asyncio.timeout(WAIT_S),
-        open_host("inference.adapters.torch_worker", CHILD_ENVIRONMENT) as host,
+        open_worker("inference.adapters.torch_worker", CHILD_ENVIRONMENT) as worker,
     ):
-        host.send(load_message(tiny))
-        while not isinstance(await host.receive(), Ready):
+        worker.send(load_message(tiny))
+        while not isinstance(await worker.receive(), Ready):
             pass
-        host.send(StartSequence(0, make_request([99999], 8)))
-        while isinstance(report := await host.receive(), Pulse):
+        worker.send(StartSequence(0, make_request([99999], 8)))
+        while isinstance(report := await worker.receive(), Pulse):
             pass
 
     assert isinstance(report, StepReport)
@@ -442,7 +442,7 @@ async def test_an_idle_worker_does_not_count_as_hung_while_its_output_is_unread(
 ) -> None:
     """A slow reader keeps its ended sequence open for minutes."""
     async with serving(settings_for(tiny)) as engine:
-        pid = engine.host_pid
+        pid = engine.worker_pid
         async with streams.stream(engine, make_request(prompt(1), 2)) as unread:
             await until(lambda: not engine._owes_answers())
             engine._worker._watchdog._heard_at_s -= 1e6
@@ -451,5 +451,5 @@ async def test_an_idle_worker_does_not_count_as_hung_while_its_output_is_unread(
                 later = await read_all(stream)
             earlier = await read_all(unread)
 
-    assert (len(earlier.token_ids), len(later.token_ids), engine.host_pid) == (2, 5, None)
+    assert (len(earlier.token_ids), len(later.token_ids), engine.worker_pid) == (2, 5, None)
     assert pid is not None

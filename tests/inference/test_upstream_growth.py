@@ -10,13 +10,8 @@ import pytest
 from smg_grpc_proto.generated import trtllm_service_pb2 as trtllm_pb
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm_pb
 
-from inference.adapters.external_core import (
-    Choice,
-    KvCacheChange,
-    KvEventIndex,
-    Output,
-    Request,
-)
+from inference.adapters.external_request import Choice, Output, Request
+from inference.adapters.kv_events import KvCacheChange, KvEventIndex
 from inference.adapters.remote_dialects import (
     TrtllmDialect,
     VllmDialect,
@@ -26,7 +21,7 @@ from inference.adapters.remote_dialects import (
 from inference.adapters.remote_engine import BLOCKS_MAX
 from inference.adapters.remote_http import PIECE_BYTES, HttpDialect, _Events, _failure
 from inference.engine import SamplingParams
-from inference.text.detokenizer import GivenTextDecoder, TextDecoder
+from inference.text.text_decoder import GivenTextDecoder, TextDecoder
 from inference.text.tokenizer import Tokenizer
 from tests.growth import Call, as_in_service, check_growth, check_hold, growth
 from tests.inference.checkpoints import TinyCheckpoint
@@ -104,7 +99,7 @@ HTTP: dict[str, Callable[[int], bytes]] = {
 
 
 def read_http(body: bytes, kind: type[_Events], choice: Choice, *, has_ids: bool) -> None:
-    """Read an answer as `HttpCall` does, and take it as `OutsideCore` does."""
+    """Read an answer as `HttpCall` does, and take it as `ExternalQueue` does."""
     dialect, events, output = HttpDialect(cast(Any, None), cast(Any, Settings())), kind(), Output()
     dialect._id_fields = {"return_token_ids": True} if has_ids else {}
     for first in range(0, len(body), PIECE_BYTES):

@@ -8,14 +8,8 @@ import time
 import pytest
 
 from inference.workers.child import FIRST_STEPS, StepClock
-from inference.workers.process import (
-    PULSE_LOST_S,
-    STEP_FACTOR,
-    STEP_S_MIN,
-    Watchdog,
-    overdue,
-)
 from inference.workers.protocol import Pulse
+from inference.workers.worker import PULSE_LOST_S, STEP_FACTOR, STEP_S_MIN, Watchdog, overdue
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from api.generation.delivery.stream_writer import UsageSoFar
 from api.generation.request.admission import Lease
 from api.generation.request.limits import OutputLimits
 from inference.engine import EngineCondition, GenerationRequest, StoppedBy, TokenLogprobs
-from inference.text.tools import CallPiece
+from inference.text.call_parser import CallPiece
 from metering.core.models import Outcome
 from metering.holds.operations import Admitted, Settled
 from metering.pricing.prices import TokenPrices

@@ -13,15 +13,9 @@ from api.core.errors import FieldViolation, InvalidRequest, Violations
 from api.generation.parsing.decoding import RESPONSE_FORMAT_BYTES_MAX
 from api.generation.parsing.json_text import LEVELS_MAX, json_object
 from inference.engine import GrammarKind, ResponseFormat
+from inference.text.call_parser import ToolCallParser
 from inference.text.tokenizer import Tokenizer
-from inference.text.tools import (
-    CallFormat,
-    Tool,
-    ToolCallParser,
-    calls_schema,
-    strict_calls,
-    with_json_options,
-)
+from inference.text.tools import CallFormat, Tool, calls_schema, strict_calls, with_json_options
 
 TOOL_COUNT_MAX = 128
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -74,9 +74,9 @@ from inference.engine import (
     GenerationRequest,
     ModelInfo,
     Scheduled,
-    Sequence,
     SequenceEvent,
     SequenceFinished,
+    SequenceHandle,
     StoppedBy,
     TokensGenerated,
 )
@@ -190,7 +190,7 @@ class LiveRequest:
         self._request: GenerationRequest | None = None  # once prepared
         self._lease: Lease | None = None  # once it asks for admission
         self._limits: OutputLimits | None = None  # once admitted
-        self._sequence: Sequence | None = None  # while an engine runs it
+        self._sequence: SequenceHandle | None = None  # while an engine runs it
         self._begin_timer: asyncio.TimerHandle | None = None  # until the engine starts on it
         self._charged_token_count = 0  # tokens reported to the queue
         # Up to this total, tokens skip the checks of lease, limit, safety and queue.
@@ -818,6 +818,6 @@ async def wait_until_ready(backend: Backend, model: str, wait_s: float) -> None:
         condition = backend.condition()
         raise EngineStartFailed(
             f"the engine of model {model!r} is still not ready:"
-            f" {condition.told or condition.reason or condition.state.value}",
+            f" {condition.client_message or condition.reason or condition.state.value}",
             max(condition.retry_after_s, RETRY_S_MIN),
         ) from None

@@ -29,7 +29,7 @@ from inference.engine import (
 )
 from inference.errors import EngineError
 from inference.safety.safety import EscapedOutputCheck, OutputCheck, SafetyChecker, Verdict
-from inference.text.tools import Parsed, ToolCallParser
+from inference.text.call_parser import Parsed, ToolCallParser
 from metering.core.models import Outcome
 from metering.quotas.quota_rules import QuotaState
 from metering.quotas.quotas import QuotaExceeded

@@ -1,4 +1,4 @@
-"""Spare hosts: taken by the next start, replaced when dead, gone with their keeper."""
+"""Spare workers: taken by the next start, replaced when dead, gone with their keeper."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from inference.adapters.torch_engine import TorchEngine
 from inference.workers import process as spare_workers
 from inference.workers.process import SpareWorkers
 from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.hosted import prompt, run, settings_for, until
 from tests.inference.running import make_request
+from tests.inference.worker_engines import prompt, run, settings_for, until
 
-pytestmark = pytest.mark.usefixtures("executed_hosts")
+pytestmark = pytest.mark.usefixtures("executed_workers")
 
 
 async def test_a_start_takes_the_spare_and_one_that_died_is_not_taken(
@@ -36,14 +36,14 @@ async def test_a_start_takes_the_spare_and_one_that_died_is_not_taken(
         await engine.start()
         outcome = await run(engine, make_request(prompt(1), 5))
 
-        assert engine.host_pid == spare_pid
+        assert engine.worker_pid == spare_pid
         assert spares.ready_count == 0
         assert len(outcome.token_ids) == 5
         # The restart finds no spare, and starts a worker.
         os.kill(spare_pid, signal.SIGKILL)
         await until(lambda: not engine.healthy())
         await engine.start()
-        assert engine.host_pid not in (None, spare_pid)
+        assert engine.worker_pid not in (None, spare_pid)
         keeper.cancel()
         await engine.close()
     assert set(children_of(os.getpid())) == before

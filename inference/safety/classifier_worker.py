@@ -1,4 +1,4 @@
-"""Classifier process: `python -m inference.safety.classifier_host --fd N`, a child of the API
+"""Classifier process: `python -m inference.safety.classifier_worker --fd N`, a child of the API
 process.
 
 Loads sequence-classification checkpoints and scores texts: one thread, low priority, one batch at a
@@ -189,7 +189,7 @@ def serve(connection: socket.socket) -> int:
 
 
 def score_batch(classifiers: Sequence[Classifier], batch: ClassifyBatch) -> BatchScored:
-    """Return the scores of a batch in the order of its texts, or the fault."""
+    """Score a batch; return the scores in the order of its texts, or the fault."""
     scores: list[list[float]] = [[] for _ in batch.texts]
     try:
         for number, classifier in enumerate(classifiers):
@@ -208,4 +208,4 @@ def score_batch(classifiers: Sequence[Classifier], batch: ClassifyBatch) -> Batc
 
 
 if __name__ == "__main__":
-    raise SystemExit(serve_parent("inference.safety.classifier_host", serve))
+    raise SystemExit(serve_parent("inference.safety.classifier_worker", serve))

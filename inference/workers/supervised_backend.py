@@ -1,4 +1,4 @@
-"""Lifecycle of backends, and of those in a worker process: start, supervision, restart, close.
+"""Lifecycle of backends: start, supervision, restart, close.
 
 Each kind of backend defines its requests and answers. Everything runs on the caller's event loop;
 only `serve` runs in the background, as a task of the caller's `TaskGroup`. Holds no model and
@@ -10,32 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
-import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from common.backoff import Backoff
 from common.incidents import Retries
 from inference.engine import EngineCondition, EngineState, EngineStatistics, ModelInfo
 from inference.errors import EngineError, EngineFailed, EngineStartFailed, EngineUnavailable
-from inference.workers.process import COMMON_MESSAGES, HostOpener, HostProcess, Watchdog, open_host
-from inference.workers.protocol import (
-    LoadFailed,
-    Loading,
-    Message,
-    MessageDecoder,
-    ProtocolBroken,
-    Ready,
-)
 
-LOG_LINES = 20  # in the report of a load that is given up
 _CLOSED = EngineCondition(EngineState.CLOSED, reason="closed")
+_log = logging.getLogger("weir.inference.workers")
 
 
-class LifeWaits(Protocol):
+class RestartPolicy(Protocol):
     """Timeouts and delays of a backend in seconds; part of its settings.
 
     close_timeout_s: for running sequences to end when the engine is closed. restart_delay_s_min:
@@ -53,48 +41,15 @@ class LifeWaits(Protocol):
     def stable_after_s(self) -> float: ...
 
 
-class HostWaits(LifeWaits, Protocol):
-    """Timeouts and delays of a backend in a worker process, in seconds; part of its settings.
-
-    load_timeout_s: from the worker's start until it takes sequences. step_timeout_s: without a
-    report while sequences run, after which the worker is killed.
-    """
-
-    @property
-    def load_timeout_s(self) -> float: ...
-    @property
-    def step_timeout_s(self) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class HostKind:
-    """Kind of worker: module to run with its environment, first message, and message decoder.
-
-    block_tokens: tokens in a block of its prefix cache. opener: source of its processes.
-    load_failure_count_max: consecutive failed loads after which no other is tried.
-    """
-
-    module: str
-    environment: Mapping[str, str]
-    load: Message
-    block_tokens: int = 1
-    opener: HostOpener = open_host
-    decoder: MessageDecoder = COMMON_MESSAGES
-    load_failure_count_max: float = math.inf
-
-
-_log = logging.getLogger("weir.inference.workers")
-
-
-class BackendLife(ABC):
+class SupervisedBackend(ABC):
     """One model on a backend that is restarted when lost. Implements `Backend`.
 
-    told_loss: message to clients instead of the reason of a loss, see `EngineError`.
+    loss_message: message to clients instead of the reason of a loss, see `EngineError`.
     """
 
-    told_loss = ""
+    loss_message = ""
 
-    def __init__(self, model: ModelInfo, waits: LifeWaits) -> None:
+    def __init__(self, model: ModelInfo, waits: RestartPolicy) -> None:
         """Start nothing; `serve` does."""
         self._model = model
         self._waits = waits
@@ -142,7 +97,7 @@ class BackendLife(ABC):
                 raise condition.fault(0.0)
             if self._load_failure_count > failures_before:
                 failed = EngineStartFailed(condition.reason, condition.retry_after_s)
-                raise failed.telling(condition.told)
+                raise failed.with_client_message(condition.client_message)
             await self._changed.wait()
 
     async def close(self) -> None:
@@ -239,7 +194,7 @@ class BackendLife(ABC):
                     EngineState.RESTARTING,
                     retry_after_s=self._load_time_s,
                     reason=reason,
-                    told=self.told_loss,
+                    client_message=self.loss_message,
                 )
             )
         if not self._close_requested.is_set():
@@ -288,7 +243,9 @@ class BackendLife(ABC):
     def cannot_start(self, reason: str) -> None:
         """Set the condition FAILED, since a retry would not help."""
         self._load_failure_count += 1
-        self._set_condition(EngineCondition(EngineState.FAILED, reason=reason, told=self.told_loss))
+        self._set_condition(
+            EngineCondition(EngineState.FAILED, reason=reason, client_message=self.loss_message)
+        )
 
     def _loss(self, reason: str) -> EngineError:
         """Return the error for a caller that will not get an answer."""
@@ -303,139 +260,3 @@ class BackendLife(ABC):
         self._condition = condition
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-class Worker:
-    """Worker process of one backend; `run` starts, loads and supervises a new one each time."""
-
-    def __init__(
-        self,
-        life: BackendLife,
-        kind: HostKind,
-        waits: HostWaits,
-        *,
-        on_ready: Callable[[Ready, float], None],
-        on_message: Callable[[Message], None],
-        owes_answers: Callable[[], bool],
-    ) -> None:
-        """Start nothing; `run` does.
-
-        on_ready: called with its message and the load time in seconds. on_message: called with each
-        message outside the lifecycle; may raise ProtocolBroken. owes_answers: returns whether
-        silence of the worker is a fault.
-        """
-        self._life = life
-        self._kind = kind
-        self._waits = waits
-        self._on_ready = on_ready
-        self._on_message = on_message
-        self._owes_answers = owes_answers
-        self.process: HostProcess | None = None  # while `run` has one
-        self._began_at_s = -math.inf
-        self._hung = False
-        self._load_failure_count = 0
-        self._watchdog = Watchdog(waits.step_timeout_s, self._kill_hanging, life.stalled)
-        self.heard, self.pulse = self._watchdog.heard, self._watchdog.pulse
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the worker; None without one."""
-        return None if self.process is None else self.process.pid
-
-    def send(self, message: Message) -> None:
-        """Queue a message for the worker, if there is one. Never blocks."""
-        if self.process is not None:
-            self.process.send(message)
-
-    def kill(self) -> None:
-        """Kill the worker, if there is one."""
-        if self.process is not None:
-            self.process.kill()
-
-    async def run(self) -> str:
-        """Start a worker, load the model and serve until it ends; return the reason of the end."""
-        self._hung = False
-        log_lines: list[str] = []
-        reason = await self._run(log_lines)
-        if self._life.is_closing or self._life.condition().state is not EngineState.LOADING:
-            self._load_failure_count = 0
-            return reason
-        self._load_failure_count += 1
-        if self._load_failure_count >= self._kind.load_failure_count_max:
-            reason = f"loading failed {self._load_failure_count} times, last because {reason}"
-            _log.error(
-                "engine %s: %s; its log ends:\n%s",
-                self._life.model.name,
-                reason,
-                "\n".join(log_lines) or "(empty)",
-            )
-            self._life.cannot_start(f"{reason}: see the log of the server")
-        return reason
-
-    async def _run(self, log_lines: list[str]) -> str:
-        """Implement `run`, without counting. log_lines: gets the end of the worker's log."""
-        try:
-            async with self._kind.opener(self._kind.module, self._kind.environment) as process:
-                if self._life.is_closing:
-                    return "the engine was closed"  # during the start: `close` could not kill it
-                self.process = process
-                try:
-                    await self._load(process)
-                    if self._life.condition().state is not EngineState.FAILED:
-                        await process.follow(self._kind.decoder, self._on_message)
-                    return await self._exit_reason(process)
-                except TimeoutError:
-                    return f"loading took more than {self._waits.load_timeout_s:.0f} s"
-                except ProtocolBroken as error:
-                    return f"the engine process broke the protocol: {error}"
-                finally:
-                    log_lines += process.log_lines(LOG_LINES)
-                    self.process = None
-                    self._life.unreachable()
-                    self._watchdog.disarm()
-        except OSError as error:
-            return f"the engine process could not be started: {error}"
-
-    async def _load(self, process: HostProcess) -> None:
-        self._began_at_s = asyncio.get_running_loop().time()
-        process.send(self._kind.load)
-        async with asyncio.timeout(self._waits.load_timeout_s):
-            while self._life.condition().state is EngineState.LOADING:
-                match await process.receive(self._kind.decoder):
-                    case Loading(stage=stage, fraction=fraction):
-                        self._life.loading(stage, fraction)
-                    case Ready() as ready:
-                        self._on_ready(ready, asyncio.get_running_loop().time() - self._began_at_s)
-                        self._watchdog.arm()
-                    case LoadFailed(message=reason):
-                        self._life.cannot_start(reason)
-                    case None:
-                        return
-                    case message:
-                        self._on_message(message)
-
-    async def _exit_reason(self, process: HostProcess) -> str:
-        """Return the reason of the worker's end by its exit status."""
-        condition = self._life.condition()
-        if condition.state is EngineState.FAILED:
-            return condition.reason
-        await process.wait_gone(self._waits.close_timeout_s)
-        if self._hung:
-            return "the engine process hung and was killed"
-        if process.exit_status == -signal.SIGKILL:
-            return (
-                "the engine process was killed by SIGKILL, probably by the system because it ran"
-                " out of memory"
-            )
-        return f"the engine process exited with status {process.exit_status}"
-
-    def _kill_hanging(self, silence_s: float) -> None:
-        """Kill a worker that owes answers or shows no sign of life, as if it had crashed."""
-        if self.process is not None and (self._owes_answers() or not self._watchdog.is_alive):
-            _log.error(
-                "engine %s: no report for %.0f s, killing the process",
-                self._life.model.name,
-                silence_s,
-            )
-            self._hung = True
-            self.process.kill()

@@ -16,15 +16,15 @@ from inference.engine import (
     EngineState,
     EngineStatistics,
     EngineTimings,
+    EventSink,
     GenerationRequest,
     ModelInfo,
     SequenceFinished,
-    Tell,
     ignore_event,
 )
 from inference.errors import CheckpointInvalid, EngineStartFailed, EngineUnavailable
 from inference.routing.memory import MemoryBudget
-from inference.routing.on_demand import OnDemandEngine, SlotTerms
+from inference.routing.on_demand import ManagedEngine, ManagedTerms
 from tests.inference.running import make_request
 
 
@@ -69,24 +69,24 @@ class AtOnce(ThreadPoolExecutor):
 class FakeSequence:
     """A sequence that ends when it is cancelled."""
 
-    def __init__(self, engine: FakeEngine, tell: Tell) -> None:
+    def __init__(self, engine: FakeEngine, sink: EventSink) -> None:
         self.outputs: list[list[int]] = [[]]
         self._engine = engine
-        self._tell = tell
+        self._tell = sink
 
     def cancel(self) -> None:
-        """Implement `Sequence.cancel`."""
+        """Implement `SequenceHandle.cancel`."""
         ended = SequenceFinished(EngineFinishReason.STOP, "", 1, 0, 0, EngineTimings(0, 0, 0))
         asyncio.get_running_loop().call_soon(self._tell, ended)
 
     def close(self) -> None:
-        """Implement `Sequence.close`."""
+        """Implement `SequenceHandle.close`."""
         self._tell = ignore_event
         self._engine.sequences.discard(self)
 
 
 class FakeEngine:
-    """Engine that behaves like `HostedEngine` on command: `load`, `fail`, `break_for_good`."""
+    """Engine that behaves like `WorkerEngine` on command: `load`, `fail`, `break_for_good`."""
 
     def __init__(self, name: str, world: World) -> None:
         self._world = world
@@ -142,10 +142,10 @@ class FakeEngine:
                 raise EngineStartFailed(self.reason)
             await self._changed.wait()
 
-    def submit(self, request: GenerationRequest, tell: Tell) -> FakeSequence:
+    def submit(self, request: GenerationRequest, sink: EventSink) -> FakeSequence:
         if self.state is not EngineState.READY:
             raise EngineUnavailable(f"the engine is {self.state}", 0.0)
-        sequence = FakeSequence(self, tell)
+        sequence = FakeSequence(self, sink)
         self.sequences.add(sequence)
         return sequence
 
@@ -170,15 +170,15 @@ class FakeEngine:
 
 
 @contextlib.asynccontextmanager
-async def asked(slot: OnDemandEngine) -> AsyncIterator[SequenceStream]:
-    """Yield a sequence in a slot that is started for it, as for requests of the service."""
-    await slot.start()
-    async with streams.stream(slot, make_request([1])) as stream:
+async def asked(managed: ManagedEngine) -> AsyncIterator[SequenceStream]:
+    """Yield a sequence in a managed that is started for it, as for requests of the service."""
+    await managed.start()
+    async with streams.stream(managed, make_request([1])) as stream:
         yield stream
 
 
 class World:
-    """All slots of a budget, and their engines."""
+    """All managed of a budget, and their engines."""
 
     def __init__(
         self, loop: VirtualLoop, total_bytes: int | None = None, *, slow_close: bool = False
@@ -188,18 +188,18 @@ class World:
         self.slow_close = slow_close
         self.closing = False
         self.budget = MemoryBudget(total_bytes, loop.time)
-        self.slots: dict[str, OnDemandEngine] = {}
-        self.alive: dict[str, FakeEngine] = {}  # by slot
+        self.managed: dict[str, ManagedEngine] = {}
+        self.alive: dict[str, FakeEngine] = {}  # by managed
         self.most_bytes = 0
         self.unbuildable: set[str] = set()
         self.build_error: Exception | None = None  # raised for unbuildable engines instead
         self._tasks: list[asyncio.Task[Any]] = []
 
-    def add(self, name: str, terms: SlotTerms) -> OnDemandEngine:
-        slot = OnDemandEngine(lambda: self._build(name), terms, self.budget, self.loop.time)
-        self.slots[name] = slot
-        self.run(slot.serve())
-        return slot
+    def add(self, name: str, terms: ManagedTerms) -> ManagedEngine:
+        managed = ManagedEngine(lambda: self._build(name), terms, self.budget, self.loop.time)
+        self.managed[name] = managed
+        self.run(managed.serve())
+        return managed
 
     def run(self, work: Any) -> asyncio.Task[Any]:
         """Start a task and run it until it blocks."""
@@ -214,19 +214,19 @@ class World:
         return FakeEngine(name, self)
 
     def lives(self, engine: FakeEngine) -> None:
-        assert engine.model.name not in self.alive, "two engines in one slot"
+        assert engine.model.name not in self.alive, "two engines in one managed"
         self.alive[engine.model.name] = engine
-        used = sum(self.slots[name].memory_bytes for name in self.alive)
+        used = sum(self.managed[name].memory_bytes for name in self.alive)
         assert self.total_bytes is None or used <= self.total_bytes, "the budget is exceeded"
 
     def dies(self, engine: FakeEngine) -> None:
         assert self.alive.pop(engine.model.name) is engine
 
     def close(self) -> None:
-        """Close all slots and check that nothing is left."""
+        """Close all managed and check that nothing is left."""
         self.closing = True
-        for slot in self.slots.values():
-            self.run(slot.close())
+        for managed in self.managed.values():
+            self.run(managed.close())
         for engine in list(self.alive.values()):
             engine.end_close()
         self.loop.settle()
@@ -241,7 +241,7 @@ class World:
 
 
 @contextlib.contextmanager
-def slot_world(total_bytes: int | None = None, *, slow_close: bool = False) -> Iterator[World]:
+def managed_world(total_bytes: int | None = None, *, slow_close: bool = False) -> Iterator[World]:
     """Yield a world with its own time."""
     loop = VirtualLoop()
     asyncio.set_event_loop(loop)

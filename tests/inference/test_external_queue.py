@@ -12,16 +12,9 @@ from typing import Any, cast
 
 import pytest
 
-from inference.adapters.external_core import (
-    STALLS_MAX,
-    TAKEN_AT_ONCE_MAX,
-    Answer,
-    Choice,
-    Handling,
-    Output,
-    OutsideCore,
-    StallWatch,
-)
+from inference.adapters.external_faults import STALLS_MAX, StallWatch
+from inference.adapters.external_queue import AbortLimits, ExternalQueue
+from inference.adapters.external_request import TAKEN_AT_ONCE_MAX, Answer, Choice, Output
 from inference.engine import (
     EngineFinishReason,
     GenerationRequest,
@@ -35,15 +28,15 @@ from inference.engine import (
 )
 from inference.errors import EngineError, EngineFailed
 from inference.limits import EngineLimits
-from inference.text.detokenizer import TextDecoder
+from inference.text.text_decoder import TextDecoder
 from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import TOKENIZER_VOCABULARY_SIZE, TinyCheckpoint
-from tests.inference.hosted import prompt, until
 from tests.inference.running import make_request
+from tests.inference.worker_engines import prompt, until
 
 END, FORMAT_END = 2, 6
 EMPTY_MAX = 4
-CAREFUL = Handling(
+CAREFUL = AbortLimits(
     abort_prefill=False,
     abort_with_logprobs=False,
     abort_drain_s=60.0,
@@ -108,7 +101,7 @@ class World:
         self.failed: list[int] = []
         self.broken: list[str] = []
         self.generated: list[int] = []  # tokens of each event
-        self.core = OutsideCore(
+        self.queue = ExternalQueue(
             self.submit,
             decoder=TextDecoder(tokenizer.backend, tokenizer.special_token_ids, "tokenizer.json"),
             vocabulary_size=checkpoint.vocabulary_size,
@@ -117,8 +110,8 @@ class World:
             limits=EngineLimits(
                 context_window_tokens=2048, step_token_count_max=64, running_sequence_count_max=4
             ),
-            handling=CAREFUL,
-            tell=self.tell,
+            abort_limits=CAREFUL,
+            sink=self.tell,
             broken=self.broken.append,
             tasks=tasks,
         )
@@ -136,7 +129,7 @@ class World:
             self.ended.append(number)
 
     def add(self, number: int, request: GenerationRequest | None = None) -> None:
-        self.core.add(number, request or make_request(prompt(number), 1000), 0.0)
+        self.queue.add(number, request or make_request(prompt(number), 1000), 0.0)
 
     async def end_at_once(self, number: int, request: GenerationRequest) -> None:
         """Run a request whose first answer is its end."""
@@ -152,7 +145,7 @@ async def world_of(tiny: TinyCheckpoint) -> AsyncIterator[World]:
         holder = tasks.create_task(asyncio.Event().wait())
         world = World(tiny, tasks)
         yield world
-        world.core.abandon()
+        world.queue.abandon()
         for script in world.scripts.values():
             script.say(END, finish_reason="cancelled")
         holder.cancel()
@@ -165,18 +158,18 @@ async def test_a_sequence_that_is_stuck_and_cannot_be_aborted_is_counted_once(
     async with world_of(tiny) as world:
         world.add(0)
         world.scripts[0].say(9)
-        await until(lambda: world.core.statistics().output_token_count == 1)
-        watch = StallWatch(world.core, first_token_timeout_s=60.0, inter_token_timeout_s=60.0)
+        await until(lambda: world.queue.statistics().output_token_count == 1)
+        watch = StallWatch(world.queue, first_token_timeout_s=60.0, inter_token_timeout_s=60.0)
         for number in range(1, STALLS_MAX):
             world.add(number)
-            for choice in world.core.inside:
+            for choice in world.queue.inside:
                 choice.silent_since_s -= 120.0 * (choice.number == number)
 
             assert [watch.look() for _ in range(3 * STALLS_MAX)] == [None] * 3 * STALLS_MAX
             assert world.failed == list(range(1, number + 1))
 
         world.add(STALLS_MAX)
-        for choice in world.core.inside:
+        for choice in world.queue.inside:
             choice.silent_since_s -= 120.0 * (choice.number == STALLS_MAX)
         assert watch.look() is not None
 
@@ -186,7 +179,7 @@ async def test_a_stop_sequence_that_names_a_control_token_ends_an_external_outpu
 ) -> None:
     events: list[SequenceEvent | EngineError] = []
     async with world_of(tiny) as world:
-        world.core._tell = lambda number, event: events.append(event)
+        world.queue._sink = lambda number, event: events.append(event)
         world.add(0, make_request(prompt(1), 9, stop_sequences=("<|user|>",)))
         world.scripts[0].say(40, 41, 4, 42)
         await until(lambda: bool(events) and isinstance(events[-1], SequenceFinished))
@@ -207,11 +200,11 @@ async def test_requests_cancelled_in_the_queue_of_a_full_engine_are_removed(
             world.add(number)
         for number in range(14, 1014):
             world.add(number)
-            world.core.cancel(number)
+            world.queue.cancel(number)
 
         assert world.ended == list(range(14, 1014))
-        assert world.core.statistics().waiting_sequence_count == 10
-        assert len(world.core._waiting) <= 20
+        assert world.queue.statistics().waiting_sequence_count == 10
+        assert len(world.queue._waiting) <= 20
 
 
 @pytest.mark.parametrize("invited", [False, True], ids=["by their prompts", "by their parameters"])
@@ -278,7 +271,7 @@ async def test_an_invalid_output_fails_its_sequence_and_no_other(
         await until(lambda: world.ended == [0])
 
         assert world.broken == []
-        await until(lambda: world.core.idle)
+        await until(lambda: world.queue.idle)
 
 
 async def test_a_fault_of_the_detokenizer_fails_its_sequence_and_is_logged(
@@ -287,7 +280,7 @@ async def test_a_fault_of_the_detokenizer_fails_its_sequence_and_is_logged(
     async with world_of(tiny) as world:
         world.add(0, make_request(prompt(1), 3))
         world.add(1, make_request(prompt(2), 100))
-        [broken] = [each for each in world.core.inside if each.number == 1]
+        [broken] = [each for each in world.queue.inside if each.number == 1]
         broken.detokenizer = cast(Any, None)
         world.scripts[0].say(9)
         world.scripts[1].say(9)
@@ -313,19 +306,19 @@ async def test_many_tokens_of_one_answer_are_taken_in_parts(tiny: TinyCheckpoint
 async def test_answers_without_tokens_are_silence(tiny: TinyCheckpoint) -> None:
     async with world_of(tiny) as world:
         world.add(0)
-        [choice] = world.core.inside
+        [choice] = world.queue.inside
         choice.silent_since_s = 0.0
         world.scripts[0].say()
         await until(lambda: world.scripts[0].said.empty())
         assert choice.silent_since_s == 0.0
 
         world.scripts[0].say(9)
-        await until(lambda: world.core.statistics().output_token_count == 1)
+        await until(lambda: world.queue.statistics().output_token_count == 1)
         assert choice.silent_since_s > 0.0
 
 
 def has_generated(world: World, token_count: int) -> bool:
-    return world.core.statistics().output_token_count == token_count
+    return world.queue.statistics().output_token_count == token_count
 
 
 async def test_stuck_sequences_that_left_the_engine_show_no_stuck_engine(
@@ -334,14 +327,14 @@ async def test_stuck_sequences_that_left_the_engine_show_no_stuck_engine(
     async with world_of(tiny) as world:
         world.add(0)
         watch = StallWatch(
-            world.core, first_token_timeout_s=60, inter_token_timeout_s=60, abort_frees=True
+            world.queue, first_token_timeout_s=60, inter_token_timeout_s=60, abort_frees=True
         )
         for number in range(1, 3 * STALLS_MAX):
             world.add(number)
             world.scripts[0].say(9)
             world.scripts[number].say(9)
             await until(partial(has_generated, world, 2 * number))
-            for choice in world.core.inside:
+            for choice in world.queue.inside:
                 choice.silent_since_s -= 120.0 * (choice.number == number)
             assert watch.look() is None
             world.scripts[number].say(finish_reason="cancelled")

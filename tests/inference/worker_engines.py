@@ -14,7 +14,7 @@ from inference.adapters.tensorrt_engine import TensorRtEngine
 from inference.adapters.tensorrt_settings import TensorRtSettings
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import Engine, GenerationRequest, Scheduled, SequenceFinished, TokensGenerated
-from inference.workers.engine import HostedEngine
+from inference.workers.engine import WorkerEngine
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import Outcome, random_prompt
 
@@ -35,7 +35,7 @@ def settings_for(checkpoint: TinyCheckpoint, **changes: Any) -> TorchEngineSetti
 @contextlib.asynccontextmanager
 async def serving(
     settings: TorchEngineSettings | TensorRtSettings, *, started: bool = True
-) -> AsyncIterator[HostedEngine]:
+) -> AsyncIterator[WorkerEngine]:
     """Yield an engine with its task, closed at the end."""
     engine = (
         TorchEngine(settings)

@@ -11,7 +11,7 @@ from typing import Any
 from inference.adapters.remote_engine import RemoteEngine
 from inference.adapters.remote_settings import RemoteSettings, Service
 from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.hosted import WAIT_S, until
+from tests.inference.worker_engines import WAIT_S, until
 from tests.remote_servers.serving import ServerProcess
 
 

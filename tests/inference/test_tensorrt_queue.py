@@ -18,9 +18,9 @@ from inference.engine import (
 )
 from inference.errors import EngineStartFailed
 from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.hosted import LONG, prompt
 from tests.inference.running import make_core, make_request, run_all
-from tests.inference.tensorrt_core import LIMITS, core_world, double_imported, until
+from tests.inference.tensorrt_queue import LIMITS, double_imported, queue_world, until
+from tests.inference.worker_engines import LONG, prompt
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=1, logit_bias=((33, 4.0), (34, -9.0)))
 
@@ -43,7 +43,7 @@ async def test_parameters_arrive_in_the_engine_and_tokens_are_those_of_the_torch
     ]
     expected = run_all(make_core(tiny.directory), requests)
 
-    async with core_world(tiny.directory, monkeypatch) as world:
+    async with queue_world(tiny.directory, monkeypatch) as world:
         outcomes = [await world.run(number, request) for number, request in enumerate(requests)]
 
     for outcome, own in zip(outcomes, expected, strict=True):
@@ -66,7 +66,7 @@ async def test_an_end_token_is_counted_whether_the_engine_lists_it_or_not(
     free = run_all(make_core(tiny.directory), [make_request(prompt(1), 20)])[0]
     end, other_end = free.token_ids[5], free.token_ids[7]
 
-    async with core_world(tiny.directory, monkeypatch, faults=faults) as world:
+    async with queue_world(tiny.directory, monkeypatch, faults=faults) as world:
         ended = await world.run(
             0, make_request(prompt(1), 20, stop_token_ids=frozenset({end, other_end}))
         )
@@ -84,7 +84,7 @@ async def test_a_stop_sequence_ends_the_sequence_in_the_engine_too(
     """The library would mark the result finished and let the engine run to its limit."""
     free = run_all(make_core(tiny.directory), [make_request(prompt(1), 30)])[0]
 
-    async with core_world(tiny.directory, monkeypatch) as world:
+    async with queue_world(tiny.directory, monkeypatch) as world:
         stopped = await world.run(
             0, make_request(prompt(1), LONG, stop_sequences=(free.text[5:9],))
         )
@@ -100,13 +100,13 @@ async def test_a_cancel_before_the_first_token_is_answered_at_once_and_aborts_at
 ) -> None:
     """Aborts during prefill have hung engines (ai-dynamo/dynamo#4177)."""
     limits = replace(LIMITS, step_token_count_max=16)
-    async with core_world(tiny.directory, monkeypatch, limits=limits) as world:
+    async with queue_world(tiny.directory, monkeypatch, limits=limits) as world:
         world.add(0, make_request(prompt(1, 1900), 100))
-        world.core.cancel(0)
+        world.queue.cancel(0)
 
         cancelled = world.outcomes[0].finished  # nothing was waited for
-        assert not next(world.core.inside).aborted
-        await until(lambda: world.core.idle, "the engine to give the sequence up")
+        assert not next(world.queue.inside).aborted
+        await until(lambda: world.queue.idle, "the engine to give the sequence up")
 
     assert cancelled is not None
     assert (cancelled.reason, cancelled.generated_token_count) == (EngineFinishReason.CANCELLED, 0)
@@ -115,14 +115,14 @@ async def test_a_cancel_before_the_first_token_is_answered_at_once_and_aborts_at
 async def test_an_abort_that_is_never_answered_is_waited_for_only_so_long(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with core_world(
+    async with queue_world(
         tiny.directory, monkeypatch, faults="lonely,mute_abort,stuck:9", abort_drain_s=0.2
     ) as world:
         world.add(0, beginning_with(9, LONG))
         await world.first_token(0)
-        world.core.cancel(0)
+        world.queue.cancel(0)
         ended = await world.end(0)
-        await until(lambda: world.core.idle, "its place to be free")
+        await until(lambda: world.queue.idle, "its place to be free")
 
     assert ended.finished is not None
     assert ended.finished.reason is EngineFinishReason.CANCELLED
@@ -141,16 +141,16 @@ async def test_where_an_abort_could_crash_the_engine_the_sequence_runs_on_unseen
     sampling: SamplingParams,
 ) -> None:
     """NVIDIA/TensorRT-LLM#10810: abort, streaming and log-probabilities together."""
-    async with core_world(tiny.directory, monkeypatch, **options) as world:
+    async with queue_world(tiny.directory, monkeypatch, **options) as world:
         world.add(0, make_request(prompt(1), 200, sampling=sampling))
         await world.first_token(0)
-        world.core.cancel(0)
+        world.queue.cancel(0)
 
         finished = world.outcomes[0].finished
         assert finished is not None
         assert finished.reason is EngineFinishReason.CANCELLED
-        assert not next(world.core.inside).aborted
-        await until(lambda: world.core.idle, "it to run out")
+        assert not next(world.queue.inside).aborted
+        await until(lambda: world.queue.idle, "it to run out")
 
     assert world.outcomes[0].finished is finished
 
@@ -158,7 +158,7 @@ async def test_where_an_abort_could_crash_the_engine_the_sequence_runs_on_unseen
 async def test_a_failed_request_leaves_the_others_alone(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with core_world(
+    async with queue_world(
         tiny.directory, monkeypatch, faults="lonely,error:9,swallow_logprobs:11"
     ) as world:
         world.add(0, make_request(prompt(1), 60))
@@ -177,7 +177,7 @@ async def test_an_error_that_ends_the_engine_is_noticed_by_its_first_reader(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request gets the error; the others would wait for ever."""
-    async with core_world(tiny.directory, monkeypatch, faults="lonely,fatal:9") as world:
+    async with queue_world(tiny.directory, monkeypatch, faults="lonely,fatal:9") as world:
         world.add(0, make_request(prompt(1), LONG))
         world.add(1, beginning_with(9))
         await until(lambda: bool(world.broken), "the engine to be given up")
@@ -188,7 +188,7 @@ async def test_an_error_that_ends_the_engine_is_noticed_by_its_first_reader(
 async def test_a_sequence_that_sticks_fails_alone_while_others_go_on(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with core_world(
+    async with queue_world(
         tiny.directory, monkeypatch, faults="lonely,stuck:9", inter_token_timeout_s=4.0
     ) as world:
         world.add(1, beginning_with(9, 1000))
@@ -208,7 +208,7 @@ async def test_an_engine_that_does_nothing_is_given_up_though_its_health_is_good
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NVIDIA/TensorRT-LLM#10663: requests hang, health says 200."""
-    async with core_world(
+    async with queue_world(
         tiny.directory, monkeypatch, faults="lonely,wedge:9", inter_token_timeout_s=0.5
     ) as world:
         world.add(1, beginning_with(9))
@@ -221,7 +221,7 @@ async def test_an_engine_that_does_nothing_is_given_up_though_its_health_is_good
 async def test_an_idle_engine_is_asked_for_a_token_now_and_then(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with core_world(
+    async with queue_world(
         tiny.directory, monkeypatch, canary_interval_s=0.1, canary_timeout_s=1.0
     ) as world:
         watch = world.watch()
@@ -236,7 +236,7 @@ async def test_a_dead_worker_process_is_noticed(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NVIDIA/TensorRT-LLM#12868, #16338: clients get nothing, health stays green."""
-    async with core_world(tiny.directory, monkeypatch, faults="") as world:
+    async with queue_world(tiny.directory, monkeypatch, faults="") as world:
         watch = world.watch()
         world.llm._worker.kill()
         await asyncio.wait_for(watch.run(), 30)
@@ -250,7 +250,7 @@ async def test_one_empty_answer_after_the_other_is_a_broken_cache(
 ) -> None:
     """NVIDIA/TensorRT-LLM#12933, #15018: orphaned blocks make every answer empty."""
     empty = beginning_with(9, ignore_eos=False)
-    async with core_world(
+    async with queue_world(
         tiny.directory, monkeypatch, faults="lonely,empty:9", empty_answer_count_max=4
     ) as world:
         for number in range(3):
@@ -267,12 +267,12 @@ async def test_no_more_are_submitted_than_have_a_place_in_the_batch(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Aborts in the engine's queue are unanswered (NVIDIA/TensorRT-LLM#9628)."""
-    async with core_world(tiny.directory, monkeypatch) as world:
+    async with queue_world(tiny.directory, monkeypatch) as world:
         for number in range(12):
             world.add(number, make_request(prompt(number), 40))
-        assert world.core.statistics().running_sequence_count == LIMITS.running_sequence_count_max
-        assert world.core.statistics().waiting_sequence_count == 8
-        world.core.cancel(11)
+        assert world.queue.statistics().running_sequence_count == LIMITS.running_sequence_count_max
+        assert world.queue.statistics().waiting_sequence_count == 8
+        world.queue.cancel(11)
         assert world.outcomes[11].finished is not None, "one that waits here is gone at once"
         for number in range(11):
             assert len((await world.end(number)).token_ids) == 40
@@ -283,7 +283,7 @@ async def test_the_next_sequence_is_chosen_by_rank_with_bounded_overtaking(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = replace(LIMITS, running_sequence_count_max=1, waiting_sequence_count_max=3)
-    async with core_world(tiny.directory, monkeypatch, limits=limits) as world:
+    async with queue_world(tiny.directory, monkeypatch, limits=limits) as world:
         ends: list[int] = []
         tell = world.tell
 
@@ -294,7 +294,7 @@ async def test_the_next_sequence_is_chosen_by_rank_with_bounded_overtaking(
                 if number < 9:  # a flood of sequences that would always be next
                     world.add(number + 10, replace(make_request(prompt(number), 4), rank=-1.0))
 
-        world.core._tell = note
+        world.queue._sink = note
         world.add(0, make_request(prompt(0), 60))
         world.add(1, replace(make_request(prompt(1), 4), rank=5.0))
         world.add(2, replace(make_request(prompt(2), 4), rank=1.0))
@@ -313,11 +313,11 @@ async def test_choices_follow_the_first_and_have_its_prompt_in_the_cache(
     request = make_request(
         prompt(1), 10, choice_count=3, sampling=SamplingParams(temperature=1.0, seed=5)
     )
-    async with core_world(tiny.directory, monkeypatch) as world:
+    async with queue_world(tiny.directory, monkeypatch) as world:
         finished = (await world.run(0, request)).finished
         world.add(1, replace(request, stop=StopCriteria(LONG, ignore_eos=True)))
         await world.first_token(1)
-        world.core.cancel(1)
+        world.queue.cancel(1)
         cancelled = (await world.end(1)).finished
 
     assert finished is not None

@@ -2,7 +2,7 @@
 
 Compares the native decoder with mapped weights, with weights of its own, and torch.
 
-    python -m bench.host_memory [--shape S|M|L] [--precision float32|bfloat16|int8]
+    python -m bench.worker_memory [--shape S|M|L] [--precision float32|bfloat16|int8]
 
 From `/proc/<pid>/smaps_rollup`: `Private_Dirty` is freed by ending one worker; `Pss` divides shared
 pages by their sharers. Each worker has generated some tokens, so that its weights are resident.
@@ -25,7 +25,7 @@ from inference.engine import GenerationRequest, SamplingParams, StopCriteria
 from inference.native.loader import SWITCH
 from inference.native.packed_file import PackedPlace
 
-HOSTS = 2
+WORKERS = 2
 KV_CACHE_BYTES = 64 << 20
 REQUEST = GenerationRequest(
     tuple(range(20, 84)), SamplingParams(), StopCriteria(max_output_tokens=8, ignore_eos=True)
@@ -43,9 +43,9 @@ def memory_mib(pid: int) -> dict[str, float]:
     }
 
 
-async def two_hosts(settings: TorchEngineSettings) -> list[dict[str, float]]:
+async def two_workers(settings: TorchEngineSettings) -> list[dict[str, float]]:
     """Start two workers, let each generate, and return the memory of both."""
-    engines = [TorchEngine(settings) for _ in range(HOSTS)]
+    engines = [TorchEngine(settings) for _ in range(WORKERS)]
     async with asyncio.TaskGroup() as tasks:
         for engine in engines:
             tasks.create_task(engine.serve())
@@ -53,7 +53,9 @@ async def two_hosts(settings: TorchEngineSettings) -> list[dict[str, float]]:
             async with AsyncExitStack() as stack:
                 async for _ in await stack.enter_async_context(streams.stream(engine, REQUEST)):
                     pass
-        found = [memory_mib(engine.host_pid) for engine in engines if engine.host_pid is not None]
+        found = [
+            memory_mib(engine.worker_pid) for engine in engines if engine.worker_pid is not None
+        ]
         for engine in engines:
             await engine.close()
     return found
@@ -73,7 +75,7 @@ def main() -> None:
     weights_mib = sum(path.stat().st_size for path in directory.glob("*.safetensors")) / 2**20
     print(
         f"{arguments.shape} in {arguments.precision}: {weights_mib:.0f} MiB of weights in the"
-        " checkpoint; MiB per host"
+        " checkpoint; MiB per worker"
     )
     settings = TorchEngineSettings(
         directory,
@@ -89,9 +91,9 @@ def main() -> None:
         ("torch", "0", settings),
     ):
         os.environ[SWITCH] = switch
-        for index, memory in enumerate(asyncio.run(two_hosts(each))):
+        for index, memory in enumerate(asyncio.run(two_workers(each))):
             print(
-                f"  {name:6} host {index + 1}: "
+                f"  {name:6} worker {index + 1}: "
                 + "  ".join(f"{field} {memory[field]:7.0f}" for field in FIELDS)
             )
 

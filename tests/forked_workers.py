@@ -1,8 +1,8 @@
 """Engine workers for tests, forked from a process that has imported torch, and their api processes.
 
 Each has the environment and the files of a normal worker, but its parent is the server of
-`tests.forks`; `children_of` returns the workers of an api process. The fixture `executed_hosts` and
-`weir up` in tests/e2e/test_up.py start workers as in production.
+`tests.forks`; `children_of` returns the workers of an api process. The fixture `executed_workers`
+and `weir up` in tests/e2e/test_up.py start workers as in production.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any, Protocol, cast
 
 from common import processes as system
 from common.child_environment import inherited
-from inference.safety.safety_file import CHILD_ENVIRONMENT as CLASSIFIER_ENVIRONMENT
+from inference.safety.classifiers import CHILD_ENVIRONMENT as CLASSIFIER_ENVIRONMENT
 from inference.workers import process
 from inference.workers.process import CHILD_ENVIRONMENT
 from tests.forks import ANSWER_BYTES_MAX, ENVIRONMENT, Forked, ForkedChild, Server, send
 
 APIS = Server("api.serving")
-HOSTS = Server(
+WORKERS = Server(
     *("inference.core.engine_core", "inference.encoder.network"),
     environment=lambda: {**CHILD_ENVIRONMENT, **inherited(ENVIRONMENT)},
 )
-CLASSIFIER_MODULE = "inference.safety.classifier_host"
+CLASSIFIER_MODULE = "inference.safety.classifier_worker"
 CLASSIFIERS = Server(
     *("torch", "transformers.models.auto.modeling_auto", "transformers.models.bert.modeling_bert"),
     environment=lambda: {**CLASSIFIER_ENVIRONMENT, **inherited(ENVIRONMENT)},
@@ -57,14 +57,14 @@ class StartProcess(Protocol):
         """
 
 
-execute_host: StartProcess = process.start_process
+execute_worker: StartProcess = process.start_process
 
 
 def start_api(environment: Mapping[str, str], log: Path) -> Forked | None:
     """Start an api process that logs to `log` and forks its workers; None as in `Server.start`."""
     classifiers = [CLASSIFIERS.path] if environment.get("WEIR_SAFETY_RULES") else []
     return APIS.start(
-        [sys.executable, "-m", "tests.forked_hosts", HOSTS.path, *classifiers], environment, log
+        [sys.executable, "-m", "tests.forked_workers", WORKERS.path, *classifiers], environment, log
     )
 
 
@@ -72,7 +72,7 @@ def children_of(pid: int, module: str = "") -> list[int]:
     """Return the children of a process and the workers forked for it, if they run `module`."""
     executed = [child for child in system.children_of(pid) if module in command_of(child)]
     return executed + [
-        child for server in (HOSTS, *OTHERS.values()) for child in server.children_of(pid, module)
+        child for server in (WORKERS, *OTHERS.values()) for child in server.children_of(pid, module)
     ]
 
 
@@ -86,10 +86,10 @@ def command_of(pid: int) -> str:
 
 def path_of_server(module: str) -> str:
     """Return the socket of the server that forks workers of this module."""
-    return OTHERS.get(module, HOSTS).path
+    return OTHERS.get(module, WORKERS).path
 
 
-def fork_hosts(path_of_server: Callable[[str], str] = path_of_server) -> StartProcess:
+def fork_workers(path_of_server: Callable[[str], str] = path_of_server) -> StartProcess:
     """Return a substitute for `process.start_process`, which stays the fallback."""
 
     async def start_process(
@@ -100,7 +100,7 @@ def fork_hosts(path_of_server: Callable[[str], str] = path_of_server) -> StartPr
         python: str = "",
     ) -> asyncio.subprocess.Process:
         if python:
-            return await execute_host(module, fd, environment, log_fd, python)
+            return await execute_worker(module, fd, environment, log_fd, python)
         with open(os.devnull, "r+") as null:  # noqa: ASYNC230  # never blocks
             files = {0: null.fileno(), 1: null.fileno(), 2: log_fd or 2, fd: fd}
             arguments = ("--fd", str(fd))
@@ -121,7 +121,7 @@ def fork_hosts(path_of_server: Callable[[str], str] = path_of_server) -> StartPr
         if answer:
             return cast(asyncio.subprocess.Process, ForkedChild(connection, answer))
         connection.close()
-        return await execute_host(module, fd, environment, log_fd)
+        return await execute_worker(module, fd, environment, log_fd)
 
     return start_process
 
@@ -131,7 +131,7 @@ def main() -> None:
     from api.__main__ import main as api_main  # late: not every importer of this module needs it
 
     engines, *classifiers = sys.argv[1:]
-    process.start_process = fork_hosts(
+    process.start_process = fork_workers(
         lambda module: classifiers[0] if module == CLASSIFIER_MODULE else engines
     )
     api_main()

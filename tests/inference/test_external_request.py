@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from inference.adapters.external_core import Choice, Handling, Output, OutsideCore, Request
+from inference.adapters.external_queue import AbortLimits, ExternalQueue
+from inference.adapters.external_request import Choice, Output, Request
 from inference.engine import (
     EngineFinishReason,
     GrammarKind,
@@ -106,14 +107,14 @@ async def test_the_engine_is_not_told_of_end_tokens_that_a_thought_may_have(
     prompt = tuple(decoder.reasoning.backend.encode("a<think>\n").ids)  # type: ignore[union-attr]
     form = ResponseFormat(GrammarKind.REGEX, "a")
     async with asyncio.TaskGroup() as tasks:
-        core = OutsideCore(
+        core = ExternalQueue(
             submit,
             decoder=decoder,
             vocabulary_size=checkpoint.vocabulary_size,
             model_end_token_ids=frozenset({2}),
             limits=limits,
-            handling=Handling(),
-            tell=lambda *_: None,
+            abort_limits=AbortLimits(),
+            sink=lambda *_: None,
             broken=lambda _: None,
             tasks=tasks,
         )

@@ -1,4 +1,4 @@
-"""TensorRT-LLM core over the double, in this process; records events by request."""
+"""Queue of TensorRT-LLM over the double, in this process; records events by request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from inference.adapters.external_core import OutsideCore
+from inference.adapters.external_queue import ExternalQueue
 from inference.adapters.tensorrt_library import EngineWatch, TensorRtLibrary
 from inference.adapters.tensorrt_settings import TensorRtOptions
 from inference.adapters.tensorrt_worker import TensorRtAnswers
@@ -29,10 +29,10 @@ from inference.engine import (
 )
 from inference.errors import EngineError
 from inference.limits import EngineLimits
-from inference.text.detokenizer import TextDecoder
+from inference.text.text_decoder import TextDecoder
 from inference.text.tokenizer import Tokenizer
 from tests.inference.running import Outcome
-from tests.inference.tensorrt_hosted import DOUBLE, OPTIONS
+from tests.inference.tensorrt_engines import DOUBLE, OPTIONS
 
 LIMITS = EngineLimits(
     context_window_tokens=2048, step_token_count_max=256, running_sequence_count_max=4
@@ -55,7 +55,7 @@ def double_imported(monkeypatch: pytest.MonkeyPatch, faults: str = "") -> Iterat
 
 @dataclass
 class World:
-    """A core, its engine, and the outcome of each request."""
+    """A queue, its engine, and the outcome of each request."""
 
     library: TensorRtLibrary
     llm: Any
@@ -65,7 +65,7 @@ class World:
     ends_of_choices: dict[int, list[int]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
-    core: OutsideCore = field(init=False)
+    queue: ExternalQueue = field(init=False)
 
     def tell(self, number: int, event: SequenceEvent | EngineError) -> None:
         outcome = self.outcomes.setdefault(number, Outcome())
@@ -89,7 +89,7 @@ class World:
                 outcome.text += event.text
 
     def add(self, number: int, request: GenerationRequest) -> None:
-        self.core.add(number, request, asyncio.get_running_loop().time())
+        self.queue.add(number, request, asyncio.get_running_loop().time())
 
     async def run(self, number: int, request: GenerationRequest) -> Outcome:
         self.add(number, request)
@@ -109,7 +109,7 @@ class World:
         )
 
     def watch(self) -> EngineWatch:
-        return EngineWatch(self.library, self.llm, self.core, self.options, self.broken.append)
+        return EngineWatch(self.library, self.llm, self.queue, self.options, self.broken.append)
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
@@ -123,7 +123,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def core_world(
+async def queue_world(
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     *,
@@ -131,7 +131,7 @@ async def core_world(
     limits: EngineLimits = LIMITS,
     **options: Any,
 ) -> AsyncIterator[World]:
-    """Yield a core on a checkpoint; shut down at the end."""
+    """Yield a queue on a checkpoint; shut down at the end."""
     config, tokenizer = read_config(directory), Tokenizer(directory)
     chosen = replace(OPTIONS, **options)
     with double_imported(monkeypatch, faults):
@@ -139,7 +139,7 @@ async def core_world(
         llm = library.build(str(directory), limits, chosen)
         async with asyncio.TaskGroup() as tasks:
             world = World(library, llm, chosen, tasks)
-            world.core = OutsideCore(
+            world.queue = ExternalQueue(
                 functools.partial(TensorRtAnswers, library, llm, config.vocabulary_size),
                 decoder=TextDecoder(
                     tokenizer.backend, tokenizer.special_token_ids, "tokenizer.json"
@@ -147,14 +147,14 @@ async def core_world(
                 vocabulary_size=config.vocabulary_size,
                 model_end_token_ids=config.end_token_ids,
                 limits=limits,
-                handling=chosen,
-                tell=world.tell,
+                abort_limits=chosen,
+                sink=world.tell,
                 broken=world.broken.append,
                 tasks=tasks,
             )
             try:
                 yield world
             finally:
-                for task in list(world.core._inside.values()):
+                for task in list(world.queue._inside.values()):
                     task.cancel()
                 llm.shutdown()

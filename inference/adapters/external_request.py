@@ -1,0 +1,411 @@
+"""Request of an external engine: its choices, their output so far, and the events for the caller.
+
+The engine's token lists are cumulative, may shrink, and may grow by any number of tokens, so new
+tokens are counted and checked here: whatever is wrong in an answer fails its choice alone. Text is
+decoded here too, from the token ids: text that was sent is final, and a stop sequence is found even
+where it spans tokens. An engine that ends an output at a stop sequence must agree.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from inference.engine import (
+    ChoiceFinished,
+    EngineFinishReason,
+    EngineTimings,
+    GenerationRequest,
+    Scheduled,
+    SequenceEvent,
+    SequenceFinished,
+    StoppedBy,
+    TokenLogprob,
+    TokenLogprobs,
+    TokensGenerated,
+)
+from inference.errors import EngineError, EngineFailed
+from inference.text.detokenizer import NOTHING, Detokenizer, TextPiece
+
+TAKEN_AT_ONCE_MAX = 1024  # tokens of one answer before other sequences go on: some 5 ms
+LOGPROB_MAX = 0.01  # logarithms of probabilities are at most 0; sums in bfloat16 exceed it a little
+_log = logging.getLogger("weir.inference.adapters")
+
+
+class Answer(NamedTuple):
+    """State of a sequence as reported by the engine. cached_token_count: cached prompt tokens.
+
+    is_final: the engine does not change the count any more. awaits_count: the engine reports it in
+    its last message only.
+    """
+
+    output: Output
+    cached_token_count: int
+    is_final: bool = True
+    awaits_count: bool = False
+
+
+class Answers(Protocol):
+    """One sequence in the engine."""
+
+    def read(self) -> AsyncGenerator[Answer, None]:
+        """Yield answers in order. Raises: EngineError if only this sequence failed."""
+        ...
+
+    def abort(self) -> None:
+        """Ask the engine to stop the sequence; never blocks. Any exception means a dead engine."""
+        ...
+
+
+@dataclass(slots=True)
+class Output:
+    """Output of one choice so far. Has the same fields as TensorRT-LLM's `CompletionOutput`.
+
+    finish_reason: None while the output runs; `stop_sequence` if the engine found one.
+    stop_reason: the stop token that ended it, None for the end token. logprobs: for each token, a
+    mapping from token ids to log-probabilities. thinking_token_count: as the engine counts it at
+    the end.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)
+    thinking_token_count: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One output while it runs. answers: set on submission. silent_since_s: time of its last
+    answer.
+
+    ended: the reported finish reason; the engine may still be running it. awaits_last: it is whole,
+    and reported when the engine's last message has come. last: its held-back text, if taken.
+    aborted: an abort was sent. stalled: reported as stuck; it stays in the batch until the engine
+    returns it. stopped_by: see `SequenceFinished`.
+    """
+
+    request: Request
+    index: int
+    seed: int
+    detokenizer: Detokenizer
+    answers: Answers | None = None
+    silent_since_s: float = -math.inf
+    first_token_at_s: float | None = None
+    token_count: int = 0
+    ended: EngineFinishReason | None = None
+    awaits_last: bool = False
+    last: TextPiece | None = None
+    aborted: bool = False
+    stalled: bool = False
+    stopped_here: bool = False  # by a token that the engine does not know as an end
+    stopped_by: StoppedBy = None
+    rank: float = field(init=False)
+    overtaken_count: int = 0
+
+    def __post_init__(self) -> None:
+        request = self.request.generation
+        self.rank = request.rank
+        for count, token_id in enumerate(request.output_token_ids, 1):
+            # The previous engine sent the same text; text that it held back is held back here too.
+            self._take_token(token_id, count)
+
+    @property
+    def number(self) -> int:
+        return self.request.number
+
+    @property
+    def sent_token_ids(self) -> tuple[int, ...]:
+        """Prompt for the engine: output generated elsewhere becomes part of it."""
+        request = self.request.generation
+        return request.prompt_token_ids + request.output_token_ids
+
+    @property
+    def token_count_max(self) -> int:
+        """Output tokens that the engine may generate."""
+        request = self.request.generation
+        return request.stop.max_output_tokens - len(request.output_token_ids)
+
+    def take(self, output: Output, now_s: float) -> list[SequenceEvent]:
+        """Process a response, or its next tokens; set `ended` at the output's end.
+
+        Raises: EngineFailed if invalid.
+        """
+        before = len(self.request.generation.output_token_ids)
+        if len(output.token_ids) > self.token_count_max:
+            raise EngineFailed(
+                f"the engine sent {len(output.token_ids)} tokens, {self.token_count_max} were asked"
+                " for"
+            )
+        new_ids = list(output.token_ids[self.token_count : self.token_count + TAKEN_AT_ONCE_MAX])
+        is_whole = self.token_count + len(new_ids) >= len(output.token_ids)
+        finish_reason = output.finish_reason if is_whole else None
+        check_token_ids(new_ids, self.request.vocabulary_size)
+        # It is not documented whether the end token itself is in the list; here it always is.
+        last, ends = new_ids[-1] if new_ids else None, self.request.end_token_ids
+        if finish_reason == "stop" and last not in ends:
+            reported = output.stop_reason
+            first = min(self.request.model_end_token_ids or ends, default=None)
+            if isinstance(reported, int) and reported not in ends:
+                raise EngineFailed(f"the engine stopped at token {reported}, which ends no output")
+            if (end := reported if isinstance(reported, int) else first) is not None:
+                new_ids.append(end)
+        taken: list[int] = []
+        steps: list[tuple[int, TextPiece]] = []  # events, by the token that each begins with
+        for token_id in new_ids:
+            taken.append(token_id)
+            piece = self._take_token(token_id, before + self.token_count + len(taken))
+            if steps and not (steps[-1][1].text and piece.reasoning):
+                piece, begin = _joined(steps[-1][1], piece), steps.pop()[0]
+                steps.append((begin, piece))
+            else:  # thinking precedes the text of its event
+                steps.append((len(taken) - 1, piece))
+            if self.ended is not None:
+                break
+        more_count = 0
+        if finish_reason is not None:
+            total = self.token_count + len(taken)
+            # The outputs of TensorRT-LLM's library have no such count.
+            reported = getattr(output, "thinking_token_count", None)
+            more_count = self.detokenizer.settle(reported, total)
+        if not taken:
+            self._take_end(finish_reason)
+            more = TokensGenerated((), "", (), self.index, (), "", more_count)
+            return [more] if more_count else []
+        begin, piece = steps.pop()
+        count = piece.reasoning_token_count + more_count
+        steps.append((begin, piece._replace(reasoning_token_count=count)))
+        logprobs = self._logprobs(output, taken)
+        self.token_count += len(taken)
+        if self.first_token_at_s is None:
+            self.first_token_at_s = now_s
+        if self.ended is None:
+            self._take_end(finish_reason)
+        ends_of_steps = (*(begin for begin, _ in steps[1:]), len(taken))
+        return [
+            TokensGenerated(
+                tuple(taken[begin:end]),
+                piece.text,
+                logprobs[begin:end],
+                self.index,
+                (),
+                piece.reasoning,
+                piece.reasoning_token_count,
+            )
+            for (begin, piece), end in zip(steps, ends_of_steps, strict=True)
+        ]
+
+    def _take_token(self, token_id: int, count: int) -> TextPiece:
+        """Return the text released by a token; set `ended` on the last. count: tokens with it."""
+        stop, request, thinks = self.request.generation.stop, self.request, self.detokenizer.thinks
+        if token_id in request.end_token_ids or (
+            token_id in request.answer_end_token_ids and not thinks
+        ):
+            self.ended = EngineFinishReason.STOP
+            self.stopped_here = token_id not in request.end_token_ids
+            self.stopped_by = None if token_id in request.model_end_token_ids else token_id
+            return NOTHING._replace(reasoning_token_count=int(thinks))
+        piece = self.detokenizer.push(token_id, may_stop=count > stop.min_output_tokens)
+        if piece.stopped:
+            self.ended, self.stopped_by = EngineFinishReason.STOP_SEQUENCE, piece.stop
+        elif count >= stop.max_output_tokens:
+            self.ended = EngineFinishReason.LENGTH
+        return piece
+
+    def rest(self) -> TextPiece:
+        """Return the held-back text at the end of the output; it may complete a stop sequence."""
+        if self.last is not None:
+            return self.last
+        if self.ended is EngineFinishReason.STOP_SEQUENCE:
+            return NOTHING
+        piece = self.detokenizer.finish()
+        if piece.stopped and self.ended is not EngineFinishReason.CANCELLED:
+            self.ended, self.stopped_by = EngineFinishReason.STOP_SEQUENCE, piece.stop
+        return piece
+
+    def _take_end(self, finish_reason: str | None) -> None:
+        match finish_reason:
+            case None:
+                return
+            case "stop":
+                self.ended = EngineFinishReason.STOP
+            case "length":
+                self.ended = EngineFinishReason.LENGTH
+            case "stop_sequence":
+                self.last = self.detokenizer.finish()
+                if not self.last.stopped:
+                    raise EngineFailed("the engine found a stop sequence that the output lacks")
+                self.ended = EngineFinishReason.STOP_SEQUENCE
+            case "cancelled":
+                if not self.aborted:
+                    raise EngineFailed(
+                        "the engine cancelled a sequence that had not been cancelled"
+                    )
+                self.ended = EngineFinishReason.CANCELLED
+            case other:
+                raise EngineFailed(
+                    f"the engine ended a sequence with an unknown finish reason: {other}"
+                )
+
+    def _logprobs(self, output: Output, taken: list[int]) -> tuple[TokenLogprobs, ...]:
+        top_count = self.request.generation.sampling.top_logprobs
+        if top_count is None:
+            return ()
+        reported = output.logprobs[self.token_count : self.token_count + len(taken)]
+        if len(reported) < len(taken):
+            raise EngineFailed("the engine reported fewer log-probabilities than tokens")
+        return tuple(
+            token_logprobs(token_id, known, top_count, self.request.vocabulary_size)
+            for token_id, known in zip(taken, reported, strict=True)
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Client request. number: its handle. end_token_ids: those that the engine knows.
+    model_end_token_ids: those of them that the model or the format has.
+    vocabulary_size: token ids of its output are below; None if the engine sends no token ids.
+    answer_end_token_ids: more end tokens, outside the thinking, which the engine does not know.
+    ends: reported finish reasons.
+    """
+
+    number: int
+    generation: GenerationRequest
+    end_token_ids: frozenset[int]
+    arrived_at_s: float
+    vocabulary_size: int | None
+    submitted_at_s: float | None = None
+    cached_token_count: int | None = None
+    is_cached_final: bool = False  # the count does not change any more
+    choices: list[Choice] = field(default_factory=list)
+    ends: dict[int, EngineFinishReason] = field(default_factory=dict)
+    answer_end_token_ids: frozenset[int] = frozenset()
+    model_end_token_ids: frozenset[int] = frozenset()
+
+    def schedule(self, cached_token_count: int, *, is_final: bool = True) -> list[SequenceEvent]:
+        """Record the engine's first answer. The counts are those of the first choice: the prompt is
+        billed once.
+
+        Raises: EngineFailed if the count is out of range.
+        """
+        if self.cached_token_count is not None:
+            return []
+        return [Scheduled(self.note_cached(cached_token_count, is_final=is_final), is_final)]
+
+    def note_cached(self, cached_token_count: int, *, is_final: bool) -> int:
+        """Record and return the cached tokens of the prompt. Raises: EngineFailed if impossible."""
+        prompt_token_count = len(self.generation.prompt_token_ids)
+        sent_count = prompt_token_count + len(self.generation.output_token_ids)
+        if not 0 <= cached_token_count <= sent_count:
+            raise EngineFailed(
+                f"the engine says that {cached_token_count} of {sent_count} prompt tokens were"
+                " cached"
+            )
+        self.cached_token_count = min(cached_token_count, prompt_token_count)
+        self.is_cached_final = is_final
+        return self.cached_token_count
+
+    def finish(self, choice: Choice, now_s: float) -> list[SequenceEvent]:
+        """Return the events for the end of a choice, and of the request with its last choice."""
+        piece = choice.rest()
+        assert choice.ended is not None, "the caller checked that the choice ended"
+        self.ends[choice.index] = choice.ended
+        # Only as many sequences are submitted as the batch holds, so a cancelled one without an
+        # answer had begun.
+        has_begun = self.submitted_at_s is not None and choice.ended is EngineFinishReason.CANCELLED
+        events: list[SequenceEvent] = self.schedule(0) if has_begun else []
+        if self.generation.choice_count > 1:
+            events.append(
+                ChoiceFinished(
+                    choice.index, choice.ended, piece.text, piece.reasoning, choice.stopped_by
+                )
+            )
+            piece = NOTHING
+        if len(self.ends) == self.generation.choice_count:
+            events.append(self._finished(piece, now_s))
+        return events
+
+    def _finished(self, piece: TextPiece, now_s: float) -> SequenceFinished:
+        first = self.choices[0]
+        submitted_s = now_s if self.submitted_at_s is None else self.submitted_at_s
+        first_token_s = now_s if first.first_token_at_s is None else first.first_token_at_s
+        return SequenceFinished(
+            reason=self.ends[0],
+            text=piece.text,
+            reasoning=piece.reasoning,
+            stopped_by=first.stopped_by,
+            prompt_token_count=len(self.generation.prompt_token_ids),
+            cached_token_count=self.cached_token_count or 0,
+            generated_token_count=len(self.generation.output_token_ids)
+            + sum(choice.token_count for choice in self.choices),
+            timings=EngineTimings(
+                queue_ms=(submitted_s - self.arrived_at_s) * 1e3,
+                prefill_ms=(first_token_s - submitted_s) * 1e3,
+                decode_ms=(now_s - first_token_s) * 1e3,
+            ),
+        )
+
+
+def _joined(first: TextPiece, second: TextPiece) -> TextPiece:
+    """Join the text of two tokens."""
+    return TextPiece(
+        first.text + second.text,
+        second.stop,
+        first.reasoning + second.reasoning,
+        first.reasoning_token_count + second.reasoning_token_count,
+    )
+
+
+@contextmanager
+def odd_answers_failing() -> Iterator[None]:
+    """Turn an unexpected exception of the block into the failure of one sequence, and log it.
+
+    Raises: EngineError.
+    """
+    try:
+        yield
+    except (EngineError, AssertionError):
+        raise
+    except Exception as error:
+        _log.exception("an answer of the engine cannot be read")
+        raise EngineFailed(f"an answer of the engine cannot be read: {error!r:.200}") from error
+
+
+def check_token_ids(token_ids: Iterable[Any], vocabulary_size: int | None) -> None:
+    """Raise EngineFailed for an id outside the vocabulary; None: ids are not the engine's."""
+    for token_id in token_ids if vocabulary_size is not None else ():
+        # bool is an int, and a float may equal one
+        if type(token_id) is not int or not 0 <= token_id < (vocabulary_size or 0):
+            # The text of a number of thousands of digits raises ValueError.
+            is_short = isinstance(token_id, int) and abs(token_id) < 1 << 64
+            raise EngineFailed(
+                f"the engine sent {token_id if is_short else type(token_id).__name__} as a token of"
+                f" a vocabulary of {vocabulary_size}"
+            )
+
+
+def token_logprobs(
+    token_id: int, known: Mapping[int, Any], top_count: int, vocabulary_size: int | None
+) -> TokenLogprobs:
+    """Convert the engine's mapping to `TokenLogprobs`, without the tokens that a grammar excludes
+    (probability 0). Raises: EngineFailed without `token_id`, and for impossible numbers.
+    """
+    if token_id not in known:
+        raise EngineFailed("the engine reported log-probabilities without the token that it chose")
+    check_token_ids(known, vocabulary_size)
+    for each, entry in known.items():
+        excluded = entry.logprob == -math.inf and each != token_id
+        if not excluded and not -math.inf < entry.logprob <= LOGPROB_MAX:
+            raise EngineFailed(f"the engine sent {entry.logprob!r:.40} as a log-probability")
+    ranked = sorted(
+        (entry for entry in known.items() if entry[1].logprob > -math.inf),
+        key=lambda entry: (-entry[1].logprob, entry[0]),
+    )[:top_count]
+    return TokenLogprobs(
+        TokenLogprob(token_id, float(known[token_id].logprob)),
+        tuple(TokenLogprob(id_, float(entry.logprob)) for id_, entry in ranked),
+    )

@@ -1,0 +1,291 @@
+"""Engine worker of a backend, and its watchdog.
+
+The process of a worker is started, loaded and supervised anew after each loss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from inference.engine import EngineState
+from inference.workers.process import COMMON_MESSAGES, WorkerOpener, WorkerProcess, open_worker
+from inference.workers.protocol import (
+    LoadFailed,
+    Loading,
+    Message,
+    MessageDecoder,
+    ProtocolBroken,
+    Pulse,
+    Ready,
+)
+from inference.workers.supervised_backend import RestartPolicy, SupervisedBackend
+
+LOG_LINES = 20  # in the report of a load that is given up
+_log = logging.getLogger("weir.inference.workers")
+LOOK_S = 0.5  # between two looks of a watchdog
+LOOK_LATE_S = 0.5  # of a look that judges nothing
+PULSE_LOST_S = 3.0  # three pulses
+# A stalled step is longer than both. Steps aim at 0.1 s; a long prefill on a slow CPU, or another
+# process on its cores, makes one ten times longer than its predecessors at most.
+STEP_S_MIN, STEP_FACTOR = 5.0, 10.0
+
+
+def overdue(pulse: Pulse) -> str:
+    """Return why the current step takes too long; empty if it does not."""
+    if pulse.step_s <= max(STEP_S_MIN, STEP_FACTOR * pulse.usual_s):
+        return ""
+    return f"a step has run for {pulse.step_s:.0f} s, the longest recent one {pulse.usual_s:.2g} s"
+
+
+class Watchdog:
+    """Watchdog timer of a worker. Used on one event loop.
+
+    A worker is stalled, which ends with its next progress, if its pulse is absent for some seconds,
+    or if a step takes many times longer than usual ones. It hangs if it is silent beyond the
+    timeout. Workers without a pulse are only found hanging.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        on_silence: Callable[[float], None],
+        on_stall: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """Create it disarmed.
+
+        on_silence: gets the silence in seconds and judges it. on_stall: gets the reason of a stall,
+        or an empty text once there is none.
+        """
+        self._timeout_s = timeout_s
+        self._on_silence, self._on_stall = on_silence, on_stall
+        self._heard_at_s = -math.inf
+        self._pulse: tuple[float, Pulse] | None = None  # the last one, and when it came
+        self._timer: asyncio.TimerHandle | None = None
+        self._look_every_s = min(timeout_s / 4, LOOK_S)
+
+    def heard(self) -> None:
+        """Note a sign of life."""
+        self._heard_at_s = asyncio.get_running_loop().time()
+
+    def pulse(self, pulse: Pulse) -> None:
+        """Note a pulse."""
+        self._pulse = asyncio.get_running_loop().time(), pulse
+
+    @property
+    def is_alive(self) -> bool:
+        """False if pulses have been absent for the timeout."""
+        limit_s = self._timeout_s + PULSE_LOST_S
+        return self._pulse is None or self._now_s() - self._pulse[0] <= limit_s
+
+    def arm(self) -> None:
+        """Start watching; counts as a sign of life."""
+        self.heard()
+        self._schedule()
+
+    def disarm(self) -> None:
+        """Stop watching."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._pulse = None
+        self._on_stall("")
+
+    def _schedule(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._look_every_s, self._look)
+
+    def _look(self) -> None:
+        assert self._timer is not None, "only an armed watchdog looks"
+        now_s = self._now_s()
+        # After a block of this loop, messages may wait that it has not read yet.
+        if now_s - self._timer.when() < LOOK_LATE_S:
+            self._on_stall(self._stall(now_s))
+            silence_s = now_s - self._heard_at_s
+            if silence_s > self._timeout_s:
+                self._on_silence(silence_s)
+        self._schedule()
+
+    def _stall(self, now_s: float) -> str:
+        """Return why the worker is stalled; empty if it is not."""
+        if self._pulse is None:
+            return ""
+        pulse_at_s, pulse = self._pulse
+        silence_s = now_s - max(pulse_at_s, self._heard_at_s)
+        if silence_s > PULSE_LOST_S:
+            return f"no sign of life for {silence_s:.0f} s"
+        return overdue(pulse)
+
+    @staticmethod
+    def _now_s() -> float:
+        return asyncio.get_running_loop().time()
+
+
+class WorkerPolicy(RestartPolicy, Protocol):
+    """Timeouts and delays of a backend in a worker process, in seconds; part of its settings.
+
+    load_timeout_s: from the worker's start until it takes sequences. step_timeout_s: without a
+    report while sequences run, after which the worker is killed.
+    """
+
+    @property
+    def load_timeout_s(self) -> float: ...
+    @property
+    def step_timeout_s(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKind:
+    """Kind of worker: module to run with its environment, first message, and message decoder.
+
+    block_tokens: tokens in a block of its prefix cache. opener: source of its processes.
+    load_failure_count_max: consecutive failed loads after which no other is tried.
+    """
+
+    module: str
+    environment: Mapping[str, str]
+    load: Message
+    block_tokens: int = 1
+    opener: WorkerOpener = open_worker
+    decoder: MessageDecoder = COMMON_MESSAGES
+    load_failure_count_max: float = math.inf
+
+
+class Worker:
+    """Worker process of one backend; `run` starts, loads and supervises a new one each time."""
+
+    def __init__(
+        self,
+        life: SupervisedBackend,
+        kind: WorkerKind,
+        waits: WorkerPolicy,
+        *,
+        on_ready: Callable[[Ready, float], None],
+        on_message: Callable[[Message], None],
+        owes_answers: Callable[[], bool],
+    ) -> None:
+        """Start nothing; `run` does.
+
+        on_ready: called with its message and the load time in seconds. on_message: called with each
+        message outside the lifecycle; may raise ProtocolBroken. owes_answers: returns whether
+        silence of the worker is a fault.
+        """
+        self._life = life
+        self._kind = kind
+        self._waits = waits
+        self._on_ready = on_ready
+        self._on_message = on_message
+        self._owes_answers = owes_answers
+        self.process: WorkerProcess | None = None  # while `run` has one
+        self._began_at_s = -math.inf
+        self._hung = False
+        self._load_failure_count = 0
+        self._watchdog = Watchdog(waits.step_timeout_s, self._kill_hanging, life.stalled)
+        self.heard, self.pulse = self._watchdog.heard, self._watchdog.pulse
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the worker; None without one."""
+        return None if self.process is None else self.process.pid
+
+    def send(self, message: Message) -> None:
+        """Queue a message for the worker, if there is one. Never blocks."""
+        if self.process is not None:
+            self.process.send(message)
+
+    def kill(self) -> None:
+        """Kill the worker, if there is one."""
+        if self.process is not None:
+            self.process.kill()
+
+    async def run(self) -> str:
+        """Start a worker, load the model and serve until it ends; return the reason of the end."""
+        self._hung = False
+        log_lines: list[str] = []
+        reason = await self._run(log_lines)
+        if self._life.is_closing or self._life.condition().state is not EngineState.LOADING:
+            self._load_failure_count = 0
+            return reason
+        self._load_failure_count += 1
+        if self._load_failure_count >= self._kind.load_failure_count_max:
+            reason = f"loading failed {self._load_failure_count} times, last because {reason}"
+            _log.error(
+                "engine %s: %s; its log ends:\n%s",
+                self._life.model.name,
+                reason,
+                "\n".join(log_lines) or "(empty)",
+            )
+            self._life.cannot_start(f"{reason}: see the log of the server")
+        return reason
+
+    async def _run(self, log_lines: list[str]) -> str:
+        """Implement `run`, without counting. log_lines: gets the end of the worker's log."""
+        try:
+            async with self._kind.opener(self._kind.module, self._kind.environment) as process:
+                if self._life.is_closing:
+                    return "the engine was closed"  # during the start: `close` could not kill it
+                self.process = process
+                try:
+                    await self._load(process)
+                    if self._life.condition().state is not EngineState.FAILED:
+                        await process.follow(self._kind.decoder, self._on_message)
+                    return await self._exit_reason(process)
+                except TimeoutError:
+                    return f"loading took more than {self._waits.load_timeout_s:.0f} s"
+                except ProtocolBroken as error:
+                    return f"the engine process broke the protocol: {error}"
+                finally:
+                    log_lines += process.log_lines(LOG_LINES)
+                    self.process = None
+                    self._life.unreachable()
+                    self._watchdog.disarm()
+        except OSError as error:
+            return f"the engine process could not be started: {error}"
+
+    async def _load(self, process: WorkerProcess) -> None:
+        self._began_at_s = asyncio.get_running_loop().time()
+        process.send(self._kind.load)
+        async with asyncio.timeout(self._waits.load_timeout_s):
+            while self._life.condition().state is EngineState.LOADING:
+                match await process.receive(self._kind.decoder):
+                    case Loading(stage=stage, fraction=fraction):
+                        self._life.loading(stage, fraction)
+                    case Ready() as ready:
+                        self._on_ready(ready, asyncio.get_running_loop().time() - self._began_at_s)
+                        self._watchdog.arm()
+                    case LoadFailed(message=reason):
+                        self._life.cannot_start(reason)
+                    case None:
+                        return
+                    case message:
+                        self._on_message(message)
+
+    async def _exit_reason(self, process: WorkerProcess) -> str:
+        """Return the reason of the worker's end by its exit status."""
+        condition = self._life.condition()
+        if condition.state is EngineState.FAILED:
+            return condition.reason
+        await process.wait_gone(self._waits.close_timeout_s)
+        if self._hung:
+            return "the engine process hung and was killed"
+        if process.exit_status == -signal.SIGKILL:
+            return (
+                "the engine process was killed by SIGKILL, probably by the system because it ran"
+                " out of memory"
+            )
+        return f"the engine process exited with status {process.exit_status}"
+
+    def _kill_hanging(self, silence_s: float) -> None:
+        """Kill a worker that owes answers or shows no sign of life, as if it had crashed."""
+        if self.process is not None and (self._owes_answers() or not self._watchdog.is_alive):
+            _log.error(
+                "engine %s: no report for %.0f s, killing the process",
+                self._life.model.name,
+                silence_s,
+            )
+            self._hung = True
+            self.process.kill()
