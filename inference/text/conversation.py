@@ -168,15 +168,11 @@ class TurnKind(NamedTuple):
     has_reasoning: bool = False
 
 
-SYSTEM, USER, ANSWER, RESULT = map(TurnKind, ("system", "user", "assistant", "tool"))
-
-
-CALLED, CALLED_TWICE = (TurnKind("assistant", False, calls) for calls in (1, 2))
-
-
-TEXT_AND_CALL = TurnKind("assistant", True, 1)
-
-
+SYSTEM, USER, ANSWER, RESULT, CALLED, CALLED_TWICE, TEXT_AND_CALL = (
+    *map(TurnKind, ("system", "user", "assistant", "tool")),
+    *(TurnKind("assistant", False, calls) for calls in (1, 2)),
+    TurnKind("assistant", True, 1),
+)
 # Usual conversations. Templates that reject or do not show some of them are common.
 USUAL: tuple[tuple[TurnKind, ...], ...] = (
     (USER,),
