@@ -42,16 +42,15 @@ TOKEN = re.compile(
     r"""(?P<blank>[ \t\r\n]+|\#[^\r\n]*)
     |(?P<rule>[A-Za-z0-9_-]+)[ \t\r\n]*::=
     |(?P<name>[A-Za-z0-9_-]+)
-    |"(?P<text>(?:[^"\\\r\n]|\\.)*)"
-    |\[(?P<set>(?:[^\]\\\r\n]|\\.)+)\]
-    |(?P<count>[*+?]|\{[ ]*(?:\d{1,4})[ ]*(?:,[ ]*(?:\d{1,4})?[ ]*)?\})
+    |"(?P<text>(?:[^"\\\r\n]|\\.)*+)"
+    |\[(?P<set>(?:[^\]\\\r\n]|\\.)++)\]
+    |(?P<counts>(?:[*+?]|\{[ ]*(?:\d{1,4})[ ]*(?:,[ ]*(?:\d{1,4})?[ ]*)?\})++)
     |(?P<mark>[()|.])""",
     re.VERBOSE,
 )
-ESCAPE = re.compile(
-    r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL
-)
+ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))")
 SHORT = {"n": "\n", "r": "\r", "t": "\t"}
+MINUS = r"\x{2d}"
 ANY_CHARACTER = r"/[\x{0}-\x{10ffff}]/"
 LARK = "use Lark, or GBNF with rules such as root ::= [0-9]+"
 
@@ -264,14 +263,13 @@ def _rules(grammar: str, place: str) -> dict[str, list[str | Reference]]:
             case "name":
                 parts.append(Reference(text))
             case "text":
-                parts.append(
-                    msgspec.json.encode("".join(map(_character, ESCAPE.finditer(text)))).decode()
-                )
+                parts.append(msgspec.json.encode(ESCAPE.sub(_character, text)).decode())
             case "set":
                 parts.append(_set(text))
-            case "count":
+            case "counts":
                 if is_bare:
-                    raise invalid_parameter(place, f"has {text} after nothing")
+                    first = text[: text.find("}") + 1] if text[0] == "{" else text[0]
+                    raise invalid_parameter(place, f"has {first} after nothing")
                 parts.append(str(parts.pop()) + text if isinstance(parts[-1], str) else text)
             case _ if text == ".":
                 parts.append(ANY_CHARACTER)
@@ -290,24 +288,40 @@ def _rules(grammar: str, place: str) -> dict[str, list[str | Reference]]:
 
 
 def _character(found: re.Match[str]) -> str:
-    """Return the character that a part of a text or a set stands for."""
-    short, middle, long, escaped, plain = found.groups()
-    if plain:
-        return plain
+    """Return the character that an escape in a text or a set stands for."""
+    short, middle, long, escaped = found.groups()
     if escaped:
         return SHORT.get(escaped, escaped)
     code = int(short or middle or long, 16)
     return chr(code) if code < 0x110000 and not 0xD800 <= code < 0xE000 else "\ufffd"
 
 
+class _SetCharacters(dict[int, str]):
+    """Characters of a set as escapes of Lark, by code point; a minus between two is a range."""
+
+    def __init__(self) -> None:
+        super().__init__({ord("-"): "-"})
+
+    def __missing__(self, code: int) -> str:
+        self[code] = shown = f"\\x{{{code:x}}}"
+        return shown
+
+
 def _set(text: str) -> str:
-    """Return a set of characters as a regular expression of Lark."""
+    """Convert a set of characters to a regular expression of Lark."""
     negated, text = ("^", text[1:]) if text.startswith("^") and len(text) > 1 else ("", text)
-    shown = []
+    characters, pieces, end = _SetCharacters(), [], 0
     for found in ESCAPE.finditer(text):
-        is_range = found[0] == "-" and found.start() > 0 and found.end() < len(text)
-        shown.append("-" if is_range else f"\\x{{{ord(_character(found)):x}}}")
-    return f"/[{negated}{''.join(shown)}]/"
+        pieces.append(text[end : found.start()].translate(characters))
+        pieces.append(f"\\x{{{ord(_character(found)):x}}}")
+        end = found.end()
+    shown = "".join((*pieces, text[end:].translate(characters)))
+    # A minus at the beginning or at the end is a character.
+    if shown.startswith("-"):
+        shown = f"{MINUS}{shown[1:]}"
+    if shown.endswith("-"):
+        shown = f"{shown[:-1]}{MINUS}"
+    return f"/[{negated}{shown}]/"
 
 
 def _terminals(rules: Mapping[str, Sequence[str | Reference]]) -> frozenset[str]:
