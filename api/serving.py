@@ -36,6 +36,7 @@ from api.composition import (
     open_control,
     open_holds,
     open_signer,
+    open_spans,
     openai_url,
     return_freed_memory,
     stop_signals,
@@ -53,7 +54,6 @@ from api.generation.request.registry import Process
 from api.generation.request.relay import Relays
 from api.metrics.operator_http import Books, Handle, MetricsListener, Parts, Probes, Scrapes
 from api.observability.observer import Observer
-from api.observability.spans import open_spans
 from api.openai.listener import Listener
 from api.rpc.inference_service import InferenceServicer
 from api.server import Servicers, build_peer_server, build_server

@@ -34,7 +34,8 @@ from weir_cli.commands import PERSONAS
 
 from api.access.auth import SCOPES
 from api.core import settings, wire
-from api.core.errors import KINDS, Cause
+from api.core.errors import Cause
+from api.core.statuses import KINDS
 from api.generation.endings import CAUSES, PHASES, SIBLING, TABLE, WAYS, Action, Cell
 from api.generation.parsing import conversation, decoding, tools
 from api.metrics import operator_http

@@ -17,7 +17,7 @@ from weir_client.errors import QuotaExceeded as ClientQuotaExceeded
 from weir_client.status import error_from_status
 from weir_client.wire import read
 
-from api.core.errors import status_of
+from api.core.statuses import status_of
 from api.core.wire import DIMENSIONS
 from api.observability.observer import RequestCounts
 from api.openai.gateway import ListedModel

@@ -27,15 +27,9 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from api.access.auth import SCOPES, Authenticator
 from api.core.addresses import FORWARDED_FOR
-from api.core.errors import (
-    ERROR_DOMAIN,
-    STATUS_DETAILS_KEY,
-    FieldViolation,
-    InvalidRequest,
-    MessageUnreadable,
-    status_of,
-)
+from api.core.errors import FieldViolation, InvalidRequest, MessageUnreadable
 from api.core.interceptor import Failed, guarded, writing
+from api.core.statuses import ERROR_DOMAIN, STATUS_DETAILS_KEY, status_of
 from api.observability.observer import HTTP, Observer
 from api.openai.listener import Handle, peer_of, read_body, secret_of
 from api.openai.refusals import HTTP_STATUSES, HttpFault, refusal_of

@@ -16,16 +16,15 @@ from google.protobuf.message import Message
 from google.rpc import status_pb2
 
 from api.core.errors import (
-    STATUS_DETAILS_KEY,
     CallMissing,
     FieldViolation,
     InvalidRequest,
     MessageTooLarge,
     MessageUnreadable,
-    check_texts,
-    status_of,
 )
 from api.core.pace import VISIT, FramePace, Visit, measured
+from api.core.statuses import STATUS_DETAILS_KEY, status_of
+from api.core.texts import check_texts
 from common.loop_watch import CURRENT
 from metering.store.refusals import repeated
 

@@ -25,7 +25,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.core.errors import FieldViolation, InvalidRequest, Violations
+from api.core.errors import FieldViolation, InvalidRequest
+from api.core.texts import Violations
 from inference.engine import EngineFinishReason
 from metering.core.models import Outcome, QuotaDimension, QuotaSubject, ServiceTier
 from metering.holds.operations import PAYLOAD_KEY_NAME_BYTES

@@ -23,9 +23,10 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import Authenticator, StreamKey, check_model
 from api.core.addresses import FORWARDED_FOR
-from api.core.errors import Draining, InvalidRequest, status_of
+from api.core.errors import Draining, InvalidRequest
 from api.core.messages import models_for
 from api.core.pace import BYTE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
+from api.core.statuses import status_of
 from api.core.wire import picos_of
 from api.generation.parsing.embed_request import ValidEmbed, parse_embed
 from api.generation.parsing.start_frame import parse_count_tokens

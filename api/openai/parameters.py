@@ -21,7 +21,8 @@ from msgspec import Meta, Raw, Struct
 from msgspec.structs import astuple
 from weir.v1 import inference_service_pb2 as pb
 
-from api.core.errors import InvalidRequest, Violations
+from api.core.errors import InvalidRequest
+from api.core.texts import Violations
 from api.core.wire import LABEL_COUNT_MAX
 from api.generation.parsing.conversation import CALL_COUNT_MAX, MESSAGE_COUNT_MAX
 from api.generation.parsing.decoding import (

@@ -1,6 +1,6 @@
 """Error responses of the HTTP API: status, headers and body, from a `google.rpc.Status`.
 
-Errors come from the table in `api/core/errors.py`, as over gRPC; only HTTP faults begin here.
+Errors come from the table in `api/core/statuses.py`, as over gRPC; only HTTP faults begin here.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ def quota_headers(quotas: Iterable[types_pb2.QuotaStatus]) -> dict[str, str]:
 def refusal_headers(facts: Mapping[str, str]) -> dict[str, str]:
     """Return the rate-limit headers of a request that a quota refused, or none.
 
-    facts: `api.core.errors.quota_metadata`.
+    facts: `api.core.statuses.quota_metadata`.
     """
     kind = counted_unit(COUNTED, facts)
     if kind is None or "reset_time" not in facts:

@@ -28,7 +28,6 @@ from api.core.errors import (
     PermissionDenied,
     RequestUnderWay,
     UnknownRequest,
-    status_of,
 )
 from api.core.interceptor import IS_COSTLY, READ_BYTES, READ_S, ReceivedMessages
 from api.core.pace import (
@@ -39,6 +38,7 @@ from api.core.pace import (
     START_FREE_S,
     VISIT,
 )
+from api.core.statuses import status_of
 from api.core.wire import parse_request_id
 from api.generation.delivery import frames
 from api.generation.delivery.replay import Key

@@ -12,8 +12,9 @@ from functools import partial
 
 from google.protobuf.message_factory import GetMessageClass
 
-from api.core.errors import ApiError, status_of
+from api.core.errors import ApiError
 from api.core.interceptor import LARGE_MESSAGES, is_costly
+from api.core.statuses import status_of
 from api.openai.parameters import SHORT_BYTES_MAX
 from api.openai.refusals import HttpFault, refusal_of
 from tests.api.fuzzed_bodies import Bodies

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from api.core.errors import (
-    CODES,
     AddressNotAllowed,
     CancelledByAdmin,
     CancelledEarly,
@@ -23,6 +22,7 @@ from api.core.errors import (
     KeyRevokedMidway,
     SiblingEnded,
 )
+from api.core.statuses import CODES
 from api.generation.delivery.stream_writer import UsageSoFar
 from api.generation.endings import (
     CAUSES,

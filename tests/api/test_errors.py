@@ -21,7 +21,8 @@ import api
 import inference
 import metering
 from api.core import errors
-from api.core.errors import CODES, KINDS, ApiError, FieldViolation, code_of, status_of
+from api.core.errors import ApiError, FieldViolation
+from api.core.statuses import CODES, KINDS, code_of, status_of
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable
 from metering.core.errors import (
     DatabaseUnavailable,

@@ -15,16 +15,15 @@ from weir.v1 import types_pb2
 
 from api.core.endpoint import local_url
 from api.core.errors import (
-    KINDS,
     Draining,
     FieldViolation,
     InvalidRequest,
     PromptTooLong,
     StartsTooLate,
     Unauthenticated,
-    status_of,
 )
 from api.core.settings import SettingInvalid, Settings
+from api.core.statuses import KINDS, status_of
 from api.generation.parsing.conversation import MESSAGE_COUNT_MAX
 from api.openai import answers
 from api.openai.parameters import CHAT_NAMES as NAMES

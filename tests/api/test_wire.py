@@ -17,7 +17,8 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core import wire
-from api.core.errors import VIOLATION_COUNT_MAX, InvalidRequest
+from api.core.errors import InvalidRequest
+from api.core.texts import VIOLATION_COUNT_MAX
 from api.generation.parsing import tools
 from api.generation.parsing.start_frame import parse_count_tokens, parse_start
 from api.generation.parsing.tools import SCHEMA_BYTES_MAX, SCHEMAS_BYTES_MAX

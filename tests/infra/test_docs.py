@@ -21,9 +21,9 @@ from weir_cli.document import DOCUMENT, PROPOSAL, Section, read_document
 
 from api.cli.guard import ROLE
 from api.cli.stack import STACK_HOME, STACK_PART
-from api.core.errors import KINDS, reason_of
 from api.core.health import SERVICES
 from api.core.settings import Settings
+from api.core.statuses import KINDS, reason_of
 from api.openai.refusals import refusal_of
 from inference.workers.process import FAMILY
 from infra import reference

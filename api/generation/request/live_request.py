@@ -31,9 +31,9 @@ from api.core.errors import (
     FieldViolation,
     InvalidRequest,
     NotAdmittedYet,
-    status_of,
 )
 from api.core.pace import VISIT
+from api.core.statuses import status_of
 from api.core.wire import OUTCOMES
 from api.generation import state
 from api.generation.delivery import frames
