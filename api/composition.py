@@ -22,7 +22,8 @@ from typing import Any, TextIO, cast
 import grpc.aio
 import structlog
 
-from api.access.auth import Authenticator, SharedFailures
+from api.access.auth import Authenticator
+from api.access.throttle import SharedFailures
 from api.access.tls import Tls
 from api.console.console import ROOT, Console
 from api.core.addresses import Proxies

@@ -20,7 +20,7 @@ from weir_client.wire import read
 from api.core.statuses import status_of
 from api.core.wire import DIMENSIONS
 from api.observability.observer import RequestCounts
-from api.openai.gateway import ListedModel
+from api.openai.models_list import ListedModel
 from api.openai.refusals import refusal_of
 from metering.alerts.alerts import Alert, ListedAlert
 from metering.alerts.delivering import body_of

@@ -28,7 +28,8 @@ from weir.v1 import receipt_service_pb2_grpc as pb_grpc
 from weir.v1 import reconciliation_pb2 as reconcile_pb
 from weir.v1 import usage_reports_pb2 as usage_pb
 
-from api.access.auth import Authenticator, Scope
+from api.access.auth import Authenticator
+from api.access.scopes import Scope
 from api.admin.admin_service import AdminCalls
 from api.core import wire
 from api.core.errors import TooManyReports
@@ -204,7 +205,7 @@ class Reports:
 
 
 class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
-    """Implements `proto/weir/v1/billing_service.proto`; its scopes are in `api/access/auth.py`."""
+    """Implements `proto/weir/v1/billing_service.proto`; its scopes are in `api/access/scopes.py`."""
 
     def __init__(
         self, authenticator: Authenticator, sessions: Sessions, reports: Reports, issuer: Issuer

@@ -25,7 +25,8 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from api.access.auth import SCOPES, Authenticator
+from api.access.auth import Authenticator
+from api.access.scopes import SCOPES
 from api.core.addresses import FORWARDED_FOR
 from api.core.errors import FieldViolation, InvalidRequest, MessageUnreadable
 from api.core.interceptor import Failed, guarded, writing

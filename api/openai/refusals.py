@@ -108,15 +108,6 @@ WORDS = {
     "request_id": "Idempotency-Key",
 }
 INDEX = re.compile(r"\[\d+\]")
-
-
-def remedy_of(path: str) -> str:
-    """Return what to do without an endpoint that is not served; empty for unknown ones."""
-    return next((remedy for pattern, remedy in REMEDIES if pattern.fullmatch(path)), "")
-
-
-Detail = TypeVar("Detail", bound=Message)
-
 REQUESTS, TOKENS = "requests", "tokens"
 COUNTED: Mapping[QuotaDimension, str] = {
     QuotaDimension.REQUESTS_PER_MINUTE: REQUESTS,
@@ -126,12 +117,18 @@ COUNTED: Mapping[QuotaDimension, str] = {
     QuotaDimension.TOKENS_PER_DAY: TOKENS,
     QuotaDimension.TOKENS_PER_MONTH: TOKENS,
 }
-
 # Limits that reset within a minute: rate limits for OpenAI; the others are quotas.
 RATES = {QuotaDimension.CONCURRENT_REQUESTS: REQUESTS} | {
     each: kind for each, kind in COUNTED.items() if each.endswith("_per_minute")
 }
 COUNTED_NUMBERS = {DIMENSIONS[dimension]: kind for dimension, kind in COUNTED.items()}
+
+Detail = TypeVar("Detail", bound=Message)
+
+
+def remedy_of(path: str) -> str:
+    """Return what to do without an endpoint that is not served; empty for unknown ones."""
+    return next((remedy for pattern, remedy in REMEDIES if pattern.fullmatch(path)), "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,16 +20,8 @@ from msgspec import Struct
 from msgspec.inspect import ListType, StructType, UnionType
 
 from api.core.errors import FieldViolation, InvalidRequest
-from api.openai.dialects import (
-    ABLE,
-    LIMIT,
-    NEUTRAL,
-    OTHER_FORMS,
-    Effect,
-    Field,
-    field_of,
-    is_neutral,
-)
+from api.openai.dialects import ABLE, LIMIT, NEUTRAL, OTHER_FORMS, field_of, is_neutral
+from api.openai.effects import Effect, Field
 from api.openai.history import convert_history
 from api.openai.refusals import invalid_parameter, parameter
 

@@ -22,26 +22,12 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.errors import FieldViolation, InvalidRequest
 from api.generation.parsing.decoding import SAMPLING_RANGES
 from api.generation.parsing.start_frame import ValidStart, parse_start
-from api.openai.dialects import (
-    ABLE,
-    FIELDS,
-    FIELDS_BY_API,
-    NEUTRAL,
-    Effect,
-    field_of,
-)
+from api.openai.apis import parsed_body
+from api.openai.dialects import ABLE, FIELDS, FIELDS_BY_API, NEUTRAL, field_of
+from api.openai.effects import Effect
+from api.openai.embeddings import EmbeddingParameters, embed_request, embedding_names, normalized
 from api.openai.formats import lark_of
-from api.openai.gateway import (
-    CHAT,
-    COMPLETIONS,
-    MESSAGES,
-    RESPONSES,
-    EmbeddingParameters,
-    embed_request,
-    embedding_names,
-    normalized,
-    parsed_body,
-)
+from api.openai.gateway import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from api.openai.parameters import RANGES, decode
 from api.openai.refusals import HttpFault, parameter
 from api.openai.tolerance import Notes, shape_of
