@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from api.access import auth
-from api.access import auth as throttle
+from api.access import auth, throttle
 from api.access.auth import Authenticator
 from api.access.throttle import ADDRESSES_AT_ONCE, ADDRESSES_MAX, SharedFailures, Throttle
 from api.core.addresses import Proxies, address_of
