@@ -23,7 +23,8 @@ from api.generation.request.live_request import Caller, LiveRequest
 from api.generation.request.relay import Relays
 from api.generation.state import WAITING
 from api.observability.observer import Observer
-from api.queue.fair_queue import FairQueue, QueueLimits
+from api.queue.fair_queue import FairQueue
+from api.queue.queue_admission import QueueLimits
 from common.incidents import Retries
 from inference.routing.router import Router
 from inference.safety.safety import SafetyChecker
@@ -222,9 +223,9 @@ class Process:
         waiting = [request for request in self._live if request.life.state in WAITING]
         outlooks = (
             {
-                outlook.place: outlook
+                outlook.entry: outlook
                 for queue in self.queues.values()
-                for outlook in queue.outlook()
+                for outlook in queue.expected_waits()
             }
             if waiting
             else {}
