@@ -19,7 +19,13 @@ from enum import Enum, auto
 from types import TracebackType
 from typing import Self
 
-from api.queue.queue_admission import ALL_TENANTS, Arrival, QueueAdmission, QueueLimits
+from api.queue.queue_admission import (
+    ALL_TENANTS,
+    Arrival,
+    QueueAdmission,
+    QueueLimits,
+    WaitingCounts,
+)
 from api.queue.tier import Tier
 from api.queue.virtual_tokens import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST, Tenant
 from inference.engine import EngineStatistics
@@ -130,7 +136,7 @@ class QueueEntry:
                 )
                 line.pass_by(self, self.tenant, own_rank, output_tokens)
                 self.rank, self.state = rank, State.DISPATCHED
-                queue.admission.stopped_waiting(arrival)
+                queue.stopped_waiting(arrival)
                 queue.window.add(self)
                 return True
         self.state = State.WAITING
@@ -189,7 +195,7 @@ class QueueEntry:
             return
         self.state = State.GONE
         if state in (State.ENTERED, State.WAITING):
-            queue.admission.stopped_waiting(self.arrival)
+            queue.stopped_waiting(self.arrival)
         if tier is not None and tenant is not None:
             if state is State.WAITING:
                 tier.line.leave(self, tenant)
@@ -309,7 +315,10 @@ class FairQueue:
         self.interactive, self.batch = Tier[QueueEntry](), Tier[QueueEntry]()
         self.tiers = {ServiceTier.INTERACTIVE: self.interactive, ServiceTier.BATCH: self.batch}
         self.window = DispatchWindow()
-        self.admission = QueueAdmission(limits, self.tiers, self.window)
+        self.waiting = WaitingCounts()
+        self.admission = QueueAdmission(limits, self.tiers, self.window, self.waiting)
+        self._half = limits.request_count_max // 2
+        self._tenant_half = min(limits.tenant_request_count_max, self._half) // 2
         self._number = 0
         self.batch_moved_at = -math.inf  # when the batch tier last got a turn, or started to wait
 
@@ -319,9 +328,26 @@ class FairQueue:
         Raises: QueueFull if the tenant finds no room, StartsTooLate if its turn would come after
         its deadline.
         """
-        self.admission.admit(arrival, engine_wait_s, self.clock)
+        waiting, admission, tenant = self.waiting, self.admission, arrival.tenant_id.int
+        own = waiting.by_tenant.get(tenant, 0)
+        # While half of a tenant's share is free, reservations need not be checked.
+        is_half_empty = waiting.total < self._half and own < self._tenant_half
+        if admission.reservations.by_key or arrival.deadline is not None or not is_half_empty:
+            admission.check(arrival, engine_wait_s, self.clock(), is_half_empty=is_half_empty)
+        waiting.total += 1
+        if waiting.total > waiting.peak:
+            waiting.peak = waiting.total
+        waiting.by_tenant[tenant] = own + 1
         self._number += 1
         return QueueEntry(self, arrival, self._number)
+
+    def stopped_waiting(self, arrival: Arrival) -> None:
+        """Record that a request stopped waiting: it was dispatched, or has left."""
+        waiting, tenant = self.waiting, arrival.tenant_id.int
+        waiting.total -= 1
+        waiting.by_tenant[tenant] -= 1
+        if not waiting.by_tenant[tenant]:
+            del waiting.by_tenant[tenant]
 
     def wait_s(self, arrival: Arrival) -> float | None:
         """Return the expected wait of a request that arrives now; None before any observation."""
@@ -350,12 +376,11 @@ class FairQueue:
 
     def statistics(self) -> QueueStatistics:
         """Return statistics. Never blocks; takes time linear in the number of waiting requests."""
-        admission = self.admission
         return QueueStatistics(
-            waiting_count=admission.waiting_count,
-            waiting_count_peak=admission.waiting_count_peak,
-            reservation_count=admission.reservation_count,
-            refused_count=admission.refused_count,
+            waiting_count=self.waiting.total,
+            waiting_count_peak=self.waiting.peak,
+            reservation_count=len(self.admission.reservations),
+            refused_count=self.admission.refused_count,
             engine_pending_count=self.window.pending_count,
             engine_window=int(self.window.size),
             longest_wait_s=max(
@@ -408,7 +433,7 @@ class FairQueue:
                 engine.step_count,
                 State.DISPATCHED,
             )
-            self.admission.stopped_waiting(entry.arrival)
+            self.stopped_waiting(entry.arrival)
             window.add(entry)
             if entry.on_dispatch is not None:
                 entry.on_dispatch()

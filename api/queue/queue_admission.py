@@ -8,8 +8,8 @@ from __future__ import annotations
 import heapq
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -83,49 +83,43 @@ class Dispatch(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class WaitingCounts:
+    """Number of waiting requests. by_tenant: by tenant number, since UUIDs are hashed in Python."""
+
+    total: int = 0
+    peak: int = 0  # maximum so far
+    by_tenant: dict[int, int] = field(default_factory=dict)
+
+
 class QueueAdmission:
-    """Queue admission: counts waiting requests, and admits or refuses new ones."""
+    """Admits or refuses requests; owns the reservations of refused ones."""
 
     def __init__(
-        self, limits: QueueLimits, tiers: Mapping[ServiceTier, Tier[Any]], dispatch: Dispatch
+        self,
+        limits: QueueLimits,
+        tiers: Mapping[ServiceTier, Tier[Any]],
+        dispatch: Dispatch,
+        waiting: WaitingCounts,
     ) -> None:
-        self.waiting_count = 0
-        self.waiting_count_peak = 0
+        """waiting: kept by the queue."""
         self.refused_count = 0
         self._limits = limits
-        self._half = limits.request_count_max // 2
-        self._own_half = min(limits.tenant_request_count_max, self._half) // 2
         self._tiers = tiers
         self._dispatch = dispatch
-        # Waiting requests by tenant number, since UUIDs are hashed in Python.
-        self._by_tenant: dict[int, int] = {}
-        self._reservations = Reservations(RESERVATIONS_PER_PLACE * limits.request_count_max)
+        self._waiting = waiting
+        self.reservations = Reservations(RESERVATIONS_PER_PLACE * limits.request_count_max)
 
-    @property
-    def reservation_count(self) -> int:
-        """Refused requests with a reservation."""
-        return len(self._reservations)
-
-    def admit(self, arrival: Arrival, engine_wait_s: float, clock: Callable[[], float]) -> None:
-        """Admit a request, which must call `stopped_waiting` once.
-
-        Raises: QueueFull, StartsTooLate.
-        """
-        own = self._by_tenant.get(arrival.tenant_id.int, 0)
-        # While half of a tenant's share is free, reservations need not be checked.
-        is_half_empty = self.waiting_count < self._half and own < self._own_half
-        if self._reservations.by_key or arrival.deadline is not None or not is_half_empty:
-            self._check(arrival, engine_wait_s, clock(), is_half_empty=is_half_empty)
-        self.waiting_count += 1
-        if self.waiting_count > self.waiting_count_peak:
-            self.waiting_count_peak = self.waiting_count
-        self._by_tenant[arrival.tenant_id.int] = own + 1
-
-    def _check(
+    def check(
         self, arrival: Arrival, engine_wait_s: float, now: float, *, is_half_empty: bool
     ) -> None:
-        self._reservations.forget_expired(now)
-        is_reserved = self._reservations.is_due(arrival.key, now)
+        """Refuse a request without room, or whose deadline is too early; use up its reservation.
+
+        is_half_empty: half of its tenant's share is free, so that only reservations limit it.
+        Raises: QueueFull, StartsTooLate.
+        """
+        self.reservations.forget_expired(now)
+        is_reserved = self.reservations.is_due(arrival.key, now)
         refusal: Exception | None = self._room_refusal(
             arrival, now, is_reserved=is_reserved, is_half_empty=is_half_empty
         )
@@ -136,15 +130,7 @@ class QueueAdmission:
         if refusal is not None:
             self.refused_count += 1
             raise refusal
-        self._reservations.drop(arrival.key)
-
-    def stopped_waiting(self, arrival: Arrival) -> None:
-        """Record that a request stopped waiting: it was dispatched, or is gone."""
-        self.waiting_count -= 1
-        tenant = arrival.tenant_id.int
-        self._by_tenant[tenant] -= 1
-        if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]
+        self.reservations.drop(arrival.key)
 
     def wait_s(self, arrival: Arrival, *, is_reserved: bool = False) -> float | None:
         """Return the expected wait of a request that arrives now; None if unknown.
@@ -158,7 +144,7 @@ class QueueAdmission:
         tenant = tier.line.find(self._tenant_id(arrival))
         own = tier.backlog(tenant) if tenant is not None else 0.0
         if not is_reserved:
-            own += self._reservations.cost(arrival.tenant_id)
+            own += self.reservations.cost(arrival.tenant_id)
         before = self._units_before(arrival, own)
         return tier.seconds(before + self._cost(arrival) * self._dispatch.count_before(rank))
 
@@ -167,17 +153,17 @@ class QueueAdmission:
     ) -> QueueFull | None:
         """Return the refusal if there is no room within the limits, after reservations and the
         tenant's share."""
-        limits, own = self._limits, self._by_tenant.get(arrival.tenant_id.int, 0)
+        limits, own = self._limits, self._waiting.by_tenant.get(arrival.tenant_id.int, 0)
         share = 1.0 if is_reserved else NEWCOMERS_SHARE
-        free = int(limits.request_count_max * share) - self.waiting_count
+        free = int(limits.request_count_max * share) - self._waiting.total
         own_max = int(limits.tenant_request_count_max * share)
         if is_reserved:
             over = max(1 - free, own + 1 - own_max)
         else:
             # It returned too early: its own reservation does not count.
-            known = self._reservations.find(arrival.key) is not None
-            own += self._reservations.count(arrival.tenant_id) - known
-            free -= len(self._reservations) - known
+            known = self.reservations.find(arrival.key) is not None
+            own += self.reservations.count(arrival.tenant_id) - known
+            free -= len(self.reservations) - known
             # Each place that the tenant gives back is one less and leaves one more free.
             over_share = (own + 2 - free) // 2
             over = max(own + 1 - own_max, over_share)
@@ -189,7 +175,7 @@ class QueueAdmission:
         ahead = self._units_before(arrival, over * self._usual_cost(arrival))
         units = max(ahead, (1 - free) * self._cost(arrival))
         hint_s = self._reserve(arrival, tier.seconds(units), now, again=is_reserved)
-        return QueueFull(own, self.waiting_count, hint_s)
+        return QueueFull(own, self._waiting.total, hint_s)
 
     def _deadline_refusal(
         self,
@@ -217,12 +203,12 @@ class QueueAdmission:
         again: it returned on time and there was no room.
         """
         if again:
-            self._reservations.drop(arrival.key)
-        reservation = self._reservations.find(arrival.key)
+            self.reservations.drop(arrival.key)
+        reservation = self.reservations.find(arrival.key)
         if reservation is not None:  # it returned too early; its reservation still holds
             return max(reservation.ready_at - now, RETRY_S_MIN)
         hint_s = RETRY_S_UNKNOWN if wait_s is None else max(wait_s * RETRY_MARGIN, RETRY_S_MIN)
-        self._reservations.make(
+        self.reservations.make(
             Reservation(
                 arrival.key,
                 self._cost(arrival),
@@ -240,7 +226,7 @@ class QueueAdmission:
         tier = self._tiers[arrival.tier]
         weight = arrival.weight if self._limits.fair else 1.0
         return tier.units_before(
-            self._tenant_id(arrival), weight, own_units, self._reservations.cost
+            self._tenant_id(arrival), weight, own_units, self.reservations.cost
         )
 
     def _usual_cost(self, arrival: Arrival) -> float:

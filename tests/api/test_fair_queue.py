@@ -436,7 +436,7 @@ def test_after_any_operations_on_places_the_counts_agree(seed: int) -> None:
         len(queue.window.dispatched),
     ) == (0, 0, 0)
     assert all(not tier.line.waiting_count for tier in queue.tiers.values())
-    assert not queue.admission._by_tenant
+    assert not queue.waiting.by_tenant
     assert len(refused) > 10
     assert min(refused) > 0
 
