@@ -18,18 +18,11 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core import wire
+from api.openai.formats import echoed_format
 from api.openai.history import REASONING_TEXT
-from api.openai.parameters import (
-    Namespaces,
-    ParsedRequest,
-    ResponseParameters,
-    echoed_format,
-    echoed_tool_choice,
-    echoed_tools,
-    tier_name,
-    wants_logprobs,
-)
+from api.openai.parameters import ParsedRequest, ResponseParameters, tier_name, wants_logprobs
 from api.openai.refusals import Refusal
+from api.openai.tools import Namespaces, echoed_tool_choice, echoed_tools
 from inference.engine import SamplingParams, StoppedBy
 from inference.text.tokenizer import Place, Tokenizer, TokenPlaces
 

@@ -340,3 +340,21 @@ def _terminals(rules: Mapping[str, Sequence[str | Reference]]) -> frozenset[str]
             if open_counts[user] == 0:
                 found.append(user)
     return frozenset(found)
+
+
+def echoed_format(requested: Format | None) -> object:
+    """Return the format as a response repeats it."""
+    if requested is None:
+        return {"type": "text"}
+    fields = {
+        "type": requested.type,
+        "name": requested.name,
+        "description": requested.description,
+        "strict": requested.strict,
+    }
+    echoed: dict[str, object] = {name: value for name, value in fields.items() if value is not None}
+    if bytes(requested.schema) != bytes(ABSENT):
+        echoed["schema"] = msgspec.json.decode(requested.schema)
+    if bytes(requested.value) != bytes(ABSENT):
+        echoed["value"] = msgspec.json.decode(requested.value)
+    return echoed

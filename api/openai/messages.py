@@ -18,28 +18,24 @@ from weir.v1 import types_pb2
 from api.generation.parsing.conversation import MESSAGE_COUNT_MAX
 from api.generation.parsing.decoding import STOP_SEQUENCE_COUNT_MAX
 from api.openai.answers import Answer, Bill, Call, Output, ServedModel, event
+from api.openai.chat_messages import pair_results
 from api.openai.formats import ABSENT, Format, fill_format
 from api.openai.parameters import (
     COMMON_NAMES,
-    FUNCTION,
-    Choice,
     Idle,
     Int32,
     Int64,
-    NamedChoice,
     ParsedRequest,
-    ToolParameter,
     Unsupported,
     check_model_name,
     fill_limit,
-    fill_tools,
     names_annotated,
-    pair_results,
     refuse_unsupported,
     tolerate,
 )
 from api.openai.refusals import Refusal, check_count, invalid_parameter
 from api.openai.tolerance import EMPTY, Notes, check_kept
+from api.openai.tools import FUNCTION, Choice, NamedChoice, ToolParameter, fill_tools
 
 ROLES: Mapping[str, pb.Role.ValueType] = {
     "system": pb.ROLE_SYSTEM,

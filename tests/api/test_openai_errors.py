@@ -26,16 +26,10 @@ from api.core.settings import SettingInvalid, Settings
 from api.core.statuses import KINDS, status_of
 from api.generation.parsing.conversation import MESSAGE_COUNT_MAX
 from api.openai import answers
+from api.openai.chat_messages import Message, conversation
+from api.openai.input_items import Item, conversation_of
 from api.openai.parameters import CHAT_NAMES as NAMES
-from api.openai.parameters import (
-    RESPONSE_NAMES,
-    Item,
-    Message,
-    ResponseParameters,
-    conversation,
-    conversation_of,
-    decode,
-)
+from api.openai.parameters import RESPONSE_NAMES, ResponseParameters, decode
 from api.openai.refusals import (
     HTTP_STATUSES,
     duration_text,
