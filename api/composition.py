@@ -29,7 +29,7 @@ from api.console.console import ROOT, Console
 from api.core.addresses import Proxies
 from api.core.endpoint import local_url
 from api.core.errors import Draining
-from api.core.pace import FramePace
+from api.core.rate_limiter import RateLimiter
 from api.core.settings import SettingInvalid, Settings
 from api.generation.request import control
 from api.generation.request.admission import Capacity
@@ -325,7 +325,7 @@ def open_holds(
 
 
 def open_authenticator(
-    settings: Settings, sessions: Sessions, uses: KeyUses, pace: FramePace
+    settings: Settings, sessions: Sessions, uses: KeyUses, pace: RateLimiter
 ) -> Authenticator:
     """Return the authenticator, with the same policy.
 

@@ -40,7 +40,7 @@ from api.generation.endings import CAUSES, PHASES, SIBLING, TABLE, WAYS, Action,
 from api.generation.parsing import conversation, decoding, tools
 from api.metrics import operator_http
 from api.openai import dialects, embeddings, formats, parameters, tolerance
-from api.openai.refusals import http_status_of
+from api.openai.error_responses import http_status_of
 from infra.generate_proto import GOOGLE_ROOT, PROTO_ROOT
 from metering.ledger.ledger import AccountKind, TransactionKind
 from metering.quotas.quota_rules import DIMENSIONS, Kind

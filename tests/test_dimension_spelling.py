@@ -20,8 +20,8 @@ from weir_client.wire import read
 from api.core.statuses import status_of
 from api.core.wire import DIMENSIONS
 from api.observability.observer import RequestCounts
+from api.openai.error_responses import error_response
 from api.openai.models_list import ListedModel
-from api.openai.refusals import refusal_of
 from metering.alerts.alerts import Alert, ListedAlert
 from metering.alerts.delivering import body_of
 from metering.core.models import (
@@ -67,7 +67,7 @@ def test_the_table_has_every_dimension() -> None:
 def test_a_dimension_has_one_spelling_everywhere(dimension: QuotaDimension, spelling: str) -> None:
     status = status_of(exceeded(dimension))
     client_error = error_from_status(status)
-    answer = str(refusal_of(status))
+    answer = str(error_response(status))
     alert = Alert(
         id=uuid.uuid4(), window_start=NOW, threshold=80, limit_value=5, used=4, fired_at=NOW
     )

@@ -25,7 +25,7 @@ from api.core.errors import (
     Unauthenticated,
 )
 from api.core.interceptor import METHOD, Context
-from api.core.pace import VISIT, FramePace
+from api.core.rate_limiter import VISIT, RateLimiter
 from metering.core.errors import DatabaseUnavailable, KeyInvalid
 from metering.holds.lease_clock import boot_time_s
 from metering.quotas.quota_rules import Payer
@@ -135,7 +135,7 @@ class Authenticator:
         failures_per_minute: int = 0,
         used: Callable[[uuid.UUID], None] = lambda _: None,
         proxies: Proxies = NO_PROXIES,
-        pace: FramePace | None = None,
+        pace: RateLimiter | None = None,
     ) -> None:
         """grace_s: how long after its last check a key stays valid while the database is
         unavailable.
@@ -356,9 +356,9 @@ class StreamKey:
         self._is_stale = False
         self._refusal: Exception | None = None
         # called if the key may no longer be used from this address
-        self.on_shut_out: Callable[[Exception], None] = ignore_refusal
+        self.on_revoked: Callable[[Exception], None] = ignore_refusal
 
-    async def look_again(self) -> None:
+    async def refresh(self) -> None:
         """Check the key again if the last check is too old. `check` raises the result."""
         now = self._clock()
         if now - self._looked_at < self._interval_s and not self._is_stale:
@@ -384,10 +384,10 @@ class StreamKey:
         principal = self.principal
         if principal.secret_hash in ended_secrets:
             self._refusal = KeyRevokedMidway(SECRET_REPLACED)
-            self.on_shut_out(self._refusal)
+            self.on_revoked(self._refusal)
         elif not allows(networks, principal.address):
             self._refusal = AddressNotAllowed(principal.address)
-            self.on_shut_out(self._refusal)
+            self.on_revoked(self._refusal)
 
     def check(self) -> None:
         """Raise if a request may not start: Unauthenticated, KeyInvalid, PermissionDenied."""
@@ -422,7 +422,7 @@ class StreamKeys:
             held.discard(key)
             # Breaks a reference cycle, so that an ended stream is freed without a garbage
             # collection.
-            key.on_shut_out = ignore_refusal
+            key.on_revoked = ignore_refusal
             if not held:
                 del self._open[api_key_id]
 

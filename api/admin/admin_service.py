@@ -6,22 +6,120 @@ Each RPC requires an admin key and is one transaction; client-made ids make retr
 
 from __future__ import annotations
 
+import uuid
+
+from weir.v1 import admin_service_pb2 as pb
 from weir.v1 import admin_service_pb2_grpc as pb_grpc
+from weir.v1 import alerts_pb2 as alert_pb
 
 from api.access.auth import Authenticator
-from api.admin.audit_calls import AuditCalls
-from api.admin.configuration_calls import ConfigurationCalls, InThread, at_once
-from api.admin.live_calls import LiveCalls
-from api.admin.plan_calls import PlanCalls
-from api.admin.price_calls import PriceCalls
-from api.admin.quota_calls import QuotaCalls
-from api.admin.replica_calls import ReplicaCalls
-from api.admin.tenant_calls import TenantCalls
-from api.admin.webhook_calls import WebhookCalls
+from api.access.servicer import AuthenticatedServicer, removed
+from api.admin.configuration_calls import ConfigurationCalls, InThread, at_once, json_text
+from api.admin.live_calls import LiveCalls, ReplicaCalls
+from api.admin.price_calls import PlanCalls, PriceCalls
+from api.admin.tenant_calls import QuotaCalls, TenantCalls
+from api.core import wire
+from api.core.interceptor import Context
+from api.core.messages import alert_message, webhook_message
 from inference.routing.router import Router
+from metering.alerts import delivering as webhooks
+from metering.alerts.alerts import find_alert
+from metering.core import audit
+from metering.core.models import AuditEntry
 from metering.invoicing.invoice_document import Issuer
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions
+from metering.tenants.tenants import subject_ids
+
+
+class WebhookCalls(AuthenticatedServicer):
+    """Calls on webhooks."""
+
+    _private_webhooks: bool
+
+    async def SetAlertWebhook(
+        self, request: alert_pb.SetAlertWebhookRequest, context: Context
+    ) -> alert_pb.SetAlertWebhookResponse:
+        """Create a webhook and return its secret, once."""
+        async with self._acting(context) as acting:
+            if (earlier := await acting.earlier(request)) is not None:
+                existing = await webhooks.list_webhooks(acting.session, organization=earlier)
+                return alert_pb.SetAlertWebhookResponse(
+                    webhook=webhook_message(existing[0]) if existing else None
+                )
+            state, secret = await webhooks.set_webhook(
+                acting.session,
+                organization=request.organization,
+                url=request.url,
+                private=self._private_webhooks,
+                actor=acting.actor,
+            )
+            await acting.record(request, state.organization.id)
+            return alert_pb.SetAlertWebhookResponse(webhook=webhook_message(state), secret=secret)
+
+    async def ListAlertWebhooks(
+        self, request: alert_pb.ListAlertWebhooksRequest, context: Context
+    ) -> alert_pb.ListAlertWebhooksResponse:
+        async with self._transaction(context) as (session, _):
+            matches = await webhooks.list_webhooks(session, organization=request.organization)
+            return alert_pb.ListAlertWebhooksResponse(webhooks=map(webhook_message, matches))
+
+    async def DeleteAlertWebhook(
+        self, request: alert_pb.DeleteAlertWebhookRequest, context: Context
+    ) -> alert_pb.DeleteAlertWebhookResponse:
+        async with self._transaction(context) as (session, actor):
+            removal = webhooks.remove_webhook(
+                session, organization=request.organization, actor=actor
+            )
+            return alert_pb.DeleteAlertWebhookResponse(
+                deleted=await removed(removal, allow_missing=request.allow_missing)
+            )
+
+    async def TestAlertWebhook(
+        self, request: alert_pb.TestAlertWebhookRequest, context: Context
+    ) -> alert_pb.TestAlertWebhookResponse:
+        async with self._acting(context) as acting:
+            if (earlier := await acting.earlier(request)) is not None:
+                alert_id = uuid.UUID(earlier)
+            else:
+                alert_id = await webhooks.try_webhook(
+                    acting.session, organization=request.organization
+                )
+                await acting.record(request, alert_id)
+            return alert_pb.TestAlertWebhookResponse(
+                alert=alert_message(await find_alert(acting.session, alert_id))
+            )
+
+
+class AuditCalls(AuthenticatedServicer):
+    """Calls on the audit log."""
+
+    async def ListAuditEntries(
+        self, request: pb.ListAuditEntriesRequest, context: Context
+    ) -> pb.ListAuditEntriesResponse:
+        start_at = wire.given_time(request, "start_time")
+        end_at = wire.given_time(request, "end_time")
+        async with self._transaction(context) as (session, _):
+            entries = await audit.list_audit_entries(
+                session,
+                page_size=request.page_size or 100,
+                before_entry_id=request.before_entry_id,
+                subject_ids=(
+                    await subject_ids(session, request.subject) if request.subject else None
+                ),
+                actor=request.actor,
+                action_prefix=request.action_prefix,
+                start_at=start_at,
+                end_at=end_at,
+            )
+            return pb.ListAuditEntriesResponse(entries=map(audit_message, entries))
+
+
+def audit_message(entry: AuditEntry) -> pb.AuditEntry:
+    before, after = (json_text(each, sort_keys=True) for each in (entry.before, entry.after))
+    return wire.message_of(
+        pb.AuditEntry, entry, entry_id=entry.id, before_json=before, after_json=after
+    )
 
 
 class AdminServicer(

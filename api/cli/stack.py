@@ -72,7 +72,7 @@ from metering.store.db import Sessions, create_engine, create_sessions
 from metering.store.embedded_postgres import EmbeddedPostgres, PostgresNotStarted
 from metering.store.migrations_runner import SchemaUnknown
 from metering.store.migrations_runner import migrate as upgrade
-from metering.store.refusals import cause_of, is_conflict, refusal_of
+from metering.store.refusals import cause_of, error_response, is_conflict
 from metering.tenants.tenants import (
     authenticate,
     create_api_key,
@@ -152,7 +152,7 @@ def clear_failures() -> Iterator[None]:
         origin = (
             error.orig if isinstance(error, sqlalchemy.exc.OperationalError) else None
         ) or error
-        conflict = refusal_of(origin) if is_conflict(error) else None
+        conflict = error_response(origin) if is_conflict(error) else None
         cause = str(conflict or cause_of(origin))
         named = cause.replace("the database ", "the database of WEIR_DATABASE_URL ", 1)
         fail(f"{named}: {error_text(error)}")

@@ -32,8 +32,8 @@ from api.core.errors import FieldViolation, InvalidRequest, MessageUnreadable
 from api.core.interceptor import Failed, guarded, writing
 from api.core.statuses import ERROR_DOMAIN, STATUS_DETAILS_KEY, status_of
 from api.observability.observer import HTTP, Observer
+from api.openai.error_responses import HTTP_STATUSES, HttpFault, error_response
 from api.openai.listener import Handle, peer_of, read_body, secret_of
-from api.openai.refusals import HTTP_STATUSES, HttpFault, refusal_of
 from api.server import Servicers
 
 STATIC = Path(__file__).resolve().parent / "static"
@@ -412,7 +412,7 @@ def refused(status: status_pb2.Status, http_status: int = 0, more: Any = None) -
         json_format.MessageToJson(status, indent=None),
         http_status or HTTP_STATUSES.get(status.code, 500),
     )
-    response.headers.update(refusal_of(status).headers if more is None else more)
+    response.headers.update(error_response(status).headers if more is None else more)
     return response
 
 

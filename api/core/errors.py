@@ -274,7 +274,7 @@ class MessageTooLarge(ApiError):
 
 
 class TooManyCalls(ApiError):
-    """Too many calls of this API key wait for their share of time. Wait `retry_after_s`."""
+    """This API key is rate limited. Retry after the delay in `RetryInfo`."""
 
     reason = "TOO_MANY_CALLS"
 
@@ -296,7 +296,7 @@ class CallMissing(ApiError):
 
 
 class UnknownRequest(ApiError):
-    """A frame names a request that this stream, or for `attach` this project, does not have."""
+    """No such request on this stream; for `attach`, in this project."""
 
     reason = "REQUEST_UNKNOWN"
 
@@ -375,7 +375,9 @@ class Overloaded(ApiError):
 
 
 class PreparationLimit(ApiError):
-    """Text of this key or organization in preparation is at its limit of characters. Wait."""
+    """Too many characters of this key's or organization's prompts are being tokenized. Retry
+    after the delay in `RetryInfo`.
+    """
 
     reason = "PREPARATION_LIMIT"
     retry_after_s = 1.0

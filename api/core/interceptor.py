@@ -22,7 +22,7 @@ from api.core.errors import (
     MessageTooLarge,
     MessageUnreadable,
 )
-from api.core.pace import VISIT, FramePace, Visit, measured
+from api.core.rate_limiter import VISIT, RateLimiter, Visit, measured
 from api.core.statuses import STATUS_DETAILS_KEY, status_of
 from api.core.texts import check_texts
 from common.loop_watch import CURRENT
@@ -134,7 +134,7 @@ class GuardedServices:
 class Guard:
     """Wraps unary and streaming handlers. Aborts and cancellations pass through."""
 
-    def __init__(self, failed: Failed = ignore_failure, pace: FramePace | None = None) -> None:
+    def __init__(self, failed: Failed = ignore_failure, pace: RateLimiter | None = None) -> None:
         """failed: called with path and error of each failed call.
 
         pace: counts calls; None: they are not counted.
@@ -175,7 +175,7 @@ class Guard:
 
 
 def visiting(
-    guard: Callable[[Any, Any], Coroutine[Any, Any, Any]], pace: FramePace, method: str
+    guard: Callable[[Any, Any], Coroutine[Any, Any, Any]], pace: RateLimiter, method: str
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     """Return a handler whose calls are counted."""
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from api.core.errors import InvalidRequest
 from api.openai.answers import Answer, ServedModel
+from api.openai.error_responses import ErrorResponse
 from api.openai.parameters import ParsedRequest, decode, tolerate
-from api.openai.refusals import Refusal
 from api.openai.tolerance import Notes
 
 
@@ -21,7 +21,7 @@ class Api:
     parse: Callable[[Any], ParsedRequest]
     answer: Callable[[ParsedRequest, ServedModel, str, int], Answer]
     tolerate: Callable[[Any, Notes], None] = tolerate
-    error_body: Callable[[Refusal, str], dict[str, Any]] = Refusal.body
+    error_body: Callable[[ErrorResponse, str], dict[str, Any]] = ErrorResponse.body
 
 
 def parsed_body(body: bytes, api: Api, *, strict: bool) -> tuple[ParsedRequest, dict[str, str]]:

@@ -13,8 +13,8 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.core.wire import picos_of
 from api.openai.answers import cost_facts
+from api.openai.error_responses import invalid_parameter
 from api.openai.parameters import MODEL_REQUIRED, Int32, Prompt, prompts_of
-from api.openai.refusals import invalid_parameter
 from inference.engine import ModelInfo
 
 ENCODINGS = ("float", "base64")

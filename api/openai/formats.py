@@ -15,7 +15,7 @@ from msgspec import Raw, Struct
 from weir.v1 import inference_service_pb2 as pb
 
 from api.generation.parsing.decoding import RESPONSE_FORMAT_BYTES_MAX
-from api.openai.refusals import check_count, invalid_parameter
+from api.openai.error_responses import check_count, invalid_parameter
 
 ANY_OBJECT = '{"type": "object"}'
 ABSENT = Raw(b"null")

@@ -21,7 +21,7 @@ from api.access.auth import Authenticator, StreamKey, check_model
 from api.core.addresses import FORWARDED_FOR
 from api.core.errors import Draining, InvalidRequest
 from api.core.messages import models_for
-from api.core.pace import BYTE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
+from api.core.rate_limiter import BYTE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
 from api.core.statuses import status_of
 from api.generation.parsing.embed_request import ValidEmbed, parse_embed
 from api.generation.parsing.start_frame import parse_count_tokens
@@ -45,6 +45,14 @@ from api.openai.embeddings import (
     embed_request,
     embedding_list,
     embedding_names,
+)
+from api.openai.error_responses import (
+    ErrorResponse,
+    HttpFault,
+    error_response,
+    invalid_parameter,
+    quota_headers,
+    remedy_of,
 )
 from api.openai.exchange import (
     JSON,
@@ -76,14 +84,6 @@ from api.openai.parameters import (
     parse_chat,
     parse_completion,
     parse_response,
-)
-from api.openai.refusals import (
-    HttpFault,
-    Refusal,
-    invalid_parameter,
-    quota_headers,
-    refusal_of,
-    remedy_of,
 )
 from api.openai.tokens import (
     DetokenizeParameters,
@@ -163,7 +163,7 @@ class Gateway:
         """Return the response to a request; every error becomes an error body."""
         received_at = time.monotonic()
         request_id = uuid.uuid4()
-        form = error_body if self._is_anthropic(request) else Refusal.body
+        form = error_body if self._is_anthropic(request) else ErrorResponse.body
         owner: Owner | None = None  # None until the request is authenticated
         try:
             if (plain := self._plain(request)) is not None:
@@ -199,7 +199,7 @@ class Gateway:
         except Exception as error:
             self._count_refusal(owner)
             self._process.observer.call_failed(HTTP, error)
-            refusal = refusal_of(status_of(error))
+            refusal = error_response(status_of(error))
             return refused(refusal, request_id, form=form)
 
     def _is_anthropic(self, request: web.BaseRequest) -> bool:
@@ -225,7 +225,7 @@ class Gateway:
 
     def _count_refusal(self, owner: Owner | None) -> None:
         if owner is not None:
-            self._process.pace.spent(owner, REFUSAL_COST_S)
+            self._process.pace.charge(owner, REFUSAL_COST_S)
 
     def _find(self, request: web.BaseRequest) -> tuple[Handler, str]:
         """Return the handler and the RPC that the endpoint corresponds to.
@@ -270,14 +270,14 @@ class Gateway:
             return parsed, headers, valid_starts(parsed, arrival.request_id, window)
 
         parsed, headers, starts = await self._read(request, arrival, principal, parse)
-        with self._process.pace.spending(arrival.caller.payer, START_FREE_S):
+        with self._process.pace.charging(arrival.caller.payer, START_FREE_S):
             model = self._model_of(parsed, principal, arrival.request_id)
             format = api.answer(parsed, model, arrival.request_id.hex, int(time.time()))
             if not isinstance(starts, InvalidRequest):
                 return Exchange(self._process, request, arrival, parsed, starts, format, headers)
         self._process.observer.start_refused(starts)
         return refused(
-            refusal_of(status_of(starts), parsed.names),
+            error_response(status_of(starts), parsed.names),
             arrival.request_id,
             form=format.error_body,
         )
@@ -313,7 +313,7 @@ class Gateway:
             counted = await count_tokens(self._process, principal, prompt, found)
         except Exception as error:
             return refused(
-                refusal_of(status_of(error), parsed.names),
+                error_response(status_of(error), parsed.names),
                 arrival.request_id,
                 form=api.error_body,
             )
@@ -343,7 +343,7 @@ class Gateway:
             response = await self._process.embed(arrival.caller, start).answer()
         except Exception as error:
             return refused(
-                refusal_of(status_of(error), notes.names_as_sent(embedding_names(requested))),
+                error_response(status_of(error), notes.names_as_sent(embedding_names(requested))),
                 arrival.request_id,
             )
         return answered(
@@ -379,7 +379,7 @@ class Gateway:
                 found.append(await in_thread(self._process, principal, each_cost * len(ids), show))
                 await asyncio.sleep(0)  # a turn for others after each of many short texts
         except Exception as error:
-            refusal = refusal_of(status_of(error), names)
+            refusal = error_response(status_of(error), names)
             return refused(refusal, arrival.request_id)
         encode = partial(answers.encode, tokenized_body(requested, found, window))
         count = sum(each.token_count for each in found)
@@ -487,7 +487,7 @@ class Gateway:
         ):
             body = await read_body(request, bytes_max)
             self._count_bytes(body)
-            await key.look_again()
+            await key.refresh()
             key.check()
             # Last, so that the work on this body counts before the key's next request has its turn.
             payer = arrival.caller.payer
@@ -500,7 +500,7 @@ class Gateway:
         self, arrival: Arrival, body: bytes, parse: Callable[[bytes], Parsed]
     ) -> Parsed:
         # An ordinary request costs at most this much.
-        with self._process.pace.spending(arrival.caller.payer, START_FREE_S), Stage("parse"):
+        with self._process.pace.charging(arrival.caller.payer, START_FREE_S), Stage("parse"):
             return parse(body)
 
     def _count_bytes(self, body: bytes) -> None:

@@ -27,12 +27,11 @@ from api.generation.parsing.decoding import (
     STOP_SEQUENCE_COUNT_MAX,
     STOP_TOKEN_ID_COUNT_MAX,
 )
-from api.openai.chat_messages import ROLES, Message, conversation
+from api.openai.conversations import ROLES, Item, Message, conversation, conversation_of
 from api.openai.dialects import NEUTRAL, field_of, is_neutral
+from api.openai.error_responses import HttpFault, check_count, invalid_parameter
 from api.openai.formats import ABSENT, CHAT_FIELD, Format, fill_format
 from api.openai.history import REASONING
-from api.openai.input_items import Item, conversation_of
-from api.openai.refusals import HttpFault, check_count, invalid_parameter
 from api.openai.tolerance import (
     EMPTY,
     NO_LIMIT,

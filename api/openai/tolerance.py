@@ -22,8 +22,8 @@ from msgspec.inspect import ListType, StructType, UnionType
 from api.core.errors import FieldViolation, InvalidRequest
 from api.openai.dialects import ABLE, LIMIT, NEUTRAL, OTHER_FORMS, field_of, is_neutral
 from api.openai.effects import Effect, Field
+from api.openai.error_responses import invalid_parameter, parameter
 from api.openai.history import convert_history
-from api.openai.refusals import invalid_parameter, parameter
 
 IGNORED_HEADER = "weir-ignored-parameters"
 NAMES_MAX = 20  # in the header

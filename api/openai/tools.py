@@ -16,8 +16,8 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.generation.parsing.conversation import CALL_COUNT_MAX
 from api.generation.parsing.tools import TOOL_COUNT_MAX
+from api.openai.error_responses import check_count, invalid_parameter
 from api.openai.formats import ABSENT
-from api.openai.refusals import check_count, invalid_parameter
 
 FUNCTION = "function"
 NAMESPACE = "namespace"  # type of a group of functions in the responses API

@@ -43,7 +43,7 @@ from sqlalchemy.pool import AsyncAdaptedQueuePool, ConnectionPoolEntry
 
 from common.backoff import Backoff
 from metering.core.errors import DatabaseUnavailable
-from metering.store.refusals import refusal_of
+from metering.store.refusals import error_response
 
 BACKOFF_MIN_S = 0.05  # maximum delay in noticing that a restarted database is back
 BACKOFF_MAX_S = 2.0  # maximum pause, before jitter of up to half as much again
@@ -338,7 +338,7 @@ def raise_database_unavailable(context: ExceptionContext) -> None:
     """Convert an outage or a conflict to DatabaseUnavailable, without the statement's values."""
     if context.is_pre_ping:
         return  # the pool's own test of a connection: it replaces a dead one
-    if (refusal := refusal_of(context.original_exception)) is not None:
+    if (refusal := error_response(context.original_exception)) is not None:
         raise refusal from context.original_exception
 
 

@@ -78,7 +78,7 @@ def cause_of(error: BaseException) -> str:
     return next((cause for kinds, cause in CAUSES if isinstance(error, kinds)), NO_ANSWER)
 
 
-def refusal_of(error: BaseException, retry_after_s: float = 1.0) -> DatabaseUnavailable | None:
+def error_response(error: BaseException, retry_after_s: float = 1.0) -> DatabaseUnavailable | None:
     """Return the domain error of a conflict or an outage; None for any other error."""
     if isinstance(error, CONFLICTS):
         return WriteConflict(type(error).__name__)

@@ -26,10 +26,10 @@ from api.openai.apis import parsed_body
 from api.openai.dialects import ABLE, FIELDS, FIELDS_BY_API, NEUTRAL, field_of
 from api.openai.effects import Effect
 from api.openai.embeddings import EmbeddingParameters, embed_request, embedding_names, normalized
+from api.openai.error_responses import HttpFault, parameter
 from api.openai.formats import lark_of
 from api.openai.gateway import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from api.openai.parameters import RANGES, decode
-from api.openai.refusals import HttpFault, parameter
 from api.openai.tolerance import Notes, shape_of
 
 FIELDS_FILE = Path(__file__).with_name("dialect_fields.txt")

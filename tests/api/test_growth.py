@@ -23,7 +23,7 @@ from weir.v1 import (
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1.configuration_pb2 import ApplyConfigurationRequest
 
-from api.admin.configuration_messages import Parsing
+from api.admin.configuration_calls import Parsing
 from api.console.console import BODY_BYTES_MAX, read_message
 from api.core.interceptor import (
     LARGE_MESSAGES,

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from api.core.errors import InvalidRequest
+from api.openai.error_responses import HttpFault
 from api.openai.parameters import (
     ChatParameters,
     CompletionParameters,
@@ -25,7 +26,6 @@ from api.openai.parameters import (
     parse_response,
     tolerate,
 )
-from api.openai.refusals import HttpFault
 from api.openai.tolerance import (
     ENCODED_COUNT_MAX,
     ENTERED_COUNT_MAX,

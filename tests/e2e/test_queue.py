@@ -21,7 +21,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 import api.fleet.fleet as api_engines
-from api.queue.service_rate import ServiceRate
+from api.queue.tier import ServiceRate
 from metering.core.models import QuotaDimension
 from tests.conftest import new_database
 from tests.service import MODEL, Inside, Service, Stream, Tenant, run_inside, start, until

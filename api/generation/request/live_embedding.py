@@ -22,7 +22,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import CancelledEarly, EngineLost, InputsTooLong, LongInput
 from api.core.messages import input_count_max
-from api.core.pace import REFUSAL_COST_S
+from api.core.rate_limiter import REFUSAL_COST_S
 from api.generation import state
 from api.generation.delivery.stream_writer import UsageSoFar
 from api.generation.parsing.embed_request import (
@@ -136,7 +136,7 @@ class LiveEmbedding:
             self._fail(error)
         finally:
             if self._settled is None:
-                self._process.pace.spent(self.caller.payer, REFUSAL_COST_S + self._work_s)
+                self._process.pace.charge(self.caller.payer, REFUSAL_COST_S + self._work_s)
             self._answer.cancel()
             self._process.ended(self)
             self.life.over()

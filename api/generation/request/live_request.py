@@ -32,7 +32,7 @@ from api.core.errors import (
     InvalidRequest,
     NotAdmittedYet,
 )
-from api.core.pace import VISIT
+from api.core.rate_limiter import VISIT
 from api.core.statuses import status_of
 from api.core.wire import OUTCOMES
 from api.generation import state
@@ -751,7 +751,7 @@ class LiveRequest:
                 self.place.leave()
                 self.place.on_dispatch = None
             if held is None:
-                process.pace.spent(self.caller.payer, self._work_s)
+                process.pace.charge(self.caller.payer, self._work_s)
             self.end_cause = cause_of(held.outcome if held is not None else None, broken)
             process.generated(self, can_be_received=settled is not None)
             self.output.end(end)

@@ -132,7 +132,7 @@ def remedy_of(path: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class ErrorResponse:
     """Error response. kind: OpenAI's `type`. param: the wrong parameter. facts: other metadata."""
 
     http_status: int
@@ -175,7 +175,7 @@ class HttpFault(Exception):
         """closing: the connection must close, since the end of the request is unknown."""
         super().__init__(message)
         self.closing = closing
-        self.refusal = Refusal(
+        self.refusal = ErrorResponse(
             http_status, message, "invalid_request_error", code, param, headers or {}
         )
 
@@ -192,7 +192,9 @@ def invalid_parameter(param: str | None, description: str) -> InvalidRequest:
     return InvalidRequest([FieldViolation(param or "", description)])
 
 
-def refusal_of(status: status_pb2.Status, names: Mapping[str, str] | None = None) -> Refusal:
+def error_response(
+    status: status_pb2.Status, names: Mapping[str, str] | None = None
+) -> ErrorResponse:
     """Return the error response for a status. names: request parameters by start frame field."""
     info = detail_of(status, error_details_pb2.ErrorInfo) or error_details_pb2.ErrorInfo(
         reason="INTERNAL"
@@ -205,7 +207,7 @@ def refusal_of(status: status_pb2.Status, names: Mapping[str, str] | None = None
     headers = retry_headers(http_status, wait_s) | refusal_headers(info.metadata)
     if http_status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Refusal(
+    return ErrorResponse(
         http_status, message, kind, code, param, headers, {"reason": info.reason, **info.metadata}
     )
 
