@@ -161,7 +161,7 @@ class Authenticator:
         self._remembered: OrderedDict[bytes, tuple[float, int, Principal]] = OrderedDict()
 
     async def principal(self, context: Context) -> Principal:
-        """Return the principal of a unary gRPC call, after waiting for its key's turn.
+        """Authenticate a unary gRPC call, after waiting for its key's turn.
 
         Raises as `principal_of`, and Unauthenticated if the call brings no secret.
         """
@@ -306,7 +306,7 @@ def metadata_values(context: Context, name: str) -> list[str]:
 
 
 def bearer_token(context: Context) -> str:
-    """Return the secret in the metadata of a call. Raises: Unauthenticated with instructions."""
+    """Read the secret from the metadata of a call. Raises: Unauthenticated with instructions."""
     for value in metadata_values(context, "authorization"):
         if value.lower().startswith(BEARER):
             return value[len(BEARER) :].strip()

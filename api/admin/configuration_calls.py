@@ -196,7 +196,7 @@ class Parsing:
                 )
             )
         place = QuotaPlace(
-            dimension or next(iter(wire.DIMENSIONS)), message.model, message.for_new_keys
+            dimension or next(iter(wire.DIMENSION_NUMBERS)), message.model, message.for_new_keys
         )
         values = {name: getattr(message, name) for name in ("enforced", *WEIGHTS) if name in said}
         if message.HasField("alert_at"):
@@ -261,7 +261,7 @@ def project_configuration(project: ProjectSpec) -> configuration_pb2.ProjectConf
 
 
 def quota_message(quota: tuple[QuotaPlace, QuotaSpec]) -> configuration_pb2.QuotaConfiguration:
-    """Return the message of a quota, with default values unset."""
+    """Convert a quota to its message; default values stay unset."""
     place, spec = quota
     message = place_message(place)
     defaults = QuotaSpec(limit_value=spec.limit_value)
@@ -280,7 +280,7 @@ def quota_message(quota: tuple[QuotaPlace, QuotaSpec]) -> configuration_pb2.Quot
 
 
 def place_message(place: QuotaPlace) -> configuration_pb2.QuotaConfiguration:
-    dimension = wire.DIMENSIONS[place.dimension]
+    dimension = wire.DIMENSION_NUMBERS[place.dimension]
     return configuration_pb2.QuotaConfiguration(
         dimension=dimension, model=place.model, for_new_keys=place.for_new_keys
     )
@@ -294,7 +294,7 @@ def answer_of(work: Attempts, *, secrets: bool) -> configuration_pb2.ApplyConfig
 
 
 def change_message(change: Change, *, secrets: bool) -> configuration_pb2.ConfigurationChange:
-    """Return the message of a change. secrets: whether to include those of new keys."""
+    """Convert a change to its message. secrets: whether to include those of new keys."""
     is_unmade = change.kind == "key" and change.action is Action.CREATE and not secrets
     return wire.message_of(
         configuration_pb2.ConfigurationChange,

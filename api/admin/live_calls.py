@@ -82,7 +82,7 @@ class LiveCalls(AuthenticatedServicer):
     async def _owner(
         self, session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None
     ) -> LiveRow:
-        """Return the owner of a request. Raises: NotFound; InvalidValue if the id is ambiguous."""
+        """Find the owner of a request. Raises: NotFound; InvalidValue if the id is ambiguous."""
         owners = await live.find_request_owners(session, request_id, project_id)
         if not owners:
             raise NotFound("request", str(request_id))
@@ -140,7 +140,7 @@ class LiveCalls(AuthenticatedServicer):
         return live_pb.ExpireOverdueHoldsResponse(expired_count=expired_count)
 
     async def _place(self, request_id: uuid.UUID, project: str) -> tuple[live.Place, bool]:
-        """Return the place of a request and whether it has ended.
+        """Find the process of a request and whether it has ended.
 
         Raises: NotFound; InvalidValue if it runs in several projects.
         """

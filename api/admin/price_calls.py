@@ -146,7 +146,7 @@ class PriceCalls(AuthenticatedServicer):
 async def owner_names(
     session: AsyncSession, versions: Collection[ModelPrice]
 ) -> dict[uuid.UUID, str]:
-    """Return the names of the organizations that the price versions belong to."""
+    """Look up the names of the organizations that the price versions belong to."""
     return await organization_names(
         session, (each.organization_id for each in versions if each.organization_id is not None)
     )
@@ -327,7 +327,7 @@ class PlanCalls(AuthenticatedServicer):
 
 
 def parse_month(text: str, field: str) -> date | None:
-    """Return the first day of a month `YYYY-MM`; None for an empty text.
+    """Parse a month `YYYY-MM` to its first day; None for an empty text.
 
     Raises: InvalidValue naming the field.
     """
@@ -338,7 +338,7 @@ def parse_month(text: str, field: str) -> date | None:
 
 
 def rules_of(path: str, message: plan_pb.PlanConfiguration) -> PlanRules:
-    """Return the rules of a plan. Raises: InvalidValue naming the field in `path`."""
+    """Convert the rules of a plan. Raises: InvalidValue naming the field in `path`."""
     try:
         return PlanRules(
             tuple(
@@ -363,7 +363,7 @@ def rules_of(path: str, message: plan_pb.PlanConfiguration) -> PlanRules:
 
 
 def selector_of(message: plan_pb.TokenSelector) -> Selector:
-    """Return the selector of tokens. Raises: InvalidValue."""
+    """Convert a selector of tokens. Raises: InvalidValue."""
     if message.token_kind and message.token_kind not in KINDS:
         raise InvalidValue(
             "token_kind", f"must be one of {', '.join(KINDS)}, got {message.token_kind[:64]!r}"

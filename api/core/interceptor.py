@@ -28,7 +28,7 @@ from api.core.texts import check_texts
 from common.loop_watch import CURRENT
 from metering.store.refusals import repeated
 
-CODES = {code.value[0]: code for code in grpc.StatusCode}
+GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
 Context = grpc.aio.ServicerContext[Any, Any]
 
 # Messages other than prompts, texts and configurations are small. They are parsed on the event
@@ -82,7 +82,9 @@ async def abort(context: Context, status: status_pb2.Status) -> None:
     """
     try:
         await context.abort(
-            CODES[status.code], status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),)
+            GRPC_CODES[status.code],
+            status.message,
+            ((STATUS_DETAILS_KEY, status.SerializeToString()),),
         )
     except grpc.aio.AbortError as aborted:
         aborted.__traceback__ = None

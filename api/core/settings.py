@@ -628,7 +628,7 @@ class Settings:
         )
 
     def proxy_networks(self) -> tuple[Network, ...]:
-        """Return the networks of trusted proxies."""
+        """Parse the networks of trusted proxies."""
         return networks_of(tuple(filter(None, self.trusted_proxies.split(","))))
 
     def tls_files(self) -> tuple[Path, Path, Path | None] | None:

@@ -129,12 +129,15 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
         metering_errors.InvariantViolated,
     ),
 }
-CODES: Mapping[type, int] = {kind: code for code, kinds in KINDS.items() for kind in kinds}
+CODES_BY_CLASS: Mapping[type, int] = {kind: code for code, kinds in KINDS.items() for kind in kinds}
 
 
 def code_of(error: BaseException) -> int:
     """Return the code of an error's class, or of the nearest base class with one."""
-    return next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), code_pb2.INTERNAL)
+    return next(
+        (CODES_BY_CLASS[kind] for kind in type(error).__mro__ if kind in CODES_BY_CLASS),
+        code_pb2.INTERNAL,
+    )
 
 
 def reason_of(error: BaseException) -> str:

@@ -25,7 +25,7 @@ class Api:
 
 
 def parsed_body(body: bytes, api: Api, *, strict: bool) -> tuple[ParsedRequest, dict[str, str]]:
-    """Return a generating request, and the header that names its ignored parameters.
+    """Parse a generating request; return it with the header that names ignored parameters.
 
     strict: refuse unknown parameters. Raises: InvalidRequest, HttpFault.
     """

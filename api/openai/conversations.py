@@ -266,7 +266,7 @@ def conversation_of(
 
 
 def _kind(item: Item, field: str) -> str:
-    """Return the kind of an item that has no field of another kind. Raises: InvalidRequest."""
+    """Check the fields of an item, and return its kind. Raises: InvalidRequest."""
     kind = item.type or MESSAGE
     for name in Item.__struct_fields__:
         if name not in FIELDS[kind] and getattr(item, name) is not None:
@@ -289,7 +289,7 @@ def _message(item: Item, field: str) -> pb.Message:
 
 
 def _thought(item: Item, field: str) -> str:
-    """Return the text of an earlier thought; empty if it is encrypted."""
+    """Read the text of an earlier thought; empty if it is encrypted."""
     parts = [] if isinstance(item.content, str) or item.content is None else item.content
     for index, part in enumerate(parts):
         if part.text is None:

@@ -44,7 +44,7 @@ class EmbeddingParameters(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def embed_request(requested: EmbeddingParameters, request_id: str) -> pb.EmbedRequest:
-    """Return the request for the contract. Raises: InvalidRequest."""
+    """Convert the parameters to the request of the contract. Raises: InvalidRequest."""
     if not requested.model:
         raise invalid_parameter("model", MODEL_REQUIRED)
     if requested.encoding_format not in (None, *ENCODINGS):
@@ -127,12 +127,12 @@ def embedding_list(
 
 
 def packed(vector: Iterable[float]) -> str:
-    """Return a vector as base64 of its little-endian 32-bit floats."""
+    """Encode a vector as base64 of its little-endian 32-bit floats."""
     return base64.b64encode(array("f", vector).tobytes()).decode()
 
 
 def normalized(vector: Sequence[float]) -> Sequence[float]:
-    """Return a vector of length 1; one that has it already is unchanged."""
+    """Scale a vector to length 1; one that has it already is unchanged."""
     length = math.hypot(*vector)
     if length == 0 or abs(length - 1) < UNIT_TOLERANCE:
         return vector

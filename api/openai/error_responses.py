@@ -17,7 +17,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from weir.v1 import types_pb2
 
 from api.core.errors import FieldViolation, InvalidRequest
-from api.core.wire import DIMENSIONS
+from api.core.wire import DIMENSION_NUMBERS
 from metering.core.models import QuotaDimension
 
 # Non-standard status that proxies log for a closed connection; clients do not retry it.
@@ -45,7 +45,7 @@ HTTP_STATUSES: Mapping[int, int] = {
 REASON_HTTP_STATUSES: Mapping[str, int] = {"INSUFFICIENT_CREDIT": 429}
 
 # Error codes that are not the reason in lower case.
-CODES: Mapping[str, str] = {
+ERROR_CODES: Mapping[str, str] = {
     "UNAUTHENTICATED": "invalid_api_key",
     "PERMISSION_DENIED": "insufficient_permissions",
     "FIELD_INVALID": "invalid_value",
@@ -121,7 +121,7 @@ COUNTED: Mapping[QuotaDimension, str] = {
 RATES = {QuotaDimension.CONCURRENT_REQUESTS: REQUESTS} | {
     each: kind for each, kind in COUNTED.items() if each.endswith("_per_minute")
 }
-COUNTED_NUMBERS = {DIMENSIONS[dimension]: kind for dimension, kind in COUNTED.items()}
+COUNTED_NUMBERS = {DIMENSION_NUMBERS[dimension]: kind for dimension, kind in COUNTED.items()}
 
 Detail = TypeVar("Detail", bound=Message)
 
@@ -255,7 +255,7 @@ def category(http_status: int, info: error_details_pb2.ErrorInfo) -> tuple[str, 
     if info.reason == "INSUFFICIENT_CREDIT":
         return "insufficient_quota", "insufficient_quota"
     kind = "server_error" if http_status >= 500 else "invalid_request_error"
-    return kind, CODES.get(info.reason, info.reason.lower())
+    return kind, ERROR_CODES.get(info.reason, info.reason.lower())
 
 
 def retry_headers(http_status: int, wait_s: float | None) -> dict[str, str]:

@@ -164,7 +164,7 @@ def _schema(requested: Format, field: str) -> tuple[Raw, str]:
 
 
 def _schema_text(schema: Raw, place: str) -> str:
-    """Return a schema as text; some servers take it as JSON in a text. Raises: InvalidRequest."""
+    """Decode a schema to text; some servers take it as JSON in a text. Raises: InvalidRequest."""
     source = bytes(schema)
     if source.startswith(b'"'):
         return _text(schema, place, "a JSON schema")
@@ -172,7 +172,7 @@ def _schema_text(schema: Raw, place: str) -> str:
 
 
 def _text(value: Raw, place: str, what: str) -> str:
-    """Return a required text. Raises: InvalidRequest."""
+    """Decode a required text. Raises: InvalidRequest."""
     if not _is_given(value):
         raise invalid_parameter(place, f"is required: {what}")
     return _decoded(value, str, place)
@@ -186,7 +186,7 @@ def _decoded(value: Raw, kind: type[Value], place: str) -> Value:
 
 
 def regex_of_choices(value: Raw, place: str) -> str:
-    """Return a regular expression that matches one of several texts. Raises: InvalidRequest."""
+    """Build a regular expression that matches one of several texts. Raises: InvalidRequest."""
     choices = _decoded(value, list[str], place)
     check_count(choices, place, CHOICE_COUNT_MAX)
     return "|".join(REGEX_SPECIAL.sub(r"\\\g<0>", each) for each in choices)
@@ -196,7 +196,7 @@ def regex_of_choices(value: Raw, place: str) -> str:
 
 
 def lark_of(grammar: str, place: str) -> str:
-    """Return a grammar in Lark. GBNF is converted, in linear time. Raises: InvalidRequest."""
+    """Convert a grammar in GBNF to Lark, in linear time. Raises: InvalidRequest."""
     if "::=" not in grammar:
         return grammar
     if len(grammar) > RESPONSE_FORMAT_BYTES_MAX:
@@ -230,7 +230,7 @@ class Reference(Struct, frozen=True):
 
 
 def _rules(grammar: str, place: str) -> dict[str, list[str | Reference]]:
-    """Return the parts of each rule, in Lark except for names. Raises: InvalidRequest."""
+    """Parse the rules of a grammar into parts, in Lark except for names. Raises: InvalidRequest."""
     rules: dict[str, list[str | Reference]] = {}
     parts: list[str | Reference] = []
     depth, position, is_bare = 0, 0, False  # is_bare: nothing since the last ( or |

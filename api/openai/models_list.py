@@ -59,7 +59,7 @@ class ListedModel:
 
 
 def model_object(listed: ListedModel, started_at: int) -> dict[str, Any]:
-    """Return a model in OpenAI's form, with the context window as vLLM names it."""
+    """Convert a model to OpenAI's form, with the context window as vLLM names it."""
     return {
         "id": listed.name,
         "object": "model",
@@ -71,7 +71,7 @@ def model_object(listed: ListedModel, started_at: int) -> dict[str, Any]:
 
 
 def model_info(listed: ListedModel, started_at: int) -> dict[str, Any]:
-    """Return a model in Anthropic's form."""
+    """Convert a model to Anthropic's form."""
     created = datetime.fromtimestamp(listed.created(started_at), UTC)
     return {
         "type": "model",

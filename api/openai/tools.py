@@ -197,7 +197,7 @@ class Namespaces:
 
 
 def name_in(space: str, name: str) -> str:
-    """Return the name of a namespace's function as the model sees it."""
+    """Build the name of a namespace's function as the model sees it."""
     flat = f"{space}{'' if space.endswith(JOINT) else JOINT}{name}"
     if len(flat) <= NAME_CHARS_MAX:
         return flat
@@ -205,7 +205,7 @@ def name_in(space: str, name: str) -> str:
 
 
 def echoed_tools(tools: Sequence[ToolParameter] | None) -> list[dict[str, Any]]:
-    """Return the tools of the responses API as a response repeats them."""
+    """Convert the tools of the responses API to the form that a response repeats."""
     return [
         {
             "type": NAMESPACE,
@@ -230,7 +230,7 @@ def _echoed(tool: ToolParameter | MemberTool) -> dict[str, Any]:
 
 
 def echoed_tool_choice(choice: Choice | None) -> str | dict[str, str]:
-    """Return the tool choice of the responses API as a response repeats it."""
+    """Convert the tool choice of the responses API to the form that a response repeats."""
     if not isinstance(choice, NamedChoice):
         return choice or "auto"
     space = {"namespace": choice.namespace} if choice.namespace else {}
@@ -238,7 +238,7 @@ def echoed_tool_choice(choice: Choice | None) -> str | dict[str, str]:
 
 
 def call_messages(calls: Sequence[CallParameter], field: str) -> list[pb.ToolCall]:
-    """Return the calls of an assistant's message of the chat API. Raises: InvalidRequest."""
+    """Convert the calls of an assistant's message of the chat API. Raises: InvalidRequest."""
     check_count(calls, field, CALL_COUNT_MAX)
     messages = []
     for index, call in enumerate(calls):

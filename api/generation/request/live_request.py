@@ -34,7 +34,7 @@ from api.core.errors import (
 )
 from api.core.rate_limiter import VISIT
 from api.core.statuses import status_of
-from api.core.wire import OUTCOMES
+from api.core.wire import OUTCOMES_BY_REASON
 from api.generation import state
 from api.generation.delivery import frames
 from api.generation.delivery.output_buffer import (
@@ -574,7 +574,7 @@ class LiveRequest:
             self._sequence = None
             self._go_on()
             return
-        self._engine_outcome = OUTCOMES[event.reason]
+        self._engine_outcome = OUTCOMES_BY_REASON[event.reason]
         self._watch.engine_finished(timings)
         self._stalled_s = self.output.stalled_s
         self._reply.take(event)
