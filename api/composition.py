@@ -10,24 +10,26 @@ import contextlib
 import ctypes
 import io
 import logging
+import os
 import resource
 import signal
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 import grpc.aio
 import structlog
 
-from api.access.auth import Authenticator, SharedFailures
+from api.access.auth import Authenticator
+from api.access.throttle import SharedFailures
 from api.access.tls import Tls
 from api.console.console import ROOT, Console
 from api.core.addresses import Proxies
 from api.core.endpoint import local_url
 from api.core.errors import Draining
-from api.core.pace import FramePace
+from api.core.rate_limiter import RateLimiter
 from api.core.settings import SettingInvalid, Settings
 from api.generation.request import control
 from api.generation.request.admission import Capacity
@@ -35,6 +37,7 @@ from api.generation.request.peers import Peer, PeerCertificates
 from api.generation.request.registry import Process
 from api.metrics.operator_http import Probes
 from api.observability.observer import Observer
+from api.observability.spans import Spans
 from api.openai.gateway import Gateway
 from api.openai.listener import Handle, Listener, paced
 from api.server import Servicers
@@ -323,7 +326,7 @@ def open_holds(
 
 
 def open_authenticator(
-    settings: Settings, sessions: Sessions, uses: KeyUses, pace: FramePace
+    settings: Settings, sessions: Sessions, uses: KeyUses, pace: RateLimiter
 ) -> Authenticator:
     """Return the authenticator, with the same policy.
 
@@ -399,3 +402,34 @@ def http_handle(
 def console_url(settings: Settings, openai_url: str) -> str:
     """Return the console's URL on this machine; empty if it is off."""
     return f"{openai_url.removesuffix('/v1')}{ROOT}/" if openai_url and settings.console else ""
+
+
+def open_spans(process_id: uuid.UUID, environment: Mapping[str, str] = os.environ) -> Spans | None:
+    """Return the exporter of spans; None if OpenTelemetry's variables name no collector.
+
+    process_id: of this process, as in holds. Raises: SettingInvalid.
+    """
+    named = environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environment.get(
+        "OTEL_EXPORTER_OTLP_ENDPOINT"
+    )
+    is_off = (
+        environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
+        or environment.get("OTEL_TRACES_EXPORTER") == "none"
+    )
+    if not named or is_off:
+        return None
+    for variable in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        if environment.get(variable, "grpc") not in ("", "grpc"):
+            raise SettingInvalid(
+                f"{variable}={environment[variable]!r}: must be grpc, which collectors take on port"
+                " 4317"
+            )
+    try:
+        from api.observability.otlp import OtlpSender
+    except ModuleNotFoundError as missing:
+        remedy = "in a clone of the repository: pip install -e sdk/python -e '.[otel]'"
+        raise SettingInvalid(
+            f"OTEL_EXPORTER_OTLP_ENDPOINT={named!r} needs the package {missing.name}, {remedy}"
+        ) from missing
+    log.info("spans_sent", endpoint=named)
+    return Spans(OtlpSender(process_id))

@@ -26,7 +26,7 @@ from api.billing.billing_service import BillingServicer, ReceiptServicer
 from api.core.endpoint import AddressUnavailable
 from api.core.health import INFERENCE_SERVICE, SERVICES, Health
 from api.core.interceptor import Context, Failed, Guard, GuardedServices, ignore_failure
-from api.core.pace import FramePace
+from api.core.rate_limiter import RateLimiter
 from api.core.settings import Settings
 from api.generation.request.peers import (
     PEER_KEEPALIVE_MS,
@@ -74,7 +74,7 @@ def build_server(
     health: Health,
     tls: Tls | None = None,
     failed: Failed = ignore_failure,
-    pace: FramePace | None = None,
+    pace: RateLimiter | None = None,
     turn_to_read: TurnToRead = peer_of,
     read_large: ReadLargeOf | None = None,
 ) -> tuple[grpc.aio.Server, int]:

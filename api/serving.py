@@ -36,6 +36,7 @@ from api.composition import (
     open_control,
     open_holds,
     open_signer,
+    open_spans,
     openai_url,
     return_freed_memory,
     stop_signals,
@@ -43,7 +44,7 @@ from api.composition import (
 from api.core.addresses import is_local
 from api.core.endpoint import NOT_STARTED, AddressUnavailable, Endpoint, make_private
 from api.core.health import Health, keep_health
-from api.core.pace import FramePace
+from api.core.rate_limiter import RateLimiter
 from api.core.settings import SettingInvalid, Settings
 from api.core.wire import use_signer
 from api.fleet.fleet import build_serving
@@ -53,7 +54,6 @@ from api.generation.request.registry import Process
 from api.generation.request.relay import Relays
 from api.metrics.operator_http import Books, Handle, MetricsListener, Parts, Probes, Scrapes
 from api.observability.observer import Observer
-from api.observability.spans import open_spans
 from api.openai.listener import Listener
 from api.rpc.inference_service import InferenceServicer
 from api.server import Servicers, build_peer_server, build_server
@@ -287,7 +287,7 @@ async def serve(settings: Settings, spares: SpareWorkers | None = None) -> None:
     holds = open_holds(settings, journal, gate, signer, notices, observer)
     capacity, health = Capacity(settings.requests_per_process_max), Health()
     uses = KeyUses(sessions, settings.key_use_interval_s, boot_time_s)
-    pace = FramePace(settings.frames_share_max)
+    pace = RateLimiter(settings.frames_share_max)
     authenticator = open_authenticator(settings, create_lookups(key_store), uses, pace)
     async with IncidentTaskGroup() as tasks:
         identity = make_identity(process_id)

@@ -32,7 +32,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core.health import SERVICES
-from api.openai.gateway import EmbeddingParameters
+from api.openai.embeddings import EmbeddingParameters
 from api.openai.messages import MessageParameters
 from api.openai.parameters import ChatParameters, CompletionParameters, ResponseParameters
 from bench.costly_bodies import Costly, bodies_of, messages_of

@@ -18,7 +18,8 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from msgspec import Struct, inspect
 
-from api.openai.dialects import FIELDS, Effect, field_of
+from api.openai.dialects import FIELDS, field_of
+from api.openai.effects import Effect
 
 LEVELS = 900  # below the limit of most parsers
 TURN_COUNT = 4096

@@ -25,9 +25,9 @@ from api.generation.delivery.output_buffer import Flow
 from api.generation.parsing.start_frame import parse_start
 from api.generation.request.live_request import Caller
 from api.metrics.operator_http import Families, request_metrics
-from api.observability.observer import STAGES, Ending, Gaps, Observer, record_of
+from api.observability.observer import Ending, Gaps, Observer, record_of
 from api.observability.otlp import OtlpSender
-from api.observability.spans import TraceContext
+from api.observability.spans import STAGES, TraceContext
 from metering.core.models import Outcome
 from metering.holds.operations import Settled
 from metering.quotas.quota_rules import Payer

@@ -1,4 +1,4 @@
-"""Errors of engines, independent of gRPC: `api/core/errors.py` maps each class to a status."""
+"""Errors of engines, independent of gRPC: `api/core/statuses.py` maps each class to a status."""
 
 from __future__ import annotations
 

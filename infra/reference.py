@@ -35,14 +35,15 @@ from google.rpc import code_pb2
 from weir_cli.__main__ import COMMANDS, load
 from weir_cli.commands import PERSONAS
 
-from api.access.auth import SCOPES
+from api.access.scopes import SCOPES
 from api.core import settings, wire
-from api.core.errors import KINDS, Cause
+from api.core.errors import Cause
+from api.core.statuses import KINDS
 from api.generation.endings import CAUSES, PHASES, SIBLING, TABLE, WAYS, Action, Cell
 from api.generation.parsing import conversation, decoding, tools
 from api.metrics import operator_http
-from api.openai import dialects, formats, gateway, parameters, tolerance
-from api.openai.refusals import http_status_of
+from api.openai import dialects, embeddings, formats, parameters, tolerance
+from api.openai.error_responses import http_status_of
 from infra.generate_proto import GOOGLE_ROOT, PROTO_ROOT
 from metering.ledger.ledger import AccountKind, TransactionKind
 from metering.quotas.quota_rules import DIMENSIONS, Kind
@@ -776,7 +777,7 @@ def http_limits() -> str:
         ("`top_logprobs`", "tokens", decoding.LOGPROBS_MAX["top_logprobs"]),
         ("`logprobs` with `echo`", "tokens", decoding.LOGPROBS_MAX["prompt_logprobs"]),
         ("`prompt` of completions", "prompts", parameters.PROMPT_COUNT_MAX),
-        (embedding, "texts or lists of token ids", gateway.INPUT_COUNT_MAX),
+        (embedding, "texts or lists of token ids", embeddings.INPUT_COUNT_MAX),
         ("`metadata`", "labels", wire.LABEL_COUNT_MAX),
         ("`metadata`", "characters of a value", wire.LABEL_VALUE_CHARS_MAX),
         (body, "unknown parameters", tolerance.UNKNOWN_COUNT_MAX),

@@ -17,11 +17,11 @@ from weir_client.errors import QuotaExceeded as ClientQuotaExceeded
 from weir_client.status import error_from_status
 from weir_client.wire import read
 
-from api.core.errors import status_of
-from api.core.wire import DIMENSIONS
+from api.core.statuses import status_of
+from api.core.wire import DIMENSION_NUMBERS
 from api.observability.observer import RequestCounts
-from api.openai.gateway import ListedModel
-from api.openai.refusals import refusal_of
+from api.openai.error_responses import error_response
+from api.openai.models_list import ListedModel
 from metering.alerts.alerts import Alert, ListedAlert
 from metering.alerts.webhooks import body_of
 from metering.core.models import (
@@ -67,7 +67,7 @@ def test_the_table_has_every_dimension() -> None:
 def test_a_dimension_has_one_spelling_everywhere(dimension: QuotaDimension, spelling: str) -> None:
     status = status_of(exceeded(dimension))
     client_error = error_from_status(status)
-    answer = str(refusal_of(status))
+    answer = str(error_response(status))
     alert = Alert(
         id=uuid.uuid4(), window_start=NOW, threshold=80, limit_value=5, used=4, fired_at=NOW
     )
@@ -76,7 +76,7 @@ def test_a_dimension_has_one_spelling_everywhere(dimension: QuotaDimension, spel
     )
     organization = Organization(id=uuid.uuid4(), name="acme", currency_code="USD")
     webhook = json.loads(body_of(ListedAlert(alert, organization, quota, None, None)))
-    message = types_pb2.QuotaStatus(dimension=DIMENSIONS[dimension])
+    message = types_pb2.QuotaStatus(dimension=DIMENSION_NUMBERS[dimension])
 
     assert dimension.spelling == spelling
     assert f"quota {spelling} of project" in status.message
@@ -86,7 +86,7 @@ def test_a_dimension_has_one_spelling_everywhere(dimension: QuotaDimension, spel
     assert f"quota {spelling} of project" in answer
     assert webhook["quota"]["dimension"] == spelling
     assert read(values.QuotaStatus, message).dimension == spelling
-    assert dimension_of(types_pb2.QuotaDimension.Name(DIMENSIONS[dimension])) == spelling
+    assert dimension_of(types_pb2.QuotaDimension.Name(DIMENSION_NUMBERS[dimension])) == spelling
     for text in (status.message, answer, json.dumps(webhook)):
         assert dimension.value not in text or dimension.value == spelling
 

@@ -1,10 +1,4 @@
-"""Authentication of API keys, authorization by scope, and throttling of failures by address.
-
-An address may have a number of failures at once and per minute; then its lookups stop, which keeps
-floods of wrong keys from the database. A secret of 256 bits cannot be guessed, so no key is ever
-locked. Keys that were valid before pass whatever else comes from their address, since a whole
-company may share one.
-"""
+"""Authentication of API keys and authorization of calls; validity of the keys of open streams."""
 
 from __future__ import annotations
 
@@ -14,25 +8,13 @@ import copy
 import hashlib
 import time
 import uuid
-from collections import Counter, OrderedDict
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Hashable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Generic, TypeVar
 
-import msgspec
-import structlog
-from msgspec import Struct
-
+from api.access.scopes import SCOPES, Scope
+from api.access.throttle import Throttle
 from api.core.addresses import FORWARDED_FOR, Origin, Proxies, address_of
 from api.core.errors import (
     AddressNotAllowed,
@@ -43,24 +25,13 @@ from api.core.errors import (
     Unauthenticated,
 )
 from api.core.interceptor import METHOD, Context
-from api.core.pace import VISIT, FramePace
-from metering.control.control_channel import BYTES_MAX
+from api.core.rate_limiter import VISIT, RateLimiter
 from metering.core.errors import DatabaseUnavailable, KeyInvalid
 from metering.holds.lease_clock import boot_time_s
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, patience
 from metering.tenants.authentication import Principal, authenticate
 from metering.tenants.networks import Network, allows
-
-ADDRESSES_MAX = 10_000  # some 500 bytes each; beyond it the least recently seen address is dropped
-# Failures: a caller that returns on time must not be refused because of a rounding error.
-ROUNDING = 1e-6
-
-log = structlog.get_logger(__name__)
-
-ADDRESS_BYTES = 60  # of one address with its count, at most
-# Addresses with most failures come first; the rest follows in the next broadcast.
-ADDRESSES_AT_ONCE = BYTES_MAX // ADDRESS_BYTES - 1
 
 KEYS_MAX = 10_000  # remembered keys; an older lookup counts as one of a changed key
 BEARER = "bearer "
@@ -70,244 +41,7 @@ REMEMBERED_COUNT_MAX = 10_000  # keys, of 64 bytes each plus their permissions
 SECRET_REPLACED = "the secret of this request's API key was replaced: use the new one"
 
 
-class Bucket:
-    """Failures of one address.
-
-    failure_count: not drained yet; under_way_count: attempts that may still fail. holder_count:
-    attempts that use this bucket: waiting, under way, or admitted as known.
-    """
-
-    def __init__(self, now: float) -> None:
-        self.failure_count = 0.0
-        self.under_way_count = 0
-        self.holder_count = 0
-        self.drained_at = now
-        self.is_refused = False
-        self.changed = asyncio.Event()
-
-    def drain(self, now: float, per_s: float) -> None:
-        """Drain failures according to the time passed."""
-        self.failure_count = max(0.0, self.failure_count - (now - self.drained_at) * per_s)
-        self.drained_at = now
-
-    def ended(self) -> None:
-        self.under_way_count -= 1
-        self.changed.set()
-        self.changed = asyncio.Event()
-
-
-class Throttle:
-    """Failure counts of one process, by address."""
-
-    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """per_minute: failures allowed per address, at once and per minute; 0: no limit."""
-        self._most = per_minute
-        self._per_s = per_minute / 60
-        self._clock = clock
-        self._buckets: OrderedDict[str, Bucket] = OrderedDict()  # most recently seen last
-        self._unshared: Counter[str] = Counter()  # failures seen here that were not broadcast yet
-
-    def __len__(self) -> int:
-        return len(self._buckets)
-
-    @property
-    def refused_count(self) -> int:
-        """Number of addresses that were refused and have not been quiet since."""
-        now = self._clock()
-        refused = [bucket for bucket in self._buckets.values() if bucket.is_refused]
-        for bucket in refused:
-            bucket.drain(now, self._per_s)
-        return sum(not self._is_quiet(bucket) for bucket in refused)
-
-    @contextlib.asynccontextmanager
-    async def attempt(self, peer: str, is_known: Callable[[], bool]) -> AsyncIterator[None]:
-        """Guard the lookup of a secret; a KeyInvalid out of the block counts against the address.
-
-        peer: in gRPC's notation. is_known: whether the secret was valid before; asked again after a
-        wait, since no more attempts run at once than may fail. Raises: AuthenticationThrottled.
-        """
-        if not self._most:
-            yield
-            return
-        address = address_of(peer)
-        bucket = self._bucket(address)
-        bucket.holder_count += 1
-        counted = False
-        try:
-            counted = await self._enter(address, bucket, is_known)
-            yield
-        except KeyInvalid:
-            self.failed(peer)
-            raise
-        finally:
-            if counted:
-                bucket.ended()
-            bucket.holder_count -= 1
-            # An address keeps its bucket while an attempt uses it; a new bucket would lose its
-            # failures.
-            if (
-                not bucket.holder_count
-                and not bucket.failure_count
-                and self._buckets.get(address) is bucket
-            ):
-                del self._buckets[address]
-
-    def failed(self, peer: str) -> None:
-        """Record an attempt with a wrong key from this peer."""
-        if not self._most:
-            return
-        address = address_of(peer)
-        self._count(self._bucket(address), 1)  # a new one if the address was dropped meanwhile
-        if address in self._unshared or len(self._unshared) < ADDRESSES_MAX:
-            self._unshared[address] += 1
-
-    def take_unshared(self, address_count_max: int) -> dict[str, int]:
-        """Return failures that were not broadcast yet, by address, most failures first."""
-        taken = dict(self._unshared.most_common(address_count_max))
-        for address in taken:
-            del self._unshared[address]
-        return taken
-
-    def add(self, counts: Mapping[str, int]) -> None:
-        """Add failures that other processes have seen."""
-        if not self._most:
-            return
-        for address, count in counts.items():
-            self._count(self._bucket(address), max(count, 0))
-
-    def _count(self, bucket: Bucket, failure_count: int) -> None:
-        bucket.drain(self._clock(), self._per_s)
-        bucket.failure_count = min(bucket.failure_count + failure_count, float(self._most))
-
-    async def _enter(self, address: str, bucket: Bucket, is_known: Callable[[], bool]) -> bool:
-        """Wait for room among the attempts of the address. Return whether this attempt is counted.
-
-        Raises: AuthenticationThrottled.
-        """
-        while not is_known():
-            bucket.drain(self._clock(), self._per_s)
-            room = self._most - bucket.failure_count
-            if room < 1 - ROUNDING:
-                if not bucket.is_refused:
-                    bucket.is_refused = True
-                    log.warning(
-                        "authentication_throttled", address=address, failures_per_minute=self._most
-                    )
-                raise AuthenticationThrottled((1 - room) / self._per_s)
-            # Log the next refusal after a quiet period.
-            bucket.is_refused = bucket.is_refused and not self._is_quiet(bucket)
-            if bucket.under_way_count < int(room + ROUNDING):
-                bucket.under_way_count += 1
-                return True
-            await bucket.changed.wait()
-        return False
-
-    def _is_quiet(self, bucket: Bucket) -> bool:
-        return self._most - bucket.failure_count >= self._most / 2
-
-    def _bucket(self, address: str) -> Bucket:
-        bucket = self._buckets.get(address)
-        if bucket is None:
-            bucket = self._buckets[address] = Bucket(self._clock())
-            if len(self._buckets) > ADDRESSES_MAX:
-                self._buckets.popitem(last=False)
-        self._buckets.move_to_end(address)
-        return bucket
-
-
-class Failures(Struct, forbid_unknown_fields=True):
-    """One broadcast. owner: the process that saw the failures. counts: by address."""
-
-    owner: str
-    counts: dict[str, int]
-
-
-class SharedFailures:
-    """Broadcast of a throttle's failures, as a `Broadcaster`."""
-
-    def __init__(self, throttle: Throttle, process_id: uuid.UUID) -> None:
-        """process_id: this process, which receives its own broadcasts."""
-        self._throttle = throttle
-        self._owner = process_id.hex
-
-    def next_broadcast(self) -> str:
-        counts = self._throttle.take_unshared(ADDRESSES_AT_ONCE)
-        return msgspec.json.encode(Failures(self._owner, counts)).decode() if counts else ""
-
-    def receive(self, text: str) -> None:
-        try:
-            failures = msgspec.json.decode(text, type=Failures)
-        except msgspec.MsgspecError as error:  # from a process of another version
-            log.info("failures_unread", cause=str(error))
-            return
-        if failures.owner != self._owner:
-            self._throttle.add(failures.counts)
-
-
 Answer = TypeVar("Answer")
-
-
-class Scope(StrEnum):
-    """Permission of a key."""
-
-    INFERENCE = "inference"  # use models; read own requests and quotas
-    ADMIN = "admin"  # administration of the whole service, without use of models
-    BILLING = "billing"  # read usage and bills of its own organization; no changes, prompts or keys
-
-
-MODELS = frozenset({Scope.INFERENCE})
-ADMINS = frozenset({Scope.ADMIN})
-READERS = frozenset({Scope.BILLING, Scope.ADMIN})
-ANY = frozenset(Scope)
-BY_SERVICE: Mapping[str, Mapping[frozenset[Scope], tuple[str, ...]]] = {
-    "weir.v1.InferenceService": {
-        MODELS: (
-            *("Generate", "Embed", "CountTokens"),
-            *("ListModels", "GetQuota", "Quote", "GetGeneration"),
-        ),
-    },
-    "weir.v1.AdminService": {
-        ADMINS: (
-            *("CreateOrganization", "ListOrganizations", "SetBillingProfile"),
-            *("CreateProject", "ListProjects"),
-            *("CreateApiKey", "RotateApiKey", "UpdateApiKey", "RevokeApiKey", "ListApiKeys"),
-            *("SetQuota", "OverrideQuota", "DeleteQuota", "ListQuotas"),
-            *("SetPrice", "ListPrices", "WithdrawPrice", "SimulatePrices"),
-            *("CreatePlan", "ListPlans", "AssignPlan"),
-            *("GrantCredit", "ListCreditGrants", "GetCreditBalance", "SetPrepaid"),
-            "ListAuditEntries",
-            *("ListLiveRequests", "GetRequest", "KillRequest", "ExpireOverdueHolds"),
-            *("ListReplicas", "DrainReplica", "UndrainReplica"),
-            *("SetAlertWebhook", "ListAlertWebhooks", "DeleteAlertWebhook", "TestAlertWebhook"),
-            *("ApplyConfiguration", "ExportConfiguration"),
-        ),
-    },
-    "weir.v1.BillingService": {
-        READERS: (
-            *("GetMonthReport", "GetUsage", "GetForecast", "ExportMonth", "GetMonthDocument"),
-            *("ListMonths", "VerifyMonth", "GetReconciliation", "GetInvoice"),
-            *("ListAdjustments", "ListAlerts"),
-        ),
-        ADMINS: (
-            *("CloseMonth", "CreateAdjustment", "CreateCreditNote"),
-            *("ApproveAdjustment", "RejectAdjustment"),
-        ),
-    },
-    "weir.v1.ReceiptService": {
-        ANY: ("ListReceiptKeys",),  # public keys are not secret
-        READERS: ("ListReceipts", "GetReceiptMonth"),
-    },
-}
-
-
-def _by_method() -> Iterator[tuple[str, frozenset[Scope]]]:
-    for service, groups in BY_SERVICE.items():
-        for scopes, names in groups.items():
-            yield from ((f"/{service}/{name}", scopes) for name in names)
-
-
-# Keys: gRPC paths; a key needs any one of the scopes
-SCOPES: Mapping[str, frozenset[Scope]] = dict(_by_method())
 
 
 @dataclass(slots=True)
@@ -401,7 +135,7 @@ class Authenticator:
         failures_per_minute: int = 0,
         used: Callable[[uuid.UUID], None] = lambda _: None,
         proxies: Proxies = NO_PROXIES,
-        pace: FramePace | None = None,
+        pace: RateLimiter | None = None,
     ) -> None:
         """grace_s: how long after its last check a key stays valid while the database is
         unavailable.
@@ -427,7 +161,7 @@ class Authenticator:
         self._remembered: OrderedDict[bytes, tuple[float, int, Principal]] = OrderedDict()
 
     async def principal(self, context: Context) -> Principal:
-        """Return the principal of a unary gRPC call, after waiting for its key's turn.
+        """Authenticate a unary gRPC call, after waiting for its key's turn.
 
         Raises as `principal_of`, and Unauthenticated if the call brings no secret.
         """
@@ -572,7 +306,7 @@ def metadata_values(context: Context, name: str) -> list[str]:
 
 
 def bearer_token(context: Context) -> str:
-    """Return the secret in the metadata of a call. Raises: Unauthenticated with instructions."""
+    """Read the secret from the metadata of a call. Raises: Unauthenticated with instructions."""
     for value in metadata_values(context, "authorization"):
         if value.lower().startswith(BEARER):
             return value[len(BEARER) :].strip()
@@ -622,9 +356,9 @@ class StreamKey:
         self._is_stale = False
         self._refusal: Exception | None = None
         # called if the key may no longer be used from this address
-        self.on_shut_out: Callable[[Exception], None] = ignore_refusal
+        self.on_revoked: Callable[[Exception], None] = ignore_refusal
 
-    async def look_again(self) -> None:
+    async def refresh(self) -> None:
         """Check the key again if the last check is too old. `check` raises the result."""
         now = self._clock()
         if now - self._looked_at < self._interval_s and not self._is_stale:
@@ -650,10 +384,10 @@ class StreamKey:
         principal = self.principal
         if principal.secret_hash in ended_secrets:
             self._refusal = KeyRevokedMidway(SECRET_REPLACED)
-            self.on_shut_out(self._refusal)
+            self.on_revoked(self._refusal)
         elif not allows(networks, principal.address):
             self._refusal = AddressNotAllowed(principal.address)
-            self.on_shut_out(self._refusal)
+            self.on_revoked(self._refusal)
 
     def check(self) -> None:
         """Raise if a request may not start: Unauthenticated, KeyInvalid, PermissionDenied."""
@@ -688,7 +422,7 @@ class StreamKeys:
             held.discard(key)
             # Breaks a reference cycle, so that an ended stream is freed without a garbage
             # collection.
-            key.on_shut_out = ignore_refusal
+            key.on_revoked = ignore_refusal
             if not held:
                 del self._open[api_key_id]
 

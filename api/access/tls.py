@@ -48,7 +48,7 @@ class Tls:
         self._key = key
         self._client_ca = client_ca
         try:
-            self._stamp = self._look()
+            self._stamp = self._read_stamp()
             self._material = self._read()
         except OSError as error:
             raise SettingInvalid(
@@ -94,18 +94,18 @@ class Tls:
     def present(self) -> Material:
         """Return the current material; the previous one if changed files are unusable."""
         try:
-            stamp = self._look()
+            stamp = self._read_stamp()
             if stamp != self._stamp:
                 material = self._read()
                 # Otherwise they are being written: the next handshake checks again.
-                if self._look() == stamp:
+                if self._read_stamp() == stamp:
                     self._material, self._stamp = material, stamp
                     log.info("tls_renewed", certificate=str(self._certificate))
         except (OSError, SettingInvalid) as error:
             log.error("tls_not_renewed", cause=str(error))
         return self._material
 
-    def _look(self) -> Stamp:
+    def _read_stamp(self) -> Stamp:
         """Return a fingerprint of the state of the files."""
         found = [
             path.stat()

@@ -28,8 +28,9 @@ from weir.v1 import receipt_service_pb2_grpc as pb_grpc
 from weir.v1 import reconciliation_pb2 as reconcile_pb
 from weir.v1 import usage_reports_pb2 as usage_pb
 
-from api.access.auth import Authenticator, Scope
-from api.admin.admin_service import AdminCalls
+from api.access.auth import Authenticator
+from api.access.scopes import Scope
+from api.access.servicer import AuthenticatedServicer
 from api.core import wire
 from api.core.errors import TooManyReports
 from api.core.interceptor import Context
@@ -203,8 +204,8 @@ class Reports:
                 del self._counts[key_id], self._turns[key_id]
 
 
-class BillingServicer(AdminCalls, billing_grpc.BillingServiceServicer):
-    """Implements `proto/weir/v1/billing_service.proto`; its scopes are in `api/access/auth.py`."""
+class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer):
+    """Implements `proto/weir/v1/billing_service.proto`; scopes: `api/access/scopes.py`."""
 
     def __init__(
         self, authenticator: Authenticator, sessions: Sessions, reports: Reports, issuer: Issuer

@@ -50,7 +50,7 @@ def up(listen: ListenOption = "", home: HomeOption = None) -> None:
     if role is None or role.guard_fd < 0:
         home = home or Path(os.environ.get("WEIR_HOME") or "~/.weir")
         try:
-            raise typer.Exit(Guard(home.expanduser().absolute(), role).run())
+            raise typer.Exit(Guard(home.expanduser().absolute(), role, _end_left).run())
         except (AlreadyRunning, OSError) as error:
             fail(str(error))
     import asyncio
@@ -59,6 +59,12 @@ def up(listen: ListenOption = "", home: HomeOption = None) -> None:
 
     with clear_failures():
         asyncio.run(run_until_stopped(listen, home, role))
+
+
+def _end_left(home: Path) -> None:
+    from api.cli.stack import end_left
+
+    end_left(home)
 
 
 def serve(listen: ListenOption = "", home: HomeOption = None) -> None:

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,9 +102,13 @@ def stop_signals() -> list[signal.Signals]:
 class Guard:
     """Starts supervisors, one after the other."""
 
-    def __init__(self, home: Path, role: Role | None) -> None:
-        """role: None locks the home directory. Raises: AlreadyRunning."""
+    def __init__(self, home: Path, role: Role | None, end_left: Callable[[Path], None]) -> None:
+        """role: None locks the home directory. end_left: ends what a killed supervisor left there.
+
+        Raises: AlreadyRunning.
+        """
         self._home = home
+        self._end_left = end_left
         self._lock_fd = lock_home(home) if role is None else role.lock_fd
         self._adopts = role is not None
         self._stopping = threading.Event()
@@ -132,9 +137,7 @@ class Guard:
                     f" {delay_s:g} s"
                 )
             if self._stopping.wait(delay_s):
-                from api.cli.stack import end_left
-
-                end_left(self._home)
+                self._end_left(self._home)
                 return 1
             self._adopts = True
 

@@ -25,20 +25,15 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from api.access.auth import SCOPES, Authenticator
+from api.access.auth import Authenticator
+from api.access.scopes import SCOPES
 from api.core.addresses import FORWARDED_FOR
-from api.core.errors import (
-    ERROR_DOMAIN,
-    STATUS_DETAILS_KEY,
-    FieldViolation,
-    InvalidRequest,
-    MessageUnreadable,
-    status_of,
-)
+from api.core.errors import FieldViolation, InvalidRequest, MessageUnreadable
 from api.core.interceptor import Failed, guarded, writing
+from api.core.statuses import ERROR_DOMAIN, STATUS_DETAILS_KEY, status_of
 from api.observability.observer import HTTP, Observer
+from api.openai.error_responses import HTTP_STATUSES, HttpFault, error_response
 from api.openai.listener import Handle, peer_of, read_body, secret_of
-from api.openai.refusals import HTTP_STATUSES, HttpFault, refusal_of
 from api.server import Servicers
 
 STATIC = Path(__file__).resolve().parent / "static"
@@ -417,7 +412,7 @@ def refused(status: status_pb2.Status, http_status: int = 0, more: Any = None) -
         json_format.MessageToJson(status, indent=None),
         http_status or HTTP_STATUSES.get(status.code, 500),
     )
-    response.headers.update(refusal_of(status).headers if more is None else more)
+    response.headers.update(error_response(status).headers if more is None else more)
     return response
 
 

@@ -62,14 +62,14 @@ class Proxies:
 
 
 def host_of(place: str) -> str | None:
-    """Return the host of a peer in gRPC's notation, without its port; None for a Unix socket."""
+    """Parse the host of a peer in gRPC's notation, without its port; None for a Unix socket."""
     kind, _, host = place.partition(":")
     return unquote(host).strip("[]") if kind in ("ipv4", "ipv6") else None
 
 
 @functools.lru_cache(maxsize=4096)
 def connected(place: str) -> Address | None:
-    """Return the address of a peer in gRPC's notation without its port, which alone varies."""
+    """Remove the port from a peer in gRPC's notation: it alone varies."""
     return None if (host := host_of(place)) is None else parse_address(host)
 
 

@@ -16,20 +16,19 @@ from google.protobuf.message import Message
 from google.rpc import status_pb2
 
 from api.core.errors import (
-    STATUS_DETAILS_KEY,
     CallMissing,
     FieldViolation,
     InvalidRequest,
     MessageTooLarge,
     MessageUnreadable,
-    check_texts,
-    status_of,
 )
-from api.core.pace import VISIT, FramePace, Visit, measured
+from api.core.rate_limiter import VISIT, RateLimiter, Visit, measured
+from api.core.statuses import STATUS_DETAILS_KEY, status_of
+from api.core.texts import check_texts
 from common.loop_watch import CURRENT
 from metering.store.refusals import repeated
 
-CODES = {code.value[0]: code for code in grpc.StatusCode}
+GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
 Context = grpc.aio.ServicerContext[Any, Any]
 
 # Messages other than prompts, texts and configurations are small. They are parsed on the event
@@ -83,7 +82,9 @@ async def abort(context: Context, status: status_pb2.Status) -> None:
     """
     try:
         await context.abort(
-            CODES[status.code], status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),)
+            GRPC_CODES[status.code],
+            status.message,
+            ((STATUS_DETAILS_KEY, status.SerializeToString()),),
         )
     except grpc.aio.AbortError as aborted:
         aborted.__traceback__ = None
@@ -135,7 +136,7 @@ class GuardedServices:
 class Guard:
     """Wraps unary and streaming handlers. Aborts and cancellations pass through."""
 
-    def __init__(self, failed: Failed = ignore_failure, pace: FramePace | None = None) -> None:
+    def __init__(self, failed: Failed = ignore_failure, pace: RateLimiter | None = None) -> None:
         """failed: called with path and error of each failed call.
 
         pace: counts calls; None: they are not counted.
@@ -176,7 +177,7 @@ class Guard:
 
 
 def visiting(
-    guard: Callable[[Any, Any], Coroutine[Any, Any, Any]], pace: FramePace, method: str
+    guard: Callable[[Any, Any], Coroutine[Any, Any, Any]], pace: RateLimiter, method: str
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     """Return a handler whose calls are counted."""
 

@@ -13,7 +13,7 @@ from weir.v1 import alerts_pb2, receipts_pb2, types_pb2
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core import wire
-from api.core.wire import DIMENSIONS, MICROS_PER_SECOND, SUBJECTS, known_time, message_of
+from api.core.wire import DIMENSION_NUMBERS, MICROS_PER_SECOND, SUBJECTS, known_time, message_of
 from inference.engine import ModelInfo
 from inference.routing.router import Router
 from metering.alerts.alerts import KeyChange, ListedAlert, facts_of
@@ -92,7 +92,7 @@ def quota_in_force(
         subject=SUBJECTS[rule.subject],
         subject_id=str(rule.subject_id),
         model=rule.model,
-        dimension=DIMENSIONS[rule.dimension],
+        dimension=DIMENSION_NUMBERS[rule.dimension],
         limit_value=limit_value,
         subject_name=subject_name,
         enforced=rule.enforced,
@@ -314,7 +314,7 @@ def price_message(paid: CustomerPrice) -> pb.Price:
 
 
 def restrictions(principal: Principal, change: KeyAct | None) -> pb.KeyRestrictions:
-    """Return the restrictions of the key itself. change: the latest that gave it power."""
+    """Convert the restrictions of the key itself. change: the latest that gave it power."""
     lifetime_s, bounds = principal.secret_lifetime_s, principal.bounds
     return pb.KeyRestrictions(
         prefix=principal.key_prefix,
@@ -338,7 +338,7 @@ def restrictions(principal: Principal, change: KeyAct | None) -> pb.KeyRestricti
 async def find_generation(
     session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID
 ) -> pb.Generation:
-    """Return the record of one request. Raises: NotFound if the project has no such request."""
+    """Find the record of one request. Raises: NotFound if the project has no such request."""
     hold, currency_code, events = await find_recorded_request(session, project_id, request_id)
     generation = pb.Generation(
         request_id=str(request_id),
@@ -363,7 +363,7 @@ async def find_generation(
 
 
 def running_usage(hold: Hold) -> types_pb2.Usage:
-    """Return the recorded usage of a running request, as of its last extension."""
+    """Convert the recorded usage of a running request, as of its last extension."""
     if hold.embedding:
         return types_pb2.Usage(embedding_token_count=hold.input_token_count)
     return types_pb2.Usage(

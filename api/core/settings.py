@@ -531,8 +531,8 @@ class Settings:
     )
     # Waiting requests per model. A longer queue would take minutes.
     queue_requests_max: int = setting("WEIR_QUEUE_REQUESTS_MAX", 2000, whole(1, 1_000_000))
-    # Waiting requests per model of one organization, which also takes at most as many places as it
-    # leaves free.
+    # Waiting requests per model of one organization. An organization also cannot hold more places
+    # than remain free for others.
     queue_requests_per_tenant_max: int = setting(
         "WEIR_QUEUE_REQUESTS_PER_TENANT_MAX", 1000, whole(1, 1_000_000)
     )
@@ -550,7 +550,8 @@ class Settings:
     outbox_tokens_per_request_max: int = setting(
         "WEIR_OUTBOX_TOKENS_PER_REQUEST_MAX", 4096, whole(1, 1_000_000)
     )
-    # Time without reading after which a client counts as gone.
+    # How long a client may read nothing, or grant no credit, before its request ends with
+    # `SLOW_CONSUMER`.
     client_stall_max_s: float = setting("WEIR_CLIENT_STALL_MAX_S", 60.0, positive(3600))
     # Least rate at which a client takes output that waits for it, in tokens per second; it may fall
     # behind by WEIR_CLIENT_STALL_MAX_S. People read, and speech needs, three tokens a second.
@@ -627,7 +628,7 @@ class Settings:
         )
 
     def proxy_networks(self) -> tuple[Network, ...]:
-        """Return the networks of trusted proxies."""
+        """Parse the networks of trusted proxies."""
         return networks_of(tuple(filter(None, self.trusted_proxies.split(","))))
 
     def tls_files(self) -> tuple[Path, Path, Path | None] | None:

@@ -25,7 +25,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.core.errors import FieldViolation, InvalidRequest, Violations
+from api.core.errors import FieldViolation, InvalidRequest
+from api.core.texts import Violations
 from inference.engine import EngineFinishReason
 from metering.core.models import Outcome, QuotaDimension, QuotaSubject, ServiceTier
 from metering.holds.operations import PAYLOAD_KEY_NAME_BYTES
@@ -51,17 +52,17 @@ SUBJECTS = {
     subject: types_pb2.QuotaSubject.Value(f"QUOTA_SUBJECT_{subject.name}")
     for subject in QuotaSubject
 }
-DIMENSIONS = {
+DIMENSION_NUMBERS = {
     each: types_pb2.QuotaDimension.Value(f"QUOTA_DIMENSION_{each.name}") for each in QuotaDimension
 }
 SUBJECTS_BY_NUMBER = {int(number): subject for subject, number in SUBJECTS.items()}
-DIMENSIONS_BY_NUMBER = {int(number): dimension for dimension, number in DIMENSIONS.items()}
+DIMENSIONS_BY_NUMBER = {int(number): dimension for dimension, number in DIMENSION_NUMBERS.items()}
 FINISH_REASONS: Mapping[Outcome, types_pb2.FinishReason.ValueType] = {
     outcome: types_pb2.FinishReason.Value(f"FINISH_REASON_{outcome.name}")
     for outcome in Outcome
     if outcome is not Outcome.FAILED
 }
-OUTCOMES = {reason: Outcome[reason.name] for reason in EngineFinishReason}
+OUTCOMES_BY_REASON = {reason: Outcome[reason.name] for reason in EngineFinishReason}
 
 PURPOSE = b"weir.payload.hash.v1"  # so that the receipt key itself has one purpose only
 PLAIN = bytes(PAYLOAD_KEY_NAME_BYTES)
@@ -98,7 +99,7 @@ def check_tier_and_labels(message: pb.StartFrame | pb.EmbedRequest, wrong: Viola
 
 
 def finish_reason(outcome: Outcome, *, called: bool) -> types_pb2.FinishReason.ValueType:
-    """Return the finish reason of an output.
+    """Convert the finish reason of an output.
 
     called: whether it has tool calls, whose results the model waits for.
     """

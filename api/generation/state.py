@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum, auto
 from types import TracebackType
 
-from api.observability.observer import STAGES
+from api.observability.spans import STAGES
 from inference.engine import EngineTimings
 from metering.core.models import Outcome
 

@@ -22,26 +22,14 @@ import msgspec
 import numpy as np
 import structlog
 
-from api.core.errors import reason_of
-from api.observability.spans import Record, Spans, TraceContext
+from api.core.statuses import reason_of
+from api.observability.spans import STAGES, Record, Spans, TraceContext
 from common.loop_watch import BEAT_S, LoopWatch
 from metering.core.models import Outcome, ServiceTier
 from metering.holds.operations import Settled
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quotas import QuotaExceeded
 
-# Stages of a request, in order. Repeated waits for an engine or a turn are added up.
-STAGES = (
-    "auth",
-    "tokenize",
-    "admission",
-    "cold_start",
-    "queue",
-    "prefill",
-    "decode",
-    "client_stall",
-    "settle",
-)
 # Milliseconds, from a lookup in memory to the longest wait of any client. Two or three per decade,
 # so that a quantile is exact to a third.
 BOUNDS_TO_10_S = (10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000)

@@ -19,8 +19,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_contex
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from api.observability.observer import STAGES
-from api.observability.spans import Record
+from api.observability.spans import STAGES, Record
 
 NS_PER_MS = 1_000_000
 MODEL_CHARS_MAX = 128  # of an unknown model name sent by a client

@@ -10,7 +10,6 @@ extra `otel`.
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import uuid
@@ -21,9 +20,20 @@ from typing import NamedTuple, Protocol
 
 import structlog
 
-from api.core.settings import SettingInvalid
 from metering.holds.operations import Settled
 
+# Stages of a request, in order. Repeated waits for an engine or a turn are added up.
+STAGES = (
+    "auth",
+    "tokenize",
+    "admission",
+    "cold_start",
+    "queue",
+    "prefill",
+    "decode",
+    "client_stall",
+    "settle",
+)
 # Version 00, the only defined one.
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 
@@ -179,34 +189,3 @@ class Spans:
             self._sent_count += len(batch)
         else:
             self._lost_count += len(batch)
-
-
-def open_spans(process_id: uuid.UUID, environment: Mapping[str, str] = os.environ) -> Spans | None:
-    """Return the exporter of spans; None if OpenTelemetry's variables name no collector.
-
-    process_id: of this process, as in holds. Raises: SettingInvalid.
-    """
-    named = environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environment.get(
-        "OTEL_EXPORTER_OTLP_ENDPOINT"
-    )
-    is_off = (
-        environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
-        or environment.get("OTEL_TRACES_EXPORTER") == "none"
-    )
-    if not named or is_off:
-        return None
-    for variable in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
-        if environment.get(variable, "grpc") not in ("", "grpc"):
-            raise SettingInvalid(
-                f"{variable}={environment[variable]!r}: must be grpc, which collectors take on port"
-                " 4317"
-            )
-    try:
-        from api.observability.otlp import OtlpSender
-    except ModuleNotFoundError as missing:
-        remedy = "in a clone of the repository: pip install -e sdk/python -e '.[otel]'"
-        raise SettingInvalid(
-            f"OTEL_EXPORTER_OTLP_ENDPOINT={named!r} needs the package {missing.name}, {remedy}"
-        ) from missing
-    log.info("spans_sent", endpoint=named)
-    return Spans(OtlpSender(process_id))

@@ -18,18 +18,11 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core import wire
+from api.openai.error_responses import ErrorResponse
+from api.openai.formats import echoed_format
 from api.openai.history import REASONING_TEXT
-from api.openai.parameters import (
-    Namespaces,
-    ParsedRequest,
-    ResponseParameters,
-    echoed_format,
-    echoed_tool_choice,
-    echoed_tools,
-    tier_name,
-    wants_logprobs,
-)
-from api.openai.refusals import Refusal
+from api.openai.parameters import ParsedRequest, ResponseParameters, tier_name, wants_logprobs
+from api.openai.tools import Namespaces, echoed_tool_choice, echoed_tools
 from inference.engine import SamplingParams, StoppedBy
 from inference.text.tokenizer import Tokenizer, TokenSpan, TokenSpans
 
@@ -494,11 +487,11 @@ class Answer(ABC):
     def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
         """Return the last events."""
 
-    def failure(self, refusal: Refusal, outputs: Sequence[Output]) -> bytes:
+    def failure(self, refusal: ErrorResponse, outputs: Sequence[Output]) -> bytes:
         """Return the events of a failure after the response began."""
         return event(self.error_body(refusal))
 
-    def error_body(self, refusal: Refusal, request_id: str = "") -> dict[str, Any]:
+    def error_body(self, refusal: ErrorResponse, request_id: str = "") -> dict[str, Any]:
         """Return the body of an error."""
         return refusal.body(request_id)
 
@@ -510,7 +503,7 @@ class Answer(ABC):
         """Return the fields that are known only after settlement; `body` has none of them."""
         return {"usage": bill.completion_usage(), "weir": bill.extension(outputs)}
 
-    def failed_tail(self, outputs: Sequence[Output], refusal: Refusal) -> dict[str, Any]:
+    def failed_tail(self, outputs: Sequence[Output], refusal: ErrorResponse) -> dict[str, Any]:
         """Return the same fields for output that is complete but could not be settled."""
         return {"usage": None, **refusal.body()}
 
@@ -949,11 +942,11 @@ class ResponseAnswer(Answer):
             )
         )
 
-    def failure(self, refusal: Refusal, outputs: Sequence[Output]) -> bytes:
+    def failure(self, refusal: ErrorResponse, outputs: Sequence[Output]) -> bytes:
         response = self._response("failed") | self.failed_tail(outputs, refusal)
         return self._event("response.failed", response=response)
 
-    def failed_tail(self, outputs: Sequence[Output], refusal: Refusal) -> dict[str, Any]:
+    def failed_tail(self, outputs: Sequence[Output], refusal: ErrorResponse) -> dict[str, Any]:
         """Implement `Answer.failed_tail`."""
         code = FAILURE_CODES.get(refusal.http_status, "server_error")
         error = {"code": code, "message": refusal.message}

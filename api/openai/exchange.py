@@ -21,7 +21,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core.errors import Cause, InvalidRequest, RequestUnderWay, SiblingEnded
-from api.core.pace import REFUSAL_COST_S
+from api.core.rate_limiter import REFUSAL_COST_S
 from api.core.wire import finish_reason
 from api.generation.delivery.frames import told_stop
 from api.generation.delivery.output_buffer import read_too_slowly
@@ -32,9 +32,9 @@ from api.generation.request.live_request import Caller, LiveRequest
 from api.generation.request.registry import Process
 from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
+from api.openai.error_responses import CLIENT_CLOSED, ErrorResponse, error_response, quota_headers
 from api.openai.listener import Connection
 from api.openai.parameters import ParsedRequest
-from api.openai.refusals import CLIENT_CLOSED, Refusal, quota_headers, refusal_of
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.tenants.authentication import Principal
@@ -160,7 +160,9 @@ class Exchange:
         self._outputs = [Output(index) for index in range(len(parsed.starts) * parsed.choice_count)]
         self._bill = Bill(request_ids=[start.given_id for start in starts])
         self._headers = dict(headers)
-        self._refusal: Refusal | None = None  # the first failure; it becomes that of the response
+        self._refusal: ErrorResponse | None = (
+            None  # the first failure; it becomes that of the response
+        )
         self._response: web.StreamResponse | None = None  # None until something is written
         # Whether the opening events of a stream, or anything but blanks of a body, were written.
         self._is_open = False
@@ -229,7 +231,7 @@ class Exchange:
         """Handle the end of a request."""
         del self._receivers[receiver.given_id]
         if receiver.is_refused:
-            self._process.pace.spent(self._arrival.caller.payer, REFUSAL_COST_S)
+            self._process.pace.charge(self._arrival.caller.payer, REFUSAL_COST_S)
         if not self._receivers:
             self._outbox.close()
 
@@ -309,7 +311,7 @@ class Exchange:
         elif kind == "finished":
             return self._finished(receiver, frame.finished)
         elif kind == "failed":
-            return self._fail(receiver, refusal_of(frame.failed.status, self.parsed.names))
+            return self._fail(receiver, error_response(frame.failed.status, self.parsed.names))
         return b""
 
     def _outputs_of(self, receiver: AnswerReceiver) -> Sequence[Output]:
@@ -383,7 +385,7 @@ class Exchange:
         if cut is None or self._refusal is not None:
             return b""
         name = answers.REASON_NAMES[cut]
-        refusal = Refusal(
+        refusal = ErrorResponse(
             CLIENT_CLOSED,
             f"the answer was cut off: {finished.detail or name}",
             "invalid_request_error",
@@ -391,7 +393,7 @@ class Exchange:
         )
         return self._fail(receiver, refusal)
 
-    def _fail(self, receiver: AnswerReceiver, refusal: Refusal) -> bytes:
+    def _fail(self, receiver: AnswerReceiver, refusal: ErrorResponse) -> bytes:
         """Record the first failure. Return the events for it if the stream has begun."""
         if self._refusal is not None:
             return b""
@@ -422,7 +424,7 @@ class Exchange:
         body, work_s = await self._process.text_work.run(
             payer.organization_id, LOGPROB_COST * count, make
         )
-        self._process.pace.spent(payer, work_s)
+        self._process.pace.charge(payer, work_s)
         return body
 
     async def _close(self) -> web.StreamResponse:
@@ -447,7 +449,7 @@ class Exchange:
         await self._http.writer.write_eof(end)
         return response
 
-    async def _cut_off(self, refusal: Refusal) -> web.StreamResponse:
+    async def _cut_off(self, refusal: ErrorResponse) -> web.StreamResponse:
         """Write an error after a status of success, and no end: a client takes neither for an
         answer, and sends the request again as after a lost connection.
 
@@ -519,11 +521,11 @@ def body_of(answer: Answer, outputs: Sequence[Output]) -> bytes:
 
 
 def refused(
-    refusal: Refusal,
+    refusal: ErrorResponse,
     request_id: uuid.UUID,
     *,
     closing: bool = False,
-    form: Callable[[Refusal, str], dict[str, Any]] = Refusal.body,
+    form: Callable[[ErrorResponse, str], dict[str, Any]] = ErrorResponse.body,
 ) -> web.Response:
     """Return the response to a refused request.
 

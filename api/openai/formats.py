@@ -15,7 +15,7 @@ from msgspec import Raw, Struct
 from weir.v1 import inference_service_pb2 as pb
 
 from api.generation.parsing.decoding import RESPONSE_FORMAT_BYTES_MAX
-from api.openai.refusals import check_count, invalid_parameter
+from api.openai.error_responses import check_count, invalid_parameter
 
 ANY_OBJECT = '{"type": "object"}'
 ABSENT = Raw(b"null")
@@ -42,16 +42,15 @@ TOKEN = re.compile(
     r"""(?P<blank>[ \t\r\n]+|\#[^\r\n]*)
     |(?P<rule>[A-Za-z0-9_-]+)[ \t\r\n]*::=
     |(?P<name>[A-Za-z0-9_-]+)
-    |"(?P<text>(?:[^"\\\r\n]|\\.)*)"
-    |\[(?P<set>(?:[^\]\\\r\n]|\\.)+)\]
-    |(?P<count>[*+?]|\{[ ]*(?:\d{1,4})[ ]*(?:,[ ]*(?:\d{1,4})?[ ]*)?\})
+    |"(?P<text>(?:[^"\\\r\n]|\\.)*+)"
+    |\[(?P<set>(?:[^\]\\\r\n]|\\.)++)\]
+    |(?P<counts>(?:[*+?]|\{[ ]*(?:\d{1,4})[ ]*(?:,[ ]*(?:\d{1,4})?[ ]*)?\})++)
     |(?P<mark>[()|.])""",
     re.VERBOSE,
 )
-ESCAPE = re.compile(
-    r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL
-)
+ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))")
 SHORT = {"n": "\n", "r": "\r", "t": "\t"}
+MINUS = r"\x{2d}"
 ANY_CHARACTER = r"/[\x{0}-\x{10ffff}]/"
 LARK = "use Lark, or GBNF with rules such as root ::= [0-9]+"
 
@@ -165,7 +164,7 @@ def _schema(requested: Format, field: str) -> tuple[Raw, str]:
 
 
 def _schema_text(schema: Raw, place: str) -> str:
-    """Return a schema as text; some servers take it as JSON in a text. Raises: InvalidRequest."""
+    """Decode a schema to text; some servers take it as JSON in a text. Raises: InvalidRequest."""
     source = bytes(schema)
     if source.startswith(b'"'):
         return _text(schema, place, "a JSON schema")
@@ -173,7 +172,7 @@ def _schema_text(schema: Raw, place: str) -> str:
 
 
 def _text(value: Raw, place: str, what: str) -> str:
-    """Return a required text. Raises: InvalidRequest."""
+    """Decode a required text. Raises: InvalidRequest."""
     if not _is_given(value):
         raise invalid_parameter(place, f"is required: {what}")
     return _decoded(value, str, place)
@@ -187,7 +186,7 @@ def _decoded(value: Raw, kind: type[Value], place: str) -> Value:
 
 
 def regex_of_choices(value: Raw, place: str) -> str:
-    """Return a regular expression that matches one of several texts. Raises: InvalidRequest."""
+    """Build a regular expression that matches one of several texts. Raises: InvalidRequest."""
     choices = _decoded(value, list[str], place)
     check_count(choices, place, CHOICE_COUNT_MAX)
     return "|".join(REGEX_SPECIAL.sub(r"\\\g<0>", each) for each in choices)
@@ -197,7 +196,7 @@ def regex_of_choices(value: Raw, place: str) -> str:
 
 
 def lark_of(grammar: str, place: str) -> str:
-    """Return a grammar in Lark. GBNF is converted, in linear time. Raises: InvalidRequest."""
+    """Convert a grammar in GBNF to Lark, in linear time. Raises: InvalidRequest."""
     if "::=" not in grammar:
         return grammar
     if len(grammar) > RESPONSE_FORMAT_BYTES_MAX:
@@ -231,7 +230,7 @@ class Reference(Struct, frozen=True):
 
 
 def _rules(grammar: str, place: str) -> dict[str, list[str | Reference]]:
-    """Return the parts of each rule, in Lark except for names. Raises: InvalidRequest."""
+    """Parse the rules of a grammar into parts, in Lark except for names. Raises: InvalidRequest."""
     rules: dict[str, list[str | Reference]] = {}
     parts: list[str | Reference] = []
     depth, position, is_bare = 0, 0, False  # is_bare: nothing since the last ( or |
@@ -264,14 +263,13 @@ def _rules(grammar: str, place: str) -> dict[str, list[str | Reference]]:
             case "name":
                 parts.append(Reference(text))
             case "text":
-                parts.append(
-                    msgspec.json.encode("".join(map(_character, ESCAPE.finditer(text)))).decode()
-                )
+                parts.append(msgspec.json.encode(ESCAPE.sub(_character, text)).decode())
             case "set":
                 parts.append(_set(text))
-            case "count":
+            case "counts":
                 if is_bare:
-                    raise invalid_parameter(place, f"has {text} after nothing")
+                    first = text[: text.find("}") + 1] if text[0] == "{" else text[0]
+                    raise invalid_parameter(place, f"has {first} after nothing")
                 parts.append(str(parts.pop()) + text if isinstance(parts[-1], str) else text)
             case _ if text == ".":
                 parts.append(ANY_CHARACTER)
@@ -290,24 +288,40 @@ def _rules(grammar: str, place: str) -> dict[str, list[str | Reference]]:
 
 
 def _character(found: re.Match[str]) -> str:
-    """Return the character that a part of a text or a set stands for."""
-    short, middle, long, escaped, plain = found.groups()
-    if plain:
-        return plain
+    """Return the character that an escape in a text or a set stands for."""
+    short, middle, long, escaped = found.groups()
     if escaped:
         return SHORT.get(escaped, escaped)
     code = int(short or middle or long, 16)
     return chr(code) if code < 0x110000 and not 0xD800 <= code < 0xE000 else "\ufffd"
 
 
+class _SetCharacters(dict[int, str]):
+    """Characters of a set as escapes of Lark, by code point; a minus between two is a range."""
+
+    def __init__(self) -> None:
+        super().__init__({ord("-"): "-"})
+
+    def __missing__(self, code: int) -> str:
+        self[code] = shown = f"\\x{{{code:x}}}"
+        return shown
+
+
 def _set(text: str) -> str:
-    """Return a set of characters as a regular expression of Lark."""
+    """Convert a set of characters to a regular expression of Lark."""
     negated, text = ("^", text[1:]) if text.startswith("^") and len(text) > 1 else ("", text)
-    shown = []
+    characters, pieces, end = _SetCharacters(), [], 0
     for found in ESCAPE.finditer(text):
-        is_range = found[0] == "-" and found.start() > 0 and found.end() < len(text)
-        shown.append("-" if is_range else f"\\x{{{ord(_character(found)):x}}}")
-    return f"/[{negated}{''.join(shown)}]/"
+        pieces.append(text[end : found.start()].translate(characters))
+        pieces.append(f"\\x{{{ord(_character(found)):x}}}")
+        end = found.end()
+    shown = "".join((*pieces, text[end:].translate(characters)))
+    # A minus at the beginning or at the end is a character.
+    if shown.startswith("-"):
+        shown = f"{MINUS}{shown[1:]}"
+    if shown.endswith("-"):
+        shown = f"{shown[:-1]}{MINUS}"
+    return f"/[{negated}{shown}]/"
 
 
 def _terminals(rules: Mapping[str, Sequence[str | Reference]]) -> frozenset[str]:
@@ -326,3 +340,21 @@ def _terminals(rules: Mapping[str, Sequence[str | Reference]]) -> frozenset[str]
             if open_counts[user] == 0:
                 found.append(user)
     return frozenset(found)
+
+
+def echoed_format(requested: Format | None) -> object:
+    """Return the format as a response repeats it."""
+    if requested is None:
+        return {"type": "text"}
+    fields = {
+        "type": requested.type,
+        "name": requested.name,
+        "description": requested.description,
+        "strict": requested.strict,
+    }
+    echoed: dict[str, object] = {name: value for name, value in fields.items() if value is not None}
+    if bytes(requested.schema) != bytes(ABSENT):
+        echoed["schema"] = msgspec.json.decode(requested.schema)
+    if bytes(requested.value) != bytes(ABSENT):
+        echoed["value"] = msgspec.json.decode(requested.value)
+    return echoed

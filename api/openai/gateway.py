@@ -1,32 +1,28 @@
-"""HTTP API for clients of OpenAI and Anthropic: routes, keys, request ids, and embeddings."""
+"""HTTP API for clients of OpenAI and Anthropic: routes, keys and request ids."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import math
 import re
 import time
 import uuid
-from array import array
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from aiohttp import web
-from msgspec import Struct
 from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import Authenticator, StreamKey, check_model
 from api.core.addresses import FORWARDED_FOR
-from api.core.errors import Draining, InvalidRequest, status_of
+from api.core.errors import Draining, InvalidRequest
 from api.core.messages import models_for
-from api.core.pace import BYTE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
-from api.core.wire import picos_of
+from api.core.rate_limiter import BYTE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
+from api.core.statuses import status_of
 from api.generation.parsing.embed_request import ValidEmbed, parse_embed
 from api.generation.parsing.start_frame import parse_count_tokens
 from api.generation.request.live_request import Caller
@@ -41,14 +37,22 @@ from api.generation.request.registry import Process
 from api.observability.observer import HTTP
 from api.observability.spans import trace_of
 from api.openai import answers
-from api.openai.answers import (
-    Answer,
-    ChatAnswer,
-    CompletionAnswer,
-    ResponseAnswer,
-    ServedModel,
-    TokenTexts,
-    cost_facts,
+from api.openai.answers import ChatAnswer, CompletionAnswer, ResponseAnswer, ServedModel, TokenTexts
+from api.openai.apis import Api, parsed_body
+from api.openai.embeddings import (
+    EmbeddingParameters,
+    check_model_sizes,
+    embed_request,
+    embedding_list,
+    embedding_names,
+)
+from api.openai.error_responses import (
+    ErrorResponse,
+    HttpFault,
+    error_response,
+    invalid_parameter,
+    quota_headers,
+    remedy_of,
 )
 from api.openai.exchange import (
     JSON,
@@ -69,30 +73,17 @@ from api.openai.messages import (
     parse_message,
     tolerate_message,
 )
+from api.openai.models_list import ListedModel, model_info, model_object
 from api.openai.parameters import (
-    CHAT_NAMES,
-    MODEL_REQUIRED,
     SHORT_BYTES_MAX,
     ChatParameters,
     CompletionParameters,
-    Int32,
     ParsedRequest,
-    Prompt,
     ResponseParameters,
     decode,
     parse_chat,
     parse_completion,
     parse_response,
-    prompts_of,
-    tolerate,
-)
-from api.openai.refusals import (
-    HttpFault,
-    Refusal,
-    invalid_parameter,
-    quota_headers,
-    refusal_of,
-    remedy_of,
 )
 from api.openai.tokens import (
     DetokenizeParameters,
@@ -108,23 +99,11 @@ from api.openai.tokens import (
 )
 from api.openai.tolerance import Notes
 from common.loop_watch import Stage
-from inference.engine import ModelInfo
-from inference.routing.router import VERSION_MARK
-from metering.pricing.prices import COUNTS_OF_EVENT
 from metering.quotas.quota_rules import Owner
 from metering.store.db import Sessions
 from metering.tenants.authentication import Principal
 
-ENCODINGS = ("float", "base64")
-CUTS = ("END", "end")
-WHOLE_WINDOW = -1  # as the number of tokens that a text is cut to
-UNIT_TOLERANCE = 1e-3  # of the length of a normalized vector
-
 TOKENIZE_NAMES: dict[str, str] = {"conversation.messages": "messages"}
-
-INPUT_COUNT_MAX = 2048  # OpenAI's own limit; the model may take fewer
-
-OWNER = "weir"
 # Endpoints require the scopes of the RPCs that they correspond to.
 SERVICE = "/weir.v1.InferenceService"
 # Seconds. Keys are looked up for each request here, but once per stream over gRPC.
@@ -137,220 +116,15 @@ KEY_NAMESPACE = uuid.UUID("6f1c0c9e-2f6b-5d0a-9a54-3b1d9a1c7e10")
 COUNT_TOKENS = f"{SERVICE}/CountTokens"
 VERSION = version("weir-server")
 UNVERSIONED = frozenset({"/tokenize", "/detokenize"})  # as vLLM, SGLang and llama.cpp serve them
-
-
-class EmbeddingParameters(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `client.embeddings.create`, and some of other servers.
-
-    normalize: as in TEI, Jina and vLLM. truncate: as in TEI and Cohere, cuts the end of a text that
-    is too long. truncate_prompt_tokens: the same, as in vLLM.
-    """
-
-    api: ClassVar[str] = "embeddings"
-
-    model: str
-    input: Prompt
-    encoding_format: str | None = None
-    dimensions: Int32 | None = None
-    user: str | None = None
-    normalize: bool | None = None
-    truncate: bool | str | None = None
-    truncate_prompt_tokens: Int32 | None = None
-
-
-def embed_request(requested: EmbeddingParameters, request_id: str) -> pb.EmbedRequest:
-    """Return the request for the contract. Raises: InvalidRequest."""
-    if not requested.model:
-        raise invalid_parameter("model", MODEL_REQUIRED)
-    if requested.encoding_format not in (None, *ENCODINGS):
-        raise invalid_parameter("encoding_format", f"must be one of {', '.join(ENCODINGS)}")
-    if requested.normalize is False:
-        raise invalid_parameter(
-            "normalize", "must be true or left out: vectors have the length that the model gives"
-        )
-    if requested.truncate not in (None, False, "NONE", True, *CUTS):
-        raise invalid_parameter(
-            "truncate", "must be true or END, which cuts the end of a text, or false or NONE"
-        )
-    is_cut = requested.truncate in (True, *CUTS) or requested.truncate_prompt_tokens is not None
-    request = pb.EmbedRequest(
-        request_id=request_id,
-        model=requested.model,
-        truncation=pb.TRUNCATION_END if is_cut else pb.TRUNCATION_NONE,
-        labels={"user": requested.user} if requested.user else None,
-    )
-    for each in prompts_of(requested.input, "input", INPUT_COUNT_MAX):
-        if isinstance(each, str):
-            request.inputs.add(text=each)
-        else:
-            request.inputs.add(token_ids=pb.TokenIds(ids=each))
-    return request
-
-
-def embedding_names(requested: EmbeddingParameters) -> Mapping[str, str]:
-    """Return the request's parameters by field of the contract."""
-    given = requested.input
-    is_list = isinstance(given, list) and not any(isinstance(each, int) for each in given[:1])
-    fields = ("inputs[]", "inputs[].text", "inputs[].token_ids", "inputs[].token_ids.ids")
-    return dict.fromkeys(fields, "input[]" if is_list else "input") | {
-        "inputs": "input",
-        "truncation": "truncate",
-        "labels": "user",
-        "labels['user']": "user",
-    }
-
-
-def check_model_sizes(requested: EmbeddingParameters, model: ModelInfo) -> None:
-    """Raise InvalidRequest for a dimension or a length of texts other than the model's."""
-    dimension, window = model.embedding_dimension, model.context_window_tokens
-    if requested.dimensions not in (None, dimension):
-        raise invalid_parameter(
-            "dimensions", f"must be {dimension}, the dimension of this model, or left out"
-        )
-    if requested.truncate_prompt_tokens not in (None, WHOLE_WINDOW, window):
-        raise invalid_parameter(
-            "truncate_prompt_tokens",
-            f"must be {WHOLE_WINDOW} or {window}, the context window of this model, or left out",
-        )
-
-
-def embedding_list(
-    requested: EmbeddingParameters, response: pb.EmbedResponse, request_id: str
-) -> dict[str, Any]:
-    is_base64 = requested.encoding_format == "base64"
-    data = [
-        {
-            "object": "embedding",
-            "index": index,
-            "embedding": packed(vector) if is_base64 else list(vector),
-        }
-        for index, each in enumerate(response.embeddings)
-        for vector in [normalized(each.vector) if requested.normalize else each.vector]
-    ]
-    count = response.usage.embedding_token_count
-    return {
-        "object": "list",
-        "data": data,
-        "model": requested.model,
-        "usage": {"prompt_tokens": count, "total_tokens": count},
-        "weir": {
-            "cost": cost_facts(response.cost.currency_code, picos_of(response.cost)),
-            "price_version": response.price_version,
-            "request_ids": [request_id],
-        },
-    }
-
-
-def packed(vector: Iterable[float]) -> str:
-    """Return a vector as base64 of its little-endian 32-bit floats."""
-    return base64.b64encode(array("f", vector).tobytes()).decode()
-
-
-def normalized(vector: Sequence[float]) -> Sequence[float]:
-    """Return a vector of length 1; one that has it already is unchanged."""
-    length = math.hypot(*vector)
-    if length == 0 or abs(length - 1) < UNIT_TOLERANCE:
-        return vector
-    return array("f", (each / length for each in vector))
-
-
-Parsed = TypeVar("Parsed")
-Handler = Callable[[web.BaseRequest, Arrival, Principal], Awaitable[web.StreamResponse | Exchange]]
-
-
-@dataclass(frozen=True, slots=True)
-class ListedModel:
-    """Name that requests may have as `model`.
-
-    target: the model or version that an alias stands for, the model of a version, else empty.
-    """
-
-    model: pb.Model
-    name: str
-    target: str
-    context_window_tokens: int
-
-    def created(self, started_at: int) -> int:
-        """Return when the present price came into force, in seconds since 1970.
-
-        started_at: creation time of models without a price.
-        """
-        has_price = self.model.HasField("price")
-        return self.model.price.effective_time.seconds if has_price else started_at
-
-    def facts(self) -> dict[str, Any]:
-        """Return what the forms of OpenAI and Anthropic lack."""
-        model = self.model
-        facts: dict[str, Any] = {
-            "context_window_tokens": self.context_window_tokens,
-            "engine": model.engine,
-            "refused_parameters": [
-                {"parameter": CHAT_NAMES.get(each.field, each.field), "values": each.values}
-                for each in model.refused_fields
-            ],
-        }
-        if self.target:
-            is_version = self.name.startswith(f"{model.name}{VERSION_MARK}")
-            facts["version_of" if is_version else "alias_of"] = self.target
-        if model.HasField("price"):
-            facts["price"] = {
-                "version": model.price.version,
-                "currency_code": model.price.currency_code,
-                **{name: getattr(model.price, name) for _, name in COUNTS_OF_EVENT.values()},
-            }
-        return facts
-
-
-def model_object(listed: ListedModel, started_at: int) -> dict[str, Any]:
-    """Return a model in OpenAI's form, with the context window as vLLM names it."""
-    return {
-        "id": listed.name,
-        "object": "model",
-        "created": listed.created(started_at),
-        "owned_by": OWNER,
-        "max_model_len": listed.context_window_tokens,
-        "weir": listed.facts(),
-    }
-
-
-def model_info(listed: ListedModel, started_at: int) -> dict[str, Any]:
-    """Return a model in Anthropic's form."""
-    created = datetime.fromtimestamp(listed.created(started_at), UTC)
-    return {
-        "type": "model",
-        "id": listed.name,
-        "display_name": listed.name,
-        "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "max_input_tokens": listed.context_window_tokens,
-        "max_tokens": listed.context_window_tokens,
-        "capabilities": None,
-        "lifecycle": "active",
-        "line": None,
-        "deprecated_at": None,
-        "retires_at": None,
-        "weir": listed.facts(),
-    }
-
-
 GENERATE, EMBED, LIST_MODELS = f"{SERVICE}/Generate", f"{SERVICE}/Embed", f"{SERVICE}/ListModels"
-
-
-@dataclass(frozen=True, slots=True)
-class Api:
-    """Generating API: type of the body, its conversion, and the forms of responses and errors."""
-
-    parameters: type[Any]
-    parse: Callable[[Any], ParsedRequest]
-    answer: Callable[[ParsedRequest, ServedModel, str, int], Answer]
-    tolerate: Callable[[Any, Notes], None] = tolerate
-    error_body: Callable[[Refusal, str], dict[str, Any]] = Refusal.body
-
-
 CHAT = Api(ChatParameters, parse_chat, ChatAnswer)
 COMPLETIONS = Api(CompletionParameters, parse_completion, CompletionAnswer)
 RESPONSES = Api(ResponseParameters, parse_response, ResponseAnswer)
 MESSAGES = Api(MessageParameters, parse_message, MessageAnswer, tolerate_message, error_body)
 MESSAGES_PATH, MODELS_PATH = "/v1/messages", "/v1/models"
+
+Parsed = TypeVar("Parsed")
+Handler = Callable[[web.BaseRequest, Arrival, Principal], Awaitable[web.StreamResponse | Exchange]]
 
 
 class Gateway:
@@ -389,7 +163,7 @@ class Gateway:
         """Return the response to a request; every error becomes an error body."""
         received_at = time.monotonic()
         request_id = uuid.uuid4()
-        form = error_body if self._is_anthropic(request) else Refusal.body
+        form = error_body if self._is_anthropic(request) else ErrorResponse.body
         owner: Owner | None = None  # None until the request is authenticated
         try:
             if (plain := self._plain(request)) is not None:
@@ -425,7 +199,7 @@ class Gateway:
         except Exception as error:
             self._count_refusal(owner)
             self._process.observer.call_failed(HTTP, error)
-            refusal = refusal_of(status_of(error))
+            refusal = error_response(status_of(error))
             return refused(refusal, request_id, form=form)
 
     def _is_anthropic(self, request: web.BaseRequest) -> bool:
@@ -451,7 +225,7 @@ class Gateway:
 
     def _count_refusal(self, owner: Owner | None) -> None:
         if owner is not None:
-            self._process.pace.spent(owner, REFUSAL_COST_S)
+            self._process.pace.charge(owner, REFUSAL_COST_S)
 
     def _find(self, request: web.BaseRequest) -> tuple[Handler, str]:
         """Return the handler and the RPC that the endpoint corresponds to.
@@ -496,14 +270,14 @@ class Gateway:
             return parsed, headers, valid_starts(parsed, arrival.request_id, window)
 
         parsed, headers, starts = await self._read(request, arrival, principal, parse)
-        with self._process.pace.spending(arrival.caller.payer, START_FREE_S):
+        with self._process.pace.charging(arrival.caller.payer, START_FREE_S):
             model = self._model_of(parsed, principal, arrival.request_id)
             format = api.answer(parsed, model, arrival.request_id.hex, int(time.time()))
             if not isinstance(starts, InvalidRequest):
                 return Exchange(self._process, request, arrival, parsed, starts, format, headers)
         self._process.observer.start_refused(starts)
         return refused(
-            refusal_of(status_of(starts), parsed.names),
+            error_response(status_of(starts), parsed.names),
             arrival.request_id,
             form=format.error_body,
         )
@@ -539,7 +313,7 @@ class Gateway:
             counted = await count_tokens(self._process, principal, prompt, found)
         except Exception as error:
             return refused(
-                refusal_of(status_of(error), parsed.names),
+                error_response(status_of(error), parsed.names),
                 arrival.request_id,
                 form=api.error_body,
             )
@@ -569,7 +343,7 @@ class Gateway:
             response = await self._process.embed(arrival.caller, start).answer()
         except Exception as error:
             return refused(
-                refusal_of(status_of(error), notes.names_as_sent(embedding_names(requested))),
+                error_response(status_of(error), notes.names_as_sent(embedding_names(requested))),
                 arrival.request_id,
             )
         return answered(
@@ -605,7 +379,7 @@ class Gateway:
                 found.append(await in_thread(self._process, principal, each_cost * len(ids), show))
                 await asyncio.sleep(0)  # a turn for others after each of many short texts
         except Exception as error:
-            refusal = refusal_of(status_of(error), names)
+            refusal = error_response(status_of(error), names)
             return refused(refusal, arrival.request_id)
         encode = partial(answers.encode, tokenized_body(requested, found, window))
         count = sum(each.token_count for each in found)
@@ -713,7 +487,7 @@ class Gateway:
         ):
             body = await read_body(request, bytes_max)
             self._count_bytes(body)
-            await key.look_again()
+            await key.refresh()
             key.check()
             # Last, so that the work on this body counts before the key's next request has its turn.
             payer = arrival.caller.payer
@@ -726,30 +500,12 @@ class Gateway:
         self, arrival: Arrival, body: bytes, parse: Callable[[bytes], Parsed]
     ) -> Parsed:
         # An ordinary request costs at most this much.
-        with self._process.pace.spending(arrival.caller.payer, START_FREE_S), Stage("parse"):
+        with self._process.pace.charging(arrival.caller.payer, START_FREE_S), Stage("parse"):
             return parse(body)
 
     def _count_bytes(self, body: bytes) -> None:
         if (visit := VISIT.get()) is not None:
             visit.work_s += BYTE_COST_S * len(body)
-
-
-def parsed_body(body: bytes, api: Api, *, strict: bool) -> tuple[ParsedRequest, dict[str, str]]:
-    """Return a generating request, and the header that names its ignored parameters.
-
-    strict: refuse unknown parameters. Raises: InvalidRequest, HttpFault.
-    """
-    notes = Notes(strict=strict)
-    requested = decode(body, api.parameters, notes)
-    try:
-        if not strict:
-            api.tolerate(requested, notes)
-        parsed: ParsedRequest = api.parse(requested)
-    except InvalidRequest as error:
-        raise notes.as_sent(error) from error
-    if notes.sent:
-        parsed = replace(parsed, names=notes.names_as_sent(parsed.names))
-    return parsed, notes.headers()
 
 
 def is_strict(request: web.BaseRequest, principal: Principal) -> bool:

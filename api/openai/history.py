@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from api.openai.refusals import invalid_parameter
+from api.openai.error_responses import invalid_parameter
 
 Tree = dict[str, Any]
 Ignore = Callable[[str], None]  # receives the name of an ignored part, item or block

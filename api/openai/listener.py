@@ -27,10 +27,10 @@ from api.access.auth import BEARER
 from api.access.tls import Tls
 from api.core.endpoint import bound_socket
 from api.core.errors import Unauthenticated
-from api.core.pace import VISIT, FramePace, Visit, measured
+from api.core.rate_limiter import VISIT, RateLimiter, Visit, measured
 from api.core.settings import Settings
 from api.openai import answers
-from api.openai.refusals import INVALID_HTTP, HttpFault, Refusal, invalid_http_message
+from api.openai.error_responses import INVALID_HTTP, ErrorResponse, HttpFault, invalid_http_message
 
 Handle = Callable[[web.BaseRequest], Coroutine[Any, Any, web.StreamResponse]]
 # Seconds. Enough for 4 MiB over a slow line, too short for a body sent byte by byte.
@@ -140,7 +140,7 @@ def too_large(bytes_max: int) -> HttpFault:
     )
 
 
-def paced(handle: Handle, pace: FramePace) -> Handle:
+def paced(handle: Handle, pace: RateLimiter) -> Handle:
     """Return a handler that counts its cost; a request without a turn waits before its response."""
 
     async def serve(request: web.BaseRequest) -> web.StreamResponse:
@@ -380,7 +380,9 @@ class Connection(RequestHandler):
         kind = "server_error" if status >= 500 else "invalid_request_error"
         text = "internal error" if status >= 500 else invalid_http_message(message)
         body = answers.encode(
-            Refusal(status, text, kind, "server_error" if status >= 500 else INVALID_HTTP).body()
+            ErrorResponse(
+                status, text, kind, "server_error" if status >= 500 else INVALID_HTTP
+            ).body()
         )
         response = web.Response(status=status, body=body, content_type="application/json")
         response.force_close()

@@ -18,28 +18,24 @@ from weir.v1 import types_pb2
 from api.generation.parsing.conversation import MESSAGE_COUNT_MAX
 from api.generation.parsing.decoding import STOP_SEQUENCE_COUNT_MAX
 from api.openai.answers import Answer, Bill, Call, Output, ServedModel, event
+from api.openai.conversations import pair_results
+from api.openai.error_responses import ErrorResponse, check_count, invalid_parameter
 from api.openai.formats import ABSENT, Format, fill_format
 from api.openai.parameters import (
     COMMON_NAMES,
-    FUNCTION,
-    Choice,
     Idle,
     Int32,
     Int64,
-    NamedChoice,
     ParsedRequest,
-    ToolParameter,
     Unsupported,
     check_model_name,
     fill_limit,
-    fill_tools,
     names_annotated,
-    pair_results,
     refuse_unsupported,
     tolerate,
 )
-from api.openai.refusals import Refusal, check_count, invalid_parameter
 from api.openai.tolerance import EMPTY, Notes, check_kept
+from api.openai.tools import FUNCTION, Choice, NamedChoice, ToolParameter, fill_tools
 
 ROLES: Mapping[str, pb.Role.ValueType] = {
     "system": pb.ROLE_SYSTEM,
@@ -398,7 +394,7 @@ def check_text(block: TextBlock, field: str) -> None:
         raise invalid_parameter(f"{field}.text", "is required")
 
 
-def error_body(refusal: Refusal, request_id: str) -> dict[str, Any]:
+def error_body(refusal: ErrorResponse, request_id: str) -> dict[str, Any]:
     """Return an error in Anthropic's form, with the facts beside it."""
     fallback = "api_error" if refusal.http_status >= 500 else "invalid_request_error"
     # Agents shorten the conversation when they read Anthropic's words.
@@ -491,11 +487,11 @@ class MessageAnswer(Answer):
             )
         )
 
-    def failure(self, refusal: Refusal, outputs: Sequence[Output]) -> bytes:
+    def failure(self, refusal: ErrorResponse, outputs: Sequence[Output]) -> bytes:
         request_id = str(uuid.UUID(self._answer_id))
         return event(error_body(refusal, request_id), "error")
 
-    def error_body(self, refusal: Refusal, request_id: str = "") -> dict[str, Any]:
+    def error_body(self, refusal: ErrorResponse, request_id: str = "") -> dict[str, Any]:
         return error_body(refusal, request_id)
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
@@ -514,7 +510,7 @@ class MessageAnswer(Answer):
     def tail(self, outputs: Sequence[Output], bill: Bill) -> dict[str, Any]:
         return {"usage": usage_in(bill) | USAGE_OF_MESSAGE, "weir": bill.extension(outputs)}
 
-    def failed_tail(self, outputs: Sequence[Output], refusal: Refusal) -> dict[str, Any]:
+    def failed_tail(self, outputs: Sequence[Output], refusal: ErrorResponse) -> dict[str, Any]:
         """Implement `Answer.failed_tail`: clients need the usage, here of the sent output."""
         [output] = outputs
         usage = usage_of(output.input_token_count, 0, output.token_count, 0) | USAGE_OF_MESSAGE

@@ -14,17 +14,16 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.generation.request.registry import Process
 from api.openai import answers
+from api.openai.conversations import Message
+from api.openai.error_responses import check_count, invalid_parameter
 from api.openai.parameters import (
     ChatParameters,
     ChatTemplateKwargs,
-    Choice,
-    Message,
     TokenId,
-    ToolParameter,
     check_model_name,
     parse_chat,
 )
-from api.openai.refusals import check_count, invalid_parameter
+from api.openai.tools import Choice, ToolParameter
 from inference.text.tokenizer import Tokenizer
 from metering.tenants.authentication import Principal
 

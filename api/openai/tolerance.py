@@ -20,18 +20,10 @@ from msgspec import Struct
 from msgspec.inspect import ListType, StructType, UnionType
 
 from api.core.errors import FieldViolation, InvalidRequest
-from api.openai.dialects import (
-    ABLE,
-    LIMIT,
-    NEUTRAL,
-    OTHER_FORMS,
-    Effect,
-    Field,
-    field_of,
-    is_neutral,
-)
+from api.openai.dialects import ABLE, LIMIT, NEUTRAL, OTHER_FORMS, field_of, is_neutral
+from api.openai.effects import Effect, Field
+from api.openai.error_responses import invalid_parameter, parameter
 from api.openai.history import convert_history
-from api.openai.refusals import invalid_parameter, parameter
 
 IGNORED_HEADER = "weir-ignored-parameters"
 NAMES_MAX = 20  # in the header
@@ -79,6 +71,9 @@ FORMAT_PLACES: Mapping[str, tuple[str, ...]] = {
     "messages": ("output_config", "format"),
 }
 ALLOWED_TOOLS = "allowed_tools"
+# A float is encoded in 40 ns, so in parts of this many elements nothing waits longer than 3 ms.
+ENCODED_COUNT_MAX = 65_536
+ENTERED_LEVELS, ENTERED_COUNT_MAX = 4, 256  # the objects with the parameters, not free ones
 NO_LIMIT = -1  # as a limit on tokens, as in llama.cpp
 HIDES = "tool_choice"  # its value `none` changes nothing without tools
 Tree = dict[str, Any]
@@ -217,7 +212,24 @@ def as_known(
         if not notes.strict:  # otherwise the types refuse them, with their place
             for name, value in tree.items():
                 _strip(value, shape.members[name], name, notes)
-    return msgspec.json.encode(tree)
+    return encoded(tree)
+
+
+def encoded(value: object, levels: int = ENTERED_LEVELS) -> bytes:
+    """Encode a value as JSON, long lists in parts: one call would keep the interpreter."""
+    if isinstance(value, list) and len(value) > ENCODED_COUNT_MAX:
+        parts = (
+            msgspec.json.encode(value[start : start + ENCODED_COUNT_MAX])[1:-1]
+            for start in range(0, len(value), ENCODED_COUNT_MAX)
+        )
+        return b"[" + b",".join(parts) + b"]"
+    if isinstance(value, dict) and levels and len(value) <= ENTERED_COUNT_MAX:
+        members = (
+            msgspec.json.encode(name) + b":" + encoded(each, levels - 1)
+            for name, each in value.items()
+        )
+        return b"{" + b",".join(members) + b"}"
+    return msgspec.json.encode(value)
 
 
 class Reader:

@@ -31,6 +31,9 @@ from typing import Generic, Protocol, TypeVar
 
 INPUT_TOKEN_COST = 1.0  # units of service
 OUTPUT_TOKEN_COST = 2.0  # units: decode serves one token per step, prefill many; ratio of the paper
+OUTPUT_MEMORY = 16  # requests in the mean output, which adapts to a change within some dozens
+# Expected output until a request has ended: that of the reference workload.
+OUTPUT_TOKENS_UNKNOWN = 150.0
 
 
 class Queued(Protocol):
@@ -54,7 +57,7 @@ Turn = tuple[float, int]
 class Tenant(Generic[Item]):
     """One tenant's part of a line.
 
-    counter: weighted service so far. handed: dispatched requests that the engine has not started
+    counter: weighted service so far. dispatched: requests that the engine has not started
     on. owed: expected remaining cost of dispatched and running requests. ranks: of these,
     increasing. output_tokens_mean: of ended requests; None before the first. is_listed: in the heap
     of `Line.level`. listed_turn: its one valid entry in the heap of `Line.next_tenant`.
@@ -67,7 +70,7 @@ class Tenant(Generic[Item]):
     waiting: dict[Item, None] = field(default_factory=dict)
     waiting_input_tokens: int = 0
     waiting_output_tokens_max: int = 0
-    handed: set[Item] = field(default_factory=set)
+    dispatched: set[Item] = field(default_factory=set)
     owed: dict[Item, float] = field(default_factory=dict)
     owed_units: float = 0.0
     ranks: dict[Item, float] = field(default_factory=dict)
@@ -108,6 +111,7 @@ class Line(Generic[Item]):
         # Number of entries so far in both heaps; breaks ties, so that tenants are never compared.
         self._listed_count = 0
         self.waiting_count = 0
+        self.output_tokens_mean: float | None = None  # of all tenants; None before the first
         self._last: Tenant[Item] | None = None  # the last tenant that waited
         self._swept_at = 1000  # number of known tenants at which idle ones are removed
 
@@ -124,7 +128,9 @@ class Line(Generic[Item]):
         tenant = self._tenants.get(tenant_id.int)
         if tenant is None:
             return self.level()
-        return tenant.rank if tenant.waiting or tenant.handed else max(tenant.rank, self.level())
+        return (
+            tenant.rank if tenant.waiting or tenant.dispatched else max(tenant.rank, self.level())
+        )
 
     def arrive(self, tenant_id: uuid.UUID, weight: float) -> tuple[Tenant[Item], float]:
         """Return the tenant of an arriving request, and its rank.
@@ -135,7 +141,7 @@ class Line(Generic[Item]):
         if tenant is None:
             self._forget_idle()
             tenant = self._tenants[tenant_id.int] = Tenant(tenant_id, weight)
-        if not (tenant.waiting or tenant.handed):
+        if not (tenant.waiting or tenant.dispatched):
             tenant.counter = max(tenant.counter, self.level())
         tenant.weight = weight
         if not tenant.is_listed:
@@ -207,7 +213,7 @@ class Line(Generic[Item]):
         """Dispatch a request that did not wait. rank: its tenant's rank on arrival."""
         self._last = tenant
         tenant.ranks[item] = rank
-        tenant.handed.add(item)
+        tenant.dispatched.add(item)
         tenant.owed[item] = units = (
             INPUT_TOKEN_COST * item.input_token_count + OUTPUT_TOKEN_COST * output_token_count
         )
@@ -215,7 +221,7 @@ class Line(Generic[Item]):
 
     def begun(self, item: Item, tenant: Tenant[Item]) -> None:
         """Record that the engine has started on a request: charge its tenant for the input."""
-        tenant.handed.remove(item)
+        tenant.dispatched.remove(item)
         self._last = tenant
         units = INPUT_TOKEN_COST * item.input_token_count
         tenant.counter += units / tenant.weight
@@ -231,7 +237,7 @@ class Line(Generic[Item]):
 
     def ended(self, item: Item, tenant: Tenant[Item]) -> None:
         """Record the end of a dispatched request, and drop its remaining expected cost."""
-        tenant.handed.discard(item)
+        tenant.dispatched.discard(item)
         del tenant.ranks[item]
         tenant.owed_units -= tenant.owed.pop(item)
         if not tenant.owed:
@@ -239,13 +245,32 @@ class Line(Generic[Item]):
         if tenant.waiting:
             self._note_turn(tenant)
 
+    def note_output(self, tenant: Tenant[Item], token_count: int) -> None:
+        """Record how many tokens an ended request of a tenant has generated."""
+        for each in (self, tenant):
+            mean, count = each.output_tokens_mean, float(token_count)
+            each.output_tokens_mean = (
+                count if mean is None else mean + (count - mean) / OUTPUT_MEMORY
+            )
+
+    def expected_output_tokens(self, tenant: Tenant[Item], token_count_max: int) -> float:
+        """Return the expected output of a request: the mean of its tenant, or else of all."""
+        mean = tenant.output_tokens_mean
+        if mean is None:
+            mean = (
+                OUTPUT_TOKENS_UNKNOWN
+                if self.output_tokens_mean is None
+                else self.output_tokens_mean
+            )
+        return min(float(token_count_max), mean)
+
     def level(self) -> float:
         """Return the counter at which a returning tenant starts: the least one waiting, else the
         last."""
         queued = self._queued
         while queued:
             counter, number, tenant = queued[0]
-            if not (tenant.waiting or tenant.handed):
+            if not (tenant.waiting or tenant.dispatched):
                 heapq.heappop(queued)
                 tenant.is_listed = False
             elif tenant.counter != counter:

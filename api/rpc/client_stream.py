@@ -28,10 +28,9 @@ from api.core.errors import (
     PermissionDenied,
     RequestUnderWay,
     UnknownRequest,
-    status_of,
 )
 from api.core.interceptor import IS_COSTLY, READ_BYTES, READ_S, ReceivedMessages
-from api.core.pace import (
+from api.core.rate_limiter import (
     BYTE_COST_S,
     LOOKUP_COST_S,
     MESSAGE_COST_S,
@@ -39,6 +38,7 @@ from api.core.pace import (
     START_FREE_S,
     VISIT,
 )
+from api.core.statuses import status_of
 from api.core.wire import parse_request_id
 from api.generation.delivery import frames
 from api.generation.delivery.replay import Key
@@ -111,7 +111,7 @@ class ClientStream:
         self._on_admitted: Callable[[], None] = (
             (lambda: None) if visit is None else visit.on_admitted
         )
-        key.on_shut_out = self._shut_out
+        key.on_revoked = self._shut_out
 
     async def serve(self, requests: AsyncIterator[pb.GenerateRequest], context: Context) -> None:
         """Serve until the client has half-closed and every request has ended.
@@ -209,7 +209,7 @@ class ClientStream:
                 " several messages"
             )
             raise InvalidRequest([FieldViolation("frames", wrong)])
-        await self._key.look_again()
+        await self._key.refresh()
         auth_ms = (time.monotonic() - received_at) * 1000
         self._auth_ms = 0.0  # only requests of the first message waited for authentication
         pace, principal = self._process.pace, self._key.principal
@@ -219,7 +219,7 @@ class ClientStream:
         index = 0
         while index < len(batch):
             if await pace.turn(principal):
-                await self._key.look_again()
+                await self._key.refresh()
             elif index:
                 await asyncio.sleep(0)
             index = self._work_off_slice(batch, index, auth_ms, received_at)
@@ -243,7 +243,7 @@ class ClientStream:
             held_s = read_s + time.thread_time() - began_at - self._begun_s
             CURRENT.work, CURRENT.stage = None, ""
             transport_s = 0.0 if index_before else MESSAGE_COST_S + READ_BYTES.get() * BYTE_COST_S
-            self._process.pace.spent(self._key.principal, self._lookup_s + transport_s, held_s)
+            self._process.pace.charge(self._key.principal, self._lookup_s + transport_s, held_s)
         return index
 
     def _obey(self, index: int, frame: pb.ClientFrame, auth_ms: float, received_at: float) -> None:
@@ -454,7 +454,7 @@ class ClientStream:
         if self._running.get(number) is not receiver:
             return  # this stream receives it again
         if receiver.is_refused and receiver.payload_hash is not None:
-            self._process.pace.spent(self._key.principal, REFUSAL_COST_S)
+            self._process.pace.charge(self._key.principal, REFUSAL_COST_S)
         self._ended[number] = None
         if len(self._ended) > ENDED_IDS_REMEMBERED:
             self._ended.popitem(last=False)

@@ -134,7 +134,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         await self._process.turn_to_read(principal, size := request.ByteSize())
         if IS_COSTLY.get():
             return await self._process.in_thread(principal, size, partial(parse, request))
-        with self._process.pace.spending(principal):
+        with self._process.pace.charging(principal):
             return parse(request)
 
     async def CountTokens(

@@ -17,7 +17,7 @@ import grpc
 
 from api.core.errors import ApiError, MessageMissing, Overloaded, TooManyStreams
 from api.core.interceptor import LARGE_MESSAGES, Context, ReceivedMessages, checked, writing
-from api.core.pace import CALL_COST_S, VISIT, Payer
+from api.core.rate_limiter import CALL_COST_S, VISIT, Payer
 
 # Streams that need no key: health checks and reflection. A client opens one of each, or one per
 # service.

@@ -11,8 +11,8 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.generation.parsing.start_frame import parse_start
 from api.generation.request.live_request import Caller
-from api.observability.observer import STAGES, Ending
-from api.observability.spans import NO_TRACE, TraceContext
+from api.observability.observer import Ending
+from api.observability.spans import NO_TRACE, STAGES, TraceContext
 from metering.core.models import Outcome
 from metering.quotas.quota_rules import Payer
 

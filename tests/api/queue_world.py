@@ -16,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from api.core.errors import QueueFull, StartsTooLate
-from api.queue.fair_queue import Arrival, FairQueue, Place, QueueLimits, ServiceTier
+from api.queue.fair_queue import FairQueue, QueueEntry, ServiceTier
+from api.queue.queue_admission import Arrival, QueueLimits
 from inference.core.kv_cache import BlockPool
 from inference.core.scheduler import Scheduler, StepPlan
 from inference.core.sequence import Sequence
@@ -43,9 +44,9 @@ class Request:
     weight: float = 1.0
     id: uuid.UUID = field(default_factory=uuid.uuid4)
     timeout_s: float | None = None
-    place: Place | None = None
+    entry: QueueEntry | None = None
     joined_at: float | None = None
-    handed_at: float | None = None
+    dispatched_at: float | None = None
     begun_at: float | None = None
     first_token_at: float | None = None
     ended_at: float | None = None
@@ -82,21 +83,21 @@ class World:
         limits: QueueLimits | None = None,
         engine: EngineModel | None = None,
         *,
-        lookahead: bool = True,
+        has_window: bool = True,
     ) -> None:
-        """lookahead: without it the engine gets all requests at once, as if there were no queue."""
+        """has_window: without it the engine gets all requests at once, as without a queue."""
         self.now = 0.0
         self.engine = engine or EngineModel()
         self.step_count = 0
         self.queue = FairQueue(limits or QueueLimits(), self._statistics, lambda: self.now)
-        if not lookahead:
-            vars(self.queue._dispatch).update(has_room=lambda rank: True)  # replaces its method
+        if not has_window:
+            vars(self.queue.window).update(has_room=lambda rank: True)  # replaces its method
         self.service: dict[str, float] = defaultdict(float)  # charged units by tenant
         self.on_event: Callable[[], None] = lambda: None
         self.with_engine: set[Request] = set()
         self.ended: list[Request] = []
         self.output_tokens = 0
-        waiting_max = 256 if lookahead else 1 << 20
+        waiting_max = 256 if has_window else 1 << 20
         bounds = EngineLimits(
             1 << 20, self.engine.step_tokens_max, None, self.engine.running_max, waiting_max
         )
@@ -136,12 +137,12 @@ class World:
             deadline=None if request.timeout_s is None else self.now + request.timeout_s,
         )
         try:
-            place = self.queue.enter(arrival)
+            entry = self.queue.enter(arrival)
         except (QueueFull, StartsTooLate) as refusal:
             request.refusals.append(refusal)
             return False
-        request.place, request.joined_at = place, self.now
-        if place.join(lambda: self._take(request, on_end)):
+        request.entry, request.joined_at = entry, self.now
+        if entry.join(lambda: self._take(request, on_end)):
             self._take(request, on_end)
         self.on_event()
         return True
@@ -171,12 +172,12 @@ class World:
             self.at(self.now, again)
 
     def _take(self, request: Request, on_end: Callable[[Request], None] | None) -> None:
-        assert request.place is not None
-        request.handed_at = self.now
-        number = request.place.number
+        assert request.entry is not None
+        request.dispatched_at = self.now
+        number = request.entry.number
         # Nothing is shared: each prompt begins with another token.
         tokens = range(number, number + request.input_tokens)
-        made = make_request(tokens, request.output_tokens, rank=request.place.rank)
+        made = make_request(tokens, request.output_tokens, rank=request.entry.rank)
         request.sequence = Sequence(number, made, 0, frozenset(), NoText({}, frozenset()))
         self._by_sequence[request.sequence] = request
         self._inbox.append(request)
@@ -219,29 +220,29 @@ class World:
             request = self._by_sequence.get(sequence) or next(
                 each for each in ended if each.sequence is sequence
             )
-            assert request.place is not None
+            assert request.entry is not None
             request.begun_at = self.now
             self.service[request.tenant] += request.input_tokens
-            request.place.begun()
+            request.entry.begun()
         for request in requests:
             self._produce(request)
         for request in ended:
             self._end(request)
 
     def _produce(self, request: Request) -> None:
-        assert request.place is not None
+        assert request.entry is not None
         self.output_tokens += 1
         self.service[request.tenant] += 2.0
-        request.place.generated(1)
+        request.entry.generated(1)
         if request.first_token_at is None:
             request.first_token_at = self.now
         self.on_event()
 
     def _end(self, request: Request) -> None:
-        assert request.place is not None
+        assert request.entry is not None
         request.ended_at = self.now
         self.with_engine.discard(request)
-        request.place.leave()
+        request.entry.leave()
         self.ended.append(request)
         self.on_event()
         if (on_end := self._on_end.pop(request, None)) is not None:

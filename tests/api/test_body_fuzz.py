@@ -12,10 +12,11 @@ from functools import partial
 
 from google.protobuf.message_factory import GetMessageClass
 
-from api.core.errors import ApiError, status_of
+from api.core.errors import ApiError
 from api.core.interceptor import LARGE_MESSAGES, is_costly
+from api.core.statuses import status_of
+from api.openai.error_responses import HttpFault, error_response
 from api.openai.parameters import SHORT_BYTES_MAX
-from api.openai.refusals import HttpFault, refusal_of
 from tests.api.fuzzed_bodies import Bodies
 from tests.api.test_growth import ERROR_CHARS_MAX, HTTP, METHODS, calling
 from tests.growth import BLOCK_MAX_S, as_in_service, cpu_s
@@ -40,7 +41,7 @@ def check_refusal(path: str, refusal: ApiError | HttpFault) -> str:
     else:
         status = status_of(refusal)
         assert status.ByteSize() <= STATUS_BYTES_MAX, (path, status.message[:200])
-        answer = refusal_of(status)
+        answer = error_response(status)
     assert 400 <= answer.http_status < 500, (path, refusal)
     assert 0 < len(answer.message) <= ERROR_CHARS_MAX, (path, answer.message[:200])
     return type(refusal).__name__

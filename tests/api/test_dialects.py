@@ -22,28 +22,14 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.errors import FieldViolation, InvalidRequest
 from api.generation.parsing.decoding import SAMPLING_RANGES
 from api.generation.parsing.start_frame import ValidStart, parse_start
-from api.openai.dialects import (
-    ABLE,
-    FIELDS,
-    FIELDS_BY_API,
-    NEUTRAL,
-    Effect,
-    field_of,
-)
+from api.openai.apis import parsed_body
+from api.openai.dialects import ABLE, FIELDS, FIELDS_BY_API, NEUTRAL, field_of
+from api.openai.effects import Effect
+from api.openai.embeddings import EmbeddingParameters, embed_request, embedding_names, normalized
+from api.openai.error_responses import HttpFault, parameter
 from api.openai.formats import lark_of
-from api.openai.gateway import (
-    CHAT,
-    COMPLETIONS,
-    MESSAGES,
-    RESPONSES,
-    EmbeddingParameters,
-    embed_request,
-    embedding_names,
-    normalized,
-    parsed_body,
-)
+from api.openai.gateway import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from api.openai.parameters import RANGES, decode
-from api.openai.refusals import HttpFault, parameter
 from api.openai.tolerance import Notes, shape_of
 
 FIELDS_FILE = Path(__file__).with_name("dialect_fields.txt")
@@ -753,7 +739,8 @@ def test_formats_that_cannot_be_enforced_are_refused(
         ('a ::= "b"', "no rule root"),
         ("root ::= (", "without its )"),
         ('root ::= "a" )', "without its ("),
-        ("root ::= *", "after nothing"),
+        ("root ::= *?", "has * after nothing"),
+        ("root ::= {2}+", "has {2} after nothing"),
         ("root ::= <[3]>", "line 1"),
         ('root ::= "a"\nroot ::= "b"', "twice"),
     ],

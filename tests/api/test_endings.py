@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from api.core.errors import (
-    CODES,
     AddressNotAllowed,
     CancelledByAdmin,
     CancelledEarly,
@@ -23,6 +22,7 @@ from api.core.errors import (
     KeyRevokedMidway,
     SiblingEnded,
 )
+from api.core.statuses import CODES_BY_CLASS
 from api.generation.delivery.stream_writer import UsageSoFar
 from api.generation.endings import (
     CAUSES,
@@ -284,7 +284,7 @@ def test_every_error_of_an_engine_is_some_way_to_end() -> None:
     known = tuple(error for way in WAYS for error in way.errors)
     unknown = {
         error.__name__
-        for error in CODES
+        for error in CODES_BY_CLASS
         if issubclass(error, EngineError) and not issubclass(error, known)
     }
 

@@ -21,7 +21,8 @@ import api
 import inference
 import metering
 from api.core import errors
-from api.core.errors import CODES, KINDS, ApiError, FieldViolation, code_of, status_of
+from api.core.errors import ApiError, FieldViolation
+from api.core.statuses import CODES_BY_CLASS, KINDS, code_of, status_of
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable
 from metering.core.errors import (
     DatabaseUnavailable,
@@ -75,14 +76,14 @@ def classes() -> list[type[Exception]]:
 
 def test_every_error_class_has_its_row(classes: list[type[Exception]]) -> None:
     """A class without a row would silently become INTERNAL."""
-    missing = [kind.__qualname__ for kind in classes if kind not in CODES]
+    missing = [kind.__qualname__ for kind in classes if kind not in CODES_BY_CLASS]
 
     assert missing == []
     assert len(classes) > 25
 
 
 def test_no_class_has_two_rows_and_none_takes_that_of_its_base() -> None:
-    assert len(CODES) == sum(map(len, KINDS.values()))
+    assert len(CODES_BY_CLASS) == sum(map(len, KINDS.values()))
     for code, kinds in KINDS.items():
         assert [code_of(kind.__new__(kind)) for kind in kinds] == [code] * len(kinds), code
 

@@ -19,16 +19,13 @@ from api.queue.fair_queue import (
     WINDOW_FIRST,
     WINDOW_MAX,
     WINDOW_MIN,
-    Arrival,
     DispatchWindow,
     FairQueue,
-    Place,
-    QueueLimits,
-    Reservation,
-    Reservations,
+    QueueEntry,
     ServiceTier,
     State,
 )
+from api.queue.queue_admission import Arrival, QueueLimits, Reservation, Reservations
 from inference.engine import EngineStatistics
 from tests.api.queue_world import EngineModel, Request, World, agent, percentile, tenant_id
 
@@ -64,11 +61,11 @@ def new_queue(
     return FairQueue(limits or QueueLimits(), EngineStatistics, clock or Clock())
 
 
-def ranked(rank: float, **changes: object) -> Place:
-    """Return a place of this rank."""
-    place = new_queue().enter(arrival("a", **changes))
-    place.rank = rank
-    return place
+def ranked(rank: float, **changes: object) -> QueueEntry:
+    """Return a entry of this rank."""
+    entry = new_queue().enter(arrival("a", **changes))
+    entry.rank = rank
+    return entry
 
 
 def do_nothing() -> None:
@@ -79,7 +76,7 @@ def ttfts(
     agents: dict[str, int], *, fair: bool = True, engine: EngineModel = WIDE, until: float = 40.0
 ) -> tuple[list[float], float]:
     """Return TTFTs of the tenant "quiet" after a warm-up, and all output tokens per second."""
-    world = World(QueueLimits(fair=fair), engine, lookahead=fair)
+    world = World(QueueLimits(fair=fair), engine, has_window=fair)
     for seed, (name, count) in enumerate(sorted(agents.items())):
         world.keep_busy(name, count, agent(name, random.Random(seed)), until)
     world.run(until)
@@ -109,8 +106,8 @@ def test_the_engine_is_as_busy_as_if_it_were_given_everything(
 ) -> None:
     """Many requests enter at one step, or one in several steps: the window adapts."""
     rates = []
-    for lookahead in (True, False):
-        world = World(QueueLimits(), EngineModel(running_max=64), lookahead=lookahead)
+    for has_window in (True, False):
+        world = World(QueueLimits(), EngineModel(running_max=64), has_window=has_window)
         make = agent("a", random.Random(0), input_tokens=input_tokens, output_tokens=output_tokens)
         world.keep_busy("a", 200, make, 15.0)
         world.run(15.0)
@@ -131,7 +128,7 @@ def test_a_tenant_that_is_alone_loses_nothing() -> None:
 def test_clients_that_wait_the_exact_retry_after_are_admitted(
     tenant_count: int, cause: str
 ) -> None:
-    """300 clients for 60 places, or with 3 s, too short for most; admitted ones start in time.
+    """300 clients for 60 entries, or with 3 s, too short for most; admitted ones start in time.
 
     Holds after some seconds of observing the rate of service; before, it is unknown.
     """
@@ -256,11 +253,11 @@ def test_no_tenant_takes_more_places_than_it_leaves_free_and_newcomers_find_one(
 
 def test_a_tenant_has_at_most_as_many_places_as_the_setting_says() -> None:
     queue = new_queue(QueueLimits(request_count_max=1000, tenant_request_count_max=10))
-    places = [queue.enter(arrival()) for _ in range(8)]
+    entries = [queue.enter(arrival()) for _ in range(8)]
     with pytest.raises(QueueFull):
         queue.enter(arrival())
-    places[0].leave()
-    places[1].leave()
+    entries[0].leave()
+    entries[1].leave()
 
     queue.enter(arrival())
 
@@ -316,9 +313,13 @@ def test_batch_runs_only_where_nothing_interactive_waits() -> None:
         world.at(0.0, functools.partial(world.send_stubbornly, each))
     world.run(60.0)
 
-    last_interactive = max(each.handed_at for each in interactive if each.handed_at is not None)
+    last_interactive = max(
+        each.dispatched_at for each in interactive if each.dispatched_at is not None
+    )
     later = [
-        each for each in batch if each.handed_at is not None and each.handed_at >= last_interactive
+        each
+        for each in batch
+        if each.dispatched_at is not None and each.dispatched_at >= last_interactive
     ]
     assert len(later) >= 12, "all but those that the engine had taken before the others came"
     assert len(world.ended) == 80
@@ -336,7 +337,7 @@ def test_batch_is_served_within_its_bound_however_much_interactive_work_comes() 
         world.send(each)
     world.run(40.0)
 
-    starts = [1.0, *(each.handed_at for each in batch if each.handed_at is not None)]
+    starts = [1.0, *(each.dispatched_at for each in batch if each.dispatched_at is not None)]
     gaps = [after - before for before, after in itertools.pairwise(starts)]
     assert len(gaps) == 10
     assert min(gaps) >= 2.0 - 1e-9
@@ -353,22 +354,22 @@ def test_positions_and_waits_follow_the_order_of_the_turns() -> None:
             until=5.0,
         )
     world.run(5.0)
-    outlooks = world.queue.outlook()
+    expected = world.queue.expected_waits()
 
-    positions = [outlook.position for outlook in outlooks]
-    waits = [outlook.wait_s for outlook in outlooks if outlook.wait_s is not None]
+    positions = [each.position for each in expected]
+    waits = [each.wait_s for each in expected if each.wait_s is not None]
     assert positions == list(range(positions[0], positions[0] + len(positions)))
-    assert len(waits) == len(outlooks) > 20
+    assert len(waits) == len(expected) > 20
     assert waits == sorted(waits)
-    told = [outlook.place for outlook in outlooks]
+    told = [each.entry for each in expected]
     world.run(8.0)
     turns = [
-        each.place
-        for each in sorted(world.ended, key=lambda each: each.handed_at or 0.0)
-        if each.place in told
+        each.entry
+        for each in sorted(world.ended, key=lambda each: each.dispatched_at or 0.0)
+        if each.entry in told
     ]
     assert len(turns) > 20
-    assert sum(abs(turns.index(place) - told.index(place)) for place in turns) <= 2 * len(turns), (
+    assert sum(abs(turns.index(entry) - told.index(entry)) for entry in turns) <= 2 * len(turns), (
         "about that order, that is"
     )
 
@@ -383,11 +384,11 @@ def test_after_any_operations_on_places_the_counts_agree(seed: int) -> None:
         lambda: EngineStatistics(step_count=rng.randint(0, 9), running_sequence_count_max=8),
         clock,
     )
-    alive: list[Place] = []
+    alive: list[QueueEntry] = []
     refused: list[float] = []
     for _ in range(3000):
         clock.now += rng.expovariate(10)
-        by_state = {state: [place for place in alive if place.state is state] for state in State}
+        by_state = {state: [entry for entry in alive if entry.state is state] for state in State}
         match rng.choice(("enter", "enter", "join", "join", "begun", "generated", "leave")):
             case "enter":
                 try:
@@ -407,35 +408,35 @@ def test_after_any_operations_on_places_the_counts_agree(seed: int) -> None:
                     refused.append(refusal.retry_after_s)
             case "join" if by_state[State.ENTERED]:
                 rng.choice(by_state[State.ENTERED]).join(do_nothing)
-            case "begun" if by_state[State.HANDED]:
-                rng.choice(by_state[State.HANDED]).begun()
+            case "begun" if by_state[State.DISPATCHED]:
+                rng.choice(by_state[State.DISPATCHED]).begun()
             case "generated" if by_state[State.RUNNING]:
                 rng.choice(by_state[State.RUNNING]).generated(rng.randint(1, 3))
             case "leave" if alive:
                 leaving = alive.pop(rng.randrange(len(alive)))
                 leaving.leave()
                 leaving.leave()
-        waiting = [place for place in alive if place.state in (State.ENTERED, State.WAITING)]
-        handed = [place for place in alive if place.state is State.HANDED]
+        waiting = [entry for entry in alive if entry.state in (State.ENTERED, State.WAITING)]
+        dispatched = [entry for entry in alive if entry.state is State.DISPATCHED]
         statistics = queue.statistics()
         assert statistics.waiting_count == len(waiting) <= 40
         assert statistics.engine_pending_count == sum(
-            place.arrival.sequence_count for place in handed
+            entry.arrival.sequence_count for entry in dispatched
         )
-        if [place for place in alive if place.state is State.WAITING]:
-            assert any(place.state in (State.HANDED, State.RUNNING) for place in alive), (
+        if [entry for entry in alive if entry.state is State.WAITING]:
+            assert any(entry.state in (State.DISPATCHED, State.RUNNING) for entry in alive), (
                 "the engine idles while something waits"
             )
-    for place in alive:
-        place.leave()
+    for entry in alive:
+        entry.leave()
     statistics = queue.statistics()
     assert (
         statistics.waiting_count,
         statistics.engine_pending_count,
-        len(queue._dispatch.handed),
+        len(queue.window.dispatched),
     ) == (0, 0, 0)
-    assert all(not tier.line.waiting_count for tier in queue._tiers.values())
-    assert not queue._admission._by_tenant
+    assert all(not tier.line.waiting_count for tier in queue.tiers.values())
+    assert not queue.waiting.by_tenant
     assert len(refused) > 10
     assert min(refused) > 0
 
@@ -444,9 +445,9 @@ async def test_a_request_cancelled_while_it_waits_gives_its_place_to_the_next() 
     queue = new_queue()
     turns: list[str] = []
 
-    async def wait(name: str, place: Place) -> None:
-        with place:
-            await place.turn()
+    async def wait(name: str, entry: QueueEntry) -> None:
+        with entry:
+            await entry.wait_for_dispatch()
             turns.append(name)
             await asyncio.Event().wait()
 
@@ -471,59 +472,59 @@ async def test_a_request_cancelled_while_it_waits_gives_its_place_to_the_next() 
 
 
 def test_requests_that_wait_for_their_grammar_do_not_hold_up_the_others() -> None:
-    lookahead = DispatchWindow()
+    window = DispatchWindow()
     for _ in range(COMPILING_MAX):
-        lookahead.given(ranked(1.0, compiles=True))
-    assert lookahead.has_room(1.0)
-    for _ in range(int(lookahead.window)):
-        assert lookahead.has_room(1.0)
-        lookahead.given(ranked(1.0))
-    assert not lookahead.has_room(1.0)
+        window.add(ranked(1.0, compiles=True))
+    assert window.has_room(1.0)
+    for _ in range(int(window.size)):
+        assert window.has_room(1.0)
+        window.add(ranked(1.0))
+    assert not window.has_room(1.0)
 
 
 def test_a_request_ranked_before_the_engines_ones_is_dispatched_at_once() -> None:
-    lookahead = DispatchWindow()
-    while lookahead.has_room(5.0):
-        lookahead.given(ranked(5.0))
-    assert lookahead.has_room(4.0)
-    lookahead.window = 1e9
-    while lookahead.has_room(4.0):
-        lookahead.given(ranked(4.0))
+    window = DispatchWindow()
+    while window.has_room(5.0):
+        window.add(ranked(5.0))
+    assert window.has_room(4.0)
+    window.size = 1e9
+    while window.has_room(4.0):
+        window.add(ranked(4.0))
 
-    assert lookahead.pending_count == PENDING_MAX, "as many as the engine takes, and no more"
+    assert window.pending_count == PENDING_MAX, "as many as the engine takes, and no more"
 
 
 def test_the_window_follows_what_the_engine_takes() -> None:
-    lookahead = DispatchWindow()
+    window = DispatchWindow()
     for _ in range(1000):  # enters at once, with others behind
-        while lookahead.has_room(1.0):
-            lookahead.given(ranked(1.0))
-        lookahead.entered(1, behind=True)
-        lookahead.gone(next(iter(lookahead.handed)))
-    assert lookahead.window == WINDOW_MAX
+        while window.has_room(1.0):
+            window.add(ranked(1.0))
+        window.adapt(1, behind=True)
+        window.remove(next(iter(window.dispatched)))
+    assert window.size == WINDOW_MAX
     for _ in range(1000):
-        lookahead.entered(50, behind=True)
-    assert lookahead.window == 1.0
-    lookahead.entered(-7, behind=True)  # the engine was restarted
-    assert lookahead.window == 1.0
+        window.adapt(50, behind=True)
+    assert window.size == 1.0
+    window.adapt(-7, behind=True)  # the engine was restarted
+    assert window.size == 1.0
 
 
 def test_several_engines_have_as_many_times_the_room() -> None:
     """The window and its bounds grow with each new engine and shrink with each lost one."""
-    lookahead = DispatchWindow()
-    lookahead.spread(3)
-    assert lookahead.window == 3 * WINDOW_FIRST
-    lookahead.window = 3 * WINDOW_MAX - 1
-    while lookahead.has_room(1.0):
-        lookahead.given(ranked(1.0))
-    assert lookahead.pending_count == 3 * WINDOW_MAX - 1
-    lookahead.entered(1, behind=True)
-    lookahead.entered(1, behind=True)
-    assert lookahead.window == 3 * WINDOW_MAX
-    lookahead.spread(1)
-    assert lookahead.window == WINDOW_MAX
-    assert not lookahead.has_room(1.0), "what the others had is still pending"
-    lookahead.spread(2)
+    window = DispatchWindow()
+    window.spread(3)
+    assert window.size == 3 * WINDOW_FIRST
+    window.size = 3 * WINDOW_MAX - 1
+    while window.has_room(1.0):
+        window.add(ranked(1.0))
+    assert window.pending_count == 3 * WINDOW_MAX - 1
+    window.adapt(1, behind=True)
+    window.adapt(1, behind=True)
+    assert window.size == 3 * WINDOW_MAX
+    window.spread(1)
+    assert window.size == WINDOW_MAX
+    assert not window.has_room(1.0), "what the others had is still pending"
+    window.spread(2)
     for _ in range(1000):
-        lookahead.entered(9, behind=True)
-    assert lookahead.window == 2 * WINDOW_MIN
+        window.adapt(9, behind=True)
+    assert window.size == 2 * WINDOW_MIN

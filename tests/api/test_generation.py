@@ -13,7 +13,7 @@ from weir.v1 import inference_service_pb2 as pb
 from api.access.auth import StreamKey
 from api.core.errors import MessageUnreadable
 from api.core.interceptor import Context, ReceivedMessages, checked, first_error, tolerant
-from api.core.pace import FramePace
+from api.core.rate_limiter import RateLimiter
 from api.core.settings import Settings
 from api.generation.delivery.stream_writer import Outbox, Receiver
 from api.generation.parsing.start_frame import parse_start
@@ -119,7 +119,7 @@ async def test_a_client_that_sends_and_never_reads_is_not_read_either(
             admission=SimpleNamespace(
                 journal=None, settings=Settings(), holds=SimpleNamespace(may_have_lapsed=bool)
             ),
-            pace=FramePace(1.0),
+            pace=RateLimiter(1.0),
         ),
     )
     context = DeafContext()

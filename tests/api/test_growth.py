@@ -23,7 +23,7 @@ from weir.v1 import (
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1.configuration_pb2 import ApplyConfigurationRequest
 
-from api.admin.admin_service import Parsing
+from api.admin.configuration_calls import Parsing
 from api.console.console import BODY_BYTES_MAX, read_message
 from api.core.interceptor import (
     LARGE_MESSAGES,
@@ -36,16 +36,10 @@ from api.core.interceptor import SHORT_BYTES_MAX as MESSAGE_SHORT_BYTES_MAX
 from api.generation.parsing.embed_request import parse_embed
 from api.generation.parsing.start_frame import parse_count_tokens
 from api.generation.request.quoting import parse_quoted_embed, parse_quoted_start
+from api.openai.apis import parsed_body
+from api.openai.embeddings import EmbeddingParameters, embed_request
 from api.openai.exchange import valid_starts
-from api.openai.gateway import (
-    CHAT,
-    COMPLETIONS,
-    MESSAGES,
-    RESPONSES,
-    EmbeddingParameters,
-    embed_request,
-    parsed_body,
-)
+from api.openai.gateway import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from api.openai.messages import parse_counted_message
 from api.openai.parameters import SHORT_BYTES_MAX, decode
 from api.openai.tokens import (

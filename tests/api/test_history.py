@@ -9,9 +9,11 @@ import msgspec
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
-from api.core.errors import InvalidRequest, Violations
+from api.core.errors import InvalidRequest
+from api.core.texts import Violations
 from api.generation.parsing.conversation import CALL_ID_CHARS_MAX, check_messages
-from api.openai.gateway import CHAT, MESSAGES, RESPONSES, Api, parsed_body
+from api.openai.apis import Api, parsed_body
+from api.openai.gateway import CHAT, MESSAGES, RESPONSES
 
 APIS: dict[str, tuple[Api, str, dict[str, Any]]] = {
     "chat": (CHAT, "messages", {"model": "m"}),

@@ -17,8 +17,8 @@ from google.rpc import error_details_pb2
 from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import StreamKey
-from api.core import pace
-from api.core.pace import FramePace
+from api.core import rate_limiter
+from api.core.rate_limiter import RateLimiter
 from api.core.settings import Settings
 from api.generation.parsing import text_work
 from api.openai.gateway import Gateway
@@ -217,9 +217,9 @@ async def test_a_request_that_moves_between_two_streams_a_thousand_times_ends_on
 
 def pace_for_ever(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the sender of any frame wait hours for its next slice: speed is then irrelevant."""
-    monkeypatch.setattr(pace, "BURST_S", 0.0)
+    monkeypatch.setattr(rate_limiter, "BURST_S", 0.0)
     monkeypatch.setattr(generation, "SLICE_S", 0.0)
-    world.small.process.pace = FramePace(1e-12)
+    world.small.process.pace = RateLimiter(1e-12)
 
 
 async def answered(world: World, principal: Principal, *frames: pb.ClientFrame) -> Call:
@@ -287,7 +287,7 @@ async def test_an_invalid_id_of_any_length_is_answered_in_short(world: World, ki
     assert refused.ByteSize() < 1000
 
 
-class Gate(FramePace):
+class Gate(RateLimiter):
     """Pace that passes the first slice, and the later ones once it is opened."""
 
     def __init__(self) -> None:
@@ -297,7 +297,7 @@ class Gate(FramePace):
         self._slice_count = 0
 
     async def turn(self, owner: Owner) -> bool:
-        """Implement `FramePace.turn`."""
+        """Implement `RateLimiter.turn`."""
         self._slice_count += 1
         if self._slice_count == 1:
             return False
@@ -344,15 +344,15 @@ async def test_streams_of_a_key_take_turns_and_a_closed_one_blocks_no_other(
         await asyncio.sleep(0)
         now = max(now, wakes_at)
 
-    monkeypatch.setattr(pace, "BURST_S", 0.0)
-    monkeypatch.setattr(pace, "asyncio", SimpleNamespace(sleep=sleep))
-    frame_pace, owed_s = FramePace(0.25, clock=lambda: now), dict[int, float]()
-    frame_pace.spent(key, 1.0)
+    monkeypatch.setattr(rate_limiter, "BURST_S", 0.0)
+    monkeypatch.setattr(rate_limiter, "asyncio", SimpleNamespace(sleep=sleep))
+    frame_pace, owed_s = RateLimiter(0.25, clock=lambda: now), dict[int, float]()
+    frame_pace.charge(key, 1.0)
 
     async def work_off(number: int) -> None:
         await frame_pace.turn(key)
         owed_s[number] = frame_pace.wait_s(key)
-        frame_pace.spent(key, 1.0)
+        frame_pace.charge(key, 1.0)
 
     streams = [asyncio.create_task(work_off(number)) for number in range(5)]
     await asyncio.sleep(0)
@@ -386,25 +386,25 @@ async def test_refusals_after_the_frame_was_read_are_counted(
     call.send(runs)
     await said(call, "finished")
     before_s = world.small.process.pace.wait_s(world.principal)
-    world.small.process.pace = FramePace(1.0, clock=lambda: 0.0)
+    world.small.process.pace = RateLimiter(1.0, clock=lambda: 0.0)
     call.send(frame)
     await said(call, "failed")
     after_s = world.small.process.pace.wait_s(world.principal)
 
-    assert before_s < 1000 - pace.BURST_S <= after_s
+    assert before_s < 1000 - rate_limiter.BURST_S <= after_s
 
 
 def test_a_pause_gives_back_what_may_be_worked_off_at_once_and_no_more() -> None:
     """Half a second of work at any speed, then a quarter of the time; other keys have their own."""
     now, one, other = 1000.0, owner(), owner()
-    frame_pace = FramePace(0.25, clock=lambda: now)
+    frame_pace = RateLimiter(0.25, clock=lambda: now)
 
-    frame_pace.spent(one, pace.BURST_S)
+    frame_pace.charge(one, rate_limiter.BURST_S)
     at_once_s = frame_pace.wait_s(one)
-    frame_pace.spent(one, 0.1)
+    frame_pace.charge(one, 0.1)
     beyond_s, of_the_other_s = frame_pace.wait_s(one), frame_pace.wait_s(other)
     now += 3600.0
-    frame_pace.spent(one, pace.BURST_S + 0.05)
+    frame_pace.charge(one, rate_limiter.BURST_S + 0.05)
 
     assert (at_once_s, of_the_other_s) == (0.0, 0.0)
     assert [round(beyond_s, 6), round(frame_pace.wait_s(one), 6)] == [0.4, 0.2]
@@ -412,13 +412,13 @@ def test_a_pause_gives_back_what_may_be_worked_off_at_once_and_no_more() -> None
 
 def test_keys_of_an_organization_have_two_shares_together() -> None:
     """Many keys do not increase the share, and a flooding one leaves a share to the others."""
-    organization_id, frame_pace = uuid.uuid4(), FramePace(0.25, clock=lambda: 1000.0)
+    organization_id, frame_pace = uuid.uuid4(), RateLimiter(0.25, clock=lambda: 1000.0)
     keys = [owner(organization_id) for _ in range(10)]
 
-    frame_pace.spent(keys[0], pace.BURST_S + 0.1)
+    frame_pace.charge(keys[0], rate_limiter.BURST_S + 0.1)
     flooding_s, beside_s = frame_pace.wait_s(keys[0]), frame_pace.wait_s(keys[1])
     for key in keys[1:]:
-        frame_pace.spent(key, 0.1)
+        frame_pace.charge(key, 0.1)
 
     assert [round(each, 6) for each in (flooding_s, beside_s, frame_pace.wait_s(keys[9]))] == [
         0.4,
@@ -430,12 +430,12 @@ def test_keys_of_an_organization_have_two_shares_together() -> None:
 
 def test_keys_that_owe_nothing_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that still owes time is kept, however many others come."""
-    monkeypatch.setattr(pace, "KEYS_MAX", 100)
-    frame_pace, owing = FramePace(0.25, clock=lambda: 1000.0), owner()
-    frame_pace.spent(owing, 10.0)
+    monkeypatch.setattr(rate_limiter, "KEYS_MAX", 100)
+    frame_pace, owing = RateLimiter(0.25, clock=lambda: 1000.0), owner()
+    frame_pace.charge(owing, 10.0)
 
     for _ in range(250):
-        frame_pace.spent(owner(), 1e-6)
+        frame_pace.charge(owner(), 1e-6)
 
     assert len(frame_pace._free_at) <= 100
     assert frame_pace.wait_s(owing) > 0
@@ -570,16 +570,16 @@ async def test_prompts_of_one_key_beyond_its_bound_are_refused_and_do_not_affect
 def test_preparation_of_what_is_refused_slows_its_key() -> None:
     """A thread's time counts like the event loop's; an ordinary admitted request is free."""
     now = 100.0
-    paced = FramePace(0.25, clock=lambda: now)
+    paced = RateLimiter(0.25, clock=lambda: now)
     key = owner()
-    with paced.spending(key, free_s=PATIENCE_S):
+    with paced.charging(key, free_s=PATIENCE_S):
         sum(range(1000))
     assert paced.wait_s(key) == 0
-    paced.spent(key, 2 * pace.BURST_S)
-    assert paced.wait_s(key) == pytest.approx(4 * pace.BURST_S)
+    paced.charge(key, 2 * rate_limiter.BURST_S)
+    assert paced.wait_s(key) == pytest.approx(4 * rate_limiter.BURST_S)
 
 
-class RecordedPace(FramePace):
+class RecordedPace(RateLimiter):
     """Pace that records its calls in order."""
 
     def __init__(self) -> None:
@@ -587,16 +587,16 @@ class RecordedPace(FramePace):
         self.events: list[str] = []
 
     async def turn(self, owner: Owner) -> bool:
-        """Implement `FramePace.turn`."""
+        """Implement `RateLimiter.turn`."""
         waited = await super().turn(owner)
         self.events.append("turn")
         return waited
 
-    def spent(self, owner: Owner | str, cost_s: float, held_s: float = 0.0) -> None:
-        """Implement `FramePace.spent`."""
+    def charge(self, owner: Owner | str, cost_s: float, held_s: float = 0.0) -> None:
+        """Implement `RateLimiter.charge`."""
         if cost_s + held_s > 0:
-            self.events.append("spent")
-        super().spent(owner, cost_s, held_s)
+            self.events.append("charge")
+        super().charge(owner, cost_s, held_s)
 
 
 async def test_each_http_body_counts_before_the_next_one_of_its_key_has_its_turn(
@@ -637,4 +637,4 @@ async def test_each_http_body_counts_before_the_next_one_of_its_key_has_its_turn
     assert recorded.events.count("turn") == 4
     for index, event in enumerate(recorded.events):
         if event == "turn":
-            assert recorded.events[index + 1] == "spent"
+            assert recorded.events[index + 1] == "charge"

@@ -15,36 +15,28 @@ from weir.v1 import types_pb2
 
 from api.core.endpoint import local_url
 from api.core.errors import (
-    KINDS,
     Draining,
     FieldViolation,
     InvalidRequest,
     PromptTooLong,
     StartsTooLate,
     Unauthenticated,
-    status_of,
 )
 from api.core.settings import SettingInvalid, Settings
+from api.core.statuses import KINDS, status_of
 from api.generation.parsing.conversation import MESSAGE_COUNT_MAX
 from api.openai import answers
-from api.openai.parameters import CHAT_NAMES as NAMES
-from api.openai.parameters import (
-    RESPONSE_NAMES,
-    Item,
-    Message,
-    ResponseParameters,
-    conversation,
-    conversation_of,
-    decode,
-)
-from api.openai.refusals import (
+from api.openai.conversations import Item, Message, conversation, conversation_of
+from api.openai.error_responses import (
     HTTP_STATUSES,
     duration_text,
+    error_response,
     parameter,
     quota_headers,
-    refusal_of,
     remedy_of,
 )
+from api.openai.parameters import CHAT_NAMES as NAMES
+from api.openai.parameters import RESPONSE_NAMES, ResponseParameters, decode
 from inference.errors import RequestImpossible
 from inference.sequences import RequestField
 
@@ -69,13 +61,14 @@ def test_a_remedy_uses_the_terms_of_the_api() -> None:
     too_long = status_of(PromptTooLong(7, 10, 12))
     taken = code_pb2.ALREADY_EXISTS
 
-    assert refusal_of(status_of(left_out), NAMES).message.endswith("set tool_choice to none")
+    assert error_response(status_of(left_out), NAMES).message.endswith("set tool_choice to none")
     assert (
-        "max_tokens of" in refusal_of(too_long, NAMES | {"max_output_tokens": "max_tokens"}).message
+        "max_tokens of"
+        in error_response(too_long, NAMES | {"max_output_tokens": "max_tokens"}).message
     )
-    assert "max_output_tokens of" in refusal_of(too_long, RESPONSE_NAMES).message
+    assert "max_output_tokens of" in error_response(too_long, RESPONSE_NAMES).message
     assert (
-        refusal_of(status_pb2.Status(code=taken, message="use a new request_id")).message
+        error_response(status_pb2.Status(code=taken, message="use a new request_id")).message
         == "use a new Idempotency-Key"
     )
 
@@ -97,7 +90,7 @@ def test_a_remedy_uses_the_terms_of_the_api() -> None:
 def test_a_field_that_the_engine_ignores_is_refused_by_the_parameter_s_name(
     field: RequestField, param: str
 ) -> None:
-    refusal = refusal_of(
+    refusal = error_response(
         status_of(RequestImpossible("this model's engine does not honour it", field)), NAMES
     )
 
@@ -109,7 +102,7 @@ def test_a_field_that_the_engine_ignores_is_refused_by_the_parameter_s_name(
 
 
 def test_a_retry_after_is_sent_in_every_form_that_clients_read() -> None:
-    refusal = refusal_of(status_of(StartsTooLate(wait_s=3.0, left_s=1.0, retry_after_s=2.0005)))
+    refusal = error_response(status_of(StartsTooLate(wait_s=3.0, left_s=1.0, retry_after_s=2.0005)))
 
     assert refusal.http_status == 503
     assert refusal.headers == {"retry-after": "3", "retry-after-ms": "2001"}
@@ -138,12 +131,12 @@ def test_no_client_is_let_to_wait_for_what_is_too_far_away() -> None:
     far = Draining("later")
     far.retry_after_s = 121.0
 
-    assert refusal_of(status_of(far)).headers["x-should-retry"] == "false"
-    assert "x-should-retry" not in refusal_of(status_of(Draining("soon"))).headers
+    assert error_response(status_of(far)).headers["x-should-retry"] == "false"
+    assert "x-should-retry" not in error_response(status_of(Draining("soon"))).headers
 
 
 def test_an_internal_error_tells_its_incident_and_nothing_else() -> None:
-    refusal = refusal_of(status_of(RuntimeError("the secret of the house")))
+    refusal = error_response(status_of(RuntimeError("the secret of the house")))
 
     assert (refusal.http_status, refusal.kind, refusal.code) == (
         500,
@@ -155,7 +148,7 @@ def test_an_internal_error_tells_its_incident_and_nothing_else() -> None:
 
 
 def test_a_prompt_that_is_too_long_has_the_code_that_clients_look_for() -> None:
-    refusal = refusal_of(status_of(PromptTooLong(100, 5, 64)), NAMES)
+    refusal = error_response(status_of(PromptTooLong(100, 5, 64)), NAMES)
 
     assert (refusal.http_status, refusal.code, refusal.param) == (
         400,
@@ -166,7 +159,7 @@ def test_a_prompt_that_is_too_long_has_the_code_that_clients_look_for() -> None:
 
 
 def test_a_missing_key_is_asked_for() -> None:
-    refusal = refusal_of(status_of(Unauthenticated("no key")))
+    refusal = error_response(status_of(Unauthenticated("no key")))
 
     assert (refusal.http_status, refusal.code, refusal.headers["www-authenticate"]) == (
         401,

@@ -30,11 +30,11 @@ from openai.types.responses import (
 from typing_extensions import get_type_hints, is_typeddict
 
 from api.core.errors import InvalidRequest
+from api.openai.conversations import ROLES
 from api.openai.dialects import FIELDS
-from api.openai.gateway import EmbeddingParameters, check_model_sizes, embed_request
+from api.openai.embeddings import EmbeddingParameters, check_model_sizes, embed_request
 from api.openai.history import CLIENT_CALLS, CLIENT_RESULTS
 from api.openai.parameters import (
-    ROLES,
     ChatParameters,
     CompletionParameters,
     ResponseParameters,

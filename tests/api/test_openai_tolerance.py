@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from api.core.errors import InvalidRequest
+from api.openai.error_responses import HttpFault
 from api.openai.parameters import (
     ChatParameters,
     CompletionParameters,
@@ -25,8 +26,14 @@ from api.openai.parameters import (
     parse_response,
     tolerate,
 )
-from api.openai.refusals import HttpFault
-from api.openai.tolerance import IGNORED_HEADER, NAMES_MAX, Notes
+from api.openai.tolerance import (
+    ENCODED_COUNT_MAX,
+    ENTERED_COUNT_MAX,
+    IGNORED_HEADER,
+    NAMES_MAX,
+    Notes,
+    encoded,
+)
 from bench.costly_bodies import bodies_of
 from tests.api.test_growth import HTTP
 
@@ -601,3 +608,17 @@ def test_results_without_an_id_answer_the_calls_in_order() -> None:
     assert ids(result, result) == ["c1", "c2"]
     assert ids(result | {"tool_call_id": "c2"}, result) == ["c2", "c1"]
     assert ids(result, result | {"tool_call_id": "c2"}, result) == ["c1", "c2", ""]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"a": [], "b\n": {"c": {"d": {"e": {"f": ["é", None, True, 1.5e9]}}}}},
+        [*range(ENCODED_COUNT_MAX)],
+        {"format": {"value": [1.5] * (2 * ENCODED_COUNT_MAX + 1)}},
+        {str(number): [number] for number in range(ENTERED_COUNT_MAX + 1)},
+    ],
+)
+def test_a_value_encoded_in_parts_has_the_text_of_one_encoded_at_once(value: object) -> None:
+    assert encoded(value) == msgspec.json.encode(value)

@@ -8,7 +8,7 @@ from importlib import import_module
 
 import weir.v1
 
-from api.access.auth import BY_SERVICE, SCOPES, Scope
+from api.access.scopes import BY_SERVICE, SCOPES, Scope
 from api.core.health import SERVICES
 from metering.tenants.api_keys import SCOPES as SCOPES_OF_KEYS
 

@@ -36,7 +36,7 @@ class World:
     async def message(self, after_s: float) -> None:
         """Send the next message of the stream; raise the refusal of its request."""
         self.now += after_s
-        await self.key.look_again()
+        await self.key.refresh()
         self.key.check()
 
 

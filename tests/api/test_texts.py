@@ -15,16 +15,16 @@ from weir.v1 import admin_service_pb2 as admin_pb
 from weir.v1 import configuration_pb2
 from weir.v1 import inference_service_pb2 as pb
 
-from api.core.errors import (
+from api.core.errors import InvalidRequest
+from api.core.health import SERVICES
+from api.core.texts import (
     CHARS_MAX,
     CONFIGURATION_ELEMENT_COUNT_MAX,
     ELEMENT_COUNT_MAX,
     FREE_TEXT,
     TEXT_CHARS_MAX,
-    InvalidRequest,
     check_texts,
 )
-from api.core.health import SERVICES
 
 # Text for a model, as a path from the request; every other string is a short text.
 FREE_PATHS = {

@@ -11,15 +11,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from api.access import auth
-from api.access import auth as throttle
-from api.access.auth import (
-    ADDRESSES_AT_ONCE,
-    ADDRESSES_MAX,
-    Authenticator,
-    SharedFailures,
-    Throttle,
-)
+from api.access import auth, throttle
+from api.access.auth import Authenticator
+from api.access.throttle import ADDRESSES_AT_ONCE, ADDRESSES_MAX, SharedFailures, Throttle
 from api.core.addresses import Proxies, address_of
 from api.core.errors import AuthenticationThrottled
 from metering.control.control_channel import BYTES_MAX

@@ -12,7 +12,8 @@ import pytest
 import regex
 from weir.v1 import inference_service_pb2 as pb
 
-from api.core.errors import InvalidRequest, PromptFiltered, Violations
+from api.core.errors import InvalidRequest, PromptFiltered
+from api.core.texts import Violations
 from api.generation.parsing.conversation import check_prompt as check_prompt_form
 from api.generation.parsing.conversation import thinking_of
 from api.generation.parsing.start_frame import ValidStart

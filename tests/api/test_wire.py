@@ -17,7 +17,8 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core import wire
-from api.core.errors import VIOLATION_COUNT_MAX, InvalidRequest
+from api.core.errors import InvalidRequest
+from api.core.texts import VIOLATION_COUNT_MAX
 from api.generation.parsing import tools
 from api.generation.parsing.start_frame import parse_count_tokens, parse_start
 from api.generation.parsing.tools import SCHEMA_BYTES_MAX, SCHEMAS_BYTES_MAX
@@ -188,12 +189,12 @@ def test_unset_values_stay_unset() -> None:
 def test_every_domain_value_has_its_word_on_the_wire() -> None:
     """A value that is missing here would break an answer in production."""
     assert set(wire.SUBJECTS) == set(QuotaSubject)
-    assert set(wire.DIMENSIONS) == set(QuotaDimension)
+    assert set(wire.DIMENSION_NUMBERS) == set(QuotaDimension)
     assert set(wire.FINISH_REASONS) == set(Outcome) - {Outcome.FAILED}
-    assert set(wire.OUTCOMES) == set(EngineFinishReason)
+    assert set(wire.OUTCOMES_BY_REASON) == set(EngineFinishReason)
     for table, enum in (
         (wire.SUBJECTS, types_pb2.QuotaSubject),
-        (wire.DIMENSIONS, types_pb2.QuotaDimension),
+        (wire.DIMENSION_NUMBERS, types_pb2.QuotaDimension),
         (wire.FINISH_REASONS, types_pb2.FinishReason),
     ):
         # An output that ends with calls has ended by itself, except for its reader.

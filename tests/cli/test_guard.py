@@ -25,7 +25,7 @@ class Supervisors(Guard):
     """Guard of supervisors that end with given statuses; delays are recorded, not waited for."""
 
     def __init__(self, home: Path, statuses: list[int]) -> None:
-        super().__init__(home, None)
+        super().__init__(home, None, end_left=lambda _: None)
         self._statuses = statuses
         self.delays_s: list[float] = []
         self.adopting: list[bool] = []
@@ -73,7 +73,7 @@ def test_two_guards_of_one_directory_exclude_each_other(tmp_path: Path) -> None:
     Role(lock_fd, -1, adopts=False).supervises()
 
     with pytest.raises(AlreadyRunning, match=r"`kill [0-9]+`"):
-        Guard(tmp_path, None)
+        Guard(tmp_path, None, end_left=lambda _: None)
 
 
 def test_a_role_is_passed_on_once(monkeypatch: pytest.MonkeyPatch) -> None:

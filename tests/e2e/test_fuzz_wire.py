@@ -35,7 +35,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import live_requests_pb2 as live_pb
 
 from api.core.health import SERVICES
-from api.core.pace import FramePace
+from api.core.rate_limiter import RateLimiter
 from api.server import REFLECTION_V1
 from metering.core.models import QuotaDimension
 from tests.e2e.test_fuzz import any_start, good
@@ -324,7 +324,7 @@ async def test_any_bytes_get_a_status_and_leave_nothing(
 ) -> None:
     service = Service(tmp_path, database_url, model)
     if FRAMES:  # of one key, which the pace would admit over hours; the short run is paced
-        monkeypatch.setattr(FramePace, "wait_s", lambda *_: 0.0)
+        monkeypatch.setattr(RateLimiter, "wait_s", lambda *_: 0.0)
     with capture_logs() as logs:
         async with run_inside(service, monkeypatch) as inside, service.channel() as channel:
             tenant = await service.tenant(

@@ -21,7 +21,7 @@ import grpc
 import pytest
 
 import api.serving as api_main
-from api.core import pace
+from api.core import rate_limiter
 from api.core.endpoint import read_endpoint
 from api.core.interceptor import LARGE_MESSAGES, MESSAGE_BYTES_MAX
 from api.openai.tokens import DECODED_COUNT_MAX
@@ -74,7 +74,9 @@ class House:
 async def house(
     tmp_path: Path, database_url: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[House]:
-    monkeypatch.setattr(pace, "REFUSAL_WAIT_S_MAX", 0.01)  # all messages are from one address
+    monkeypatch.setattr(
+        rate_limiter, "REFUSAL_WAIT_S_MAX", 0.01
+    )  # all messages are from one address
     service = Service(tmp_path / "home", database_url, model)
     service.home.mkdir()
     serving = asyncio.create_task(api_main.serve(service.settings))

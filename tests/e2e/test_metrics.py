@@ -7,7 +7,8 @@ import uuid
 import pytest
 from grpc import StatusCode
 
-from api.observability.observer import COLD_START_MS_MIN, STAGES
+from api.observability.observer import COLD_START_MS_MIN
+from api.observability.spans import STAGES
 from metering.core.models import QuotaDimension
 from tests.scraped import Scrape, scrape
 from tests.service import MODEL, Service, kernels_of_this_machine

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from msgspec import inspect
 
-from api.openai.gateway import EmbeddingParameters
+from api.openai.embeddings import EmbeddingParameters
 from api.openai.parameters import ChatParameters, CompletionParameters, ResponseParameters
 from metering.core.models import QuotaDimension
 from tests.service import MODEL, PATIENCE_S, Service, Tenant, log_events

@@ -21,7 +21,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 import api.fleet.fleet as api_engines
-from api.queue.fair_queue import ServiceRate
+from api.queue.tier import ServiceRate
 from metering.core.models import QuotaDimension
 from tests.conftest import new_database
 from tests.service import MODEL, Inside, Service, Stream, Tenant, run_inside, start, until
@@ -179,9 +179,9 @@ async def test_a_request_whose_time_to_start_runs_out_ends_and_costs_nothing(
     inside: Inside, service: Service, tenant: Tenant
 ) -> None:
     async with crowded(service, tenant, 20) as (stream, _):
-        for tier in inside.process.queues[MODEL]._tiers.values():
+        for tier in inside.process.queues[MODEL].tiers.values():
             # As if nothing had been observed yet, so that it is admitted.
-            tier.waits.rate = ServiceRate()
+            tier.rate = ServiceRate()
 
         finished = await stream.finished(await stream.begin(start_timeout=timeout_of(0.3)))
 

@@ -22,10 +22,10 @@ from weir_cli.document_fields import Section
 
 from api.cli.guard import ROLE
 from api.cli.stack import STACK_HOME, STACK_PART
-from api.core.errors import KINDS, reason_of
 from api.core.health import SERVICES
 from api.core.settings import Settings
-from api.openai.refusals import refusal_of
+from api.core.statuses import KINDS, reason_of
+from api.openai.error_responses import error_response
 from inference.workers.process import FAMILY
 from infra import reference
 from metering.export.export_settings import (
@@ -197,7 +197,7 @@ def test_the_reference_has_both_statuses_of_an_error_reason() -> None:
         for reason in {reason_of(kind.__new__(kind)) for kind in kinds}:
             status = status_pb2.Status(code=code)
             status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason))
-            statuses = f"`{code_pb2.Code.Name(code)}`, HTTP {refusal_of(status).http_status}: "
+            statuses = f"`{code_pb2.Code.Name(code)}`, HTTP {error_response(status).http_status}: "
             wrong += [reason] if statuses not in pages[reason] else []
 
     assert wrong == []

@@ -21,7 +21,8 @@ from time import monotonic
 
 from weir.v1 import inference_service_pb2 as pb
 
-from api.core.errors import AttachedElsewhere, FieldViolation, InvalidRequest, OutputGone, status_of
+from api.core.errors import AttachedElsewhere, FieldViolation, InvalidRequest, OutputGone
+from api.core.statuses import status_of
 from api.generation.delivery import frames
 from api.generation.delivery.replay import ReplayBuffer
 from api.generation.delivery.stream_writer import (

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from weir.v1 import inference_service_pb2 as pb
 
-from api.core.errors import Violations
+from api.core.texts import Violations
 from api.generation.parsing.json_text import json_object
 from inference.text.tokenizer import EFFORTS, NOT_THINKING, ChatMessage, Thinking
 from inference.text.tools import ToolCall

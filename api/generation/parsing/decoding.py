@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 from weir.v1 import inference_service_pb2 as pb
 
-from api.core.errors import Violations
+from api.core.texts import Violations
 from inference.engine import (
     BeamSearchParams,
     EarlyStopping,

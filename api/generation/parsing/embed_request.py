@@ -10,8 +10,8 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core import wire
-from api.core.errors import Violations
 from api.core.messages import quota_statuses
+from api.core.texts import Violations
 from api.core.wire import payload_hash
 from api.generation.delivery.frames import tell_settled
 from api.generation.delivery.stream_writer import varint

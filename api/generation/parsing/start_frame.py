@@ -10,7 +10,8 @@ import uuid
 import msgspec
 from weir.v1 import inference_service_pb2 as pb
 
-from api.core.errors import PromptTooLong, Violations
+from api.core.errors import PromptTooLong
+from api.core.texts import Violations
 from api.core.wire import (
     MODEL_MISSING,
     TIERS,

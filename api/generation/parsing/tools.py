@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from weir.v1 import inference_service_pb2 as pb
 
-from api.core.errors import FieldViolation, InvalidRequest, Violations
+from api.core.errors import FieldViolation, InvalidRequest
+from api.core.texts import Violations
 from api.generation.parsing.decoding import RESPONSE_FORMAT_BYTES_MAX
 from api.generation.parsing.json_text import LEVELS_MAX, json_object
 from inference.engine import GrammarKind, ResponseFormat

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.core.errors import FieldViolation, InvalidRequest, Violations
+from api.core.errors import FieldViolation, InvalidRequest
+from api.core.texts import Violations
 from metering.core.models import Outcome
 from metering.core.money import PICOS_PER_UNIT, exact_text
 from metering.pricing.prices import TokenPrices

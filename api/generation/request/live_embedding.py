@@ -22,7 +22,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import CancelledEarly, EngineLost, InputsTooLong, LongInput
 from api.core.messages import input_count_max
-from api.core.pace import REFUSAL_COST_S
+from api.core.rate_limiter import REFUSAL_COST_S
 from api.generation import state
 from api.generation.delivery.stream_writer import UsageSoFar
 from api.generation.parsing.embed_request import (
@@ -38,7 +38,8 @@ from api.generation.request.live_request import RETRY_S_MIN, Caller, wait_until_
 from api.generation.request.preparation import check_input_bound
 from api.generation.state import End, Interruptible, Life, State, Stopwatch
 from api.observability.observer import Ending
-from api.queue.fair_queue import Arrival, Outlook, Place
+from api.queue.fair_queue import ExpectedWait, QueueEntry
+from api.queue.queue_admission import Arrival
 from inference.engine import EmbeddingRequest, Encoder, EngineTimings, Vector
 from inference.errors import EngineFailed
 from inference.text.tokenizer import TokenLimitExceeded
@@ -61,7 +62,7 @@ class LiveEmbedding:
         self.caller = caller
         self.start = start
         self.life = Life()
-        self.place: Place | None = None  # of its first part, once admitted
+        self.place: QueueEntry | None = None  # of its first part, once admitted
         self.usage = UsageSoFar()
         self._served = ""  # name of the encoder, once routed
         self._process = process
@@ -116,7 +117,7 @@ class LiveEmbedding:
         if self._lease is not None and (lapse := self._lease.lapse()) is not None:
             self.stop(Outcome.FAILED, lapse)
 
-    def tell_progress(self, outlook: Outlook | None) -> None:
+    def tell_progress(self, outlook: ExpectedWait | None) -> None:
         """Do nothing: the call has no progress messages."""
 
     async def run(self) -> None:
@@ -135,7 +136,7 @@ class LiveEmbedding:
             self._fail(error)
         finally:
             if self._settled is None:
-                self._process.pace.spent(self.caller.payer, REFUSAL_COST_S + self._work_s)
+                self._process.pace.charge(self.caller.payer, REFUSAL_COST_S + self._work_s)
             self._answer.cancel()
             self._process.ended(self)
             self.life.over()
@@ -210,7 +211,7 @@ class LiveEmbedding:
 
     def _enter_queue(
         self, encoder: Encoder, texts: list[TokenizedText], stack: contextlib.AsyncExitStack
-    ) -> dict[Place, Part]:
+    ) -> dict[QueueEntry, Part]:
         """Queue all parts before the hold is taken, so that a refusal leaves no trace.
 
         Raises as `enter`.
@@ -218,7 +219,7 @@ class LiveEmbedding:
         caller, queue = self.caller, self._process.queues[self._served]
         tenant_id = caller.payer.organization_id
         engine_wait_s = 0.0 if encoder.healthy() else encoder.condition().retry_after_s
-        places: dict[Place, Part] = {}
+        places: dict[QueueEntry, Part] = {}
         for part in parts_of([text.token_ids for text in texts]):
             arrival = Arrival(
                 request_id=self.start.request_id,
@@ -241,7 +242,7 @@ class LiveEmbedding:
         ids = new_hold_id(), self.caller.payer, start.request_id, start.payload_hash
         return Admit(*ids, start.model, token_count, 0, 0, start.labels, start.tier, embedding=True)
 
-    async def _encode(self, encoder: Encoder, places: dict[Place, Part]) -> list[Vector]:
+    async def _encode(self, encoder: Encoder, places: dict[QueueEntry, Part]) -> list[Vector]:
         """Return the vectors of all parts. Each part waits for its own turn."""
         await self._wait_until_ready(encoder)
         self._watch.lap(state.COLD_START)
@@ -250,7 +251,7 @@ class LiveEmbedding:
         for place, part in places.items():
             self.life.become(State.QUEUED)
             joined_at = time.monotonic()
-            await place.turn()
+            await place.wait_for_dispatch()
             queue_ms += (time.monotonic() - joined_at) * 1000
             await self._wait_until_ready(encoder)  # the encoder may have failed meanwhile
             self.life.become(State.RUNNING)
@@ -263,7 +264,7 @@ class LiveEmbedding:
         self._watch.engine_finished(EngineTimings(queue_ms, encode_ms, 0.0))
         return vectors
 
-    def _begun(self, place: Place, token_count: int) -> None:
+    def _begun(self, place: QueueEntry, token_count: int) -> None:
         """Count the input of a part as computed: it is billed unless the service fails."""
         place.begun()
         self.usage.input_token_count += token_count

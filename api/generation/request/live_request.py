@@ -31,10 +31,10 @@ from api.core.errors import (
     FieldViolation,
     InvalidRequest,
     NotAdmittedYet,
-    status_of,
 )
-from api.core.pace import VISIT
-from api.core.wire import OUTCOMES
+from api.core.rate_limiter import VISIT
+from api.core.statuses import status_of
+from api.core.wire import OUTCOMES_BY_REASON
 from api.generation import state
 from api.generation.delivery import frames
 from api.generation.delivery.output_buffer import (
@@ -64,7 +64,7 @@ from api.generation.request.preparation import (
 from api.generation.state import End, Interruptible, Life, State, Stopwatch
 from api.observability.observer import Ending
 from api.observability.spans import NO_TRACE, TraceContext
-from api.queue.fair_queue import Outlook, Place
+from api.queue.fair_queue import ExpectedWait, QueueEntry
 from inference.engine import (
     Backend,
     Engine,
@@ -163,7 +163,7 @@ class LiveRequest:
         self.caller = caller
         self.start = start
         self.life = Life(self._on_stop)
-        self.place: Place | None = None  # in the queue, once admitted
+        self.place: QueueEntry | None = None  # in the queue, once admitted
         self._process = process
         settings = process.admission.settings
         stall_max_s, rate = settings.client_stall_max_s, settings.client_tokens_per_s_min
@@ -460,7 +460,7 @@ class LiveRequest:
                 self.tell_progress(None)
                 self._run(self._load(route.engine))
                 return
-            if not place.has_turn:
+            if not place.is_dispatched:
                 self.life.become(State.QUEUED)
                 if not place.join(partial(asyncio.get_running_loop().call_soon, self._go_on)):
                     return
@@ -574,7 +574,7 @@ class LiveRequest:
             self._sequence = None
             self._go_on()
             return
-        self._engine_outcome = OUTCOMES[event.reason]
+        self._engine_outcome = OUTCOMES_BY_REASON[event.reason]
         self._watch.engine_finished(timings)
         self._stalled_s = self.output.stalled_s
         self._reply.take(event)
@@ -606,7 +606,7 @@ class LiveRequest:
             self._process.end_lapsed()
         return False
 
-    def tell_progress(self, outlook: Outlook | None) -> None:
+    def tell_progress(self, outlook: ExpectedWait | None) -> None:
         """Send a progress frame if the request waits.
 
         outlook: None if the engine has it already.
@@ -749,9 +749,9 @@ class LiveRequest:
         finally:
             if self.place is not None:
                 self.place.leave()
-                self.place.on_turn = None
+                self.place.on_dispatch = None
             if held is None:
-                process.pace.spent(self.caller.payer, self._work_s)
+                process.pace.charge(self.caller.payer, self._work_s)
             self.end_cause = cause_of(held.outcome if held is not None else None, broken)
             process.generated(self, can_be_received=settled is not None)
             self.output.end(end)

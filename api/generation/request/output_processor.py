@@ -12,7 +12,7 @@ import structlog
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.settings import Settings
-from api.core.wire import OUTCOMES, finish_reason
+from api.core.wire import OUTCOMES_BY_REASON, finish_reason
 from api.generation.delivery import frames
 from api.generation.delivery.output_buffer import NO_THOUGHT, Output, UsageTelling, joined_calls
 from api.generation.parsing.start_frame import ValidStart
@@ -225,7 +225,7 @@ class Reply:
             self._say_rest(event.choice_index, event.text, event.reasoning)
             if self._life.end is None:
                 stop = event.stopped_by
-                self._end_choice(event.choice_index, OUTCOMES[event.reason], stop)
+                self._end_choice(event.choice_index, OUTCOMES_BY_REASON[event.reason], stop)
         elif self._life.end is None and self._start.choice_count == 1:
             self._say_rest(0, event.text, event.reasoning)
             if event.stopped_by is not None and self._life.end is None:

@@ -13,7 +13,7 @@ from api.generation.parsing.decoding import check_against_model
 from api.generation.parsing.start_frame import ValidStart
 from api.generation.parsing.tokenizing import TextJob, check_prompt, tokenize
 from api.generation.parsing.tools import format_with_tools
-from api.queue.fair_queue import Arrival
+from api.queue.queue_admission import Arrival
 from inference.engine import GenerationRequest, ThinkingStart
 from inference.routing.router import Route
 from inference.safety.safety import SafetyChecker

@@ -73,7 +73,7 @@ async def token_ids_of(
         adds_special_tokens=adds_special_tokens,
     )
     token_ids, work_s = await tokenize(job, prompt, tools)
-    process.pace.spent(principal, work_s)
+    process.pace.charge(principal, work_s)
     return token_ids, window
 
 
@@ -109,7 +109,7 @@ async def in_thread(
     payer = payer_of(principal)
     with process.text_work.permit(payer, chars):
         value, work_s = await process.text_work.run(payer.organization_id, chars, call)
-    process.pace.spent(principal, work_s)
+    process.pace.charge(principal, work_s)
     return value
 
 
@@ -140,7 +140,7 @@ async def quote(
         call_reading(start.tool_use, tokenizer, start.model, start.choice_count)
     job = TextJob(process.text_work, payer, tokenizer, route.engine.model.context_window_tokens)
     request, work_s = await prepared(start, route, job, process.safety, principal.bounds)
-    process.pace.spent(principal, work_s)
+    process.pace.charge(principal, work_s)
     input_count, output_count_max = (
         len(request.prompt_token_ids),
         request.stop.max_output_tokens * request.choice_count,
@@ -212,7 +212,7 @@ async def quote_embed(
     texts, work_s = await tokenize_inputs(
         start, TextJob(process.text_work, payer, process.tokenizers[route.served], window)
     )
-    process.pace.spent(principal, work_s)
+    process.pace.charge(principal, work_s)
     sent = token_count_of(texts)
     check_input_bound(principal.bounds, sent, "inputs")
     async with sessions() as session:

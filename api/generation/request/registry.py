@@ -11,7 +11,7 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from api.core.interceptor import READ_BYTES, READ_S
-from api.core.pace import FramePace, Payer
+from api.core.rate_limiter import Payer, RateLimiter
 from api.core.settings import Settings
 from api.generation.delivery.output_buffer import ReplayOutput
 from api.generation.delivery.replay import Key, ReplayBuffers
@@ -23,7 +23,8 @@ from api.generation.request.live_request import Caller, LiveRequest
 from api.generation.request.relay import Relays
 from api.generation.state import WAITING
 from api.observability.observer import Observer
-from api.queue.fair_queue import FairQueue, QueueLimits
+from api.queue.fair_queue import FairQueue
+from api.queue.queue_admission import QueueLimits
 from common.incidents import Retries
 from inference.routing.router import Router
 from inference.safety.safety import SafetyChecker
@@ -51,7 +52,7 @@ class Process:
         safety: SafetyChecker | None = None,
         relays: Relays | None = None,
         observer: Observer | None = None,
-        pace: FramePace | None = None,
+        pace: RateLimiter | None = None,
     ) -> None:
         """safety: checks prompts and outputs; None: no checks.
 
@@ -74,7 +75,7 @@ class Process:
         self.window_tokens_max = max(
             (model.context_window_tokens for model in router.models()), default=0
         )
-        self.pace = pace or FramePace(settings.frames_share_max)
+        self.pace = pace or RateLimiter(settings.frames_share_max)
         work = partial(
             TextWork,
             chars_max=settings.preparation_chars_max,
@@ -133,7 +134,7 @@ class Process:
                 return call()
             finally:  # even if the client has disconnected
                 cost_s = time.thread_time() - began_at
-                loop.call_soon_threadsafe(self.pace.spent_in_thread, payer, cost_s)
+                loop.call_soon_threadsafe(self.pace.charge_in_thread, payer, cost_s)
 
         organization_id = NO_ORGANIZATION if isinstance(payer, str) else payer.organization_id
         value, _ = await self._parsing.run(organization_id, size, counted)
@@ -222,9 +223,9 @@ class Process:
         waiting = [request for request in self._live if request.life.state in WAITING]
         outlooks = (
             {
-                outlook.place: outlook
+                outlook.entry: outlook
                 for queue in self.queues.values()
-                for outlook in queue.outlook()
+                for outlook in queue.expected_waits()
             }
             if waiting
             else {}

@@ -17,8 +17,9 @@ import structlog
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from api.core.errors import Overloaded, ProcessUnavailable, RequestOver, UnknownRequest, status_of
+from api.core.errors import Overloaded, ProcessUnavailable, RequestOver, UnknownRequest
 from api.core.messages import find_generation
+from api.core.statuses import status_of
 from api.generation.delivery import frames
 from api.generation.delivery.replay import Key
 from api.generation.delivery.stream_writer import Receiver

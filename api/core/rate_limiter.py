@@ -72,7 +72,7 @@ class Turns:
     waiting_count: int = 0
 
 
-class FramePace:
+class RateLimiter:
     """Waiting times before the next frames of each API key, in one process."""
 
     def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -81,7 +81,7 @@ class FramePace:
         self._clock = clock
         self.room = 1.0  # current fraction of each share, between `ROOM_MIN` and 1
         # A clock that runs at the rate `room`, so that refunds equal what was counted at any rate.
-        self._now, self._looked_at = 0.0, clock()
+        self._now, self._advanced_at = 0.0, clock()
         # Time on that clock at which the debt is paid off, by number of a key or organization, or
         # by address.
         self._free_at: dict[int | str, float] = {}
@@ -90,19 +90,19 @@ class FramePace:
 
     def late(self, lag_s: float) -> None:
         """Adjust the shares to the lag of a timer. Call at regular intervals of some 50 ms."""
-        self._look()
+        self._advance()
         self.room = (
             max(self.room * SHRINK, ROOM_MIN) if lag_s > LATE_S else min(self.room * GROW, 1.0)
         )
 
-    def _look(self) -> float:
+    def _advance(self) -> float:
         """Return the time on the clock that runs at the rate `room`."""
         now = self._clock()
-        self._now += (now - self._looked_at) * self.room
-        self._looked_at = now
+        self._now += (now - self._advanced_at) * self.room
+        self._advanced_at = now
         return self._now
 
-    def spent(self, owner: Payer, cost_s: float, held_s: float = 0.0) -> None:
+    def charge(self, owner: Payer, cost_s: float, held_s: float = 0.0) -> None:
         """Count time spent on frames of this key; a negative cost is a refund.
 
         held_s: additional time that blocked the event loop in one piece.
@@ -117,32 +117,32 @@ class FramePace:
                 (owner.api_key_id.int, self._share),
                 (owner.organization_id.int, organization_share),
             )
-        now = self._look()
+        now = self._advance()
         for each, share in accounts:
             earliest = now - BURST_S / share
             self._free_at[each] = max(self._free_at.get(each, earliest), earliest) + cost_s / share
         if len(self._free_at) > KEYS_MAX:
             self._free_at = {each: at for each, at in self._free_at.items() if at > now}
 
-    def spent_in_thread(self, owner: Payer, cost_s: float) -> None:
+    def charge_in_thread(self, owner: Payer, cost_s: float) -> None:
         """Count work on one message in a thread."""
-        self.spent(owner, dearer(cost_s, THREAD_STALL_S))
+        self.charge(owner, dearer(cost_s, THREAD_STALL_S))
 
     def read(self, owner: Payer, cost_s: float, byte_count: int) -> None:
         """Count a parsed message of this size, and the seconds that parsing took."""
-        self.spent(owner, BYTE_COST_S * byte_count, cost_s)
+        self.charge(owner, BYTE_COST_S * byte_count, cost_s)
         if (visit := VISIT.get()) is not None:
             visit.was_counted(cost_s)
 
     @contextlib.contextmanager
-    def spending(self, owner: Payer, free_s: float = 0.0) -> Iterator[None]:
+    def charging(self, owner: Payer, free_s: float = 0.0) -> Iterator[None]:
         """Count the processor time of a block that does not await, beyond `free_s`."""
         began_at = time.thread_time()
         try:
             yield
         finally:
             if (cost_s := time.thread_time() - began_at - free_s) > 0:
-                self.spent(owner, 0.0, cost_s)
+                self.charge(owner, 0.0, cost_s)
                 if (visit := VISIT.get()) is not None:
                     visit.was_counted(cost_s)
 
@@ -157,7 +157,7 @@ class FramePace:
             )
         if free_at <= self._now:  # the common case, without reading the clock
             return 0.0
-        return max(free_at - self._look(), 0.0) / self.room
+        return max(free_at - self._advance(), 0.0) / self.room
 
     async def turn_to_call(self, owner: Owner) -> None:
         """Wait for the turn of a unary call, and count its cost. Raises: TooManyCalls.
@@ -176,7 +176,7 @@ class FramePace:
             raise TooManyCalls(ahead_s)
         if turns is not None or wait_s >= WAIT_S_MIN:
             await self.turn(owner)
-        self.spent(owner, CALL_COST_S)
+        self.charge(owner, CALL_COST_S)
 
     async def refusal(self, owner: Payer) -> None:
         """Delay a refusal while its payer owes time, by at most `REFUSAL_WAIT_S_MAX`."""
@@ -227,7 +227,7 @@ class Visit:
     administrators are free.
     """
 
-    def __init__(self, pace: FramePace, peer: str, path: str = "") -> None:
+    def __init__(self, pace: RateLimiter, peer: str, path: str = "") -> None:
         """peer: the client, in gRPC's notation. path: of the call or request."""
         self._pace = pace
         self._peer = peer
@@ -270,12 +270,12 @@ class Visit:
         """Refund the counted time of an admitted request, which quotas bound."""
         if not self._is_free:
             self._is_free = True
-            self._pace.spent(self._payer, -self._counted_s)
+            self._pace.charge(self._payer, -self._counted_s)
 
     def count(self, cost_s: float) -> None:
         """Count a part of the cost before the end."""
         self._counted_s += cost_s
-        self._pace.spent(self._payer, cost_s)
+        self._pace.charge(self._payer, cost_s)
 
     def over(self) -> None:
         """Count the remaining cost."""

@@ -13,7 +13,7 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import Authenticator
-from api.core import pace
+from api.core import rate_limiter
 from api.core.errors import MessageTooLarge, PromptTooLong, TooManyCalls
 from api.core.health import SERVICES
 from api.core.interceptor import (
@@ -24,7 +24,7 @@ from api.core.interceptor import (
     checked,
     tolerant,
 )
-from api.core.pace import FramePace, Visit, measured
+from api.core.rate_limiter import RateLimiter, Visit, measured
 from api.generation.parsing.start_frame import parse_start
 from metering.quotas.quota_rules import Payer
 from metering.store.db import create_engine, create_sessions
@@ -39,16 +39,16 @@ def key() -> Payer:
 async def test_calls_beyond_a_keys_share_get_a_retry_after_and_others_run() -> None:
     """A quarter of a second of work at any speed, then up to two seconds of waiting."""
     one, other = key(), key()
-    paced = FramePace(0.25, clock=lambda: 1000.0)
-    for _ in range(int(pace.BURST_S / pace.CALL_COST_S)):
+    paced = RateLimiter(0.25, clock=lambda: 1000.0)
+    for _ in range(int(rate_limiter.BURST_S / rate_limiter.CALL_COST_S)):
         await paced.turn_to_call(one)
-    paced.spent(one, 0.25 * pace.CALL_WAIT_S_MAX + 0.01)
+    paced.charge(one, 0.25 * rate_limiter.CALL_WAIT_S_MAX + 0.01)
 
     with pytest.raises(TooManyCalls) as refused:
         await paced.turn_to_call(one)
     await paced.turn_to_call(other)
 
-    assert refused.value.retry_after_s == pytest.approx(pace.CALL_WAIT_S_MAX, abs=0.1)
+    assert refused.value.retry_after_s == pytest.approx(rate_limiter.CALL_WAIT_S_MAX, abs=0.1)
     assert paced.wait_s(other) == 0
 
 
@@ -70,13 +70,13 @@ def test_every_call_that_takes_large_messages_exists() -> None:
 
 
 async def test_calls_of_tenants_have_turns_and_those_of_administrators_have_none() -> None:
-    paced = FramePace(0.25, clock=lambda: 1000.0)
+    paced = RateLimiter(0.25, clock=lambda: 1000.0)
     authenticator = Authenticator(
         create_sessions(create_engine("postgresql://nobody@localhost/nothing")), pace=paced
     )
     ids = uuid.uuid4(), uuid.uuid4(), uuid.uuid4()
     tenant = Principal(ids[0], "wk", ids[1], ids[2], "USD", frozenset({"inference", "billing"}))
-    paced.spent(tenant, pace.BURST_S + pace.CALL_WAIT_S_MAX)
+    paced.charge(tenant, rate_limiter.BURST_S + rate_limiter.CALL_WAIT_S_MAX)
 
     await authenticator.turn(replace(tenant, scopes=frozenset({"admin"})))
     with pytest.raises(TooManyCalls):
@@ -84,18 +84,18 @@ async def test_calls_of_tenants_have_turns_and_those_of_administrators_have_none
 
 
 def test_one_long_stall_costs_more_than_the_same_time_in_small_pieces() -> None:
-    paced = FramePace(1.0, clock=lambda: 1000.0)
+    paced = RateLimiter(1.0, clock=lambda: 1000.0)
     small, large, huge = key(), key(), key()
     for each in (small, large, huge):
-        paced.spent(each, pace.BURST_S)
+        paced.charge(each, rate_limiter.BURST_S)
 
     for _ in range(10):
-        paced.spent(small, 0.0, pace.STALL_S)
-    paced.spent(large, 0.0, 2 * pace.STALL_S)
-    paced.spent(huge, 0.0, 100 * pace.STALL_S)
+        paced.charge(small, 0.0, rate_limiter.STALL_S)
+    paced.charge(large, 0.0, 2 * rate_limiter.STALL_S)
+    paced.charge(huge, 0.0, 100 * rate_limiter.STALL_S)
 
-    waits = [paced.wait_s(each) / pace.STALL_S for each in (small, large, huge)]
-    assert waits == pytest.approx([10, 4, 100 * pace.STALL_FACTOR_MAX])
+    waits = [paced.wait_s(each) / rate_limiter.STALL_S for each in (small, large, huge)]
+    assert waits == pytest.approx([10, 4, 100 * rate_limiter.STALL_FACTOR_MAX])
 
 
 async def test_the_time_that_a_message_takes_to_be_parsed_is_known_to_the_task_that_reads_it() -> (
@@ -137,17 +137,17 @@ class Hours:
 
 
 def test_all_shares_shrink_while_the_event_loop_is_late_and_grow_back() -> None:
-    hours, late, one = Hours(), 2 * pace.LATE_S, key()
-    paced = FramePace(0.5, clock=hours)
-    paced.spent(one, pace.BURST_S + 0.5)
+    hours, late, one = Hours(), 2 * rate_limiter.LATE_S, key()
+    paced = RateLimiter(0.5, clock=hours)
+    paced.charge(one, rate_limiter.BURST_S + 0.5)
     assert paced.wait_s(one) == pytest.approx(1.0)
 
     for _ in range(50):
         paced.late(late)
-    assert paced.room == pace.ROOM_MIN
-    assert paced.wait_s(one) == pytest.approx(1.0 / pace.ROOM_MIN)
-    hours.now += 0.5 / pace.ROOM_MIN
-    assert paced.wait_s(one) == pytest.approx(0.5 / pace.ROOM_MIN)
+    assert paced.room == rate_limiter.ROOM_MIN
+    assert paced.wait_s(one) == pytest.approx(1.0 / rate_limiter.ROOM_MIN)
+    hours.now += 0.5 / rate_limiter.ROOM_MIN
+    assert paced.wait_s(one) == pytest.approx(0.5 / rate_limiter.ROOM_MIN)
     for _ in range(200):
         paced.late(0.0)
     assert paced.room == 1.0
@@ -155,23 +155,23 @@ def test_all_shares_shrink_while_the_event_loop_is_late_and_grow_back() -> None:
 
 
 def test_work_in_a_thread_costs_more_the_longer_it_is_in_one_piece() -> None:
-    in_one, in_ten, short_s = key(), key(), pace.THREAD_STALL_S
-    paced = FramePace(0.5, clock=Hours())
+    in_one, in_ten, short_s = key(), key(), rate_limiter.THREAD_STALL_S
+    paced = RateLimiter(0.5, clock=Hours())
 
-    paced.spent_in_thread(in_one, 10 * short_s)
+    paced.charge_in_thread(in_one, 10 * short_s)
     for _ in range(10):
-        paced.spent_in_thread(in_ten, short_s)
+        paced.charge_in_thread(in_ten, short_s)
 
-    burst_s = pace.BURST_S / 0.5
+    burst_s = rate_limiter.BURST_S / 0.5
     assert paced.wait_s(in_ten) + burst_s == pytest.approx(10 * short_s / 0.5)
     assert paced.wait_s(in_one) + burst_s == pytest.approx(100 * short_s / 0.5)
 
 
 def test_the_count_of_an_admitted_call_is_returned_at_any_room() -> None:
     """Otherwise an honest customer of a busy process would owe more with every request."""
-    paced, one = FramePace(0.25, clock=Hours()), key()
-    paced.spent(one, pace.BURST_S)
-    for room in (pace.ROOM_MIN, 1.0):
+    paced, one = RateLimiter(0.25, clock=Hours()), key()
+    paced.charge(one, rate_limiter.BURST_S)
+    for room in (rate_limiter.ROOM_MIN, 1.0):
         visit = Visit(paced, "ipv4:192.0.2.1:1")
         visit.belongs_to(one, is_free=False)
         paced.room = room  # while it runs
@@ -184,7 +184,7 @@ def test_the_count_of_an_admitted_call_is_returned_at_any_room() -> None:
 
 
 async def test_an_address_pays_until_a_key_is_known_and_an_administrator_does_not() -> None:
-    paced, one, peer = FramePace(0.25, clock=Hours()), key(), "ipv4:192.0.2.1:4711"
+    paced, one, peer = RateLimiter(0.25, clock=Hours()), key(), "ipv4:192.0.2.1:4711"
     for owner, is_free in ((None, False), (one, False), (one, True)):
         visit = Visit(paced, peer)
         visit.work_s = 1.0
@@ -213,7 +213,7 @@ async def test_the_time_of_each_step_of_a_coroutine_is_counted_and_not_the_time_
                 await asyncio.sleep(10)
         return "done"
 
-    visit = Visit(FramePace(0.25), "unix:")
+    visit = Visit(RateLimiter(0.25), "unix:")
     assert await measured(visit, work()) == "done"
     assert 0.02 <= visit.work_s < 0.05
 
@@ -228,10 +228,10 @@ def busy(for_s: float) -> None:
 async def test_refusals_of_a_flooding_client_wait_and_those_above_the_limit_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pace, "REFUSALS_WAITING_MAX", 3)
-    paced, address = FramePace(0.25), "192.0.2.1"
+    monkeypatch.setattr(rate_limiter, "REFUSALS_WAITING_MAX", 3)
+    paced, address = RateLimiter(0.25), "192.0.2.1"
     await paced.refusal(address)  # owes nothing
-    paced.spent(address, pace.BURST_S + 1.0)
+    paced.charge(address, rate_limiter.BURST_S + 1.0)
 
     waiting = [asyncio.create_task(paced.refusal(address)) for _ in range(3)]
     await asyncio.sleep(0)

@@ -1,6 +1,6 @@
 """Error responses of the HTTP API: status, headers and body, from a `google.rpc.Status`.
 
-Errors come from the table in `api/core/errors.py`, as over gRPC; only HTTP faults begin here.
+Errors come from the table in `api/core/statuses.py`, as over gRPC; only HTTP faults begin here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from weir.v1 import types_pb2
 
 from api.core.errors import FieldViolation, InvalidRequest
-from api.core.wire import DIMENSIONS
+from api.core.wire import DIMENSION_NUMBERS
 from metering.core.models import QuotaDimension
 
 # Non-standard status that proxies log for a closed connection; clients do not retry it.
@@ -45,7 +45,7 @@ HTTP_STATUSES: Mapping[int, int] = {
 REASON_HTTP_STATUSES: Mapping[str, int] = {"INSUFFICIENT_CREDIT": 429}
 
 # Error codes that are not the reason in lower case.
-CODES: Mapping[str, str] = {
+ERROR_CODES: Mapping[str, str] = {
     "UNAUTHENTICATED": "invalid_api_key",
     "PERMISSION_DENIED": "insufficient_permissions",
     "FIELD_INVALID": "invalid_value",
@@ -108,15 +108,6 @@ WORDS = {
     "request_id": "Idempotency-Key",
 }
 INDEX = re.compile(r"\[\d+\]")
-
-
-def remedy_of(path: str) -> str:
-    """Return what to do without an endpoint that is not served; empty for unknown ones."""
-    return next((remedy for pattern, remedy in REMEDIES if pattern.fullmatch(path)), "")
-
-
-Detail = TypeVar("Detail", bound=Message)
-
 REQUESTS, TOKENS = "requests", "tokens"
 COUNTED: Mapping[QuotaDimension, str] = {
     QuotaDimension.REQUESTS_PER_MINUTE: REQUESTS,
@@ -126,16 +117,22 @@ COUNTED: Mapping[QuotaDimension, str] = {
     QuotaDimension.TOKENS_PER_DAY: TOKENS,
     QuotaDimension.TOKENS_PER_MONTH: TOKENS,
 }
-
 # Limits that reset within a minute: rate limits for OpenAI; the others are quotas.
 RATES = {QuotaDimension.CONCURRENT_REQUESTS: REQUESTS} | {
     each: kind for each, kind in COUNTED.items() if each.endswith("_per_minute")
 }
-COUNTED_NUMBERS = {DIMENSIONS[dimension]: kind for dimension, kind in COUNTED.items()}
+COUNTED_NUMBERS = {DIMENSION_NUMBERS[dimension]: kind for dimension, kind in COUNTED.items()}
+
+Detail = TypeVar("Detail", bound=Message)
+
+
+def remedy_of(path: str) -> str:
+    """Return what to do without an endpoint that is not served; empty for unknown ones."""
+    return next((remedy for pattern, remedy in REMEDIES if pattern.fullmatch(path)), "")
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class ErrorResponse:
     """Error response. kind: OpenAI's `type`. param: the wrong parameter. facts: other metadata."""
 
     http_status: int
@@ -178,7 +175,7 @@ class HttpFault(Exception):
         """closing: the connection must close, since the end of the request is unknown."""
         super().__init__(message)
         self.closing = closing
-        self.refusal = Refusal(
+        self.refusal = ErrorResponse(
             http_status, message, "invalid_request_error", code, param, headers or {}
         )
 
@@ -195,7 +192,9 @@ def invalid_parameter(param: str | None, description: str) -> InvalidRequest:
     return InvalidRequest([FieldViolation(param or "", description)])
 
 
-def refusal_of(status: status_pb2.Status, names: Mapping[str, str] | None = None) -> Refusal:
+def error_response(
+    status: status_pb2.Status, names: Mapping[str, str] | None = None
+) -> ErrorResponse:
     """Return the error response for a status. names: request parameters by start frame field."""
     info = detail_of(status, error_details_pb2.ErrorInfo) or error_details_pb2.ErrorInfo(
         reason="INTERNAL"
@@ -208,7 +207,7 @@ def refusal_of(status: status_pb2.Status, names: Mapping[str, str] | None = None
     headers = retry_headers(http_status, wait_s) | refusal_headers(info.metadata)
     if http_status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Refusal(
+    return ErrorResponse(
         http_status, message, kind, code, param, headers, {"reason": info.reason, **info.metadata}
     )
 
@@ -256,7 +255,7 @@ def category(http_status: int, info: error_details_pb2.ErrorInfo) -> tuple[str, 
     if info.reason == "INSUFFICIENT_CREDIT":
         return "insufficient_quota", "insufficient_quota"
     kind = "server_error" if http_status >= 500 else "invalid_request_error"
-    return kind, CODES.get(info.reason, info.reason.lower())
+    return kind, ERROR_CODES.get(info.reason, info.reason.lower())
 
 
 def retry_headers(http_status: int, wait_s: float | None) -> dict[str, str]:
@@ -327,7 +326,7 @@ def quota_headers(quotas: Iterable[types_pb2.QuotaStatus]) -> dict[str, str]:
 def refusal_headers(facts: Mapping[str, str]) -> dict[str, str]:
     """Return the rate-limit headers of a request that a quota refused, or none.
 
-    facts: `api.core.errors.quota_metadata`.
+    facts: `api.core.statuses.quota_metadata`.
     """
     kind = counted_unit(COUNTED, facts)
     if kind is None or "reset_time" not in facts:

@@ -1,0 +1,318 @@
+"""Applying and exporting configurations; their messages, and the parser of these."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import Any
+
+from weir.v1 import configuration_pb2
+
+from api.access.servicer import AuthenticatedServicer
+from api.core import wire
+from api.core.interceptor import Context
+from api.core.messages import parse_billing_profile
+from inference.routing.router import Router
+from metering.configuration.configuration import (
+    VIOLATION_COUNT_MAX,
+    Action,
+    Attempts,
+    Change,
+    Configuration,
+    ConfigurationViolation,
+    KeySpec,
+    OrganizationSpec,
+    PriceSpec,
+    ProjectSpec,
+    QuotaKey,
+    QuotaSpec,
+    apply_configuration,
+    present_state,
+    stated_thresholds,
+)
+from metering.core.models import record_of
+from metering.invoicing.documents import check_shown
+from metering.invoicing.invoice_document import Issuer
+from metering.quotas.quota_admin import THRESHOLDS_MAX
+from metering.tenants.authentication import Principal
+from metering.tenants.networks import normalized
+
+InThread = Callable[[Principal, int, Callable[[], Any]], Awaitable[Any]]
+WEIGHTS = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")
+
+
+# Names in the contract of columns that hold times.
+NAMES = {
+    "expires_at": "expire_time",
+    "override_until": "override_end_time",
+    "effective_at": "effective_time",
+}
+
+
+Quotas = tuple[tuple[QuotaKey, QuotaSpec], ...]
+
+
+async def at_once(principal: Principal, size: int, call: Callable[[], Any]) -> Any:
+    """Run the call on the event loop."""
+    return call()
+
+
+class ConfigurationCalls(AuthenticatedServicer):
+    """Calls on configurations."""
+
+    _router: Router
+    _issuer: Issuer
+    _in_thread: InThread
+
+    async def ApplyConfiguration(
+        self, request: configuration_pb2.ApplyConfigurationRequest, context: Context
+    ) -> configuration_pb2.ApplyConfigurationResponse:
+        """Apply a configuration; a dry run rolls it back at the end."""
+        async with self._acting(context, alone=True) as acting:
+            parsing, size = Parsing(), request.ByteSize()
+            requested = await self._in_thread(
+                acting.principal, size, partial(parsing.configuration, request.configuration)
+            )
+            work = await apply_configuration(
+                acting.session,
+                requested,
+                actor=acting.actor,
+                own_key_id=acting.principal.api_key_id,
+                own_address=acting.principal.address,
+                models=[model.name for model in self._router.models()],
+                check_profile=partial(check_shown, issuer=self._issuer),
+                dry_run=request.dry_run or bool(parsing.violations),
+            )
+            if violations := [*parsing.violations, *work.violations]:
+                await acting.session.rollback()
+                messages = [
+                    configuration_pb2.ConfigurationViolation(
+                        field=each.path, description=each.message
+                    )
+                    for each in violations[:VIOLATION_COUNT_MAX]
+                ]
+                if rest := violations[VIOLATION_COUNT_MAX:]:
+                    more = f"and {len(rest)} more"
+                    messages.append(configuration_pb2.ConfigurationViolation(description=more))
+                return configuration_pb2.ApplyConfigurationResponse(violations=messages)
+            if request.dry_run:
+                await acting.session.rollback()
+            answer: configuration_pb2.ApplyConfigurationResponse = await self._in_thread(
+                acting.principal, size, partial(answer_of, work, secrets=not request.dry_run)
+            )
+            return answer
+
+    async def ExportConfiguration(
+        self, request: configuration_pb2.ExportConfigurationRequest, context: Context
+    ) -> configuration_pb2.ExportConfigurationResponse:
+        async with self._acting(context, alone=True) as acting:
+            present = await present_state(acting.session, organization=request.organization or None)
+            exported = await self._in_thread(
+                acting.principal, 0, partial(configuration_message, present)
+            )
+            return configuration_pb2.ExportConfigurationResponse(configuration=exported)
+
+
+class Parsing:
+    """Parser of a configuration. Invalid values are recorded and replaced by valid ones."""
+
+    def __init__(self) -> None:
+        self.violations: list[ConfigurationViolation] = []
+
+    def configuration(self, message: configuration_pb2.Configuration) -> Configuration:
+        organizations = (
+            self.organization(f"organizations[{n}]", each)
+            for n, each in enumerate(message.organizations)
+        )
+        prices = (price_spec(f"prices[{n}]", each) for n, each in enumerate(message.prices))
+        return Configuration(tuple(organizations), tuple(prices))
+
+    def organization(
+        self, path: str, message: configuration_pb2.OrganizationConfiguration
+    ) -> OrganizationSpec:
+        projects = (
+            self.project(f"{path}.projects[{n}]", each) for n, each in enumerate(message.projects)
+        )
+        quotas = self.quotas(path, message.quotas)
+        profile = (
+            parse_billing_profile(message.billing_profile)
+            if message.HasField("billing_profile")
+            else None
+        )
+        return OrganizationSpec(
+            message.name,
+            message.currency_code,
+            quotas,
+            tuple(projects),
+            message.prune_quotas,
+            profile,
+        )
+
+    def project(self, path: str, message: configuration_pb2.ProjectConfiguration) -> ProjectSpec:
+        keys = (self.key(f"{path}.keys[{n}]", each) for n, each in enumerate(message.keys))
+        quotas = self.quotas(path, message.quotas)
+        return ProjectSpec(
+            message.name, quotas, tuple(keys), message.prune_quotas, message.prune_keys
+        )
+
+    def key(self, path: str, message: configuration_pb2.ApiKeyConfiguration) -> KeySpec:
+        return record_of(
+            KeySpec,
+            message,
+            scopes=tuple(sorted(set(message.scopes))) or ("inference",),
+            models=tuple(sorted(set(message.models))),
+            allowed_networks=normalized(message.allowed_networks),
+            max_input_tokens=message.max_input_tokens or None,
+            max_output_tokens=message.max_output_tokens or None,
+            expires_at=wire.given_time(message, "expire_time", f"{path}.expire_time"),
+            quotas=self.quotas(path, message.quotas),
+        )
+
+    def quotas(self, path: str, messages: Iterable[configuration_pb2.QuotaConfiguration]) -> Quotas:
+        return tuple(self.quota(f"{path}.quotas[{n}]", each) for n, each in enumerate(messages))
+
+    def quota(
+        self, path: str, message: configuration_pb2.QuotaConfiguration
+    ) -> tuple[QuotaKey, QuotaSpec]:
+        dimension = wire.DIMENSIONS_BY_NUMBER.get(message.dimension)
+        if dimension is None:
+            self.violations.append(
+                ConfigurationViolation(
+                    f"{path}.dimension", "is required: name the dimension of the quota"
+                )
+            )
+        said = {field.name for field, _ in message.ListFields()}
+        given = [
+            message.HasField("override_limit_value"),
+            message.HasField("override_end_time"),
+            bool(message.override_reason),
+        ]
+        if any(given) and not all(given):
+            self.violations.append(
+                ConfigurationViolation(
+                    f"{path}.override_limit_value",
+                    "a temporary override has a limit, an end and a reason: set all three or none",
+                )
+            )
+        place = QuotaKey(
+            dimension or next(iter(wire.DIMENSION_NUMBERS)), message.model, message.for_new_keys
+        )
+        values = {name: getattr(message, name) for name in ("enforced", *WEIGHTS) if name in said}
+        if message.HasField("alert_at"):
+            values["alert_at"] = stated_thresholds(
+                place.dimension, message.alert_at.values[: THRESHOLDS_MAX + 1]
+            )
+        if all(given):
+            values |= {
+                "override_limit_value": message.override_limit_value,
+                "override_reason": message.override_reason,
+            }
+            values["override_until"] = wire.parse_timestamp(
+                message.override_end_time, f"{path}.override_end_time"
+            )
+        return place, QuotaSpec(limit_value=message.limit_value, **values)
+
+
+def price_spec(path: str, message: configuration_pb2.PriceConfiguration) -> PriceSpec:
+    return record_of(
+        PriceSpec,
+        message,
+        currency_code=message.currency_code or ("" if message.organization else "USD"),
+        embedding_picos_per_token=wire.given(message, "embedding_picos_per_token"),
+        reasoning_picos_per_token=wire.given(message, "reasoning_picos_per_token"),
+        batch_multiplier_milli=wire.given(message, "batch_multiplier_milli"),
+        effective_at=wire.given_time(message, "effective_time", f"{path}.effective_time"),
+    )
+
+
+def configuration_message(configuration: Configuration) -> configuration_pb2.Configuration:
+    return configuration_pb2.Configuration(
+        organizations=[
+            wire.message_of(
+                configuration_pb2.OrganizationConfiguration,
+                organization,
+                quotas=map(quota_message, organization.quotas),
+                projects=map(project_configuration, organization.projects),
+            )
+            for organization in configuration.organizations
+        ],
+        prices=[
+            wire.message_of(configuration_pb2.PriceConfiguration, price, effective_time=None)
+            for price in configuration.prices
+        ],
+    )
+
+
+def project_configuration(project: ProjectSpec) -> configuration_pb2.ProjectConfiguration:
+    keys = (
+        wire.message_of(
+            configuration_pb2.ApiKeyConfiguration,
+            key,
+            expire_time=key.expires_at,
+            quotas=map(quota_message, key.quotas),
+            prune_quotas=None,
+        )
+        for key in project.keys
+    )
+    return configuration_pb2.ProjectConfiguration(
+        name=project.name, quotas=map(quota_message, project.quotas), keys=keys
+    )
+
+
+def quota_message(quota: tuple[QuotaKey, QuotaSpec]) -> configuration_pb2.QuotaConfiguration:
+    """Convert a quota to its message; default values stay unset."""
+    place, spec = quota
+    message = place_message(place)
+    defaults = QuotaSpec(limit_value=spec.limit_value)
+    message.limit_value = spec.limit_value
+    for name in ("enforced", *WEIGHTS):
+        if getattr(spec, name) != getattr(defaults, name):
+            setattr(message, name, getattr(spec, name))
+    if spec.alert_at is not None:
+        message.alert_at.SetInParent()
+        message.alert_at.values.extend(spec.alert_at)
+    if spec.override_until is not None:
+        message.override_limit_value = spec.override_limit_value or 0
+        message.override_end_time.FromDatetime(spec.override_until)
+        message.override_reason = spec.override_reason or ""
+    return message
+
+
+def place_message(place: QuotaKey) -> configuration_pb2.QuotaConfiguration:
+    dimension = wire.DIMENSION_NUMBERS[place.dimension]
+    return configuration_pb2.QuotaConfiguration(
+        dimension=dimension, model=place.model, for_new_keys=place.for_new_keys
+    )
+
+
+def answer_of(work: Attempts, *, secrets: bool) -> configuration_pb2.ApplyConfigurationResponse:
+    return configuration_pb2.ApplyConfigurationResponse(
+        changes=[change_message(change, secrets=secrets) for change in work.changes],
+        kept=[change_message(change, secrets=False) for change in work.kept],
+    )
+
+
+def change_message(change: Change, *, secrets: bool) -> configuration_pb2.ConfigurationChange:
+    """Convert a change to its message. secrets: whether to include those of new keys."""
+    is_unmade = change.kind == "key" and change.action is Action.CREATE and not secrets
+    return wire.message_of(
+        configuration_pb2.ConfigurationChange,
+        change,
+        quota=None if change.quota is None else place_message(change.quota),
+        fields=[
+            configuration_pb2.FieldChange(
+                field=NAMES.get(each.name, each.name),
+                before_json=json_text(each.before, ensure_ascii=False),
+                after_json=json_text(each.after, ensure_ascii=False),
+            )
+            for each in change.fields
+        ],
+        api_key_prefix="" if is_unmade else change.key_prefix,
+        secret=change.secret if secrets else "",
+    )
+
+
+def json_text(value: object, **form: Any) -> str:
+    """Return a value as JSON; empty for None."""
+    return "" if value is None else json.dumps(value, **form)

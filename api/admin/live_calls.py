@@ -1,0 +1,357 @@
+"""Running requests, overdue holds and replicas: list, look up, end, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+
+from sqlalchemy.ext.asyncio import AsyncSession
+from weir.v1 import live_requests_pb2 as live_pb
+from weir.v1 import replicas_pb2 as replica_pb
+
+from api.access.servicer import AuthenticatedServicer
+from api.core import wire
+from api.core.interceptor import Context
+from api.core.messages import find_generation
+from inference.routing.router import Router
+from metering.control import live
+from metering.control.live import LiveRow, cancel_request
+from metering.core.audit import record_change
+from metering.core.errors import InvalidValue, NotFound
+from metering.holds.recovery import sweep_expired_holds
+from metering.receipts.signing import Signer
+from metering.tenants import tenants
+
+REASON_CHARS_MAX = 200
+PAGE_SIZE = 200
+END_WAIT_S = 2.0  # a healthy process ends a request within milliseconds
+END_POLL_S = 0.005
+
+
+class LiveCalls(AuthenticatedServicer):
+    """Calls on running requests."""
+
+    _database_url: str
+    _signer: Signer | None
+
+    async def ListLiveRequests(
+        self, request: live_pb.ListLiveRequestsRequest, context: Context
+    ) -> live_pb.ListLiveRequestsResponse:
+        await self._caller(context)
+        async with self._sessions() as session:
+            organization = (
+                await tenants.find_organization(session, request.organization)
+                if request.organization
+                else None
+            )
+        view = await live.live_view(
+            self._sessions,
+            organization_id=organization.id if organization else None,
+            page_size=request.page_size or PAGE_SIZE,
+            stuck_only=request.stuck_only,
+        )
+        return live_pb.ListLiveRequestsResponse(
+            requests=map(live_request_message, view.requests),
+            organizations=[
+                wire.message_of(live_pb.LiveOrganization, each) for each in view.organizations
+            ],
+            request_count=view.request_count,
+            unresponsive_process_ids=map(str, view.unresponsive_process_ids),
+        )
+
+    async def GetRequest(
+        self, request: live_pb.GetRequestRequest, context: Context
+    ) -> live_pb.GetRequestResponse:
+        await self._caller(context)
+        request_id = wire.parse_request_id(request.request_id)
+        async with self._sessions() as session:
+            project_id = (
+                (await tenants.find_project(session, request.project)).id
+                if request.project
+                else None
+            )
+            owner = await self._owner(session, request_id, project_id)
+            return live_pb.GetRequestResponse(
+                generation=await find_generation(session, owner.project_id, request_id),
+                organization_name=owner.organization_name,
+                project_name=owner.project_name,
+                api_key_prefix=owner.api_key_prefix,
+            )
+
+    async def _owner(
+        self, session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None
+    ) -> LiveRow:
+        """Find the owner of a request. Raises: NotFound; InvalidValue if the id is ambiguous."""
+        owners = await live.find_request_owners(session, request_id, project_id)
+        if not owners:
+            raise NotFound("request", str(request_id))
+        if len(owners) > 1:
+            names = ", ".join(
+                sorted(f"{each.organization_name}/{each.project_name}" for each in owners)
+            )
+            raise InvalidValue(
+                "project", f"several projects have a request with this id, name one: {names}"
+            )
+        owner: LiveRow = owners[0]
+        return owner
+
+    async def KillRequest(
+        self, request: live_pb.KillRequestRequest, context: Context
+    ) -> live_pb.KillRequestResponse:
+        await self._caller(context)
+        request_id = wire.parse_request_id(request.request_id)
+        check_reason(request.reason)
+        place, had_ended = await self._place(request_id, request.project)
+        if had_ended:
+            return await self._killed(
+                live_pb.KillRequestResponse.RESULT_ALREADY_ENDED, request_id, place
+            )
+        async with self._transaction(context) as (session, actor):
+            await record_kill(session, actor, request_id, place, request.reason)
+            await cancel_request(
+                session, project_id=place.project_id, request_id=request_id, reason=request.reason
+            )
+        ended = await self._wait_for_end(request_id, place)
+        result = (
+            live_pb.KillRequestResponse.RESULT_ENDED
+            if ended
+            else live_pb.KillRequestResponse.RESULT_PENDING
+        )
+        return await self._killed(result, request_id, place)
+
+    async def ExpireOverdueHolds(
+        self, request: live_pb.ExpireOverdueHoldsRequest, context: Context
+    ) -> live_pb.ExpireOverdueHoldsResponse:
+        """Expire overdue holds, as the worker's sweep does."""
+        await self._caller(context)
+        expired_count = await sweep_expired_holds(self._database_url, signer=self._signer)
+        if expired_count:
+            async with self._transaction(context) as (session, actor):
+                after = {"expired_count": expired_count}
+                await record_change(
+                    session,
+                    actor=actor,
+                    action="holds.expire_overdue",
+                    subject_id="",
+                    before=None,
+                    after=after,
+                )
+        return live_pb.ExpireOverdueHoldsResponse(expired_count=expired_count)
+
+    async def _place(self, request_id: uuid.UUID, project: str) -> tuple[live.ProjectRequest, bool]:
+        """Find the process of a request and whether it has ended.
+
+        Raises: NotFound; InvalidValue if it runs in several projects.
+        """
+        async with self._sessions() as session:
+            project_id = (await tenants.find_project(session, project)).id if project else None
+            places = await live.find_project_requests(session, request_id, project_id)
+        running = [place for place in places if place.is_held] or await live.find_waiting(
+            self._sessions, request_id, project_id
+        )
+        matches = running or places
+        if not matches:
+            raise NotFound("request", str(request_id))
+        if len(matches) > 1:
+            async with self._sessions() as session:
+                names = await tenants.project_names(
+                    session, [place.project_id for place in matches]
+                )
+            raise InvalidValue(
+                "project",
+                f"several projects have a request with this id, name one: {', '.join(names)}",
+            )
+        return matches[0], not running
+
+    async def _wait_for_end(self, request_id: uuid.UUID, place: live.ProjectRequest) -> bool:
+        """Wait until a request has ended; return False if it has not within `END_WAIT_S`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_WAIT_S):
+                # It may run in another process, so there is no event to wait for.
+                while await self._runs(request_id, place):  # noqa: ASYNC110
+                    await asyncio.sleep(END_POLL_S)
+                return True
+        return False
+
+    async def _runs(self, request_id: uuid.UUID, place: live.ProjectRequest) -> bool:
+        if not place.is_held and await live.find_waiting(
+            self._sessions, request_id, place.project_id
+        ):
+            return True
+        async with self._sessions() as session:  # a waiting request may have a hold by now
+            return any(
+                held.is_held
+                for held in await live.find_project_requests(session, request_id, place.project_id)
+            )
+
+    async def _killed(
+        self,
+        result: live_pb.KillRequestResponse.Result.ValueType,
+        request_id: uuid.UUID,
+        place: live.ProjectRequest,
+    ) -> live_pb.KillRequestResponse:
+        answer = live_pb.KillRequestResponse(result=result)
+        with contextlib.suppress(NotFound):
+            async with self._sessions() as session:
+                answer.generation.CopyFrom(
+                    await find_generation(session, place.project_id, request_id)
+                )
+                if result == live_pb.KillRequestResponse.RESULT_PENDING and (
+                    hold := await live.find_running_hold(session, place.project_id, request_id)
+                ):
+                    answer.expire_time.FromDatetime(hold.expires_at)
+        return answer
+
+
+async def record_kill(
+    session: AsyncSession,
+    actor: str,
+    request_id: uuid.UUID,
+    place: live.ProjectRequest,
+    reason: str,
+) -> None:
+    hold = await live.find_running_hold(session, place.project_id, request_id)
+    before: dict[str, object] = {"project_id": str(place.project_id), "state": "waiting"}
+    if hold is not None:
+        before |= {
+            "organization_id": str(hold.organization_id),
+            "api_key_id": str(hold.api_key_id),
+            "model": hold.model,
+        }
+        before |= {"state": hold.state, "delivered_token_count": hold.delivered_token_count}
+    after = before | {"state": "ordered to end", "reason": reason}
+    await record_change(
+        session,
+        actor=actor,
+        action="request.kill",
+        subject_id=str(request_id),
+        before=before,
+        after=after,
+    )
+
+
+def live_request_message(row: LiveRow) -> live_pb.LiveRequest:
+    times = {"admit_time": row.admitted_at, "expire_time": row.expires_at}
+    return wire.message_of(
+        live_pb.LiveRequest, row, age=wire.duration(max(row.age_s, 0.0)), **times
+    )
+
+
+def check_reason(reason: str) -> None:
+    """Check the length and characters of a reason. Raises: InvalidValue."""
+    if len(reason) > REASON_CHARS_MAX or not reason.isprintable():
+        raise InvalidValue("reason", f"must be at most {REASON_CHARS_MAX} printable characters")
+
+
+class ReplicaCalls(AuthenticatedServicer):
+    """Calls on replicas."""
+
+    _router: Router
+
+    async def ListReplicas(
+        self, request: replica_pb.ListReplicasRequest, context: Context
+    ) -> replica_pb.ListReplicasResponse:
+        await self._caller(context)
+        view = await live.replica_view(self._sessions)
+        async with self._sessions() as session:
+            drains = await live.list_drains(session)
+        rows = [
+            row
+            for row in view.replicas
+            if not request.model or live.is_of(row.model, request.model)
+        ]
+        drains = [
+            drain for drain in drains if not request.model or live.is_of(drain.model, request.model)
+        ]
+        if request.model and not (rows or drains or self._own(request.model)):
+            raise NotFound("model with replicas", request.model)
+        return replica_pb.ListReplicasResponse(
+            replicas=map(replica_message, rows),
+            drains=map(drain_message, drains),
+            unresponsive_process_ids=map(str, view.unresponsive_process_ids),
+        )
+
+    async def DrainReplica(
+        self, request: replica_pb.DrainReplicaRequest, context: Context
+    ) -> replica_pb.DrainReplicaResponse:
+        await self._caller(context)
+        check_reason(request.reason)
+        move_after = wire.given_duration(request, "move_after")
+        model = await self._served_name(request.model, request.replica)
+        async with self._transaction(context) as (session, actor):
+            order = await live.drain_replica(
+                session,
+                model=model,
+                replica=request.replica,
+                reason=request.reason,
+                move_after=move_after,
+                actor=actor,
+            )
+            drain = drain_message(order)
+        view = await live.replica_view(self._sessions)
+        return replica_pb.DrainReplicaResponse(
+            drain=drain,
+            replicas=map(replica_message, view.named(model, request.replica)),
+            unresponsive_process_ids=map(str, view.unresponsive_process_ids),
+        )
+
+    async def UndrainReplica(
+        self, request: replica_pb.UndrainReplicaRequest, context: Context
+    ) -> replica_pb.UndrainReplicaResponse:
+        await self._caller(context)
+        check_reason(request.reason)
+        model = await self._served_name(request.model, request.replica)
+        async with self._transaction(context) as (session, actor):
+            undrained = await live.end_drain(
+                session, model=model, replica=request.replica, reason=request.reason, actor=actor
+            )
+        view = await live.replica_view(self._sessions)
+        return replica_pb.UndrainReplicaResponse(
+            undrained=undrained,
+            replicas=map(replica_message, view.named(model, request.replica)),
+            unresponsive_process_ids=map(str, view.unresponsive_process_ids),
+        )
+
+    async def _served_name(self, model: str, replica: str) -> str:
+        """Return the served name of a replica known to processes or drains.
+
+        Raises: NotFound, InvalidValue.
+        """
+        view = await live.replica_view(self._sessions)
+        async with self._sessions() as session:
+            known = {(drain.model, drain.replica) for drain in await live.list_drains(session)}
+        known |= {(row.model, row.replica) for row in view.replicas}
+        of_model = sorted(
+            {entry for entry in known if live.is_of(entry[0], model)} | self._own(model)
+        )
+        if not of_model:
+            raise NotFound("model with replicas", model)
+        served = [served for served, name in of_model if name == replica]
+        if not served:
+            raise NotFound("replica", replica)
+        if len(served) > 1:
+            raise InvalidValue(
+                "model",
+                f"several versions have a replica with this name, name one: {', '.join(served)}",
+            )
+        return served[0]
+
+    def _own(self, model: str) -> set[tuple[str, str]]:
+        """Return this process's replicas of a model, which may not be in its report yet."""
+        return {
+            (served, report.name)
+            for served, report in self._router.reports()
+            if live.is_of(served, model)
+        }
+
+
+def replica_message(row: LiveRow) -> replica_pb.Replica:
+    return wire.message_of(replica_pb.Replica, row, drained=row.is_drained)
+
+
+def drain_message(order: LiveRow) -> replica_pb.ReplicaDrain:
+    move_after = None if order.move_after_ms is None else wire.duration(order.move_after_ms / 1000)
+    return wire.message_of(
+        replica_pb.ReplicaDrain, order, drain_time=order.drained_at, move_after=move_after
+    )

@@ -1,0 +1,410 @@
+"""Prices, their simulation, plans and prepaid credit."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Mapping
+from datetime import date
+
+from sqlalchemy.ext.asyncio import AsyncSession
+from weir.v1 import admin_service_pb2 as pb
+from weir.v1 import configuration_pb2
+from weir.v1 import plans_pb2 as plan_pb
+from weir.v1 import prices_pb2 as price_pb
+
+from api.access.servicer import AuthenticatedServicer
+from api.core import wire
+from api.core.interceptor import Context
+from metering.core.errors import InvalidValue
+from metering.core.models import TokenKind, record_of
+from metering.ledger.ledger import month_bounds
+from metering.plans import plan_admin, prepaid, simulation
+from metering.plans.plans import Allowance, LineKind, PlanRules, PriceStep, Selector, TieredPrice
+from metering.pricing import prices
+from metering.pricing.prices import CustomerPrice, ModelPrice
+from metering.tenants.tenants import find_organization, organization_names
+
+KINDS = {str(kind): kind for kind in TokenKind}
+STEP_FIELDS = ("up_to_token_count", "price_picos", "price_milli")
+
+
+class PriceCalls(AuthenticatedServicer):
+    """Calls on prices."""
+
+    async def SimulatePrices(
+        self, request: plan_pb.SimulatePricesRequest, context: Context
+    ) -> plan_pb.SimulatePricesResponse:
+        await self._caller(context)
+        async with self._sessions() as session:
+            matches = await simulation.simulate(
+                session,
+                month=request.month,
+                prices=[proposed_price(each) for each in request.prices],
+                plans=[
+                    proposed_plan(f"plans[{index}]", each)
+                    for index, each in enumerate(request.plans)
+                ],
+                organization=request.organization,
+            )
+        picos = (
+            {
+                "old_amount": each.old_picos,
+                "new_amount": each.new_picos,
+                "difference": each.new_picos - each.old_picos,
+            }
+            for each in matches
+        )
+        customers = [
+            wire.message_of(plan_pb.SimulatedCustomer, each, **sums)
+            for each, sums in zip(matches, picos, strict=True)
+        ]
+        return plan_pb.SimulatePricesResponse(customers=customers)
+
+    async def SetPrice(self, request: pb.SetPriceRequest, context: Context) -> pb.SetPriceResponse:
+        """Add a price version, and one for the batch tier if its price differs."""
+        effective_at = wire.given_time(request, "effective_time")
+        async with self._acting(context) as acting:
+            if (earlier := await acting.earlier(request)) is not None:
+                price = await prices.get_price(acting.session, int(earlier))
+            else:
+                price = await prices.set_price(
+                    acting.session,
+                    model=request.model,
+                    currency_code=request.currency_code,
+                    input_picos_per_token=request.input_picos_per_token,
+                    cached_input_picos_per_token=request.cached_input_picos_per_token,
+                    output_picos_per_token=request.output_picos_per_token,
+                    embedding_picos_per_token=wire.given(request, "embedding_picos_per_token"),
+                    reasoning_picos_per_token=wire.given(request, "reasoning_picos_per_token"),
+                    organization=request.organization,
+                    batch_multiplier_milli=wire.given(request, "batch_multiplier_milli"),
+                    effective_at=effective_at,
+                    actor=acting.actor,
+                )
+                await acting.record(request, price.prices.version)
+            written = await prices.versions_of_change(acting.session, price)
+            names = await owner_names(acting.session, written)
+            return pb.SetPriceResponse(
+                version=price.prices.version,
+                versions=[version_message(each, names) for each in written],
+            )
+
+    async def WithdrawPrice(
+        self, request: price_pb.WithdrawPriceRequest, context: Context
+    ) -> price_pb.WithdrawPriceResponse:
+        effective_at = wire.given_time(request, "effective_time")
+        async with self._acting(context) as acting:
+            if (earlier := await acting.earlier(request)) is not None:
+                price = await prices.get_price(acting.session, int(earlier))
+            else:
+                price, *_ = await prices.withdraw_price(
+                    acting.session,
+                    model=request.model,
+                    organization=request.organization,
+                    effective_at=effective_at,
+                    actor=acting.actor,
+                )
+                await acting.record(request, price.prices.version)
+            written = await prices.versions_of_change(acting.session, price)
+            names = await owner_names(acting.session, written)
+            return price_pb.WithdrawPriceResponse(
+                versions=[version_message(each, names) for each in written]
+            )
+
+    async def ListPrices(
+        self, request: price_pb.ListPricesRequest, context: Context
+    ) -> price_pb.ListPricesResponse:
+        """Return the prices that apply to an organization, with their sources and times."""
+        at = wire.given_time(request, "time")
+        async with self._transaction(context) as (session, _):
+            owner = (
+                await find_organization(session, request.organization)
+                if request.organization
+                else None
+            )
+            owner_id = None if owner is None else owner.id
+            currency_code = request.currency_code or (owner.currency_code if owner else None)
+            model = request.model or None
+            matches = await prices.versions_in_force(
+                session, model=model, currency_code=currency_code, organization_id=owner_id, at=at
+            )
+            history: list[ModelPrice] = []
+            if request.history:
+                history = await prices.price_history(
+                    session, model=model, currency_code=currency_code, organization_id=owner_id
+                )
+            names = {} if owner is None else {owner.id: owner.name}
+            return price_pb.ListPricesResponse(
+                prices=[
+                    applied_message(each, names)
+                    for each in prices.customer_prices(matches, owner_id)
+                ],
+                versions=[version_message(each, names) for each in history],
+            )
+
+
+async def owner_names(
+    session: AsyncSession, versions: Collection[ModelPrice]
+) -> dict[uuid.UUID, str]:
+    """Look up the names of the organizations that the price versions belong to."""
+    return await organization_names(
+        session, (each.organization_id for each in versions if each.organization_id is not None)
+    )
+
+
+def proposed_price(message: configuration_pb2.PriceConfiguration) -> simulation.ProposedPrice:
+    rates = {name: getattr(message, name) for name in prices.RATES}
+    if not message.HasField("reasoning_picos_per_token"):
+        rates["reasoning_picos_per_token"] = message.output_picos_per_token
+    multiplier = wire.given(message, "batch_multiplier_milli")
+    return record_of(
+        simulation.ProposedPrice,
+        message,
+        rates=tuple(rates.values()),
+        batch_multiplier_milli=multiplier,
+    )
+
+
+def proposed_plan(path: str, message: plan_pb.PlanConfiguration) -> simulation.ProposedPlan:
+    """Return a plan for a simulation. Raises: InvalidValue."""
+    rules = rules_of(path, message)
+    return simulation.ProposedPlan(
+        message.name, message.currency_code or "USD", rules, frozenset(message.organizations)
+    )
+
+
+def version_message(version: ModelPrice, names: Mapping[uuid.UUID, str]) -> price_pb.PriceVersion:
+    owner = version.organization_id
+    return wire.message_of(
+        price_pb.PriceVersion,
+        version.prices,
+        model=version.model,
+        tier=version.tier,
+        organization_id=owner,
+        organization_name=owner and names[owner],
+        multiplier_milli=version.multiplier_milli,
+        effective_time=version.effective_at,
+        withdrawn=version.withdrawn,
+    )
+
+
+def applied_message(
+    applied: CustomerPrice, names: Mapping[uuid.UUID, str]
+) -> price_pb.AppliedPrice:
+    is_own = applied.price.organization_id is not None
+    return price_pb.AppliedPrice(
+        model=applied.price.model,
+        tier=wire.TIER_NUMBERS[applied.tier],
+        source=(
+            price_pb.AppliedPrice.SOURCE_ORGANIZATION
+            if is_own
+            else price_pb.AppliedPrice.SOURCE_LIST
+        ),
+        version=version_message(applied.price, names),
+    )
+
+
+class PlanCalls(AuthenticatedServicer):
+    """Calls on plans and prepaid credit."""
+
+    async def CreatePlan(
+        self, request: plan_pb.CreatePlanRequest, context: Context
+    ) -> plan_pb.CreatePlanResponse:
+        async with self._acting(context) as acting:
+            plan, existed = await plan_admin.create_plan(
+                acting.session,
+                name=request.plan.name,
+                currency_code=request.plan.currency_code or "USD",
+                rules=rules_of("plan", request.plan),
+                actor=acting.actor,
+            )
+            return plan_pb.CreatePlanResponse(plan=plan_message(plan), existed=existed)
+
+    async def ListPlans(
+        self, request: plan_pb.ListPlansRequest, context: Context
+    ) -> plan_pb.ListPlansResponse:
+        async with self._transaction(context) as (session, _):
+            assigned = await plan_admin.list_assignments(session, organization=request.organization)
+            assignments = [
+                each
+                for each in assigned
+                if not request.name or (each.plan and each.plan.name == request.name)
+            ]
+            names = await organization_names(
+                session, {each.organization_id for each in assignments}
+            )
+            return plan_pb.ListPlansResponse(
+                plans=map(plan_message, await plan_admin.list_plans(session, name=request.name)),
+                assignments=[assignment_message(each, names) for each in assignments],
+            )
+
+    async def AssignPlan(
+        self, request: plan_pb.AssignPlanRequest, context: Context
+    ) -> plan_pb.AssignPlanResponse:
+        async with self._acting(context) as acting:
+            assignment, existed = await plan_admin.assign_plan(
+                acting.session,
+                organization=request.organization,
+                plan=request.plan,
+                version=request.version,
+                first_month=parse_month(request.first_month, "first_month"),
+                actor=acting.actor,
+            )
+            names = await organization_names(acting.session, {assignment.organization_id})
+            return plan_pb.AssignPlanResponse(
+                assignment=assignment_message(assignment, names), existed=existed
+            )
+
+    async def GrantCredit(
+        self, request: plan_pb.GrantCreditRequest, context: Context
+    ) -> plan_pb.GrantCreditResponse:
+        """Grant credit; a prepaid organization may use it at once."""
+        async with self._acting(context) as acting:
+            if (earlier := await acting.earlier(request)) is None:
+                last_month = parse_month(request.last_month, "last_month")
+                if last_month is None:
+                    raise InvalidValue(
+                        "last_month", "is required: the last month of the credit, as YYYY-MM"
+                    )
+                grant = await prepaid.grant_credit(
+                    acting.session,
+                    organization=request.organization,
+                    amount_picos=request.amount_picos,
+                    first_month=parse_month(request.first_month, "first_month"),
+                    last_month=last_month,
+                    reason=request.reason,
+                    actor=acting.actor,
+                )
+                await prepaid.refresh(
+                    acting.session,
+                    grant.organization_id,
+                    actor=acting.actor,
+                    granted_picos=grant.amount_picos,
+                )
+                await acting.record(request, grant.id)
+            else:
+                grant = await prepaid.find_grant(acting.session, uuid.UUID(earlier))
+            names = await organization_names(acting.session, {grant.organization_id})
+            return plan_pb.GrantCreditResponse(grant=grant_message(grant, names))
+
+    async def ListCreditGrants(
+        self, request: plan_pb.ListCreditGrantsRequest, context: Context
+    ) -> plan_pb.ListCreditGrantsResponse:
+        async with self._transaction(context) as (session, _):
+            matches = await prepaid.list_grants(session, organization=request.organization)
+            names = await organization_names(session, {each.organization_id for each in matches})
+            return plan_pb.ListCreditGrantsResponse(
+                grants=[grant_message(each, names) for each in matches]
+            )
+
+    async def GetCreditBalance(
+        self, request: plan_pb.GetCreditBalanceRequest, context: Context
+    ) -> plan_pb.GetCreditBalanceResponse:
+        async with self._transaction(context) as (session, _):
+            balance = await prepaid.credit_balance(session, organization=request.organization)
+            currency_code = balance.organization.currency_code
+            names = {
+                "organization_id": balance.organization.id,
+                "organization_name": balance.organization.name,
+            }
+            return wire.message_of(
+                plan_pb.GetCreditBalanceResponse, balance, currency_code, **names
+            )
+
+    async def SetPrepaid(
+        self, request: plan_pb.SetPrepaidRequest, context: Context
+    ) -> plan_pb.SetPrepaidResponse:
+        """Set whether an organization is prepaid."""
+        async with self._acting(context) as acting:
+            _, existed = await prepaid.set_prepaid(
+                acting.session,
+                organization=request.organization,
+                prepaid=request.prepaid,
+                alert_at=request.alert_at.values if request.HasField("alert_at") else None,
+                actor=acting.actor,
+            )
+            return plan_pb.SetPrepaidResponse(existed=existed)
+
+
+def parse_month(text: str, field: str) -> date | None:
+    """Parse a month `YYYY-MM` to its first day; None for an empty text.
+
+    Raises: InvalidValue naming the field.
+    """
+    try:
+        return month_bounds(text)[0].date() if text else None
+    except InvalidValue as wrong:
+        raise InvalidValue(field, wrong.remedy) from None
+
+
+def rules_of(path: str, message: plan_pb.PlanConfiguration) -> PlanRules:
+    """Convert the rules of a plan. Raises: InvalidValue naming the field in `path`."""
+    try:
+        return PlanRules(
+            tuple(
+                Allowance(selector_of(each.selector), each.token_count)
+                for each in message.allowances
+            ),
+            tuple(
+                TieredPrice(
+                    LineKind(each.kind) if each.kind in set(LineKind) else LineKind.COMMITMENT,
+                    selector_of(each.selector),
+                    tuple(
+                        PriceStep(*(wire.given(step, name) for name in STEP_FIELDS))
+                        for step in each.steps
+                    ),
+                )
+                for each in message.tiered_prices
+            ),
+            message.commitment_picos,
+        )
+    except InvalidValue as wrong:
+        raise InvalidValue(f"{path}.{wrong.field}", wrong.remedy) from None
+
+
+def selector_of(message: plan_pb.TokenSelector) -> Selector:
+    """Convert a selector of tokens. Raises: InvalidValue."""
+    if message.token_kind and message.token_kind not in KINDS:
+        raise InvalidValue(
+            "token_kind", f"must be one of {', '.join(KINDS)}, got {message.token_kind[:64]!r}"
+        )
+    return Selector(
+        message.model,
+        KINDS.get(message.token_kind),
+        wire.TIERS[message.tier] if message.tier else None,
+    )
+
+
+def plan_message(plan: plan_admin.Plan) -> plan_pb.Plan:
+    terms = {"name": plan.name, "currency_code": plan.currency_code, "organizations": ()}
+    configuration = wire.message_of(plan_pb.PlanConfiguration, plan.rules, **terms)
+    return plan_pb.Plan(
+        configuration=configuration,
+        version=plan.version,
+        create_time=wire.timestamp(plan.created_at),
+    )
+
+
+def assignment_message(
+    assignment: plan_admin.Assignment, names: Mapping[uuid.UUID, str]
+) -> plan_pb.PlanAssignment:
+    plan = assignment.plan
+    return wire.message_of(
+        plan_pb.PlanAssignment,
+        assignment,
+        organization_name=names[assignment.organization_id],
+        first_month=f"{assignment.first_month:%Y-%m}",
+        plan=plan and plan.name,
+        version=plan and plan.version,
+    )
+
+
+def grant_message(grant: prepaid.Grant, names: Mapping[uuid.UUID, str]) -> plan_pb.CreditGrant:
+    return wire.message_of(
+        plan_pb.CreditGrant,
+        grant,
+        grant_id=grant.id,
+        organization_name=names[grant.organization_id],
+        first_month=f"{grant.first_month:%Y-%m}",
+        last_month=f"{grant.last_month:%Y-%m}",
+    )

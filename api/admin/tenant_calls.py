@@ -1,0 +1,340 @@
+"""Organizations, billing profiles, projects, API keys and quotas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy.ext.asyncio import AsyncSession
+from weir.v1 import admin_service_pb2 as pb
+from weir.v1.types_pb2 import QuotaStatus
+
+from api.access.servicer import AuthenticatedServicer, removed
+from api.admin.configuration_calls import WEIGHTS
+from api.core import wire
+from api.core.interceptor import Context
+from api.core.messages import effective_quota_statuses, parse_billing_profile, quota_status
+from inference.routing.router import Router
+from metering.core.errors import InvalidValue
+from metering.core.models import Organization, Project
+from metering.invoicing.documents import check_shown
+from metering.invoicing.invoice_document import Issuer
+from metering.quotas import quota_admin, quota_states
+from metering.quotas.quota_rules import QuotaState
+from metering.tenants import admin_requests, api_keys, tenants
+from metering.tenants.api_keys import find_api_key
+from metering.tenants.billing_profiles import (
+    BillingProfile,
+    billing_profile,
+    billing_profiles,
+    set_billing_profile,
+)
+from metering.tenants.networks import excludes
+
+
+class TenantCalls(AuthenticatedServicer):
+    """Calls on tenants."""
+
+    _router: Router
+    _issuer: Issuer
+
+    async def CreateOrganization(
+        self, request: pb.CreateOrganizationRequest, context: Context
+    ) -> pb.CreateOrganizationResponse:
+        async with self._acting(context) as acting:
+            existed = True
+            if (earlier := await acting.earlier(request)) is not None:
+                organization = await tenants.find_organization(acting.session, earlier)
+            else:
+                fields = {
+                    "name": request.name,
+                    "currency_code": request.currency_code or "USD",
+                    "actor": acting.actor,
+                }
+                if request.allow_existing:
+                    organization, existed = await admin_requests.ensure_organization(
+                        acting.session, **fields
+                    )
+                else:
+                    organization, existed = (
+                        await tenants.create_organization(acting.session, **fields),
+                        False,
+                    )
+                await acting.record(request, organization.id)
+            profile = await billing_profile(acting.session, organization.id)
+            return pb.CreateOrganizationResponse(
+                organization=organization_message(organization, profile), existed=existed
+            )
+
+    async def ListOrganizations(
+        self, request: pb.ListOrganizationsRequest, context: Context
+    ) -> pb.ListOrganizationsResponse:
+        async with self._transaction(context) as (session, _):
+            organizations = await tenants.list_organizations(session)
+            profiles = await billing_profiles(session)
+            return pb.ListOrganizationsResponse(
+                organizations=[
+                    organization_message(each, profiles.get(each.id)) for each in organizations
+                ]
+            )
+
+    async def SetBillingProfile(
+        self, request: pb.SetBillingProfileRequest, context: Context
+    ) -> pb.SetBillingProfileResponse:
+        async with self._transaction(context) as (session, actor):
+            organization = await tenants.find_organization(session, request.organization)
+            given = parse_billing_profile(request.billing_profile)
+            profile = await set_billing_profile(
+                session, organization=str(organization.id), profile=given, actor=actor
+            )
+            await check_shown(profile, self._issuer)
+            return pb.SetBillingProfileResponse(
+                organization=organization_message(organization, profile)
+            )
+
+    async def CreateProject(
+        self, request: pb.CreateProjectRequest, context: Context
+    ) -> pb.CreateProjectResponse:
+        async with self._acting(context) as acting:
+            existed = True
+            if (earlier := await acting.earlier(request)) is not None:
+                project = await tenants.find_project(acting.session, earlier)
+            else:
+                fields = {
+                    "organization": request.organization,
+                    "name": request.name,
+                    "actor": acting.actor,
+                }
+                if request.allow_existing:
+                    project, existed = await admin_requests.ensure_project(acting.session, **fields)
+                else:
+                    project, existed = await tenants.create_project(acting.session, **fields), False
+                await acting.record(request, project.id)
+            return pb.CreateProjectResponse(project=project_message(project), existed=existed)
+
+    async def ListProjects(
+        self, request: pb.ListProjectsRequest, context: Context
+    ) -> pb.ListProjectsResponse:
+        async with self._transaction(context) as (session, _):
+            projects = await tenants.list_projects(session, organization=request.organization)
+            return pb.ListProjectsResponse(projects=map(project_message, projects))
+
+    async def CreateApiKey(
+        self, request: pb.CreateApiKeyRequest, context: Context
+    ) -> pb.CreateApiKeyResponse:
+        lifetime = wire.given_duration(request, "lifetime")
+        async with self._acting(context) as acting:
+            if (earlier := await acting.earlier(request)) is not None:
+                key = await api_keys.find_api_key(acting.session, earlier)
+                return pb.CreateApiKeyResponse(api_key=key_message(key), existed=True)
+            fields: dict[str, Any] = {
+                "organization": request.organization,
+                "project": request.project,
+                "name": request.name,
+                "scopes": tuple(request.scopes) or ("inference",),
+                "models": self._known_models(request.models),
+                "allowed_networks": tuple(request.allowed_networks),
+                "max_input_tokens": request.max_input_tokens,
+                "max_output_tokens": request.max_output_tokens,
+                "strict_parameters": request.strict_parameters,
+                "lifetime": lifetime,
+                "actor": acting.actor,
+            }
+            existed = False
+            if request.allow_existing:
+                key, secret, existed = await admin_requests.ensure_api_key(acting.session, **fields)
+            else:
+                key, secret = await api_keys.create_api_key(acting.session, **fields)
+            await acting.record(request, key.id)
+            return pb.CreateApiKeyResponse(api_key=key_message(key), secret=secret, existed=existed)
+
+    async def RotateApiKey(
+        self, request: pb.RotateApiKeyRequest, context: Context
+    ) -> pb.RotateApiKeyResponse:
+        """Replace the secret of a key and return the new one, once."""
+        overlap = wire.given_duration(request, "overlap")
+        overlap = api_keys.OVERLAP if overlap is None else overlap
+        async with self._acting(context) as acting:
+            if (earlier := await acting.earlier(request)) is not None:
+                key = await api_keys.find_api_key(acting.session, earlier)
+                return pb.RotateApiKeyResponse(
+                    api_key=key_message(key), overlap_end_time=wire.timestamp(key.overlap_ends_at)
+                )
+            key, secret, ends_at = await api_keys.rotate_api_key(
+                acting.session, api_key=request.api_key, overlap=overlap, actor=acting.actor
+            )
+            await acting.record(request, key.id)
+            return pb.RotateApiKeyResponse(
+                api_key=key_message(key), secret=secret, overlap_end_time=wire.timestamp(ends_at)
+            )
+
+    async def UpdateApiKey(
+        self, request: pb.UpdateApiKeyRequest, context: Context
+    ) -> pb.UpdateApiKeyResponse:
+        async with self._acting(context) as acting:
+            key = await api_keys.update_api_key(
+                acting.session,
+                api_key=request.api_key,
+                name=wire.given(request, "name"),
+                scopes=tuple(request.scopes),
+                models=self._known_models(request.models),
+                all_models=request.all_models,
+                allowed_networks=tuple(request.allowed_networks),
+                all_networks=request.all_networks,
+                max_input_tokens=wire.given(request, "max_input_tokens"),
+                max_output_tokens=wire.given(request, "max_output_tokens"),
+                strict_parameters=wire.given(request, "strict_parameters"),
+                expires_at=wire.given_time(request, "expire_time"),
+                never_expires=request.never_expires,
+                actor=acting.actor,
+            )
+            if key.id == acting.principal.api_key_id and excludes(
+                key.allowed_networks, acting.principal.address
+            ):
+                raise InvalidValue(
+                    "allowed_networks",
+                    f"must include {acting.principal.address}, from which this key makes this call:"
+                    " add a network with that address, or use another key",
+                )
+            return pb.UpdateApiKeyResponse(api_key=key_message(key))
+
+    async def RevokeApiKey(
+        self, request: pb.RevokeApiKeyRequest, context: Context
+    ) -> pb.RevokeApiKeyResponse:
+        async with self._transaction(context) as (session, actor):
+            key = await api_keys.revoke_api_key(session, api_key=request.api_key, actor=actor)
+            return pb.RevokeApiKeyResponse(api_key=key_message(key))
+
+    async def ListApiKeys(
+        self, request: pb.ListApiKeysRequest, context: Context
+    ) -> pb.ListApiKeysResponse:
+        async with self._transaction(context) as (session, _):
+            keys = await api_keys.list_api_keys(
+                session,
+                organization=request.organization or None,
+                api_key=request.api_key or None,
+                unused_for=wire.given_duration(request, "unused_for"),
+            )
+            return pb.ListApiKeysResponse(api_keys=map(key_message, keys))
+
+    def _known_models(self, models: Sequence[str]) -> tuple[str, ...]:
+        """Return the models to which a key is limited. Raises: ModelUnknown."""
+        for model in models:
+            self._router.check_canonical_name(model)
+        return tuple(models)
+
+
+def organization_message(
+    organization: Organization, profile: BillingProfile | None
+) -> pb.Organization:
+    return wire.message_of(
+        pb.Organization, organization, organization_id=organization.id, billing_profile=profile
+    )
+
+
+def project_message(project: Project) -> pb.Project:
+    return wire.message_of(pb.Project, project, project_id=project.id)
+
+
+def key_message(key: api_keys.KeyRecord) -> pb.ApiKey:
+    return wire.message_of(
+        pb.ApiKey,
+        key,
+        api_key_id=key.id,
+        scopes=sorted(key.scopes),
+        models=sorted(key.models),
+        expire_time=key.expires_at,
+        overlap_end_time=key.overlap_ends_at,
+        last_use_time=key.last_used_at,
+        use_tracked_since_time=key.uses_tracked_since,
+        max_input_tokens=key.bounds.max_input_tokens,
+        max_output_tokens=key.bounds.max_output_tokens,
+    )
+
+
+class QuotaCalls(AuthenticatedServicer):
+    """Calls on quotas."""
+
+    _router: Router
+
+    async def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.SetQuotaResponse:
+        subject, dimension = (
+            wire.SUBJECTS_BY_NUMBER.get(request.subject),
+            wire.DIMENSIONS_BY_NUMBER.get(request.dimension),
+        )
+        async with self._transaction(context) as (session, actor):
+            if subject is None:
+                raise InvalidValue("subject", "must be an organization, a project or an API key")
+            if dimension is None:
+                raise InvalidValue("dimension", "is required: name the dimension of the quota")
+            if request.model:
+                self._router.check_canonical_name(request.model)
+            state = await quota_admin.set_quota(
+                session,
+                subject=subject,
+                subject_ref=request.subject_ref,
+                model=request.model,
+                dimension=dimension,
+                limit_value=request.limit_value,
+                weights=tuple(wire.given(request, name) for name in WEIGHTS),
+                enforced=wire.given(request, "enforced"),
+                for_new_keys=request.for_new_keys,
+                alert_at=request.alert_at.values if request.HasField("alert_at") else None,
+                actor=actor,
+            )
+            return pb.SetQuotaResponse(quota=await self._status(session, state))
+
+    async def _status(self, session: AsyncSession, state: QuotaState) -> QuotaStatus:
+        """Return a quota, and whether a stricter one at a higher level makes it ineffective."""
+        status = quota_status(state)
+        narrowed_by = None if state.for_new_keys else await quota_states.narrowed_by(session, state)
+        status.narrowed_by_quota_id = "" if narrowed_by is None else str(narrowed_by)
+        return status
+
+    async def OverrideQuota(
+        self, request: pb.OverrideQuotaRequest, context: Context
+    ) -> pb.OverrideQuotaResponse:
+        """Set or end a temporary override of a limit."""
+        until = wire.given_time(request, "expire_time")
+        async with self._transaction(context) as (session, actor):
+            state = await quota_admin.override_quota(
+                session,
+                quota_id=request.quota_id,
+                limit_value=request.limit_value,
+                until=until,
+                reason=request.reason,
+                actor=actor,
+            )
+            return pb.OverrideQuotaResponse(quota=await self._status(session, state))
+
+    async def DeleteQuota(
+        self, request: pb.DeleteQuotaRequest, context: Context
+    ) -> pb.DeleteQuotaResponse:
+        async with self._transaction(context) as (session, actor):
+            removal = quota_admin.delete_quota(session, quota_id=request.quota_id, actor=actor)
+            return pb.DeleteQuotaResponse(
+                deleted=await removed(removal, allow_missing=request.allow_missing)
+            )
+
+    async def ListQuotas(
+        self, request: pb.ListQuotasRequest, context: Context
+    ) -> pb.ListQuotasResponse:
+        async with self._transaction(context) as (session, _):
+            if not request.api_key:
+                states = await quota_states.list_quotas(
+                    session, organization=request.organization or None
+                )
+                return pb.ListQuotasResponse(quotas=map(quota_status, states))
+            if request.organization:
+                raise InvalidValue(
+                    "organization",
+                    "must be empty with api_key, which lists all limits of the key",
+                )
+            if request.model:
+                self._router.check_canonical_name(request.model)
+            key = await find_api_key(session, request.api_key)
+            ids = (key.organization_id, key.project_id, key.id)
+            states = await quota_states.quotas_for(
+                session, subject_ids=ids, model=request.model or None
+            )
+            return pb.ListQuotasResponse(quotas=effective_quota_statuses(states))

@@ -1,0 +1,367 @@
+"""Statuses of errors: the table of codes, and the details that fit into the metadata of a call.
+
+An error without an entry in the table is a bug: it becomes INTERNAL, without its text. A test fails
+if a concrete error class of `inference`, `metering` or `api/core/errors.py` is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from api.core import errors
+from api.core.errors import ApiError, FieldViolation, InvalidRequest
+from common.incidents import log_incident
+from inference import errors as engine_errors
+from inference.routing.router import ModelMismatch, ModelUnknown
+from metering.core import errors as metering_errors
+from metering.holds.operations import RequestSettled
+from metering.quotas.quotas import InsufficientCredit, QuotaExceeded
+
+# Bytes of a status in the metadata of a call, where its message is percent-encoded, and again in
+# its details, which are base64. By default a gRPC client refuses metadata above 8 KiB, all of it:
+# it then shows neither message nor details.
+STATUS_BYTES_MAX = 6 * 2**10
+STATUS_OVERHEAD_BYTES = 400  # names, types and lengths around the texts
+FACT_BYTES_MIN = 32  # shorter ones are numbers, times and names
+REST_BYTES = 40  # "and 80 more" as a violation
+ERROR_DOMAIN = "weir.dev"
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+# Bytes that take three in the header `grpc-message`.
+PERCENT_ENCODED = bytes({*range(256)} - {*range(0x20, 0x7F)} | {ord("%")})
+# Of the message, percent-encoded, and of its parts if there are too many to show all.
+MESSAGE_BYTES_MAX, PART_BYTES_MAX = 1400, 450
+# Of the facts of an `ErrorInfo`, alone and beside violations; of a violation.
+FACTS_BYTES_MAX, FACTS_BESIDE_BYTES_MAX = 1600, 600
+FIELD_BYTES_MAX, DESCRIPTION_BYTES_MAX = 200, 400
+# An error without an entry is a bug and becomes INTERNAL without its text.
+KINDS: Mapping[int, tuple[type[Exception], ...]] = {
+    code_pb2.UNAUTHENTICATED: (
+        errors.Unauthenticated,
+        errors.KeyRevokedMidway,
+        metering_errors.KeyInvalid,
+    ),
+    code_pb2.PERMISSION_DENIED: (
+        errors.AddressNotAllowed,
+        errors.PermissionDenied,
+        errors.ModelNotAllowed,
+    ),
+    code_pb2.INVALID_ARGUMENT: (
+        errors.KeepTooLong,
+        errors.KeyBoundExceeded,
+        errors.InvalidRequest,
+        errors.PromptTooLong,
+        errors.PromptTooLarge,
+        errors.InputsTooLong,
+        errors.PromptFiltered,
+        errors.MessageUnreadable,
+        errors.MessageMissing,
+        errors.MessageTooLarge,
+        engine_errors.ChatTemplateFailed,
+        engine_errors.RequestImpossible,
+        metering_errors.InvalidValue,
+        ModelMismatch,
+    ),
+    code_pb2.NOT_FOUND: (errors.UnknownRequest, ModelUnknown, metering_errors.NotFound),
+    code_pb2.UNAVAILABLE: (
+        errors.Draining,
+        errors.Overloaded,
+        errors.QueueFull,
+        errors.StartsTooLate,
+        errors.ProcessUnavailable,
+        errors.EngineLost,
+        engine_errors.EngineOverloaded,
+        engine_errors.EngineUnavailable,
+        engine_errors.EngineStartFailed,
+        engine_errors.SafetyUnavailable,
+        engine_errors.CheckpointInvalid,
+        metering_errors.DatabaseUnavailable,
+        metering_errors.WriteConflict,
+        metering_errors.JournalUnavailable,
+        metering_errors.ConcurrentChanges,
+        metering_errors.StripeFailed,
+    ),
+    code_pb2.RESOURCE_EXHAUSTED: (
+        errors.PreparationLimit,
+        errors.AuthenticationThrottled,
+        errors.TooManyReports,
+        errors.TooManyCalls,
+        errors.TooManyStreams,
+        QuotaExceeded,
+    ),
+    code_pb2.FAILED_PRECONDITION: (
+        errors.NotAdmittedYet,
+        metering_errors.BillingDetailsMissing,
+        metering_errors.PriceMissing,
+        metering_errors.KeyRevoked,
+        metering_errors.MonthClosed,
+        metering_errors.MonthNotClosable,
+        metering_errors.MonthOpen,
+        metering_errors.ApprovalRefused,
+        InsufficientCredit,
+    ),
+    code_pb2.ABORTED: (
+        errors.EngineLostMidway,
+        errors.AttachedElsewhere,
+        metering_errors.RequestInFlight,
+        metering_errors.HoldEnded,
+    ),
+    code_pb2.OUT_OF_RANGE: (errors.OutputGone,),
+    code_pb2.ALREADY_EXISTS: (
+        errors.RequestUnderWay,
+        errors.RequestOver,
+        metering_errors.RequestIdReused,
+        RequestSettled,
+        metering_errors.AlreadyExists,
+    ),
+    code_pb2.UNIMPLEMENTED: (errors.CallMissing,),
+    code_pb2.CANCELLED: (errors.CancelledEarly, errors.SiblingEnded, errors.CancelledByAdmin),
+    code_pb2.DEADLINE_EXCEEDED: (errors.DeadlineBeforeStart,),
+    code_pb2.INTERNAL: (
+        engine_errors.EngineFailed,
+        engine_errors.InvariantViolated,
+        metering_errors.InvariantViolated,
+    ),
+}
+CODES_BY_CLASS: Mapping[type, int] = {kind: code for code, kinds in KINDS.items() for kind in kinds}
+
+
+def code_of(error: BaseException) -> int:
+    """Return the code of an error's class, or of the nearest base class with one."""
+    return next(
+        (CODES_BY_CLASS[kind] for kind in type(error).__mro__ if kind in CODES_BY_CLASS),
+        code_pb2.INTERNAL,
+    )
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the reason sent to the client: one of some dozens."""
+    return (
+        "INTERNAL"
+        if code_of(error) == code_pb2.INTERNAL
+        else str(getattr(error, "reason", "INTERNAL"))
+    )
+
+
+def status_of(error: BaseException) -> status_pb2.Status:
+    """Return the status for an error, with details.
+
+    Internal errors get an incident id and no text.
+    """
+    code = code_of(error)
+    if code == code_pb2.INTERNAL:
+        return internal_status(error)
+    reason = getattr(error, "reason", "INTERNAL")
+    info = error_details_pb2.ErrorInfo(
+        reason=reason, domain=ERROR_DOMAIN, metadata=metadata_of(error)
+    )
+    keep_short(info, FACTS_BESIDE_BYTES_MAX if violations_of(error) else FACTS_BYTES_MAX)
+    message = message_of(error)
+    # Base64 has 4 bytes for 3.
+    room = (STATUS_BYTES_MAX - STATUS_OVERHEAD_BYTES - percent_size(message)) * 3 // 4
+    room -= utf8_size(message) + info.ByteSize()
+    return pack(code, message, [info, *details_of(error, room)])
+
+
+def internal_status(error: BaseException) -> status_pb2.Status:
+    """Return INTERNAL with an incident id, under which the error is logged."""
+    incident_id = log_incident(error)
+    info = error_details_pb2.ErrorInfo(
+        reason="INTERNAL", domain=ERROR_DOMAIN, metadata={"incident_id": incident_id}
+    )
+    return pack(
+        code_pb2.INTERNAL, f"internal error, incident {incident_id}: quote it to support", [info]
+    )
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message for the client, with a count of the parts that it has no room for."""
+    message = getattr(error, "client_message", "") or str(error)
+    if percent_size(message) <= MESSAGE_BYTES_MAX:
+        return message
+    match error:
+        case InvalidRequest():
+            parts = [f"{each.field}: {each.description}" for each in error.violations]
+        case metering_errors.MonthNotClosable():
+            parts = [each.description for each in error.obstacles]
+        case _:
+            parts = [message]
+    if len(parts) == 1:
+        return shortened(message, MESSAGE_BYTES_MAX, percent_size)
+    shown: list[str] = []
+    room = MESSAGE_BYTES_MAX - REST_BYTES
+    for part in parts:
+        part = shortened(part, PART_BYTES_MAX, percent_size)
+        room -= percent_size(part) + len("; ")
+        if room < 0:
+            break
+        shown.append(part)
+    return "; ".join([*shown, f"and {len(parts) - len(shown)} more"])
+
+
+def utf8_size(text: str) -> int:
+    return len(text.encode(errors="replace"))
+
+
+def percent_size(text: str) -> int:
+    """Return the bytes of a text in the header `grpc-message`."""
+    data = text.encode(errors="replace")
+    return 3 * len(data) - 2 * len(data.translate(None, PERCENT_ENCODED))
+
+
+def shortened(text: str, size_max: int, size_of: Callable[[str], int] = utf8_size) -> str:
+    """Return a text that fits, without its middle if it is too long."""
+    if size_of(text) <= size_max:
+        return text
+    half = (size_max - len(" ... ")) // 2
+    tail = head_of(text[: -half - 1 : -1], half, size_of)[::-1]
+    return f"{head_of(text[:half], half, size_of)} ... {tail}"
+
+
+def head_of(text: str, size_max: int, size_of: Callable[[str], int]) -> str:
+    """Return as many of the first characters as fit."""
+    for index, char in enumerate(text):
+        if (size_max := size_max - size_of(char)) < 0:
+            return text[:index]
+    return text
+
+
+def keep_short(info: error_details_pb2.ErrorInfo, size_max: int) -> None:
+    """Shorten the longest facts until all of them fit."""
+    while info.ByteSize() > size_max:
+        name, value = max(info.metadata.items(), key=lambda fact: utf8_size(fact[1]))
+        if (size := utf8_size(value)) <= FACT_BYTES_MIN:
+            return
+        info.metadata[name] = shortened(value, max(size // 2, FACT_BYTES_MIN))
+
+
+def pack(code: int, message: str, details: Sequence[Message]) -> status_pb2.Status:
+    status = status_pb2.Status(code=code, message=message)
+    for detail in details:
+        packed = AnyMessage()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def metadata_of(error: BaseException) -> dict[str, str]:
+    match error:
+        case ApiError():
+            return error.facts
+        case QuotaExceeded():
+            return quota_metadata(error)
+        case ModelUnknown() | ModelMismatch() | metering_errors.PriceMissing():
+            return {"model": error.model}
+        case metering_errors.MonthClosed():
+            return {"organization_id": str(error.organization_id), "month": f"{error.month:%Y-%m}"}
+        case metering_errors.NotFound() | metering_errors.AlreadyExists():
+            return {"kind": error.kind, "ref": error.ref}
+        case RequestSettled():
+            names = {each.name for each in fields(error.settled)} - {"hold_id", "receipts"}
+            return facts(error.settled, *names)
+        case _:
+            return {}
+
+
+def facts(source: object, *names: str) -> dict[str, str]:
+    return {name: str(getattr(source, name)) for name in names}
+
+
+def quota_metadata(error: QuotaExceeded) -> dict[str, str]:
+    """Return the exceeded limit, the rest of it, its reset, and whether waiting helps."""
+    first = error.failing[0]
+    message = facts(first, "quota_id", "subject", "subject_id", "model", "used", "held") | {
+        "dimension": first.dimension.spelling,
+        "limit": str(first.limit_value),
+        "remaining": str(max(first.remaining, 0)),
+        "requested": str(error.requested[0]),
+        "retry_helps": "true" if error.retry_helps else "false",
+    }
+    if first.resets_at is not None:
+        message["reset_time"] = first.resets_at.isoformat().replace("+00:00", "Z")
+    return message
+
+
+def fill(
+    violations: Any, found: Sequence[Mapping[str, str]], detail: Message, room: int
+) -> Message:
+    """Add violations to a detail while there is room, and a count of the rest as the last one.
+
+    violations: field of the detail. found: the fields of each.
+    """
+    for index, each in enumerate(found):
+        limits = {"description": DESCRIPTION_BYTES_MAX}
+        violations.add(
+            **{
+                name: shortened(text, limits.get(name, FIELD_BYTES_MAX))
+                for name, text in each.items()
+            }
+        )
+        if detail.ByteSize() > (room if index == len(found) - 1 else room - REST_BYTES):
+            del violations[-1]
+            violations.add(description=f"and {len(found) - index} more")
+            break
+    return detail
+
+
+def details_of(error: BaseException, room: int) -> list[Message]:
+    """Return the standard details besides ErrorInfo: BadRequest, QuotaFailure, RetryInfo.
+
+    room: in bytes, for violations.
+    """
+    details: list[Message] = []
+    if violations := violations_of(error):
+        bad_request = error_details_pb2.BadRequest()
+        found = [{"field": each.field, "description": each.description} for each in violations]
+        details.append(fill(bad_request.field_violations, found, bad_request, room))
+    if isinstance(error, metering_errors.MonthNotClosable):
+        precondition = error_details_pb2.PreconditionFailure()
+        found = [
+            {"type": each.kind, "subject": "month", "description": each.description}
+            for each in error.obstacles
+        ]
+        details.append(fill(precondition.violations, found, precondition, room))
+    if isinstance(error, QuotaExceeded):
+        failure = error_details_pb2.QuotaFailure()
+        found = [
+            {
+                "subject": f"{state.subject}:{state.subject_id}",
+                "description": (
+                    f"{state.dimension.spelling}: {max(state.remaining, 0)} of {state.limit_value}"
+                    " left"
+                ),
+            }
+            for state in error.failing
+        ]
+        details.append(fill(failure.violations, found, failure, room))
+        if not error.retry_helps:
+            return details
+    retry_after_s = getattr(error, "retry_after_s", None)
+    if retry_after_s is not None:
+        delay = Duration()
+        delay.FromNanoseconds(int(retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    return details
+
+
+def violations_of(error: BaseException) -> Sequence[FieldViolation]:
+    match error:
+        case ApiError():
+            return error.violations
+        case metering_errors.InvalidValue():
+            return (FieldViolation(error.field, error.remedy),)
+        case ModelMismatch():
+            return (FieldViolation("model", str(error)),)
+        case engine_errors.RequestImpossible(field=str(field)):
+            return (FieldViolation(field, str(error)),)
+        case engine_errors.ChatTemplateFailed(index=index):
+            place = "" if index is None else f"[{index}]"
+            return (FieldViolation(f"conversation.messages{place}", str(error)),)
+        case _:
+            return ()

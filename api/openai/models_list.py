@@ -1,0 +1,89 @@
+"""Models over HTTP, in the forms of OpenAI and Anthropic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from weir.v1 import inference_service_pb2 as pb
+
+from api.openai.parameters import CHAT_NAMES
+from inference.routing.router import VERSION_MARK
+from metering.pricing.prices import COUNTS_OF_EVENT
+
+OWNER = "weir"
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """Name that requests may have as `model`.
+
+    target: the model or version that an alias stands for, the model of a version, else empty.
+    """
+
+    model: pb.Model
+    name: str
+    target: str
+    context_window_tokens: int
+
+    def created(self, started_at: int) -> int:
+        """Return when the present price came into force, in seconds since 1970.
+
+        started_at: creation time of models without a price.
+        """
+        has_price = self.model.HasField("price")
+        return self.model.price.effective_time.seconds if has_price else started_at
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the forms of OpenAI and Anthropic lack."""
+        model = self.model
+        facts: dict[str, Any] = {
+            "context_window_tokens": self.context_window_tokens,
+            "engine": model.engine,
+            "refused_parameters": [
+                {"parameter": CHAT_NAMES.get(each.field, each.field), "values": each.values}
+                for each in model.refused_fields
+            ],
+        }
+        if self.target:
+            is_version = self.name.startswith(f"{model.name}{VERSION_MARK}")
+            facts["version_of" if is_version else "alias_of"] = self.target
+        if model.HasField("price"):
+            facts["price"] = {
+                "version": model.price.version,
+                "currency_code": model.price.currency_code,
+                **{name: getattr(model.price, name) for _, name in COUNTS_OF_EVENT.values()},
+            }
+        return facts
+
+
+def model_object(listed: ListedModel, started_at: int) -> dict[str, Any]:
+    """Convert a model to OpenAI's form, with the context window as vLLM names it."""
+    return {
+        "id": listed.name,
+        "object": "model",
+        "created": listed.created(started_at),
+        "owned_by": OWNER,
+        "max_model_len": listed.context_window_tokens,
+        "weir": listed.facts(),
+    }
+
+
+def model_info(listed: ListedModel, started_at: int) -> dict[str, Any]:
+    """Convert a model to Anthropic's form."""
+    created = datetime.fromtimestamp(listed.created(started_at), UTC)
+    return {
+        "type": "model",
+        "id": listed.name,
+        "display_name": listed.name,
+        "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "max_input_tokens": listed.context_window_tokens,
+        "max_tokens": listed.context_window_tokens,
+        "capabilities": None,
+        "lifecycle": "active",
+        "line": None,
+        "deprecated_at": None,
+        "retires_at": None,
+        "weir": listed.facts(),
+    }

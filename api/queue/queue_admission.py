@@ -1,0 +1,313 @@
+"""Admission to a queue: refuses requests without room, or that would start after their deadline.
+
+A refused request gets a retry-after and a reservation: when it returns on time, there is room.
+"""
+
+from __future__ import annotations
+
+import heapq
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from api.core.errors import QueueFull, StartsTooLate
+from api.queue.tier import Tier
+from metering.core.models import ServiceTier
+
+ALL_TENANTS = uuid.UUID(int=0)  # shared line of all tenants if fairness is off
+# Share of places for new requests; the rest is for reservations, since rates vary.
+NEWCOMERS_SHARE = 0.8
+# Retry-after is a fifth longer than computed, since an early retry is refused again.
+RETRY_MARGIN = 1.2
+RETRY_S_MIN = 0.05  # seconds: with a shorter retry-after a client would spin
+RETRY_S_UNKNOWN = 1.0  # seconds: before any service was observed
+RESERVATIONS_PER_PLACE = 10  # beyond this many, a retry-after is an estimate without a reservation
+# Seconds for which a reservation is kept at least, for client jitter and network delay.
+GRACE_S_MIN = 2.0
+EARLY_S = 0.001  # seconds that a timer may fire early
+# Fraction of the time left that the expected wait may take: one wait in ten is a fifth longer than
+# expected.
+RESERVED_WAIT_SHARE, NEWCOMERS_WAIT_SHARE = 0.9, 0.6
+
+Key = tuple[uuid.UUID, uuid.UUID]  # tenant and request
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """Limits of one engine's queue; see `Settings` for reasons.
+
+    fair: tenants take turns; else in order of arrival.
+    """
+
+    request_count_max: int = 2000
+    tenant_request_count_max: int = 1000
+    batch_wait_s_max: float = 30.0
+    fair: bool = True
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """A request as seen by the queue.
+
+    deadline: on the queue's clock; compiles: it has a response format.
+    """
+
+    request_id: uuid.UUID
+    tenant_id: uuid.UUID
+    input_token_count: int
+    output_token_count_max: int
+    tier: ServiceTier = ServiceTier.INTERACTIVE
+    weight: float = 1.0
+    sequence_count: int = 1
+    compiles: bool = False
+    deadline: float | None = None
+
+    @property
+    def key(self) -> tuple[uuid.UUID, uuid.UUID]:
+        """Tenant and request; clients choose request ids, so two tenants may use the same one."""
+        return self.tenant_id, self.request_id
+
+
+class Dispatch(Protocol):
+    """Room of the engine, in sequences."""
+
+    def has_room(self, rank: float) -> bool:
+        """Return whether the engine has room for a request of this rank."""
+        ...
+
+    def count_before(self, rank: float) -> int:
+        """Return the number of dispatched sequences that precede a request of this rank."""
+        ...
+
+
+@dataclass(slots=True)
+class WaitingCounts:
+    """Number of waiting requests. by_tenant: by tenant number, since UUIDs are hashed in Python."""
+
+    total: int = 0
+    peak: int = 0  # maximum so far
+    by_tenant: dict[int, int] = field(default_factory=dict)
+
+
+class QueueAdmission:
+    """Admits or refuses requests; owns the reservations of refused ones."""
+
+    def __init__(
+        self,
+        limits: QueueLimits,
+        tiers: Mapping[ServiceTier, Tier[Any]],
+        dispatch: Dispatch,
+        waiting: WaitingCounts,
+    ) -> None:
+        """waiting: kept by the queue."""
+        self.refused_count = 0
+        self._limits = limits
+        self._tiers = tiers
+        self._dispatch = dispatch
+        self._waiting = waiting
+        self.reservations = Reservations(RESERVATIONS_PER_PLACE * limits.request_count_max)
+
+    def check(
+        self, arrival: Arrival, engine_wait_s: float, now: float, *, is_half_empty: bool
+    ) -> None:
+        """Refuse a request without room, or whose deadline is too early; use up its reservation.
+
+        is_half_empty: half of its tenant's share is free, so that only reservations limit it.
+        Raises: QueueFull, StartsTooLate.
+        """
+        self.reservations.forget_expired(now)
+        is_reserved = self.reservations.is_due(arrival.key, now)
+        refusal: Exception | None = self._room_refusal(
+            arrival, now, is_reserved=is_reserved, is_half_empty=is_half_empty
+        )
+        if refusal is None and arrival.deadline is not None:
+            refusal = self._deadline_refusal(
+                arrival, arrival.deadline - now, engine_wait_s, now, is_reserved=is_reserved
+            )
+        if refusal is not None:
+            self.refused_count += 1
+            raise refusal
+        self.reservations.drop(arrival.key)
+
+    def wait_s(self, arrival: Arrival, *, is_reserved: bool = False) -> float | None:
+        """Return the expected wait of a request that arrives now; None if unknown.
+
+        is_reserved: room is reserved for it.
+        """
+        tier = self._tiers[arrival.tier]
+        rank = tier.line.start(self._tenant_id(arrival))
+        if self._dispatch.has_room(rank) and not tier.line.waiting_count:
+            return 0.0
+        tenant = tier.line.find(self._tenant_id(arrival))
+        own = tier.backlog(tenant) if tenant is not None else 0.0
+        if not is_reserved:
+            own += self.reservations.cost(arrival.tenant_id)
+        before = self._units_before(arrival, own)
+        return tier.seconds(before + self._cost(arrival) * self._dispatch.count_before(rank))
+
+    def _room_refusal(
+        self, arrival: Arrival, now: float, *, is_reserved: bool, is_half_empty: bool
+    ) -> QueueFull | None:
+        """Return the refusal if there is no room within the limits, after reservations and the
+        tenant's share."""
+        limits, own = self._limits, self._waiting.by_tenant.get(arrival.tenant_id.int, 0)
+        share = 1.0 if is_reserved else NEWCOMERS_SHARE
+        free = int(limits.request_count_max * share) - self._waiting.total
+        own_max = int(limits.tenant_request_count_max * share)
+        if is_reserved:
+            over = max(1 - free, own + 1 - own_max)
+        else:
+            # It returned too early: its own reservation does not count.
+            known = self.reservations.find(arrival.key) is not None
+            own += self.reservations.count(arrival.tenant_id) - known
+            free -= len(self.reservations) - known
+            # Each place that the tenant gives back is one less and leaves one more free.
+            over_share = (own + 2 - free) // 2
+            over = max(own + 1 - own_max, over_share)
+            if is_half_empty:
+                return None
+        if over <= 0:
+            return None
+        tier = self._tiers[arrival.tier]
+        ahead = self._units_before(arrival, over * self._usual_cost(arrival))
+        units = max(ahead, (1 - free) * self._cost(arrival))
+        hint_s = self._reserve(arrival, tier.seconds(units), now, again=is_reserved)
+        return QueueFull(own, self._waiting.total, hint_s)
+
+    def _deadline_refusal(
+        self,
+        arrival: Arrival,
+        left_s: float,
+        engine_wait_s: float,
+        now: float,
+        *,
+        is_reserved: bool,
+    ) -> StartsTooLate | None:
+        wait_s = self.wait_s(arrival, is_reserved=is_reserved)
+        if wait_s is None:
+            return None
+        wait_s += engine_wait_s
+        sure_s = left_s * (RESERVED_WAIT_SHARE if is_reserved else NEWCOMERS_WAIT_SHARE)
+        if wait_s <= sure_s:
+            return None
+        return StartsTooLate(
+            wait_s, left_s, self._reserve(arrival, wait_s - sure_s, now, again=is_reserved)
+        )
+
+    def _reserve(self, arrival: Arrival, wait_s: float | None, now: float, *, again: bool) -> float:
+        """Reserve a place for a refused request; return its retry-after.
+
+        again: it returned on time and there was no room.
+        """
+        if again:
+            self.reservations.drop(arrival.key)
+        reservation = self.reservations.find(arrival.key)
+        if reservation is not None:  # it returned too early; its reservation still holds
+            return max(reservation.ready_at - now, RETRY_S_MIN)
+        hint_s = RETRY_S_UNKNOWN if wait_s is None else max(wait_s * RETRY_MARGIN, RETRY_S_MIN)
+        self.reservations.make(
+            Reservation(
+                arrival.key,
+                self._cost(arrival),
+                now + hint_s,
+                now + hint_s + max(GRACE_S_MIN, hint_s / 2),
+            )
+        )
+        return hint_s
+
+    def _tenant_id(self, arrival: Arrival) -> uuid.UUID:
+        return arrival.tenant_id if self._limits.fair else ALL_TENANTS
+
+    def _units_before(self, arrival: Arrival, own_units: float) -> float:
+        """Return the service before the tenant has been served this much more."""
+        tier = self._tiers[arrival.tier]
+        weight = arrival.weight if self._limits.fair else 1.0
+        return tier.units_before(
+            self._tenant_id(arrival), weight, own_units, self.reservations.cost
+        )
+
+    def _usual_cost(self, arrival: Arrival) -> float:
+        """Return the mean cost of the tenant's waiting requests, or else the cost of this one."""
+        tier = self._tiers[arrival.tier]
+        tenant = tier.line.find(self._tenant_id(arrival))
+        if tenant is None or not tenant.waiting:
+            return self._cost(arrival)
+        return tier.backlog(tenant) / len(tenant.waiting)
+
+    def _cost(self, arrival: Arrival) -> float:
+        return self._tiers[arrival.tier].cost(
+            arrival.input_token_count, arrival.output_token_count_max
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A reservation. Times in monotonic seconds; cost in service units."""
+
+    key: Key
+    cost: float
+    ready_at: float
+    expires_at: float
+
+
+class Reservations:
+    """All reservations of a queue."""
+
+    def __init__(self, count_max: int) -> None:
+        self._count_max = count_max
+        self.by_key: dict[Key, Reservation] = {}
+        self._counts: Counter[uuid.UUID] = Counter()
+        self._costs: dict[uuid.UUID, float] = {}
+        self._expiries: list[tuple[float, Key]] = []
+
+    def __len__(self) -> int:
+        return len(self.by_key)
+
+    def count(self, tenant_id: uuid.UUID) -> int:
+        """Return the number of reservations of one tenant."""
+        return self._counts[tenant_id]
+
+    def cost(self, tenant_id: uuid.UUID) -> float:
+        """Return the expected cost of one tenant's reservations, in service units."""
+        return self._costs.get(tenant_id, 0.0)
+
+    def find(self, key: Key) -> Reservation | None:
+        """Return the reservation of a request, if any."""
+        return self.by_key.get(key)
+
+    def make(self, reservation: Reservation) -> None:
+        """Add a reservation, unless there are too many."""
+        if len(self.by_key) >= self._count_max or reservation.key in self.by_key:
+            return
+        tenant_id = reservation.key[0]
+        self.by_key[reservation.key] = reservation
+        self._counts[tenant_id] += 1
+        self._costs[tenant_id] = self.cost(tenant_id) + reservation.cost
+        heapq.heappush(self._expiries, (reservation.expires_at, reservation.key))
+
+    def is_due(self, key: Key, now: float) -> bool:
+        """Return whether this request has a reservation and has waited long enough."""
+        reservation = self.by_key.get(key)
+        return reservation is not None and now >= reservation.ready_at - EARLY_S
+
+    def drop(self, key: Key) -> None:
+        """Remove a reservation that was used or is no longer needed."""
+        reservation = self.by_key.pop(key, None)
+        if reservation is None:
+            return
+        tenant_id = key[0]
+        self._counts[tenant_id] -= 1
+        self._costs[tenant_id] -= reservation.cost
+        if not self._counts[tenant_id]:
+            del self._counts[tenant_id], self._costs[tenant_id]
+
+    def forget_expired(self, now: float) -> None:
+        """Remove reservations whose requests did not return."""
+        while self._expiries and self._expiries[0][0] <= now:
+            _, key = heapq.heappop(self._expiries)
+            reservation = self.by_key.get(key)
+            if reservation is not None and reservation.expires_at <= now:
+                self.drop(key)
