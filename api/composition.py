@@ -34,7 +34,7 @@ from api.core.settings import SettingInvalid, Settings
 from api.generation.request import control
 from api.generation.request.admission import Capacity
 from api.generation.request.peers import Peer, PeerCertificates
-from api.generation.request.registry import Process
+from api.generation.request.registry import RequestRegistry
 from api.metrics.operator_http import Probes
 from api.observability.observer import Observer
 from api.observability.spans import Spans
@@ -154,7 +154,7 @@ def return_freed_memory() -> None:
         library.mallopt(M_TRIM_THRESHOLD, LARGE_BYTES)
 
 
-def statistics_of(process: Process) -> dict[str, Any]:
+def statistics_of(process: RequestRegistry) -> dict[str, Any]:
     """Return admissions, refusals by limit (`dimension/subject`), queues with expected waits, and
     replicas."""
     refusals = process.admission.holds.statistics().refusals
@@ -190,7 +190,9 @@ def statistics_of(process: Process) -> dict[str, Any]:
     }
 
 
-async def log_statistics_regularly(process: Process, interval_s: float = INTERVAL_S) -> None:
+async def log_statistics_regularly(
+    process: RequestRegistry, interval_s: float = INTERVAL_S
+) -> None:
     """Log changed statistics until cancelled."""
     before: dict[str, Any] = {}
     while True:
@@ -204,7 +206,7 @@ async def log_statistics_regularly(process: Process, interval_s: float = INTERVA
 async def drain(
     settings: Settings,
     capacity: Capacity,
-    process: Process,
+    process: RequestRegistry,
     server: grpc.aio.Server,
     listener: Listener,
 ) -> None:
@@ -226,7 +228,7 @@ async def close_listeners(settings: Settings, server: grpc.aio.Server, listener:
     await server.stop(grace=settings.drain_s + SETTLE_GRACE_S)
 
 
-async def finish(settings: Settings, capacity: Capacity, process: Process) -> None:
+async def finish(settings: Settings, capacity: Capacity, process: RequestRegistry) -> None:
     """Wait for running requests, and end those that take too long."""
     try:
         async with asyncio.timeout(settings.drain_s):
@@ -349,7 +351,7 @@ def open_control(
     process_id: uuid.UUID,
     peer: Peer,
     accepted: PeerCertificates,
-    process: Process,
+    process: RequestRegistry,
     authenticator: Authenticator,
 ) -> ControlChannel:
     """Return the channel on which other processes stop requests here and query what runs."""
@@ -379,7 +381,7 @@ def openai_url(settings: Settings, listener: Listener, tls: Tls | None) -> str:
 
 def http_handle(
     settings: Settings,
-    process: Process,
+    process: RequestRegistry,
     authenticator: Authenticator,
     sessions: Sessions,
     servicers: Servicers,

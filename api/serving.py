@@ -50,7 +50,7 @@ from api.core.wire import use_signer
 from api.fleet.fleet import build_serving
 from api.generation.request.admission import Admission, Capacity
 from api.generation.request.peers import PeerCertificates, make_identity
-from api.generation.request.registry import Process
+from api.generation.request.registry import RequestRegistry
 from api.generation.request.relay import Relays
 from api.metrics.operator_http import Books, Handle, MetricsListener, Parts, Probes, Scrapes
 from api.observability.observer import Observer
@@ -185,7 +185,7 @@ class Listeners:
 
 def in_background(
     tasks: asyncio.TaskGroup,
-    process: Process,
+    process: RequestRegistry,
     control: ControlChannel,
     notices: UsageNotices,
     uses: KeyUses,
@@ -198,7 +198,7 @@ def in_background(
         "usage notices": notices.run,
         "key uses": uses.run,
         "recovery": recovery,
-        "progress": process.tell_progress_regularly,
+        "progress": process.report_progress_regularly,
         "statistics log": lambda: log_statistics_regularly(process),
         "loop lag": partial(process.observer.loop_lag.measure, process.pace.late),
         "spare workers": spares.serve,
@@ -232,7 +232,7 @@ def open_pools(settings: Settings, gate: StoreGate) -> list[AsyncEngine]:
 
 def build_servicers(
     settings: Settings,
-    process: Process,
+    process: RequestRegistry,
     authenticator: Authenticator,
     sessions: Sessions,
     admin_sessions: Sessions,
@@ -293,7 +293,9 @@ async def serve(settings: Settings, spares: SpareWorkers | None = None) -> None:
         identity = make_identity(process_id)
         relays = Relays(sessions, process_id, tasks, identity)
         admission = Admission(settings, capacity, holds, journal, tasks)
-        process = Process(admission, router, tokenizers, safety.checker, relays, observer, pace)
+        process = RequestRegistry(
+            admission, router, tokenizers, safety.checker, relays, observer, pace
+        )
         servicers = build_servicers(
             settings, process, authenticator, sessions, admin_sessions, reports, signer, issuer
         )
@@ -317,7 +319,7 @@ async def serve(settings: Settings, spares: SpareWorkers | None = None) -> None:
             http_handle(settings, process, authenticator, sessions, servicers, probes),
             settings,
             tls,
-            lambda: process.admission.capacity.is_draining,
+            lambda: process.is_draining,
         )
         url = openai_url(settings, listener, tls)
         warn_of_open_metrics(settings)

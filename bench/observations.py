@@ -23,7 +23,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.generation.delivery.output_buffer import Flow
 from api.generation.parsing.start_frame import parse_start
-from api.generation.request.live_request import Caller
+from api.generation.request.caller import Caller
 from api.metrics.operator_http import Families, request_metrics
 from api.observability.observer import Ending, Gaps, Observer, record_of
 from api.observability.otlp import OtlpSender

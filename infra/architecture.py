@@ -104,7 +104,6 @@ KNOWN_LATE_CONSTANTS = {
     "api/core/errors.py": 5,
     "api/generation/delivery/stream_writer.py": 5,
     "api/generation/endings.py": 11,
-    "api/generation/state.py": 4,
     "api/openai/dialects.py": 3,
     "api/openai/gateway.py": 6,
     "api/openai/refusals.py": 4,

@@ -37,7 +37,7 @@ from api.core.endpoint import forget_endpoint, read_endpoint
 from api.core.settings import Settings
 from api.generation.delivery.output_buffer import Output
 from api.generation.request.admission import Capacity
-from api.generation.request.registry import Process
+from api.generation.request.registry import RequestRegistry
 from api.queue.fair_queue import QueueStatistics
 from inference.native import loader
 from inference.text.tokenizer import Tokenizer
@@ -770,7 +770,7 @@ class SharedServices:
 class Inside:
     """Service in this process, with access to its parts."""
 
-    def __init__(self, service: Service, process: Process) -> None:
+    def __init__(self, service: Service, process: RequestRegistry) -> None:
         self.service = service
         self.process = process
         [self.engine] = process.router.engines()
@@ -818,10 +818,10 @@ class Inside:
 @contextlib.asynccontextmanager
 async def run_inside(service: Service, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Inside]:
     """Run the service's `serve` as a task of this event loop; drain it at the end of the block."""
-    created: list[Process] = []
+    created: list[RequestRegistry] = []
     stops: list[asyncio.Event] = []
 
-    class Seen(Process):
+    class Seen(RequestRegistry):
         def __init__(self, *parts: Any) -> None:
             super().__init__(*parts)
             created.append(self)
@@ -831,7 +831,7 @@ async def run_inside(service: Service, monkeypatch: pytest.MonkeyPatch) -> Async
         stops.append(stopping)
         yield
 
-    monkeypatch.setattr(api_main, "Process", Seen)
+    monkeypatch.setattr(api_main, "RequestRegistry", Seen)
     monkeypatch.setattr(api_main, "stop_signals", stop_signals)
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(api_main.serve(service.settings))

@@ -151,7 +151,7 @@ class AdminServicer(
         """signer: signs receipts of overdue requests; may be None. issuer: has the fonts in which
         billing profiles are printed.
 
-        in_thread: runs work on a configuration, see `Process.in_thread`. private_webhooks: see
+        in_thread: runs work on a configuration, see `RequestRegistry.in_thread`. private_webhooks: see
         `alerts/delivering.py`.
         """
         super().__init__(authenticator, sessions)

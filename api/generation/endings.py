@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+
+import msgspec
 
 from api.core import errors
 from api.core.errors import Cause
@@ -319,23 +320,29 @@ WAYS: tuple[Way, ...] = (
 _BY_OUTCOME = {outcome: way.cause for way in WAYS for outcome in way.outcomes}
 
 
-class Counts(Protocol):
-    """Token counts of a request."""
+class UsageSoFar(msgspec.Struct):
+    """Token counts of a running request.
 
-    @property
-    def input_token_count(self) -> int:
-        """Tokens of the input that the engine has started on; 0 before."""
+    input_token_count is 0 until the engine has started on it. is_cached_final: the cached count
+    cannot change any more. journalled: written before they are sent. taken: by the transport.
+    delivered: those that are billed, which are the taken ones, and all in the replay buffer of a
+    request that has one. reasoning: thinking among each of them; a token of which that is known
+    only later counts with the message that tells it.
+    """
 
-    @property
-    def generated_token_count(self) -> int:
-        """Output tokens generated so far."""
+    input_token_count: int = 0
+    cached_input_token_count: int = 0
+    generated_token_count: int = 0
+    journalled_token_count: int = 0
+    taken_token_count: int = 0
+    delivered_token_count: int = 0
+    is_cached_final: bool = False
+    journalled_reasoning_token_count: int = 0
+    taken_reasoning_token_count: int = 0
+    delivered_reasoning_token_count: int = 0
 
-    @property
-    def delivered_token_count(self) -> int:
-        """Output tokens delivered so far."""
 
-
-def phase_of(usage: Counts) -> EndPhase:
+def phase_of(usage: UsageSoFar) -> EndPhase:
     """Return the progress of a request with a hold."""
     if usage.delivered_token_count:
         return EndPhase.DELIVERING

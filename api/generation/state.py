@@ -1,8 +1,8 @@
-"""State machine of a request and the decision how it ends, shared by generation and embedding.
+"""Decision how a request ends, and its stopwatch, shared by generation and embedding.
 
-Every early end of a request calls `Life.stop`: cancellation, the deadline, a limit, the safety
-checks, a client that does not read, an administrator, a lapsed hold, or shutdown. The first call
-decides; the rest of the code reads `end`.
+Every early end of a request calls `EndDecision.stop`: cancellation, the deadline, a limit, the
+safety checks, a client that does not read, an administrator, a lapsed hold, or shutdown. The first
+call decides; the rest of the code reads `end`.
 """
 
 from __future__ import annotations
@@ -11,60 +11,17 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum, auto
 from types import TracebackType
 
+from api.core.errors import CancelledEarly, DeadlineBeforeStart
 from api.observability.spans import STAGES
 from inference.engine import EngineTimings
+from inference.errors import EngineFailed
 from metering.core.models import Outcome
 
 UNDELIVERED_OUTCOMES = frozenset({Outcome.CANCELLED, Outcome.DEADLINE, Outcome.SLOW_CONSUMER})
 
 NAMES = tuple(f"{stage}_ms" for stage in STAGES)  # names of `weir.v1.Timings`
-
-
-class State(IntEnum):
-    """State of a request.
-
-    Waiting requests may alternate between `LOADING` and `QUEUED`; an embedding queues each part.
-    """
-
-    RECEIVED = auto()
-    PREPARING = auto()
-    ADMITTED = auto()
-    LOADING = auto()  # waits for an engine to start
-    QUEUED = auto()  # waits for its turn
-    RUNNING = auto()
-    SETTLING = auto()
-    ENDED = auto()
-
-    @property
-    def phase(self) -> str:
-        """Name of the state in the live view and in metrics."""
-        return PHASES[self]
-
-
-WAITING = frozenset({State.LOADING, State.QUEUED})
-PHASES = {
-    State.RECEIVED: "preparing",
-    State.PREPARING: "preparing",
-    State.ADMITTED: "queued",
-    State.LOADING: "loading",
-    State.QUEUED: "queued",
-    State.RUNNING: "streaming",
-    State.SETTLING: "ending",
-    State.ENDED: "ending",
-}
-NEXT: dict[State, frozenset[State]] = {
-    State.RECEIVED: frozenset({State.PREPARING, State.ENDED}),
-    State.PREPARING: frozenset({State.ADMITTED, State.ENDED}),
-    State.ADMITTED: frozenset({*WAITING, State.SETTLING, State.ENDED}),
-    State.LOADING: frozenset({*WAITING, State.RUNNING, State.SETTLING, State.ENDED}),
-    State.QUEUED: frozenset({*WAITING, State.RUNNING, State.SETTLING, State.ENDED}),
-    State.RUNNING: frozenset({*WAITING, State.RUNNING, State.SETTLING, State.ENDED}),
-    State.SETTLING: frozenset({State.ENDED}),
-    State.ENDED: frozenset(),
-}
 
 
 @dataclass(slots=True)
@@ -80,69 +37,92 @@ class End:
     detail: str = ""
 
 
-class Life:
-    """State of one request, and the decision how it ends.
+class Stopped(Exception):
+    """Raised inside a request that was stopped without an error while it waited for an engine."""
+
+
+class EndDecision:
+    """Decision how one request ends.
 
     end: why it was stopped; None if it runs or ended by itself. discards: waiting output is not
     delivered.
     """
 
-    __slots__ = ("_on_stop", "_task", "discards", "end", "state")
+    __slots__ = ("_is_closed", "_on_stop", "_task", "discards", "end", "is_stopped")
 
-    def __init__(self, on_stop: Callable[[End], None] | None = None) -> None:
+    def __init__(self, on_stop: Callable[[End], None] = lambda _: None) -> None:
         """on_stop: called once, when the request is stopped; must not block."""
-        self.state = State.RECEIVED
         self.end: End | None = None
+        self.is_stopped = False
         self.discards = False
+        self._is_closed = False
         self._on_stop = on_stop
         self._task: asyncio.Task[object] | None = None  # set inside an `Interruptible`
-
-    def become(self, state: State) -> None:
-        """Enter the next state."""
-        assert state in NEXT[self.state], (
-            f"a request does not go from {self.state.name} to {state.name}"
-        )
-        self.state = state
 
     def stop(self, outcome: Outcome, error: Exception | None = None, detail: str = "") -> None:
         """Stop the request as soon as possible for this reason, unless it is ending already.
 
         Never blocks.
         """
-        if self.end is not None or self.state >= State.SETTLING:
+        if self.is_stopped or self._is_closed:
             return
+        self.is_stopped = True
         self.end = End(outcome, error, detail)
         self.discards = self.discards or outcome in UNDELIVERED_OUTCOMES
-        if self._on_stop is not None:
-            self._on_stop(self.end)
+        self._on_stop(self.end)
         if self._task is not None:
             self._task.cancel()
 
-    def over(self) -> None:
-        """Enter the final state, and drop the reference to the request."""
-        assert self.state is not State.ENDED, "a request ends once"
-        self.state = State.ENDED
-        self._on_stop = None
+    def close(self, result: Outcome | Exception) -> tuple[Outcome | None, Outcome | Exception]:
+        """Accept no more stops, and drop the reference to the request.
+
+        result: outcome of the engine, a failure, or `Stopped`. Return the outcome to store, and
+        with what the request ends: that outcome, or an error. A failure decides alone, a stop
+        decides over the engine. The outcome is None where the error decides what is stored.
+        """
+        self._is_closed, self._on_stop, end = True, _ignore, self.end
+        if isinstance(result, Exception) and not isinstance(result, Stopped):
+            return None, result
+        if end is not None:
+            # A stop with an error keeps its outcome, unless it is a failure.
+            is_failure = end.error is not None and end.outcome is Outcome.FAILED
+            return None if is_failure else end.outcome, end.error or end.outcome
+        if not isinstance(result, Outcome) or result is Outcome.CANCELLED:
+            return None, EngineFailed("the engine was closed while the request ran")
+        return result, result
+
+
+def _ignore(end: End) -> None:
+    """Ignore a stop after the end."""
+
+
+def error_before_hold(end: End) -> Exception:
+    """Return the error of a request that was stopped before it had its hold."""
+    if end.error is not None:
+        return end.error
+    if end.outcome is Outcome.DEADLINE:
+        return DeadlineBeforeStart("the deadline passed before the request was admitted")
+    return CancelledEarly("the request was cancelled before it was admitted")
 
 
 class Interruptible:
-    """Block that `Life.stop` interrupts: it raises `error_of(end)`, at once if already stopped.
+    """Block that `EndDecision.stop` interrupts: it raises `error_of(end)`, or enters not at all.
 
     Cancellation is confined to the block, because a task cancelled before its first step never
     runs, and would never end its request. Any other cancellation comes from shutdown.
     """
 
-    __slots__ = ("_error_of", "_life", "_task")
+    __slots__ = ("_decision", "_error_of", "_task")
 
-    def __init__(self, life: Life, error_of: Callable[[End], Exception]) -> None:
-        self._life = life
+    def __init__(self, decision: EndDecision, error_of: Callable[[End], Exception]) -> None:
+        self._decision = decision
         self._error_of = error_of
         self._task: asyncio.Task[object] | None = None
 
     def __enter__(self) -> None:
-        if self._life.end is not None:
-            raise self._error_of(self._life.end)
-        self._task = self._life._task = asyncio.current_task()
+        if self._decision.end is not None:
+            raise self._error_of(self._decision.end)
+        self._task = self._decision._task = asyncio.current_task()
 
     def __exit__(
         self,
@@ -150,10 +130,10 @@ class Interruptible:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._life._task = None
+        self._decision._task = None
         if not isinstance(error, asyncio.CancelledError):
             return
-        end = self._life.end
+        end = self._decision.end
         if end is not None and self._task is not None:
             self._task.uncancel()
             raise self._error_of(end) from None
@@ -215,7 +195,7 @@ class Stopwatch:
         stages_us[DECODE] += now_us - first_token_us
         self._last_us = now_us
 
-    def handed_on(self, stalled_s: float, later_s: float) -> None:
+    def forwarded(self, stalled_s: float, later_s: float) -> None:
         """Record that the client has taken the output, or never will.
 
         stalled_s: how long tokens waited for it in all. later_s: the part since the last stage,

@@ -39,8 +39,8 @@ from prometheus_client.registry import Collector
 from api.access.auth import Authenticator
 from api.core.endpoint import bound_socket, local_url
 from api.core.health import BILLING_WORKER, Health, store_is_well
-from api.generation.request.registry import Process
-from api.generation.state import PHASES
+from api.generation.request.phases import PHASE_NAMES
+from api.generation.request.registry import RequestRegistry
 from api.observability.observer import Histogram, RequestCounts, Times
 from api.observability.spans import SpanCounts
 from api.queue.fair_queue import QueueStatistics
@@ -344,7 +344,7 @@ def queue_metrics(queues: Mapping[str, QueueStatistics]) -> Iterator[Metric]:
 class Parts:
     """Sources of the metrics. The functions return current counts."""
 
-    process: Process
+    process: RequestRegistry
     authenticator: Authenticator
     open_streams: Callable[[], int]
     open_peer_streams: Callable[[], int]
@@ -354,8 +354,8 @@ class Parts:
 def process_metrics(parts: Parts) -> Iterator[Metric]:
     """Yield the metrics of this process except engines, queues and ended requests."""
     process, admission = parts.process, parts.process.admission
-    phases = Counter(request.life.state.phase for request in process.running())
-    running = (((phase,), float(phases[phase])) for phase in dict.fromkeys(PHASES.values()))
+    phases = Counter(request.phase.name for request in process.running())
+    running = (((phase,), float(phases[phase])) for phase in PHASE_NAMES)
     yield gauges("weir_live_requests", ("phase",), running)
     yield gauge("weir_permits_taken", admission.capacity.taken_count)
     yield gauge("weir_permits", admission.settings.requests_per_process_max)
@@ -511,9 +511,7 @@ class Scrapes:
         """Return all metrics in the exposition format. Runs on the process's event loop."""
         backlog = await self._books.read()
         process = self._parts.process
-        journals = await self._in_thread(
-            journal_backlog, process.admission.settings.journal_directory
-        )
+        journals = await self._in_thread(journal_backlog, process.settings.journal_directory)
         families = [*self._families(backlog, journals)]
         return await self._in_thread(self._write, families, process.observer.counts.copy())
 

@@ -20,7 +20,7 @@ from aiohttp import HttpVersion11, web
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.core.errors import Cause, InvalidRequest, RequestUnderWay, SiblingEnded
+from api.core.errors import InvalidRequest, RequestUnderWay, SiblingEnded
 from api.core.rate_limiter import REFUSAL_COST_S
 from api.core.wire import finish_reason
 from api.generation.delivery.frames import told_stop
@@ -28,8 +28,9 @@ from api.generation.delivery.output_buffer import read_too_slowly
 from api.generation.delivery.stream_writer import Outbox, Receiver, WholeOutbox
 from api.generation.endings import OUTCOMES
 from api.generation.parsing.start_frame import ValidStart, parse_start
-from api.generation.request.live_request import Caller, LiveRequest
-from api.generation.request.registry import Process
+from api.generation.request.caller import Caller
+from api.generation.request.live_request import LiveRequest
+from api.generation.request.registry import Generating, RequestRegistry
 from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
 from api.openai.error_responses import CLIENT_CLOSED, ErrorResponse, error_response, quota_headers
@@ -132,7 +133,7 @@ class Exchange:
 
     def __init__(
         self,
-        process: Process,
+        process: RequestRegistry,
         http: web.BaseRequest,
         arrival: Arrival,
         parsed: ParsedRequest,
@@ -191,7 +192,7 @@ class Exchange:
             left_as = Outcome.CANCELLED
             raise
         except TimeoutError:
-            settings = self._process.admission.settings
+            settings = self._process.settings
             detail = read_too_slowly(settings.client_tokens_per_s_min, settings.client_stall_max_s)
             request_id = str(self._arrival.request_id)
             log.info("http_client_stalled", request_id=request_id, detail=detail)
@@ -246,7 +247,7 @@ class Exchange:
         if not self._live:
             return  # `_leave` stopped all of them before
         ended = self._live[self._receivers[ended_id].index]
-        cause = ended.end_cause or Cause.SERVICE
+        cause = ended.end_cause
         for request in self._live:
             if request is not ended and request.start.given_id in self._receivers:
                 request.stop(OUTCOMES[cause], SiblingEnded(cause))
@@ -283,13 +284,13 @@ class Exchange:
             await self._send(self._answer.ping)
             return
         waited_s = time.monotonic() - self._arrival.caller.received_at
-        after_s = self._process.admission.settings.http_padding_after_s
+        after_s = self._process.settings.http_padding_after_s
         is_due = waited_s >= after_s > 0 or self._connection.is_half_closed
         if is_due and self._admitted_count == len(self._live) and not self._is_open:
             await self._send(PADDING)
 
     def _on_half_close(self) -> None:
-        if self.parsed.streams or self._process.admission.settings.http_padding_after_s:
+        if self.parsed.streams or self._process.settings.http_padding_after_s:
             self._outbox.break_silence_within(HALF_CLOSED_SILENCE_S)
         else:  # it cannot be told from a disconnect
             self._connection.force_close()
@@ -503,7 +504,7 @@ class Exchange:
         }
 
 
-def check_same(running: LiveRequest, start: ValidStart) -> None:
+def check_same(running: Generating, start: ValidStart) -> None:
     """Refuse a request whose id belongs to a running one.
 
     Raises: RequestInFlight if both are the same, RequestUnderWay otherwise.

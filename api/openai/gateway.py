@@ -25,7 +25,8 @@ from api.core.rate_limiter import BYTE_COST_S, REFUSAL_COST_S, START_FREE_S, VIS
 from api.core.statuses import status_of
 from api.generation.parsing.embed_request import ValidEmbed, parse_embed
 from api.generation.parsing.start_frame import parse_count_tokens
-from api.generation.request.live_request import Caller
+from api.generation.request.caller import Caller
+from api.generation.request.live_embedding import LiveEmbedding
 from api.generation.request.quoting import (
     DECODED_TOKEN_COST,
     count_tokens,
@@ -33,7 +34,7 @@ from api.generation.request.quoting import (
     text_of,
     token_ids_of,
 )
-from api.generation.request.registry import Process
+from api.generation.request.registry import RequestRegistry
 from api.observability.observer import HTTP
 from api.observability.spans import trace_of
 from api.openai import answers
@@ -130,7 +131,9 @@ Handler = Callable[[web.BaseRequest, Arrival, Principal], Awaitable[web.StreamRe
 class Gateway:
     """Handler of the HTTP requests of OpenAI's and Anthropic's clients."""
 
-    def __init__(self, process: Process, authenticator: Authenticator, sessions: Sessions) -> None:
+    def __init__(
+        self, process: RequestRegistry, authenticator: Authenticator, sessions: Sessions
+    ) -> None:
         self._process = process
         self._authenticator = authenticator
         self._sessions = sessions
@@ -216,7 +219,7 @@ class Gateway:
     def _plain(self, request: web.BaseRequest) -> web.Response | None:
         """Return the response for a path of vLLM that needs no key; None for other paths."""
         if request.path == "/ping" and request.method in ("GET", "HEAD", "POST"):
-            return web.Response(status=503 if self._process.admission.capacity.is_draining else 200)
+            return web.Response(status=503 if self._process.is_draining else 200)
         if request.path == "/version" and request.method in ("GET", "HEAD"):
             return web.Response(
                 body=answers.encode({"version": VERSION}), headers={"content-type": JSON}
@@ -340,7 +343,7 @@ class Gateway:
                 raise start
             check_model(principal, start.model)
             check_model_sizes(requested, self._process.router.choose_encoder(start.model).model)
-            response = await self._process.embed(arrival.caller, start).answer()
+            response = await LiveEmbedding(arrival.caller, start, self._process).answer()
         except Exception as error:
             return refused(
                 error_response(status_of(error), notes.names_as_sent(embedding_names(requested))),
@@ -469,10 +472,10 @@ class Gateway:
         Raises: HttpFault, Draining, PreparationLimit, Overloaded; errors of a repeated key look-up,
         and those of `parse`.
         """
-        if self._process.admission.capacity.is_draining:
+        if self._process.is_draining:
             raise Draining("this server is shutting down: send the request to another one")
         bytes_max, size = (
-            self._process.admission.settings.message_bytes_max,
+            self._process.settings.message_bytes_max,
             request.content_length or CHUNKED_BYTES,
         )
         # The turn of the key look-up still applies, since nothing was awaited.
@@ -492,7 +495,7 @@ class Gateway:
             # Last, so that the work on this body counts before the key's next request has its turn.
             payer = arrival.caller.payer
             if len(body) > SHORT_BYTES_MAX:
-                return await self._process.in_turn(payer, len(body), partial(parse, body))
+                return await self._process.in_order(payer, len(body), partial(parse, body))
             await self._process.pace.turn(payer)
         return self._parse_at_once(arrival, body, parse)
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from msgspec import Raw, Struct
 from weir.v1 import inference_service_pb2 as pb
 
-from api.generation.request.registry import Process
+from api.generation.request.registry import RequestRegistry
 from api.openai import answers
 from api.openai.conversations import Message
 from api.openai.error_responses import check_count, invalid_parameter
@@ -209,7 +209,7 @@ def detokenized_body(text: str) -> dict[str, str]:
     return {"prompt": text, "content": text, "text": text}
 
 
-def model_named(name: str | None, process: Process, principal: Principal) -> str:
+def model_named(name: str | None, process: RequestRegistry, principal: Principal) -> str:
     """Return the requested model, or the only one that the key may use. Raises: InvalidRequest."""
     if name:
         check_model_name(name)  # before it is quoted anywhere

@@ -44,8 +44,9 @@ from api.generation.delivery import frames
 from api.generation.delivery.replay import Key
 from api.generation.delivery.stream_writer import Outbox, Receiver, Source, framed
 from api.generation.parsing.start_frame import ValidStart, parse_start
-from api.generation.request.live_request import Caller, LiveRequest
-from api.generation.request.registry import Process
+from api.generation.request.caller import Caller
+from api.generation.request.live_request import LiveRequest
+from api.generation.request.registry import Generating, RequestRegistry
 from api.observability.spans import NO_TRACE, TraceContext, trace_of
 from common.loop_watch import CURRENT
 from metering.core.errors import RequestInFlight
@@ -73,7 +74,7 @@ class ClientStream:
 
     def __init__(
         self,
-        process: Process,
+        process: RequestRegistry,
         key: StreamKey,
         auth_ms: float,
         *,
@@ -92,7 +93,7 @@ class ClientStream:
         self._secret = secret
         self._is_relayed = is_relayed
         self._auth_ms = auth_ms
-        self._frames_max = process.admission.settings.frames_per_message_max
+        self._frames_max = process.settings.frames_per_message_max
         self._outbox = Outbox(process.admission.journal, process.admission.holds.may_have_lapsed)
         # Keys: request ids as integers, because UUIDs are hashed in Python
         self._running: dict[int, Receiver] = {}
@@ -187,7 +188,7 @@ class ClientStream:
         principal = self._key.principal
         permit = self._process.text_work.permit(principal, size)
         with contextlib.nullcontext() if self._running else permit:
-            return await self._process.in_turn(principal, size, parse)
+            return await self._process.in_order(principal, size, parse)
 
     def _left_midway(self, context: Context, granted_s: float | None) -> None:
         self._leave(outcome_of_leaving(granted_s, remaining_s(context)))
@@ -215,7 +216,7 @@ class ClientStream:
         pace, principal = self._process.pace, self._key.principal
         if IS_COSTLY.get():
             parse = partial(starts_of, batch, self._process.window_tokens_max)
-            self._parsed = await self._process.in_turn(principal, READ_BYTES.get(), parse)
+            self._parsed = await self._process.in_order(principal, READ_BYTES.get(), parse)
         index = 0
         while index < len(batch):
             if await pace.turn(principal):
@@ -289,7 +290,7 @@ class ClientStream:
             )
             if self._key.principal.models:
                 check_model(self._key.principal, self._process.router.canonical_name(start.model))
-            check_keep(start.keep_s, self._process.admission.settings.keep_on_disconnect_max_s)
+            check_keep(start.keep_s, self._process.settings.keep_on_disconnect_max_s)
             running = self._process.find((self._key.principal.project_id, start.request_id))
             if self._is_answered(start, running):
                 return
@@ -331,7 +332,7 @@ class ClientStream:
             self._process.observer.start_refused(error)
             self._refuse(frame.request_id, error)
 
-    def _is_answered(self, start: ValidStart, running: LiveRequest | None) -> bool:
+    def _is_answered(self, start: ValidStart, running: Generating | None) -> bool:
         """Return whether this stream receives the same request.
 
         Raises: RequestUnderWay on a different payload.
@@ -418,7 +419,7 @@ class ClientStream:
         """
         number = request_id.int
         before = self._running.get(number)
-        limit = self._process.admission.settings.requests_per_stream_max
+        limit = self._process.settings.requests_per_stream_max
         if before is None and len(self._running) >= limit:
             raise Overloaded(
                 f"this stream is at its limit of {limit} requests; wait for one to end"

@@ -21,7 +21,8 @@ from api.core.interceptor import IS_COSTLY, METHOD, Context
 from api.core.messages import effective_quota_statuses, find_generation, models_for, restrictions
 from api.generation.parsing.embed_request import parse_embed
 from api.generation.parsing.start_frame import parse_count_tokens
-from api.generation.request.live_request import Caller
+from api.generation.request.caller import Caller
+from api.generation.request.live_embedding import LiveEmbedding
 from api.generation.request.peers import VOUCHER, vouched_address, voucher_of
 from api.generation.request.quoting import (
     count_tokens,
@@ -30,7 +31,7 @@ from api.generation.request.quoting import (
     quote,
     quote_embed,
 )
-from api.generation.request.registry import Process
+from api.generation.request.registry import RequestRegistry
 from api.observability.spans import trace_of_metadata
 from api.rpc.client_stream import ClientStream, remaining_s
 from api.rpc.open_streams import OpenStreams
@@ -51,7 +52,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
     def __init__(
         self,
-        process: Process,
+        process: RequestRegistry,
         authenticator: Authenticator,
         sessions: Sessions,
         *,
@@ -62,7 +63,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         self._authenticator = authenticator
         self._sessions = sessions
         self._for_peers = for_peers
-        self._open_streams = OpenStreams(process.admission.settings.streams_per_connection_max)
+        self._open_streams = OpenStreams(process.settings.streams_per_connection_max)
 
     def open_streams(self) -> int:
         """Number of open `Generate` calls."""
@@ -95,7 +96,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             )
             principal = await look_up()
             auth_ms = (time.monotonic() - opened_at) * 1000
-            interval_s = self._process.admission.settings.stream_key_check_s
+            interval_s = self._process.settings.stream_key_check_s
             with self._authenticator.stream_keys.hold(
                 StreamKey(principal, look_up, interval_s)
             ) as key:
@@ -131,7 +132,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
         Raises: PreparationLimit, Overloaded, and the errors of `parse`.
         """
-        await self._process.turn_to_read(principal, size := request.ByteSize())
+        await self._process.share_to_read(principal, size := request.ByteSize())
         if IS_COSTLY.get():
             return await self._process.in_thread(principal, size, partial(parse, request))
         with self._process.pace.charging(principal):
@@ -201,4 +202,4 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         deadline = None if granted_s is None else received_at + granted_s
         trace = trace_of_metadata(context.invocation_metadata())
         caller = Caller.of(principal, auth_ms, received_at, deadline, trace)
-        return await self._process.embed(caller, start).answer()
+        return await LiveEmbedding(caller, start, self._process).answer()

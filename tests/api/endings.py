@@ -10,7 +10,7 @@ from typing import Any
 from weir.v1 import inference_service_pb2 as pb
 
 from api.generation.parsing.start_frame import parse_start
-from api.generation.request.live_request import Caller
+from api.generation.request.caller import Caller
 from api.observability.observer import Ending
 from api.observability.spans import NO_TRACE, STAGES, TraceContext
 from metering.core.models import Outcome

@@ -20,9 +20,8 @@ from api.access.auth import Authenticator, StreamKey
 from api.core.settings import Settings
 from api.generation.delivery.replay import ReplayBuffers
 from api.generation.request.admission import Admission, Capacity
-from api.generation.request.live_request import LiveRequest
 from api.generation.request.peers import make_identity
-from api.generation.request.registry import Process
+from api.generation.request.registry import Generating, RequestRegistry
 from api.generation.request.relay import Relays
 from api.rpc.client_stream import ClientStream
 from inference.core.engine_core import EngineCore
@@ -171,13 +170,13 @@ class Call:
         return [frame for message in self.messages for frame in message.frames]
 
 
-class WatchedProcess(Process):
+class WatchedRegistry(RequestRegistry):
     """Process that records its latest request."""
 
-    last: LiveRequest | None = None
+    last: Generating | None = None
 
-    def add(self, request: LiveRequest) -> None:
-        """Implement `Process.add`."""
+    def add(self, request: Generating) -> None:
+        """Implement `RequestRegistry.add`."""
         super().add(request)
         self.last = request
 
@@ -207,7 +206,7 @@ class SmallProcess:
         router = Router({"demo": self.engine}, {ENCODER: cast(Any, self.encoder)})
         tokenizer = Tokenizer(Path(self.engine.model.directory))
         admission = Admission(settings, self.capacity, self.holds, self.journal, tasks)
-        self.process = WatchedProcess(
+        self.process = WatchedRegistry(
             admission, router, {"demo": tokenizer, ENCODER: tokenizer}, None, self.relays
         )
         self._background = [

@@ -14,8 +14,8 @@ import pytest
 
 from api.core.errors import Draining, Overloaded
 from api.core.settings import Settings
-from api.generation.delivery.stream_writer import UsageSoFar
-from api.generation.request.admission import Admission, Capacity, Lease, answered
+from api.generation.endings import UsageSoFar
+from api.generation.request.admission import Admission, Capacity, HoldHandle, answered
 from metering.core.errors import HoldEnded, RequestInFlight
 from metering.core.models import Outcome, QuotaDimension
 from metering.holds.journal import Delivered, UsageJournal
@@ -43,7 +43,7 @@ class Rig:
     journal: UsageJournal
 
     @asynccontextmanager
-    async def admitted(self, op: Admit) -> AsyncIterator[Lease]:
+    async def admitted(self, op: Admit) -> AsyncIterator[HoldHandle]:
         """Run the block under a hold; the block sets `outcome`."""
         lease, error = await self.admission.admit(op, UsageSoFar()), None
         try:
@@ -54,7 +54,7 @@ class Rig:
         finally:
             await answered(lambda done: lease.end(lease.outcome, error, done))
 
-    async def generate(self, lease: Lease, token_count: int, *, per_step: int = 1) -> None:
+    async def generate(self, lease: HoldHandle, token_count: int, *, per_step: int = 1) -> None:
         """Deliver tokens as a stream does: cover, journal, count."""
         usage = lease.usage
         usage.input_token_count, usage.cached_input_token_count = 10, 4

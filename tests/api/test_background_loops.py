@@ -9,7 +9,8 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from api import serving as root
-from api.generation.request.registry import Process
+from api.generation.request.phases import AdmittedRequest, Queued
+from api.generation.request.registry import RequestRegistry
 from common import incidents
 from common.incidents import INCIDENT_COUNTS, IncidentTaskGroup
 
@@ -18,7 +19,7 @@ LOOPS = {
     "usage_notices": "notices.run",
     "key_uses": "uses.run",
     "recovery": "recovery",
-    "progress": "process.tell_progress_regularly",
+    "progress": "process.report_progress_regularly",
     "loop_lag": "process.observer.loop_lag.measure",
     "spare_workers": "spares.serve",
 }
@@ -82,36 +83,23 @@ async def test_a_request_whose_progress_cannot_be_sent_delays_no_other() -> None
 
     class Request:
         def __init__(self, name: str) -> None:
-            self.name, self.start, self.life, self.place = (
-                name,
-                MagicMock(request_id=name),
-                queued(),
-                None,
-            )
+            self.name, self.start = name, MagicMock(request_id=name)
+            self.phase = Queued(AdmittedRequest(MagicMock(), MagicMock()))
 
         def end_if_lapsed(self) -> None:
-            self.tell_progress(None)
+            self.report_progress(None)
 
-        def tell_progress(self, outlook: object) -> None:
+        def report_progress(self, outlook: object) -> None:
             if self.name == "bad":
                 raise ValueError("planted")
             told.append(self.name)
 
-    process = object.__new__(Process)
+    process = object.__new__(RequestRegistry)
     process._progress = incidents.Retries("progress")
     process.queues = {}
     process._live = {Request(name): None for name in ("first", "bad", "last")}  # type: ignore[misc]
 
     process.end_lapsed()
-    process._tell_progress(0)
+    process._report_progress(0)
 
     assert told == ["last", "first", "first", "last"]
-
-
-def queued() -> Any:
-    """Return the life of a request whose progress is reported."""
-    from api.generation.state import Life, State
-
-    life = Life()
-    life.state = State.QUEUED
-    return life

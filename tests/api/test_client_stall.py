@@ -18,7 +18,7 @@ from api.generation.delivery import stream_writer as outbox_module
 from api.generation.delivery.output_buffer import Flow, LiveOutput, Output, ReplayOutput
 from api.generation.delivery.replay import ReplayBuffers
 from api.generation.delivery.stream_writer import SLOW_WRITE_S, Outbox, Receiver, WholeOutbox
-from api.generation.state import CLIENT_STALL, DECODE, Life, Stopwatch
+from api.generation.state import CLIENT_STALL, DECODE, EndDecision, Stopwatch
 from api.observability import observer as observer_module
 from inference.engine import EngineTimings
 from metering.holds.journal import UsageJournal
@@ -63,7 +63,7 @@ class Client:
         self.outputs: list[Output] = []
         for index in range(count):
             receiver = Receiver(self.outbox, f"r{index}", lambda _: None)
-            flow, life = Flow(credit, 1000.0, lambda: None), Life()
+            flow, life = Flow(credit, 1000.0, lambda: None), EndDecision()
             kept_in = buffers.open(uuid.uuid4())
             self.outputs.append(
                 ReplayOutput(receiver, "m", flow, life, lambda _: None, 60.0, kept_in)
@@ -259,7 +259,7 @@ def test_only_the_stall_after_the_last_token_is_a_stage_of_its_own(
     watch.engine_finished(EngineTimings(0.0, 0.0, 4000.0))
     now_s += 3.0
 
-    watch.handed_on(5.0, 2.0)
+    watch.forwarded(5.0, 2.0)
     watch.lap(8)
 
     timings = watch.timings()

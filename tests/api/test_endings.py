@@ -23,7 +23,6 @@ from api.core.errors import (
     SiblingEnded,
 )
 from api.core.statuses import CODES_BY_CLASS
-from api.generation.delivery.stream_writer import UsageSoFar
 from api.generation.endings import (
     CAUSES,
     OUTCOMES,
@@ -33,6 +32,7 @@ from api.generation.endings import (
     Action,
     Charge,
     EndPhase,
+    UsageSoFar,
     cause_of,
     charge_of,
     phase_of,

@@ -22,7 +22,9 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.errors import Draining
 from api.core.settings import Settings
 from api.generation.parsing.embed_request import ValidEmbed, parse_embed
-from api.generation.request.live_request import Caller, LiveRequest
+from api.generation.request.caller import Caller
+from api.generation.request.live_embedding import LiveEmbedding
+from api.generation.request.live_request import LiveRequest
 from api.generation.request.peers import PeerCertificates, make_identity
 from api.openai.exchange import AnswerReceiver, Exchange
 from api.openai.gateway import Gateway
@@ -47,7 +49,7 @@ PROMPT = range(7, 17)
 LONG_TEXT = "the hotel near the old harbour " * 70  # more than is tokenized at once
 OTHER = "elsewhere"
 # State machine of a request, which has no task of its own.
-EVENTS = ("begin", "_admitted", "_go_on", "take", "_settle", "_end")
+EVENTS = ("begin", "_answered", "_proceed", "take", "_settle", "_end")
 GOING_S = 20.0  # for pending work to end; it takes some milliseconds
 WATCHED = frozenset(
     {
@@ -57,7 +59,7 @@ WATCHED = frozenset(
         "LiveRequest._contained",
         "LiveEmbedding.run",
         "embed",
-        "Lease._extend_quietly",
+        "HoldHandle._extend_quietly",
         "Relay._run",
         "Relay._write",
         "RequestHandler.start",
@@ -360,7 +362,7 @@ class RestartedRun(ResumedRun):
 
 async def embed(world: World, start: ValidEmbed) -> pb.EmbedResponse:
     """Call the service as the handler of the call does."""
-    return await world.here.process.embed(Caller(world.payer, 0.0, 0.0), start).answer()
+    return await LiveEmbedding(Caller(world.payer, 0.0, 0.0), start, world.here.process).answer()
 
 
 @dataclass(slots=True)

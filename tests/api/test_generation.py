@@ -11,14 +11,15 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 
 from api.access.auth import StreamKey
-from api.core.errors import MessageUnreadable
+from api.core.errors import Cause, MessageUnreadable
 from api.core.interceptor import Context, ReceivedMessages, checked, first_error, tolerant
 from api.core.rate_limiter import RateLimiter
 from api.core.settings import Settings
 from api.generation.delivery.stream_writer import Outbox, Receiver
 from api.generation.parsing.start_frame import parse_start
-from api.generation.request.live_request import Caller, LiveRequest
-from api.generation.state import State
+from api.generation.request.caller import Caller
+from api.generation.request.live_request import LiveRequest
+from api.generation.request.phases import Ended, Received
 from api.rpc.client_stream import ClientStream, outcome_of_leaving
 from inference.routing.router import ModelUnknown, Router
 from metering.core.models import Outcome
@@ -42,24 +43,24 @@ def test_a_deadline_is_distinguished_from_a_cancel(
     assert outcome_of_leaving(granted_s, left_s) is outcome
 
 
-@pytest.mark.parametrize("state", State)
-def test_a_tick_of_progress_survives_a_request_for_an_unknown_model(state: State) -> None:
+@pytest.mark.parametrize("phase", [Received(), Ended(Cause.CLIENT)])
+def test_a_tick_of_progress_survives_a_request_for_an_unknown_model(
+    phase: Received | Ended,
+) -> None:
     """The tick may come before the model is looked up, and runs in the server's only task group."""
     router = Router({})
     with pytest.raises(ModelUnknown):
         router.choose("gpt")
-    process = cast(
-        Any, SimpleNamespace(router=router, admission=SimpleNamespace(settings=Settings()))
-    )
+    process = cast(Any, SimpleNamespace(router=router, settings=Settings()))
     payer = Payer(uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
     caller = Caller(payer, 0.0, 0.0)
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="gpt", text="x"))
     request = LiveRequest(
         caller, start, process, Receiver(Outbox(cast(Any, None)), start.given_id, lambda _: None)
     )
-    request.life.state = state
+    request.phase = phase
 
-    request.tell_progress(None)
+    request.report_progress(None)
 
 
 def test_bytes_that_are_no_message_are_handed_on_as_their_error() -> None:
@@ -116,9 +117,8 @@ async def test_a_client_that_sends_and_never_reads_is_not_read_either(
     process = cast(
         Any,
         SimpleNamespace(
-            admission=SimpleNamespace(
-                journal=None, settings=Settings(), holds=SimpleNamespace(may_have_lapsed=bool)
-            ),
+            settings=Settings(),
+            admission=SimpleNamespace(journal=None, holds=SimpleNamespace(may_have_lapsed=bool)),
             pace=RateLimiter(1.0),
         ),
     )

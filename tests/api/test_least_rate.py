@@ -20,7 +20,7 @@ from api.generation.delivery.output_buffer import (
 )
 from api.generation.delivery.replay import ReplayBuffers
 from api.generation.delivery.stream_writer import Outbox, Receiver
-from api.generation.state import End, Life
+from api.generation.state import End, EndDecision
 from metering.core.models import Outcome
 from metering.holds.journal import UsageJournal
 
@@ -64,7 +64,7 @@ class World:
         self.loop = asyncio.get_running_loop()
         self.ended_s: float | None = None
         self.end: End | None = None
-        life = Life(self._on_stop)
+        life = EndDecision(self._on_stop)
         self.journal = journal
         self.outbox = Outbox(journal)
         receiver = Receiver(self.outbox, "r", lambda _: None)

@@ -16,7 +16,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.generation.delivery.output_buffer import Flow, LiveOutput
 from api.generation.delivery.stream_writer import Outbox, Receiver
-from api.generation.state import End, Life
+from api.generation.state import End, EndDecision
 from metering.core.errors import JournalUnavailable
 from metering.core.models import Outcome
 from metering.holds.journal import FORMAT, Delivered, UsageJournal, decode
@@ -80,7 +80,7 @@ def output_on(outbox: Outbox) -> LiveOutput:
         Receiver(outbox, "r", lambda _: None),
         "m",
         Flow(None, 60.0, lambda: None),
-        Life(),
+        EndDecision(),
         lambda _: None,
     )
     output.hold_id = uuid.uuid4()
@@ -169,7 +169,7 @@ async def test_an_unwritable_journal_fails_the_requests_with_tokens_and_sends_th
     outbox, sent = Outbox(journal), list[pb.ServerFrame]()
     one, other = output_on(outbox), output_on(outbox)
     ends: list[End] = []
-    one._life = Life(ends.append)
+    one._life = EndDecision(ends.append)
 
     async def write(data: bytes) -> None:
         sent.extend(pb.GenerateResponse.FromString(data).frames)

@@ -36,7 +36,7 @@ from api.generation.delivery.stream_writer import (
     frame_head,
     token_frame,
 )
-from api.generation.state import Life
+from api.generation.state import EndDecision
 from api.observability import observer
 from metering.core.models import Outcome
 from metering.holds.journal import Delivered, UsageJournal
@@ -82,13 +82,13 @@ class Journal:
 
 def output_of(receiver: Receiver, journal: Journal, *, kept: bool, flow: Flow) -> Output:
     """Return the output of a running request with a hold."""
-    output: Output = LiveOutput(receiver, "m", flow, Life(), lambda _: None)
+    output: Output = LiveOutput(receiver, "m", flow, EndDecision(), lambda _: None)
     if kept:
         replays = ReplayBuffers(
             cast(UsageJournal, journal), bytes_max=10**9, bytes_per_request_max=10**9
         )
         output = ReplayOutput(
-            receiver, "m", flow, Life(), lambda _: None, 60.0, replays.open(ORGANIZATION)
+            receiver, "m", flow, EndDecision(), lambda _: None, 60.0, replays.open(ORGANIZATION)
         )
     output.hold_id = uuid.uuid4()
     return output

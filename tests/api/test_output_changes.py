@@ -8,7 +8,7 @@ import pytest
 
 from api.core.errors import InvalidRequest
 from api.generation.request.limits import Cost, OutputLimits
-from api.generation.request.live_request import check_output_change
+from api.generation.request.preparation import check_output_change
 from inference.engine import GrammarKind, ModelInfo, ResponseFormat, SamplingParams
 from metering.pricing.prices import TokenPrices
 from tests.inference.running import make_request

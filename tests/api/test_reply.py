@@ -14,14 +14,14 @@ import regex
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.settings import Settings
-from api.generation.delivery.output_buffer import Flow, LiveOutput
+from api.generation.delivery.output_buffer import Flow, LiveOutput, Output
 from api.generation.delivery.stream_writer import Outbox, Receiver
 from api.generation.parsing.start_frame import ValidStart, parse_start
 from api.generation.parsing.tools import CallReading
-from api.generation.request.admission import Lease
+from api.generation.request.admission import HoldHandle
 from api.generation.request.limits import OutputLimits
-from api.generation.request.output_processor import Reply
-from api.generation.state import Life
+from api.generation.request.output_processor import OutputProcessor
+from api.generation.state import EndDecision
 from inference.engine import (
     ChoiceFinished,
     EngineFinishReason,
@@ -43,9 +43,9 @@ PRICES = TokenPrices(1, "USD", 150_000, 15_000, 600_000)
 
 
 class Covered:
-    """Lease that never waits, so that nothing else lets the writer run."""
+    """Hold whose lease never waits, so that nothing else lets the writer run."""
 
-    leased_token_count = free_token_count = 10**9
+    leased_token_count = unchecked_until = 10**9
 
     def __init__(self) -> None:
         self.admitted = SimpleNamespace(hold_id=uuid.uuid4(), prices=None)
@@ -61,54 +61,50 @@ def journal(tmp_path: Path) -> Iterator[UsageJournal]:
     journal.close()
 
 
-def reply_of(
-    outbox: Outbox, start: ValidStart, stopped: list[Outcome], settings: Settings
-) -> Reply:
-    """Return the reply to a request of this outbox's stream. stopped: collects reasons of stops."""
-    receiver, life = (
-        Receiver(outbox, start.given_id, lambda _: None),
-        Life(lambda end: stopped.append(end.outcome)),
-    )
-    return Reply(
-        LiveOutput(receiver, start.model, Flow(None, 60.0, lambda: None), life, lambda _: None),
-        start,
-        life,
-        settings,
-    )
-
-
 class Handing:
-    """Driver that passes engine events to a reply and waits for their effects."""
+    """Request that passes engine events to its processor and waits for their effects."""
 
-    def __init__(self, reply: Reply) -> None:
-        self.reply = reply
+    def __init__(
+        self,
+        outbox: Outbox,
+        start: ValidStart,
+        stopped: list[Outcome],
+        settings: Settings,
+        *,
+        call_reading: CallReading | None = None,
+        safety: SafetyChecker | None = None,
+    ) -> None:
+        """Begin the output of a request of this outbox's stream, under a lease that covers it.
+
+        stopped: collects reasons of stops.
+        """
+        receiver = Receiver(outbox, start.given_id, lambda _: None)
+        flow = Flow(None, 60.0, lambda: None)
+        self.start = start
+        self.decision = EndDecision(lambda end: stopped.append(end.outcome))
+        self.output: Output = LiveOutput(receiver, start.model, flow, self.decision, lambda _: None)
+        limits, hold = OutputLimits(PRICES, 1000, None), cast(HoldHandle, Covered())
+        self.processor = OutputProcessor(self, hold, limits, call_reading, settings)
+        self.processor.open(safety)
         self.has_ended = False
         self._tasks: list[asyncio.Task[None]] = []
 
-    def open(self, safety: SafetyChecker | None = None) -> None:
-        """Begin the output, under a lease that covers everything."""
-        limits = OutputLimits(PRICES, 1000, None)
-        self.reply.open(
-            cast(Lease, Covered()),
-            limits,
-            safety,
-            self._run,
-            lambda: setattr(self, "has_ended", True),
-        )
-
-    def _run(self, work: Coroutine[None, None, None]) -> None:
+    def run(self, work: Coroutine[None, None, None]) -> None:
         self._tasks.append(asyncio.ensure_future(work))
+
+    def output_ended(self, outcome: Outcome) -> None:
+        self.has_ended = True
 
     async def take(self, event: TokensGenerated | ChoiceFinished | SequenceFinished) -> None:
         """Pass on one event; raise its error."""
-        self.reply.take(event)
+        self.processor.take(event)
         while self._tasks:
             await self._tasks.pop()
 
     async def flush(self) -> None:
         """Wait until the client has taken everything."""
         taken = asyncio.Event()
-        self.reply.flush(taken.set)
+        self.processor.flush(taken.set)
         await taken.wait()
 
 
@@ -136,13 +132,11 @@ async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcom
             client_stall_max_s=60.0,
         ),
     )
-    reply = reply_of(outbox, start, stopped, settings)
-    handing = Handing(reply)
-    handing.open()
+    handing = Handing(outbox, start, stopped, settings)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(outbox.write_all(write))
         for index in range(500):
-            reply.output.usage.generated_token_count += 1
+            handing.output.usage.generated_token_count += 1
             await handing.take(TokensGenerated((index,), "x"))
         outbox.close()
     return stopped, sent
@@ -178,8 +172,7 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
     replies = []
     for _ in range(2):
         start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", text="Hi"))
-        replies.append(Handing(reply_of(outbox, start, stopped, settings)))
-        replies[-1].open()
+        replies.append(Handing(outbox, start, stopped, settings))
     first, last = replies
 
     async def write(data: bytes) -> None:
@@ -194,7 +187,7 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
         await last.flush()
 
     assert stopped == []
-    assert last.reply.output.usage.delivered_token_count == 1
+    assert last.output.usage.delivered_token_count == 1
 
 
 @pytest.mark.parametrize(
@@ -229,11 +222,10 @@ async def test_rules_read_escapes_in_what_clients_will_parse_and_in_nothing_else
     )
     ends: list[Outcome] = []
     outbox = Outbox(journal)
-    reply = reply_of(outbox, start, ends, settings)
+    reading = None
     if start.tool_use.tools:
-        reply.call_reading = CallReading(CallFormat.HERMES, ("book",), ends_with_call=False)
-    handing = Handing(reply)
-    handing.open(rules)
+        reading = CallReading(CallFormat.HERMES, ("book",), ends_with_call=False)
+    handing = Handing(outbox, start, ends, settings, call_reading=reading, safety=rules)
     taken: list[pb.DeltaFrame] = []
 
     async def write(data: bytes) -> None:

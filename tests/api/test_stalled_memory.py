@@ -14,7 +14,7 @@ from weir.v1 import inference_service_pb2 as pb
 from api.generation.delivery.output_buffer import Flow, LiveOutput, Output, ReplayOutput
 from api.generation.delivery.replay import ReplayBuffers
 from api.generation.delivery.stream_writer import Outbox, Receiver
-from api.generation.state import Life
+from api.generation.state import EndDecision
 from metering.holds.journal import UsageJournal
 from tests.api.small_process import forget_all
 
@@ -42,7 +42,8 @@ def resident_bytes() -> int:
 def live(outbox: Outbox, credit: int | None, given_id: str = "r") -> LiveOutput:
     """Return the output of a request that is not kept."""
     receiver = Receiver(outbox, given_id, lambda _: None)
-    output = LiveOutput(receiver, "m", Flow(credit, 60.0, lambda: None), Life(), lambda _: None)
+    flow = Flow(credit, 60.0, lambda: None)
+    output = LiveOutput(receiver, "m", flow, EndDecision(), lambda _: None)
     output.hold_id = uuid.uuid4()
     return output
 
@@ -53,7 +54,7 @@ def begun(
     """Return kept output of a request without a subscriber."""
     receiver = Receiver(Outbox(journal), "r", lambda _: None)
     flow, buffer = Flow(None, 60.0, lambda: None), replays.open(organization_id)
-    output = ReplayOutput(receiver, "m", flow, Life(), lambda _: None, 60.0, buffer)
+    output = ReplayOutput(receiver, "m", flow, EndDecision(), lambda _: None, 60.0, buffer)
     output.hold_id = uuid.uuid4()
     output.detach()
     return output

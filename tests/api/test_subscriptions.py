@@ -11,7 +11,7 @@ import pytest
 from api.generation.delivery.output_buffer import Flow, LiveOutput, Output, ReplayOutput
 from api.generation.delivery.replay import ReplayBuffers
 from api.generation.delivery.stream_writer import Outbox, Receiver
-from api.generation.state import Life
+from api.generation.state import EndDecision
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.holds.journal import UsageJournal
@@ -32,7 +32,7 @@ class World:
     def __init__(self, journal: UsageJournal, keep_s: float | None) -> None:
         self.journal = journal
         self.stopped: list[Outcome] = []
-        self.life = Life(lambda end: self.stopped.append(end.outcome))
+        self.life = EndDecision(lambda end: self.stopped.append(end.outcome))
         self.ended: list[Receiver] = []
         self.first = self.receiver()
         flow, update = Flow(None, 60.0, lambda: None), lambda _: None

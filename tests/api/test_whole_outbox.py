@@ -12,7 +12,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.generation.delivery.output_buffer import Flow, LiveOutput
 from api.generation.delivery.stream_writer import Outbox, Receiver, WholeOutbox
-from api.generation.state import Life
+from api.generation.state import EndDecision
 from metering.holds.journal import UsageJournal
 from tests.service import all_taken
 
@@ -31,7 +31,8 @@ class Half:
 
     def _output(self, given_id: str) -> LiveOutput:
         receiver = Receiver(self.outbox, given_id, lambda _: None)
-        output = LiveOutput(receiver, "m", Flow(None, 60.0, lambda: None), Life(), lambda _: None)
+        flow = Flow(None, 60.0, lambda: None)
+        output = LiveOutput(receiver, "m", flow, EndDecision(), lambda _: None)
         output.hold_id = uuid.uuid4()
         return output
 

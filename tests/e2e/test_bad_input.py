@@ -23,9 +23,9 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import live_requests_pb2, months_pb2, types_pb2
 from weir.v1 import usage_reports_pb2 as usage_pb
 
-from api.generation.delivery.stream_writer import UsageSoFar
+from api.generation.endings import UsageSoFar
 from api.generation.request.control import record
-from api.generation.state import Life
+from api.generation.request.phases import Received
 from metering.core.models import QuotaDimension
 from metering.store.db import psycopg_conninfo
 from tests.forked_workers import children_of
@@ -263,7 +263,7 @@ async def test_admins_see_unrouted_requests_without_a_model() -> None:
         hold_id=None,
         start=SimpleNamespace(request_id=SOME_UUID, model="as it was sent"),
         routed_model="",
-        life=Life(),
+        phase=Received(),
         tokens_per_second=0.0,
     )
 

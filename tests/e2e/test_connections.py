@@ -248,11 +248,11 @@ async def test_a_client_that_is_gone_is_noticed_whether_it_half_closed_or_not(
         line.writer.write_eof()
     with stopped_engine():
         line.writer.close()
-        await until(lambda: running.life.end is not None, "the cancellation")
+        await until(lambda: running.decision.end is not None, "the cancellation")
     event = await the_event(service, tenant)
 
-    assert running.life.end is not None
-    assert running.life.end.outcome is Outcome.CANCELLED
+    assert running.decision.end is not None
+    assert running.decision.end.outcome is Outcome.CANCELLED
     assert event["delivered_token_count"] < 3000
     assert streams or event["delivered_token_count"] == 0
 

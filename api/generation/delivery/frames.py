@@ -12,8 +12,7 @@ from weir.v1 import types_pb2
 
 from api.core import wire
 from api.core.messages import order, quota_in_force, quota_statuses, receipt_message, resets
-from api.generation.delivery.stream_writer import UsageSoFar
-from api.generation.request.admission import Lease
+from api.generation.endings import UsageSoFar
 from api.generation.request.limits import OutputLimits
 from inference.engine import EngineCondition, GenerationRequest, StoppedBy, TokenLogprobs
 from inference.text.call_parser import CallPiece
@@ -172,7 +171,7 @@ def updated(limits: OutputLimits | None, refusal: status_pb2.Status | None) -> p
     """
     frame = pb.UpdatedFrame(refusal=refusal)
     if limits is not None:
-        frame.max_output_tokens = limits.asked_token_count_max
+        frame.max_output_tokens = limits.requested_token_count_max
         if limits.max_cost is not None:
             frame.max_cost.CopyFrom(
                 wire.money(limits.max_cost.currency_code, limits.max_cost.picos)
@@ -215,7 +214,9 @@ def tell_settled(
 
 
 def finished(
-    lease: Lease,
+    outcome: Outcome,
+    settled: Settled | None,
+    currency_code: str,
     timings: Mapping[str, float],
     exhausted: Sequence[QuotaState],
     choice_ends: Mapping[int, Outcome],
@@ -226,17 +227,16 @@ def finished(
 ) -> pb.ServerFrame:
     """Return the last frame of a request that ran, or was stopped after admission.
 
-    choice_ends: outcomes by choice index, if several. called_choices: indices of choices with tool
-    calls. stops: of the request, that ended a choice, by its index.
+    settled: None if nothing was billed. choice_ends: outcomes by choice index, if several.
+    called_choices: indices of choices with tool calls. stops: of the request, that ended a choice,
+    by its index.
     """
-    assert lease.outcome is not None, "a finished request has an outcome"
-    settled = lease.settled
     frame = pb.ServerFrame()
     said = frame.finished
-    said.reason = wire.finish_reason(lease.outcome, called=0 in called_choices)
+    said.reason = wire.finish_reason(outcome, called=0 in called_choices)
     if settled is None:
         said.usage.SetInParent()
-        said.cost.currency_code = lease.admitted.prices.currency_code
+        said.cost.currency_code = currency_code
     else:
         tell_settled(settled, said)
     # Serialized: less than half the time of setting the fields.

@@ -28,13 +28,13 @@ from api.generation.delivery.replay import ReplayBuffer
 from api.generation.delivery.stream_writer import (
     Collected,
     Receiver,
-    UsageSoFar,
     delta_bytes,
     delta_frame,
     framed,
     varint,
 )
-from api.generation.state import Life
+from api.generation.endings import UsageSoFar
+from api.generation.state import EndDecision
 from api.observability.observer import Gaps
 from metering.core.errors import JournalUnavailable, RequestInFlight
 from metering.core.models import Outcome
@@ -201,7 +201,7 @@ class Output(ABC):
         receiver: Receiver,
         model: str,
         flow: Flow,
-        life: Life,
+        life: EndDecision,
         update: Callable[[pb.UpdateFrame], None],
     ) -> None:
         """model: name as sent by the client. update: changes the limits of the request."""
@@ -217,7 +217,7 @@ class Output(ABC):
         self.usage_telling: UsageTelling | None = None
         self.flow = flow
         self.receiver: Receiver | None = receiver
-        self._life: Life | None = life  # until the request has ended
+        self._life: EndDecision | None = life  # until the request has ended
         self._update = update
         self._last_seq = 0  # of the newest delta
         self._opening: list[bytes] = []  # frames that are sent again to a stream that attaches
@@ -627,7 +627,7 @@ class LiveOutput(Output):
         receiver: Receiver,
         model: str,
         flow: Flow,
-        life: Life,
+        life: EndDecision,
         update: Callable[[pb.UpdateFrame], None],
     ) -> None:
         super().__init__(receiver, model, flow, life, update)
@@ -799,7 +799,7 @@ class ReplayOutput(Output):
         receiver: Receiver,
         model: str,
         flow: Flow,
-        life: Life,
+        life: EndDecision,
         update: Callable[[pb.UpdateFrame], None],
         keep_s: float,
         buffer: ReplayBuffer,

@@ -40,28 +40,6 @@ SILENCE_S = 8.0
 SLOW_WRITE_S = 0.1
 
 
-class UsageSoFar(msgspec.Struct):
-    """Token counts of a running request.
-
-    input_token_count is 0 until the engine has started on it. is_cached_final: the cached count
-    cannot change any more. journalled: written before they are sent. taken: by the transport.
-    delivered: those that are billed, which are the taken ones, and all in the replay buffer of a
-    request that has one. reasoning: thinking among each of them; a token of which that is known
-    only later counts with the message that tells it.
-    """
-
-    input_token_count: int = 0
-    cached_input_token_count: int = 0
-    generated_token_count: int = 0
-    journalled_token_count: int = 0
-    taken_token_count: int = 0
-    delivered_token_count: int = 0
-    is_cached_final: bool = False
-    journalled_reasoning_token_count: int = 0
-    taken_reasoning_token_count: int = 0
-    delivered_reasoning_token_count: int = 0
-
-
 class Source(Protocol):
     """A request as seen by a receiving stream: running here or in another process, or ended.
 

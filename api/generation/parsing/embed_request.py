@@ -1,22 +1,26 @@
-"""Parsing and checks of `Embed` requests, and construction of their responses."""
+"""Parsing, checks and tokenizing of `Embed` requests, and construction of their responses."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core import wire
+from api.core.errors import InputsTooLong, LongInput
 from api.core.messages import quota_statuses
 from api.core.texts import Violations
 from api.core.wire import payload_hash
 from api.generation.delivery.frames import tell_settled
 from api.generation.delivery.stream_writer import varint
+from api.generation.parsing.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS
+from api.generation.parsing.tokenizing import TextJob, check_chars
 from api.queue.fair_queue import ServiceTier
 from inference.engine import ModelInfo, Vector
+from inference.text.tokenizer import TokenLimitExceeded
 from metering.holds.operations import Admitted, Settled
 
 VECTOR_TAG = b"\x0a"  # tag of `Embedding.vector`: field 1, packed
@@ -151,3 +155,56 @@ def embedding_message(text: TokenizedText, vector: Vector) -> pb.Embedding:
     message.token_count = len(text.token_ids)
     message.truncated = text.truncated
     return message
+
+
+def token_count_of(texts: list[TokenizedText]) -> int:
+    """Return the tokens of all texts."""
+    return sum(len(text.token_ids) for text in texts)
+
+
+async def tokenize_inputs(
+    request: ValidEmbed, job: TextJob, check_room: Callable[[int], Awaitable[None]] | None = None
+) -> tuple[list[TokenizedText], float]:
+    """Return the token ids of each text, and the processor time spent.
+
+    A text that may be truncated is tokenized only as far as the model takes it. check_room: awaited
+    once before long texts are tokenized, with a lower bound of their tokens. Raises: InputsTooLong
+    with every such text, PromptTooLarge, PreparationLimit, Overloaded.
+    """
+    limit, tokenizer = job.window, job.tokenizer
+    truncates = request.truncates
+
+    def tokenize(index: int, given: str | tuple[int, ...]) -> TokenizedText | LongInput:
+        if not isinstance(given, str):
+            if len(given) > limit and not truncates:
+                return LongInput(index, len(given))
+            return TokenizedText(given[:limit], truncated=len(given) > limit)
+        if truncates:
+            ids, truncated = tokenizer.encode_within(given, limit)
+            return TokenizedText(ids, truncated=truncated)
+        try:
+            ids = tokenizer.encode(given, token_count_max=limit)
+        except TokenLimitExceeded as exceeded:
+            return LongInput(index, exceeded.least_token_count, is_least=True)
+        return (
+            LongInput(index, len(ids)) if len(ids) > limit else TokenizedText(ids, truncated=False)
+        )
+
+    def tokenize_all() -> list[TokenizedText]:
+        found = [tokenize(index, given) for index, given in enumerate(request.inputs)]
+        if long := [each for each in found if isinstance(each, LongInput)]:
+            raise InputsTooLong(long, limit)
+        return [each for each in found if isinstance(each, TokenizedText)]
+
+    texts = [given for given in request.inputs if isinstance(given, str)]
+    cost = sum([len(text) + MESSAGE_COST_CHARS for text in texts])
+    if cost <= INLINE_COST_MAX:
+        return tokenize_all(), 0.0
+    if not truncates:
+        for index, given in enumerate(request.inputs):
+            if isinstance(given, str):
+                check_chars(f"inputs[{index}]", len(given), tokenizer.chars_max(limit), limit)
+    with job.work.permit(job.payer, cost):
+        if check_room is not None:
+            await check_room(1)
+        return await job.work.run(job.payer.organization_id, cost, tokenize_all)

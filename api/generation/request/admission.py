@@ -1,7 +1,7 @@
 """Admission of requests: a permit in memory, then a hold in PostgreSQL.
 
-No request reaches an engine without both. Its `Lease` takes and releases them, exactly once however
-the request ends.
+No request reaches an engine without both. Its `HoldHandle` takes and releases them, exactly
+once however the request ends.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import structlog
 
 from api.core.errors import Draining, Overloaded
 from api.core.settings import Settings
-from api.generation.delivery.stream_writer import UsageSoFar
-from api.generation.endings import OUTCOMES, Action, cause_of, charge_of, phase_of
+from api.generation.endings import OUTCOMES, Action, UsageSoFar, cause_of, charge_of, phase_of
 from metering.core.errors import MeteringError
 from metering.core.models import Outcome
 from metering.holds.holds import HoldStore
@@ -76,7 +75,7 @@ class Capacity:
         await self._idle.wait()
 
 
-class Lease:
+class HoldHandle:
     """Permit and hold of one request, from admission to settlement. Each is released exactly once.
 
     leased_token_count: output tokens that may be delivered in total. outcome: the outcome that
@@ -95,15 +94,14 @@ class Lease:
         self.lapse: Callable[[], Exception | None] = no_lapse
         self.usage = usage
         self.leased_token_count = 0
-        # Total of tokens that may be delivered without a call of `anticipate`.
-        self.free_token_count = 0
+        # Watermark below the lease: up to this total, tokens need no call of `anticipate`.
+        self.unchecked_until = 0
         self.outcome: Outcome | None = None
         self.settled: Settled | None = None
         self._op = op
         self._admission = admission
         self._max_output_token_count = op.first_slice_token_count
         self._pending: Pending | None = None  # while the admission is pending
-        self._done: Callable[[Exception | None], None] | None = None
         self._lock: asyncio.Lock | None = None  # created by the first extension
         self._anticipating = False
 
@@ -120,13 +118,13 @@ class Lease:
         op.first_slice_token_count = min(settings.lease_slice_tokens, op.first_slice_token_count)
         op.least_slice_token_count = min(settings.lease_min_tokens, op.first_slice_token_count)
         self._admission.capacity.take()
-        self._done = done
-        self._pending = self._admission.holds.begin_admit(op, self._answered)
+        self._pending = self._admission.holds.begin_admit(op, partial(self._answered, done))
 
-    def _answered(self, answer: Admitted | Exception) -> None:
+    def _answered(
+        self, done: Callable[[Exception | None], None], answer: Admitted | Exception
+    ) -> None:
         admission, key_number = self._admission, self._op.payer.api_key_id.int
-        done, self._done, self._pending = self._done, None, None
-        assert done is not None, "an admission is answered once"
+        self._pending = None
         if isinstance(answer, Exception):
             admission.capacity.give_back()
             if isinstance(answer, QuotaExceeded):
@@ -144,7 +142,7 @@ class Lease:
         """Release permit and hold without calling `done`. Not allowed once `end` was called."""
         if self._pending is not None:
             self._pending.abandon()
-            self._pending = self._done = None
+            self._pending = None
         elif self.is_held:
             self._admission.holds.begin_void(self.admitted.hold_id, lambda _: None)
         else:
@@ -171,13 +169,13 @@ class Lease:
         """Note what is leased; a lease of all output is never extended."""
         self.leased_token_count = leased_token_count
         self._max_output_token_count = max_output_token_count
-        self.free_token_count = leased_token_count
+        self.unchecked_until = leased_token_count
         if leased_token_count < max_output_token_count:
-            self.free_token_count -= self._admission.settings.lease_margin_tokens + 1
+            self.unchecked_until -= self._admission.settings.lease_margin_tokens + 1
 
     def anticipate(self, token_count: int) -> None:
         """Extend the lease in the background before it runs out: the stream must not wait."""
-        if token_count > self.free_token_count and not self._anticipating:
+        if token_count > self.unchecked_until and not self._anticipating:
             self._anticipating = True
             self._admission.tasks.create_task(
                 self._extend_quietly(self.leased_token_count), name="lease extension"
@@ -230,9 +228,9 @@ class Lease:
         usage, hold_id = self.usage, self.admitted.hold_id
         cause = cause_of(outcome, error)
         charge = charge_of(phase_of(usage), cause)
-        self.outcome, self._done = outcome, done
+        self.outcome = outcome
         if charge.action is Action.VOID:
-            self._admission.holds.begin_void(hold_id, self._ended)
+            self._admission.holds.begin_void(hold_id, partial(self._ended, done))
             return
         op = Settle(
             hold_id=hold_id,
@@ -248,12 +246,12 @@ class Lease:
                 usage.delivered_reasoning_token_count if charge.bills_output else 0
             ),
         )
-        self._admission.holds.begin_settle(op, self._ended)
+        self._admission.holds.begin_settle(op, partial(self._ended, done))
 
-    def _ended(self, answer: Settled | Ended | Exception) -> None:
+    def _ended(
+        self, done: Callable[[Exception | None], None], answer: Settled | Ended | Exception
+    ) -> None:
         self._admission.capacity.give_back()
-        done, self._done = self._done, None
-        assert done is not None, "a hold ends once"
         if isinstance(answer, Exception):
             done(answer)
             return
@@ -313,18 +311,18 @@ class Admission:
             self.note_refusal(op.payer.api_key_id.int)
             raise
 
-    async def admit(self, op: Admit, usage: UsageSoFar) -> Lease:
+    async def admit(self, op: Admit, usage: UsageSoFar) -> HoldHandle:
         """Take a permit and a hold.
 
-        The caller ends the lease. Raises the refusals of `Lease.ask`.
+        The caller ends the hold. Raises the refusals of `HoldHandle.ask`.
         """
-        lease = Lease(self, op, usage)
+        hold = HoldHandle(self, op, usage)
         try:
-            await answered(lease.ask)
+            await answered(hold.ask)
         except asyncio.CancelledError:
-            lease.abandon()
+            hold.abandon()
             raise
-        return lease
+        return hold
 
 
 async def answered(ask: Callable[[Callable[[Exception | None], None]], None]) -> None:

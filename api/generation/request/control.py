@@ -10,8 +10,8 @@ from typing import Any
 
 from api.access.auth import SECRET_REPLACED, Authenticator
 from api.core.errors import AddressNotAllowed, CancelledByAdmin, KeyRevokedMidway
-from api.generation.request.registry import Process, Running
-from api.generation.state import State
+from api.generation.request.phases import STREAMING
+from api.generation.request.registry import RequestRegistry, Running
 from metering.control.live import CancelCommand, DrainCommand
 from metering.core.models import Outcome
 from metering.tenants.networks import allows, networks_of
@@ -22,10 +22,12 @@ def process_name() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
-def apply_command(process: Process, authenticator: Authenticator, command: CancelCommand) -> None:
+def apply_command(
+    registry: RequestRegistry, authenticator: Authenticator, command: CancelCommand
+) -> None:
     """Stop the requests that a command names; settle their output, and send the reason."""
     networks = networks_of(command.allowed_networks)
-    for request in process.running():
+    for request in registry.running():
         payer, address = request.caller.payer, request.caller.address
         if command.api_key_id is not None and payer.api_key_id == command.api_key_id:
             request.stop(
@@ -52,18 +54,18 @@ def apply_command(process: Process, authenticator: Authenticator, command: Cance
         authenticator.changed(command.changed_key_id, networks, command.ended_secrets)
 
 
-def apply_drains(process: Process, commands: Sequence[DrainCommand]) -> None:
+def apply_drains(registry: RequestRegistry, commands: Sequence[DrainCommand]) -> None:
     """Drain exactly the replicas that the commands name, and move their requests if requested."""
     drained: dict[str, list[str]] = {}
     for command in commands:
         drained.setdefault(command.model, []).append(command.replica)
-    process.router.drain(drained)
+    registry.router.drain(drained)
     for command in commands:
         if command.is_moving:
-            process.router.move_out(command.model, command.replica)
+            registry.router.move_out(command.model, command.replica)
 
 
-def report_replicas(process: Process) -> list[dict[str, Any]]:
+def report_replicas(registry: RequestRegistry) -> list[dict[str, Any]]:
     """Return the states of the replicas here, with the columns that `metering/control/live.py`
     reads."""
     return [
@@ -77,15 +79,15 @@ def report_replicas(process: Process) -> list[dict[str, Any]]:
             "request_count": replica.live_sequence_count,
             "outstanding_token_count": replica.outstanding_token_count,
         }
-        for served, replica in process.router.reports()
+        for served, replica in registry.router.reports()
     ]
 
 
-def report(process: Process) -> list[dict[str, Any]]:
+def report(registry: RequestRegistry) -> list[dict[str, Any]]:
     """Return a record of each running request, with the columns that `metering/control/live.py`
     reads."""
     now = time.monotonic()
-    return [record(request, now) for request in process.running()]
+    return [record(request, now) for request in registry.running()]
 
 
 def record(request: Running, now: float) -> dict[str, Any]:
@@ -109,6 +111,6 @@ def record(request: Running, now: float) -> dict[str, Any]:
 
 def phase_word(request: Running) -> str:
     """Return the phase of a request; a running one is in decode from its first token on."""
-    if request.life.state is State.RUNNING:
+    if request.phase.name == STREAMING:
         return "decode" if request.usage.generated_token_count else "prefill"
-    return request.life.state.phase
+    return request.phase.name

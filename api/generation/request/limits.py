@@ -84,31 +84,30 @@ class OutputLimits:
     def __init__(
         self, prices: TokenPrices, engine_token_count_max: int, max_cost: Cost | None
     ) -> None:
-        """Raises: InvalidRequest for a cost in another currency."""
+        """max_cost: checked by `check_input`."""
         self.token_count_max = UNBOUNDED
         self.outcome = Outcome.LENGTH
         self.engine_token_count_max = engine_token_count_max
-        self.asked_token_count_max = engine_token_count_max
-        self.max_cost: Cost | None = None
+        self.requested_token_count_max = engine_token_count_max
+        self.max_cost = max_cost
         self._prices = prices
         # Total and cached input tokens, known once the engine has started.
         self._input_token_counts = 0, 0
-        if max_cost is not None:
-            self.check_currency(max_cost, "max_cost")
-            self.max_cost = max_cost
 
     @property
     def is_raised(self) -> bool:
         """True if the client wants more than the engine was asked for."""
-        return self.asked_token_count_max > self.engine_token_count_max
+        return self.requested_token_count_max > self.engine_token_count_max
 
     def check_input(self, input_token_count: int) -> None:
-        """Raise InvalidRequest if the cost may leave no room for one output token.
+        """Raise InvalidRequest if the maximum cost may leave no room for one output token, or is in
+        another currency.
 
         The whole prompt counts as uncached.
         """
         if self.max_cost is None:
             return
+        self.check_currency(self.max_cost, "max_cost")
         prices = self._prices
         minimum_picos = prices.cost_picos(input_token_count, 0, 0)
         minimum_picos += prices.dearest_output_picos_per_token
@@ -146,14 +145,14 @@ class OutputLimits:
     def change(self, change: LimitChange) -> None:
         """Apply a change of limits."""
         if change.max_output_tokens is not None:
-            self.asked_token_count_max = change.max_output_tokens
+            self.requested_token_count_max = change.max_output_tokens
         if change.max_cost is not None:
             self.max_cost = change.max_cost
         self._reckon()
 
     def _reckon(self) -> None:
-        asked = self.asked_token_count_max
-        by_length = asked if asked < self.engine_token_count_max else UNBOUNDED
+        requested = self.requested_token_count_max
+        by_length = requested if requested < self.engine_token_count_max else UNBOUNDED
         by_cost, per_token = UNBOUNDED, self._prices.dearest_output_picos_per_token
         if self.max_cost is not None and per_token:
             input_cost_picos = self._prices.cost_picos(*self._input_token_counts, 0)

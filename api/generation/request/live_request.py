@@ -3,6 +3,29 @@
 A request does not belong to the stream that started it. If that stream closes, the request is
 stopped, or continues unattended if the client asked for that; other streams may attach to it. It
 ends and settles by itself, and no cancellation can interrupt that.
+
+It is a state machine whose phases (`phases.py`) carry what exists in them. An event is one method:
+
+                begin      _ask    _answered  _proceed   take       output_  _settle   _settled
+                                                                    ended
+    Received    Preparing
+    Preparing              Asking
+    Asking                         Queued
+    Queued                                    Loading,
+                                              Submitted
+    Loading                                   Queued (`_load`)
+    Submitted                                            Running,
+                                                         Generated
+    Running                                   Running,   Running,
+                                              Loading    Generated
+    Generated                                                       Flushing
+    Flushing                                                                 Settling
+    Settling                                                                           Ended
+
+`_fail` leads from the first three to `Ended`, and from the next five to `Flushing`; later it has
+no effect. A stop (`_on_stop`) interrupts the task of `Preparing` and of `Loading`, abandons the
+hold of `Asking`, and cancels the sequence, whose last event then ends the request. `update` and
+`report_progress` change no phase.
 """
 
 from __future__ import annotations
@@ -11,28 +34,19 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Coroutine, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import structlog
 from weir.v1 import inference_service_pb2 as pb
 
-from api.access.auth import payer
 from api.core.errors import (
     ApiError,
-    CancelledEarly,
     Cause,
-    DeadlineBeforeStart,
     Draining,
-    EngineLost,
-    EngineLostMidway,
-    FieldViolation,
-    InvalidRequest,
     NotAdmittedYet,
 )
-from api.core.rate_limiter import VISIT
 from api.core.statuses import status_of
 from api.core.wire import OUTCOMES_BY_REASON
 from api.generation import state
@@ -44,174 +58,135 @@ from api.generation.delivery.output_buffer import (
     ReplayOutput,
     read_too_slowly,
 )
-from api.generation.delivery.stream_writer import Receiver, UsageSoFar
-from api.generation.endings import cause_of
+from api.generation.delivery.stream_writer import Receiver
+from api.generation.endings import UsageSoFar, cause_of
 from api.generation.parsing.start_frame import ValidStart
 from api.generation.parsing.tokenizing import TextJob, tokenize_at_once
 from api.generation.parsing.tools import call_reading
-from api.generation.request.admission import Lease
-from api.generation.request.limits import LimitChange, OutputLimits, parse_update
-from api.generation.request.output_processor import Reply
+from api.generation.request.admission import HoldHandle
+from api.generation.request.caller import Caller
+from api.generation.request.limits import OutputLimits, parse_update
+from api.generation.request.output_processor import OutputProcessor
+from api.generation.request.phases import (
+    NEXT,
+    AdmittedGeneration,
+    Asking,
+    Ended,
+    Flushing,
+    Generated,
+    Held,
+    Loading,
+    Preparing,
+    Queued,
+    Received,
+    Running,
+    Sequenced,
+    Settling,
+    Submitted,
+)
 from api.generation.request.preparation import (
     admission_request,
     arrival_of,
-    check_output_bound,
+    check_change,
     checked_request,
     is_bounded,
     prepared,
     smallest_admission,
 )
-from api.generation.state import End, Interruptible, Life, State, Stopwatch
+from api.generation.request.readiness import engine_lost, wait_until_ready
+from api.generation.request.registry import RequestRegistry
+from api.generation.state import (
+    End,
+    EndDecision,
+    Interruptible,
+    Stopped,
+    Stopwatch,
+    error_before_hold,
+)
 from api.observability.observer import Ending
-from api.observability.spans import NO_TRACE, TraceContext
-from api.queue.fair_queue import ExpectedWait, QueueEntry
+from api.queue.fair_queue import ExpectedWait
 from inference.engine import (
-    Backend,
-    Engine,
     EngineFinishReason,
     EngineState,
-    EngineTimings,
     GenerationRequest,
-    ModelInfo,
     Scheduled,
     SequenceEvent,
     SequenceFinished,
-    SequenceHandle,
     StoppedBy,
     TokensGenerated,
 )
-from inference.errors import EngineError, EngineFailed, EngineStartFailed
+from inference.errors import EngineError, EngineFailed
 from inference.routing.router import Route
 from metering.core.errors import JournalUnavailable, RequestInFlight
 from metering.core.models import Outcome
 from metering.holds.operations import RequestSettled, Settled
-from metering.quotas.quota_rules import Payer
-from metering.tenants.authentication import NO_BOUNDS, Principal, TokenBounds
-from metering.tenants.networks import Address
-
-if TYPE_CHECKING:
-    from api.generation.request.registry import Process
-
 
 # The queue orders tenants by generated tokens; a few more or less do not change the order.
 TOKENS_PER_CHARGE = 8
-# In seconds; a shorter retry-after would bring clients back before the failure is detected.
-RETRY_S_MIN = 0.1
 
 log = structlog.get_logger(__name__)
 
-
-class Stopped(Exception):
-    """Raised inside a request that was stopped before it reached the engine."""
-
-
-@dataclass(slots=True)
-class Caller:
-    """Caller of a request: key, time and address. Immutable.
-
-    received_at, deadline (latest time to start): seconds on the monotonic clock. bounds: token
-    limits of the key per request. address: None if unknown. trace: the trace that the request
-    belongs to. secret_hash: hash of the presented secret. on_admitted: called once the request is
-    admitted.
-    """
-
-    payer: Payer
-    auth_ms: float
-    received_at: float
-    deadline: float | None = None
-    secret: str = field(default="", repr=False)
-    trace: TraceContext = NO_TRACE
-    bounds: TokenBounds = NO_BOUNDS
-    address: Address | None = None
-    secret_hash: bytes = field(default=b"", repr=False)
-    on_admitted: Callable[[], None] = lambda: None
-
-    @classmethod
-    def of(
-        cls,
-        principal: Principal,
-        auth_ms: float,
-        received_at: float,
-        deadline: float | None,
-        trace: TraceContext,
-    ) -> Caller:
-        """Return the caller of a call that carries a single request."""
-        visit = VISIT.get()
-        return cls(
-            payer(principal),
-            auth_ms,
-            received_at,
-            deadline,
-            trace=trace,
-            bounds=principal.bounds,
-            address=principal.address,
-            secret_hash=principal.secret_hash,
-            on_admitted=(lambda: None) if visit is None else visit.on_admitted,
-        )
+GenerationPhase = (
+    Received
+    | Preparing[Route]
+    | Asking
+    | Loading[AdmittedGeneration]
+    | Queued[AdmittedGeneration]
+    | Submitted
+    | Running
+    | Generated
+    | Flushing
+    | Settling[AdmittedGeneration]
+    | Ended
+)
 
 
 class LiveRequest:
     """One request: a state machine driven by its client, the hold store, the queue and the engine.
 
     Each event is a call that never blocks. Work that has to wait (long prompts, engine starts,
-    output checks) runs in a task started by `_run`, which ends in the next event.
+    output checks) runs in a task started by `run`, which ends in the next event.
     """
 
     def __init__(
-        self, caller: Caller, start: ValidStart, process: Process, receiver: Receiver
+        self, caller: Caller, start: ValidStart, registry: RequestRegistry, receiver: Receiver
     ) -> None:
         self.caller = caller
         self.start = start
-        self.life = Life(self._on_stop)
-        self.place: QueueEntry | None = None  # in the queue, once admitted
-        self._process = process
-        settings = process.admission.settings
-        stall_max_s, rate = settings.client_stall_max_s, settings.client_tokens_per_s_min
+        self.phase: GenerationPhase = Received()
+        self.decision = EndDecision(self._on_stop)
+        stall_max_s = registry.settings.client_stall_max_s
+        rate = registry.settings.client_tokens_per_s_min
         flow = Flow(
             start.initial_credit_tokens,
             stall_max_s,
-            lambda: self.life.stop(
+            lambda: self.decision.stop(
                 Outcome.SLOW_CONSUMER, detail=read_too_slowly(rate, stall_max_s)
             ),
             rate,
         )
+        terms = receiver, start.model, flow, self.decision, self.update
         self.output: Output
         if start.keep_s is None:
-            self.output = LiveOutput(receiver, start.model, flow, self.life, self.update)
+            self.output = LiveOutput(*terms)
         else:
-            buffer = process.replays.open(caller.payer.organization_id)
-            self.output = ReplayOutput(
-                receiver, start.model, flow, self.life, self.update, start.keep_s, buffer
-            )
-        self._reply = Reply(self.output, start, self.life, settings)
+            buffer = registry.replays.open(caller.payer.organization_id)
+            self.output = ReplayOutput(*terms, start.keep_s, buffer)
+        self._registry = registry
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)
-        self._route: Route | None = None  # once routed
-        self._work_s = 0.0  # processor time spent on its prompt, in seconds
-        self._request: GenerationRequest | None = None  # once prepared
-        self._lease: Lease | None = None  # once it asks for admission
-        self._limits: OutputLimits | None = None  # once admitted
-        self._sequence: SequenceHandle | None = None  # while an engine runs it
-        self._begin_timer: asyncio.TimerHandle | None = None  # until the engine starts on it
-        self._charged_token_count = 0  # tokens reported to the queue
-        # Up to this total, tokens skip the checks of lease, limit, safety and queue.
-        self._free_token_count = 0
-        self._first_timings: EngineTimings | None = None  # of the first part of a continued request
-        self._migration_count = 0
-        self._stalled_s = 0.0  # the client's stall until the engine had finished
-        self._engine_outcome: Outcome | None = None  # once the engine has ended it
-        self._is_over = False  # no more output is generated
-        self._error: Exception | None = None  # refusal or failure
-        self.end_cause: Cause | None = None  # once it has ended
+        # Up to this total, tokens skip the checks of the processor, and the report to the queue.
+        self._unchecked_until = 0
 
     @property
     def routed_model(self) -> str:
         """Canonical model name; empty before routing, since the client's name can be any text."""
-        return self.start.model if self._route is not None else ""
+        return "" if isinstance(self.phase, Received) else self.start.model
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        """Tokens of its prompt; none before it is prepared."""
-        return () if self._request is None else self._request.prompt_token_ids
+        """Tokens of its prompt, while it is admitted."""
+        phase = self.phase
+        return phase.admitted.request.prompt_token_ids if isinstance(phase, Held) else ()
 
     @property
     def hold_id(self) -> uuid.UUID | None:
@@ -232,271 +207,293 @@ class LiveRequest:
         )
         return later_token_count / elapsed_s if later_token_count > 0 and elapsed_s > 0 else 0.0
 
-    def ends(self) -> dict[int, Outcome]:
-        """Outcome of each choice by index, once generation has ended."""
-        ended = (
-            self.life.end.outcome
-            if self.life.end is not None
-            else self._engine_outcome or Outcome.FAILED
-        )
-        return self._reply.ends_of_choices(ended) or {0: ended}
+    def ends(self) -> Mapping[int, Outcome]:
+        """Outcome of each choice by index, once generation has ended; none if it has failed."""
+        phase = self.phase
+        if isinstance(phase, Flushing):
+            end = self.decision.end
+            outcome = end.outcome if end else phase.result
+            if isinstance(outcome, Exception):
+                return {}
+            return phase.admitted.processor.ends_of_choices(outcome) or {0: outcome}
+        return phase.ends if isinstance(phase, Ended) else {}
 
     @property
     def stops(self) -> Mapping[int, StoppedBy]:
         """The stop of the request that ended a choice, by its index, once generation has ended."""
-        return self._reply.stops
+        phase = self.phase
+        if isinstance(phase, Held):
+            return phase.admitted.processor.stops
+        return phase.stops if isinstance(phase, Ended) else {}
+
+    @property
+    def end_cause(self) -> Cause:
+        """Cause of the end, once it has ended."""
+        return self.phase.cause if isinstance(self.phase, Ended) else Cause.SERVICE
+
+    def _enter(self, phase: GenerationPhase) -> None:
+        before, after = type(self.phase), type(phase)
+        assert after in NEXT[before], f"{after.__name__} does not follow {before.__name__}"
+        self.phase = phase
+
+    # Stops and changes, in any phase.
 
     def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
-        """Implement `Life.stop`."""
-        self.life.stop(outcome, error)
+        """Implement `EndDecision.stop`."""
+        self.decision.stop(outcome, error)
 
     def _on_stop(self, end: End) -> None:
-        self._free_token_count = 0
+        self._unchecked_until = 0
+        phase, decision = self.phase, self.decision
+        has_failed = end.error is not None
         # A partial answer cannot be sent whole.
-        if end.error is not None and self.output.takes_whole:
-            self.life.discards = True
-        self._reply.stopped()
-        if end.error is not None:
+        if has_failed and self.output.takes_whole:
+            decision.discards = True
+        if isinstance(phase, Held):
+            phase.admitted.processor.stopped()
+        elif decision.discards:
+            self.output.discard()
+        if has_failed:
             self.output.fail()
-        if self._is_over:
-            return
         call_soon = asyncio.get_running_loop().call_soon
-        if self._sequence is not None:
-            self._sequence.cancel()
-        elif self.life.state is State.QUEUED:
+        if isinstance(phase, Sequenced):
+            phase.sequence.cancel()  # its last event ends the request
+        elif isinstance(phase, Queued):
             call_soon(self._fail, end.error or Stopped())
-        elif self._lease is not None and not self._lease.is_held:
-            self._lease.abandon()
-            call_soon(self._fail, self._error_before_hold(end))
+        elif isinstance(phase, Asking):
+            phase.hold.abandon()
+            call_soon(self._fail, error_before_hold(end))
+        # In `Loading` and `Preparing` nothing: `EndDecision.stop` cancels the task inside its
+        # `Interruptible`, which raises the error that ends the request.
 
     def update(self, message: pb.UpdateFrame) -> None:
         """Change the limits of the request, and send the client those in force.
 
         Never raises; the request continues.
         """
-        if self.life.end is not None or self._engine_outcome is not None:
+        phase = self.phase
+        if self.decision.is_stopped or phase.is_over or isinstance(phase, Generated):
             return
         refusal = None
         try:
-            self._change_limits(parse_update(message))
+            change = parse_update(message)
+            if not isinstance(phase, Held):
+                raise NotAdmittedYet(
+                    "the request is not admitted yet; change its limits after the `admitted` frame"
+                )
+            admitted = phase.admitted
+            check_change(
+                change,
+                admitted.limits,
+                admitted.request,
+                admitted.route.engine.model,
+                self.caller.bounds,
+            )
+            admitted.hold.allow(change.max_output_tokens or 0)
+            admitted.limits.change(change)
+            self._unchecked_until = 0
         except ApiError as error:
             refusal = status_of(error)
-        self.output.push(frames.updated(self._limits, refusal))
-        if refusal is None:
-            self._reply.end_at_limit()
+        if isinstance(phase, Held):
+            self.output.push(frames.updated(phase.admitted.limits, refusal))
+            phase.admitted.processor.end_at_limit()
+        else:
+            self.output.push(frames.updated(None, refusal))
 
-    def _change_limits(self, change: LimitChange) -> None:
-        """Apply a change of limits.
+    def end_if_lapsed(self) -> None:
+        """End the request if its hold has lapsed."""
+        phase = self.phase
+        if isinstance(phase, Held) and not phase.is_over and (lapse := phase.admitted.hold.lapse()):
+            self.stop(Outcome.FAILED, lapse)
 
-        Raises: InvalidRequest, NotAdmittedYet; nothing has changed then.
+    def report_progress(self, outlook: ExpectedWait | None) -> None:
+        """Send a progress frame if the request waits.
+
+        outlook: None if the engine has it already.
         """
-        limits, lease, request, route = self._limits, self._lease, self._request, self._route
-        if limits is None or lease is None or request is None or route is None:
-            raise NotAdmittedYet(
-                "the request is not admitted yet; change its limits after the `admitted` frame"
-            )
-        if change.max_cost is not None:
-            limits.check_currency(change.max_cost, "update.max_cost")
-        if change.max_output_tokens is not None:
-            check_output_bound(
-                self.caller.bounds,
-                change.max_output_tokens,
-                request.choice_count,
-                "update.max_output_tokens",
-            )
-            check_output_change(request, route.engine.model, change.max_output_tokens)
-            lease.allow(change.max_output_tokens)
-        limits.change(change)
-        self._free_token_count = 0
+        phase = self.phase
+        if isinstance(phase, Loading):
+            condition = phase.admitted.route.engine.condition()
+            if condition.state is not EngineState.READY:
+                self.output.push(frames.loading(condition))
+        elif isinstance(phase, Queued | Submitted):
+            position, wait_s = (outlook.position, outlook.wait_s) if outlook else (0, None)
+            self.output.push(frames.queued(position, wait_s))
 
-    # Received and preparing.
+    # Received, preparing and asking.
 
     def begin(self) -> None:
         """Prepare the prompt, at once if it is short, and ask for admission.
 
         Errors are reported to the current receiver.
         """
-        process, caller, start = self._process, self.caller, self.start
-        process.add(self)
+        registry, caller, start = self._registry, self.caller, self.start
+        registry.add(self)
         try:
-            self.life.become(State.PREPARING)
-            self._route = route = process.router.route(start.model, start.request_id, start.region)
-            start.model, tokenizer, tools = (
-                route.model,
-                process.tokenizers[route.served],
-                start.tool_use.tools,
-            )
+            route = registry.router.route(start.model, start.request_id, start.region)
+            start.model, tokenizer = route.model, registry.tokenizers[route.served]
+            preparing = Preparing(route)
+            self._enter(preparing)
+            tools = start.tool_use.tools
             if tools:
-                self._reply.call_reading = call_reading(
+                preparing.call_reading = call_reading(
                     start.tool_use, tokenizer, start.model, start.choice_count
                 )
-            admission = process.admission
+            admission = registry.admission
             asks_first = bool(admission.refused_at) and admission.was_refused(
                 caller.payer.api_key_id
             )
             tokenized = None
-            if process.safety is None and not asks_first:
+            if registry.safety is None and not asks_first:
                 tokenized = tokenize_at_once(tokenizer, start.prompt, tools, start.thinking)
             if tokenized is None:
-                window = route.engine.model.context_window_tokens
-                work = process.text_work
                 job = TextJob(
-                    work,
+                    registry.text_work,
                     caller.payer,
                     tokenizer,
-                    window,
+                    route.engine.model.context_window_tokens,
                     check_room=self._check_room,
                     asks_first=asks_first,
                 )
-                self._run(self._prepare(route, job))
+                self.run(self._prepare(preparing, job))
             else:
-                token_ids, work_s = tokenized
-                self._ask(
-                    checked_request(
-                        start, route, tokenizer, token_ids, caller.payer, caller.bounds
-                    ),
-                    work_s,
+                token_ids, preparing.work_s = tokenized
+                request = checked_request(
+                    start, route, tokenizer, token_ids, caller.payer, caller.bounds
                 )
+                self._ask(preparing, request)
         except Exception as error:
             # After the stream has registered the request.
             asyncio.get_running_loop().call_soon(self._fail, error)
 
-    async def _prepare(self, route: Route, job: TextJob) -> None:
-        with Interruptible(self.life, self._error_before_hold):
-            request, work_s = await prepared(
-                self.start, route, job, self._process.safety, self.caller.bounds
+    async def _prepare(self, preparing: Preparing[Route], job: TextJob) -> None:
+        with Interruptible(self.decision, error_before_hold):
+            request, preparing.work_s = await prepared(
+                self.start, preparing.route, job, self._registry.safety, self.caller.bounds
             )
-        self._ask(request, work_s)
+        self._ask(preparing, request)
 
     async def _check_room(self, least_token_count: int) -> None:
-        asked = smallest_admission(self.start, least_token_count, self.caller.payer)
-        await self._process.admission.check_room(asked)
+        requested = smallest_admission(self.start, least_token_count, self.caller.payer)
+        await self._registry.admission.check_room(requested)
 
-    def _ask(self, request: GenerationRequest, work_s: float) -> None:
+    def _ask(self, preparing: Preparing[Route], request: GenerationRequest) -> None:
         """Take a queue entry, then ask for permit and hold.
 
         In this order a refusal by the queue leaves no trace.
         """
-        process, caller, start, route = self._process, self.caller, self.start, self._route
-        assert route is not None, "a request is routed before it is prepared"
-        self._request, self._work_s = request, work_s
+        registry, caller, route = self._registry, self.caller, preparing.route
         self._watch.lap(state.TOKENIZE)
-        weights = process.admission.settings.queue_weights
         arrival = arrival_of(
-            start, request, caller.payer, weights, caller.received_at, caller.deadline
+            self.start,
+            request,
+            caller.payer,
+            registry.settings.queue_weights,
+            caller.received_at,
+            caller.deadline,
         )
-        is_asked = arrival.deadline is not None and not route.engine.healthy()
-        engine_wait_s = route.engine.condition().retry_after_s if is_asked else 0.0
-        self.place = process.queues[route.served].enter(arrival, engine_wait_s)
-        lease = Lease(
-            process.admission, admission_request(start, request, caller.payer), self.output.usage
+        is_requested = arrival.deadline is not None and not route.engine.healthy()
+        engine_wait_s = route.engine.condition().retry_after_s if is_requested else 0.0
+        op = admission_request(self.start, request, caller.payer)
+        asking = Asking(
+            route,
+            preparing.call_reading,
+            preparing.work_s,
+            request=request,
+            entry=registry.queues[route.served].enter(arrival, engine_wait_s),
+            hold=HoldHandle(registry.admission, op, self.output.usage),
         )
-        lease.ask(self._admitted)
-        self._lease = lease
+        self._enter(asking)
+        asking.hold.ask(partial(self._answered, asking))
 
-    # Admitted and queued.
-
-    def _admitted(self, refusal: Exception | None) -> None:
+    def _answered(self, asking: Asking, refusal: Exception | None) -> None:
         """Handle the answer to the admission. refusal: None if the request is admitted."""
         if refusal is not None:
             self._fail(refusal)
             return
+        request, route, hold, start = asking.request, asking.route, asking.hold, self.start
+        limits = OutputLimits(hold.admitted.prices, request.stop.max_output_tokens, start.max_cost)
+        registry, output = self._registry, self.output
+        processor = OutputProcessor(self, hold, limits, asking.call_reading, registry.settings)
+        admitted = AdmittedGeneration(hold, asking.entry, route, request, limits, processor)
+        self._enter(Queued(admitted))
         try:
-            self.life.become(State.ADMITTED)
             self._watch.lap(state.ADMISSION)
-            process, start, request, lease, route = (
-                self._process,
-                self.start,
-                self._request,
-                self._lease,
-                self._route,
-            )
-            assert request is not None, "a request is prepared before it is admitted"
-            assert lease is not None
-            assert route is not None
-            self._limits = limits = OutputLimits(
-                lease.admitted.prices, request.stop.max_output_tokens, start.max_cost
-            )
-            self._reply.open(lease, limits, process.safety, self._run, self._wind_up)
+            processor.open(registry.safety)
             limits.check_input(len(request.prompt_token_ids))
-            self.output.fence = self._may_send
+            output.fence = partial(self._may_send, hold)
             predicted = route.engine.predict_cached_token_count(
                 request.prompt_token_ids, request.cache_salt
             )
             bounded = is_bounded(self.caller.bounds, start.stop.max_output_tokens, request)
             self.caller.on_admitted()
-            self.output.push(
-                frames.admitted(lease.admitted, request, predicted, limited_by_key=bounded)
-            )
+            output.push(frames.admitted(hold.admitted, request, predicted, limited_by_key=bounded))
             if start.start_timeout_s is not None:
                 loop = asyncio.get_running_loop()
                 left_s = self.caller.received_at + start.start_timeout_s - time.monotonic()
-                self._begin_timer = loop.call_later(left_s, self._stop_unless_begun)
-            self._go_on()
+                admitted.begin_timer = loop.call_later(left_s, self._stop_unless_begun)
+            self._proceed(admitted)
         except Exception as error:
             self._fail(error)
+
+    # Waiting.
 
     def _stop_unless_begun(self) -> None:
         """End the request as `DEADLINE` if the engine has not started on it in time."""
         if not self.usage.input_token_count:
-            self.life.stop(Outcome.DEADLINE)
+            self.decision.stop(Outcome.DEADLINE)
 
-    def _go_on(self) -> None:
+    def _proceed(self, admitted: AdmittedGeneration) -> None:
         """Take the next step: wait for the engine to load, wait for the turn, or submit the
         sequence."""
-        place, route, request, lease = self.place, self._route, self._request, self._lease
-        if (
-            self._is_over
-            or self.life.end is not None
-            or place is None
-            or route is None
-            or request is None
-            or lease is None
-        ):
+        phase, engine, entry = self.phase, admitted.route.engine, admitted.entry
+        if phase.is_over or self.decision.is_stopped:
             return
         try:
-            if not route.engine.healthy():
-                self.life.become(State.LOADING)
-                self.tell_progress(None)
-                self._run(self._load(route.engine))
+            if not engine.healthy():
+                self._enter(Loading(admitted))
+                self.report_progress(None)
+                self.run(self._load(admitted))
                 return
-            if not place.is_dispatched:
-                self.life.become(State.QUEUED)
-                if not place.join(partial(asyncio.get_running_loop().call_soon, self._go_on)):
+            if not entry.is_dispatched:
+                call_soon = asyncio.get_running_loop().call_soon
+                if not entry.join(partial(call_soon, self._proceed, admitted)):
                     return
-            if self._first_timings is None:
+            if not admitted.part_timings:
                 self._watch.lap(state.QUEUE)
             # This process may have been suspended meanwhile; the engine must not work without a
             # hold.
-            if (lapse := lease.lapse()) is not None:
+            if (lapse := admitted.hold.lapse()) is not None:
                 raise lapse
-            request.rank = place.rank
-            self._sequence = route.engine.submit(request, self.take)
+            admitted.request.rank = entry.rank
+            sequence = engine.submit(admitted.request, self.take)
+            kind = Running if isinstance(phase, Running) else Submitted
+            self._enter(kind(admitted, sequence))
         except Exception as error:
             self._fail(error)
 
-    async def _load(self, engine: Engine) -> None:
+    async def _load(self, admitted: AdmittedGeneration) -> None:
         """Wait until the engine accepts requests."""
-        with Interruptible(self.life, lambda end: end.error or Stopped()):
+        with Interruptible(self.decision, lambda end: end.error or Stopped()):
             await wait_until_ready(
-                engine, self.start.model, self._process.admission.settings.cold_start_wait_s
+                admitted.route.engine, self.start.model, self._registry.settings.cold_start_wait_s
             )
         self._watch.lap(state.COLD_START)
-        self.life.become(State.QUEUED)
-        self._go_on()
+        self._enter(Queued(admitted))
+        self._proceed(admitted)
 
     # Running.
 
     def take(self, event: SequenceEvent | EngineError) -> None:
         """Handle an event of the sequence. Called by the engine."""
-        if self._is_over:
+        if self.phase.is_over:
             return
         try:
             if isinstance(event, TokensGenerated):
                 output, token_ids = self.output, event.token_ids
                 count = len(token_ids)
                 output.usage.generated_token_count += count
-                if output.said_token_count + count <= self._free_token_count and not (
+                if output.said_token_count + count <= self._unchecked_until and not (
                     event.logprobs or event.prompt_logprobs
                 ):
                     if event.reasoning_token_count:
@@ -505,79 +502,83 @@ class LiveRequest:
                     else:
                         output.say(event.choice_index, event.text, token_ids)
                     return
+            phase = self.phase
+            if not isinstance(phase, Sequenced):
+                return
+            processor = phase.admitted.processor
+            if isinstance(event, TokensGenerated):
                 self._watch.first_token()
-                self._charge()
-                self._reply.take(event)
-                self._free_token_count = min(
-                    self._reply.free_token_count, output.said_token_count + TOKENS_PER_CHARGE
+                self._charge(phase.admitted)
+                processor.take(event)
+                self._unchecked_until = min(
+                    processor.unchecked_until, output.said_token_count + TOKENS_PER_CHARGE
                 )
             elif isinstance(event, Scheduled):
-                self._begun(event)
+                self._begun(phase, event)
             elif isinstance(event, SequenceFinished):
-                self._generated(event)
+                self._generated(phase, event)
             else:
-                self._reply.take(event)
+                processor.take(event)
         except Exception as error:
             self._fail(error)
 
-    def _begun(self, event: Scheduled) -> None:
+    def _begun(self, phase: Sequenced, event: Scheduled) -> None:
         """Handle that the engine has started on the sequence."""
-        place, request, limits, usage = self.place, self._request, self._limits, self.output.usage
-        assert place is not None
-        assert request is not None
-        assert limits is not None
-        self.life.become(State.RUNNING)
-        if self._first_timings is not None:  # another engine continues it
+        admitted, usage = phase.admitted, self.output.usage
+        self._enter(Running(admitted, phase.sequence))
+        if admitted.part_timings:  # another engine continues it
             return
-        place.begun()
-        usage.input_token_count = len(request.prompt_token_ids)
+        admitted.entry.begun()
+        usage.input_token_count = len(admitted.request.prompt_token_ids)
         usage.cached_input_token_count = event.cached_token_count
         usage.is_cached_final = event.is_final
-        limits.begun(usage.input_token_count, event.cached_token_count if event.is_final else None)
+        admitted.limits.begun(
+            usage.input_token_count, event.cached_token_count if event.is_final else None
+        )
 
-    def _charge(self) -> None:
+    def _charge(self, admitted: AdmittedGeneration) -> None:
         """Report generated tokens to the queue."""
-        count = self.output.usage.generated_token_count - self._charged_token_count
-        if count > 0 and self.place is not None:
-            self._charged_token_count += count
-            self.place.generated(count)
+        count = self.output.usage.generated_token_count - admitted.charged_token_count
+        if count > 0:
+            admitted.charged_token_count += count
+            admitted.entry.generated(count)
 
-    def _generated(self, event: SequenceFinished) -> None:
+    def _generated(self, phase: Sequenced, event: SequenceFinished) -> None:
         """Handle the end of the sequence.
 
         Continue it if the client has raised the limit meanwhile.
         """
-        limits, request, sequence = self._limits, self._request, self._sequence
-        assert limits is not None
-        assert request is not None
-        assert sequence is not None
-        usage = self.output.usage
+        admitted, sequence = phase.admitted, phase.sequence
+        limits, request, usage = admitted.limits, admitted.request, self.output.usage
         usage.generated_token_count = event.generated_token_count
-        if not usage.is_cached_final and self._first_timings is None:
+        if not usage.is_cached_final and not admitted.part_timings:
             self._take_cached(event.cached_token_count)
         if event.migration_count:
-            self._migration_count += event.migration_count
+            admitted.migration_count += event.migration_count
             log.info(
                 "request_migrated",
                 request_id=str(self.start.request_id),
                 migration_count=event.migration_count,
             )
-        timings = self._first_timings or event.timings
-        if event.reason is EngineFinishReason.LENGTH and limits.is_raised and self.life.end is None:
+        admitted.part_timings.append(event.timings)
+        is_cut = event.reason is EngineFinishReason.LENGTH
+        if is_cut and limits.is_raised and not self.decision.is_stopped:
             # Text held back is not sent: the engine that continues reads the same tokens and holds
             # it back again.
-            self._first_timings = timings
-            limits.engine_token_count_max = limits.asked_token_count_max
+            limits.engine_token_count_max = limits.requested_token_count_max
             stop = replace(request.stop, max_output_tokens=limits.engine_token_count_max)
-            self._request = replace(request, stop=stop, output_token_ids=tuple(sequence.outputs[0]))
+            admitted.request = replace(
+                request, stop=stop, output_token_ids=tuple(sequence.outputs[0])
+            )
             sequence.close()
-            self._sequence = None
-            self._go_on()
+            self._proceed(admitted)
             return
-        self._engine_outcome = OUTCOMES_BY_REASON[event.reason]
-        self._watch.engine_finished(timings)
-        self._stalled_s = self.output.stalled_s
-        self._reply.take(event)
+        # The client sees one queue and one prefill: those of the first part.
+        self._watch.engine_finished(admitted.part_timings[0])
+        self._enter(
+            Generated(admitted, sequence, OUTCOMES_BY_REASON[event.reason], self.output.stalled_s)
+        )
+        admitted.processor.take(event)
 
     def _take_cached(self, cached_token_count: int) -> None:
         """Take the final number of cached prompt tokens, which the journal must have, too."""
@@ -587,44 +588,21 @@ class LiveRequest:
             usage.cached_input_token_count = cached_token_count
             if usage.journalled_token_count:
                 with contextlib.suppress(JournalUnavailable):  # seen again with the next tokens
-                    self._process.admission.journal.record([self.output.entry(0)])
+                    self._registry.admission.journal.record([self.output.entry(0)])
 
-    def end_if_lapsed(self) -> None:
-        """End the request if its hold has lapsed."""
-        if (
-            self._lease is not None
-            and not self._is_over
-            and (lapse := self._lease.lapse()) is not None
-        ):
-            self.stop(Outcome.FAILED, lapse)
-
-    def _may_send(self) -> bool:
+    def _may_send(self, hold: HoldHandle) -> bool:
         """Return whether tokens may be delivered; if not, end all requests with a lapsed hold."""
-        if self._lease is None or self._lease.lapse() is None:
+        if hold.lapse() is None:
             return True
-        if self.life.end is None:
-            self._process.end_lapsed()
+        if not self.decision.is_stopped:
+            self._registry.end_lapsed()
         return False
-
-    def tell_progress(self, outlook: ExpectedWait | None) -> None:
-        """Send a progress frame if the request waits.
-
-        outlook: None if the engine has it already.
-        """
-        if self.life.state is State.LOADING and self._route is not None:
-            condition = self._route.engine.condition()
-            if condition.state is not EngineState.READY:
-                self.output.push(frames.loading(condition))
-        elif self.life.state is State.QUEUED:
-            position, wait_s = (
-                (outlook.position, outlook.wait_s) if outlook is not None else (0, None)
-            )
-            self.output.push(frames.queued(position, wait_s))
 
     # Background work, and the end of the request.
 
-    def _run(self, work: Coroutine[None, None, None]) -> None:
-        tasks: asyncio.TaskGroup = self._process.tasks
+    def run(self, work: Coroutine[None, None, None]) -> None:
+        """Run a coroutine as a task of the process; its error ends the request."""
+        tasks: asyncio.TaskGroup = self._registry.tasks
         tasks.create_task(self._contained(work), name=f"request {self.start.given_id}")
 
     async def _contained(self, work: Coroutine[None, None, None]) -> None:
@@ -640,184 +618,168 @@ class LiveRequest:
         except Exception as error:
             self._fail(error)
 
-    @staticmethod
-    def _error_before_hold(end: End) -> Exception:
-        """Return the error of a request that was stopped before it had its hold."""
-        if end.error is not None:
-            return end.error
-        if end.outcome is Outcome.DEADLINE:
-            return DeadlineBeforeStart("the deadline passed before the request was admitted")
-        return CancelledEarly("the request was cancelled before it was admitted")
-
     def _fail(self, error: Exception) -> None:
         """End the request with an error: a refusal, a failure, or `Stopped`."""
-        if self._is_over:
+        phase = self.phase
+        if phase.is_over:
             return
-        if not isinstance(error, Stopped):
-            self._error = error
-        if self._lease is None or not self._lease.is_held:
-            self._is_over = True
-            self._end()
+        if not isinstance(phase, Held):
+            self._refused(error)
             return
-        if self._error is not None and self.output.takes_whole:
-            self._reply.discard()
-        self._wind_up()
+        if self.output.takes_whole and not isinstance(error, Stopped):
+            phase.admitted.processor.discard()
+        self.output_ended(error)
 
-    def _wind_up(self) -> None:
+    def output_ended(self, result: Outcome | Exception) -> None:
         """Stop generating, and settle the hold once the client has received the waiting output."""
-        if self._is_over:
+        phase = self.phase
+        if not isinstance(phase, Held) or phase.is_over:
             return
-        self._is_over = True
-        if self._begin_timer is not None:
-            self._begin_timer.cancel()
-        sequence, self._sequence = self._sequence, None
-        if sequence is not None:
-            sequence.close()
-        self._charge()
-        if self.place is not None:
-            self.place.leave()  # the engine is free again; settlement does not hold up the queue
+        admitted = phase.admitted
+        stalled_s = phase.stalled_s if isinstance(phase, Generated) else 0.0
+        flushing = Flushing(admitted, result, stalled_s)
+        self._enter(flushing)
+        if admitted.begin_timer is not None:
+            admitted.begin_timer.cancel()
+        if isinstance(phase, Sequenced):
+            phase.sequence.close()
+        self._charge(admitted)
+        admitted.entry.leave()  # the engine is free again; settlement does not hold up the queue
         # On every path: output delivered after the settlement would not be billed.
-        self._reply.flush(self._settle)
+        admitted.processor.flush(partial(self._settle, flushing))
 
-    def _timings(self) -> dict[str, float]:
-        """Return the times so far, with the pace of the tokens, as in `weir.v1.Timings`."""
-        timings, start = self._watch.timings(), self.start
-        if start.beam_search is None:
-            timings |= self.output.gaps.facts()
-        later_token_count = self.usage.generated_token_count - start.choice_count
+    def _settle(self, flushing: Flushing) -> None:
+        """Settle or void the hold, after the client has taken the output or never will."""
+        admitted, output = flushing.admitted, self.output
+        stalled_s = output.stalled_s
+        self._watch.forwarded(stalled_s, stalled_s - flushing.stalled_s)
+        outcome, result = self.decision.close(flushing.result)
+        error = result if isinstance(result, Exception) else None
+        timings = self._watch.timings()
+        pace = {} if self.start.beam_search else output.gaps.facts()
+        later_token_count = output.usage.generated_token_count - self.start.choice_count
         if later_token_count > 0 and timings["decode_ms"]:
-            timings["tokens_per_second"] = later_token_count / timings["decode_ms"] * 1000
-        return timings
+            pace["tokens_per_second"] = later_token_count / timings["decode_ms"] * 1000
+        self._enter(Settling(admitted))
+        admitted.hold.end(
+            outcome,
+            error,
+            partial(self._settled, admitted, result, pace),
+            None if error else timings | pace,
+            admitted.migration_count,
+        )
 
-    def _settle(self) -> None:
-        end, error, lease = self.life.end, self._error, self._lease
-        assert lease is not None, "only admitted requests are settled"
-        outcome, timings = self._engine_outcome if end is None else end.outcome, None
-        stalled_s = self.output.stalled_s
-        self._watch.handed_on(stalled_s, stalled_s - self._stalled_s)
-        if error is None and end is not None and end.error is not None:
-            error = end.error
-            if outcome is Outcome.FAILED:  # failed; a stopped request keeps the outcome of its stop
-                outcome = None
-        elif error is not None:
-            outcome = None
-        elif outcome is Outcome.CANCELLED and end is None:
-            error, outcome = EngineFailed("the engine was closed while the request ran"), None
-        else:
-            timings = self._timings()
-        self._error = error
-        self.life.become(State.SETTLING)
-        lease.end(outcome, error, self._end, timings, self._migration_count)
+    def _settled(
+        self,
+        admitted: AdmittedGeneration,
+        result: Outcome | Exception,
+        pace: dict[str, float],
+        settle_error: Exception | None,
+    ) -> None:
+        """Report the end of an admitted request.
 
-    def _end(self, settle_error: Exception | None = None) -> None:
-        """Report the end to the client and to operators.
-
-        settle_error: why ending the hold failed, or None.
+        result: its outcome or error. pace: timings of its tokens. settle_error: why ending the hold
+        failed, or None.
         """
-        process, lease = self._process, self._lease
-        broken = self._error = settle_error or self._error
-        held = lease if lease is not None and lease.is_held else None
-        if held is not None:
-            self._watch.lap(state.SETTLE)
-        settled = held.settled if held is not None else None
-        end: pb.ServerFrame | None = None
-        timings = self._timings()
+        self._watch.lap(state.SETTLE)
+        hold, processor = admitted.hold, admitted.processor
+        timings, settled = self._watch.timings() | pace, hold.settled
+        broken: Exception | None = None
+        frame: pb.ServerFrame | None = None
+        ended = Ended(Cause.SERVICE)
         try:
-            if isinstance(broken, RequestSettled):
-                end = frames.failed(status_of(broken), broken.settled)
-            elif isinstance(broken, RequestInFlight) and process.receive_elsewhere(self):
-                broken = None
-            elif broken is not None:
-                if isinstance(broken, EngineFailed):  # logged where it is raised
-                    broken = self._engine_loss(settled)
-                end = frames.failed(status_of(broken), settled)
-            elif held is not None:
-                ends = self._reply.ends_of_choices(
-                    self.life.end.outcome if self.life.end is not None else Outcome.CANCELLED
-                )
-                reply = self._reply
-                end = frames.finished(
-                    held,
+            result = settle_error or result
+            if isinstance(result, Outcome):
+                end, is_one = self.decision.end, self.start.choice_count == 1
+                ended.ends = {0: result} if is_one else processor.ends_of_choices(result)
+                frame = frames.finished(
+                    result,
+                    settled,
+                    hold.admitted.prices.currency_code,
                     timings,
-                    reply.exhausted,
-                    ends,
-                    self._migration_count,
-                    reply.called_choices,
-                    self.life.end.detail if self.life.end is not None else "",
-                    reply.stops,
+                    processor.exhausted,
+                    {} if is_one else ended.ends,
+                    admitted.migration_count,
+                    processor.called_choices,
+                    end.detail if end else "",
+                    processor.stops,
                 )
+            else:
+                broken = result
+                if isinstance(result, EngineFailed):  # logged where it is raised
+                    broken = engine_lost(admitted.route.engine, settled)
+                frame = frames.failed(status_of(broken), settled)
         finally:
-            if self.place is not None:
-                self.place.leave()
-                self.place.on_dispatch = None
-            if held is None:
-                process.pace.charge(self.caller.payer, self._work_s)
-            self.end_cause = cause_of(held.outcome if held is not None else None, broken)
-            process.generated(self, can_be_received=settled is not None)
-            self.output.end(end)
-            if end is not None:
-                start = self.start
-                process.observer.ended(
-                    Ending(
-                        self.caller,
-                        start,
-                        held.outcome if held is not None else None,
-                        broken,
-                        timings,
-                        settled,
-                        None if start.beam_search is not None else self.output.gaps,
-                        self._migration_count,
-                    )
-                )
-            # Break reference cycles, which would wait for a garbage collection, which stops all
-            # streams.
-            self._reply.close()
-            self.life.over()
-            self._error = broken = None
+            ended.cause, ended.stops = cause_of(hold.outcome, broken), processor.stops
+            migration_count = admitted.migration_count
+            self._end(ended, frame, hold.outcome, broken, timings, settled, migration_count)
 
-    def _engine_loss(self, settled: Settled | None) -> EngineLost | EngineLostMidway:
-        """Return the error for a lost engine.
+    def _refused(self, error: Exception) -> None:
+        """Report the end of a request that was never admitted."""
+        registry, phase = self._registry, self.phase
+        broken: Exception | None = error
+        frame: pb.ServerFrame | None = None
+        self.decision.close(error)
+        try:
+            if isinstance(error, RequestInFlight) and self._receive_elsewhere():
+                broken = None
+            else:
+                settled = error.settled if isinstance(error, RequestSettled) else None
+                frame = frames.failed(status_of(error), settled)
+        finally:
+            if isinstance(phase, Asking):
+                phase.entry.leave()
+            work_s = phase.work_s if isinstance(phase, Preparing) else 0.0
+            registry.pace.charge(self.caller.payer, work_s)
+            self._end(Ended(cause_of(None, broken)), frame, None, broken, self._watch.timings())
 
-        The class depends on whether tokens are billed, which decides the request id of a retry.
+    def _receive_elsewhere(self) -> bool:
+        """Relay the request, which turned out to run in another process.
+
+        Return whether that is possible. The other process requires the caller's key, so it is
+        impossible without one.
         """
-        if settled is not None:
-            return EngineLostMidway(settled.delivered_token_count)
-        assert self._route is not None, "a lost engine was chosen before"
-        return EngineLost(max(self._route.engine.condition().retry_after_s, RETRY_S_MIN))
+        relays, caller, output = self._registry.relays, self.caller, self.output
+        if relays is None or not caller.secret or (receiver := output.detach()) is None:
+            return False
+        relays.begin(
+            receiver,
+            (caller.payer.project_id, self.start.request_id),
+            caller.secret,
+            after_seq=0,
+            credit_token_count=output.flow.credit or 0,
+            address=caller.address,
+        )
+        return True
 
+    def _end(
+        self,
+        ended: Ended,
+        frame: pb.ServerFrame | None,
+        outcome: Outcome | None,
+        broken: Exception | None,
+        timings: Mapping[str, float],
+        settled: Settled | None = None,
+        migration_count: int = 0,
+    ) -> None:
+        """Send the last frame, keep output that can be received again, and count the end.
 
-def check_output_change(
-    request: GenerationRequest, model: ModelInfo, max_output_tokens: int
-) -> None:
-    """Raise InvalidRequest if a running request cannot have this many output tokens in total."""
-    wrong, room = "", model.context_window_tokens - len(request.prompt_token_ids)
-    if request.choice_count > 1 or request.beam_search is not None:
-        wrong = "cannot be changed for several choices or beam search"
-    elif max_output_tokens > room:
-        wrong = f"must be at most {room} in this context window, got {max_output_tokens}"
-    elif max_output_tokens > request.stop.max_output_tokens and not model.can_continue(request):
-        why = "by the engine of this model"
-        if request.response_format is not None:
-            why = "with a response format"
-        elif model.continues_output:
-            why += " with a seed or penalties"
-        wrong = f"cannot be raised above {request.stop.max_output_tokens} {why}"
-    if wrong:
-        raise InvalidRequest([FieldViolation("update.max_output_tokens", wrong)])
-
-
-async def wait_until_ready(backend: Backend, model: str, wait_s: float) -> None:
-    """Start a backend, and return once it accepts requests. model: name for error messages.
-
-    Raises: EngineStartFailed, EngineUnavailable.
-    """
-    try:
-        async with asyncio.timeout(wait_s):
-            await backend.start()
-    except TimeoutError:
-        condition = backend.condition()
-        raise EngineStartFailed(
-            f"the engine of model {model!r} is still not ready:"
-            f" {condition.client_message or condition.reason or condition.state.value}",
-            max(condition.retry_after_s, RETRY_S_MIN),
-        ) from None
+        Drops all references to the request: a cycle would wait for a garbage collection, which
+        stops all streams.
+        """
+        caller, start, output, registry = self.caller, self.start, self.output, self._registry
+        self._enter(ended)
+        registry.remove(self)
+        if isinstance(output, ReplayOutput):
+            if settled is not None:
+                key = caller.payer.project_id, start.request_id
+                registry.replays.keep(key, output, output.keep_s or 0.0)
+            else:
+                output.discard(kept_too=True)
+                registry.replays.close(output.buffer)
+        output.end(frame)
+        if frame is not None:
+            gaps = None if start.beam_search else output.gaps
+            registry.observer.ended(
+                Ending(caller, start, outcome, broken, timings, settled, gaps, migration_count)
+            )

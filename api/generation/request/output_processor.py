@@ -1,11 +1,12 @@
-"""Output of one request: turns engine events into delta frames, after safety checks and under its
-lease."""
+"""Output processor of one request: turns engine events into delta frames, after safety checks and
+under its lease."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -17,9 +18,9 @@ from api.generation.delivery import frames
 from api.generation.delivery.output_buffer import NO_THOUGHT, Output, UsageTelling, joined_calls
 from api.generation.parsing.start_frame import ValidStart
 from api.generation.parsing.tools import CallReading
-from api.generation.request.admission import Lease
+from api.generation.request.admission import HoldHandle
 from api.generation.request.limits import UNBOUNDED, OutputLimits
-from api.generation.state import Life
+from api.generation.state import EndDecision
 from inference.engine import (
     ChoiceFinished,
     GrammarKind,
@@ -39,85 +40,87 @@ EngineOutput = TokensGenerated | ChoiceFinished | SequenceFinished | EngineError
 log = structlog.get_logger(__name__)
 
 
-def closed(*_: object) -> None:
-    """Ignore the call."""
+class Owner(Protocol):
+    """Request whose output is processed."""
+
+    output: Output
+    start: ValidStart
+    decision: EndDecision
+
+    def run(self, work: Coroutine[None, None, None]) -> None:
+        """Run a coroutine that waits, and handle its errors."""
+
+    def output_ended(self, outcome: Outcome) -> None:
+        """Handle that all output of the engine has been passed on. outcome: the engine's."""
 
 
-class Reply:
-    """Delta frames of one request. No output is passed on before `open`, or after a stop."""
+class OutputProcessor:
+    """Delta frames of one admitted request. No output is passed on after a stop.
 
-    def __init__(self, output: Output, start: ValidStart, life: Life, settings: Settings) -> None:
-        self.output = output
-        self.exhausted: tuple[QuotaState, ...] = ()  # quotas that ended the request, if any
-        self._start = start
-        self._life = life
+    exhausted: quotas that ended the request. stops: of the request, that ended a choice, by its
+    index. called_choices: indices of choices with tool calls.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        hold: HoldHandle,
+        limits: OutputLimits,
+        call_reading: CallReading | None,
+        settings: Settings,
+    ) -> None:
+        """call_reading: how tool calls are parsed; None: no tools."""
+        self._owner = owner
+        self._start, self._decision = owner.start, owner.decision
+        self.output = output = owner.output
+        output.hold_id = hold.admitted.hold_id
+        if self._start.usage_interval_tokens is not None:
+            output.usage_telling = UsageTelling(
+                self._start.usage_interval_tokens, hold.admitted.prices
+            )
+        self.exhausted: tuple[QuotaState, ...] = ()
+        self.stops: dict[int, StoppedBy] = {}
+        self.called_choices: set[int] = set()
+        self._hold, self._limits = hold, limits
+        self._call_reading = call_reading
+        self._settings = settings
         self._filters: tuple[OutputFilter, ...] = ()  # by choice; empty: outputs are not checked
         self._choice_ends: dict[int, Outcome] = {}  # of several choices, those that have ended
-        self.stops: dict[int, StoppedBy] = {}  # of the request, that ended a choice, by its index
-        self.call_reading: CallReading | None = None  # how tool calls are parsed; None: no tools
-        self.called_choices: set[int] = set()  # choices with tool calls
         self._parsers: dict[int, ToolCallParser] = {}  # by choice, while output may arrive
-        self._limits: OutputLimits
-        self._lease: Lease
-        self._settings = settings
-        self._run: Callable[[Coroutine[None, None, None]], object] = closed
-        self._on_end: Callable[[], None] = closed
         # Events waiting for a task that handles them in order.
         self._late: deque[EngineOutput] | None = None
-        self._has_to_wait = False  # for checks, or for the client if a search sends much at once
+        # For checks, or for the client if a search sends much at once.
+        self._has_to_wait = self._start.beam_search is not None
 
-    def open(
-        self,
-        lease: Lease,
-        limits: OutputLimits,
-        safety: SafetyChecker | None,
-        run: Callable[[Coroutine[None, None, None]], object],
-        on_end: Callable[[], None],
-    ) -> None:
-        """Start passing on output under this lease.
-
-        safety: checks outputs; None: no checks. run: runs coroutines that wait, and handles their
-        errors. on_end: called when all output has been passed on.
-        """
-        self._run, self._on_end = run, on_end
-        self._lease, self._limits = lease, limits
-        self.output.hold_id = lease.admitted.hold_id
-        if self._start.usage_interval_tokens is not None:
-            self.output.usage_telling = UsageTelling(
-                self._start.usage_interval_tokens, lease.admitted.prices
-            )
+    def open(self, safety: SafetyChecker | None) -> None:
+        """Open the checks of outputs, and the parsers of tool calls. safety: None: no checks."""
         if safety is not None:
             self._filters = open_filters(safety, self._start.choice_count, has_json=self._has_json)
-        self._has_to_wait = bool(self._filters) or self._start.beam_search is not None
-        if self.call_reading is not None:
+            self._has_to_wait = self._has_to_wait or bool(self._filters)
+        if self._call_reading is not None:
             self._parsers = {
-                index: self.call_reading.open() for index in range(self._start.choice_count)
+                index: self._call_reading.open() for index in range(self._start.choice_count)
             }
-
-    def close(self) -> None:
-        """Drop all references to the request after its end."""
-        self._run = self._on_end = closed
-        self._late = None
 
     @property
     def _has_json(self) -> bool:
         """True if clients will parse the output, or tool calls in it."""
         kept = self._start.response_format
-        return self.call_reading is not None or (
+        return self._call_reading is not None or (
             kept is not None and kept.kind is GrammarKind.JSON_SCHEMA
         )
 
     def stopped(self) -> None:
         """Handle a stop: send text held back as a possible call, or discard all waiting output."""
-        if not self._life.discards:
+        if not self._decision.discards:
             for choice_index in list(self._parsers):
-                self._say_rest(choice_index, "")
+                self._append_rest(choice_index, "")
         else:
             self.output.discard()
 
     def discard(self) -> None:
         """Discard output that waits for the transport."""
-        self._life.discards = True
+        self._decision.discards = True
         self.output.discard()
 
     def take(self, event: EngineOutput) -> None:
@@ -130,49 +133,54 @@ class Reply:
             self._late.append(event)
             return
         if isinstance(event, TokensGenerated):
-            lease, limits = self._lease, self._limits
+            hold, limits = self._hold, self._limits
             token_count = self.output.said_token_count + len(event.token_ids)
-            if not self._has_to_wait and token_count <= lease.leased_token_count:
-                if self._life.end is not None:
+            if not self._has_to_wait and token_count <= hold.leased_token_count:
+                if self._decision.is_stopped:
                     return
                 if token_count > limits.token_count_max:
-                    self._life.stop(limits.outcome)
+                    self._decision.stop(limits.outcome)
                     return
-                if token_count > lease.free_token_count:
-                    lease.anticipate(token_count)
-                self._say(event)
+                if token_count > hold.unchecked_until:
+                    hold.anticipate(token_count)
+                self._append(event)
                 return
         elif isinstance(event, EngineError):
             raise event
-        elif not self._filters or self._life.end is not None:
+        elif not self._filters or self._decision.is_stopped:
             self._end(event)
             return
         self._late = deque((event,))
-        self._run(self._hand_on_late(self._late))
+        self._owner.run(self._forward_late(self._late))
 
     @property
-    def free_token_count(self) -> int:
-        """Return the total of tokens that may be sent without further checks."""
+    def unchecked_until(self) -> int:
+        """Total of tokens up to which none needs a check: of lease, limits, or unsent output.
+
+        Watermarks, as totals of output tokens: up to this one a token costs one comparison; up to
+        `HoldHandle.unchecked_until` the lease is not extended; up to `leased_token_count` a token
+        need not wait for the extension.
+        """
         if (
             self._has_to_wait
             or self._late is not None
             or self._parsers
-            or self._life.end is not None
+            or self._decision.is_stopped
         ):
             return 0
         unsent_max = self._settings.outbox_tokens_per_request_max
         return min(
-            self._lease.free_token_count,
+            self._hold.unchecked_until,
             self._limits.token_count_max - 1,
             self.output.usage.journalled_token_count + unsent_max,
         )
 
-    async def _hand_on_late(self, late: deque[EngineOutput]) -> None:
+    async def _forward_late(self, late: deque[EngineOutput]) -> None:
         """Pass on events that have to wait, and those that arrive meanwhile."""
         while late:
             event = late.popleft()
             if isinstance(event, TokensGenerated):
-                await self._hand_on_waiting(event)
+                await self._forward_waiting(event)
             elif isinstance(event, EngineError):
                 raise event
             elif self._filters:
@@ -181,7 +189,7 @@ class Reply:
                 self._end(event)
         self._late = None
 
-    async def _hand_on_waiting(self, event: TokensGenerated) -> None:
+    async def _forward_waiting(self, event: TokensGenerated) -> None:
         """Pass on output that the safety checks have released, including output held back before.
 
         A beam search sends its whole output at its end, so this waits for the client unless it
@@ -195,22 +203,22 @@ class Reply:
             self.flush(lambda: None if taken.done() else taken.set_result(None))
             await taken
         if not self._filters:
-            await self._hand_on_checked(event)
-        elif self._life.end is None:
+            await self._forward_checked(event)
+        elif not self._decision.is_stopped:
             checked = self._filters[event.choice_index]
             for part in await checked.push(event):
-                await self._hand_on_checked(part)
+                await self._forward_checked(part)
             self._note_filtered(checked, event.choice_index)
 
     async def _end_checked(self, event: ChoiceFinished | SequenceFinished) -> None:
         """Handle the end of a choice, and pass on output that the safety checks held back."""
         index = event.choice_index if isinstance(event, ChoiceFinished) else 0
-        if self._life.end is None and (
+        if not self._decision.is_stopped and (
             isinstance(event, ChoiceFinished) or self._start.choice_count == 1
         ):
             checked = self._filters[index]
             for part in await checked.finish(event.text):
-                await self._hand_on_checked(part)
+                await self._forward_checked(part)
             self._note_filtered(checked, index)
             event = msgspec.structs.replace(event, text="")
         self._end(event)
@@ -221,17 +229,17 @@ class Reply:
 
         A choice whose last tokens were not sent ends with the outcome of the request.
         """
-        if self._life.end is None and isinstance(event, ChoiceFinished):
-            self._say_rest(event.choice_index, event.text, event.reasoning)
-            if self._life.end is None:
+        if not self._decision.is_stopped and isinstance(event, ChoiceFinished):
+            self._append_rest(event.choice_index, event.text, event.reasoning)
+            if not self._decision.is_stopped:
                 stop = event.stopped_by
                 self._end_choice(event.choice_index, OUTCOMES_BY_REASON[event.reason], stop)
-        elif self._life.end is None and self._start.choice_count == 1:
-            self._say_rest(0, event.text, event.reasoning)
-            if event.stopped_by is not None and self._life.end is None:
+        elif not self._decision.is_stopped and self._start.choice_count == 1:
+            self._append_rest(0, event.text, event.reasoning)
+            if event.stopped_by is not None and not self._decision.is_stopped:
                 self.stops[0] = event.stopped_by
         if isinstance(event, SequenceFinished):
-            self._on_end()
+            self._owner.output_ended(OUTCOMES_BY_REASON[event.reason])
 
     def _end_choice(self, index: int, outcome: Outcome, stop: StoppedBy) -> None:
         """Record and send the end of one of several choices; a cancelled one ends as the request
@@ -247,8 +255,6 @@ class Reply:
 
     def ends_of_choices(self, cut: Outcome) -> dict[int, Outcome]:
         """Return the outcomes of several choices; unfinished ones get that of the request."""
-        if self._start.choice_count == 1:
-            return {}
         ends = {
             index: self._choice_ends.get(index, cut) for index in range(self._start.choice_count)
         }
@@ -265,23 +271,23 @@ class Reply:
             self.output.complete()
         self.output.when_taken(then, None if whole else self._settings.client_stall_max_s)
 
-    async def _hand_on_checked(self, event: TokensGenerated) -> None:
+    async def _forward_checked(self, event: TokensGenerated) -> None:
         """Send one step's tokens once the lease covers them, unless the request was stopped."""
-        if self._life.end is not None:
+        if self._decision.is_stopped:
             return
         token_count = self.output.said_token_count + len(event.token_ids)
         if token_count > self._limits.token_count_max:
-            self._life.stop(self._limits.outcome)
+            self._decision.stop(self._limits.outcome)
             return
         try:
-            await self._lease.cover(token_count)
+            await self._hold.cover(token_count)
         except QuotaExceeded as refusal:
             self.exhausted = refusal.failing
-            self._life.stop(Outcome.QUOTA_EXHAUSTED)
-        if self._life.end is None:
-            self._say(event)
+            self._decision.stop(Outcome.QUOTA_EXHAUSTED)
+        if not self._decision.is_stopped:
+            self._append(event)
 
-    def _say(self, event: TokensGenerated) -> None:
+    def _append(self, event: TokensGenerated) -> None:
         """Send one step's tokens, and end the request at its limits or after a final tool call."""
         if event.prompt_logprobs:
             for frame in frames.prompts(event.prompt_logprobs):
@@ -297,11 +303,11 @@ class Reply:
             text, calls = self._parsed(event.choice_index, parser.push(event.text))
             output.say(event.choice_index, text, event.token_ids, logprobs, calls, thought)
             if (
-                self.call_reading is not None
-                and self.call_reading.ends_with_call
+                self._call_reading is not None
+                and self._call_reading.ends_with_call
                 and parser.complete_count
             ):
-                self._life.stop(Outcome.STOP)
+                self._decision.stop(Outcome.STOP)
         else:
             output.say(event.choice_index, event.text, event.token_ids, logprobs, (), thought)
         if output.said_token_count >= self._limits.token_count_max:
@@ -310,13 +316,15 @@ class Reply:
             output.said_token_count - output.usage.journalled_token_count > unsent_max
             and not output.takes_whole
         ):
+            # This is one of three triggers of SLOW_CONSUMER. `Flow` counts the time in which tokens
+            # wait for credit, `Output._look_at_reading` that without progress at the end.
             detail = (
                 f"more than {unsent_max} tokens waited for the client: read faster, or ask for"
                 " fewer; the server's limit is WEIR_OUTBOX_TOKENS_PER_REQUEST_MAX"
             )
-            self._life.stop(Outcome.SLOW_CONSUMER, detail=detail)
+            self._decision.stop(Outcome.SLOW_CONSUMER, detail=detail)
 
-    def _say_rest(self, choice_index: int, text: str, reasoning: str = "") -> None:
+    def _append_rest(self, choice_index: int, text: str, reasoning: str = "") -> None:
         """Send the end of a choice: text and thinking without tokens, and text held back as a
         possible tool call."""
         calls: list[pb.ToolCallDelta] = []
@@ -336,16 +344,16 @@ class Reply:
     def end_at_limit(self) -> None:
         """End the request if it has reached its output limit."""
         if (
-            self._life.end is None
+            not self._decision.is_stopped
             and self._limits.token_count_max < UNBOUNDED
             and self.output.said_token_count >= self._limits.token_count_max
         ):
-            self._life.stop(self._limits.outcome)
+            self._decision.stop(self._limits.outcome)
 
     def _note_filtered(self, output: OutputFilter, choice_index: int) -> None:
         if output.hit is not None:
             log.info("output_filtered", rule=output.hit, choice_index=choice_index)
-            self._life.stop(Outcome.FILTERED)
+            self._decision.stop(Outcome.FILTERED)
 
 
 class OutputFilter:

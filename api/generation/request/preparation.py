@@ -1,4 +1,7 @@
-"""Preparation of a start frame: requests for engine, queue and admission. Takes no resources."""
+"""Preparation of a start frame: requests for engine, queue and admission, and checks of changes.
+
+Takes no resources.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from api.generation.parsing.decoding import check_against_model
 from api.generation.parsing.start_frame import ValidStart
 from api.generation.parsing.tokenizing import TextJob, check_prompt, tokenize
 from api.generation.parsing.tools import format_with_tools
+from api.generation.request.limits import LimitChange, OutputLimits
 from api.queue.queue_admission import Arrival
-from inference.engine import GenerationRequest, ThinkingStart
+from inference.engine import GenerationRequest, ModelInfo, ThinkingStart
 from inference.routing.router import Route
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import NOT_THINKING, ChatMessage, Tokenizer, TokenLimitExceeded
@@ -286,3 +290,42 @@ def check_output_bound(bounds: TokenBounds, requested: int, choice_count: int, f
             requested * choice_count,
             limit,
         )
+
+
+def check_change(
+    change: LimitChange,
+    limits: OutputLimits,
+    request: GenerationRequest,
+    model: ModelInfo,
+    bounds: TokenBounds,
+) -> None:
+    """Raise InvalidRequest, or KeyBoundExceeded, if a running request cannot have these limits.
+
+    bounds: of its key.
+    """
+    if change.max_cost is not None:
+        limits.check_currency(change.max_cost, "update.max_cost")
+    if change.max_output_tokens is not None:
+        field = "update.max_output_tokens"
+        check_output_bound(bounds, change.max_output_tokens, request.choice_count, field)
+        check_output_change(request, model, change.max_output_tokens)
+
+
+def check_output_change(
+    request: GenerationRequest, model: ModelInfo, max_output_tokens: int
+) -> None:
+    """Raise InvalidRequest if a running request cannot have this many output tokens in total."""
+    wrong, room = "", model.context_window_tokens - len(request.prompt_token_ids)
+    if request.choice_count > 1 or request.beam_search is not None:
+        wrong = "cannot be changed for several choices or beam search"
+    elif max_output_tokens > room:
+        wrong = f"must be at most {room} in this context window, got {max_output_tokens}"
+    elif max_output_tokens > request.stop.max_output_tokens and not model.can_continue(request):
+        why = "by the engine of this model"
+        if request.response_format is not None:
+            why = "with a response format"
+        elif model.continues_output:
+            why += " with a seed or penalties"
+        wrong = f"cannot be raised above {request.stop.max_output_tokens} {why}"
+    if wrong:
+        raise InvalidRequest([FieldViolation("update.max_output_tokens", wrong)])

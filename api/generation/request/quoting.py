@@ -17,14 +17,19 @@ from api.core import wire
 from api.core.errors import FieldViolation, InvalidRequest
 from api.core.messages import effective_quota_statuses, input_count_max, quota_status
 from api.generation.parsing.conversation import Prompt, thinking_of
-from api.generation.parsing.embed_request import ValidEmbed, check_against_model, parse_embed
+from api.generation.parsing.embed_request import (
+    ValidEmbed,
+    check_against_model,
+    parse_embed,
+    token_count_of,
+    tokenize_inputs,
+)
 from api.generation.parsing.start_frame import ValidStart, parse_start
 from api.generation.parsing.text_work import INLINE_COST_MAX
 from api.generation.parsing.tokenizing import TextJob, tokenize
 from api.generation.parsing.tools import ToolUse, call_reading
-from api.generation.request.live_embedding import token_count_of, tokenize_inputs
 from api.generation.request.preparation import check_input_bound, prepared
-from api.generation.request.registry import Process
+from api.generation.request.registry import RequestRegistry
 from inference.text.tools import Tool
 from metering.quotas import quoting
 from metering.store.db import Sessions
@@ -35,7 +40,7 @@ Value = TypeVar("Value")
 
 
 async def count_tokens(
-    process: Process,
+    registry: RequestRegistry,
     principal: Principal,
     message: pb.CountTokensRequest,
     parsed: tuple[Prompt, tuple[Tool, ...]],
@@ -44,12 +49,12 @@ async def count_tokens(
 
     parsed: the message by `parse_count_tokens`.
     """
-    token_ids, window = await token_ids_of(process, principal, message, parsed)
+    token_ids, window = await token_ids_of(registry, principal, message, parsed)
     return pb.CountTokensResponse(input_token_count=len(token_ids), context_window_tokens=window)
 
 
 async def token_ids_of(
-    process: Process,
+    registry: RequestRegistry,
     principal: Principal,
     message: pb.CountTokensRequest,
     parsed: tuple[Prompt, tuple[Tool, ...]],
@@ -58,14 +63,14 @@ async def token_ids_of(
 ) -> tuple[tuple[int, ...], int]:
     """Return the tokens of a prompt and the context window of its model. Raises its refusals."""
     prompt, tools = parsed
-    check_model(principal, process.router.canonical_name(message.model))
-    model = process.router.find(message.model).model
-    tokenizer = process.tokenizers[model.name]
+    check_model(principal, registry.router.canonical_name(message.model))
+    model = registry.router.find(message.model).model
+    tokenizer = registry.tokenizers[model.name]
     # Rejects tools that the model does not support.
     call_reading(ToolUse(tools, forced=True), tokenizer, message.model)
     window, thinking = model.context_window_tokens, thinking_of(message)
     job = TextJob(
-        process.text_work,
+        registry.text_work,
         payer_of(principal),
         tokenizer,
         window,
@@ -73,12 +78,12 @@ async def token_ids_of(
         adds_special_tokens=adds_special_tokens,
     )
     token_ids, work_s = await tokenize(job, prompt, tools)
-    process.pace.charge(principal, work_s)
+    registry.pace.charge(principal, work_s)
     return token_ids, window
 
 
 async def text_of(
-    process: Process,
+    registry: RequestRegistry,
     principal: Principal,
     model: str,
     token_ids: Sequence[int],
@@ -87,18 +92,18 @@ async def text_of(
 ) -> str:
     """Return the text of tokens. Raises: ModelNotAllowed, ModelUnknown, InvalidRequest for an
     unknown token, PreparationLimit, Overloaded."""
-    check_model(principal, process.router.canonical_name(model))
-    info = process.router.find(model).model
-    tokenizer, size = process.tokenizers[info.name], info.vocabulary_size
+    check_model(principal, registry.router.canonical_name(model))
+    info = registry.router.find(model).model
+    tokenizer, size = registry.tokenizers[info.name], info.vocabulary_size
     if token_ids and max(token_ids) >= size:
         wrong = f"must each be from 0 to {size - 1}, the vocabulary of this model"
         raise InvalidRequest([FieldViolation("tokens", wrong)])
     decode = partial(tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
-    return await in_thread(process, principal, DECODED_TOKEN_COST * len(token_ids), decode)
+    return await in_thread(registry, principal, DECODED_TOKEN_COST * len(token_ids), decode)
 
 
 async def in_thread(
-    process: Process, principal: Principal, chars: int, call: Callable[[], Value]
+    registry: RequestRegistry, principal: Principal, chars: int, call: Callable[[], Value]
 ) -> Value:
     """Run text work that costs as much as encoding so many characters; short work at once.
 
@@ -107,9 +112,9 @@ async def in_thread(
     if chars <= INLINE_COST_MAX:
         return call()
     payer = payer_of(principal)
-    with process.text_work.permit(payer, chars):
-        value, work_s = await process.text_work.run(payer.organization_id, chars, call)
-    process.pace.charge(principal, work_s)
+    with registry.text_work.permit(payer, chars):
+        value, work_s = await registry.text_work.run(payer.organization_id, chars, call)
+    registry.pace.charge(principal, work_s)
     return value
 
 
@@ -125,27 +130,27 @@ def parse_quoted_embed(message: pb.QuoteRequest) -> ValidEmbed:
 
 
 async def quote(
-    process: Process, sessions: Sessions, principal: Principal, start: ValidStart
+    registry: RequestRegistry, sessions: Sessions, principal: Principal, start: ValidStart
 ) -> pb.QuoteResponse:
     """Answer one call. Raises the refusals of the same request, except for quotas."""
-    check_model(principal, process.router.canonical_name(start.model))
-    route = process.router.route(start.model, start.request_id, start.region)
+    check_model(principal, registry.router.canonical_name(start.model))
+    route = registry.router.route(start.model, start.request_id, start.region)
     start.model, payer, tokenizer = (
         route.model,
         payer_of(principal),
-        process.tokenizers[route.served],
+        registry.tokenizers[route.served],
     )
     if start.tool_use.tools:
         # Rejects tools that the model does not support.
         call_reading(start.tool_use, tokenizer, start.model, start.choice_count)
-    job = TextJob(process.text_work, payer, tokenizer, route.engine.model.context_window_tokens)
-    request, work_s = await prepared(start, route, job, process.safety, principal.bounds)
-    process.pace.charge(principal, work_s)
+    job = TextJob(registry.text_work, payer, tokenizer, route.engine.model.context_window_tokens)
+    request, work_s = await prepared(start, route, job, registry.safety, principal.bounds)
+    registry.pace.charge(principal, work_s)
     input_count, output_count_max = (
         len(request.prompt_token_ids),
         request.stop.max_output_tokens * request.choice_count,
     )
-    settings = process.admission.settings
+    settings = registry.settings
     first_slice = min(settings.lease_slice_tokens, output_count_max)
     async with sessions() as session:
         found = await quoting.quote(
@@ -200,19 +205,19 @@ def response(
 
 
 async def quote_embed(
-    process: Process, sessions: Sessions, principal: Principal, start: ValidEmbed
+    registry: RequestRegistry, sessions: Sessions, principal: Principal, start: ValidEmbed
 ) -> pb.QuoteResponse:
     """Answer one call. Raises the refusals of the same call, except for quotas."""
-    check_model(principal, process.router.canonical_name(start.model))
-    route = process.router.route_encoder(start.model, str(start.request_id))
+    check_model(principal, registry.router.canonical_name(start.model))
+    route = registry.router.route_encoder(start.model, str(start.request_id))
     start = replace(start, model=route.model)
     check_against_model(start, route.encoder.model, input_count_max(route.encoder.model))
     payer = payer_of(principal)
     window = route.encoder.model.context_window_tokens
     texts, work_s = await tokenize_inputs(
-        start, TextJob(process.text_work, payer, process.tokenizers[route.served], window)
+        start, TextJob(registry.text_work, payer, registry.tokenizers[route.served], window)
     )
-    process.pace.charge(principal, work_s)
+    registry.pace.charge(principal, work_s)
     sent = token_count_of(texts)
     check_input_bound(principal.bounds, sent, "inputs")
     async with sessions() as session:

@@ -1,4 +1,4 @@
-"""State shared by all requests of a process, and the set of running requests."""
+"""Registry of the running requests of a process, with their shared parts."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from api.core.interceptor import READ_BYTES, READ_S
 from api.core.rate_limiter import Payer, RateLimiter
 from api.core.settings import Settings
-from api.generation.delivery.output_buffer import ReplayOutput
+from api.generation.delivery.output_buffer import Output
 from api.generation.delivery.replay import Key, ReplayBuffers
+from api.generation.endings import UsageSoFar
 from api.generation.parsing.embed_request import ValidEmbed
+from api.generation.parsing.start_frame import ValidStart
 from api.generation.parsing.text_work import TextWork
 from api.generation.request.admission import Admission
-from api.generation.request.live_embedding import LiveEmbedding
-from api.generation.request.live_request import Caller, LiveRequest
+from api.generation.request.caller import Caller
+from api.generation.request.phases import WAITING, Phase
 from api.generation.request.relay import Relays
-from api.generation.state import WAITING
 from api.observability.observer import Observer
-from api.queue.fair_queue import FairQueue
+from api.queue.fair_queue import ExpectedWait, FairQueue
 from api.queue.queue_admission import QueueLimits
 from common.incidents import Retries
 from inference.routing.router import Router
@@ -36,13 +37,65 @@ PARSING_REST = 3.0  # a quarter of the time is for parsing
 PROGRESS_FRAMES_MAX = 500  # per interval: a few ms of work; beyond it requests take turns
 
 
-Running = LiveRequest | LiveEmbedding
 Value = TypeVar("Value")
 NO_ORGANIZATION = uuid.UUID(int=0)
 
 
-class Process:
-    """State shared by all requests of a process, and the set of running requests."""
+class Running(Protocol):
+    """A running or waiting request, as it is supervised."""
+
+    @property
+    def caller(self) -> Caller:
+        """Its caller."""
+
+    @property
+    def start(self) -> ValidStart | ValidEmbed:
+        """Its start."""
+
+    @property
+    def phase(self) -> Phase:
+        """Its phase."""
+
+    @property
+    def usage(self) -> UsageSoFar:
+        """Token counts so far."""
+
+    @property
+    def hold_id(self) -> uuid.UUID | None:
+        """Id of its hold; None before admission."""
+
+    @property
+    def routed_model(self) -> str:
+        """Canonical model name; empty before routing, since the client's name can be any text."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Delivered tokens per second since the first one."""
+
+    def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
+        """Stop the request as soon as possible; see `EndDecision.stop`."""
+
+    def end_if_lapsed(self) -> None:
+        """End the request if its hold has lapsed."""
+
+    def report_progress(self, outlook: ExpectedWait | None) -> None:
+        """Send a progress frame if the request waits. outlook: None if the engine has it."""
+
+
+class Generating(Running, Protocol):
+    """A running generate request: streams can attach to its output."""
+
+    @property
+    def start(self) -> ValidStart:
+        """Its start frame."""
+
+    @property
+    def output(self) -> Output:
+        """Its output."""
+
+
+class RequestRegistry:
+    """Running requests of a process, and their shared parts."""
 
     def __init__(
         self,
@@ -59,7 +112,7 @@ class Process:
         relays: to requests of other processes. observer: notified of ends; None: an unobserved one.
         pace: frame rate per key; None: a new one.
         """
-        settings = admission.settings
+        self.settings = settings = admission.settings
         self.observer = observer or Observer(model.name for model in router.models())
         self.safety = safety
         self.admission = admission
@@ -89,19 +142,22 @@ class Process:
         self.tasks: asyncio.TaskGroup = admission.tasks  # tasks of requests
         self._live: dict[Running, None] = {}  # in order of arrival
         # Keys: project and request ids as integers, because UUIDs are hashed in Python.
-        self._by_key: dict[tuple[int, int], LiveRequest] = {}
+        self._by_key: dict[tuple[int, int], Generating] = {}
         self._progress = Retries("progress")
         # Held while a large message of an API key is parsed
         self._large: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
 
-    def add(self, request: LiveRequest) -> None:
-        """Add a request whose key is not present yet."""
+    def add(self, request: Generating) -> None:
+        """Add a generate request; it is found by its key, unless one with that key runs."""
         self._live[request] = None
-        self._by_key.setdefault(
-            (request.caller.payer.project_id.int, request.start.request_id.int), request
-        )
+        key = request.caller.payer.project_id.int, request.start.request_id.int
+        self._by_key.setdefault(key, request)
 
-    async def turn_to_read(self, owner: Owner, byte_count: int) -> None:
+    def add_embedding(self, request: Running) -> None:
+        """Add an embedding, which no client can attach to."""
+        self._live[request] = None
+
+    async def share_to_read(self, owner: Owner, byte_count: int) -> None:
         """Wait until a message of this API key may be read.
 
         Its bytes count as preparation meanwhile. Raises: PreparationLimit, Overloaded.
@@ -110,7 +166,7 @@ class Process:
             await self.pace.turn(owner)
             self.pace.read(owner, READ_S.get(), READ_BYTES.get())
 
-    async def in_turn(self, owner: Owner, size: int, call: Callable[[], Value]) -> Value:
+    async def in_order(self, owner: Owner, size: int, call: Callable[[], Value]) -> Value:
         """Run work on a large message as `in_thread` in the turn of its key.
 
         It counts before the key's next message has its turn.
@@ -140,62 +196,26 @@ class Process:
         value, _ = await self._parsing.run(organization_id, size, counted)
         return value
 
-    def find(self, key: Key) -> LiveRequest | None:
+    def find(self, key: Key) -> Generating | None:
         """Return the request with this id that runs or waits here."""
         project_id, request_id = key
         return self._by_key.get((project_id.int, request_id.int))
 
-    def receive_elsewhere(self, request: LiveRequest) -> bool:
-        """Relay a request that turned out to run in another process.
-
-        Return whether that is possible. The other process requires the caller's key, so it is
-        impossible without one.
-        """
-        if (
-            self.relays is None
-            or not request.caller.secret
-            or (receiver := request.output.detach()) is None
-        ):
-            return False
-        key = request.caller.payer.project_id, request.start.request_id
-        self.relays.begin(
-            receiver,
-            key,
-            request.caller.secret,
-            after_seq=0,
-            credit_token_count=request.output.flow.credit or 0,
-            address=request.caller.address,
-        )
-        return True
-
-    def embed(self, caller: Caller, start: ValidEmbed) -> LiveEmbedding:
-        """Start a request that embeds, and return it; its `answer` returns the response."""
-        request = LiveEmbedding(caller, start, self)
-        self._live[request] = None
-        self.tasks.create_task(request.run(), name=f"request {start.request_id}")
-        return request
+    @property
+    def is_draining(self) -> bool:
+        """True once the process admits no more requests."""
+        return self.admission.capacity.is_draining
 
     def running(self) -> tuple[Running, ...]:
         """Running and waiting requests, in order of arrival."""
         return tuple(self._live)
 
-    def ended(self, request: Running) -> None:
+    def remove(self, request: Running) -> None:
         """Remove a request that has ended."""
         self._live.pop(request, None)
-
-    def generated(self, request: LiveRequest, *, can_be_received: bool) -> None:
-        """Remove a generate request that has ended, and keep its output if it can be received
-        again."""
-        self._live.pop(request, None)
-        key = project_id, request_id = request.caller.payer.project_id, request.start.request_id
-        if self._by_key.get((project_id.int, request_id.int)) is request:
-            del self._by_key[project_id.int, request_id.int]
-        if request.start.keep_s is not None and isinstance(output := request.output, ReplayOutput):
-            if can_be_received:
-                self.replays.keep(key, output, request.start.keep_s)
-            else:
-                output.discard(kept_too=True)
-                self.replays.close(output.buffer)
+        key = request.caller.payer.project_id.int, request.start.request_id.int
+        if self._by_key.get(key) is request:
+            del self._by_key[key]
 
     def fail_all(self, error: Exception) -> None:
         """Stop all running requests. Delivered output is settled, and clients receive the error."""
@@ -209,18 +229,22 @@ class Process:
             with self._progress.survive(request.start.request_id):
                 request.end_if_lapsed()
 
-    async def tell_progress_regularly(self) -> None:
+    async def report_progress_regularly(self) -> None:
         """Send progress frames and end requests with lapsed holds, at an interval."""
         first = 0
         while True:
-            await asyncio.sleep(self.admission.settings.progress_interval_s)
+            await asyncio.sleep(self.settings.progress_interval_s)
             if self.admission.holds.may_have_lapsed():
                 self.end_lapsed()
-            first = self._tell_progress(first)
+            first = self._report_progress(first)
 
-    def _tell_progress(self, first: int) -> int:
+    def _report_progress(self, first: int) -> int:
         """Send progress frames to waiting requests from index `first` on; return the next one."""
-        waiting = [request for request in self._live if request.life.state in WAITING]
+        waiting = [
+            (request, phase.admitted.entry)
+            for request in self._live
+            if isinstance(phase := request.phase, WAITING)
+        ]
         outlooks = (
             {
                 outlook.entry: outlook
@@ -230,11 +254,9 @@ class Process:
             if waiting
             else {}
         )
-        for request in waiting[first : first + PROGRESS_FRAMES_MAX]:
+        for request, entry in waiting[first : first + PROGRESS_FRAMES_MAX]:
             with self._progress.survive(request.start.request_id):
-                request.tell_progress(
-                    outlooks.get(request.place) if request.place is not None else None
-                )
+                request.report_progress(outlooks.get(entry))
         end = first + PROGRESS_FRAMES_MAX
         return end if end < len(waiting) else 0
 

@@ -1,0 +1,191 @@
+"""Phases of a request: each is a class that carries what exists in it.
+
+    Received → Preparing → Asking → Queued ⇄ Loading
+                                      ↓
+                                  Submitted → Running → Generated      (embedding: Encoding)
+                                      ↓          ↓          ↓
+                              any of the held → Flushing → Settling → Ended
+
+`Preparing` knows the route. From `Queued` to `Settling` the request is admitted: `admitted` holds
+permit and hold, the queue entry, and for a generate request all that its output needs. Only the
+phases with a `sequence` have one. A request that is refused goes from any of the first three to
+`Ended`. A generate request asks in `Asking`; the task of an embedding does so while `Preparing`,
+and it has nothing to flush. `NEXT` is the table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import ClassVar, Generic, TypeVar
+
+import msgspec
+
+from api.core.errors import Cause
+from api.generation.parsing.tools import CallReading
+from api.generation.request.admission import HoldHandle
+from api.generation.request.limits import OutputLimits
+from api.generation.request.output_processor import OutputProcessor
+from api.queue.fair_queue import QueueEntry
+from inference.engine import EngineTimings, GenerationRequest, SequenceHandle, StoppedBy
+from inference.routing.router import EncoderRoute, Route
+from metering.core.models import Outcome
+
+A = TypeVar("A", bound="AdmittedRequest")
+R = TypeVar("R", Route, EncoderRoute)
+STREAMING = "streaming"
+# In the live view and in metrics.
+PHASE_NAMES = ("preparing", "queued", "loading", STREAMING, "ending")
+
+
+class AdmittedRequest(msgspec.Struct, eq=False):
+    """State of a request from its admission to its settlement. entry: the first, if several."""
+
+    hold: HoldHandle
+    entry: QueueEntry
+
+
+class AdmittedGeneration(AdmittedRequest, eq=False):
+    """State of a generate request from its admission to its settlement.
+
+    begin_timer: ends the request unless an engine starts on it in time; None: no limit.
+    charged_token_count: generated tokens reported to the queue. part_timings: of each sequence that
+    has ended; there are several if the client raised the limit.
+    """
+
+    route: Route
+    request: GenerationRequest
+    limits: OutputLimits
+    processor: OutputProcessor
+    begin_timer: asyncio.TimerHandle | None = None
+    charged_token_count: int = 0
+    part_timings: list[EngineTimings] = []
+    migration_count: int = 0
+
+
+class Phase(msgspec.Struct, eq=False):
+    """Phase of a request. is_over: no more output is generated."""
+
+    name: ClassVar[str] = "preparing"
+    is_over: ClassVar[bool] = False
+
+
+class Received(Phase, eq=False):
+    """Parsed; the model's name is not resolved yet."""
+
+
+class Preparing(Phase, Generic[R], eq=False):
+    """The prompt is rendered, tokenized and checked.
+
+    call_reading: how tool calls are parsed; None: no tools. work_s: processor time spent on the
+    prompt.
+    """
+
+    route: R
+    call_reading: CallReading | None = None
+    work_s: float = 0.0
+
+
+class Asking(Preparing[Route], eq=False, kw_only=True):
+    """The request waits for permit and hold."""
+
+    request: GenerationRequest
+    entry: QueueEntry
+    hold: HoldHandle
+
+
+class Held(Phase, Generic[A], eq=False):
+    """Base of the phases with a hold."""
+
+    admitted: A
+
+
+class Loading(Held[A], Generic[A], eq=False):
+    """The request waits for an engine to start."""
+
+    name: ClassVar[str] = "loading"
+
+
+class Queued(Held[A], Generic[A], eq=False):
+    """The request waits for its turn."""
+
+    name: ClassVar[str] = "queued"
+
+
+class Sequenced(Held[AdmittedGeneration], eq=False):
+    """Base of the phases with a sequence, which its end closes."""
+
+    name: ClassVar[str] = STREAMING
+    sequence: SequenceHandle
+
+
+class Submitted(Sequenced, eq=False):
+    """An engine has the sequence and has not started on it."""
+
+    name: ClassVar[str] = "queued"
+
+
+class Running(Sequenced, eq=False):
+    """The engine has started on the sequence."""
+
+
+class Generated(Sequenced, eq=False):
+    """The sequence has ended; checks, or the lease, still hold back output.
+
+    stalled_s: the client's stall until then.
+    """
+
+    outcome: Outcome
+    stalled_s: float
+
+
+class Encoding(Held[AdmittedRequest], eq=False):
+    """The encoder works on a part of the texts."""
+
+    name: ClassVar[str] = STREAMING
+
+
+class Flushing(Held[AdmittedGeneration], eq=False):
+    """The client takes the rest of the output. result: the engine's, or what failed."""
+
+    name: ClassVar[str] = STREAMING
+    is_over: ClassVar[bool] = True
+    result: Outcome | Exception
+    stalled_s: float
+
+
+class Settling(Held[A], Generic[A], eq=False):
+    """The hold is settled or voided."""
+
+    name: ClassVar[str] = "ending"
+    is_over: ClassVar[bool] = True
+
+
+class Ended(Phase, eq=False):
+    """The end. ends: outcome of each choice. stops: the stop of the request that ended a choice."""
+
+    name: ClassVar[str] = "ending"
+    is_over: ClassVar[bool] = True
+    cause: Cause
+    ends: Mapping[int, Outcome] = {}
+    stops: Mapping[int, StoppedBy] = {}
+
+
+WAITING = (Loading, Queued, Submitted)
+NEXT: Mapping[type[Phase], tuple[type[Phase], ...]] = {
+    Received: (Preparing, Ended),
+    Preparing: (Asking, Queued, Ended),
+    Asking: (Queued, Ended),
+    Loading: (Queued, Encoding, Flushing, Settling),
+    # Each part of an embedding queues again.
+    Queued: (Loading, Queued, Submitted, Encoding, Flushing, Settling),
+    Submitted: (Running, Generated, Flushing),
+    # A sequence that moves to another engine starts again; a raised limit needs another sequence,
+    # for which the engine may have to be started.
+    Running: (Running, Loading, Generated, Flushing),
+    Generated: (Flushing,),
+    Encoding: (Queued, Settling),
+    Flushing: (Settling,),
+    Settling: (Ended,),
+    Ended: (),
+}
