@@ -151,8 +151,8 @@ class AdminServicer(
         """signer: signs receipts of overdue requests; may be None. issuer: has the fonts in which
         billing profiles are printed.
 
-        in_thread: runs work on a configuration, see `RequestRegistry.in_thread`. private_webhooks: see
-        `alerts/delivering.py`.
+        in_thread: runs work on a configuration, see `RequestRegistry.in_thread`.
+        private_webhooks: see `alerts/delivering.py`.
         """
         super().__init__(authenticator, sessions)
         self._router = router
