@@ -18,6 +18,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core import wire
+from api.generation.delivery.delta import Delta
 from api.openai.history import REASONING_TEXT
 from api.openai.parameters import (
     Namespaces,
@@ -30,8 +31,14 @@ from api.openai.parameters import (
     wants_logprobs,
 )
 from api.openai.refusals import Refusal
+from inference import engine
 from inference.engine import SamplingParams, StoppedBy
 from inference.text.tokenizer import Place, Tokenizer, TokenPlaces
+from inference.text.tools import CallPiece
+
+# Of a prompt, which arrive in frames, or of output, which arrive as the engine gives them.
+TokenLogprob = pb.TokenLogprob | engine.TokenLogprob
+TokenLogprobs = pb.TokenLogprobs | engine.TokenLogprobs
 
 LOGPROB_MIN = -9999.0  # OpenAI's value for probability 0: JSON has no infinity
 DONE = b"data: [DONE]\n\n"
@@ -103,7 +110,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._text_and_bytes = lru_cache(CACHED_TOKENS_MAX)(self._find_text_and_bytes)
 
-    def entry(self, token: pb.TokenLogprob, *, by_id: bool = False) -> dict[str, Any]:
+    def entry(self, token: TokenLogprob, *, by_id: bool = False) -> dict[str, Any]:
         """Return a token with its log-probability. by_id: name it by its id."""
         text, data = self._text_and_bytes(token.token_id)
         return {
@@ -117,7 +124,7 @@ class TokenTexts:
         return data.decode(errors="replace"), tuple(data)
 
     def content(
-        self, logprobs: Sequence[pb.TokenLogprobs], *, by_id: bool = False
+        self, logprobs: Sequence[TokenLogprobs], *, by_id: bool = False
     ) -> list[dict[str, Any]]:
         return [
             self.entry(each.chosen, by_id=by_id)
@@ -126,7 +133,7 @@ class TokenTexts:
         ]
 
     def of_prompt(
-        self, logprobs: Sequence[pb.TokenLogprobs]
+        self, logprobs: Sequence[TokenLogprobs]
     ) -> list[dict[str, dict[str, Any]] | None]:
         """Return the tokens of a prompt in vLLM's form: by id; None for the first, which has none.
 
@@ -134,7 +141,8 @@ class TokenTexts:
         """
         positions: list[dict[str, dict[str, Any]] | None] = [None] * min(len(logprobs), 1)
         for each in logprobs[1:]:
-            ranked = {token.token_id: rank for rank, token in enumerate(each.top, 1)}
+            top: Sequence[TokenLogprob] = each.top
+            ranked = {token.token_id: rank for rank, token in enumerate(top, 1)}
             positions.append(
                 {
                     str(token.token_id): {
@@ -142,13 +150,13 @@ class TokenTexts:
                         "rank": ranked.get(token.token_id),
                         "decoded_token": self._text_and_bytes(token.token_id)[0],
                     }
-                    for token in (each.chosen, *each.top)
+                    for token in (each.chosen, *top)
                 }
             )
         return positions
 
     def span_of(
-        self, text: str, logprobs: Sequence[pb.TokenLogprobs], *, is_last: bool
+        self, text: str, logprobs: Sequence[TokenLogprobs], *, is_last: bool
     ) -> tuple[int, int]:
         """Return where the tokens of a text begin and end among others.
 
@@ -177,15 +185,15 @@ class TokenTexts:
         return self._tokenizer.decoder.places(tuple(ids))
 
     def columns(
-        self, logprobs: Sequence[pb.TokenLogprobs], places: TokenPlaces, *, is_whole: bool
+        self, logprobs: Sequence[TokenLogprobs], places: TokenPlaces, *, is_whole: bool
     ) -> Columns:
         """Return output tokens in the form of plain completions. is_whole: no tokens follow."""
         return self._columns(logprobs, _placed(logprobs, places, is_whole=is_whole))
 
     def echoed(
         self,
-        prompt_logprobs: Sequence[pb.TokenLogprobs],
-        logprobs: Sequence[pb.TokenLogprobs],
+        prompt_logprobs: Sequence[TokenLogprobs],
+        logprobs: Sequence[TokenLogprobs],
         prompt: str,
     ) -> Columns:
         """Return the tokens of a prompt and of its output. prompt: its text."""
@@ -212,7 +220,7 @@ class TokenTexts:
 
     def _columns(
         self,
-        logprobs: Sequence[pb.TokenLogprobs],
+        logprobs: Sequence[TokenLogprobs],
         places: Sequence[Place],
     ) -> Columns:
         """Return the columns of tokens.
@@ -247,12 +255,12 @@ class TokenTexts:
         return text or self._tokenizer.backend.id_to_token(token_id) or f"token_id:{token_id}"
 
 
-def named_by_id(token: pb.TokenLogprob) -> str:
+def named_by_id(token: TokenLogprob) -> str:
     """Return the name of a token by its id, as vLLM spells it."""
     return f"token_id:{token.token_id}"
 
 
-def by_ids(columns: Columns, logprobs: Sequence[pb.TokenLogprobs]) -> Columns:
+def by_ids(columns: Columns, logprobs: Sequence[TokenLogprobs]) -> Columns:
     """Return the columns with each token named by its id."""
     top = [
         {named_by_id(token): max(token.logprob, LOGPROB_MIN) for token in (*each.top, each.chosen)}
@@ -281,7 +289,7 @@ class ServedModel:
 
 
 def _placed(
-    logprobs: Sequence[pb.TokenLogprobs], places: TokenPlaces, *, is_whole: bool
+    logprobs: Sequence[TokenLogprobs], places: TokenPlaces, *, is_whole: bool
 ) -> list[Place]:
     placed = [places.add(each.chosen.token_id) for each in logprobs]
     if is_whole and placed:  # a torn character counts as the last token's
@@ -339,15 +347,15 @@ class Output:
     calls: list[Call] = field(default_factory=list)
     thoughts: list[list[str]] = field(default_factory=list)
     parts: list[int | None] = field(default_factory=list)
-    prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
-    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_token_ids: Sequence[int] = ()
     token_ids: list[int] = field(default_factory=list)
     reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
     timings: types_pb2.Timings | None = None  # of its prompt, with the first choice
     stopped_by: StoppedBy = None
 
-    def add(self, delta: pb.DeltaFrame) -> None:
+    def add(self, delta: Delta) -> None:
         if delta.reasoning:
             if not (self.parts and is_thought(self.parts[-1])):
                 self.thoughts.append([])
@@ -358,11 +366,11 @@ class Output:
         self.token_ids.extend(delta.token_ids)
         if delta.text and None not in self.parts:
             self.parts.append(None)
-        for piece in delta.tool_calls:
+        for piece in delta.calls:
             if piece.id:
                 self.parts.append(len(self.calls))
                 self.calls.append(Call(piece.id, piece.name))
-            self.calls[piece.index].pieces.append(piece.arguments_json)
+            self.calls[piece.index].pieces.append(piece.arguments)
 
     @property
     def text(self) -> str:
@@ -478,12 +486,12 @@ class Answer(ABC):
         """Return the events before the first output."""
         return b""
 
-    def kept(self, new: pb.DeltaFrame) -> pb.DeltaFrame:
+    def kept(self, new: Delta) -> Delta:
         """Return new output without what the responses of this API have no place for."""
         return new
 
     @abstractmethod
-    def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
+    def delta(self, output: Output, new: Delta) -> bytes:
         """Return the events of new output, which `output` already includes."""
 
     def choice_ended(self, output: Output) -> bytes:
@@ -648,18 +656,18 @@ class ChatAnswer(ChunkAnswer):
             )
         return b"".join(events)
 
-    def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
-        if not (new.logprobs or new.tool_calls or new.reasoning or new.token_ids):
+    def delta(self, output: Output, new: Delta) -> bytes:
+        if not (new.logprobs or new.calls or new.reasoning or new.token_ids):
             before, after = self._plain_chunk(output.index)
             return b"".join((before, encode(new.text), after, self._end_of(output)))
         logprobs = self._logprobs(new.logprobs) if new.logprobs else None
         delta: dict[str, Any] = {}
         if new.reasoning:
             delta |= _reasoning(new.reasoning)
-        if new.text or not (new.tool_calls or new.reasoning):
+        if new.text or not (new.calls or new.reasoning):
             delta["content"] = new.text
         # One call in each event: many clients read only the first one.
-        first, *others = [{"tool_calls": [_call_delta(piece)]} for piece in new.tool_calls] or [{}]
+        first, *others = [{"tool_calls": [_call_delta(piece)]} for piece in new.calls] or [{}]
         choice = _chat_choice(output.index, delta | first, logprobs=logprobs)
         events = [choice | self._token_ids(new.token_ids)]
         events += [_chat_choice(output.index, each) for each in others]
@@ -694,7 +702,7 @@ class ChatAnswer(ChunkAnswer):
         shown = {"choices": choices, **self._prompt_tokens(outputs[0])}
         return {"object": "chat.completion", **self._common, **shown}
 
-    def _logprobs(self, logprobs: Sequence[pb.TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         by_id = self._parsed.names_tokens_by_id
         return {"content": self._texts.content(logprobs, by_id=by_id), "refusal": None}
 
@@ -740,11 +748,11 @@ def _reasoning(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _call_delta(piece: pb.ToolCallDelta) -> dict[str, Any]:
+def _call_delta(piece: CallPiece) -> dict[str, Any]:
     """Return the delta of a call: id and name with its first piece, later only arguments."""
     if not piece.id:
-        return {"index": piece.index, "function": {"arguments": piece.arguments_json}}
-    function = {"name": piece.name, "arguments": piece.arguments_json}
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
     return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
@@ -768,7 +776,7 @@ class CompletionAnswer(ChunkAnswer):
         self._begun: set[int] = set()  # choices whose first event showed the tokens of the prompt
         self._prompt_chars: dict[int, int] = {}  # of echoed prompts, by number
 
-    def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
+    def delta(self, output: Output, new: Delta) -> bytes:
         columns, prompt = None, self._prompt_event(output)
         if new.logprobs:
             if (places := self._places.get(output.index)) is None:
@@ -802,7 +810,7 @@ class CompletionAnswer(ChunkAnswer):
         choice = _completion_choice(output.index, text, columns, None)
         return self._chunk([choice | self._prompt_tokens(output) | self._token_ids(())])
 
-    def _echoed(self, output: Output, logprobs: Sequence[pb.TokenLogprobs], text: str) -> Columns:
+    def _echoed(self, output: Output, logprobs: Sequence[TokenLogprobs], text: str) -> Columns:
         """Return the tokens of a prompt and of output. text: of the prompt."""
         columns = self._texts.echoed(output.prompt_logprobs, logprobs, text)
         if self._parsed.names_tokens_by_id:
@@ -863,7 +871,7 @@ class ResponseAnswer(Answer):
         self._members = Namespaces.of(self._parameters.tools).members
         self._wants_logprobs = wants_logprobs(self._parameters)
         # Log-probabilities of the newest tokens, whose text may be held back as a possible call
-        self._undecided: list[pb.TokenLogprobs] = []
+        self._undecided: list[engine.TokenLogprobs] = []
         self._event_count = 0
         self._open: list[int | None] = []  # items begun by events, as `Output.parts`
         self._done_count = 0  # calls ended by events
@@ -876,22 +884,21 @@ class ResponseAnswer(Answer):
             "response.in_progress", response=response
         )
 
-    def kept(self, new: pb.DeltaFrame) -> pb.DeltaFrame:
+    def kept(self, new: Delta) -> Delta:
         """Implement `Answer.kept`: log-probabilities are those of the text; calls have none."""
         if not (new.logprobs or self._undecided) or not self._parameters.tools:
             return new
         tokens = [*self._undecided, *new.logprobs]
-        del new.logprobs[:]
         begin = end = 0
         if new.text:
             # Calls that begin in a delta follow its text; otherwise the text may follow a call.
-            follows = not any(piece.id for piece in new.tool_calls)
+            follows = not any(piece.id for piece in new.calls)
             begin, end = self._texts.span_of(new.text, tokens, is_last=follows)
-        new.logprobs.extend(tokens[begin:end])
+        new.logprobs = tokens[begin:end]
         self._undecided = tokens[end:][-UNDECIDED_TOKENS_MAX:]
         return new
 
-    def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
+    def delta(self, output: Output, new: Delta) -> bytes:
         events = []
         if new.reasoning:
             part = -len(output.thoughts)
@@ -904,7 +911,7 @@ class ResponseAnswer(Answer):
                     **self._thought_place(part),
                 )
             )
-        if new.text or new.logprobs or new.tool_calls:
+        if new.text or new.logprobs or new.calls:
             events.append(self._end_thought(output, "completed"))
         if new.text or new.logprobs:
             if None not in self._open:
@@ -915,18 +922,18 @@ class ResponseAnswer(Answer):
                     "response.output_text.delta", delta=new.text, logprobs=logprobs, **self._part
                 )
             )
-        for piece in new.tool_calls:
+        for piece in new.calls:
             if piece.id:
                 events += [
                     self._end_calls(output, piece.index),
                     self._begin_call(output.calls[piece.index], piece.index),
                 ]
-            if piece.arguments_json:
+            if piece.arguments:
                 place = self._place(piece.index)
                 events.append(
                     self._event(
                         "response.function_call_arguments.delta",
-                        delta=piece.arguments_json,
+                        delta=piece.arguments,
                         **place,
                     )
                 )
@@ -1155,7 +1162,7 @@ class ResponseAnswer(Answer):
             "content": content,
         }
 
-    def _text(self, text: str, logprobs: Sequence[pb.TokenLogprobs]) -> dict[str, Any]:
+    def _text(self, text: str, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         entries = self._texts.content(logprobs) if self._wants_logprobs else []
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
 

@@ -15,7 +15,7 @@ from api.core.errors import MessageUnreadable
 from api.core.interceptor import Context, ReceivedMessages, checked, first_error, tolerant
 from api.core.pace import FramePace
 from api.core.settings import Settings
-from api.generation.delivery.stream_writer import Outbox, Receiver
+from api.generation.delivery.stream_writer import FrameSubscription, StreamWriter
 from api.generation.parsing.start_frame import parse_start
 from api.generation.request.live_request import Caller, LiveRequest
 from api.generation.state import State
@@ -55,7 +55,10 @@ def test_a_tick_of_progress_survives_a_request_for_an_unknown_model(state: State
     caller = Caller(payer, 0.0, 0.0)
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="gpt", text="x"))
     request = LiveRequest(
-        caller, start, process, Receiver(Outbox(cast(Any, None)), start.given_id, lambda _: None)
+        caller,
+        start,
+        process,
+        FrameSubscription(StreamWriter(cast(Any, None)), start.given_id, lambda _: None),
     )
     request.life.state = state
 

@@ -14,8 +14,8 @@ import regex
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.settings import Settings
-from api.generation.delivery.output_buffer import Flow, LiveOutput
-from api.generation.delivery.stream_writer import Outbox, Receiver
+from api.generation.delivery.output_buffer import FlowControl, SendBuffer
+from api.generation.delivery.stream_writer import FrameSubscription, StreamWriter
 from api.generation.parsing.start_frame import ValidStart, parse_start
 from api.generation.parsing.tools import CallReading
 from api.generation.request.admission import Lease
@@ -62,15 +62,17 @@ def journal(tmp_path: Path) -> Iterator[UsageJournal]:
 
 
 def reply_of(
-    outbox: Outbox, start: ValidStart, stopped: list[Outcome], settings: Settings
+    writer: StreamWriter, start: ValidStart, stopped: list[Outcome], settings: Settings
 ) -> Reply:
-    """Return the reply to a request of this outbox's stream. stopped: collects reasons of stops."""
-    receiver, life = (
-        Receiver(outbox, start.given_id, lambda _: None),
+    """Return the reply to a request of this writer's stream. stopped: collects reasons of stops."""
+    subscription, life = (
+        FrameSubscription(writer, start.given_id, lambda _: None),
         Life(lambda end: stopped.append(end.outcome)),
     )
     return Reply(
-        LiveOutput(receiver, start.model, Flow(None, 60.0, lambda: None), life, lambda _: None),
+        SendBuffer(
+            subscription, start.model, FlowControl(None, 60.0, lambda: None), life, lambda _: None
+        ),
         start,
         life,
         settings,
@@ -128,7 +130,7 @@ async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcom
             len(frame.delta.token_ids) for frame in pb.GenerateResponse.FromString(data).frames
         )
 
-    outbox = Outbox(journal)
+    writer = StreamWriter(journal)
     settings = cast(
         Settings,
         SimpleNamespace(
@@ -136,15 +138,15 @@ async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcom
             client_stall_max_s=60.0,
         ),
     )
-    reply = reply_of(outbox, start, stopped, settings)
+    reply = reply_of(writer, start, stopped, settings)
     handing = Handing(reply)
     handing.open()
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(outbox.write_all(write))
+        tasks.create_task(writer.write_all(write))
         for index in range(500):
             reply.output.usage.generated_token_count += 1
             await handing.take(TokensGenerated((index,), "x"))
-        outbox.close()
+        writer.close()
     return stopped, sent
 
 
@@ -165,9 +167,9 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
 ) -> None:
     """Each message takes most of the stall limit, and this request's output is in the last."""
     patience_s = 0.2
-    monkeypatch.setattr(Outbox, "frame_max", 1)
+    monkeypatch.setattr(StreamWriter, "frame_max", 1)
     stopped: list[Outcome] = []
-    outbox = Outbox(journal)
+    writer = StreamWriter(journal)
     settings = cast(
         Settings,
         SimpleNamespace(
@@ -178,7 +180,7 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
     replies = []
     for _ in range(2):
         start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", text="Hi"))
-        replies.append(Handing(reply_of(outbox, start, stopped, settings)))
+        replies.append(Handing(reply_of(writer, start, stopped, settings)))
         replies[-1].open()
     first, last = replies
 
@@ -188,9 +190,9 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
     for index in range(5):
         await first.take(TokensGenerated((index,), "x"))
     await last.take(TokensGenerated((0,), "x"))
-    outbox.close()
+    writer.close()
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(outbox.write_all(write))
+        tasks.create_task(writer.write_all(write))
         await last.flush()
 
     assert stopped == []
@@ -228,8 +230,8 @@ async def test_rules_read_escapes_in_what_clients_will_parse_and_in_nothing_else
         ),
     )
     ends: list[Outcome] = []
-    outbox = Outbox(journal)
-    reply = reply_of(outbox, start, ends, settings)
+    writer = StreamWriter(journal)
+    reply = reply_of(writer, start, ends, settings)
     if start.tool_use.tools:
         reply.call_reading = CallReading(CallFormat.HERMES, ("book",), ends_with_call=False)
     handing = Handing(reply)
@@ -250,8 +252,8 @@ async def test_rules_read_escapes_in_what_clients_will_parse_and_in_nothing_else
             )
         )
         assert handing.has_ended
-    outbox.close()
-    await outbox.write_all(write)
+    writer.close()
+    await writer.write_all(write)
 
     assert ends == stopped
     assert "".join(delta.text for delta in taken) == said

@@ -13,8 +13,8 @@ from api.core import wire
 from api.core.errors import Violations
 from api.core.messages import quota_statuses
 from api.core.wire import payload_hash
-from api.generation.delivery.frames import tell_settled
-from api.generation.delivery.stream_writer import varint
+from api.generation.delivery.encoding import varint
+from api.generation.delivery.frames import set_settlement
 from api.queue.fair_queue import ServiceTier
 from inference.engine import ModelInfo, Vector
 from metering.holds.operations import Admitted, Settled
@@ -134,7 +134,7 @@ def embed_response(
         price_version=admitted.prices.version,
         quotas=quota_statuses(admitted.quotas),
     )
-    tell_settled(settled, response)
+    set_settlement(settled, response)
     response.embeddings.extend(
         embedding_message(text, vector) for text, vector in zip(texts, vectors, strict=True)
     )

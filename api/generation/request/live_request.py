@@ -38,13 +38,13 @@ from api.core.wire import OUTCOMES
 from api.generation import state
 from api.generation.delivery import frames
 from api.generation.delivery.output_buffer import (
-    Flow,
-    LiveOutput,
-    Output,
-    ReplayOutput,
+    FlowControl,
+    OutputBuffer,
+    SendBuffer,
     read_too_slowly,
 )
-from api.generation.delivery.stream_writer import Receiver, UsageSoFar
+from api.generation.delivery.replayable_buffer import ReplayableBuffer
+from api.generation.delivery.stream_writer import Subscription, UsageSoFar
 from api.generation.endings import cause_of
 from api.generation.parsing.start_frame import ValidStart
 from api.generation.parsing.tokenizing import TextJob, tokenize_at_once
@@ -158,7 +158,7 @@ class LiveRequest:
     """
 
     def __init__(
-        self, caller: Caller, start: ValidStart, process: Process, receiver: Receiver
+        self, caller: Caller, start: ValidStart, process: Process, subscription: Subscription
     ) -> None:
         self.caller = caller
         self.start = start
@@ -167,7 +167,7 @@ class LiveRequest:
         self._process = process
         settings = process.admission.settings
         stall_max_s, rate = settings.client_stall_max_s, settings.client_tokens_per_s_min
-        flow = Flow(
+        flow = FlowControl(
             start.initial_credit_tokens,
             stall_max_s,
             lambda: self.life.stop(
@@ -175,13 +175,13 @@ class LiveRequest:
             ),
             rate,
         )
-        self.output: Output
+        self.output: OutputBuffer
         if start.keep_s is None:
-            self.output = LiveOutput(receiver, start.model, flow, self.life, self.update)
+            self.output = SendBuffer(subscription, start.model, flow, self.life, self.update)
         else:
             buffer = process.replays.open(caller.payer.organization_id)
-            self.output = ReplayOutput(
-                receiver, start.model, flow, self.life, self.update, start.keep_s, buffer
+            self.output = ReplayableBuffer(
+                subscription, start.model, flow, self.life, self.update, start.keep_s, buffer
             )
         self._reply = Reply(self.output, start, self.life, settings)
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)
@@ -253,7 +253,7 @@ class LiveRequest:
     def _on_stop(self, end: End) -> None:
         self._free_token_count = 0
         # A partial answer cannot be sent whole.
-        if end.error is not None and self.output.takes_whole:
+        if end.error is not None and self.output.is_whole:
             self.life.discards = True
         self._reply.stopped()
         if end.error is not None:
@@ -314,7 +314,7 @@ class LiveRequest:
     def begin(self) -> None:
         """Prepare the prompt, at once if it is short, and ask for admission.
 
-        Errors are reported to the current receiver.
+        Errors are reported to the current subscription.
         """
         process, caller, start = self._process, self.caller, self.start
         process.add(self)
@@ -496,20 +496,20 @@ class LiveRequest:
                 output, token_ids = self.output, event.token_ids
                 count = len(token_ids)
                 output.usage.generated_token_count += count
-                if output.said_token_count + count <= self._free_token_count and not (
+                if output.appended_token_count + count <= self._free_token_count and not (
                     event.logprobs or event.prompt_logprobs
                 ):
                     if event.reasoning_token_count:
                         thought = event.reasoning, event.reasoning_token_count
-                        output.say(event.choice_index, event.text, token_ids, (), (), thought)
+                        output.append(event.choice_index, event.text, token_ids, (), (), thought)
                     else:
-                        output.say(event.choice_index, event.text, token_ids)
+                        output.append(event.choice_index, event.text, token_ids)
                     return
                 self._watch.first_token()
                 self._charge()
                 self._reply.take(event)
                 self._free_token_count = min(
-                    self._reply.free_token_count, output.said_token_count + TOKENS_PER_CHARGE
+                    self._reply.free_token_count, output.appended_token_count + TOKENS_PER_CHARGE
                 )
             elif isinstance(event, Scheduled):
                 self._begun(event)
@@ -659,7 +659,7 @@ class LiveRequest:
             self._is_over = True
             self._end()
             return
-        if self._error is not None and self.output.takes_whole:
+        if self._error is not None and self.output.is_whole:
             self._reply.discard()
         self._wind_up()
 
@@ -784,6 +784,27 @@ class LiveRequest:
             return EngineLostMidway(settled.delivered_token_count)
         assert self._route is not None, "a lost engine was chosen before"
         return EngineLost(max(self._route.engine.condition().retry_after_s, RETRY_S_MIN))
+
+
+def begin(
+    process: Process,
+    caller: Caller,
+    start: ValidStart,
+    subscription: Subscription,
+    running: LiveRequest | None = None,
+) -> LiveRequest:
+    """Start a request, or receive the running one that `start` names again from its first token.
+
+    running: by `Process.same_request`. The end of a new request is reported in a later turn of the
+    loop. Raises: OutputGone and RequestInFlight, only for a running one.
+    """
+    subscription.payload_hash = start.payload_hash
+    if running is not None:
+        running.output.attach(subscription, 0, start.initial_credit_tokens or 0)
+        return running
+    request = LiveRequest(caller, start, process, subscription)
+    request.begin()
+    return request
 
 
 def check_output_change(

@@ -10,12 +10,16 @@ from functools import partial
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
+from api.access.auth import check_model
+from api.core.errors import KeepTooLong, RequestUnderWay
 from api.core.interceptor import READ_BYTES, READ_S
-from api.core.pace import FramePace, Payer
+from api.core.pace import REFUSAL_COST_S, FramePace, Payer
 from api.core.settings import Settings
-from api.generation.delivery.output_buffer import ReplayOutput
 from api.generation.delivery.replay import Key, ReplayBuffers
+from api.generation.delivery.replayable_buffer import ReplayableBuffer
+from api.generation.delivery.stream_writer import Subscription
 from api.generation.parsing.embed_request import ValidEmbed
+from api.generation.parsing.start_frame import ValidStart
 from api.generation.parsing.text_work import TextWork
 from api.generation.request.admission import Admission
 from api.generation.request.live_embedding import LiveEmbedding
@@ -28,8 +32,10 @@ from common.incidents import Retries
 from inference.routing.router import Router
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import Tokenizer
+from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.quotas.quota_rules import Owner
+from metering.tenants.tenants import Principal
 
 PARSING_REST = 3.0  # a quarter of the time is for parsing
 PROGRESS_FRAMES_MAX = 500  # per interval: a few ms of work; beyond it requests take turns
@@ -65,7 +71,7 @@ class Process:
         self.router = router
         self.tokenizers = tokenizers
         self.queues = queues_of(router, settings)
-        self.replays = ReplayBuffers(
+        self.replays = ReplayBuffers[ReplayableBuffer](
             admission.journal,
             bytes_max=settings.replay_bytes_max,
             bytes_per_request_max=settings.replay_bytes_per_request_max,
@@ -144,6 +150,49 @@ class Process:
         project_id, request_id = key
         return self._by_key.get((project_id.int, request_id.int))
 
+    def check_rights(self, principal: Principal, start: ValidStart) -> None:
+        """Check that a caller may start a request. Raises: ModelNotAllowed, ModelUnknown,
+        KeepTooLong."""
+        if principal.models:
+            check_model(principal, self.router.canonical_name(start.model))
+        keep_max_s = self.admission.settings.keep_on_disconnect_max_s
+        if start.keep_s is not None and start.keep_s > keep_max_s:
+            raise KeepTooLong(start.keep_s, keep_max_s)
+
+    def same_request(
+        self, project_id: uuid.UUID, start: ValidStart, received: Subscription | None = None
+    ) -> LiveRequest | None:
+        """Return the request that runs here with the id of a start frame; None if there is none.
+
+        Frames with one id and equal payloads are the same request. received: the subscription of
+        the same stream to a request with this id, which may run in another process. Raises:
+        RequestUnderWay for a different payload, RequestInFlight if the payload is not known.
+        """
+        running = self._by_key.get((project_id.int, start.request_id.int))
+        if running is not None:
+            payload_hash: bytes | None = running.start.payload_hash
+        elif received is not None:
+            payload_hash = received.payload_hash
+        else:
+            return None
+        if payload_hash is None:
+            raise RequestInFlight(
+                "this stream has attached to a request with this request_id; wait until it ends"
+            )
+        if payload_hash != start.payload_hash:
+            raise RequestUnderWay(
+                "a request with this request_id and another payload is already running"
+            )
+        return running
+
+    def charge_refusal(self, owner: Owner, subscription: Subscription) -> None:
+        """Charge the caller for a request that was refused, if it was started on this stream.
+
+        Quotas bound admitted requests only.
+        """
+        if subscription.is_refused and subscription.payload_hash is not None:
+            self.pace.spent(owner, REFUSAL_COST_S)
+
     def receive_elsewhere(self, request: LiveRequest) -> bool:
         """Relay a request that turned out to run in another process.
 
@@ -153,12 +202,12 @@ class Process:
         if (
             self.relays is None
             or not request.caller.secret
-            or (receiver := request.output.detach()) is None
+            or (subscription := request.output.detach()) is None
         ):
             return False
         key = request.caller.payer.project_id, request.start.request_id
         self.relays.begin(
-            receiver,
+            subscription,
             key,
             request.caller.secret,
             after_seq=0,
@@ -189,7 +238,9 @@ class Process:
         key = project_id, request_id = request.caller.payer.project_id, request.start.request_id
         if self._by_key.get((project_id.int, request_id.int)) is request:
             del self._by_key[project_id.int, request_id.int]
-        if request.start.keep_s is not None and isinstance(output := request.output, ReplayOutput):
+        if request.start.keep_s is not None and isinstance(
+            output := request.output, ReplayableBuffer
+        ):
             if can_be_received:
                 self.replays.keep(key, output, request.start.keep_s)
             else:
