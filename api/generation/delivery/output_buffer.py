@@ -501,7 +501,8 @@ class OutputBuffer(ABC):
         """Handle that the transport has taken tokens: they are delivered."""
         usage = self.usage
         # Less if a stalled request has ended, and was billed, meanwhile.
-        token_count = min(token_count, self.in_flight_token_count)
+        if token_count > self.in_flight_token_count:
+            token_count = self.in_flight_token_count
         self.in_flight_token_count -= token_count
         usage.taken_token_count += token_count
         if reasoning_token_count:
@@ -510,19 +511,20 @@ class OutputBuffer(ABC):
             usage.taken_reasoning_token_count += reasoning_token_count
         if not self.is_kept:
             usage.delivered_token_count = usage.taken_token_count
-            usage.delivered_reasoning_token_count = usage.taken_reasoning_token_count
+            if reasoning_token_count:
+                usage.delivered_reasoning_token_count = usage.taken_reasoning_token_count
 
     def entry(self, token_count: int, reasoning_token_count: int = 0) -> Delivered:
         """Return the journal entry for this many more tokens, some of them reasoning."""
         assert self.hold_id is not None, "tokens are delivered only under a hold"
         usage = self.usage
         total = usage.journalled_token_count + token_count
-        generated = max(usage.generated_token_count, total)
+        generated = usage.generated_token_count
         return Delivered(
             self.hold_id,
             usage.input_token_count,
             usage.cached_input_token_count,
-            generated,
+            generated if generated > total else total,
             total,
             usage.journalled_reasoning_token_count + reasoning_token_count,
         )
@@ -648,9 +650,10 @@ class SendBuffer(OutputBuffer):
             now = self.gaps.note(choice_index)
             if self.ready_at is None:
                 self.ready_at = now
-        self.appended_token_count += len(token_ids)
-        self._steps.append((choice_index, text, token_ids, logprobs, calls, thought))
-        if len(self._steps) > STEPS_UNPACKED_MAX:
+            self.appended_token_count += len(token_ids)
+        steps = self._steps
+        steps.append((choice_index, text, token_ids, logprobs, calls, thought))
+        if len(steps) > STEPS_UNPACKED_MAX:
             self._pack()
         subscription = self.subscription
         if subscription is not None and not subscription.is_waiting:
@@ -692,24 +695,23 @@ class SendBuffer(OutputBuffer):
             # Most output: one step, or tokens of the first choice with nothing beside them.
             steps = self._steps
             step = steps[0] if len(steps) == 1 else joined(steps)
-            count = 0 if step is None else len(step[2])
-            if step is not None and 0 < count <= subscription.writer.tokens_per_delta_max:
+            part = None
+            if step is not None:
                 choice_index, text, token_ids, logprobs, calls, thought = step
+                count, seq = len(token_ids), self._last_seq + 1
+                if count == 1 and thought is NO_THOUGHT and not (choice_index or logprobs or calls):
+                    part = subscription.token(seq, text, token_ids[0])
+                elif 0 < count <= subscription.writer.tokens_per_delta_max:
+                    delta = Delta(text, token_ids, logprobs, calls, *thought)
+                    part = subscription.delta(seq, choice_index, delta)
+            if part is not None:
                 steps.clear()
                 self.ready_at = None
-                self._last_seq += 1
-                into.parts.append(
-                    subscription.token(self._last_seq, text, token_ids[0])
-                    if count == 1
-                    and not (choice_index or logprobs or calls or thought is not NO_THOUGHT)
-                    else subscription.delta(
-                        self._last_seq,
-                        choice_index,
-                        Delta(text, token_ids, logprobs, calls, *thought),
-                    )
-                )
+                self._last_seq = seq
                 into.token_room -= count
-                end = len(into.parts)
+                parts = into.parts
+                parts.append(part)
+                end = len(parts)
                 into.entries.append((self, count, thought[1], end - 1, end))
                 if self._life is None:
                     self._send_end()

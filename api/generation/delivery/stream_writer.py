@@ -465,13 +465,13 @@ class StreamWriter:
         gone: type[Exception] | tuple[()],
         break_silence: Callable[[], Awaitable[object]] | None,
     ) -> None:
-        journal, now = self._journal, monotonic
+        journal, now, loop = self._journal, monotonic, asyncio.get_running_loop()
         while True:
             if self._line and self._is_open:
                 # Built as late as possible, since the process may be suspended at any earlier
                 # point.
                 if (message := self._message()) or self._in_flight:
-                    self._writing_since = monotonic()
+                    self._writing_since = began_at = now()
                     try:
                         await write(message)
                     except gone:
@@ -479,11 +479,11 @@ class StreamWriter:
                             on_gone()
                         return
                     finally:
-                        if now() - self._writing_since > SLOW_WRITE_S:
+                        self._written_at = ended_at = now()
+                        if ended_at - began_at > SLOW_WRITE_S:
                             self._count_write()
                         self._writing_since = math.inf
                     self.message_count += 1
-                    self._written_at = now()
                     tokens, self._in_flight_tokens = self._in_flight_tokens, []
                     for output, token_count, reasoning_count in tokens:
                         output.was_taken(token_count, reasoning_count)
@@ -514,7 +514,7 @@ class StreamWriter:
                         on_gone()
                     return
             else:
-                self._idle = asyncio.get_running_loop().create_future()
+                self._idle = loop.create_future()
                 try:
                     await self._idle
                 finally:
@@ -528,7 +528,7 @@ class StreamWriter:
         frame_max, delta_max = self.frame_max, self.delta_max
         collected = Collected([], self.token_max, [], [], self._may_have_lapsed())
         line, parts, in_flight, more = self._line, collected.parts, self._in_flight, []
-        entries, sent = collected.entries, []
+        entries = collected.entries
         while line and collected.token_room > 0 and (count := len(parts)) < frame_max:
             one = line.popleft()
             if isinstance(one, bytes):
@@ -550,24 +550,28 @@ class StreamWriter:
             if taken_count := len(parts) - count:
                 one.in_flight_count += taken_count
                 in_flight.append(one)
-        line += more
+        if more:
+            line += more
         if entries:
             try:
                 self._journal.record(
-                    [output.entry(count, reasoning) for output, count, reasoning, *_ in entries]
+                    [output.entry(count, reasoning) for output, count, reasoning, _, _ in entries]
                 )
             except JournalUnavailable as error:
                 self._withdraw(collected, error)
             else:
-                for output, count, reasoning, *_ in entries:
-                    output.usage.journalled_token_count += count
-                    output.usage.journalled_reasoning_token_count += reasoning
-                    sent.append((output, count, reasoning))
-        sent += collected.replayed
-        for output, count, reasoning in sent:
+                for output, count, reasoning, _, _ in entries:
+                    usage = output.usage
+                    usage.journalled_token_count += count
+                    output.in_flight_token_count += count
+                    if reasoning:
+                        usage.journalled_reasoning_token_count += reasoning
+                        output.in_flight_reasoning_token_count += reasoning
+                    self._in_flight_tokens.append((output, count, reasoning))
+        for output, count, reasoning in collected.replayed:
             output.in_flight_token_count += count
             output.in_flight_reasoning_token_count += reasoning
-        self._in_flight_tokens += sent
+            self._in_flight_tokens.append((output, count, reasoning))
         if self._room is not None:
             self._make_room()
         return b"".join(parts)
