@@ -45,9 +45,7 @@ from api.openai.answers import (
     Answer,
     ChatAnswer,
     CompletionAnswer,
-    ResponseAnswer,
     ServedModel,
-    TokenTexts,
     cost_facts,
 )
 from api.openai.exchange import (
@@ -94,6 +92,8 @@ from api.openai.refusals import (
     refusal_of,
     remedy_of,
 )
+from api.openai.response_answer import ResponseAnswer
+from api.openai.token_texts import TokenTexts
 from api.openai.tokens import (
     DetokenizeParameters,
     ShownTokens,

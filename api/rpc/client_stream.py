@@ -114,7 +114,7 @@ class ClientStream:
         self._on_admitted: Callable[[], None] = (
             (lambda: None) if visit is None else visit.on_admitted
         )
-        key.on_shut_out = self._shut_out
+        key.on_shut_out = self._revoke
 
     async def serve(self, requests: AsyncIterator[pb.GenerateRequest], context: Context) -> None:
         """Serve until the client has half-closed and every request has ended.
@@ -128,9 +128,9 @@ class ClientStream:
             if isinstance(requests, ReceivedMessages):
                 requests.read_large = self._read_large
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._read_on(requests), name="stream reader")
+                tasks.create_task(self._read_all(requests), name="stream reader")
                 # If the client disconnects during a write, gRPC cancels the call right after.
-                left = partial(self._left_midway, context, granted_s)
+                left = partial(self._on_gone, context, granted_s)
                 tasks.create_task(
                     self._writer.write_all(
                         context.write,
@@ -166,14 +166,14 @@ class ClientStream:
             await write(framed(subscription.head + RUNNING))
             return
 
-    async def _read_on(self, requests: AsyncIterator[pb.GenerateRequest]) -> None:
+    async def _read_all(self, requests: AsyncIterator[pb.GenerateRequest]) -> None:
         """Read until the stream ends or a message ends it; wait for the current write before that.
 
         A cancelled write leaves an operation pending, and gRPC never sends the status after it.
         """
         try:
             async for message in requests:
-                await self._work_off(message.frames)
+                await self._handle_message(message.frames)
                 # Otherwise a stream that waits for the next message would keep this one in memory.
                 del message
             await self._all_ended.wait()
@@ -192,10 +192,10 @@ class ClientStream:
         with contextlib.nullcontext() if self._running else permit:
             return await self._process.in_turn(principal, size, parse)
 
-    def _left_midway(self, context: Context, granted_s: float | None) -> None:
+    def _on_gone(self, context: Context, granted_s: float | None) -> None:
         self._leave(outcome_of_leaving(granted_s, remaining_s(context)))
 
-    async def _work_off(self, batch: Sequence[pb.ClientFrame]) -> None:
+    async def _handle_message(self, batch: Sequence[pb.ClientFrame]) -> None:
         """Handle the frames of one message in slices, and let other streams run between them.
 
         A key that has used up its share of the event loop waits before the next slice. The message
@@ -225,10 +225,10 @@ class ClientStream:
                 await self._key.look_again()
             elif index:
                 await asyncio.sleep(0)
-            index = self._work_off_slice(batch, index, auth_ms, received_at)
+            index = self._handle_slice(batch, index, auth_ms, received_at)
             await self._writer.room()
 
-    def _work_off_slice(
+    def _handle_slice(
         self, batch: Sequence[pb.ClientFrame], index: int, auth_ms: float, received_at: float
     ) -> int:
         """Handle at least one frame from `index` on within the slice; return the next index."""
@@ -431,7 +431,7 @@ class ClientStream:
         if not self._running:
             self._all_ended.set()
 
-    def _shut_out(self, refusal: Exception) -> None:
+    def _revoke(self, refusal: Exception) -> None:
         """Fail all running requests with this refusal, since the key is no longer valid here."""
         for subscription in list(self._running.values()):
             subscription.source.revoke(subscription, refusal)

@@ -52,7 +52,7 @@ GOING_S = 20.0  # for pending work to end; it takes some milliseconds
 WATCHED = frozenset(
     {
         "ClientStream.serve",
-        "ClientStream._read_on",
+        "ClientStream._read_all",
         "ClientStream._write",
         "LiveRequest._contained",
         "LiveEmbedding.run",

@@ -316,7 +316,7 @@ class StreamWriter:
         self.message_count = 0
         self._journal = journal
         # Subscriptions with output, and frames without a request.
-        self._line: deque[Subscription | bytes] = deque()
+        self._queue: deque[Subscription | bytes] = deque()
         self._in_flight: list[Subscription] = []
         # With those of the tokens that are reasoning.
         self._in_flight_tokens: list[tuple[Supply, int, int]] = []
@@ -335,7 +335,7 @@ class StreamWriter:
     def push(self, frame: pb.ServerFrame) -> None:
         """Send a frame of a request that this stream does not receive."""
         if not self.is_abandoned:
-            self._line.append(framed(frame.SerializeToString()))
+            self._queue.append(framed(frame.SerializeToString()))
             self.frame_count += 1
             self._note()
 
@@ -343,7 +343,7 @@ class StreamWriter:
         """Queue a subscription that has something to send."""
         if not (subscription.is_waiting or self.is_abandoned):
             subscription.is_waiting = True
-            self._line.append(subscription)
+            self._queue.append(subscription)
             if self._idle is not None:
                 self._note()
 
@@ -378,9 +378,9 @@ class StreamWriter:
                 output.in_flight_token_count -= token_count
                 output.in_flight_reasoning_token_count -= reasoning_count
         gone = dict.fromkeys(
-            [*self._in_flight, *(each for each in self._line if isinstance(each, Subscription))]
+            [*self._in_flight, *(each for each in self._queue if isinstance(each, Subscription))]
         )
-        self._line.clear()
+        self._queue.clear()
         self._in_flight = []
         for subscription in gone:
             subscription.is_waiting = False
@@ -430,7 +430,7 @@ class StreamWriter:
             return
         for output, *_ in self._in_flight_tokens:
             output.count_write()
-        for subscription in self._line:
+        for subscription in self._queue:
             if isinstance(subscription, Subscription) and subscription.supply is not None:
                 subscription.supply.count_write()
 
@@ -467,7 +467,7 @@ class StreamWriter:
     ) -> None:
         journal, now, loop = self._journal, monotonic, asyncio.get_running_loop()
         while True:
-            if self._line and self._is_open:
+            if self._queue and self._is_open:
                 # Built as late as possible, since the process may be suspended at any earlier
                 # point.
                 if (message := self._message()) or self._in_flight:
@@ -527,10 +527,10 @@ class StreamWriter:
         """
         frame_max, delta_max = self.frame_max, self.delta_max
         collected = Collected([], self.token_max, [], [], self._may_have_lapsed())
-        line, parts, in_flight, more = self._line, collected.parts, self._in_flight, []
+        queue, parts, in_flight, more = self._queue, collected.parts, self._in_flight, []
         entries = collected.entries
-        while line and collected.token_room > 0 and (count := len(parts)) < frame_max:
-            one = line.popleft()
+        while queue and collected.token_room > 0 and (count := len(parts)) < frame_max:
+            one = queue.popleft()
             if isinstance(one, bytes):
                 parts.append(one)
                 self.frame_count -= 1
@@ -551,7 +551,7 @@ class StreamWriter:
                 one.in_flight_count += taken_count
                 in_flight.append(one)
         if more:
-            line += more
+            queue += more
         if entries:
             try:
                 self._journal.record(
@@ -617,8 +617,8 @@ class WholeAnswerWriter(StreamWriter):
     def ended(self, subscription: Subscription, frame: pb.ServerFrame) -> None:
         """Implement `StreamWriter.ended`."""
         if subscription.is_waiting:  # failures keep their order, since the first one is the answer
-            self._line.remove(subscription)
-            self._line.append(subscription)
+            self._queue.remove(subscription)
+            self._queue.append(subscription)
         if frame.HasField("failed"):
             self._on_failure(subscription.given_id)
         self.complete(subscription)
