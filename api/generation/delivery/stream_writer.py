@@ -574,7 +574,7 @@ class StreamWriter:
             self._in_flight_tokens.append((output, count, reasoning))
         if self._room is not None:
             self._make_room()
-        return b"".join(parts)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _withdraw(self, collected: Collected, error: JournalUnavailable) -> None:
         """Remove tokens that cannot be journalled from a message, and fail their requests."""
