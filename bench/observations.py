@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from weir.v1 import inference_service_pb2 as pb
 
-from api.generation.delivery.output_buffer import Flow
+from api.generation.delivery.output_buffer import FlowControl
 from api.generation.parsing.start_frame import parse_start
 from api.generation.request.caller import Caller
 from api.metrics.operator_http import Families, request_metrics
@@ -91,7 +91,7 @@ def us(call: Callable[[], object], calls: int = CALLS) -> float:
 
 def slow_write() -> float:
     """Measure the µs of counting a write that waits for the client."""
-    flow = Flow(None, 60.0, lambda: None)
+    flow = FlowControl(None, 60.0, lambda: None)
     times = iter(range(10**9))
     return us(lambda: flow.stalled(next(times), next(times)))
 

@@ -35,7 +35,7 @@ from weir_client import AsyncClient
 import api.serving as api_main
 from api.core.endpoint import forget_endpoint, read_endpoint
 from api.core.settings import Settings
-from api.generation.delivery.output_buffer import Output
+from api.generation.delivery.output_buffer import OutputBuffer
 from api.generation.request.admission import Capacity
 from api.generation.request.registry import RequestRegistry
 from api.queue.fair_queue import QueueStatistics
@@ -699,7 +699,7 @@ async def until(condition: Callable[[], object], what: str) -> None:
             await asyncio.sleep(POLL_S)
 
 
-async def all_taken(output: Output) -> None:
+async def all_taken(output: OutputBuffer) -> None:
     """Wait until a client has taken everything of an output."""
     taken = asyncio.Event()
     output.when_taken(taken.set, None)

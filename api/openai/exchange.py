@@ -1,7 +1,7 @@
-"""One generating HTTP request: its live requests, their shared outbox, and the response.
+"""One generating HTTP request: its live requests, their shared writer, and the response.
 
 Starts requests as `ClientStream` does and may stop them; it owns nothing else of them. The task of
-the HTTP request writes the outbox. Tokens count as delivered when they are handed to the
+the HTTP request writes the writer. Tokens count as delivered when they are handed to the
 connection, as over gRPC.
 """
 
@@ -20,17 +20,17 @@ from aiohttp import HttpVersion11, web
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.core.errors import InvalidRequest, RequestUnderWay, SiblingEnded
-from api.core.rate_limiter import REFUSAL_COST_S
+from api.core.errors import Cause, InvalidRequest, SiblingEnded
 from api.core.wire import finish_reason
-from api.generation.delivery.frames import told_stop
+from api.generation.delivery.delta import Delta
+from api.generation.delivery.frames import stop_of
 from api.generation.delivery.output_buffer import read_too_slowly
-from api.generation.delivery.stream_writer import Outbox, Receiver, WholeOutbox
+from api.generation.delivery.stream_writer import StreamWriter, Subscription, WholeAnswerWriter
 from api.generation.endings import OUTCOMES
 from api.generation.parsing.start_frame import ValidStart, parse_start
 from api.generation.request.caller import Caller
-from api.generation.request.live_request import LiveRequest
-from api.generation.request.registry import Generating, RequestRegistry
+from api.generation.request.live_request import LiveRequest, begin
+from api.generation.request.registry import RequestRegistry
 from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
 from api.openai.error_responses import CLIENT_CLOSED, ErrorResponse, error_response, quota_headers
@@ -88,44 +88,28 @@ def valid_starts(parsed: ParsedRequest, first: uuid.UUID, window_tokens_max: int
     return starts
 
 
-class AnswerReceiver(Receiver):
-    """Receiver of one request of an exchange, which turns frames into bytes of the response."""
+class AnswerSubscription(Subscription):
+    """Subscription of an exchange to one of its requests; its parts are bytes of the response."""
 
-    def __init__(self, exchange: Exchange, outbox: Outbox, given_id: str, index: int) -> None:
+    def __init__(self, exchange: Exchange, writer: StreamWriter, given_id: str, index: int) -> None:
         """index: position of the request in the exchange."""
-        super().__init__(outbox, given_id, exchange.on_end)
+        super().__init__(writer, given_id, exchange.on_end)
         self.index = index
-        if exchange.parsed.shows_token_ids:
-            self.token = partial(exchange.note_token_id, index)
-        else:
-            self.token = partial(exchange.note_token, index)
+        self.token = partial(exchange.note_token, index)
         self._exchange = exchange
 
-    def push(self, frame: pb.ServerFrame | bytes) -> None:
-        """Implement `Receiver.push`; frames that do not appear in the response are dropped."""
-        if not self.outbox.is_abandoned:
-            event = self._exchange.note(
-                self, pb.ServerFrame.FromString(frame) if isinstance(frame, bytes) else frame
-            )
-            if event:
-                self.frames.append(event)
-                self.outbox.frame_count += 1
-                self.outbox.add(self)
+    def part(self, frame: pb.ServerFrame, encoded: bytes | None = None) -> bytes:
+        """Implement `Subscription.part`."""
+        return self._exchange.note(self, frame)
+
+    def delta(self, seq: int, choice_index: int, delta: Delta) -> bytes:
+        """Implement `Subscription.delta`."""
+        return self._exchange.note_delta(self.index, choice_index, delta)
 
     def withdraw(self, part_count: int) -> None:
-        """Implement `Receiver.withdraw`."""
+        """Implement `Subscription.withdraw`."""
         super().withdraw(part_count)
         self._exchange.withdraw()
-
-    def delta(
-        self, seq: int, choice_index: int, text: bytes, token_ids: Sequence[int], rest: bytes
-    ) -> bytes:
-        """Implement `Receiver.delta`."""
-        new = pb.DeltaFrame.FromString(rest)
-        new.text = text.decode()
-        if self._exchange.parsed.shows_token_ids:
-            new.token_ids.extend(token_ids)
-        return self._exchange.note_delta(self.index, choice_index, new, len(token_ids))
 
 
 class Exchange:
@@ -151,13 +135,15 @@ class Exchange:
         whole = (
             None
             if parsed.streams
-            else WholeOutbox(journal, len(parsed.starts), self._stop_siblings)
+            else WholeAnswerWriter(journal, len(parsed.starts), self._stop_siblings)
         )
-        self._outbox: Outbox = whole or Outbox(journal, process.admission.holds.may_have_lapsed)
+        self._writer: StreamWriter = whole or StreamWriter(
+            journal, process.admission.holds.may_have_lapsed
+        )
         self._starts = starts
         self._live: list[LiveRequest] = []
-        # Receivers of requests that have not ended, by request id.
-        self._receivers: dict[str, AnswerReceiver] = {}
+        # Subscriptions to requests that have not ended, by request id.
+        self._subscriptions: dict[str, AnswerSubscription] = {}
         self._outputs = [Output(index) for index in range(len(parsed.starts) * parsed.choice_count)]
         self._bill = Bill(request_ids=[start.given_id for start in starts])
         self._headers = dict(headers)
@@ -182,7 +168,7 @@ class Exchange:
         try:
             self._begin(self._starts)
             self._connection.watch_half_close(self._on_half_close)
-            await self._outbox.write_all(
+            await self._writer.write_all(
                 self._write,
                 break_silence=self._break_silence,
                 silent_for_s=time.monotonic() - self._arrival.caller.received_at,
@@ -204,9 +190,9 @@ class Exchange:
             left_as = Outcome.CANCELLED
             return self._response or web.Response(status=CLIENT_CLOSED)
         finally:
-            if self._receivers:
+            if self._subscriptions:
                 self._leave(left_as)
-            # Break the reference cycle through the outbox, which would keep body and prompts in
+            # Break the reference cycle through the writer, which would keep body and prompts in
             # memory until a garbage collection.
             self._live.clear()
             self._starts.clear()
@@ -216,40 +202,42 @@ class Exchange:
     def _begin(self, starts: Sequence[ValidStart]) -> None:
         """Start all requests or none. Raises: RequestInFlight, RequestUnderWay."""
         caller = self._arrival.caller
+        for start in starts:
+            if self._process.same_request(caller.payer.project_id, start) is not None:
+                raise RequestInFlight(
+                    "this request is already running: its output goes to the first client that"
+                    " sent it"
+                )
         for index, start in enumerate(starts):
-            running = self._process.find((caller.payer.project_id, start.request_id))
-            if running is not None:
-                check_same(running, start)
-            self._receivers[start.given_id] = AnswerReceiver(
-                self, self._outbox, start.given_id, index
+            self._subscriptions[start.given_id] = AnswerSubscription(
+                self, self._writer, start.given_id, index
             )
         for start in starts:
-            request = LiveRequest(caller, start, self._process, self._receivers[start.given_id])
-            self._live.append(request)
-            request.begin()
+            subscription = self._subscriptions[start.given_id]
+            self._live.append(begin(self._process, caller, start, subscription))
 
-    def on_end(self, receiver: Receiver) -> None:
+    def on_end(self, subscription: Subscription) -> None:
         """Handle the end of a request."""
-        del self._receivers[receiver.given_id]
-        if receiver.is_refused:
-            self._process.pace.charge(self._arrival.caller.payer, REFUSAL_COST_S)
-        if not self._receivers:
-            self._outbox.close()
+        del self._subscriptions[subscription.given_id]
+        if subscription.is_refused:
+            self._process.charge_refusal(self._arrival.caller.payer, subscription)
+        if not self._subscriptions:
+            self._writer.close()
 
     def _leave(self, outcome: Outcome) -> None:
         """Abandon the output and stop all requests."""
-        self._outbox.abandon()
-        for receiver in list(self._receivers.values()):
-            receiver.source.leave(receiver, outcome)
+        self._writer.abandon()
+        for subscription in list(self._subscriptions.values()):
+            subscription.source.leave(subscription, outcome)
 
     def _stop_siblings(self, ended_id: str) -> None:
         """Stop the other prompts after one failed; they end, and are charged, by the same cause."""
         if not self._live:
             return  # `_leave` stopped all of them before
-        ended = self._live[self._receivers[ended_id].index]
-        cause = ended.end_cause
+        ended = self._live[self._subscriptions[ended_id].index]
+        cause = ended.end_cause or Cause.SERVICE
         for request in self._live:
-            if request is not ended and request.start.given_id in self._receivers:
+            if request is not ended and request.start.given_id in self._subscriptions:
                 request.stop(OUTCOMES[cause], SiblingEnded(cause))
 
     async def _write(self, data: bytes) -> None:
@@ -291,53 +279,49 @@ class Exchange:
 
     def _on_half_close(self) -> None:
         if self.parsed.streams or self._process.settings.http_padding_after_s:
-            self._outbox.break_silence_within(HALF_CLOSED_SILENCE_S)
+            self._writer.break_silence_within(HALF_CLOSED_SILENCE_S)
         else:  # it cannot be told from a disconnect
             self._connection.force_close()
 
-    def note(self, receiver: AnswerReceiver, frame: pb.ServerFrame) -> bytes:
+    def note(self, subscription: AnswerSubscription, frame: pb.ServerFrame) -> bytes:
         """Record a frame without output. Return the events of a stream for it."""
         kind = frame.WhichOneof("kind")
         if kind == "admitted":
             self._headers |= quota_headers(frame.admitted.quotas)
             self._bill.price_version = frame.admitted.price_version
             self._admitted_count += 1
-            for output in self._outputs_of(receiver):
+            for output in self._outputs_of(subscription):
                 output.input_token_count = frame.admitted.input_token_count
                 if self.parsed.shows_token_ids:
-                    output.prompt_token_ids = self._live[receiver.index].prompt_token_ids
+                    output.prompt_token_ids = self._live[subscription.index].prompt_token_ids
         elif kind == "prompt":
-            for output in self._outputs_of(receiver):
+            for output in self._outputs_of(subscription):
                 output.prompt_logprobs.extend(frame.prompt.logprobs)
         elif kind == "finished":
-            return self._finished(receiver, frame.finished)
+            return self._finished(subscription, frame.finished)
         elif kind == "failed":
-            return self._fail(receiver, error_response(frame.failed.status, self.parsed.names))
+            return self._fail(subscription, error_response(frame.failed.status, self.parsed.names))
         return b""
 
-    def _outputs_of(self, receiver: AnswerReceiver) -> Sequence[Output]:
+    def _outputs_of(self, subscription: AnswerSubscription) -> Sequence[Output]:
         """Return the choices of one prompt."""
         count = self.parsed.choice_count
-        return self._outputs[receiver.index * count : (receiver.index + 1) * count]
+        return self._outputs[subscription.index * count : (subscription.index + 1) * count]
 
-    def note_token(self, index: int, seq: int, text: bytes, token_id: int) -> bytes:
-        """Record a token of the first choice; see `Receiver.token`."""
-        return self.note_delta(index, 0, pb.DeltaFrame(text=text.decode()), 1)
+    def note_token(self, index: int, seq: int, text: str, token_id: int) -> bytes:
+        """Record a token of the first choice; see `Subscription.token`."""
+        return self.note_delta(index, 0, Delta(text, (token_id,)))
 
-    def note_token_id(self, index: int, seq: int, text: bytes, token_id: int) -> bytes:
-        """Record a token of the first choice, of which the answer shows the id."""
-        return self.note_delta(index, 0, pb.DeltaFrame(text=text.decode(), token_ids=[token_id]), 1)
-
-    def note_delta(
-        self, index: int, choice_index: int, delta: pb.DeltaFrame, token_count: int
-    ) -> bytes:
+    def note_delta(self, index: int, choice_index: int, delta: Delta) -> bytes:
         """Record new output of a request. Return the events of a stream for it."""
         output = self._outputs[index * self.parsed.choice_count + choice_index]
-        output.token_count += token_count
-        if delta.HasField("end"):
-            output.reason, output.stopped_by = delta.end.reason, told_stop(delta.end)
+        output.token_count += len(delta.token_ids)
+        if not self.parsed.shows_token_ids:
+            delta.token_ids = ()
+        if delta.end is not None:
+            output.reason, output.stopped_by = delta.end.reason, stop_of(delta.end)
         if delta.reasoning_token_count:  # log-probabilities are of the answer's tokens
-            del delta.logprobs[: delta.reasoning_token_count]
+            delta.logprobs = delta.logprobs[delta.reasoning_token_count :]
         delta = self._answer.kept(delta)
         if not self.parsed.streams:
             output.add(delta)
@@ -349,9 +333,9 @@ class Exchange:
         if self._refusal is not None:
             return b""
         events = b""
-        if delta.text or delta.logprobs or delta.tool_calls or delta.reasoning or delta.token_ids:
+        if delta.text or delta.logprobs or delta.calls or delta.reasoning or delta.token_ids:
             events = self._opening() + self._answer.delta(output, delta)
-        return events + self._choice_ended(output) if delta.HasField("end") else events
+        return events + self._choice_ended(output) if delta.end is not None else events
 
     def _choice_ended(self, output: Output) -> bytes:
         """Return the events for the end of a choice, if it has events of its own."""
@@ -370,13 +354,13 @@ class Exchange:
         self._is_open = True
         return self._answer.opening(self._outputs)
 
-    def _finished(self, receiver: AnswerReceiver, finished: pb.FinishedFrame) -> bytes:
+    def _finished(self, subscription: AnswerSubscription, finished: pb.FinishedFrame) -> bytes:
         self._bill.add(finished.usage, finished.cost)
-        outputs = self._outputs_of(receiver)
+        outputs = self._outputs_of(subscription)
         outputs[0].reason, outputs[0].timings = finished.reason, finished.timings
-        outputs[0].stopped_by = told_stop(finished)
+        outputs[0].stopped_by = stop_of(finished)
         for output, choice in zip(outputs, finished.choices, strict=False):
-            output.reason, output.stopped_by = choice.reason, told_stop(choice)
+            output.reason, output.stopped_by = choice.reason, stop_of(choice)
         cut = None
         for output in outputs:
             if cut is None and output.reason in CUT_OFF:
@@ -392,16 +376,16 @@ class Exchange:
             "invalid_request_error",
             name.lower(),
         )
-        return self._fail(receiver, refusal)
+        return self._fail(subscription, refusal)
 
-    def _fail(self, receiver: AnswerReceiver, refusal: ErrorResponse) -> bytes:
+    def _fail(self, subscription: AnswerSubscription, refusal: ErrorResponse) -> bytes:
         """Record the first failure. Return the events for it if the stream has begun."""
         if self._refusal is not None:
             return b""
         self._refusal = refusal
         if not self.parsed.streams:
             return b""
-        self._stop_siblings(receiver.given_id)
+        self._stop_siblings(subscription.given_id)
         if self._response is None and not self._is_open:
             return b""
         return self._opening() + self._answer.failure(refusal, self._outputs)
@@ -502,18 +486,6 @@ class Exchange:
             "openai-processing-ms": f"{took_ms:.0f}",
             **self._headers,
         }
-
-
-def check_same(running: Generating, start: ValidStart) -> None:
-    """Refuse a request whose id belongs to a running one.
-
-    Raises: RequestInFlight if both are the same, RequestUnderWay otherwise.
-    """
-    if running.start.payload_hash != start.payload_hash:
-        raise RequestUnderWay("a request with this id and another payload is running")
-    raise RequestInFlight(
-        "this request is already running: its output goes to the first client that sent it"
-    )
 
 
 def body_of(answer: Answer, outputs: Sequence[Output]) -> bytes:

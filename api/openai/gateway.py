@@ -38,7 +38,7 @@ from api.generation.request.registry import RequestRegistry
 from api.observability.observer import HTTP
 from api.observability.spans import trace_of
 from api.openai import answers
-from api.openai.answers import ChatAnswer, CompletionAnswer, ResponseAnswer, ServedModel, TokenTexts
+from api.openai.answers import ChatAnswer, CompletionAnswer, ServedModel
 from api.openai.apis import Api, parsed_body
 from api.openai.embeddings import (
     EmbeddingParameters,
@@ -86,6 +86,8 @@ from api.openai.parameters import (
     parse_completion,
     parse_response,
 )
+from api.openai.response_answer import ResponseAnswer
+from api.openai.token_texts import TokenTexts
 from api.openai.tokens import (
     DetokenizeParameters,
     ShownTokens,

@@ -15,6 +15,7 @@ from msgspec import Raw, Struct
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
+from api.generation.delivery.delta import Delta
 from api.generation.parsing.conversation import MESSAGE_COUNT_MAX
 from api.generation.parsing.decoding import STOP_SEQUENCE_COUNT_MAX
 from api.openai.answers import Answer, Bill, Call, Output, ServedModel, event
@@ -36,6 +37,7 @@ from api.openai.parameters import (
 )
 from api.openai.tolerance import EMPTY, Notes, check_kept
 from api.openai.tools import FUNCTION, Choice, NamedChoice, ToolParameter, fill_tools
+from inference.text.call_parser import CallPiece
 
 ROLES: Mapping[str, pb.Role.ValueType] = {
     "system": pb.ROLE_SYSTEM,
@@ -456,8 +458,8 @@ class MessageAnswer(Answer):
         message = self._message(None, []) | {"usage": usage}
         return _event("message_start", message=message)
 
-    def delta(self, output: Output, new: pb.DeltaFrame) -> bytes:
-        events, pieces = [], list(new.tool_calls)
+    def delta(self, output: Output, new: Delta) -> bytes:
+        events, pieces = [], list(new.calls)
         # Increments may be merged: text follows the rest of the open call.
         while pieces and not pieces[0].id:
             events.append(self._grow_call(pieces.pop(0)))
@@ -526,10 +528,10 @@ class MessageAnswer(Answer):
     def _grow(self, delta: dict[str, Any]) -> bytes:
         return _event("content_block_delta", index=self._block_count - 1, delta=delta)
 
-    def _grow_call(self, piece: pb.ToolCallDelta) -> bytes:
-        if not piece.arguments_json:
+    def _grow_call(self, piece: CallPiece) -> bytes:
+        if not piece.arguments:
             return b""
-        return self._grow({"type": "input_json_delta", "partial_json": piece.arguments_json})
+        return self._grow({"type": "input_json_delta", "partial_json": piece.arguments})
 
     def _end(self) -> bytes:
         if self._open is None:

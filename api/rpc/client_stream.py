@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
@@ -23,10 +22,8 @@ from api.access.auth import StreamKey, check_model
 from api.core.errors import (
     FieldViolation,
     InvalidRequest,
-    KeepTooLong,
     Overloaded,
     PermissionDenied,
-    RequestUnderWay,
     UnknownRequest,
 )
 from api.core.interceptor import IS_COSTLY, READ_BYTES, READ_S, ReceivedMessages
@@ -34,22 +31,26 @@ from api.core.rate_limiter import (
     BYTE_COST_S,
     LOOKUP_COST_S,
     MESSAGE_COST_S,
-    REFUSAL_COST_S,
     START_FREE_S,
     VISIT,
 )
 from api.core.statuses import status_of
 from api.core.wire import parse_request_id
 from api.generation.delivery import frames
+from api.generation.delivery.encoding import framed
 from api.generation.delivery.replay import Key
-from api.generation.delivery.stream_writer import Outbox, Receiver, Source, framed
+from api.generation.delivery.stream_writer import (
+    FrameSubscription,
+    Source,
+    StreamWriter,
+    Subscription,
+)
 from api.generation.parsing.start_frame import ValidStart, parse_start
 from api.generation.request.caller import Caller
-from api.generation.request.live_request import LiveRequest
-from api.generation.request.registry import Generating, RequestRegistry
+from api.generation.request.live_request import begin
+from api.generation.request.registry import RequestRegistry
 from api.observability.spans import NO_TRACE, TraceContext, trace_of
 from common.loop_watch import CURRENT
-from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.tenants.tenants import as_uuid
 
@@ -94,9 +95,11 @@ class ClientStream:
         self._is_relayed = is_relayed
         self._auth_ms = auth_ms
         self._frames_max = process.settings.frames_per_message_max
-        self._outbox = Outbox(process.admission.journal, process.admission.holds.may_have_lapsed)
+        self._writer = StreamWriter(
+            process.admission.journal, process.admission.holds.may_have_lapsed
+        )
         # Keys: request ids as integers, because UUIDs are hashed in Python
-        self._running: dict[int, Receiver] = {}
+        self._running: dict[int, FrameSubscription] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._all_ended = asyncio.Event()
         self._all_ended.set()
@@ -112,7 +115,7 @@ class ClientStream:
         self._on_admitted: Callable[[], None] = (
             (lambda: None) if visit is None else visit.on_admitted
         )
-        key.on_revoked = self._shut_out
+        key.on_revoked = self._revoke
 
     async def serve(self, requests: AsyncIterator[pb.GenerateRequest], context: Context) -> None:
         """Serve until the client has half-closed and every request has ended.
@@ -126,11 +129,11 @@ class ClientStream:
             if isinstance(requests, ReceivedMessages):
                 requests.read_large = self._read_large
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._read_on(requests), name="stream reader")
+                tasks.create_task(self._read_all(requests), name="stream reader")
                 # If the client disconnects during a write, gRPC cancels the call right after.
-                left = partial(self._left_midway, context, granted_s)
+                left = partial(self._on_gone, context, granted_s)
                 tasks.create_task(
-                    self._outbox.write_all(
+                    self._writer.write_all(
                         context.write,
                         left,
                         grpc.aio.InternalError,
@@ -160,22 +163,22 @@ class ClientStream:
 
     async def _break_silence(self, write: Callable[[bytes], Awaitable[object]]) -> None:
         """Send a progress frame of one request; a stream without requests has HTTP/2's pings."""
-        for receiver in self._running.values():
-            await write(framed(receiver.head + RUNNING))
+        for subscription in self._running.values():
+            await write(framed(subscription.head + RUNNING))
             return
 
-    async def _read_on(self, requests: AsyncIterator[pb.GenerateRequest]) -> None:
+    async def _read_all(self, requests: AsyncIterator[pb.GenerateRequest]) -> None:
         """Read until the stream ends or a message ends it; wait for the current write before that.
 
         A cancelled write leaves an operation pending, and gRPC never sends the status after it.
         """
         try:
             async for message in requests:
-                await self._work_off(message.frames)
+                await self._handle_message(message.frames)
                 # Otherwise a stream that waits for the next message would keep this one in memory.
                 del message
             await self._all_ended.wait()
-            self._outbox.close()
+            self._writer.close()
         except Exception as violation:
             self._violation = violation
             self._leave(Outcome.CANCELLED, is_gone=False)
@@ -190,10 +193,10 @@ class ClientStream:
         with contextlib.nullcontext() if self._running else permit:
             return await self._process.in_order(principal, size, parse)
 
-    def _left_midway(self, context: Context, granted_s: float | None) -> None:
+    def _on_gone(self, context: Context, granted_s: float | None) -> None:
         self._leave(outcome_of_leaving(granted_s, remaining_s(context)))
 
-    async def _work_off(self, batch: Sequence[pb.ClientFrame]) -> None:
+    async def _handle_message(self, batch: Sequence[pb.ClientFrame]) -> None:
         """Handle the frames of one message in slices, and let other streams run between them.
 
         A key that has used up its share of the event loop waits before the next slice. The message
@@ -223,10 +226,10 @@ class ClientStream:
                 await self._key.refresh()
             elif index:
                 await asyncio.sleep(0)
-            index = self._work_off_slice(batch, index, auth_ms, received_at)
-            await self._outbox.room()
+            index = self._handle_slice(batch, index, auth_ms, received_at)
+            await self._writer.room()
 
-    def _work_off_slice(
+    def _handle_slice(
         self, batch: Sequence[pb.ClientFrame], index: int, auth_ms: float, received_at: float
     ) -> int:
         """Handle at least one frame from `index` on within the slice; return the next index."""
@@ -236,7 +239,7 @@ class ClientStream:
         slice_began_at, began_at = time.monotonic(), time.thread_time()
         try:
             while index < len(batch):
-                self._obey(index, batch[index], auth_ms, received_at)
+                self._handle(index, batch[index], auth_ms, received_at)
                 index += 1
                 if time.monotonic() - slice_began_at + self._lookup_s > SLICE_S:
                     break
@@ -247,22 +250,24 @@ class ClientStream:
             self._process.pace.charge(self._key.principal, self._lookup_s + transport_s, held_s)
         return index
 
-    def _obey(self, index: int, frame: pb.ClientFrame, auth_ms: float, received_at: float) -> None:
+    def _handle(
+        self, index: int, frame: pb.ClientFrame, auth_ms: float, received_at: float
+    ) -> None:
         """Handle one frame. Raises: InvalidRequest if its kind is unknown."""
         match frame.WhichOneof("kind"):
             case "start":
                 self._start(frame, self._parsed.pop(index, None), auth_ms, received_at)
             case "cancel":
-                if (receiver := self._known(frame.request_id)) is not None:
-                    receiver.source.stop(Outcome.CANCELLED)
+                if (subscription := self._known(frame.request_id)) is not None:
+                    subscription.source.stop(Outcome.CANCELLED)
             case "attach":
                 self._attach(frame)
             case "credit":
-                if (receiver := self._known(frame.request_id)) is not None:
-                    receiver.source.grant(frame.credit.token_count)
+                if (subscription := self._known(frame.request_id)) is not None:
+                    subscription.source.grant(frame.credit.token_count)
             case "update":
-                if (receiver := self._known(frame.request_id)) is not None:
-                    self._update(frame, receiver)
+                if (subscription := self._known(frame.request_id)) is not None:
+                    self._update(frame, subscription)
             case _:
                 what = "must be start, cancel, attach, credit or update"
                 raise InvalidRequest([FieldViolation(f"frames[{index}].kind", what)])
@@ -288,72 +293,42 @@ class ClientStream:
             start = parsed or parse_start(
                 frame.request_id, frame.start, self._process.window_tokens_max
             )
-            if self._key.principal.models:
-                check_model(self._key.principal, self._process.router.canonical_name(start.model))
-            check_keep(start.keep_s, self._process.settings.keep_on_disconnect_max_s)
-            running = self._process.find((self._key.principal.project_id, start.request_id))
-            if self._is_answered(start, running):
-                return
-
-            def bind(receiver: Receiver) -> None:
-                receiver.payload_hash = start.payload_hash
-                if running is not None:
-                    running.output.attach(receiver, 0, start.initial_credit_tokens or 0)
-                else:
-                    own_trace = (
-                        trace_of(frame.traceparent, frame.tracestate)
-                        if frame.traceparent
-                        else NO_TRACE
-                    )
-                    trace = own_trace if own_trace.traceparent else self._trace
-                    principal = self._key.principal
-                    caller = Caller(
-                        self._key.payer,
-                        auth_ms,
-                        received_at,
-                        self._deadline,
-                        self._secret,
-                        trace,
-                        principal.bounds,
-                        principal.address,
-                        principal.secret_hash,
-                        self._on_admitted,
-                    )
-                    read_at = time.thread_time()
-                    LiveRequest(caller, start, self._process, receiver).begin()
-                    # Quotas bound admitted requests; a refused request charges for its prompt
-                    # itself.
-                    self._begun_s += (
-                        min(read_at - began_at, START_FREE_S) + time.thread_time() - read_at
-                    )
-
-            self._receive(frame.request_id, start.request_id, bind)
+            principal, number = self._key.principal, start.request_id.int
+            self._process.check_rights(principal, start)
+            received = self._running.get(number)
+            running = self._process.same_request(principal.project_id, start, received)
+            if received is not None:
+                return  # this stream receives the same request
+            subscription = self._subscribe(frame.request_id, number)
+            try:
+                own_trace = (
+                    trace_of(frame.traceparent, frame.tracestate) if frame.traceparent else NO_TRACE
+                )
+                caller = Caller(
+                    self._key.payer,
+                    auth_ms,
+                    received_at,
+                    self._deadline,
+                    self._secret,
+                    own_trace if own_trace.traceparent else self._trace,
+                    principal.bounds,
+                    principal.address,
+                    principal.secret_hash,
+                    self._on_admitted,
+                )
+                read_at = time.thread_time()
+                begin(self._process, caller, start, subscription, running)
+            except BaseException:
+                self._forget(number)
+                raise
+            if running is None:
+                # Quotas bound admitted requests; a refused request charges for its prompt itself.
+                self._begun_s += (
+                    min(read_at - began_at, START_FREE_S) + time.thread_time() - read_at
+                )
         except Exception as error:
             self._process.observer.start_refused(error)
             self._refuse(frame.request_id, error)
-
-    def _is_answered(self, start: ValidStart, running: Generating | None) -> bool:
-        """Return whether this stream receives the same request.
-
-        Raises: RequestUnderWay on a different payload.
-        """
-        receiver = self._running.get(start.request_id.int)
-        known = (
-            running.start.payload_hash
-            if running is not None
-            else receiver.payload_hash
-            if receiver is not None
-            else start.payload_hash
-        )
-        if known is None:
-            raise RequestInFlight(
-                "this stream has attached to a request with this request_id; wait until it ends"
-            )
-        if known != start.payload_hash:
-            raise RequestUnderWay(
-                "a request with this request_id and another payload is already running"
-            )
-        return receiver is not None
 
     def _attach(self, frame: pb.ClientFrame) -> None:
         try:
@@ -365,10 +340,11 @@ class ClientStream:
                 )
             key = self._key.principal.project_id, request_id
             source, relays = self._source(key), None if self._is_relayed else self._process.relays
-
-            def bind(receiver: Receiver) -> None:
+            before = self._running.get(request_id.int)
+            subscription = self._subscribe(frame.request_id, request_id.int)
+            try:
                 if source is not None:
-                    source.attach(receiver, after_seq, 0)
+                    source.attach(subscription, after_seq, 0)
                 elif relays is None:
                     raise UnknownRequest(
                         f"this server does not run a request {frame.request_id[:64]!r}"
@@ -376,26 +352,30 @@ class ClientStream:
                 else:
                     self._lookup_s += LOOKUP_COST_S
                     relays.begin(
-                        receiver,
+                        subscription,
                         key,
                         self._secret,
                         after_seq=after_seq,
                         credit_token_count=0,
                         address=self._key.principal.address,
                     )
-
-            self._receive(frame.request_id, request_id, bind)
+            except BaseException:
+                if before is not None:
+                    self._running[request_id.int] = before
+                else:
+                    self._forget(request_id.int)
+                raise
         except Exception as error:
             self._refuse(frame.request_id, error)
 
-    def _update(self, frame: pb.ClientFrame, receiver: Receiver) -> None:
+    def _update(self, frame: pb.ClientFrame, subscription: FrameSubscription) -> None:
         """Change limits, unless the key is no longer valid: a higher limit could cost more."""
         try:
             self._key.check()
         except Exception as refusal:
             self._answer(frame.request_id, frames.updated(None, status_of(refusal)))
         else:
-            receiver.source.update(frame.update)
+            subscription.source.update(frame.update)
 
     def _source(self, key: Key) -> Source | None:
         """Return the source of a request, if this process knows it. Raises: ModelNotAllowed."""
@@ -407,55 +387,41 @@ class ClientStream:
         if (kept := self._process.replays.find(key)) is not None:
             check_model(self._key.principal, self._process.router.canonical_name(kept.model))
             return kept
-        receiver = self._running.get(key[1].int)  # set if it is relayed
-        return None if receiver is None else receiver.source
+        subscription = self._running.get(key[1].int)  # set if it is relayed
+        return None if subscription is None else subscription.source
 
-    def _receive(
-        self, given_id: str, request_id: uuid.UUID, bind: Callable[[Receiver], None]
-    ) -> None:
-        """Receive a request; undone if `bind` fails.
-
-        Raises: Overloaded, and the errors of `bind`.
-        """
-        number = request_id.int
-        before = self._running.get(number)
+    def _subscribe(self, given_id: str, number: int) -> FrameSubscription:
+        """Note that this stream receives a request from now on. Raises: Overloaded."""
         limit = self._process.settings.requests_per_stream_max
-        if before is None and len(self._running) >= limit:
+        if number not in self._running and len(self._running) >= limit:
             raise Overloaded(
                 f"this stream is at its limit of {limit} requests; wait for one to end"
             )
-        receiver = Receiver(self._outbox, given_id, lambda receiver: self._on_end(number, receiver))
-        self._running[number] = receiver
+        subscription = FrameSubscription(self._writer, given_id, partial(self._on_end, number))
+        self._running[number] = subscription
         self._all_ended.clear()
-        try:
-            bind(receiver)
-        except BaseException:
-            if before is not None:
-                self._running[number] = before
-            else:
-                self._forget(number)
-            raise
+        return subscription
 
-    def _known(self, given_id: str) -> Receiver | None:
+    def _known(self, given_id: str) -> FrameSubscription | None:
         """Return the running request that a frame names; report an unknown id to the client."""
-        receiver = self._find(given_id)
-        if receiver is None and (
+        subscription = self._find(given_id)
+        if subscription is None and (
             (request_id := as_uuid(given_id)) is None or request_id.int not in self._ended
         ):
             error = UnknownRequest(f"this stream has not started a request {given_id[:64]!r}")
             self._answer(given_id, frames.failed(status_of(error), None))
-        return receiver
+        return subscription
 
-    def _find(self, given_id: str) -> Receiver | None:
+    def _find(self, given_id: str) -> FrameSubscription | None:
         """Return the request with this id that runs on this stream, in any spelling of the id."""
         request_id = as_uuid(given_id)
         return None if request_id is None else self._running.get(request_id.int)
 
-    def _on_end(self, number: int, receiver: Receiver) -> None:
-        if self._running.get(number) is not receiver:
+    def _on_end(self, number: int, subscription: Subscription) -> None:
+        if self._running.get(number) is not subscription:
             return  # this stream receives it again
-        if receiver.is_refused and receiver.payload_hash is not None:
-            self._process.pace.charge(self._key.principal, REFUSAL_COST_S)
+        if subscription.is_refused:
+            self._process.charge_refusal(self._key.principal, subscription)
         self._ended[number] = None
         if len(self._ended) > ENDED_IDS_REMEMBERED:
             self._ended.popitem(last=False)
@@ -466,20 +432,20 @@ class ClientStream:
         if not self._running:
             self._all_ended.set()
 
-    def _shut_out(self, refusal: Exception) -> None:
+    def _revoke(self, refusal: Exception) -> None:
         """Fail all running requests with this refusal, since the key is no longer valid here."""
-        for receiver in list(self._running.values()):
-            receiver.source.shut_out(receiver, refusal)
+        for subscription in list(self._running.values()):
+            subscription.source.revoke(subscription, refusal)
 
     def _leave(self, outcome: Outcome, *, is_gone: bool = True) -> None:
         """Stop delivery, and all requests except those that continue unattended.
 
-        is_gone: see `Outbox.abandon`.
+        is_gone: see `StreamWriter.abandon`.
         """
         # First, so that requests need not search the queue for their own frames.
-        self._outbox.abandon(is_gone=is_gone)
-        for receiver in list(self._running.values()):
-            receiver.source.leave(receiver, outcome)
+        self._writer.abandon(is_gone=is_gone)
+        for subscription in list(self._running.values()):
+            subscription.source.leave(subscription, outcome)
 
     def _refuse(self, given_id: str, error: Exception) -> None:
         """Reject a frame that changes nothing."""
@@ -488,13 +454,7 @@ class ClientStream:
 
     def _answer(self, request_id: str, frame: pb.ServerFrame) -> None:
         frame.request_id = request_id[:ECHOED_ID_CHARS_MAX]
-        self._outbox.push(frame)
-
-
-def check_keep(keep_s: float | None, keep_max_s: float) -> None:
-    """Raise KeepTooLong if a request asks to run unattended for longer than allowed."""
-    if keep_s is not None and keep_s > keep_max_s:
-        raise KeepTooLong(keep_s, keep_max_s)
+        self._writer.push(frame)
 
 
 def starts_of(

@@ -146,8 +146,10 @@ class UsageJournal:
                     start = self._free_marks.pop()
                     FORMAT.mark.pack_into(self._marks, 8 * start, entry.hold_id.bytes, 0)
                     offsets[number] = start + FORMAT.mark_words - 1
+            data = encode(entries[0]) if len(entries) == 1 else b"".join(map(encode, entries))
             self._torn = True
-            write_all(self._fd, b"".join(map(encode, entries)))
+            if (written_count := os.write(self._fd, data)) < len(data):
+                write_all(self._fd, data[written_count:])
             self._torn = False
         except OSError as error:
             if self._torn:

@@ -19,6 +19,7 @@ from weir.v1 import inference_service_pb2 as pb
 from api.access.auth import Authenticator, StreamKey
 from api.core.settings import Settings
 from api.generation.delivery.replay import ReplayBuffers
+from api.generation.delivery.replayable_buffer import ReplayableBuffer
 from api.generation.request.admission import Admission, Capacity
 from api.generation.request.peers import make_identity
 from api.generation.request.registry import Generating, RequestRegistry
@@ -116,7 +117,7 @@ class PlainEncoder:
         return EngineStatistics(running_sequence_count=self.running_count)
 
 
-def forget_all(replays: ReplayBuffers) -> None:
+def forget_all(replays: ReplayBuffers[ReplayableBuffer]) -> None:
     """Drop the kept output of every ended request, and its timer."""
     for key in tuple(replays._ended):
         replays.forget(key)

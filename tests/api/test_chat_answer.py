@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 
+from api.generation.delivery.delta import Delta
 from api.openai.answers import CONTENT, ChatAnswer, Output, ServedModel
 from api.openai.parameters import ParsedRequest
 from inference.engine import SamplingParams
@@ -36,7 +37,7 @@ def test_every_piece_of_text_is_a_separate_event(
     )
 
     for index, text in said:
-        data = answer.delta(Output(index), pb.DeltaFrame(text=text)).decode()
+        data = answer.delta(Output(index), Delta(text)).decode()
         assert data.startswith("data: ")
         assert data.endswith("\n\n")
         assert len(data.splitlines()) == 2

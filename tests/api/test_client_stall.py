@@ -13,11 +13,17 @@ from typing import Any
 
 import pytest
 
-from api.generation.delivery import output_buffer as output_module
-from api.generation.delivery import stream_writer as outbox_module
-from api.generation.delivery.output_buffer import Flow, LiveOutput, Output, ReplayOutput
+from api.generation.delivery import replayable_buffer as output_module
+from api.generation.delivery import stream_writer as writer_module
+from api.generation.delivery.output_buffer import FlowControl, OutputBuffer, SendBuffer
 from api.generation.delivery.replay import ReplayBuffers
-from api.generation.delivery.stream_writer import SLOW_WRITE_S, Outbox, Receiver, WholeOutbox
+from api.generation.delivery.replayable_buffer import ReplayableBuffer
+from api.generation.delivery.stream_writer import (
+    SLOW_WRITE_S,
+    FrameSubscription,
+    StreamWriter,
+    WholeAnswerWriter,
+)
 from api.generation.state import CLIENT_STALL, DECODE, EndDecision, Stopwatch
 from api.observability import observer as observer_module
 from inference.engine import EngineTimings
@@ -37,7 +43,7 @@ def journal(tmp_path: Path) -> Iterator[UsageJournal]:
 @pytest.fixture
 def in_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[Coroutine[Any, Any, None]], None]:
     """Run a scenario with all clocks on virtual time."""
-    for module in (outbox_module, output_module, observer_module):
+    for module in (writer_module, output_module, observer_module):
         monkeypatch.setattr(module, "monotonic", lambda: asyncio.get_running_loop().time())
     return in_virtual_time
 
@@ -58,21 +64,25 @@ class Client:
         self.reads = asyncio.Event()
         self.reads.set()
         self.write_s = write_s
-        self.outbox = WholeOutbox(journal, count, lambda _: None) if whole else Outbox(journal)
-        buffers = ReplayBuffers(journal, bytes_max=10**9, bytes_per_request_max=10**9)
-        self.outputs: list[Output] = []
+        self.writer = (
+            WholeAnswerWriter(journal, count, lambda _: None) if whole else StreamWriter(journal)
+        )
+        buffers = ReplayBuffers[ReplayableBuffer](
+            journal, bytes_max=10**9, bytes_per_request_max=10**9
+        )
+        self.outputs: list[OutputBuffer] = []
         for index in range(count):
-            receiver = Receiver(self.outbox, f"r{index}", lambda _: None)
-            flow, life = Flow(credit, 1000.0, lambda: None), EndDecision()
+            subscription = FrameSubscription(self.writer, f"r{index}", lambda _: None)
+            flow, life = FlowControl(credit, 1000.0, lambda: None), EndDecision()
             kept_in = buffers.open(uuid.uuid4())
             self.outputs.append(
-                ReplayOutput(receiver, "m", flow, life, lambda _: None, 60.0, kept_in)
+                ReplayableBuffer(subscription, "m", flow, life, lambda _: None, 60.0, kept_in)
                 if kept
-                else LiveOutput(receiver, "m", flow, life, lambda _: None)
+                else SendBuffer(subscription, "m", flow, life, lambda _: None)
             )
             self.outputs[-1].hold_id = uuid.uuid4()
         self.output = self.outputs[0]
-        self.writer = asyncio.ensure_future(self.outbox.write_all(self.write))
+        self.writing = asyncio.ensure_future(self.writer.write_all(self.write))
 
     async def write(self, data: bytes) -> None:
         """Take a message once the client reads."""
@@ -85,15 +95,15 @@ class Client:
         for _ in range(token_count):
             output = self.outputs[index]
             output.usage.generated_token_count += 1
-            output.say(0, " word", (7,))
+            output.append(0, " word", (7,))
             await asyncio.sleep(STEP_S)
 
     async def close(self) -> None:
         self.reads.set()
         for output in self.outputs:
             output.flow.close()
-        self.outbox.close()
-        await self.writer
+        self.writer.close()
+        await self.writing
 
 
 async def pause(client: Client) -> float:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -21,12 +21,13 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import Draining
 from api.core.settings import Settings
+from api.generation.delivery.delta import Delta
 from api.generation.parsing.embed_request import ValidEmbed, parse_embed
 from api.generation.request.caller import Caller
 from api.generation.request.live_embedding import LiveEmbedding
 from api.generation.request.live_request import LiveRequest
 from api.generation.request.peers import PeerCertificates, make_identity
-from api.openai.exchange import AnswerReceiver, Exchange
+from api.openai.exchange import AnswerSubscription, Exchange
 from api.openai.gateway import Gateway
 from api.openai.listener import Listener
 from api.rpc.inference_service import InferenceServicer
@@ -54,7 +55,7 @@ GOING_S = 20.0  # for pending work to end; it takes some milliseconds
 WATCHED = frozenset(
     {
         "ClientStream.serve",
-        "ClientStream._read_on",
+        "ClientStream._read_all",
         "ClientStream._write",
         "LiveRequest._contained",
         "LiveEmbedding.run",
@@ -473,23 +474,16 @@ handed_over: list[int] = []
 
 @pytest.fixture(autouse=True)
 def _watch_handing_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    take, token, delta = Exchange._write, Exchange.note_token, AnswerReceiver.delta
+    take, token, delta = Exchange._write, Exchange.note_token, AnswerSubscription.delta
     collected: list[int] = []
 
-    def count_one(self: Exchange, index: int, seq: int, text: bytes, token_id: int) -> bytes:
+    def count_one(self: Exchange, index: int, seq: int, text: str, token_id: int) -> bytes:
         collected.append(1)
         return token(self, index, seq, text, token_id)
 
-    def count(
-        self: AnswerReceiver,
-        seq: int,
-        choice_index: int,
-        text: bytes,
-        token_ids: Sequence[int],
-        rest: bytes,
-    ) -> bytes:
-        collected.append(len(token_ids))
-        return delta(self, seq, choice_index, text, token_ids, rest)
+    def count(self: AnswerSubscription, seq: int, choice_index: int, new: Delta) -> bytes:
+        collected.append(len(new.token_ids))
+        return delta(self, seq, choice_index, new)
 
     async def take_and_note(self: Exchange, data: bytes) -> None:
         token_count = sum(collected)
@@ -498,7 +492,7 @@ def _watch_handing_over(monkeypatch: pytest.MonkeyPatch) -> None:
         handed_over.append(token_count)
 
     monkeypatch.setattr(Exchange, "note_token", count_one)
-    monkeypatch.setattr(AnswerReceiver, "delta", count)
+    monkeypatch.setattr(AnswerSubscription, "delta", count)
     monkeypatch.setattr(Exchange, "_write", take_and_note)
 
 
@@ -567,9 +561,9 @@ def cancel_by_frame(world: World, run: Run) -> None:
     for process in (world.here, world.elsewhere):
         for request in process.process.running():
             if (
-                receiver := request.output.receiver if hasattr(request, "output") else None
+                subscription := request.output.subscription if hasattr(request, "output") else None
             ) is not None:
-                receiver.source.stop(Outcome.CANCELLED)
+                subscription.source.stop(Outcome.CANCELLED)
 
 
 Interrupt = Callable[[World, Run], None]

@@ -15,7 +15,7 @@ from api.core.errors import Cause, MessageUnreadable
 from api.core.interceptor import Context, ReceivedMessages, checked, first_error, tolerant
 from api.core.rate_limiter import RateLimiter
 from api.core.settings import Settings
-from api.generation.delivery.stream_writer import Outbox, Receiver
+from api.generation.delivery.stream_writer import FrameSubscription, StreamWriter
 from api.generation.parsing.start_frame import parse_start
 from api.generation.request.caller import Caller
 from api.generation.request.live_request import LiveRequest
@@ -56,7 +56,10 @@ def test_a_tick_of_progress_survives_a_request_for_an_unknown_model(
     caller = Caller(payer, 0.0, 0.0)
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="gpt", text="x"))
     request = LiveRequest(
-        caller, start, process, Receiver(Outbox(cast(Any, None)), start.given_id, lambda _: None)
+        caller,
+        start,
+        process,
+        FrameSubscription(StreamWriter(cast(Any, None)), start.given_id, lambda _: None),
     )
     request.phase = phase
 

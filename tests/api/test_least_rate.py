@@ -12,14 +12,14 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 
 from api.generation.delivery.output_buffer import (
-    Flow,
-    LiveOutput,
-    Output,
-    ReplayOutput,
+    FlowControl,
+    OutputBuffer,
+    SendBuffer,
     read_too_slowly,
 )
 from api.generation.delivery.replay import ReplayBuffers
-from api.generation.delivery.stream_writer import Outbox, Receiver
+from api.generation.delivery.replayable_buffer import ReplayableBuffer
+from api.generation.delivery.stream_writer import FrameSubscription, StreamWriter
 from api.generation.state import End, EndDecision
 from metering.core.models import Outcome
 from metering.holds.journal import UsageJournal
@@ -66,22 +66,26 @@ class World:
         self.end: End | None = None
         life = EndDecision(self._on_stop)
         self.journal = journal
-        self.outbox = Outbox(journal)
-        receiver = Receiver(self.outbox, "r", lambda _: None)
+        self.writer = StreamWriter(journal)
+        subscription = FrameSubscription(self.writer, "r", lambda _: None)
 
         def stalled() -> None:
             life.stop(Outcome.SLOW_CONSUMER, detail=read_too_slowly(1.0, ALLOWANCE_S))
 
-        flow = Flow(credit, ALLOWANCE_S, stalled)
-        self.output: Output = LiveOutput(receiver, "m", flow, life, lambda _: None)
+        flow = FlowControl(credit, ALLOWANCE_S, stalled)
+        self.output: OutputBuffer = SendBuffer(subscription, "m", flow, life, lambda _: None)
         if kept:
-            buffers = ReplayBuffers(journal, bytes_max=10**9, bytes_per_request_max=10**9)
+            buffers = ReplayBuffers[ReplayableBuffer](
+                journal, bytes_max=10**9, bytes_per_request_max=10**9
+            )
             kept_in = buffers.open(uuid.uuid4())
-            self.output = ReplayOutput(receiver, "m", flow, life, lambda _: None, 60.0, kept_in)
+            self.output = ReplayableBuffer(
+                subscription, "m", flow, life, lambda _: None, 60.0, kept_in
+            )
         self.output.hold_id = uuid.uuid4()
         self.may_write = asyncio.Event()
         self.may_write.set()
-        self.writer = asyncio.ensure_future(self.outbox.write_all(self.write))
+        self.writing = asyncio.ensure_future(self.writer.write_all(self.write))
 
     async def write(self, data: bytes) -> None:
         await self.may_write.wait()
@@ -91,11 +95,11 @@ class World:
 
     def say(self, token_count: int) -> None:
         for token_id in range(token_count):
-            self.output.say(0, "x", (token_id,))
+            self.output.append(0, "x", (token_id,))
 
     def attach(self) -> None:
         """Attach from another stream."""
-        self.output.attach(Receiver(self.outbox, "r", lambda _: None), 0, 0)
+        self.output.attach(FrameSubscription(self.writer, "r", lambda _: None), 0, 0)
 
     async def grant(self, pattern: Iterable[tuple[float, int]]) -> None:
         """Wait, and grant credit, until the request is stopped."""
@@ -215,7 +219,7 @@ def test_what_waits_at_the_end_is_taken_in_time_whatever_else_the_stream_carries
         world.output.when_taken(done.set, ALLOWANCE_S)
         while not done.is_set() and world.loop.time() < DAY_S:
             await asyncio.sleep(20.0)
-            world.outbox.push(pb.ServerFrame(progress=pb.ProgressFrame()))
+            world.writer.push(pb.ServerFrame(progress=pb.ProgressFrame()))
 
         assert world.end is not None
         assert world.end.outcome is Outcome.SLOW_CONSUMER

@@ -12,7 +12,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import Cause, Draining
 from api.core.settings import Settings
-from api.generation.delivery.stream_writer import Outbox, Receiver
+from api.generation.delivery.stream_writer import FrameSubscription, StreamWriter
 from api.generation.parsing.start_frame import parse_start
 from api.generation.request.caller import Caller
 from api.generation.request.live_request import LiveRequest
@@ -57,9 +57,9 @@ def live_request() -> LiveRequest:
     """Return a request that was just received."""
     payer = Payer(uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", text="x"))
-    receiver = Receiver(Outbox(cast(Any, None)), start.given_id, lambda _: None)
+    subscription = FrameSubscription(StreamWriter(cast(Any, None)), start.given_id, lambda _: None)
     registry = cast(Any, SimpleNamespace(settings=Settings()))
-    return LiveRequest(Caller(payer, 0.0, 0.0), start, registry, receiver)
+    return LiveRequest(Caller(payer, 0.0, 0.0), start, registry, subscription)
 
 
 def test_a_request_that_has_ended_enters_no_other_phase() -> None:

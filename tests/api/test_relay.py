@@ -12,7 +12,7 @@ import grpc
 from sqlalchemy.exc import OperationalError
 from weir.v1 import inference_service_pb2 as pb
 
-from api.generation.delivery.stream_writer import Outbox, Receiver
+from api.generation.delivery.stream_writer import FrameSubscription, StreamWriter
 from api.generation.request.peers import make_certificate
 from api.generation.request.relay import FRAMES_UNWRITTEN_MAX, Relays
 from metering.holds.journal import UsageJournal
@@ -55,14 +55,18 @@ async def test_an_owner_and_a_database_that_go_together_end_one_request_and_not_
                 process_id=uuid.uuid4(), is_held=True, address=address, certificate=certificate
             )
         )
-        outbox, ended = Outbox(cast(UsageJournal, None)), asyncio.Event()
+        writer, ended = StreamWriter(cast(UsageJournal, None)), asyncio.Event()
         told: list[pb.ServerFrame] = []
-        receiver = Receiver(outbox, "id", lambda _: ended.set())
-        cast(Any, receiver).push = told.append
+        subscription = FrameSubscription(writer, "id", lambda _: ended.set())
+        cast(Any, subscription).push = told.append
         async with asyncio.TaskGroup() as process_tasks:
             relays = Relays(cast(Sessions, books), uuid.uuid4(), process_tasks)
             relays.begin(
-                receiver, (uuid.uuid4(), uuid.uuid4()), "secret", after_seq=0, credit_token_count=0
+                subscription,
+                (uuid.uuid4(), uuid.uuid4()),
+                "secret",
+                after_seq=0,
+                credit_token_count=0,
             )
             async with asyncio.timeout(60):
                 await ended.wait()
@@ -74,18 +78,18 @@ async def test_an_owner_and_a_database_that_go_together_end_one_request_and_not_
 async def test_a_client_that_says_more_than_the_other_process_reads_is_ended() -> None:
     """Otherwise its messages would be buffered here without bound."""
     owner = SimpleNamespace(process_id=uuid.uuid4(), is_held=True, address="", certificate="")
-    outbox, ended = Outbox(cast(UsageJournal, None)), asyncio.Event()
+    writer, ended = StreamWriter(cast(UsageJournal, None)), asyncio.Event()
     told: list[pb.ServerFrame] = []
-    receiver = Receiver(outbox, "id", lambda _: ended.set())
-    cast(Any, receiver).push = told.append
+    subscription = FrameSubscription(writer, "id", lambda _: ended.set())
+    cast(Any, subscription).push = told.append
     async with asyncio.TaskGroup() as process_tasks:
         relays = Relays(cast(Sessions, BooksThatGoAway(owner)), uuid.uuid4(), process_tasks)
         relays.begin(
-            receiver, (uuid.uuid4(), uuid.uuid4()), "secret", after_seq=0, credit_token_count=0
+            subscription, (uuid.uuid4(), uuid.uuid4()), "secret", after_seq=0, credit_token_count=0
         )
         for _ in range(FRAMES_UNWRITTEN_MAX):
             assert not ended.is_set()
-            receiver.source.update(pb.UpdateFrame(max_output_tokens=1))
+            subscription.source.update(pb.UpdateFrame(max_output_tokens=1))
         assert ended.is_set()
         assert relays.running_count == 0
         await relays.close()
@@ -95,12 +99,12 @@ async def test_a_client_that_says_more_than_the_other_process_reads_is_ended() -
 async def test_a_client_relayed_through_an_ending_process_gets_the_reason() -> None:
     owner = SimpleNamespace(process_id=uuid.uuid4(), is_held=True, address="", certificate="")
     told: list[pb.ServerFrame] = []
-    receiver = Receiver(Outbox(cast(UsageJournal, None)), "id", lambda _: None)
-    cast(Any, receiver).push = told.append
+    subscription = FrameSubscription(StreamWriter(cast(UsageJournal, None)), "id", lambda _: None)
+    cast(Any, subscription).push = told.append
     async with asyncio.TaskGroup() as process_tasks:
         relays = Relays(cast(Sessions, BooksThatGoAway(owner)), uuid.uuid4(), process_tasks)
         relays.begin(
-            receiver, (uuid.uuid4(), uuid.uuid4()), "secret", after_seq=0, credit_token_count=0
+            subscription, (uuid.uuid4(), uuid.uuid4()), "secret", after_seq=0, credit_token_count=0
         )
         await relays.close()
     assert [frame.failed.status.code for frame in told] == [grpc.StatusCode.UNAVAILABLE.value[0]]

@@ -14,8 +14,8 @@ import regex
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.settings import Settings
-from api.generation.delivery.output_buffer import Flow, LiveOutput, Output
-from api.generation.delivery.stream_writer import Outbox, Receiver
+from api.generation.delivery.output_buffer import FlowControl, OutputBuffer, SendBuffer
+from api.generation.delivery.stream_writer import FrameSubscription, StreamWriter
 from api.generation.parsing.start_frame import ValidStart, parse_start
 from api.generation.parsing.tools import CallReading
 from api.generation.request.admission import HoldHandle
@@ -66,7 +66,7 @@ class Handing:
 
     def __init__(
         self,
-        outbox: Outbox,
+        writer: StreamWriter,
         start: ValidStart,
         stopped: list[Outcome],
         settings: Settings,
@@ -74,15 +74,17 @@ class Handing:
         call_reading: CallReading | None = None,
         safety: SafetyChecker | None = None,
     ) -> None:
-        """Begin the output of a request of this outbox's stream, under a lease that covers it.
+        """Begin the output of a request of this writer's stream, under a lease that covers it.
 
         stopped: collects reasons of stops.
         """
-        receiver = Receiver(outbox, start.given_id, lambda _: None)
-        flow = Flow(None, 60.0, lambda: None)
+        subscription = FrameSubscription(writer, start.given_id, lambda _: None)
+        flow = FlowControl(None, 60.0, lambda: None)
         self.start = start
         self.decision = EndDecision(lambda end: stopped.append(end.outcome))
-        self.output: Output = LiveOutput(receiver, start.model, flow, self.decision, lambda _: None)
+        self.output: OutputBuffer = SendBuffer(
+            subscription, start.model, flow, self.decision, lambda _: None
+        )
         limits, hold = OutputLimits(PRICES, 1000, None), cast(HoldHandle, Covered())
         self.processor = OutputProcessor(self, hold, limits, call_reading, settings)
         self.processor.open(safety)
@@ -109,7 +111,7 @@ class Handing:
 
 
 async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcome], int]:
-    """Output 500 tokens at once to a client that takes each message.
+    """OutputBuffer 500 tokens at once to a client that takes each message.
 
     Return the reasons of stops, and the number of sent tokens.
     """
@@ -124,7 +126,7 @@ async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcom
             len(frame.delta.token_ids) for frame in pb.GenerateResponse.FromString(data).frames
         )
 
-    outbox = Outbox(journal)
+    writer = StreamWriter(journal)
     settings = cast(
         Settings,
         SimpleNamespace(
@@ -132,13 +134,13 @@ async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcom
             client_stall_max_s=60.0,
         ),
     )
-    handing = Handing(outbox, start, stopped, settings)
+    handing = Handing(writer, start, stopped, settings)
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(outbox.write_all(write))
+        tasks.create_task(writer.write_all(write))
         for index in range(500):
             handing.output.usage.generated_token_count += 1
             await handing.take(TokensGenerated((index,), "x"))
-        outbox.close()
+        writer.close()
     return stopped, sent
 
 
@@ -159,9 +161,9 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
 ) -> None:
     """Each message takes most of the stall limit, and this request's output is in the last."""
     patience_s = 0.2
-    monkeypatch.setattr(Outbox, "frame_max", 1)
+    monkeypatch.setattr(StreamWriter, "frame_max", 1)
     stopped: list[Outcome] = []
-    outbox = Outbox(journal)
+    writer = StreamWriter(journal)
     settings = cast(
         Settings,
         SimpleNamespace(
@@ -172,7 +174,7 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
     replies = []
     for _ in range(2):
         start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", text="Hi"))
-        replies.append(Handing(outbox, start, stopped, settings))
+        replies.append(Handing(writer, start, stopped, settings))
     first, last = replies
 
     async def write(data: bytes) -> None:
@@ -181,9 +183,9 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
     for index in range(5):
         await first.take(TokensGenerated((index,), "x"))
     await last.take(TokensGenerated((0,), "x"))
-    outbox.close()
+    writer.close()
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(outbox.write_all(write))
+        tasks.create_task(writer.write_all(write))
         await last.flush()
 
     assert stopped == []
@@ -221,11 +223,11 @@ async def test_rules_read_escapes_in_what_clients_will_parse_and_in_nothing_else
         ),
     )
     ends: list[Outcome] = []
-    outbox = Outbox(journal)
+    writer = StreamWriter(journal)
     reading = None
     if start.tool_use.tools:
         reading = CallReading(CallFormat.HERMES, ("book",), ends_with_call=False)
-    handing = Handing(outbox, start, ends, settings, call_reading=reading, safety=rules)
+    handing = Handing(writer, start, ends, settings, call_reading=reading, safety=rules)
     taken: list[pb.DeltaFrame] = []
 
     async def write(data: bytes) -> None:
@@ -242,8 +244,8 @@ async def test_rules_read_escapes_in_what_clients_will_parse_and_in_nothing_else
             )
         )
         assert handing.has_ended
-    outbox.close()
-    await outbox.write_all(write)
+    writer.close()
+    await writer.write_all(write)
 
     assert ends == stopped
     assert "".join(delta.text for delta in taken) == said

@@ -104,7 +104,7 @@ class World:
             await engine.paused.wait()
         await until(
             lambda: (
-                sum(request.output.said_token_count for request in self.requests) >= token_count
+                sum(request.output.appended_token_count for request in self.requests) >= token_count
             ),
             "the tokens",
         )

@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from weir.v1 import inference_service_pb2 as pb
 
-from api.generation.delivery.output_buffer import Flow, LiveOutput, Output, ReplayOutput
+from api.generation.delivery.encoding import logprobs_field
+from api.generation.delivery.output_buffer import FlowControl, OutputBuffer, SendBuffer
 from api.generation.delivery.replay import ReplayBuffers
-from api.generation.delivery.stream_writer import Outbox, Receiver
+from api.generation.delivery.replayable_buffer import ReplayableBuffer
+from api.generation.delivery.stream_writer import FrameSubscription, StreamWriter
 from api.generation.state import EndDecision
+from inference.engine import TokenLogprob, TokenLogprobs
 from metering.holds.journal import UsageJournal
 from tests.api.small_process import forget_all
 
@@ -39,33 +41,34 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 
-def live(outbox: Outbox, credit: int | None, given_id: str = "r") -> LiveOutput:
+def live(writer: StreamWriter, credit: int | None, given_id: str = "r") -> SendBuffer:
     """Return the output of a request that is not kept."""
-    receiver = Receiver(outbox, given_id, lambda _: None)
-    flow = Flow(credit, 60.0, lambda: None)
-    output = LiveOutput(receiver, "m", flow, EndDecision(), lambda _: None)
+    subscription = FrameSubscription(writer, given_id, lambda _: None)
+    output = SendBuffer(
+        subscription, "m", FlowControl(credit, 60.0, lambda: None), EndDecision(), lambda _: None
+    )
     output.hold_id = uuid.uuid4()
     return output
 
 
 def begun(
-    journal: UsageJournal, replays: ReplayBuffers, organization_id: uuid.UUID
-) -> ReplayOutput:
+    journal: UsageJournal, replays: ReplayBuffers[ReplayableBuffer], organization_id: uuid.UUID
+) -> ReplayableBuffer:
     """Return kept output of a request without a subscriber."""
-    receiver = Receiver(Outbox(journal), "r", lambda _: None)
-    flow, buffer = Flow(None, 60.0, lambda: None), replays.open(organization_id)
-    output = ReplayOutput(receiver, "m", flow, EndDecision(), lambda _: None, 60.0, buffer)
+    subscription = FrameSubscription(StreamWriter(journal), "r", lambda _: None)
+    flow, buffer = FlowControl(None, 60.0, lambda: None), replays.open(organization_id)
+    output = ReplayableBuffer(subscription, "m", flow, EndDecision(), lambda _: None, 60.0, buffer)
     output.hold_id = uuid.uuid4()
     output.detach()
     return output
 
 
-def say(outputs: Sequence[Output], token_count: int) -> None:
+def say(outputs: Sequence[OutputBuffer], token_count: int) -> None:
     """Output this many steps of all requests."""
     for index in range(token_count):
         for output in outputs:
             output.usage.generated_token_count += 1
-            output.say(0, " word", (index,))
+            output.append(0, " word", (index,))
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="tells memory by Linux's /proc")
@@ -75,8 +78,8 @@ def say(outputs: Sequence[Output], token_count: int) -> None:
 async def test_a_thousand_stalled_requests_take_some_bytes_a_token(
     journal: UsageJournal, credit: int | None
 ) -> None:
-    outbox = Outbox(journal)
-    outputs = [live(outbox, credit, str(uuid.uuid4())) for _ in range(REQUEST_COUNT)]
+    writer = StreamWriter(journal)
+    outputs = [live(writer, credit, str(uuid.uuid4())) for _ in range(REQUEST_COUNT)]
 
     say(outputs, TOKENS_AT_FIRST)
     before = resident_bytes()
@@ -96,26 +99,27 @@ async def test_log_probabilities_that_wait_take_little_more_than_their_message(
     journal: UsageJournal,
 ) -> None:
     """Twenty alternatives for each token took three kilobytes as objects."""
-    alternatives = [
-        pb.TokenLogprob(token_id=100 + place, logprob=-float(place)) for place in range(20)
-    ]
-    told = pb.TokenLogprobs(chosen=alternatives[0], top=alternatives)
-    output = live(Outbox(journal), 0)
+    alternatives = [TokenLogprob(100 + place, -float(place)) for place in range(20)]
+    told = TokenLogprobs(alternatives[0], tuple(alternatives))
+    output = live(StreamWriter(journal), 0)
     before = resident_bytes()
 
     for index in range(20_000):
-        again = pb.TokenLogprobs()
-        again.CopyFrom(told)
-        output.say(0, " word", (index,), [again])
+        again = TokenLogprobs(
+            told.chosen, tuple(TokenLogprob(each.token_id, each.logprob) for each in told.top)
+        )
+        output.append(0, " word", (index,), [again])
     grown = resident_bytes() - before
 
-    assert grown / 20_000 < 2 * len(told.SerializeToString())
+    assert grown / 20_000 < 2 * len(logprobs_field(told))
     output.discard()
 
 
 async def test_kept_output_stays_within_its_bounds(journal: UsageJournal) -> None:
     """The bounds are per request and in total, for any number of unread requests."""
-    replays = ReplayBuffers(journal, bytes_max=200_000, bytes_per_request_max=20_000)
+    replays = ReplayBuffers[ReplayableBuffer](
+        journal, bytes_max=200_000, bytes_per_request_max=20_000
+    )
     outputs = [begun(journal, replays, ORGANIZATION) for _ in range(50)]
 
     say(outputs[:5], 1000)
@@ -128,7 +132,10 @@ async def test_kept_output_stays_within_its_bounds(journal: UsageJournal) -> Non
 
 
 def answered(
-    journal: UsageJournal, replays: ReplayBuffers, organization_id: uuid.UUID, token_count: int
+    journal: UsageJournal,
+    replays: ReplayBuffers[ReplayableBuffer],
+    organization_id: uuid.UUID,
+    token_count: int,
 ) -> tuple[uuid.UUID, uuid.UUID]:
     """Return the key of an ended request with this many tokens of kept output."""
     key = uuid.uuid4(), uuid.uuid4()
@@ -142,7 +149,9 @@ def answered(
 async def test_a_flood_of_answers_of_one_customer_evicts_its_own_and_not_those_of_another(
     journal: UsageJournal,
 ) -> None:
-    replays = ReplayBuffers(journal, bytes_max=65_536, bytes_per_request_max=65_536)
+    replays = ReplayBuffers[ReplayableBuffer](
+        journal, bytes_max=65_536, bytes_per_request_max=65_536
+    )
     victim, flooding = uuid.uuid4(), uuid.uuid4()
     theirs = answered(journal, replays, victim, 300)
     flood = [answered(journal, replays, flooding, 300) for _ in range(20)]
@@ -165,7 +174,9 @@ async def test_a_flood_of_answers_of_one_customer_evicts_its_own_and_not_those_o
 async def test_an_organization_above_its_equal_share_makes_room_for_others(
     journal: UsageJournal,
 ) -> None:
-    replays = ReplayBuffers(journal, bytes_max=65_536, bytes_per_request_max=65_536)
+    replays = ReplayBuffers[ReplayableBuffer](
+        journal, bytes_max=65_536, bytes_per_request_max=65_536
+    )
     first, later = uuid.uuid4(), uuid.uuid4()
     before = [answered(journal, replays, first, 100) for _ in range(12)]
     after = [answered(journal, replays, later, 100) for _ in range(4)]
@@ -178,7 +189,9 @@ async def test_an_organization_above_its_equal_share_makes_room_for_others(
 
 
 async def test_requests_that_ended_first_are_dropped_first(journal: UsageJournal) -> None:
-    replays = ReplayBuffers(journal, bytes_max=65_536, bytes_per_request_max=65_536)
+    replays = ReplayBuffers[ReplayableBuffer](
+        journal, bytes_max=65_536, bytes_per_request_max=65_536
+    )
     keys = [answered(journal, replays, ORGANIZATION, 300) for _ in range(5)]
 
     there = [replays.find(key) is not None for key in keys]

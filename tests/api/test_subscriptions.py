@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from api.generation.delivery.output_buffer import Flow, LiveOutput, Output, ReplayOutput
+from api.generation.delivery.output_buffer import FlowControl, OutputBuffer, SendBuffer
 from api.generation.delivery.replay import ReplayBuffers
-from api.generation.delivery.stream_writer import Outbox, Receiver
+from api.generation.delivery.replayable_buffer import ReplayableBuffer
+from api.generation.delivery.stream_writer import FrameSubscription, StreamWriter, Subscription
 from api.generation.state import EndDecision
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
@@ -33,20 +34,20 @@ class World:
         self.journal = journal
         self.stopped: list[Outcome] = []
         self.life = EndDecision(lambda end: self.stopped.append(end.outcome))
-        self.ended: list[Receiver] = []
-        self.first = self.receiver()
-        flow, update = Flow(None, 60.0, lambda: None), lambda _: None
-        self.output: Output = LiveOutput(self.first, "m", flow, self.life, update)
+        self.ended: list[Subscription] = []
+        self.first = self.subscription()
+        flow, update = FlowControl(None, 60.0, lambda: None), lambda _: None
+        self.output: OutputBuffer = SendBuffer(self.first, "m", flow, self.life, update)
         if keep_s is not None:
-            buffer = ReplayBuffers(journal, bytes_max=10**6, bytes_per_request_max=10**6).open(
-                ORGANIZATION
-            )
-            self.output = ReplayOutput(self.first, "m", flow, self.life, update, keep_s, buffer)
+            buffer = ReplayBuffers[ReplayableBuffer](
+                journal, bytes_max=10**6, bytes_per_request_max=10**6
+            ).open(ORGANIZATION)
+            self.output = ReplayableBuffer(self.first, "m", flow, self.life, update, keep_s, buffer)
         self.output.hold_id = uuid.uuid4()
 
-    def receiver(self) -> Receiver:
-        """Return the receiver of a new stream."""
-        return Receiver(Outbox(self.journal), "r", self.ended.append)
+    def subscription(self) -> FrameSubscription:
+        """Return the subscription of a new stream."""
+        return FrameSubscription(StreamWriter(self.journal), "r", self.ended.append)
 
 
 async def test_without_keep_the_request_ends_with_the_stream_that_receives_it(
@@ -62,14 +63,14 @@ async def test_without_keep_the_request_ends_with_the_stream_that_receives_it(
 async def test_a_stream_that_received_it_before_has_no_say_in_it(journal: UsageJournal) -> None:
     """Each stream leaves more than once, and another one may have attached in between."""
     world = World(journal, None)
-    second = world.receiver()
+    second = world.subscription()
     world.output.attach(second, 0, 0)
 
     world.output.leave(world.first, Outcome.CANCELLED)
 
     assert world.ended == [world.first]
     assert world.stopped == []
-    assert world.output.receiver is second
+    assert world.output.subscription is second
 
 
 async def test_a_client_that_returns_in_time_finds_its_request_running(
@@ -80,15 +81,15 @@ async def test_a_client_that_returns_in_time_finds_its_request_running(
     timer = world.output._unattended
     assert timer is not None
     assert not timer.cancelled()
-    assert world.output.receiver is None
+    assert world.output.subscription is None
 
-    second = world.receiver()
+    second = world.subscription()
     world.output.attach(second, 0, 0)
     world.output.leave(world.first, Outcome.CANCELLED)
 
     assert timer.cancelled()
     assert world.output._unattended is None
-    assert world.output.receiver is second
+    assert world.output.subscription is second
     assert second.source is world.output
     assert world.stopped == []
     world.output.end(None)
@@ -104,9 +105,9 @@ async def test_a_request_that_is_being_ended_is_no_ones_to_take_over_unless_it_i
         world.life.stop(Outcome.CANCELLED)
 
     with pytest.raises(RequestInFlight):
-        plain.output.attach(plain.receiver(), 0, 0)
-    second = kept.receiver()
+        plain.output.attach(plain.subscription(), 0, 0)
+    second = kept.subscription()
     kept.output.attach(second, 0, 0)
 
-    assert plain.output.receiver is plain.first
-    assert kept.output.receiver is second
+    assert plain.output.subscription is plain.first
+    assert kept.output.subscription is second

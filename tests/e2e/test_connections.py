@@ -21,7 +21,7 @@ import pytest_asyncio
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import Draining
-from api.generation.delivery import stream_writer as outbox
+from api.generation.delivery import stream_writer as writer
 from metering.core.models import Outcome
 from tests.conftest import new_database
 from tests.e2e.openai_clients import TO_THE_END, says
@@ -56,7 +56,7 @@ async def inside(
         new_database(postgres_server, template=template_database) as url,
         pytest.MonkeyPatch.context() as monkeypatch,
     ):
-        monkeypatch.setattr(outbox, "SILENCE_S", 0.1)
+        monkeypatch.setattr(writer, "SILENCE_S", 0.1)
         service = Service(tmp_path_factory.mktemp("inside"), url, model, http_padding_after_s=0.2)
         async with run_inside(service, monkeypatch) as inside:
             yield inside

@@ -14,7 +14,7 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.generation.delivery.frames import told_stop
+from api.generation.delivery.frames import stop_of
 from tests.conftest import new_database
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.inference.tool_checkpoints import (
@@ -192,7 +192,7 @@ async def test_a_stop_token_is_named_by_its_id_and_an_end_token_is_not(
         ids = [await begin(stream, **fields) for fields, _ in cases]
         ends = [await stream.finished(request_id) for request_id in ids]
 
-    assert [told_stop(end) for end in ends] == [matched for _, matched in cases]
+    assert [stop_of(end) for end in ends] == [matched for _, matched in cases]
     for path in ("chat/completions", "completions"):
         for streams in (False, True):
             by_token = await answered(service, tenant, path, stop_token_ids=[two], stream=streams)

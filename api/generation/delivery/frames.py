@@ -12,10 +12,10 @@ from weir.v1 import types_pb2
 
 from api.core import wire
 from api.core.messages import order, quota_in_force, quota_statuses, receipt_message, resets
+from api.generation.delivery.encoding import logprob_messages
 from api.generation.endings import UsageSoFar
 from api.generation.request.limits import OutputLimits
 from inference.engine import EngineCondition, GenerationRequest, StoppedBy, TokenLogprobs
-from inference.text.call_parser import CallPiece
 from metering.core.models import Outcome
 from metering.holds.operations import Admitted, Settled
 from metering.pricing.prices import TokenPrices
@@ -106,32 +106,10 @@ def running() -> pb.ServerFrame:
     return pb.ServerFrame(progress=pb.ProgressFrame(stage=pb.ProgressFrame.STAGE_RUNNING))
 
 
-def tool_calls(pieces: Sequence[CallPiece]) -> list[pb.ToolCallDelta]:
-    """Return new pieces of tool calls as messages."""
-    return [
-        pb.ToolCallDelta(
-            index=each.index, id=each.id, name=each.name, arguments_json=each.arguments
-        )
-        for each in pieces
-    ]
-
-
-def token_logprobs(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
-    """Return log-probabilities as messages, one for each token."""
-    messages = []
-    for each in logprobs:
-        top = [
-            pb.TokenLogprob(token_id=token.token_id, logprob=token.logprob) for token in each.top
-        ]
-        chosen = pb.TokenLogprob(token_id=each.chosen.token_id, logprob=each.chosen.logprob)
-        messages.append(pb.TokenLogprobs(chosen=chosen, top=top))
-    return messages
-
-
 def prompts(logprobs: Sequence[TokenLogprobs]) -> Iterator[pb.ServerFrame]:
     """Return the log-probabilities of a prompt as frames."""
     for first in range(0, len(logprobs), PROMPT_TOKENS_MAX):
-        part = token_logprobs(logprobs[first : first + PROMPT_TOKENS_MAX])
+        part = logprob_messages(logprobs[first : first + PROMPT_TOKENS_MAX])
         yield pb.ServerFrame(prompt=pb.PromptFrame(logprobs=part))
 
 
@@ -191,7 +169,7 @@ def attached(after_seq: int, last_seq: int, so_far: UsageSoFar, *, running: bool
     )
 
 
-def tell_settled(
+def set_settlement(
     settled: Settled, said: pb.FinishedFrame | pb.FailedFrame | pb.EmbedResponse
 ) -> None:
     """Set the billed usage and the receipts in a response.
@@ -238,7 +216,7 @@ def finished(
         said.usage.SetInParent()
         said.cost.currency_code = currency_code
     else:
-        tell_settled(settled, said)
+        set_settlement(settled, said)
     # Serialized: less than half the time of setting the fields.
     fields: list[float] = [0] * (2 * len(TIMING_TAGS))
     fields[::2], fields[1::2] = TIMING_TAGS, [timings.get(name, 0.0) for name in TIMING_NAMES]
@@ -249,16 +227,16 @@ def finished(
     if exhausted:
         said.exhausted_quotas.extend(quota_statuses(exhausted))
     if 0 in stops:
-        tell_stop(said, stops[0])
+        set_stop(said, stops[0])
     for index, end in sorted(choice_ends.items()):
         reason = wire.finish_reason(end, called=index in called_choices)
         choice = said.choices.add(choice_index=index, reason=reason)
         if index in stops:
-            tell_stop(choice, stops[index])
+            set_stop(choice, stops[index])
     return frame
 
 
-def tell_stop(said: pb.FinishedFrame | pb.ChoiceEnd, stop: StoppedBy) -> None:
+def set_stop(said: pb.FinishedFrame | pb.ChoiceEnd, stop: StoppedBy) -> None:
     """Set the stop that ended an output."""
     if isinstance(stop, str):
         said.stop_sequence = stop
@@ -266,7 +244,7 @@ def tell_stop(said: pb.FinishedFrame | pb.ChoiceEnd, stop: StoppedBy) -> None:
         said.stop_token_id = stop
 
 
-def told_stop(said: pb.FinishedFrame | pb.ChoiceEnd) -> StoppedBy:
+def stop_of(said: pb.FinishedFrame | pb.ChoiceEnd) -> StoppedBy:
     """Return the stop that ended an output."""
     if said.WhichOneof("stopped_by") == "stop_sequence":
         return said.stop_sequence
@@ -279,5 +257,5 @@ def failed(
     """Return the last frame of a request that was refused or failed."""
     frame = pb.ServerFrame(failed=pb.FailedFrame(status=status, duplicate_start=duplicate_start))
     if settled is not None:
-        tell_settled(settled, frame.failed)
+        set_settlement(settled, frame.failed)
     return frame

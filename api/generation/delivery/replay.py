@@ -7,12 +7,9 @@ from __future__ import annotations
 import asyncio
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Generic, Protocol, TypeVar
 
 from metering.holds.journal import Delivered, UsageJournal
-
-if TYPE_CHECKING:
-    from api.generation.delivery.output_buffer import ReplayOutput
 
 FRAME_BYTES = 48  # memory overhead of a kept frame in CPython
 # A full buffer drops an eighth at once, since shifting the rest costs more than a frame.
@@ -21,11 +18,28 @@ DROPPED_SHARE = 8
 Key = tuple[uuid.UUID, uuid.UUID]  # project and request; request ids are unique within a project
 
 
+class KeptOutput(Protocol):
+    """Output of an ended request that is kept; subscription: the stream that receives it now."""
+
+    @property
+    def buffer(self) -> ReplayBuffer: ...
+
+    @property
+    def subscription(self) -> object | None: ...
+
+    def forget(self) -> None:
+        """End its reception, since the replay buffer is dropped."""
+        ...
+
+
+Kept = TypeVar("Kept", bound=KeptOutput)
+
+
 class ReplayBuffer:
     """Deltas of one request as bytes, from `first_seq` on. Created by `ReplayBuffers.open`."""
 
     def __init__(
-        self, journal: UsageJournal, owner: ReplayBuffers, organization_id: uuid.UUID
+        self, journal: UsageJournal, owner: ReplayBuffers[Any], organization_id: uuid.UUID
     ) -> None:
         """organization_id: whose share of the memory it uses."""
         self.organization_id = organization_id
@@ -102,17 +116,15 @@ class ReplayBuffer:
 
 
 @dataclass(slots=True, eq=False)
-class Share:
+class Share(Generic[Kept]):
     """Replay buffers of one organization: of running requests, and of ended ones, oldest first."""
 
     live: set[ReplayBuffer] = field(default_factory=set)
-    ended: dict[Key, tuple[ReplayOutput, ReplayBuffer, asyncio.TimerHandle]] = field(
-        default_factory=dict
-    )
+    ended: dict[Key, tuple[Kept, ReplayBuffer, asyncio.TimerHandle]] = field(default_factory=dict)
     byte_count: int = 0
 
 
-class ReplayBuffers:
+class ReplayBuffers(Generic[Kept]):
     """All replay buffers of a process, of running and of ended requests.
 
     Memory is shared fairly between organizations: when it is full, the organization that keeps the
@@ -126,7 +138,7 @@ class ReplayBuffers:
         self._journal = journal
         self._bytes_max = bytes_max
         self._bytes_per_request_max = bytes_per_request_max
-        self._shares: dict[uuid.UUID, Share] = {}  # by organization; no entry if empty
+        self._shares: dict[uuid.UUID, Share[Kept]] = {}  # by organization; no entry if empty
         self._ended: dict[Key, uuid.UUID] = {}  # organization of each ended request that is kept
 
     def allowance(self, organization_id: uuid.UUID) -> int:
@@ -161,7 +173,7 @@ class ReplayBuffers:
         self._shares[buffer.organization_id].live.discard(buffer)
         self._tidy(buffer.organization_id)
 
-    def keep(self, key: Key, output: ReplayOutput, seconds: float) -> None:
+    def keep(self, key: Key, output: Kept, seconds: float) -> None:
         """Keep the output of an ended request for this time, unless the memory is needed sooner."""
         buffer = output.buffer
         self.forget(key)  # an id may return after an attempt that left no trace in the database
@@ -176,13 +188,13 @@ class ReplayBuffers:
         """Drop expired output; a client that is just reading may finish."""
         ended = self._shares[self._ended[key]].ended
         output, buffer, _ = ended[key]
-        if output.receiver is None:
+        if output.subscription is None:
             self.forget(key)
         else:
             timer = asyncio.get_running_loop().call_later(seconds, self._expire, key, seconds)
             ended[key] = output, buffer, timer
 
-    def find(self, key: Key) -> ReplayOutput | None:
+    def find(self, key: Key) -> Kept | None:
         """Return the kept output of an ended request."""
         organization_id = self._ended.get(key)
         return None if organization_id is None else self._shares[organization_id].ended[key][0]

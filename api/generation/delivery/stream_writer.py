@@ -1,9 +1,9 @@
-"""Send queue of one stream: the only way in which tokens reach a client.
+"""Send queue of one stream and its subscriptions: the only way in which tokens reach a client.
 
 When the writer can send, it collects the frames of all requests of the stream into one message,
 since a message costs about a hundred times as much as a frame. Until then output stays in its
-request's `Output` (`output.py`). Tokens are written to the usage journal before their message is
-handed to the transport, and count as delivered once the transport has taken it.
+request's buffer (`output_buffer.py`). Tokens are written to the usage journal before their message
+is handed to the transport, and count as delivered once the transport has taken it.
 
 Silence is measured here, since its last write: whatever its requests wait for, a stream sends
 something before what stands between it and the client cuts it off (ADR 0088).
@@ -14,21 +14,33 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
+import uuid
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 from weir.v1 import inference_service_pb2 as pb
 
+from api.generation.delivery.delta import Delta
+from api.generation.delivery.encoding import (
+    DELTAS_OF,
+    FRAMES_OF,
+    TEXTS_OF,
+    TOKENS,
+    VARINTS,
+    delta_bytes,
+    delta_frame,
+    framed,
+    varint,
+)
+from api.generation.endings import UsageSoFar
 from metering.core.errors import JournalUnavailable
 from metering.core.models import Outcome
-from metering.holds.journal import UsageJournal
-
-if TYPE_CHECKING:
-    from api.generation.delivery.output_buffer import Output
+from metering.holds.journal import Delivered, UsageJournal
 
 # Some 10 MB; above it, reading from the client pauses until the client reads.
 FRAMES_WAITING_MAX = 50_000
@@ -38,6 +50,8 @@ SILENCE_S = 8.0
 # A write that takes longer waits for the client. A shorter one may have waited for this process;
 # a slow client blocks longer, since windows and buffers hold some thousand tokens.
 SLOW_WRITE_S = 0.1
+# Merged into one delta at most; keeps a frame at some kB even with log-probabilities.
+TOKENS_PER_DELTA_MAX = 64
 
 
 class Source(Protocol):
@@ -58,19 +72,59 @@ class Source(Protocol):
         """Change its limits. The answer arrives as a frame."""
         ...
 
-    def shut_out(self, receiver: Receiver, error: Exception) -> None:
+    def revoke(self, subscription: Subscription, error: Exception) -> None:
         """End the reception with an error: the stream lost its right to receive."""
         ...
 
-    def leave(self, receiver: Receiver, outcome: Outcome) -> None:
+    def leave(self, subscription: Subscription, outcome: Outcome) -> None:
         """Handle the close of the stream; ignored if another stream receives the request now."""
         ...
 
-    def attach(self, receiver: Receiver, after_seq: int, credit_token_count: int) -> None:
-        """Send output to this receiver from now on.
+    def attach(self, subscription: Subscription, after_seq: int, credit_token_count: int) -> None:
+        """Send output to this subscription from now on.
 
         Raises: OutputGone, RequestInFlight; nothing has changed then.
         """
+        ...
+
+
+class Supply(Protocol):
+    """Output of a request, as the writer of its stream takes it.
+
+    subscription: the one that receives it. in_flight: tokens in messages that are being written.
+    has_more: more can be sent after `take`. then: set while the request waits for its client.
+    """
+
+    usage: UsageSoFar
+    hold_id: uuid.UUID | None
+    subscription: Subscription | None
+    in_flight_token_count: int
+    in_flight_reasoning_token_count: int
+    has_more: bool
+    then: Callable[[], None] | None
+
+    def take(self, subscription: Subscription, into: Collected, delta_max: int) -> None:
+        """Move at most `delta_max` deltas that may be sent into a message; sets `has_more`."""
+        ...
+
+    def entry(self, token_count: int, reasoning_token_count: int = 0) -> Delivered:
+        """Return the journal entry for this many more tokens, some of them reasoning."""
+        ...
+
+    def was_taken(self, token_count: int, reasoning_token_count: int) -> None:
+        """Handle that the transport has taken tokens."""
+        ...
+
+    def moved(self) -> None:
+        """Handle that the transport took the output, or that the client is gone."""
+        ...
+
+    def lose(self, error: JournalUnavailable) -> None:
+        """Fail the request: tokens were taken that cannot be journalled."""
+        ...
+
+    def count_write(self) -> None:
+        """Count the write that is going on as stall, if it is slow and tokens wait for it."""
         ...
 
 
@@ -85,63 +139,63 @@ class Collected(msgspec.Struct, eq=False):
 
     parts: list[bytes]
     token_room: int
-    entries: list[tuple[Output, int, int, int, int]]
-    replayed: list[tuple[Output, int, int]]
+    entries: list[tuple[Supply, int, int, int, int]]
+    replayed: list[tuple[Supply, int, int]]
     asks_fences: bool = True
 
 
-class Receiver:
-    """Connection of one stream to one request. Nothing is pushed after `end`."""
+class Subscription(ABC):
+    """Connection of one stream to one request, which encodes its output for the stream's wire.
 
-    def __init__(self, outbox: Outbox, given_id: str, on_end: Callable[[Receiver], None]) -> None:
+    Nothing is pushed after `end`. token: returns the part of a message for one token of the first
+    choice, the most common one, from sequence number, text and id.
+    """
+
+    token: Callable[[int, str, int], bytes]
+
+    def __init__(
+        self, writer: StreamWriter, given_id: str, on_end: Callable[[Subscription], None]
+    ) -> None:
         """given_id: the request id as this client spells it. on_end: called once, when the last
         frame has been pushed.
         """
-        self.outbox = outbox
+        self.writer = writer
         self.given_id = given_id
         self.source: Source
         # Hash of the `start` frame, if the request was started on this stream.
         self.payload_hash: bytes | None = None
         self.is_refused = False  # refused before the request produced anything
-        self.supply: Output | None = None  # output source; None: all frames are pushed
-        self.head = frame_head(given_id)
-        # Builds the part of a message for one token of the first choice from sequence number, text,
-        # id.
-        self.token: Callable[[int, bytes, int], bytes] = partial(token_frame, self.head)
-        self.is_waiting = False  # queued in the outbox
-        self.in_flight_count = 0  # frames of the message that is being written
+        self.supply: Supply | None = None  # output; None: all frames are pushed
+        self.is_waiting = False  # queued in the writer
+        self.in_flight_count = 0  # parts of the message that is being written
         # Called when the transport takes frames; must not block.
         self.on_taken: Callable[[], None] | None = None
-        self.frames: list[bytes] = []  # pushed, not sent yet
+        self.frames: list[bytes] = []  # pushed, not sent yet; encoded
         self._on_end = on_end
+
+    @abstractmethod
+    def part(self, frame: pb.ServerFrame, encoded: bytes | None = None) -> bytes:
+        """Return a frame without output as part of a message; empty if it does not appear there.
+
+        frame: without request id; may change after the call. encoded: the same, if it is serialized
+        already.
+        """
+
+    @abstractmethod
+    def delta(self, seq: int, choice_index: int, delta: Delta) -> bytes:
+        """Return new output as part of a message."""
 
     @property
     def unsent_frame_count(self) -> int:
         """Pushed frames that the transport has not taken."""
         return len(self.frames) + self.in_flight_count
 
-    def push(self, frame: pb.ServerFrame | bytes) -> None:
-        """Send a frame as soon as possible; dropped if the client is gone.
-
-        frame: without request id; may be serialized.
-        """
-        if not self.outbox.is_abandoned:
-            body = frame if isinstance(frame, bytes) else frame.SerializeToString()
-            size = len(self.head) + len(body)
-            self.frames.append(
-                b"\x0a%b%b%b" % (VARINTS[size] if size < 0x4000 else varint(size), self.head, body)
-            )
-            self.outbox.frame_count += 1
-            self.outbox.add(self)
-
-    def delta(
-        self, seq: int, choice_index: int, text: bytes, token_ids: Sequence[int], rest: bytes
-    ) -> bytes:
-        """Return new output as part of a message.
-
-        rest: the other fields of its `DeltaFrame`, serialized.
-        """
-        return delta_frame(self.head, delta_bytes(seq, choice_index, text, token_ids, rest))
+    def push(self, frame: pb.ServerFrame, encoded: bytes | None = None) -> None:
+        """Send a frame as soon as possible; dropped if the client is gone. See `part`."""
+        if not self.writer.is_abandoned and (part := self.part(frame, encoded)):
+            self.frames.append(part)
+            self.writer.frame_count += 1
+            self.writer.add(self)
 
     def end(self, frame: pb.ServerFrame | None) -> None:
         """Push the last frame; None if the process shuts down without one."""
@@ -149,12 +203,12 @@ class Receiver:
         if frame is not None:
             self.is_refused = frame.HasField("failed") and not frame.failed.HasField("usage")
             self.push(frame)
-            self.outbox.ended(self, frame)
+            self.writer.ended(self, frame)
         self._on_end(self)
 
     def drop(self) -> None:
         """Discard pushed frames that were not written."""
-        self.outbox.frame_count -= len(self.frames)
+        self.writer.frame_count -= len(self.frames)
         self.frames.clear()
 
     def withdraw(self, part_count: int) -> None:
@@ -164,7 +218,7 @@ class Receiver:
     def take_pushed(self, parts: list[bytes]) -> None:
         """Move waiting frames into a message."""
         parts += self.frames
-        self.outbox.frame_count -= len(self.frames)
+        self.writer.frame_count -= len(self.frames)
         self.frames = []
 
     def was_taken(self) -> None:
@@ -176,65 +230,106 @@ class Receiver:
             self.on_taken()
 
 
+class FrameSubscription(Subscription):
+    """Subscription of a gRPC stream: its parts are `ServerFrame`s of a `GenerateResponse`."""
+
+    def __init__(
+        self, writer: StreamWriter, given_id: str, on_end: Callable[[Subscription], None]
+    ) -> None:
+        super().__init__(writer, given_id, on_end)
+        data = given_id.encode()
+        self.head = b"\x0a%b%b" % (VARINTS[len(data)], data)  # an id is short
+        self.token = partial(token_frame, self.head)
+
+    def part(self, frame: pb.ServerFrame, encoded: bytes | None = None) -> bytes:
+        """Implement `Subscription.part`."""
+        body = encoded or frame.SerializeToString()
+        size = len(self.head) + len(body)
+        return b"\x0a%b%b%b" % (
+            VARINTS[size] if size < 0x4000 else varint(size),
+            self.head,
+            body,
+        )
+
+    def delta(self, seq: int, choice_index: int, delta: Delta) -> bytes:
+        """Implement `Subscription.delta`."""
+        return delta_frame(self.head, delta_bytes(seq, choice_index, delta))
+
+
+def token_frame(head: bytes, seq: int, text: str, token_id: int) -> bytes:
+    """Return a frame with one token of the first choice, the most common part of a message."""
+    data = text.encode()
+    text_size = len(data)
+    if seq < 0x4000 and token_id < 0x4000 and text_size < 0x40:
+        number, token = VARINTS[seq], TOKENS[token_id]
+        size = text_size + len(token) + len(number) + 3
+        frame_size = size + len(head) + 2
+        if frame_size < 0x80:
+            frame, delta, before_text = FRAMES_OF[frame_size], DELTAS_OF[size], TEXTS_OF[text_size]
+            return b"".join((frame, head, delta, number, before_text, data, token))
+    return delta_frame(head, delta_bytes(seq, 0, Delta(text, (token_id,))))
+
+
 def always() -> bool:
     """Return True: check every fence."""
     return True
 
 
-class Outbox:
+class StreamWriter:
     """Send queue of one stream, with one writer and any number of requests."""
 
-    takes_whole = False  # whether the client gets each answer in one piece; see `WholeOutbox`
+    is_whole = False  # whether the client gets each answer in one piece
     marks = True  # whether a message that the transport has taken is of use without later ones
     # Limits of one message. Frames: some 60 kB of deltas, below the receive limit of any client.
     # Tokens: some 1.2 MB with 20 log-probabilities each, below gRPC's default limit of 4 MB.
     # Deltas: per request, while other requests wait.
     frame_max, token_max, delta_max = 1000, 4000, 8
+    tokens_per_delta_max = TOKENS_PER_DELTA_MAX
 
     def __init__(self, journal: UsageJournal, may_have_lapsed: Callable[[], bool] = always) -> None:
         """may_have_lapsed: whether any hold may have lapsed; called once per message."""
         self._may_have_lapsed = may_have_lapsed
         self.is_abandoned = False
-        self.frame_count = 0  # pushed frames that wait; output waits in its `Output`
+        self.frame_count = 0  # pushed frames that wait; output waits in its buffer
         # Messages taken by the client; unchanged while a client stalls.
         self.message_count = 0
         self._journal = journal
-        # Receivers with output, and frames without a request.
-        self._line: deque[Receiver | bytes] = deque()
-        self._in_flight: list[Receiver] = []
+        # Subscriptions with output, and frames without a request.
+        self._queue: deque[Subscription | bytes] = deque()
+        self._in_flight: list[Subscription] = []
         # With those of the tokens that are reasoning.
-        self._in_flight_tokens: list[tuple[Output, int, int]] = []
+        self._in_flight_tokens: list[tuple[Supply, int, int]] = []
         # Set while the writer waits for something to send.
         self._idle: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None  # while the reader waits for room
         self._is_open = True  # frames may be sent
         self._closing = False
-        # Longest silence, in seconds; the time of the last write; and the next look at it.
+        # Longest silence, in seconds; the time of the last write; and the next check of it.
         self._silence_s = SILENCE_S
         self._written_at = -math.inf
-        self._look: asyncio.TimerHandle | None = None
+        self._silence_timer: asyncio.TimerHandle | None = None
         self._is_silent = False  # for too long
         self._writing_since = math.inf  # on the loop's clock, while a message is written
 
     def push(self, frame: pb.ServerFrame) -> None:
         """Send a frame of a request that this stream does not receive."""
         if not self.is_abandoned:
-            self._line.append(framed(frame.SerializeToString()))
+            self._queue.append(framed(frame.SerializeToString()))
             self.frame_count += 1
             self._note()
 
-    def add(self, receiver: Receiver) -> None:
-        """Queue a receiver that has something to send."""
-        if not (receiver.is_waiting or self.is_abandoned):
-            receiver.is_waiting = True
-            self._line.append(receiver)
+    def add(self, subscription: Subscription) -> None:
+        """Queue a subscription that has something to send."""
+        if not (subscription.is_waiting or self.is_abandoned):
+            subscription.is_waiting = True
+            self._queue.append(subscription)
             if self._idle is not None:
                 self._note()
 
-    def complete(self, receiver: Receiver) -> None:
+    def complete(self, subscription: Subscription) -> None:
         """Note that a request has all its output."""
 
-    def ended(self, receiver: Receiver, frame: pb.ServerFrame) -> None:
+    def ended(self, subscription: Subscription, frame: pb.ServerFrame) -> None:
         """Note that a request has ended with this frame."""
 
     def _note(self) -> None:
@@ -262,14 +357,14 @@ class Outbox:
                 output.in_flight_token_count -= token_count
                 output.in_flight_reasoning_token_count -= reasoning_count
         gone = dict.fromkeys(
-            [*self._in_flight, *(each for each in self._line if isinstance(each, Receiver))]
+            [*self._in_flight, *(each for each in self._queue if isinstance(each, Subscription))]
         )
-        self._line.clear()
+        self._queue.clear()
         self._in_flight = []
-        for receiver in gone:
-            receiver.is_waiting = False
-            receiver.drop()
-            receiver.was_taken()
+        for subscription in gone:
+            subscription.is_waiting = False
+            subscription.drop()
+            subscription.was_taken()
         self.frame_count = 0
         self._make_room()
         self.close()
@@ -282,15 +377,15 @@ class Outbox:
     def break_silence_within(self, silence_s: float) -> None:
         """Shorten the silence that is allowed, from the next one on."""
         self._silence_s = silence_s
-        if self._look is not None:
-            self._look.cancel()
+        if self._silence_timer is not None:
+            self._silence_timer.cancel()
             self._written_at = monotonic()
-            self._look_later(silence_s)
+            self._check_later(silence_s)
 
-    def _look_later(self, after_s: float) -> None:
-        self._look = asyncio.get_running_loop().call_later(after_s, self._look_at_silence)
+    def _check_later(self, after_s: float) -> None:
+        self._silence_timer = asyncio.get_running_loop().call_later(after_s, self._check_silence)
 
-    def _look_at_silence(self) -> None:
+    def _check_silence(self) -> None:
         """Let the writer break the silence if it has lasted long enough.
 
         A writer that is not idle waits for the client to read: there is something on its way.
@@ -301,7 +396,7 @@ class Outbox:
             if self._idle is not None and not self._idle.done():
                 self._is_silent = True
                 self._idle.set_result(None)
-        self._look_later(rest_s)
+        self._check_later(rest_s)
 
     def slow_write(self) -> tuple[float, float] | None:
         """Return start and present of the current write if it waits for the client."""
@@ -314,9 +409,9 @@ class Outbox:
             return
         for output, *_ in self._in_flight_tokens:
             output.count_write()
-        for receiver in self._line:
-            if isinstance(receiver, Receiver) and receiver.supply is not None:
-                receiver.supply.count_write()
+        for subscription in self._queue:
+            if isinstance(subscription, Subscription) and subscription.supply is not None:
+                subscription.supply.count_write()
 
     async def write_all(
         self,
@@ -334,13 +429,13 @@ class Outbox:
         """
         if break_silence is not None:
             self._written_at = monotonic() - silent_for_s
-            self._look_later(max(self._silence_s - silent_for_s, 0.0))
+            self._check_later(max(self._silence_s - silent_for_s, 0.0))
         try:
             await self._write_all(write, on_gone, gone, break_silence)
         finally:
-            if self._look is not None:
-                self._look.cancel()
-                self._look = None
+            if self._silence_timer is not None:
+                self._silence_timer.cancel()
+                self._silence_timer = None
 
     async def _write_all(
         self,
@@ -349,13 +444,13 @@ class Outbox:
         gone: type[Exception] | tuple[()],
         break_silence: Callable[[], Awaitable[object]] | None,
     ) -> None:
-        journal, now = self._journal, monotonic
+        journal, now, loop = self._journal, monotonic, asyncio.get_running_loop()
         while True:
-            if self._line and self._is_open:
+            if self._queue and self._is_open:
                 # Built as late as possible, since the process may be suspended at any earlier
                 # point.
                 if (message := self._message()) or self._in_flight:
-                    self._writing_since = monotonic()
+                    self._writing_since = began_at = now()
                     try:
                         await write(message)
                     except gone:
@@ -363,11 +458,11 @@ class Outbox:
                             on_gone()
                         return
                     finally:
-                        if now() - self._writing_since > SLOW_WRITE_S:
+                        self._written_at = ended_at = now()
+                        if ended_at - began_at > SLOW_WRITE_S:
                             self._count_write()
                         self._writing_since = math.inf
                     self.message_count += 1
-                    self._written_at = now()
                     tokens, self._in_flight_tokens = self._in_flight_tokens, []
                     for output, token_count, reasoning_count in tokens:
                         output.was_taken(token_count, reasoning_count)
@@ -381,12 +476,12 @@ class Outbox:
                         if output.then is not None:
                             output.moved()
                     taken, self._in_flight = self._in_flight, []
-                    for receiver in taken:
-                        receiver.in_flight_count = 0
-                        if receiver.on_taken is not None or (
-                            receiver.supply is not None and receiver.supply.then is not None
+                    for subscription in taken:
+                        subscription.in_flight_count = 0
+                        if subscription.on_taken is not None or (
+                            subscription.supply is not None and subscription.supply.then is not None
                         ):
-                            receiver.was_taken()
+                            subscription.was_taken()
             elif self._closing:
                 return
             elif self._is_silent and break_silence is not None:
@@ -398,7 +493,7 @@ class Outbox:
                         on_gone()
                     return
             else:
-                self._idle = asyncio.get_running_loop().create_future()
+                self._idle = loop.create_future()
                 try:
                     await self._idle
                 finally:
@@ -411,10 +506,10 @@ class Outbox:
         """
         frame_max, delta_max = self.frame_max, self.delta_max
         collected = Collected([], self.token_max, [], [], self._may_have_lapsed())
-        line, parts, in_flight, more = self._line, collected.parts, self._in_flight, []
-        entries, sent = collected.entries, []
-        while line and collected.token_room > 0 and (count := len(parts)) < frame_max:
-            one = line.popleft()
+        queue, parts, in_flight, more = self._queue, collected.parts, self._in_flight, []
+        entries = collected.entries
+        while queue and collected.token_room > 0 and (count := len(parts)) < frame_max:
+            one = queue.popleft()
             if isinstance(one, bytes):
                 parts.append(one)
                 self.frame_count -= 1
@@ -434,34 +529,38 @@ class Outbox:
             if taken_count := len(parts) - count:
                 one.in_flight_count += taken_count
                 in_flight.append(one)
-        line += more
+        if more:
+            queue += more
         if entries:
             try:
                 self._journal.record(
-                    [output.entry(count, reasoning) for output, count, reasoning, *_ in entries]
+                    [output.entry(count, reasoning) for output, count, reasoning, _, _ in entries]
                 )
             except JournalUnavailable as error:
                 self._withdraw(collected, error)
             else:
-                for output, count, reasoning, *_ in entries:
-                    output.usage.journalled_token_count += count
-                    output.usage.journalled_reasoning_token_count += reasoning
-                    sent.append((output, count, reasoning))
-        sent += collected.replayed
-        for output, count, reasoning in sent:
+                for output, count, reasoning, _, _ in entries:
+                    usage = output.usage
+                    usage.journalled_token_count += count
+                    output.in_flight_token_count += count
+                    if reasoning:
+                        usage.journalled_reasoning_token_count += reasoning
+                        output.in_flight_reasoning_token_count += reasoning
+                    self._in_flight_tokens.append((output, count, reasoning))
+        for output, count, reasoning in collected.replayed:
             output.in_flight_token_count += count
             output.in_flight_reasoning_token_count += reasoning
-        self._in_flight_tokens += sent
+            self._in_flight_tokens.append((output, count, reasoning))
         if self._room is not None:
             self._make_room()
-        return b"".join(parts)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _withdraw(self, collected: Collected, error: JournalUnavailable) -> None:
         """Remove tokens that cannot be journalled from a message, and fail their requests."""
         for output, *_, first, end in reversed(collected.entries):
             del collected.parts[first:end]
-            if output.receiver is not None:
-                output.receiver.withdraw(end - first)
+            if output.subscription is not None:
+                output.subscription.withdraw(end - first)
             output.lose(error)
         self._in_flight = [each for each in self._in_flight if each.in_flight_count]
 
@@ -471,15 +570,15 @@ class Outbox:
             self._room.set_result(None)
 
 
-class WholeOutbox(Outbox):
+class WholeAnswerWriter(StreamWriter):
     """Sends one message with all frames, once every request has all its output or has ended.
 
     The rest of the answer follows its settlement: without it the client has an incomplete body.
     """
 
-    takes_whole, marks = True, False
+    is_whole, marks = True, False
     # Context windows bound the length of the answer.
-    frame_max = token_max = delta_max = sys.maxsize
+    frame_max = token_max = delta_max = tokens_per_delta_max = sys.maxsize
 
     def __init__(
         self, journal: UsageJournal, request_count: int, on_failure: Callable[[str], None]
@@ -491,104 +590,30 @@ class WholeOutbox(Outbox):
         super().__init__(journal)
         self._request_count = request_count
         self._on_failure = on_failure
-        self._complete: set[Receiver] = set()  # requests that add no more output
+        self._complete: set[Subscription] = set()  # requests that add no more output
         self._is_open = False
 
-    def ended(self, receiver: Receiver, frame: pb.ServerFrame) -> None:
-        """Implement `Outbox.ended`."""
-        if receiver.is_waiting:  # failures keep their order, since the first one is the answer
-            self._line.remove(receiver)
-            self._line.append(receiver)
+    def ended(self, subscription: Subscription, frame: pb.ServerFrame) -> None:
+        """Implement `StreamWriter.ended`."""
+        if subscription.is_waiting:  # failures keep their order, since the first one is the answer
+            self._queue.remove(subscription)
+            self._queue.append(subscription)
         if frame.HasField("failed"):
-            self._on_failure(receiver.given_id)
-        self.complete(receiver)
+            self._on_failure(subscription.given_id)
+        self.complete(subscription)
 
-    def complete(self, receiver: Receiver) -> None:
-        """Implement `Outbox.complete`."""
-        self._complete.add(receiver)
+    def complete(self, subscription: Subscription) -> None:
+        """Implement `StreamWriter.complete`."""
+        self._complete.add(subscription)
         if len(self._complete) == self._request_count:
             self._is_open = True
             self._note()
 
     def close(self) -> None:
-        """Implement `Outbox.close`."""
+        """Implement `StreamWriter.close`."""
         self._is_open = True
         super().close()
 
     def _note(self) -> None:
         if self._is_open:
             super()._note()
-
-
-# Frames are assembled from bytes: assigning a message object copies it, and one copy per token
-# costs more than all other work on it. Field numbers are those of
-# `weir/v1/inference_service.proto`.
-
-
-def encoded_varint(number: int) -> bytes:
-    """Encode a non-negative integer in the wire format of Protocol Buffers."""
-    if number < 0x80:
-        return bytes((number,))
-    return bytes((number & 0x7F | 0x80,)) + encoded_varint(number >> 7)
-
-
-# 0.6 MB: for most tokens, and lengths of small frames.
-VARINTS = [encoded_varint(number) for number in range(1 << 14)]
-
-
-def varint(number: int) -> bytes:
-    """Encode a non-negative integer, from the table if it has it."""
-    return VARINTS[number] if number < 0x4000 else encoded_varint(number)
-
-
-def frame_head(request_id: str) -> bytes:
-    """Return the first field of a `ServerFrame`, serialized."""
-    data = request_id.encode()
-    return b"\x0a%b%b" % (VARINTS[len(data)], data)  # an id is short
-
-
-def framed(frame: bytes) -> bytes:
-    """Return a serialized `ServerFrame` as part of a `GenerateResponse`."""
-    return b"\x0a%b%b" % (varint(len(frame)), frame)
-
-
-# Fields with a size below 128, by size: tag, size, and the tag of the next field if it is fixed.
-FRAMES_OF = [b"\x0a" + size for size in VARINTS[:0x80]]
-DELTAS_OF = [b"\x22%b\x08" % size for size in VARINTS[:0x80]]
-TEXTS_OF = [b"\x12" + size for size in VARINTS[:0x80]]
-TOKENS = [b"\x1a%b%b" % (VARINTS[len(token)], token) for token in VARINTS]  # by token id
-
-
-def token_frame(head: bytes, seq: int, text: bytes, token_id: int) -> bytes:
-    """Return a frame with one token of the first choice, the most common part of a message."""
-    text_size = len(text)
-    if seq < 0x4000 and token_id < 0x4000 and text_size < 0x40:
-        number, token = VARINTS[seq], TOKENS[token_id]
-        size = text_size + len(token) + len(number) + 3
-        frame_size = size + len(head) + 2
-        if frame_size < 0x80:
-            frame, delta, before_text = FRAMES_OF[frame_size], DELTAS_OF[size], TEXTS_OF[text_size]
-            return b"".join((frame, head, delta, number, before_text, text, token))
-    return delta_frame(head, delta_bytes(seq, 0, text, (token_id,)))
-
-
-def delta_frame(head: bytes, delta: bytes) -> bytes:
-    """Return a serialized `DeltaFrame` as part of a `GenerateResponse`. head: see `frame_head`."""
-    length = varint(len(delta))
-    return framed(b"%b\x22%b%b" % (head, length, delta))
-
-
-def delta_bytes(
-    seq: int, choice_index: int, text: bytes, token_ids: Sequence[int], rest: bytes = b""
-) -> bytes:
-    """Serialize a `DeltaFrame`. rest: its other fields, serialized."""
-    ids = b"".join(map(varint, token_ids))
-    return b"".join(
-        (
-            b"\x08" + varint(seq),
-            b"\x12" + varint(len(text)) + text if text else b"",
-            b"\x1a" + varint(len(ids)) + ids if ids else b"",
-            b"\x28" + varint(choice_index) if choice_index else b"",
-            rest,
-        )
-    )

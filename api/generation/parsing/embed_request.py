@@ -14,8 +14,8 @@ from api.core.errors import InputsTooLong, LongInput
 from api.core.messages import quota_statuses
 from api.core.texts import Violations
 from api.core.wire import payload_hash
-from api.generation.delivery.frames import tell_settled
-from api.generation.delivery.stream_writer import varint
+from api.generation.delivery.encoding import varint
+from api.generation.delivery.frames import set_settlement
 from api.generation.parsing.text_work import INLINE_COST_MAX, MESSAGE_COST_CHARS
 from api.generation.parsing.tokenizing import TextJob, check_chars
 from api.queue.fair_queue import ServiceTier
@@ -138,7 +138,7 @@ def embed_response(
         price_version=admitted.prices.version,
         quotas=quota_statuses(admitted.quotas),
     )
-    tell_settled(settled, response)
+    set_settlement(settled, response)
     response.embeddings.extend(
         embedding_message(text, vector) for text, vector in zip(texts, vectors, strict=True)
     )

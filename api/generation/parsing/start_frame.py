@@ -95,7 +95,7 @@ class ValidStart(msgspec.Struct):
     labels: dict[str, str]
     tier: ServiceTier
     start_timeout_s: float | None
-    # How long it runs, and is kept, without a receiver; None: not at all.
+    # How long it runs, and is kept, without a subscription; None: not at all.
     keep_s: float | None = None
     initial_credit_tokens: int | None = None
     max_cost: Cost | None = None

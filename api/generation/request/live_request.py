@@ -37,6 +37,7 @@ import uuid
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import overload
 
 import structlog
 from weir.v1 import inference_service_pb2 as pb
@@ -52,13 +53,13 @@ from api.core.wire import OUTCOMES_BY_REASON
 from api.generation import state
 from api.generation.delivery import frames
 from api.generation.delivery.output_buffer import (
-    Flow,
-    LiveOutput,
-    Output,
-    ReplayOutput,
+    FlowControl,
+    OutputBuffer,
+    SendBuffer,
     read_too_slowly,
 )
-from api.generation.delivery.stream_writer import Receiver
+from api.generation.delivery.replayable_buffer import ReplayableBuffer
+from api.generation.delivery.stream_writer import Subscription
 from api.generation.endings import UsageSoFar, cause_of
 from api.generation.parsing.start_frame import ValidStart
 from api.generation.parsing.tokenizing import TextJob, tokenize_at_once
@@ -94,7 +95,7 @@ from api.generation.request.preparation import (
     smallest_admission,
 )
 from api.generation.request.readiness import engine_lost, wait_until_ready
-from api.generation.request.registry import RequestRegistry
+from api.generation.request.registry import Generating, RequestRegistry
 from api.generation.state import (
     End,
     EndDecision,
@@ -149,7 +150,11 @@ class LiveRequest:
     """
 
     def __init__(
-        self, caller: Caller, start: ValidStart, registry: RequestRegistry, receiver: Receiver
+        self,
+        caller: Caller,
+        start: ValidStart,
+        registry: RequestRegistry,
+        subscription: Subscription,
     ) -> None:
         self.caller = caller
         self.start = start
@@ -157,7 +162,7 @@ class LiveRequest:
         self.decision = EndDecision(self._on_stop)
         stall_max_s = registry.settings.client_stall_max_s
         rate = registry.settings.client_tokens_per_s_min
-        flow = Flow(
+        flow = FlowControl(
             start.initial_credit_tokens,
             stall_max_s,
             lambda: self.decision.stop(
@@ -165,13 +170,13 @@ class LiveRequest:
             ),
             rate,
         )
-        terms = receiver, start.model, flow, self.decision, self.update
-        self.output: Output
+        terms = subscription, start.model, flow, self.decision, self.update
+        self.output: OutputBuffer
         if start.keep_s is None:
-            self.output = LiveOutput(*terms)
+            self.output = SendBuffer(*terms)
         else:
             buffer = registry.replays.open(caller.payer.organization_id)
-            self.output = ReplayOutput(*terms, start.keep_s, buffer)
+            self.output = ReplayableBuffer(*terms, start.keep_s, buffer)
         self._registry = registry
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)
         # Up to this total, tokens skip the checks of the processor, and the report to the queue.
@@ -247,7 +252,7 @@ class LiveRequest:
         phase, decision = self.phase, self.decision
         has_failed = end.error is not None
         # A partial answer cannot be sent whole.
-        if has_failed and self.output.takes_whole:
+        if has_failed and self.output.is_whole:
             decision.discards = True
         if isinstance(phase, Held):
             phase.admitted.processor.stopped()
@@ -325,7 +330,7 @@ class LiveRequest:
     def begin(self) -> None:
         """Prepare the prompt, at once if it is short, and ask for admission.
 
-        Errors are reported to the current receiver.
+        Errors are reported to the current subscription.
         """
         registry, caller, start = self._registry, self.caller, self.start
         registry.add(self)
@@ -493,14 +498,14 @@ class LiveRequest:
                 output, token_ids = self.output, event.token_ids
                 count = len(token_ids)
                 output.usage.generated_token_count += count
-                if output.said_token_count + count <= self._unchecked_until and not (
+                if output.appended_token_count + count <= self._unchecked_until and not (
                     event.logprobs or event.prompt_logprobs
                 ):
                     if event.reasoning_token_count:
                         thought = event.reasoning, event.reasoning_token_count
-                        output.say(event.choice_index, event.text, token_ids, (), (), thought)
+                        output.append(event.choice_index, event.text, token_ids, (), (), thought)
                     else:
-                        output.say(event.choice_index, event.text, token_ids)
+                        output.append(event.choice_index, event.text, token_ids)
                     return
             phase = self.phase
             if not isinstance(phase, Sequenced):
@@ -511,7 +516,7 @@ class LiveRequest:
                 self._charge(phase.admitted)
                 processor.take(event)
                 self._unchecked_until = min(
-                    processor.unchecked_until, output.said_token_count + TOKENS_PER_CHARGE
+                    processor.unchecked_until, output.appended_token_count + TOKENS_PER_CHARGE
                 )
             elif isinstance(event, Scheduled):
                 self._begun(phase, event)
@@ -626,7 +631,7 @@ class LiveRequest:
         if not isinstance(phase, Held):
             self._refused(error)
             return
-        if self.output.takes_whole and not isinstance(error, Stopped):
+        if self.output.is_whole and not isinstance(error, Stopped):
             phase.admitted.processor.discard()
         self.output_ended(error)
 
@@ -740,10 +745,10 @@ class LiveRequest:
         impossible without one.
         """
         relays, caller, output = self._registry.relays, self.caller, self.output
-        if relays is None or not caller.secret or (receiver := output.detach()) is None:
+        if relays is None or not caller.secret or (subscription := output.detach()) is None:
             return False
         relays.begin(
-            receiver,
+            subscription,
             (caller.payer.project_id, self.start.request_id),
             caller.secret,
             after_seq=0,
@@ -770,7 +775,7 @@ class LiveRequest:
         caller, start, output, registry = self.caller, self.start, self.output, self._registry
         self._enter(ended)
         registry.remove(self)
-        if isinstance(output, ReplayOutput):
+        if isinstance(output, ReplayableBuffer):
             if settled is not None:
                 key = caller.payer.project_id, start.request_id
                 registry.replays.keep(key, output, output.keep_s or 0.0)
@@ -783,3 +788,40 @@ class LiveRequest:
             registry.observer.ended(
                 Ending(caller, start, outcome, broken, timings, settled, gaps, migration_count)
             )
+
+
+@overload
+def begin(
+    registry: RequestRegistry, caller: Caller, start: ValidStart, subscription: Subscription
+) -> LiveRequest: ...
+
+
+@overload
+def begin(
+    registry: RequestRegistry,
+    caller: Caller,
+    start: ValidStart,
+    subscription: Subscription,
+    running: Generating | None,
+) -> Generating: ...
+
+
+def begin(
+    registry: RequestRegistry,
+    caller: Caller,
+    start: ValidStart,
+    subscription: Subscription,
+    running: Generating | None = None,
+) -> Generating:
+    """Start a request, or receive the running one that `start` names again from its first token.
+
+    running: by `RequestRegistry.same_request`. The end of a new request is reported in a later turn
+    of the loop. Raises: OutputGone and RequestInFlight, only for a running one.
+    """
+    subscription.payload_hash = start.payload_hash
+    if running is not None:
+        running.output.attach(subscription, 0, start.initial_credit_tokens or 0)
+        return running
+    request = LiveRequest(caller, start, registry, subscription)
+    request.begin()
+    return request

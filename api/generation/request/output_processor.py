@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol
 
 import msgspec
@@ -15,7 +15,8 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.settings import Settings
 from api.core.wire import OUTCOMES_BY_REASON, finish_reason
 from api.generation.delivery import frames
-from api.generation.delivery.output_buffer import NO_THOUGHT, Output, UsageTelling, joined_calls
+from api.generation.delivery.delta import NO_THOUGHT, joined_calls
+from api.generation.delivery.output_buffer import OutputBuffer, UsageInterval
 from api.generation.parsing.start_frame import ValidStart
 from api.generation.parsing.tools import CallReading
 from api.generation.request.admission import HoldHandle
@@ -30,7 +31,7 @@ from inference.engine import (
 )
 from inference.errors import EngineError
 from inference.safety.safety import EscapedOutputCheck, OutputCheck, SafetyChecker, Verdict
-from inference.text.call_parser import Parsed, ToolCallParser
+from inference.text.call_parser import CallPiece, Parsed, ToolCallParser
 from metering.core.models import Outcome
 from metering.quotas.quota_rules import QuotaState
 from metering.quotas.quotas import QuotaExceeded
@@ -43,7 +44,7 @@ log = structlog.get_logger(__name__)
 class Owner(Protocol):
     """Request whose output is processed."""
 
-    output: Output
+    output: OutputBuffer
     start: ValidStart
     decision: EndDecision
 
@@ -75,7 +76,7 @@ class OutputProcessor:
         self.output = output = owner.output
         output.hold_id = hold.admitted.hold_id
         if self._start.usage_interval_tokens is not None:
-            output.usage_telling = UsageTelling(
+            output.usage_interval = UsageInterval(
                 self._start.usage_interval_tokens, hold.admitted.prices
             )
         self.exhausted: tuple[QuotaState, ...] = ()
@@ -134,7 +135,7 @@ class OutputProcessor:
             return
         if isinstance(event, TokensGenerated):
             hold, limits = self._hold, self._limits
-            token_count = self.output.said_token_count + len(event.token_ids)
+            token_count = self.output.appended_token_count + len(event.token_ids)
             if not self._has_to_wait and token_count <= hold.leased_token_count:
                 if self._decision.is_stopped:
                     return
@@ -250,7 +251,7 @@ class OutputProcessor:
         if outcome is not Outcome.CANCELLED:
             reason = finish_reason(outcome, called=index in self.called_choices)
             end = pb.ChoiceEnd(choice_index=index, reason=reason)
-            frames.tell_stop(end, stop)
+            frames.set_stop(end, stop)
             self.output.end_choice(end)
 
     def ends_of_choices(self, cut: Outcome) -> dict[int, Outcome]:
@@ -266,7 +267,7 @@ class OutputProcessor:
 
         An answer sent in one piece waits for its other parts; its writer watches the client.
         """
-        whole = self.output.takes_whole
+        whole = self.output.is_whole
         if whole:
             self.output.complete()
         self.output.when_taken(then, None if whole else self._settings.client_stall_max_s)
@@ -275,7 +276,7 @@ class OutputProcessor:
         """Send one step's tokens once the lease covers them, unless the request was stopped."""
         if self._decision.is_stopped:
             return
-        token_count = self.output.said_token_count + len(event.token_ids)
+        token_count = self.output.appended_token_count + len(event.token_ids)
         if token_count > self._limits.token_count_max:
             self._decision.stop(self._limits.outcome)
             return
@@ -292,7 +293,6 @@ class OutputProcessor:
         if event.prompt_logprobs:
             for frame in frames.prompts(event.prompt_logprobs):
                 self.output.push(frame)
-        logprobs = frames.token_logprobs(event.logprobs) if event.logprobs else ()
         thought = (
             (event.reasoning, event.reasoning_token_count)
             if event.reasoning_token_count
@@ -301,7 +301,7 @@ class OutputProcessor:
         output, unsent_max = self.output, self._settings.outbox_tokens_per_request_max
         if self._parsers and (parser := self._parsers.get(event.choice_index)) is not None:
             text, calls = self._parsed(event.choice_index, parser.push(event.text))
-            output.say(event.choice_index, text, event.token_ids, logprobs, calls, thought)
+            output.append(event.choice_index, text, event.token_ids, event.logprobs, calls, thought)
             if (
                 self._call_reading is not None
                 and self._call_reading.ends_with_call
@@ -309,15 +309,18 @@ class OutputProcessor:
             ):
                 self._decision.stop(Outcome.STOP)
         else:
-            output.say(event.choice_index, event.text, event.token_ids, logprobs, (), thought)
-        if output.said_token_count >= self._limits.token_count_max:
+            output.append(
+                event.choice_index, event.text, event.token_ids, event.logprobs, (), thought
+            )
+        if output.appended_token_count >= self._limits.token_count_max:
             self.end_at_limit()
         if (
-            output.said_token_count - output.usage.journalled_token_count > unsent_max
-            and not output.takes_whole
+            output.appended_token_count - output.usage.journalled_token_count > unsent_max
+            and not output.is_whole
         ):
-            # This is one of three triggers of SLOW_CONSUMER. `Flow` counts the time in which tokens
-            # wait for credit, `Output._look_at_reading` that without progress at the end.
+            # This is one of three triggers of SLOW_CONSUMER. `FlowControl` counts the time in which
+            # tokens wait for credit, `OutputBuffer._look_at_reading` that without progress at the
+            # end.
             detail = (
                 f"more than {unsent_max} tokens waited for the client: read faster, or ask for"
                 " fewer; the server's limit is WEIR_OUTBOX_TOKENS_PER_REQUEST_MAX"
@@ -327,26 +330,26 @@ class OutputProcessor:
     def _append_rest(self, choice_index: int, text: str, reasoning: str = "") -> None:
         """Send the end of a choice: text and thinking without tokens, and text held back as a
         possible tool call."""
-        calls: list[pb.ToolCallDelta] = []
+        calls: Sequence[CallPiece] = ()
         if (parser := self._parsers.pop(choice_index, None)) is not None:
             before, begun = self._parsed(choice_index, parser.push(text))
             rest, ended = self._parsed(choice_index, parser.finish())
             text, calls = before + rest, joined_calls([*begun, *ended])
         if text or calls or reasoning:
             thought = (reasoning, 0) if reasoning else NO_THOUGHT
-            self.output.say(choice_index, text, (), (), calls, thought)
+            self.output.append(choice_index, text, (), (), calls, thought)
 
-    def _parsed(self, choice_index: int, parsed: Parsed) -> tuple[str, list[pb.ToolCallDelta]]:
+    def _parsed(self, choice_index: int, parsed: Parsed) -> tuple[str, Sequence[CallPiece]]:
         if parsed.calls:
             self.called_choices.add(choice_index)
-        return parsed.text, frames.tool_calls(parsed.calls)
+        return parsed.text, parsed.calls
 
     def end_at_limit(self) -> None:
         """End the request if it has reached its output limit."""
         if (
             not self._decision.is_stopped
             and self._limits.token_count_max < UNBOUNDED
-            and self.output.said_token_count >= self._limits.token_count_max
+            and self.output.appended_token_count >= self._limits.token_count_max
         ):
             self._decision.stop(self._limits.outcome)
 

@@ -10,11 +10,15 @@ from functools import partial
 from typing import Protocol, TypeVar
 from weakref import WeakValueDictionary
 
+from api.access.auth import check_model
+from api.core.errors import KeepTooLong, RequestUnderWay
 from api.core.interceptor import READ_BYTES, READ_S
-from api.core.rate_limiter import Payer, RateLimiter
+from api.core.rate_limiter import REFUSAL_COST_S, Payer, RateLimiter
 from api.core.settings import Settings
-from api.generation.delivery.output_buffer import Output
+from api.generation.delivery.output_buffer import OutputBuffer
 from api.generation.delivery.replay import Key, ReplayBuffers
+from api.generation.delivery.replayable_buffer import ReplayableBuffer
+from api.generation.delivery.stream_writer import Subscription
 from api.generation.endings import UsageSoFar
 from api.generation.parsing.embed_request import ValidEmbed
 from api.generation.parsing.start_frame import ValidStart
@@ -30,8 +34,10 @@ from common.incidents import Retries
 from inference.routing.router import Router
 from inference.safety.safety import SafetyChecker
 from inference.text.tokenizer import Tokenizer
+from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
 from metering.quotas.quota_rules import Owner
+from metering.tenants.authentication import Principal
 
 PARSING_REST = 3.0  # a quarter of the time is for parsing
 PROGRESS_FRAMES_MAX = 500  # per interval: a few ms of work; beyond it requests take turns
@@ -90,7 +96,7 @@ class Generating(Running, Protocol):
         """Its start frame."""
 
     @property
-    def output(self) -> Output:
+    def output(self) -> OutputBuffer:
         """Its output."""
 
 
@@ -119,7 +125,7 @@ class RequestRegistry:
         self.router = router
         self.tokenizers = tokenizers
         self.queues = queues_of(router, settings)
-        self.replays = ReplayBuffers(
+        self.replays = ReplayBuffers[ReplayableBuffer](
             admission.journal,
             bytes_max=settings.replay_bytes_max,
             bytes_per_request_max=settings.replay_bytes_per_request_max,
@@ -200,6 +206,49 @@ class RequestRegistry:
         """Return the request with this id that runs or waits here."""
         project_id, request_id = key
         return self._by_key.get((project_id.int, request_id.int))
+
+    def check_rights(self, principal: Principal, start: ValidStart) -> None:
+        """Check that a caller may start a request. Raises: ModelNotAllowed, ModelUnknown,
+        KeepTooLong."""
+        if principal.models:
+            check_model(principal, self.router.canonical_name(start.model))
+        keep_max_s = self.settings.keep_on_disconnect_max_s
+        if start.keep_s is not None and start.keep_s > keep_max_s:
+            raise KeepTooLong(start.keep_s, keep_max_s)
+
+    def same_request(
+        self, project_id: uuid.UUID, start: ValidStart, received: Subscription | None = None
+    ) -> Generating | None:
+        """Return the request that runs here with the id of a start frame; None if there is none.
+
+        Frames with one id and equal payloads are the same request. received: the subscription of
+        the same stream to a request with this id, which may run in another process. Raises:
+        RequestUnderWay for a different payload, RequestInFlight if the payload is not known.
+        """
+        running = self._by_key.get((project_id.int, start.request_id.int))
+        if running is not None:
+            payload_hash: bytes | None = running.start.payload_hash
+        elif received is not None:
+            payload_hash = received.payload_hash
+        else:
+            return None
+        if payload_hash is None:
+            raise RequestInFlight(
+                "this stream has attached to a request with this request_id; wait until it ends"
+            )
+        if payload_hash != start.payload_hash:
+            raise RequestUnderWay(
+                "a request with this request_id and another payload is already running"
+            )
+        return running
+
+    def charge_refusal(self, owner: Owner, subscription: Subscription) -> None:
+        """Charge the caller for a request that was refused, if it was started on this stream.
+
+        Quotas bound admitted requests only.
+        """
+        if subscription.is_refused and subscription.payload_hash is not None:
+            self.pace.charge(owner, REFUSAL_COST_S)
 
     @property
     def is_draining(self) -> bool:

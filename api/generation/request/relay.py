@@ -22,7 +22,7 @@ from api.core.messages import find_generation
 from api.core.statuses import status_of
 from api.generation.delivery import frames
 from api.generation.delivery.replay import Key
-from api.generation.delivery.stream_writer import Receiver
+from api.generation.delivery.stream_writer import Subscription
 from api.generation.request.peers import VOUCHER, Identity, Peer, PeerChannels
 from metering.control.live import Owner, find_owner
 from metering.core.errors import MeteringError, RequestInFlight
@@ -71,7 +71,7 @@ class Relays:
 
     def begin(
         self,
-        receiver: Receiver,
+        subscription: Subscription,
         key: Key,
         secret: str,
         *,
@@ -79,12 +79,12 @@ class Relays:
         credit_token_count: int,
         address: Address | None = None,
     ) -> None:
-        """Relay the request with this id to the receiver.
+        """Relay the request with this id to the subscription.
 
         secret, address: the caller's API key and address.
         """
-        relay = Relay(self, receiver, key, secret, address)
-        relay.attach(receiver, after_seq, credit_token_count)
+        relay = Relay(self, subscription, key, secret, address)
+        relay.attach(subscription, after_seq, credit_token_count)
         relay.run_in(self._tasks)
         self._running.add(relay)
         self._idle.clear()
@@ -117,10 +117,15 @@ class Relay:
     """A request that runs in another process, as its stream's `Source`."""
 
     def __init__(
-        self, relays: Relays, receiver: Receiver, key: Key, secret: str, address: Address | None
+        self,
+        relays: Relays,
+        subscription: Subscription,
+        key: Key,
+        secret: str,
+        address: Address | None,
     ) -> None:
         self._relays = relays
-        self._receiver: Receiver | None = receiver
+        self._subscription: Subscription | None = subscription
         self._key = key
         self._secret = secret
         self._address = address
@@ -135,17 +140,17 @@ class Relay:
 
     def cancel(self) -> None:
         """End without a frame to the client."""
-        self._receiver = None
+        self._subscription = None
         self._relays.ended(self)
         if self._task is not None:
             self._task.cancel()
 
     def give_up(self, error: Exception) -> None:
         """End, and send the client the error."""
-        receiver = self._receiver
+        subscription = self._subscription
         self.cancel()
-        if receiver is not None:
-            receiver.end(frames.failed(status_of(error), None))
+        if subscription is not None:
+            subscription.end(frames.failed(status_of(error), None))
 
     def stop(self, outcome: Outcome) -> None:
         """Cancel the request; its last frame arrives through the relay."""
@@ -159,20 +164,20 @@ class Relay:
         """Forward a change of limits; the answer arrives through the relay."""
         self._send(pb.ClientFrame(update=message))
 
-    def attach(self, receiver: Receiver, after_seq: int, credit_token_count: int) -> None:
+    def attach(self, subscription: Subscription, after_seq: int, credit_token_count: int) -> None:
         """Attach to the request, or on the same stream continue from another delta."""
-        receiver.source = self
-        receiver.on_taken = self._room.set
-        self._receiver = receiver
+        subscription.source = self
+        subscription.on_taken = self._room.set
+        self._subscription = subscription
         self._send(pb.ClientFrame(attach=pb.AttachFrame(after_seq=after_seq)))
         if credit_token_count:
             self.grant(credit_token_count)
 
-    def shut_out(self, receiver: Receiver, error: Exception) -> None:
+    def revoke(self, subscription: Subscription, error: Exception) -> None:
         """End the relay; the process that runs the request sees its stream close."""
         self.give_up(error)
 
-    def leave(self, receiver: Receiver, outcome: Outcome) -> None:
+    def leave(self, subscription: Subscription, outcome: Outcome) -> None:
         """End the relay; the process that runs the request stops it, or lets it run unattended."""
         self.cancel()
 
@@ -213,8 +218,8 @@ class Relay:
             end = frames.failed(status_of(error), None)
         finally:
             self._relays.ended(self)
-            if self._receiver is not None:
-                self._receiver.end(end)
+            if self._subscription is not None:
+                self._subscription.end(end)
 
     async def _receive(self) -> pb.ServerFrame:
         """Forward frames, and return the last one. Raises the error that ends the relay."""
@@ -283,8 +288,8 @@ class Relay:
                     and not frame.failed.duplicate_start
                 ):
                     return frame
-                if self._receiver is not None:
-                    self._receiver.push(frame)
+                if self._subscription is not None:
+                    self._subscription.push(frame)
             await self._until_room()
             message = await call.read()
         raise grpc.aio.AioRpcError(
@@ -293,7 +298,10 @@ class Relay:
 
     async def _until_room(self) -> None:
         """Wait while many frames wait for the client."""
-        while self._receiver is not None and self._receiver.unsent_frame_count > FRAMES_UNREAD_MAX:
+        while (
+            self._subscription is not None
+            and self._subscription.unsent_frame_count > FRAMES_UNREAD_MAX
+        ):
             self._room.clear()
             await self._room.wait()
 

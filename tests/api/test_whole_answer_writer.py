@@ -10,29 +10,30 @@ from pathlib import Path
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
-from api.generation.delivery.output_buffer import Flow, LiveOutput
-from api.generation.delivery.stream_writer import Outbox, Receiver, WholeOutbox
+from api.generation.delivery.output_buffer import FlowControl, SendBuffer
+from api.generation.delivery.stream_writer import FrameSubscription, StreamWriter, WholeAnswerWriter
 from api.generation.state import EndDecision
 from metering.holds.journal import UsageJournal
 from tests.service import all_taken
 
-MANY = Outbox.frame_max * 64 + 1
+MANY = StreamWriter.frame_max * 64 + 1
 
 
 class Half:
-    """Outbox of two requests, and its messages."""
+    """StreamWriter of two requests, and its messages."""
 
     def __init__(self, journal: UsageJournal) -> None:
         self.failed: list[str] = []
         self.messages: list[list[str]] = []
         self.token_counts: list[int] = []
-        self.outbox = WholeOutbox(journal, 2, self.failed.append)
+        self.writer = WholeAnswerWriter(journal, 2, self.failed.append)
         self.one, self.other = self._output("one"), self._output("other")
 
-    def _output(self, given_id: str) -> LiveOutput:
-        receiver = Receiver(self.outbox, given_id, lambda _: None)
-        flow = Flow(None, 60.0, lambda: None)
-        output = LiveOutput(receiver, "m", flow, EndDecision(), lambda _: None)
+    def _output(self, given_id: str) -> SendBuffer:
+        subscription = FrameSubscription(self.writer, given_id, lambda _: None)
+        output = SendBuffer(
+            subscription, "m", FlowControl(None, 60.0, lambda: None), EndDecision(), lambda _: None
+        )
         output.hold_id = uuid.uuid4()
         return output
 
@@ -63,15 +64,15 @@ async def test_all_requests_go_out_together_in_one_message_and_their_ends_after_
     half: Half,
 ) -> None:
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(half.outbox.write_all(half.write))
+        tasks.create_task(half.writer.write_all(half.write))
         for _ in range(MANY):
-            half.one.say(0, "x", (1,))
+            half.one.append(0, "x", (1,))
         half.one.complete()
         first = tasks.create_task(all_taken(half.one))
         await turns()
         assert (half.messages, half.one.usage.delivered_token_count, first.done()) == ([], 0, False)
 
-        half.other.say(0, "y", (2,))
+        half.other.append(0, "y", (2,))
         half.other.complete()
         second = tasks.create_task(all_taken(half.other))
         await first
@@ -82,7 +83,7 @@ async def test_all_requests_go_out_together_in_one_message_and_their_ends_after_
 
         half.one.end(pb.ServerFrame(finished=pb.FinishedFrame()))
         half.other.end(pb.ServerFrame(finished=pb.FinishedFrame()))
-        half.outbox.close()
+        half.writer.close()
 
     assert half.messages[1:] == [["finished"]]
 
@@ -91,14 +92,14 @@ async def test_a_failure_is_sent_at_once_and_discarded_output_is_not_delivered(
     half: Half,
 ) -> None:
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(half.outbox.write_all(half.write))
-        half.one.say(0, "x", (1,))
+        tasks.create_task(half.writer.write_all(half.write))
+        half.one.append(0, "x", (1,))
         half.other.end(pb.ServerFrame(failed=pb.FailedFrame()))
         assert half.failed == ["other"]
         half.one.discard()
         await all_taken(half.one)
         half.one.end(pb.ServerFrame(failed=pb.FailedFrame()))
-        half.outbox.close()
+        half.writer.close()
 
     assert half.messages == [["failed"]]
     assert half.token_counts == [0]
@@ -107,12 +108,12 @@ async def test_a_failure_is_sent_at_once_and_discarded_output_is_not_delivered(
 
 async def test_waiting_callers_are_released_when_the_client_is_closed(half: Half) -> None:
     async with asyncio.TaskGroup() as tasks:
-        half.one.say(0, "x", (1,))
+        half.one.append(0, "x", (1,))
         waits = tasks.create_task(all_taken(half.one))
         await turns()
-        half.outbox.abandon()
+        half.writer.abandon()
         await waits
-        await half.outbox.write_all(half.write)
+        await half.writer.write_all(half.write)
 
     assert half.messages == []
     assert half.one.usage.delivered_token_count == 0

@@ -16,28 +16,21 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core.errors import OutputGone
-from api.generation.delivery.output_buffer import (
-    NO_THOUGHT,
-    TOKENS_PER_DELTA_MAX,
-    Flow,
-    LiveOutput,
-    Output,
-    PackedOutput,
-    ReplayOutput,
-    end_field,
-    rest_of,
-)
+from api.generation.delivery.delta import NO_THOUGHT, Delta, PackedOutput
+from api.generation.delivery.encoding import delta_bytes, delta_frame
+from api.generation.delivery.output_buffer import FlowControl, OutputBuffer, SendBuffer
 from api.generation.delivery.replay import ReplayBuffers
+from api.generation.delivery.replayable_buffer import ReplayableBuffer
 from api.generation.delivery.stream_writer import (
-    Outbox,
-    Receiver,
-    delta_bytes,
-    delta_frame,
-    frame_head,
+    TOKENS_PER_DELTA_MAX,
+    FrameSubscription,
+    StreamWriter,
     token_frame,
 )
 from api.generation.state import EndDecision
 from api.observability import observer
+from inference.engine import TokenLogprob, TokenLogprobs
+from inference.text.call_parser import CallPiece
 from metering.core.models import Outcome
 from metering.holds.journal import Delivered, UsageJournal
 
@@ -80,15 +73,17 @@ class Journal:
         self.taken, self.reasoning_taken = token_count, reasoning_token_count
 
 
-def output_of(receiver: Receiver, journal: Journal, *, kept: bool, flow: Flow) -> Output:
+def output_of(
+    subscription: FrameSubscription, journal: Journal, *, kept: bool, flow: FlowControl
+) -> OutputBuffer:
     """Return the output of a running request with a hold."""
-    output: Output = LiveOutput(receiver, "m", flow, EndDecision(), lambda _: None)
+    output: OutputBuffer = SendBuffer(subscription, "m", flow, EndDecision(), lambda _: None)
     if kept:
-        replays = ReplayBuffers(
+        replays = ReplayBuffers[ReplayableBuffer](
             cast(UsageJournal, journal), bytes_max=10**9, bytes_per_request_max=10**9
         )
-        output = ReplayOutput(
-            receiver, "m", flow, EndDecision(), lambda _: None, 60.0, replays.open(ORGANIZATION)
+        output = ReplayableBuffer(
+            subscription, "m", flow, EndDecision(), lambda _: None, 60.0, replays.open(ORGANIZATION)
         )
     output.hold_id = uuid.uuid4()
     return output
@@ -100,8 +95,8 @@ class End:
     def __init__(self, journal: Journal, after_seq: int, credit: int | None) -> None:
         self.after_seq = after_seq
         self.credit = credit
-        self.outbox = Outbox(cast(UsageJournal, journal))
-        self.receiver = Receiver(self.outbox, "r", lambda _: None)
+        self.writer = StreamWriter(cast(UsageJournal, journal))
+        self.subscription = FrameSubscription(self.writer, "r", lambda _: None)
         self.frames: list[pb.ServerFrame] = []
         self.may_write = asyncio.Event()
         self.may_write.set()
@@ -134,7 +129,10 @@ class World:
         self.end: End | None = self.open(0, credit)
         self.ends = [self.end]
         self.output = output_of(
-            self.end.receiver, self.journal, kept=kept, flow=Flow(credit, 60.0, lambda: None)
+            self.end.subscription,
+            self.journal,
+            kept=kept,
+            flow=FlowControl(credit, 60.0, lambda: None),
         )
         self.said: list[list[int]] = [[] for _ in range(CHOICES)]
         self.over = False
@@ -142,7 +140,7 @@ class World:
     def open(self, after_seq: int, credit: int | None) -> End:
         """Open a stream with its own writer."""
         end = End(self.journal, after_seq, credit)
-        self.tasks.create_task(end.outbox.write_all(end.write))
+        self.tasks.create_task(end.writer.write_all(end.write))
         return end
 
     @property
@@ -163,9 +161,9 @@ class World:
         ids = list(range(first, first + count))
         self.said[choice] += ids
         self.output.usage.generated_token_count += count
-        calls = [pb.ToolCallDelta(index=choice, arguments_json=f"<{index}>") for index in ids]
+        calls = [CallPiece(choice, "", "", f"<{index}>") for index in ids]
         text, thought = "".join(f"<{index}>" for index in ids), thinking_of(ids)
-        self.output.say(choice, text, ids, (), calls, ("", thought) if thought else NO_THOUGHT)
+        self.output.append(choice, text, ids, (), calls, ("", thought) if thought else NO_THOUGHT)
 
     def grant(self, count: int) -> None:
         """Grant credit as the current subscriber."""
@@ -179,26 +177,26 @@ class World:
         last_seq = max((delta.seq for end in self.ends for delta in end.deltas), default=0)
         after_seq = min(wanted, last_seq) if self.kept else last_seq
         end = self.open(after_seq, None if self.first_credit is None else credit)
-        self.output.attach(end.receiver, after_seq, credit)
+        self.output.attach(end.subscription, after_seq, credit)
         self.end = end
         self.ends.append(end)
 
     def refuse(self) -> None:
         """Check that an impossible attach is refused without effect."""
-        before = self.output.receiver
+        before = self.output.subscription
         with pytest.raises(OutputGone):
-            self.output.attach(self.open(0, None).receiver, 10**6, 0)
+            self.output.attach(self.open(0, None).subscription, 10**6, 0)
         handed = max((delta.seq for end in self.ends for delta in end.deltas), default=0)
         if not self.kept and handed:
             with pytest.raises(OutputGone):
-                self.output.attach(self.open(0, None).receiver, handed - 1, 0)
-        assert self.output.receiver is before
+                self.output.attach(self.open(0, None).subscription, handed - 1, 0)
+        assert self.output.subscription is before
 
     def detach(self) -> None:
         """Disconnect the stream; without a replay buffer that ends the request."""
         if self.kept and self.end is not None and not self.over:
-            self.end.outbox.abandon()
-            self.output.leave(self.end.receiver, Outcome.CANCELLED)
+            self.end.writer.abandon()
+            self.output.leave(self.end.subscription, Outcome.CANCELLED)
             self.end = None
 
     def finish(self) -> None:
@@ -273,7 +271,7 @@ class World:
         """Return the number of tokens that this stream has yet to get."""
         if not self.kept:
             return self.said_count - sum(each.token_count for each in self.ends)
-        assert isinstance(self.output, ReplayOutput)
+        assert isinstance(self.output, ReplayableBuffer)
         buffer, last = self.output.buffer, end.deltas[-1].seq if end.deltas else end.after_seq
         return sum(buffer.get(seq)[1] for seq in range(last + 1, buffer.last_seq + 1))
 
@@ -338,32 +336,34 @@ def test_an_output_does_what_its_model_says(
 @pytest.mark.parametrize("kept", [False, True])
 async def test_a_client_without_grants_while_output_waits_is_stopped_in_time(kept: bool) -> None:
     journal, stalled = Journal(), asyncio.Event()
-    receiver = Receiver(Outbox(cast(UsageJournal, journal)), "r", lambda _: None)
-    flow = Flow(1, 0.01, stalled.set)
-    output = output_of(receiver, journal, kept=kept, flow=flow)
+    subscription = FrameSubscription(StreamWriter(cast(UsageJournal, journal)), "r", lambda _: None)
+    flow = FlowControl(1, 0.01, stalled.set)
+    output = output_of(subscription, journal, kept=kept, flow=flow)
 
-    output.say(0, "a", (1,))
+    output.append(0, "a", (1,))
     assert flow._timer is None, "nothing waits for credit"
-    output.say(0, "b", (2,))
+    output.append(0, "b", (2,))
     first = flow._timer
     assert first is not None
     output.grant(1)
     assert first.cancelled()
     assert flow._timer is None, "nothing waits for credit any more"
-    output.say(0, "c", (3,))
+    output.append(0, "c", (3,))
     async with asyncio.timeout(60):
         await stalled.wait()
 
 
 async def test_clients_that_need_no_credit_or_have_left_are_not_awaited() -> None:
     for credit in (None, 0):
-        journal, flow = Journal(), Flow(credit, 60.0, lambda: None)
-        receiver = Receiver(Outbox(cast(UsageJournal, journal)), "r", lambda _: None)
-        output = output_of(receiver, journal, kept=True, flow=flow)
+        journal, flow = Journal(), FlowControl(credit, 60.0, lambda: None)
+        subscription = FrameSubscription(
+            StreamWriter(cast(UsageJournal, journal)), "r", lambda _: None
+        )
+        output = output_of(subscription, journal, kept=True, flow=flow)
         if credit is not None:
             output.detach()
         for index in range(100):
-            output.say(0, "a", (index,))
+            output.append(0, "a", (index,))
         assert flow._timer is None
 
 
@@ -374,19 +374,43 @@ async def test_clients_that_need_no_credit_or_have_left_are_not_awaited() -> Non
     ids=st.lists(st.integers(0, 2**31 - 1), max_size=70),
     given_id=st.text(max_size=200),
     called=st.booleans(),
+    thinks=st.booleans(),
 )
 def test_a_delta_in_bytes_is_the_message(
-    seq: int, choice: int, text: str, ids: list[int], given_id: str, called: bool
+    seq: int,
+    choice: int,
+    text: str,
+    ids: list[int],
+    given_id: str,
+    called: bool,
+    thinks: bool,
 ) -> None:
-    logprobs = [
-        pb.TokenLogprobs(chosen=pb.TokenLogprob(token_id=each, logprob=-1.5)) for each in ids
-    ]
-    calls = [pb.ToolCallDelta(index=1, name=text)] if called else []
-    delta = delta_bytes(seq, choice, text.encode(), ids, rest_of(logprobs, calls))
-    data = delta_frame(frame_head(given_id), delta)
+    tokens = [TokenLogprob(each, -1.5 * place) for place, each in enumerate(ids)]
+    values = Delta(
+        text,
+        ids,
+        [TokenLogprobs(token, tuple(tokens[:20])) for token in tokens],
+        [CallPiece(1, "", text, "")] if called else [],
+        text if thinks else "",
+        len(ids) if thinks else 0,
+        pb.ChoiceEnd(choice_index=choice) if called else None,
+    )
+    delta = delta_bytes(seq, choice, values)
+    writer = StreamWriter(cast(UsageJournal, Journal()))
+    head = FrameSubscription(writer, given_id, lambda _: None).head
+    data = delta_frame(head, delta)
 
+    messages = [pb.TokenLogprob(token_id=each.token_id, logprob=each.logprob) for each in tokens]
     expected = pb.DeltaFrame(
-        seq=seq, choice_index=choice, text=text, token_ids=ids, logprobs=logprobs, tool_calls=calls
+        seq=seq,
+        choice_index=choice,
+        text=text,
+        token_ids=ids,
+        logprobs=[pb.TokenLogprobs(chosen=token, top=messages[:20]) for token in messages],
+        tool_calls=[pb.ToolCallDelta(index=1, name=text)] if called else [],
+        reasoning=values.reasoning,
+        reasoning_token_count=values.reasoning_token_count,
+        end=values.end,
     )
     assert pb.DeltaFrame.FromString(delta) == expected
     assert (
@@ -395,7 +419,7 @@ def test_a_delta_in_bytes_is_the_message(
     )
 
     for token_id in ids[:3]:
-        frame = token_frame(frame_head(given_id), seq, text.encode(), token_id)
+        frame = token_frame(head, seq, text, token_id)
         one = pb.ServerFrame(
             request_id=given_id, delta=pb.DeltaFrame(seq=seq, text=text, token_ids=[token_id])
         )
@@ -405,32 +429,30 @@ def test_a_delta_in_bytes_is_the_message(
 def test_packed_output_is_taken_with_its_last_token() -> None:
     packed = PackedOutput()
     for word in ("a", "b", "c"):
-        packed.add("", (1, 2), (), [pb.ToolCallDelta(index=0, arguments_json=word)])
+        packed.add("", (1, 2), (), [CallPiece(0, "", "", word)])
     taken = []
     while not packed.empty:
-        text, ids, rest, _ = packed.take(3)
-        calls = pb.DeltaFrame.FromString(rest).tool_calls
-        taken.append((text.decode(), ids, [call.arguments_json for call in calls]))
+        delta, _ = packed.take(3)
+        taken.append((delta.text, delta.token_ids, [call.arguments for call in delta.calls]))
 
     assert taken == [("", [1, 2, 1], ["a"]), ("", [2, 1, 2], ["bc"])]
 
 
 def test_a_delta_has_one_increment_of_each_call_and_text_only_before_calls() -> None:
     packed = PackedOutput()
-    begun = pb.ToolCallDelta(index=0, id="1", name="get", arguments_json="{")
+    begun = CallPiece(0, "1", "get", "{")
     packed.add("Let me", (1,))
     packed.add(" see", (2,), (), [begun])
-    packed.add("", (3,), (), [pb.ToolCallDelta(index=0, arguments_json="}")])
-    packed.add("", (4,), (), [pb.ToolCallDelta(index=1, id="2", name="put", arguments_json="{}")])
+    packed.add("", (3,), (), [CallPiece(0, "", "", "}")])
+    packed.add("", (4,), (), [CallPiece(1, "2", "put", "{}")])
     packed.add("", (5,))
     packed.add(" Bye", ())  # held back to the end
-    packed.end = end_field(pb.ChoiceEnd(choice_index=3, reason=types_pb2.FINISH_REASON_STOP))
+    packed.end = pb.ChoiceEnd(choice_index=3, reason=types_pb2.FINISH_REASON_STOP)
     taken = []
     while not packed.empty:
-        text, ids, rest, _ = packed.take(64)
-        delta = pb.DeltaFrame.FromString(rest)
-        calls = [(call.index, call.id, call.arguments_json) for call in delta.tool_calls]
-        taken.append((text.decode(), ids, calls, delta.HasField("end")))
+        delta, _ = packed.take(64)
+        calls = [(call.index, call.id, call.arguments) for call in delta.calls]
+        taken.append((delta.text, delta.token_ids, calls, delta.end is not None))
 
     assert taken == [
         ("Let me see", [1, 2, 3, 4, 5], [(0, "1", "{}"), (1, "2", "{}")], False),
@@ -444,13 +466,13 @@ def test_the_gaps_are_those_between_messages_with_tokens(
 ) -> None:
     """Text without tokens, such as held-back text at the end, is none."""
     journal = Journal()
-    outbox = Outbox(cast(UsageJournal, journal))
-    receiver = Receiver(outbox, "r", lambda _: None)
-    output = output_of(receiver, journal, kept=kept, flow=Flow(None, 60.0, lambda: None))
+    writer = StreamWriter(cast(UsageJournal, journal))
+    subscription = FrameSubscription(writer, "r", lambda _: None)
+    output = output_of(subscription, journal, kept=kept, flow=FlowControl(None, 60.0, lambda: None))
 
     for at_ms, token_ids in ((0, [1]), (20, [2, 3]), (100, []), (170, [4]), (200, [5])):
         monkeypatch.setattr(observer, "monotonic", partial(float, 50 + at_ms / 1000))
-        output.say(0, "a", token_ids)
+        output.append(0, "a", token_ids)
 
     assert output.gaps.facts() == pytest.approx(
         {"itl_p50_ms": 30, "itl_p99_ms": 150, "itl_max_ms": 150}
@@ -465,9 +487,8 @@ def test_thinking_that_follows_text_is_not_taken_with_it() -> None:
         packed.add(text, (1, 2), (), (), (thought, 2 if thought else 0))
     taken = []
     while not packed.empty:
-        text_bytes, ids, rest, count = packed.take(64)
-        delta = pb.DeltaFrame.FromString(rest)
+        delta, count = packed.take(64)
         assert delta.reasoning_token_count == count
-        taken.append((delta.reasoning, text_bytes.decode(), len(ids), count))
+        taken.append((delta.reasoning, delta.text, len(delta.token_ids), count))
 
     assert taken == [("Hm. So.", "I look.", 6, 4), ("Well.", " It", 4, 2)]

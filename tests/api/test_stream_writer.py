@@ -1,4 +1,4 @@
-"""Outbox: one message per burst, in order, and no token is sent before the journal has it."""
+"""Stream writer: one message per burst, in order; no token is sent before the journal has it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weir.v1 import inference_service_pb2 as pb
 
-from api.generation.delivery.output_buffer import Flow, LiveOutput
-from api.generation.delivery.stream_writer import Outbox, Receiver
+from api.generation.delivery.output_buffer import FlowControl, SendBuffer
+from api.generation.delivery.stream_writer import FrameSubscription, StreamWriter
 from api.generation.state import End, EndDecision
 from metering.core.errors import JournalUnavailable
 from metering.core.models import Outcome
@@ -74,12 +74,12 @@ def marked(journal: UsageJournal) -> dict[uuid.UUID | None, int]:
     return {hold_id: count for hold_id, count in marks.items() if hold_id.int}
 
 
-def output_on(outbox: Outbox) -> LiveOutput:
+def output_on(writer: StreamWriter) -> SendBuffer:
     """Return the output of a request that this stream receives."""
-    output = LiveOutput(
-        Receiver(outbox, "r", lambda _: None),
+    output = SendBuffer(
+        FrameSubscription(writer, "r", lambda _: None),
         "m",
-        Flow(None, 60.0, lambda: None),
+        FlowControl(None, 60.0, lambda: None),
         EndDecision(),
         lambda _: None,
     )
@@ -88,9 +88,9 @@ def output_on(outbox: Outbox) -> LiveOutput:
     return output
 
 
-def say(output: LiveOutput, *token_ids: int) -> None:
+def say(output: SendBuffer, *token_ids: int) -> None:
     """Output one step."""
-    output.say(0, "x", token_ids)
+    output.append(0, "x", token_ids)
 
 
 async def turns(count: int = 10) -> None:
@@ -100,15 +100,15 @@ async def turns(count: int = 10) -> None:
 
 
 async def test_all_that_waits_goes_out_in_one_message_and_in_order(journal: UsageJournal) -> None:
-    outbox, transport = Outbox(journal), Transport(flowing=False)
-    first, second = output_on(outbox), output_on(outbox)
+    writer, transport = StreamWriter(journal), Transport(flowing=False)
+    first, second = output_on(writer), output_on(writer)
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(outbox.write_all(transport.write))
+        tasks.create_task(writer.write_all(transport.write))
         say(first, 1)
         await transport.entered.acquire()
         for number in range(2, 6):
             say(first if number % 2 else second, number, number)
-        outbox.close()
+        writer.close()
         transport.may_write.release()
         transport.may_write.release()
 
@@ -119,14 +119,14 @@ async def test_all_that_waits_goes_out_in_one_message_and_in_order(journal: Usag
 async def test_a_burst_is_split_at_the_bound_of_a_message(
     journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Outbox, "frame_max", 2)
-    outbox, transport = Outbox(journal), Transport()
-    outputs = [output_on(outbox) for _ in range(5)]
+    monkeypatch.setattr(StreamWriter, "frame_max", 2)
+    writer, transport = StreamWriter(journal), Transport()
+    outputs = [output_on(writer) for _ in range(5)]
     for number, output in enumerate(outputs):
         say(output, number)
-    outbox.close()
+    writer.close()
 
-    await outbox.write_all(transport.write)
+    await writer.write_all(transport.write)
 
     assert transport.messages == [[0, 1], [2, 3], [4]]
     assert [output.usage.delivered_token_count for output in outputs] == [1] * 5
@@ -135,30 +135,30 @@ async def test_a_burst_is_split_at_the_bound_of_a_message(
 async def test_a_request_with_much_output_does_not_delay_the_others_of_its_stream(
     journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Outbox, "token_max", 100)
-    outbox, transport = Outbox(journal), Transport()
-    much, little = output_on(outbox), output_on(outbox)
+    monkeypatch.setattr(StreamWriter, "token_max", 100)
+    writer, transport = StreamWriter(journal), Transport()
+    much, little = output_on(writer), output_on(writer)
     for _ in range(300):
         say(much, 1)
     say(little, 2)
-    outbox.close()
+    writer.close()
 
-    await outbox.write_all(transport.write)
+    await writer.write_all(transport.write)
 
     assert [len(message) for message in transport.messages] == [128, 129, 44]
     assert 2 in transport.messages[1]
 
 
 async def test_the_journal_has_a_token_before_the_transport_gets_it(journal: UsageJournal) -> None:
-    outbox = Outbox(journal)
-    one, seen = output_on(outbox), list[int]()
+    writer = StreamWriter(journal)
+    one, seen = output_on(writer), list[int]()
 
     async def write(data: bytes) -> None:
         seen.append(recorded(journal).get(one.hold_id, 0))
 
     say(one, 1, 2, 3)
-    outbox.close()
-    await outbox.write_all(write)
+    writer.close()
+    await writer.write_all(write)
 
     assert seen == [3]
 
@@ -166,8 +166,8 @@ async def test_the_journal_has_a_token_before_the_transport_gets_it(journal: Usa
 async def test_an_unwritable_journal_fails_the_requests_with_tokens_and_sends_the_rest(
     journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outbox, sent = Outbox(journal), list[pb.ServerFrame]()
-    one, other = output_on(outbox), output_on(outbox)
+    writer, sent = StreamWriter(journal), list[pb.ServerFrame]()
+    one, other = output_on(writer), output_on(writer)
     ends: list[End] = []
     one._life = EndDecision(ends.append)
 
@@ -180,10 +180,10 @@ async def test_an_unwritable_journal_fails_the_requests_with_tokens_and_sends_th
     one.push(pb.ServerFrame(admitted=pb.AdmittedFrame()))
     say(one, 1, 2, 3)
     other.push(pb.ServerFrame(progress=pb.ProgressFrame()))
-    outbox.close()
+    writer.close()
     with monkeypatch.context() as broken:
         broken.setattr(os, "write", refusing)
-        await outbox.write_all(write)
+        await writer.write_all(write)
 
     assert [frame.WhichOneof("kind") for frame in sent] == ["admitted", "progress"]
     assert [(end.outcome, type(end.error)) for end in ends] == [
@@ -199,7 +199,7 @@ async def test_an_unwritable_journal_fails_the_requests_with_tokens_and_sends_th
 async def test_an_output_that_breaks_breaks_its_own_stream_and_no_other(
     journal: UsageJournal,
 ) -> None:
-    transport, broken, whole = Transport(), Outbox(journal), Outbox(journal)
+    transport, broken, whole = Transport(), StreamWriter(journal), StreamWriter(journal)
     bad, good = output_on(broken), output_on(whole)
     bad.hold_id = None  # tokens without a hold
     async with asyncio.TaskGroup() as tasks:
@@ -220,13 +220,13 @@ async def test_an_output_that_breaks_breaks_its_own_stream_and_no_other(
 async def test_frames_without_tokens_do_not_touch_the_journal(
     journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outbox, transport = Outbox(journal), Transport()
+    writer, transport = StreamWriter(journal), Transport()
     monkeypatch.setattr(journal, "record", None)
-    output_on(outbox).push(pb.ServerFrame(progress=pb.ProgressFrame()))
-    outbox.push(pb.ServerFrame(request_id="unknown", failed=pb.FailedFrame()))
-    outbox.close()
+    output_on(writer).push(pb.ServerFrame(progress=pb.ProgressFrame()))
+    writer.push(pb.ServerFrame(request_id="unknown", failed=pb.FailedFrame()))
+    writer.close()
 
-    await outbox.write_all(transport.write)
+    await writer.write_all(transport.write)
 
     assert transport.messages == [[]]
 
@@ -235,10 +235,10 @@ async def test_discarded_output_is_not_delivered_and_written_output_is(
     journal: UsageJournal,
 ) -> None:
     """A cancel at token k settles exactly the tokens that were handed to the transport."""
-    outbox, transport = Outbox(journal), Transport(flowing=False)
-    one, other = output_on(outbox), output_on(outbox)
+    writer, transport = StreamWriter(journal), Transport(flowing=False)
+    one, other = output_on(writer), output_on(writer)
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(outbox.write_all(transport.write))
+        tasks.create_task(writer.write_all(transport.write))
         say(one, 1, 1)
         await transport.entered.acquire()
         say(one, 2, 2, 2)
@@ -251,7 +251,7 @@ async def test_discarded_output_is_not_delivered_and_written_output_is(
         assert one.usage.delivered_token_count == 0
         assert not taken.done(), "the message under way is still to be taken"
         one.push(pb.ServerFrame(progress=pb.ProgressFrame()))
-        outbox.close()
+        writer.close()
         for _ in range(2):
             transport.may_write.release()
 
@@ -263,16 +263,16 @@ async def test_discarded_output_is_not_delivered_and_written_output_is(
 async def test_abandoning_releases_every_waiter_and_drops_later_frames(
     journal: UsageJournal,
 ) -> None:
-    outbox, transport = Outbox(journal), Transport(flowing=False)
-    sending, waiting = output_on(outbox), output_on(outbox)
+    writer, transport = StreamWriter(journal), Transport(flowing=False)
+    sending, waiting = output_on(writer), output_on(writer)
     async with asyncio.TaskGroup() as tasks:
-        writer = tasks.create_task(outbox.write_all(transport.write))
+        writing = tasks.create_task(writer.write_all(transport.write))
         say(sending, 1, 1)
         await transport.entered.acquire()
         say(waiting, 2, 2, 2)
-        writer.cancel()
+        writing.cancel()
 
-        outbox.abandon()
+        writer.abandon()
         say(waiting, 3, 3, 3, 3, 3)
         await all_taken(sending)
         await all_taken(waiting)
@@ -305,12 +305,12 @@ def test_any_order_of_acts_delivers_no_more_than_was_said_and_frees_every_waiter
                     )
                     records[entry.hold_id] = entry.delivered_token_count
 
-        outbox, transport = Outbox(cast(UsageJournal, Journal())), Transport(flowing=False)
-        outputs = [output_on(outbox) for _ in range(3)]
+        writer, transport = StreamWriter(cast(UsageJournal, Journal())), Transport(flowing=False)
+        outputs = [output_on(writer) for _ in range(3)]
         said = [0, 0, 0]
         gone = False
         async with asyncio.TaskGroup() as tasks:
-            writer = tasks.create_task(outbox.write_all(transport.write))
+            writing = tasks.create_task(writer.write_all(transport.write))
             for act, index, token_count in acts:
                 match act:
                     case "say":
@@ -323,8 +323,8 @@ def test_any_order_of_acts_delivers_no_more_than_was_said_and_frees_every_waiter
                     case "write":
                         transport.may_write.release()
                     case "abandon":
-                        writer.cancel()
-                        outbox.abandon()
+                        writing.cancel()
+                        writer.abandon()
                         gone = True
                     case _:
                         await turns(2)
@@ -333,14 +333,14 @@ def test_any_order_of_acts_delivers_no_more_than_was_said_and_frees_every_waiter
                     assert records.get(one.hold_id, 0) == one.usage.journalled_token_count <= most
                     assert taken.get(one.hold_id, 0) == one.usage.delivered_token_count
                     assert 0 <= one.unsent_token_count <= most
-                    assert one.receiver is not None
-                    assert one.receiver.unsent_frame_count >= 0
-                assert outbox.frame_count >= 0
-            outbox.close()
+                    assert one.subscription is not None
+                    assert one.subscription.unsent_frame_count >= 0
+                assert writer.frame_count >= 0
+            writer.close()
             for _ in range(len(acts) + 1):
                 transport.may_write.release()
             if not gone:
-                await writer
+                await writing
             for one in outputs:
                 async with asyncio.timeout(5):
                     await all_taken(one)
@@ -353,10 +353,10 @@ async def test_a_discarded_request_keeps_its_admission_before_its_end(
     journal: UsageJournal,
 ) -> None:
     """Otherwise the client would see the end of an unknown request."""
-    outbox = Outbox(journal)
-    request, kinds = output_on(outbox), list[str]()
-    receiver = request.receiver
-    assert receiver is not None
+    writer = StreamWriter(journal)
+    request, kinds = output_on(writer), list[str]()
+    subscription = request.subscription
+    assert subscription is not None
 
     async def write(data: bytes) -> None:
         kinds.extend(
@@ -367,9 +367,9 @@ async def test_a_discarded_request_keeps_its_admission_before_its_end(
     say(request, 1, 2)
     request.discard()
     request.end(pb.ServerFrame(finished=pb.FinishedFrame()))
-    outbox.close()
-    await outbox.write_all(write)
+    writer.close()
+    await writer.write_all(write)
 
     assert kinds == ["admitted", "finished"]
-    assert receiver.unsent_frame_count == 0
+    assert subscription.unsent_frame_count == 0
     assert request.usage.delivered_token_count == 0
