@@ -1,9 +1,10 @@
-"""Prose lint for docstrings, comments, messages and pages: `python -m infra.prose [PATH]...
+"""Prose lint for docstrings, comments, messages, pages and names: `python -m infra.prose [PATH]...
 [--lower]`.
 
-Finds patterns that plain technical English avoids. Without a path, counts each rule's findings in
-the repository and fails above its ceiling; with paths, lists every finding below them. `--lower`
-writes today's counts as the ceilings. A ceiling goes down to zero and never up.
+Finds patterns that plain technical English avoids, and identifiers with words for which the
+glossary has another (`infra/identifiers.py`). Without a path, counts each rule's findings in the
+repository and fails above its ceiling; with paths, lists every finding below them. `--lower` writes
+today's counts as the ceilings. A ceiling goes down to zero and never up.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 
+from infra import identifiers
 from infra.architecture import Finding, Source, repository
 
 COLUMNS_MAX = 100
 CELL_CHARS_MAX = 90
 # Text of other programs, tables of data, and the pages that quote what not to write.
 EXEMPT = (
+    "infra/identifiers.py",
     "infra/prose.py",
     "tests/infra/test_prose.py",
     "LICENSE",
@@ -41,6 +44,12 @@ VERBS = (
 )
 LINE_CEILING = 0
 CELL_CEILING = 0
+IDENTIFIER_CEILING = 0
+CEILINGS = {  # of the findings that are not of a pattern
+    "columns": "LINE_CEILING",
+    "cell": "CELL_CEILING",
+    "identifier": "IDENTIFIER_CEILING",
+}
 PRAGMA = re.compile(r" *# (type: ignore|noqa|fmt: ).*$")  # not counted by ruff either
 IGNORED_MESSAGE = re.compile(r"\bSELECT\b|\bINSERT\b|\bUPDATE\b|\bCREATE\b|\bWHERE\b|<[a-z]+[ >]")
 
@@ -180,6 +189,9 @@ def findings(sources: Iterable[Source]) -> Iterator[tuple[str, Finding]]:
                         rule.name,
                         Finding(text.path, text.line, f"{rule.name}: …{excerpt}… ({rule.advice})"),
                     )
+        if source.is_python:
+            for finding in identifiers.findings(source):
+                yield "identifier", finding
         if source.path.endswith(LINED):
             for number, whole in enumerate(source.text.splitlines(), 1):
                 line = PRAGMA.sub("", whole)
@@ -212,6 +224,7 @@ def ceilings() -> dict[str, int]:
     return {rule.name: rule.ceiling for rule in RULES} | {
         "columns": LINE_CEILING,
         "cell": CELL_CEILING,
+        "identifier": IDENTIFIER_CEILING,
     }
 
 
@@ -221,8 +234,7 @@ def lower(counts: Counter[str]) -> None:
     text = path.read_text()
     for name, ceiling in ceilings().items():
         count = str(min(counts[name], ceiling))
-        if name in ("columns", "cell"):
-            constant = {"columns": "LINE_CEILING", "cell": "CELL_CEILING"}[name]
+        if constant := CEILINGS.get(name):
             text = re.sub(rf"(?m)^{constant} = \d+$", f"{constant} = {count}", text)
         else:
             text = re.sub(
