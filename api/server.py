@@ -37,7 +37,7 @@ from api.generation.request.peers import (
     peer_listen_address,
 )
 from api.rpc.inference_service import InferenceServicer
-from api.rpc.open_streams import BoundedCalls, ReadLargeOf, TurnToRead
+from api.rpc.open_streams import BoundedCalls, ReadLargeOf, ShareToRead
 
 # The transport resets streams above its own limit without a status if they come before the client
 # knows the limit, and delays later ones until others end. It therefore takes more than the service,
@@ -75,7 +75,7 @@ def build_server(
     tls: Tls | None = None,
     failed: Failed = ignore_failure,
     pace: RateLimiter | None = None,
-    turn_to_read: TurnToRead = peer_of,
+    share_to_read: ShareToRead = peer_of,
     read_large: ReadLargeOf | None = None,
 ) -> tuple[grpc.aio.Server, int]:
     """Return the server and its bound port; 0 lets the system choose. tls: None for plaintext.
@@ -86,7 +86,7 @@ def build_server(
     server = grpc.aio.server(options=options(settings))
     # The stubs declare a server.
     services: Any = GuardedServices(
-        server, BoundedCalls(turn_to_read, read_large), Guard(failed, pace)
+        server, BoundedCalls(share_to_read, read_large), Guard(failed, pace)
     )
     inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(servicers.inference, services)
     admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicers.admin, services)

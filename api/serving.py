@@ -52,7 +52,7 @@ from api.generation.request.admission import Admission, Capacity
 from api.generation.request.peers import PeerCertificates, make_identity
 from api.generation.request.registry import RequestRegistry
 from api.generation.request.relay import Relays
-from api.metrics.operator_http import Books, Handle, MetricsListener, Parts, Probes, Scrapes
+from api.metrics.operator_http import BacklogReader, Handle, MetricsListener, Parts, Probes, Scrapes
 from api.observability.observer import Observer
 from api.openai.listener import Listener
 from api.rpc.inference_service import InferenceServicer
@@ -309,12 +309,12 @@ async def serve(settings: Settings, spares: SpareWorkers | None = None) -> None:
             tls,
             observer.call_failed,
             pace,
-            authenticator.turn_to_read,
+            authenticator.share_to_read,
             process.in_thread,
         )
         watch = observer.loop_lag.watch
         watch.start()
-        probes, books = Probes(health, watch), Books(admin_sessions)
+        probes, backlog_reader = Probes(health, watch), BacklogReader(admin_sessions)
         listener = Listener(
             http_handle(settings, process, authenticator, sessions, servicers, probes),
             settings,
@@ -357,8 +357,10 @@ async def serve(settings: Settings, spares: SpareWorkers | None = None) -> None:
         gc.freeze()
         gc.set_threshold(*COLLECT_AFTER)
         listeners = Listeners(server, peer_server, listener, metrics)
-        await listeners.open(probes.before(Scrapes(parts, books).handle, with_parts=True))
-        background.append(keep_running(tasks, "books", lambda: books.watch_workers(health)))
+        await listeners.open(probes.before(Scrapes(parts, backlog_reader).handle, with_parts=True))
+        background.append(
+            keep_running(tasks, "books", lambda: backlog_reader.watch_workers(health))
+        )
         health_task = tasks.create_task(
             keep_health(health, endpoint, router, holds, journal, settings, stopping), name="health"
         )

@@ -306,9 +306,9 @@ class Bench:
         """Wait until there are no holds and the server answers at once; return the waiting time."""
         since = time.monotonic()
         while time.monotonic() - since < CALM_MAX_S:
-            asked_at = time.monotonic()
+            started_at = time.monotonic()
             serving = await asyncio.to_thread(is_serving, self._target.address)
-            if serving and time.monotonic() - asked_at < CALM_ANSWER_S and not self.held_count():
+            if serving and time.monotonic() - started_at < CALM_ANSWER_S and not self.held_count():
                 break
             await asyncio.sleep(0.1)
         return time.monotonic() - since

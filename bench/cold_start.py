@@ -38,7 +38,7 @@ from inference.engine import GenerationRequest, SamplingParams, StopCriteria, To
 IDLE_TIMEOUT_S = 0.3  # seconds; each round starts without an engine
 PROGRESS_INTERVAL_S = 0.02
 PROMPT = tuple(range(20, 84))
-HOST = b"inference.adapters.torch_worker"
+WORKER = b"inference.adapters.torch_worker"
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ def import_torch_ms() -> float:
     return (time.perf_counter() - began_at) * 1000
 
 
-async def bare_host_ms(settings: Settings) -> float:
+async def bare_worker_ms(settings: Settings) -> float:
     """Time a worker alone, from its process to its first token."""
     directory = settings.models[DEMO_MODEL_NAME]
     engine = TorchEngine(torch_settings(settings, DEMO_MODEL_NAME, directory))
@@ -103,11 +103,11 @@ async def through_service(client: AsyncClient) -> ColdStart:
 
 async def no_engine(pid: int, spare_count: int) -> None:
     """Wait until the API process has only its spare workers."""
-    while len(hosts_below(pid)) != spare_count:  # noqa: ASYNC110  # of other processes
+    while len(workers_below(pid)) != spare_count:  # noqa: ASYNC110  # of other processes
         await asyncio.sleep(0.05)
 
 
-def hosts_below(pid: int) -> list[int]:
+def workers_below(pid: int) -> list[int]:
     """Return the engine workers among a process's descendants."""
     found = []
     for child in children_of(pid):
@@ -115,8 +115,8 @@ def hosts_below(pid: int) -> list[int]:
             command = Path(f"/proc/{child}/cmdline").read_bytes()
         except OSError:
             continue
-        found += [child] if HOST in command else []
-        found += hosts_below(child)
+        found += [child] if WORKER in command else []
+        found += workers_below(child)
     return found
 
 
@@ -150,7 +150,7 @@ async def measure(arguments: argparse.Namespace) -> None:
             ) as client:
                 for _ in range(arguments.rounds):
                     alone_ms.append(await asyncio.to_thread(import_torch_ms))
-                    bare_ms.append(await bare_host_ms(settings))
+                    bare_ms.append(await bare_worker_ms(settings))
                     await no_engine(os.getpid(), int(arguments.spare))
                     if arguments.spare:
                         await asyncio.sleep(4.0)  # until it has imported torch

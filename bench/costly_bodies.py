@@ -189,7 +189,7 @@ def member_in(wrap: Wrap, before: bytes, value: bytes) -> bytes:
     return wrap(before + value + b"}")
 
 
-def places(
+def locations(
     info: inspect.Type, path: str, wrap: Wrap, seen: set[tuple[str, str]]
 ) -> Iterator[tuple[str, inspect.Type, Wrap]]:
     """Yield the places of a type: path, type, and the body around a value there.
@@ -199,7 +199,7 @@ def places(
     match info:
         case inspect.UnionType(types=types):
             for each in types:
-                yield from places(each, path, wrap, seen)
+                yield from locations(each, path, wrap, seen)
             return
         case inspect.StructType(cls=kind, fields=fields):
             yield path, info, wrap
@@ -215,10 +215,10 @@ def places(
                 ]
                 before = b"{" + b"".join(others) + b'"%s":' % field.encode_name.encode()
                 inside = functools.partial(member_in, wrap, before)
-                yield from places(field.type, f"{path}.{field.encode_name}", inside, seen)
+                yield from locations(field.type, f"{path}.{field.encode_name}", inside, seen)
         case inspect.ListType(item_type=item):
             yield path, info, wrap
-            yield from places(item, f"{path}[]", lambda value: wrap(b"[" + value + b"]"), seen)
+            yield from locations(item, f"{path}[]", lambda value: wrap(b"[" + value + b"]"), seen)
         case _:
             yield path, info, wrap
 
@@ -336,8 +336,8 @@ def bodies_of(kind: type[Struct], plain: Mapping[str, Any]) -> Iterator[Costly]:
             continue
         seen.add(mark)
         name = each.encode_name
-        for path, place, wrap in places(each.type, name, lambda value: value, seen):
-            for what, value_of in values_of(place):
+        for path, location, wrap in locations(each.type, name, lambda value: value, seen):
+            for what, value_of in values_of(location):
 
                 def build(
                     size: int, name: str = name, wrap: Wrap = wrap, value_of: Build = value_of
@@ -434,11 +434,11 @@ def messages_of(kind: Descriptor) -> Iterator[Costly]:
             if mark in seen:
                 continue
             seen.add(mark)
-            place = f"{path}{field.name}"
+            location = f"{path}{field.name}"
             for what, build in fields_with_cost(field):
-                yield Costly(f"{place}: {what}", functools.partial(wrapped, wrap, build))
+                yield Costly(f"{location}: {what}", functools.partial(wrapped, wrap, build))
             if inner is not None:
                 inside = functools.partial(field_in, wrap, field.number)
-                yield from walk(inner, f"{place}.", inside)
+                yield from walk(inner, f"{location}.", inside)
 
     yield from walk(kind, "", lambda value: value)

@@ -99,7 +99,7 @@ async def run_tenants(
     settings: Settings, keys: tuple[str, str], load: Load, *, flooded: bool, seed: int
 ) -> Run:
     """Restart the service and run both tenants."""
-    asked = prompts(seed)
+    flood_prompts = prompts(seed)
     quiet, flooding = Seen(), Seen()
     async with run_stack(settings, lambda _: None) as stack:
         address = stack.connection.address
@@ -110,9 +110,13 @@ async def run_tenants(
             began_at = time.perf_counter()
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(load.agent_count * load.flood_factor if flooded else 0):
-                    tasks.create_task(keep_asking(flooding_client, asked, load, began_at, flooding))
+                    tasks.create_task(
+                        keep_asking(flooding_client, flood_prompts, load, began_at, flooding)
+                    )
                 for _ in range(load.agent_count):
-                    tasks.create_task(keep_asking(quiet_client, asked, load, began_at, quiet))
+                    tasks.create_task(
+                        keep_asking(quiet_client, flood_prompts, load, began_at, quiet)
+                    )
     counted_s = load.seconds * (1 - WARM_UP_SHARE)
     return Run(quiet, flooding, (quiet.token_count + flooding.token_count) / counted_s)
 

@@ -247,11 +247,11 @@ class Upstream(asyncio.Protocol):
             cards = [{"id": MODEL, "object": "model", "max_model_len": WINDOW_TOKENS}]
             self._transport.write(response({"object": "list", "data": cards}))
 
-    def _chat(self, asked: Mapping[str, Any]) -> None:
-        count = asked["max_tokens"]
+    def _chat(self, requested: Mapping[str, Any]) -> None:
+        count = requested["max_tokens"]
         common = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": 1790000000, "model": MODEL}
-        prompt_tokens = sum(len(each["content"].split()) for each in asked["messages"])
-        if not asked.get("stream"):
+        prompt_tokens = sum(len(each["content"].split()) for each in requested["messages"])
+        if not requested.get("stream"):
             message = {"role": "assistant", "content": TOKEN * count}
             choice = {"index": 0, "message": message, "finish_reason": "length"}
             whole = {"object": "chat.completion", **common, "choices": [choice]}
@@ -268,14 +268,14 @@ class Upstream(asyncio.Protocol):
         last = event({**common, "choices": []} | usage(prompt_tokens, count))
         self._stream(count, part(None), part("length") + last)
 
-    def _complete(self, asked: Mapping[str, Any]) -> None:
-        count = asked["max_tokens"]
+    def _complete(self, requested: Mapping[str, Any]) -> None:
+        count = requested["max_tokens"]
 
         def part(reason: str | None) -> bytes:
             choice = {"text": TOKEN, "token_ids": [self._token_id], "finish_reason": reason}
             return event({"object": "text_completion", "choices": [{"index": 0, **choice}]})
 
-        last = event({"choices": []} | usage(len(asked["prompt"]), count))
+        last = event({"choices": []} | usage(len(requested["prompt"]), count))
         self._stream(count, part(None), part("length") + last)
 
     def _stream(self, count: int, each: bytes, last: bytes) -> None:

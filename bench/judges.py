@@ -378,12 +378,12 @@ def weir(peer: str, directory: Path, folder: Path) -> Iterator[tuple[str, str]]:
 def compare(options: argparse.Namespace, peer: str, url: str, key: str) -> bool:
     """Send all requests to all three; print the result. Return whether all is explained."""
     made = requests(options.count, options.seed, options.only)
-    places = {PEER: (f"http://{peer}", PEER), THROUGH: (url, THROUGH), OWN: (url, OWN)}
+    targets = {PEER: (f"http://{peer}", PEER), THROUGH: (url, THROUGH), OWN: (url, OWN)}
     found: list[Difference] = []
     equal: dict[str, Counter[str]] = {THROUGH: Counter(), OWN: Counter()}
 
     def answers(request: Request) -> dict[str, tuple[int, Body]]:
-        return {name: answer_to(*place, key, request) for name, place in places.items()}
+        return {name: answer_to(*target, key, request) for name, target in targets.items()}
 
     with ThreadPoolExecutor(CONCURRENT) as threads:
         for request, got in zip(made, threads.map(answers, made), strict=True):

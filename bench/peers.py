@@ -109,11 +109,11 @@ def measure_llama_cpp(
             [str(python), str(Path(__file__).resolve()), "--gguf", str(checkpoint), str(model)],
             check=True,
         )
-    places, port = len(work["workload"]), _free_port()
-    context = places * (len(work["workload"][0]) + work["output_tokens"] + 16)
+    sequence_count, port = len(work["workload"]), _free_port()
+    context = sequence_count * (len(work["workload"][0]) + work["output_tokens"] + 16)
     options = [
         "-np",
-        str(places),
+        str(sequence_count),
         "-c",
         str(context),
         "-t",
@@ -160,11 +160,11 @@ def measure_llama_cpp(
         ask(work["first"], 1)
         measured = {"first_token_s": time.perf_counter() - begin_s}
         measured |= _alone(ask, work)
-        with ThreadPoolExecutor(places) as pool:
+        with ThreadPoolExecutor(sequence_count) as pool:
             begin_s = time.perf_counter()
             list(pool.map(lambda prompt: ask(prompt, work["output_tokens"]), work["workload"]))
             total_s = time.perf_counter() - begin_s
-    return measured | {"output_tokens_per_s": places * work["output_tokens"] / total_s}
+    return measured | {"output_tokens_per_s": sequence_count * work["output_tokens"] / total_s}
 
 
 def _alone(ask: Any, work: dict[str, Any]) -> dict[str, float]:

@@ -110,12 +110,12 @@ async def converse(replicas: ReplicaSet, dialogue: Dialogue, number: int, seen: 
         request = GenerationRequest(
             so_far, SamplingParams(), StopCriteria(turn.answer_token_count, ignore_eos=True)
         )
-        asked_at_s, answer = clock(), list[int]()
+        requested_at_s, answer = clock(), list[int]()
         async with streams.stream(replicas, request) as stream:
             async for event in stream:
                 if isinstance(event, TokensGenerated):
                     if not answer:
-                        seen.ttfts_ms.append((clock() - asked_at_s) * 1e3)
+                        seen.ttfts_ms.append((clock() - requested_at_s) * 1e3)
                     answer += event.token_ids
         so_far += tuple(answer)
 

@@ -121,14 +121,14 @@ async def run_service(client: AsyncClient, prompts: Sequence[Prompt]) -> Run:
 
     async def one(prompt: Prompt) -> tuple[int, float]:
         sent_at, ttft_ms, token_count = time.perf_counter(), 0.0, 0
-        asked = client.generate(
+        stream_options = client.generate(
             DEMO_MODEL_NAME,
             token_ids=prompt,
             max_output_tokens=OUTPUT_TOKENS,
             ignore_eos=True,
             temperature=0.0,
         )
-        async with asked as stream:
+        async with stream_options as stream:
             async for delta in stream:
                 if delta.token_ids:
                     ttft_ms = ttft_ms or (time.perf_counter() - sent_at) * 1000

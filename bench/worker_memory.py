@@ -23,7 +23,7 @@ from bench.shapes import SHAPES, Precision, write_checkpoint
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria
 from inference.native.loader import SWITCH
-from inference.native.packed_file import PackedPlace
+from inference.native.packed_file import PackedTarget
 
 WORKERS = 2
 KV_CACHE_BYTES = 64 << 20
@@ -84,7 +84,7 @@ def main() -> None:
         kv_cache_bytes=KV_CACHE_BYTES,
         torch_thread_count=1,
     )
-    packed = replace(settings, packed=PackedPlace(str(directory / "packed"), 1 << 40))
+    packed = replace(settings, packed=PackedTarget(str(directory / "packed"), 1 << 40))
     for name, switch, each in (
         ("mapped", "1", packed),
         ("packed", "1", settings),

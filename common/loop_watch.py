@@ -19,7 +19,7 @@ from typing import Protocol
 from common.incidents import INCIDENT_COUNTS, log_incident
 
 BEAT_S = 0.05  # between two beats of the loop; a block is measured to this accuracy
-LOOK_S = 0.05  # between two looks of the thread
+CHECK_INTERVAL_S = 0.05  # between two looks of the thread
 BLOCK_S = 0.2  # of an incident: several tokens late for every stream
 SAMPLE_S = BLOCK_S / 2  # silence before the first sample; each later one doubles it
 FRAMES_MAX = 12  # innermost, in the log
@@ -108,7 +108,7 @@ class LoopWatch:
         self._beat_at = time.monotonic()
         self._lag_s: float | None = None  # the longest one reported since the last look
         self._thread_id = threading.get_ident()
-        self._looked_at, self._used_s = time.monotonic(), time.process_time()
+        self._checked_at, self._used_s = time.monotonic(), time.process_time()
         self._absent_s = 0.0  # since the last beat
         self._sample: Sample | None = None
         self._sample_at_s = SAMPLE_S
@@ -132,7 +132,7 @@ class LoopWatch:
 
     def start(self) -> None:
         """Start the thread. It ends with `stop` or with the process."""
-        self._looked_at, self._used_s = time.monotonic(), time.process_time()
+        self._checked_at, self._used_s = time.monotonic(), time.process_time()
         threading.Thread(target=self._run, name="weir-loop-watch", daemon=True).start()
 
     def stop(self) -> None:
@@ -140,15 +140,15 @@ class LoopWatch:
         self._stopping.set()
 
     def _run(self) -> None:
-        while not self._stopping.wait(LOOK_S):
-            self._look()
+        while not self._stopping.wait(CHECK_INTERVAL_S):
+            self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now, used_s = time.monotonic(), time.process_time()
-        late_s = now - self._looked_at - LOOK_S
-        if late_s > LOOK_S:  # this thread waited: for the interpreter, or for a CPU
+        late_s = now - self._checked_at - CHECK_INTERVAL_S
+        if late_s > CHECK_INTERVAL_S:  # this thread waited: for the interpreter, or for a CPU
             self._absent_s += max(late_s - (used_s - self._used_s), 0.0)
-        self._looked_at, self._used_s = now, used_s
+        self._checked_at, self._used_s = now, used_s
         lag_s, self._lag_s = self._lag_s, None
         if lag_s is not None:
             self._ended(lag_s - self._absent_s)

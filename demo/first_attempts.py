@@ -231,7 +231,7 @@ def structured_requests(
     tokenizer: Tokenizer, temperature: float
 ) -> list[tuple[dict[str, Any], str, GenerationRequest]]:
     """Return each request with its schema and its text."""
-    asked = [(schema, text) for schema, texts in REQUESTS for text in texts]
+    requested = [(schema, text) for schema, texts in REQUESTS for text in texts]
     return [
         (
             schema,
@@ -243,7 +243,7 @@ def structured_requests(
                 response_format=ResponseFormat(GrammarKind.JSON_SCHEMA, json.dumps(schema)),
             ),
         )
-        for seed, (schema, text) in enumerate(asked)
+        for seed, (schema, text) in enumerate(requested)
     ]
 
 
@@ -400,11 +400,11 @@ async def evaluate(model: Path, thread_count: int, show: bool) -> None:
         tasks.create_task(engine.serve())
         await engine.start()
         for temperature in (0.0, 0.7):
-            asked = structured_requests(tokenizer, temperature)
-            outputs = await generate(engine, [request for _, _, request in asked])
+            requested = structured_requests(tokenizer, temperature)
+            outputs = await generate(engine, [request for _, _, request in requested])
             valid = [
                 is_valid(schema, output)
-                for (schema, _, _), output in zip(asked, outputs, strict=True)
+                for (schema, _, _), output in zip(requested, outputs, strict=True)
             ]
             report(f"structured output at {temperature}", outputs, ("valid", valid))
         for temperature in (0.0, 0.7):

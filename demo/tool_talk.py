@@ -278,16 +278,16 @@ _MAKERS: tuple[tuple[Callable[[Random], Asked], int], ...] = (
 
 def _ask(rng: Random) -> Asked:
     makers, weights = zip(*_MAKERS, strict=True)
-    asked: Asked = rng.choices(makers, weights)[0](rng)
-    return asked
+    requested: Asked = rng.choices(makers, weights)[0](rng)
+    return requested
 
 
 def draw_tool_talk(rng: Random, question_count_max: int = 3) -> Talk:
     """Draw up to this many questions, most of them for one of up to four functions."""
     offered: dict[str, Asked] = {}
     while len(offered) < rng.choice((1, 1, 2, 2, 3, 4)):
-        asked = _ask(rng)
-        offered.setdefault(asked[1].name, asked)
+        requested = _ask(rng)
+        offered.setdefault(requested[1].name, requested)
     lines: list[Line] = []
     pending = list(offered.values())
     rng.shuffle(pending)
@@ -309,7 +309,7 @@ def draw_tool_talk(rng: Random, question_count_max: int = 3) -> Talk:
             break
         lines.append(Line("assistant", "", (call,)))
         lines += [Line("tool", result), Line("assistant", answer)]
-    functions = [asked[1] for asked in offered.values()]
+    functions = [requested[1] for requested in offered.values()]
     rng.shuffle(functions)
     return Talk(tuple(lines), rng.choice(_SYSTEMS), tuple(functions))
 

@@ -340,7 +340,7 @@ BORDERS = (
                 "bench/streams_load.py",
                 "bench/cluster_load.py",
             ),
-            "bench/door_load.py",
+            "bench/http_api_load.py",
             "bench/flood_load.py",
             "infra/walk.py",
             *("bench/adversary_attacks.py", "bench/adversary_load.py"),
@@ -470,7 +470,7 @@ BORDERS = (
                 "metering/alerts/webhooks.py",
                 "metering/export/stripe_inbox.py",
                 "inference/adapters/remote_http.py",
-                "bench/door_load.py",
+                "bench/http_api_load.py",
                 "bench/hostile_upstream.py",
                 "bench/service.py",
             ),
@@ -492,7 +492,7 @@ BORDERS = (
     Border(
         ("openai",),
         inside=PRODUCT,
-        save_for=("bench/door.py",),
+        save_for=("bench/http_api.py",),
         why="OpenAI's client only tests the HTTP API",
     ),
     Border(
@@ -745,7 +745,7 @@ def lines_with(pattern: re.Pattern[str], source: Source, what: str) -> Iterator[
             yield Finding(source.path, number, what.format(found[0]))
 
 
-Place = tuple[str, int]  # a file and a line
+Location = tuple[str, int]  # a file and a line
 
 
 def packages_form_no_cycle(sources: Iterable[Source]) -> Iterator[Finding]:
@@ -754,8 +754,8 @@ def packages_form_no_cycle(sources: Iterable[Source]) -> Iterator[Finding]:
     The packages of a cycle can be understood, moved and tested only together.
     """
     imported = package_imports(sources)
-    for package, places in imported.items():
-        for target, (path, line) in places.items():
+    for package, locations in imported.items():
+        for target, (path, line) in locations.items():
             if package in reachable(imported, target):
                 yield Finding(
                     path,
@@ -776,17 +776,17 @@ def modules_form_no_cycle(sources: Iterable[Source]) -> Iterator[Finding]:
             )
 
 
-def cyclic_imports(sources: Iterable[Source]) -> Iterator[tuple[str, str, Place]]:
+def cyclic_imports(sources: Iterable[Source]) -> Iterator[tuple[str, str, Location]]:
     """Yield each import that is part of a cycle: the module, the imported one, and the place."""
     imported = module_imports(sources)
     reached = {module: reachable(imported, module) for module in imported}
-    for module, places in imported.items():
-        for target, place in places.items():
+    for module, locations in imported.items():
+        for target, location in locations.items():
             if module in reached[target]:
-                yield module, target, place
+                yield module, target, location
 
 
-def module_imports(sources: Iterable[Source]) -> dict[str, dict[str, Place]]:
+def module_imports(sources: Iterable[Source]) -> dict[str, dict[str, Location]]:
     """Map each module to the modules that it imports, with the first place of each import.
 
     `from package import module` imports the module, and not the package.
@@ -796,7 +796,7 @@ def module_imports(sources: Iterable[Source]) -> dict[str, dict[str, Place]]:
         for source in sources
         if source.is_python and source.path.startswith(ACYCLIC)
     }
-    imported: dict[str, dict[str, Place]] = {module: {} for module in modules}
+    imported: dict[str, dict[str, Location]] = {module: {} for module in modules}
     for module, source in modules.items():
         for line, name in source.imports:
             target = name
@@ -807,17 +807,17 @@ def module_imports(sources: Iterable[Source]) -> dict[str, dict[str, Place]]:
     return imported
 
 
-def package_imports(sources: Iterable[Source]) -> dict[str, dict[str, Place]]:
+def package_imports(sources: Iterable[Source]) -> dict[str, dict[str, Location]]:
     """Map each package to the packages of its folder that it imports, with the first place."""
-    imported: dict[str, dict[str, Place]] = {}
-    for module, places in module_imports(sources).items():
+    imported: dict[str, dict[str, Location]] = {}
+    for module, locations in module_imports(sources).items():
         package = package_of(module)
         if package:
             targets = imported.setdefault(package, {})
-            for target, place in places.items():
+            for target, location in locations.items():
                 other = package_of(target)
                 if other not in ("", package) and other.split(".")[0] == package.split(".")[0]:
-                    targets.setdefault(other, place)
+                    targets.setdefault(other, location)
     return imported
 
 
@@ -827,7 +827,7 @@ def package_of(module: str) -> str:
     return ".".join(parts) if len(parts) == 2 and f"{parts[0]}/" in PACKAGED else ""
 
 
-def reachable(imported: dict[str, dict[str, Place]], name: str) -> set[str]:
+def reachable(imported: dict[str, dict[str, Location]], name: str) -> set[str]:
     """Return the packages or modules that one of them imports, directly or indirectly."""
     seen, unread = set[str](), [name]
     while unread:

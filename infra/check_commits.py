@@ -26,7 +26,7 @@ NOT_A_VERB = re.compile(
 OTHER_FORM = re.compile(
     r"\w*[aeiouy]\w*ing|\w+[^e]ed|\w+[^s]s|\w{2,}(tion|sion|ment|ness|ity|ance|ence)"
 )
-IMPERATIVE_THAT_LOOKS_LIKE_ONE = re.compile(
+IMPERATIVE_WITH_ENDING = re.compile(
     "Embed|Shed|Shred|Alias|Bias|Focus|Harness|Mention|Partition|Position|Condition|Question|Transition|Provision|Version"
     "|Comment|Document|Implement|Increment|Decrement|Instrument|Experiment|Augment|Segment|Fragment"
     "|Advance|Balance|Enhance|Reference|Sequence|Silence"
@@ -61,9 +61,7 @@ def begins_with_imperative(subject: str) -> bool:
     found = FIRST_WORD.match(subject)
     if found is None or NOT_A_VERB.fullmatch(found[1]):
         return False
-    return bool(
-        IMPERATIVE_THAT_LOOKS_LIKE_ONE.fullmatch(found[1]) or not OTHER_FORM.fullmatch(found[1])
-    )
+    return bool(IMPERATIVE_WITH_ENDING.fullmatch(found[1]) or not OTHER_FORM.fullmatch(found[1]))
 
 
 def git(repository: Path, *arguments: str) -> str:

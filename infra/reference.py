@@ -870,7 +870,7 @@ def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
 
 
 @cache
-def places() -> Mapping[str, str]:
+def page_paths() -> Mapping[str, str]:
     """Return pages of the site by the path of their file; some are links to files elsewhere."""
     walked = (
         (Path(folder), names) for folder, _, names in os.walk(ROOT / "docs", followlinks=True)
@@ -889,10 +889,10 @@ def led(markdown: str, page: str) -> str:
     def target(found: re.Match[str]) -> str:
         file, _, fragment = found[2].partition("#")
         path = posixpath.normpath(posixpath.join(here, file))
-        if path not in places() and not path.startswith("docs/"):
+        if path not in page_paths() and not path.startswith("docs/"):
             return found[1] if path in found[1] else f"{found[1]} (`{path}`)"
-        place = places().get(path, path.removeprefix("docs/"))
-        way = posixpath.relpath(place, posixpath.dirname(page) or ".")
+        page_path = page_paths().get(path, path.removeprefix("docs/"))
+        way = posixpath.relpath(page_path, posixpath.dirname(page) or ".")
         return f"[{found[1]}]({way}#{fragment})" if fragment else f"[{found[1]}]({way})"
 
     return LINK.sub(target, markdown)

@@ -100,18 +100,18 @@ class TaskRequest:
     def __init__(self, ask: Callable[[], None], again_after_s: float) -> None:
         self._ask = ask
         self._again_after_s = again_after_s
-        self._asked_at: float | None = None
+        self._requested_at: float | None = None
 
     def __call__(self) -> None:
         """Request the task, unless a request is pending."""
         now = time.monotonic()
-        if self._asked_at is None or now - self._asked_at >= self._again_after_s:
-            self._asked_at = now
+        if self._requested_at is None or now - self._requested_at >= self._again_after_s:
+            self._requested_at = now
             self._ask()
 
     def begun(self) -> None:
         """Record that the task has begun: later usage needs another request."""
-        self._asked_at = None
+        self._requested_at = None
 
 
 ADD = """

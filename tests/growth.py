@@ -174,7 +174,7 @@ def longest_hold(call: Call) -> Hold:
         worker.join(BEAT_S)
         if (now_s := thread_cpu_s(worker)) is None:
             break
-        found = max(found, Hold(now_s - seen_s, place_of(worker)), key=lambda hold: hold.seconds)
+        found = max(found, Hold(now_s - seen_s, location_of(worker)), key=lambda hold: hold.seconds)
         seen_s = now_s
     worker.join()
     # The thread may end before this one has a turn.
@@ -213,7 +213,7 @@ def thread_cpu_s(thread: threading.Thread) -> float | None:
         return None
 
 
-def place_of(thread: threading.Thread) -> str:
+def location_of(thread: threading.Thread) -> str:
     """Return the function that a thread runs, with its line."""
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:
@@ -252,10 +252,10 @@ class LoopWatch:
             run(handle)
             watch._note(Hold(time.thread_time() - began_at, name))
 
-        self._look_at_threads()
+        self._sample_threads()
         self.longest = Hold(0.0, "nothing")
         asyncio.events.Handle._run = timed  # type: ignore[assignment, method-assign]
-        self._beat = asyncio.get_running_loop().call_soon(self._look)
+        self._beat = asyncio.get_running_loop().call_soon(self._sample)
         return self
 
     def __exit__(
@@ -265,13 +265,13 @@ class LoopWatch:
         trace: TracebackType | None,
     ) -> None:
         self._beat.cancel()
-        self._look_at_threads()
+        self._sample_threads()
         asyncio.events.Handle._run = self._run  # type: ignore[method-assign]
         self._service.__exit__(None, None, None)
 
     def restart(self) -> None:
         """Forget what was measured so far."""
-        self._look_at_threads()
+        self._sample_threads()
         self.longest = Hold(0.0, "nothing")
 
     def _note(self, hold: Hold) -> None:
@@ -279,18 +279,18 @@ class LoopWatch:
         if hold.seconds > self.longest.seconds:
             self.longest = hold
 
-    def _look(self) -> None:
-        self._look_at_threads()
-        self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._look)
+    def _sample(self) -> None:
+        self._sample_threads()
+        self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._sample)
 
-    def _look_at_threads(self) -> None:
+    def _sample_threads(self) -> None:
         for thread in threading.enumerate():
             if thread.name.startswith(self._threads) and self._threads:
                 if (now_s := thread_cpu_s(thread)) is None:
                     continue
                 used_s = now_s - self._seen.get(thread, 0.0)
                 self._seen[thread] = now_s
-                self._note(Hold(used_s, f"thread {thread.name}: {place_of(thread)}"))
+                self._note(Hold(used_s, f"thread {thread.name}: {location_of(thread)}"))
 
 
 def name_of(handle: Any) -> str:

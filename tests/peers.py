@@ -22,7 +22,7 @@ VALUES (%s, 'test:1', %s, now(), '[]')
 def peer_of(service: Service) -> Peer:
     """Return the address and certificate by which other processes reach this service."""
     pattern = f"%:{service.pid}"
-    [row] = service.books.rows(
+    [row] = service.database.rows(
         "SELECT peer_address, peer_certificate FROM live_reports WHERE process_name LIKE %s",
         pattern,
     )

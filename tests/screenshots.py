@@ -35,7 +35,7 @@ from metering.store.embedded_postgres import EmbeddedPostgres
 from metering.tenants.api_keys import find_api_key
 from metering.tenants.tenants import find_organization
 from tests.conftest import new_home, remove_home
-from tests.metering.books import Consumed, Customer, add_usage
+from tests.metering.usage import Consumed, Customer, add_usage
 from tests.service import wait_for
 
 PICTURES = ROOT / "docs" / "screenshots"
@@ -145,8 +145,8 @@ def prepare(server: Server) -> list[str]:
     for name in CUSTOMERS:
         server.weir("org", "create", name)
         server.weir("project", "create", "search", "--org", name)
-        place = ("--org", name, "--project", "search", "--scope", "inference")
-        keys.append(server.weir("key", "create", "copilot", *place).strip())
+        index = ("--org", name, "--project", "search", "--scope", "inference")
+        keys.append(server.weir("key", "create", "copilot", *index).strip())
         server.weir("quota", "set", "tokens-per-month", "20000", "--org", name)
         server.weir("quota", "set", "cost-per-month", "0.01", "--org", name)
     asyncio.run(add_past_usage(server, keys[1][:11]))
@@ -201,9 +201,9 @@ async def open_browser(profile: Path) -> AsyncIterator[Browser]:
     if program is None:
         raise SystemExit("Chromium is missing: apt-get install chromium")
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    place = ["--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"]
+    index = ["--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"]
     chromium = await asyncio.create_subprocess_exec(
-        program, *options, *place, stderr=asyncio.subprocess.DEVNULL
+        program, *options, *index, stderr=asyncio.subprocess.DEVNULL
     )
     try:
         async with asyncio.timeout(READY_S):
@@ -228,9 +228,9 @@ async def take_console(browser: Browser, url: str, key: str) -> None:
     """Take the pages of the console, signed in with a key."""
     await browser.show(url, "Sign in")
     await browser.value(f"sessionStorage.setItem('weir.key', {json.dumps(key)})")
-    for name, (shown, place) in PAGES.items():
+    for name, (shown, index) in PAGES.items():
         await browser.show("about:blank", "")
-        await browser.show(url + place, shown)
+        await browser.show(url + index, shown)
         await browser.picture(name, WIDTH, HEIGHT)
 
 

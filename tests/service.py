@@ -88,7 +88,7 @@ class Tenant:
     secret: str
 
 
-class Books:
+class Database:
     """Queries on the service's database."""
 
     def __init__(self, database_url: str) -> None:
@@ -169,7 +169,7 @@ class Service:
         self.settings = Settings(database_url=database_url, home=home, **(usual | settings))
         self.home = home
         self.database_url = database_url
-        self.books = Books(database_url)
+        self.database = Database(database_url)
         self.tokenizer = Tokenizer(model)
         self.process: subprocess.Popen[bytes] | Forked | None = None
         self.address = ""
@@ -410,8 +410,10 @@ class Service:
         """Wait until all holds of the tenant have ended; an admission may outlast its client."""
 
         def nothing_held() -> bool:
-            counters = self.books.counters(tenant).values()
-            return "held" not in self.books.holds(tenant) and not any(held for _, held in counters)
+            counters = self.database.counters(tenant).values()
+            return "held" not in self.database.holds(tenant) and not any(
+                held for _, held in counters
+            )
 
         await until(nothing_held, "all holds to end")
 
@@ -804,7 +806,7 @@ class Inside:
             "request tasks": sum(
                 task.get_name().startswith("request ") for task in asyncio.all_tasks()
             ),
-            "held holds": self.service.books.held_hold_count(),
+            "held holds": self.service.database.held_hold_count(),
         }
         return {name: count for name, count in counts.items() if count}
 

@@ -91,7 +91,7 @@ def test_a_dimension_has_one_spelling_everywhere(dimension: QuotaDimension, spel
         assert dimension.value not in text or dimension.value == spelling
 
 
-def test_other_places_name_the_dimensions_of_the_table() -> None:
+def test_other_files_name_the_dimensions_of_the_table() -> None:
     typescript = (ROOT / "sdk/typescript/src/values.ts").read_text()
     listed = typescript.partition("QUOTA_DIMENSIONS = [")[2].partition("]")[0]
     pages = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", *ROOT.glob("sdk/*/README.md")]

@@ -59,7 +59,7 @@ def test_quadratic_work_is_found() -> None:
         check_growth("compared one by one", compared_one_by_one, SIZE // 16)
 
 
-def test_python_code_in_a_thread_gives_others_a_turn() -> None:
+def test_python_code_in_a_thread_lets_others_run() -> None:
     with as_in_service():
         check_hold("Python", lambda: busy(2 * HOLD_MAX_S), BLOCK_MAX_S)
 
@@ -73,7 +73,7 @@ def test_one_long_call_in_c_is_found_and_named() -> None:
         check_hold("parse", parses, HELD_S)
 
 
-def test_a_call_in_c_that_ends_before_the_other_thread_has_a_turn_is_counted() -> None:
+def test_a_call_in_c_that_ends_before_the_other_thread_runs_is_counted() -> None:
     with as_in_service():
         found = min(longest_hold(lambda: json.loads(IN_C)).seconds for _ in range(3))
 

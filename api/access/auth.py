@@ -25,7 +25,7 @@ from api.core.errors import (
     Unauthenticated,
 )
 from api.core.interceptor import METHOD, Context
-from api.core.rate_limiter import VISIT, RateLimiter
+from api.core.rate_limiter import CALL, RateLimiter
 from metering.core.errors import DatabaseUnavailable, KeyInvalid
 from metering.holds.lease_clock import boot_time_s
 from metering.quotas.quota_rules import Payer
@@ -67,7 +67,7 @@ class SharedLookups(Generic[Answer]):
     def __len__(self) -> int:
         return len(self._questions)
 
-    async def ask(self, key: Hashable, look: Callable[[], Awaitable[Answer]]) -> Answer:
+    async def ask(self, key: Hashable, read: Callable[[], Awaitable[Answer]]) -> Answer:
         """Return the answer of a query that started after this call.
 
         Raises the error of the query.
@@ -81,7 +81,7 @@ class SharedLookups(Generic[Answer]):
                     question.begun += 1
                     number = question.begun
                     try:
-                        question.answer = await look()
+                        question.answer = await read()
                     except Exception as error:
                         question.answer = error
                     question.answered = number
@@ -168,16 +168,16 @@ class Authenticator:
         origin = self.proxies.origin(context.peer(), metadata_values(context, FORWARDED_FOR))
         return await self.principal_of(bearer_token(context), method=METHOD.get(), origin=origin)
 
-    async def turn(self, principal: Principal) -> None:
+    async def wait_for_share(self, principal: Principal) -> None:
         """Wait for the turn of a call, once. Administrators do not wait. Raises: TooManyCalls."""
-        visit = VISIT.get()
+        visit = CALL.get()
         if visit is not None:
             visit.belongs_to(principal, is_free=Scope.ADMIN in principal.scopes)
-            await visit.turn_to_call()
+            await visit.wait_to_call()
         elif self._pace is not None and Scope.ADMIN not in principal.scopes:
-            await self._pace.turn_to_call(principal)
+            await self._pace.wait_to_call(principal)
 
-    async def turn_to_read(self, context: Context) -> Principal | str:
+    async def share_to_read(self, context: Context) -> Principal | str:
         """Wait for the turn of a message, and return its payer: a key that was valid before, or an
         address.
 
@@ -189,7 +189,7 @@ class Authenticator:
             known = None
         if known is None:
             return address_of(context.peer())
-        await self.turn(known[2])
+        await self.wait_for_share(known[2])
         return known[2]
 
     async def principal_of(
@@ -206,12 +206,12 @@ class Authenticator:
         digest = digest_of(secret)
         remembered = self._remembered.get(digest)
         if remembered is not None:  # before the lookup, which costs as much as the rest of a call
-            await self.turn(remembered[2])
+            await self.wait_for_share(remembered[2])
         principal = self._known(digest, age_max_s) if age_max_s else None
         if principal is None:
             principal = await self._look_up(digest, secret, origin.peer)
         if remembered is None or principal is not remembered[2]:
-            await self.turn(principal)
+            await self.wait_for_share(principal)
         # After the check of the key, to hide networks from wrong keys; before that of its scopes,
         # to hide these from outside addresses.
         if not allows(principal.networks, origin.address):
@@ -253,10 +253,10 @@ class Authenticator:
 
     def _known(self, digest: bytes, age_max_s: float) -> Principal | None:
         """Return the remembered answer of at most this age if the secret is still valid."""
-        asked_at, change_count, known = self._remembered.get(digest, (0.0, 0, None))
+        requested_at, change_count, known = self._remembered.get(digest, (0.0, 0, None))
         if known is None or self._changes.since(change_count, known.api_key_id):
             return None
-        age_s, lifetime_s = boot_time_s() - asked_at, known.secret_lifetime_s
+        age_s, lifetime_s = boot_time_s() - requested_at, known.secret_lifetime_s
         if age_s > age_max_s or (lifetime_s is not None and age_s >= lifetime_s):
             return None
         return known if lifetime_s is None else replace(known, secret_lifetime_s=lifetime_s - age_s)
@@ -272,7 +272,7 @@ class Authenticator:
         try:
             async with held_up:
                 while True:
-                    begun, asked_at = self._changes.count, boot_time_s()
+                    begun, requested_at = self._changes.count, boot_time_s()
                     principal = await self._lookups.ask(digest, lambda: self._check(secret))
                     if not self._changes.since(begun, principal.api_key_id):
                         break
@@ -285,7 +285,7 @@ class Authenticator:
                 self.throttle.failed(peer)
             self._remembered.pop(digest, None)
             raise
-        self._remembered[digest] = asked_at, begun, principal
+        self._remembered[digest] = requested_at, begun, principal
         self._remembered.move_to_end(digest)
         if len(self._remembered) > REMEMBERED_COUNT_MAX:
             self._remembered.popitem(last=False)
@@ -352,7 +352,7 @@ class StreamKey:
         self._look_up = look_up
         self._interval_s = interval_s
         self._clock = clock
-        self._looked_at = clock()
+        self._read_at = clock()
         self._is_stale = False
         self._refusal: Exception | None = None
         # called if the key may no longer be used from this address
@@ -361,7 +361,7 @@ class StreamKey:
     async def refresh(self) -> None:
         """Check the key again if the last check is too old. `check` raises the result."""
         now = self._clock()
-        if now - self._looked_at < self._interval_s and not self._is_stale:
+        if now - self._read_at < self._interval_s and not self._is_stale:
             return
         self._is_stale = False  # before the lookup: a change during it causes another one
         try:
@@ -372,7 +372,7 @@ class StreamKey:
         except (DatabaseUnavailable, AuthenticationThrottled):
             self._is_stale = True
             return  # nothing is known; the next message checks again
-        self._looked_at = now
+        self._read_at = now
 
     def change(self, networks: Sequence[Network], ended_secrets: Collection[bytes] = ()) -> None:
         """Mark the key as changed, to be checked with the next message.
@@ -394,7 +394,7 @@ class StreamKey:
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
         lifetime_s = self.principal.secret_lifetime_s
-        if lifetime_s is not None and self._clock() >= self._looked_at + lifetime_s:
+        if lifetime_s is not None and self._clock() >= self._read_at + lifetime_s:
             raise Unauthenticated(
                 "the API key of this stream has expired or was rotated: open a new stream with the"
                 " new secret"

@@ -182,7 +182,7 @@ class Parsing:
                     f"{path}.dimension", "is required: name the dimension of the quota"
                 )
             )
-        said = {field.name for field, _ in message.ListFields()}
+        set_fields = {field.name for field, _ in message.ListFields()}
         given = [
             message.HasField("override_limit_value"),
             message.HasField("override_end_time"),
@@ -195,13 +195,15 @@ class Parsing:
                     "a temporary override has a limit, an end and a reason: set all three or none",
                 )
             )
-        place = QuotaKey(
+        key = QuotaKey(
             dimension or next(iter(wire.DIMENSION_NUMBERS)), message.model, message.for_new_keys
         )
-        values = {name: getattr(message, name) for name in ("enforced", *WEIGHTS) if name in said}
+        values = {
+            name: getattr(message, name) for name in ("enforced", *WEIGHTS) if name in set_fields
+        }
         if message.HasField("alert_at"):
             values["alert_at"] = stated_thresholds(
-                place.dimension, message.alert_at.values[: THRESHOLDS_MAX + 1]
+                key.dimension, message.alert_at.values[: THRESHOLDS_MAX + 1]
             )
         if all(given):
             values |= {
@@ -211,7 +213,7 @@ class Parsing:
             values["override_until"] = wire.parse_timestamp(
                 message.override_end_time, f"{path}.override_end_time"
             )
-        return place, QuotaSpec(limit_value=message.limit_value, **values)
+        return key, QuotaSpec(limit_value=message.limit_value, **values)
 
 
 def price_spec(path: str, message: configuration_pb2.PriceConfiguration) -> PriceSpec:
@@ -262,8 +264,8 @@ def project_configuration(project: ProjectSpec) -> configuration_pb2.ProjectConf
 
 def quota_message(quota: tuple[QuotaKey, QuotaSpec]) -> configuration_pb2.QuotaConfiguration:
     """Convert a quota to its message; default values stay unset."""
-    place, spec = quota
-    message = place_message(place)
+    key, spec = quota
+    message = quota_key_message(key)
     defaults = QuotaSpec(limit_value=spec.limit_value)
     message.limit_value = spec.limit_value
     for name in ("enforced", *WEIGHTS):
@@ -279,10 +281,10 @@ def quota_message(quota: tuple[QuotaKey, QuotaSpec]) -> configuration_pb2.QuotaC
     return message
 
 
-def place_message(place: QuotaKey) -> configuration_pb2.QuotaConfiguration:
-    dimension = wire.DIMENSION_NUMBERS[place.dimension]
+def quota_key_message(key: QuotaKey) -> configuration_pb2.QuotaConfiguration:
+    dimension = wire.DIMENSION_NUMBERS[key.dimension]
     return configuration_pb2.QuotaConfiguration(
-        dimension=dimension, model=place.model, for_new_keys=place.for_new_keys
+        dimension=dimension, model=key.model, for_new_keys=key.for_new_keys
     )
 
 
@@ -299,7 +301,7 @@ def change_message(change: Change, *, secrets: bool) -> configuration_pb2.Config
     return wire.message_of(
         configuration_pb2.ConfigurationChange,
         change,
-        quota=None if change.quota is None else place_message(change.quota),
+        quota=None if change.quota is None else quota_key_message(change.quota),
         fields=[
             configuration_pb2.FieldChange(
                 field=NAMES.get(each.name, each.name),

@@ -102,23 +102,23 @@ class LiveCalls(AuthenticatedServicer):
         await self._caller(context)
         request_id = wire.parse_request_id(request.request_id)
         check_reason(request.reason)
-        place, had_ended = await self._place(request_id, request.project)
+        located, had_ended = await self._find_request(request_id, request.project)
         if had_ended:
             return await self._killed(
-                live_pb.KillRequestResponse.RESULT_ALREADY_ENDED, request_id, place
+                live_pb.KillRequestResponse.RESULT_ALREADY_ENDED, request_id, located
             )
         async with self._transaction(context) as (session, actor):
-            await record_kill(session, actor, request_id, place, request.reason)
+            await record_kill(session, actor, request_id, located, request.reason)
             await cancel_request(
-                session, project_id=place.project_id, request_id=request_id, reason=request.reason
+                session, project_id=located.project_id, request_id=request_id, reason=request.reason
             )
-        ended = await self._wait_for_end(request_id, place)
+        ended = await self._wait_for_end(request_id, located)
         result = (
             live_pb.KillRequestResponse.RESULT_ENDED
             if ended
             else live_pb.KillRequestResponse.RESULT_PENDING
         )
-        return await self._killed(result, request_id, place)
+        return await self._killed(result, request_id, located)
 
     async def ExpireOverdueHolds(
         self, request: live_pb.ExpireOverdueHoldsRequest, context: Context
@@ -139,24 +139,26 @@ class LiveCalls(AuthenticatedServicer):
                 )
         return live_pb.ExpireOverdueHoldsResponse(expired_count=expired_count)
 
-    async def _place(self, request_id: uuid.UUID, project: str) -> tuple[live.ProjectRequest, bool]:
+    async def _find_request(
+        self, request_id: uuid.UUID, project: str
+    ) -> tuple[live.ProjectRequest, bool]:
         """Find the process of a request and whether it has ended.
 
         Raises: NotFound; InvalidValue if it runs in several projects.
         """
         async with self._sessions() as session:
             project_id = (await tenants.find_project(session, project)).id if project else None
-            places = await live.find_project_requests(session, request_id, project_id)
-        running = [place for place in places if place.is_held] or await live.find_waiting(
+            found = await live.find_project_requests(session, request_id, project_id)
+        running = [located for located in found if located.is_held] or await live.find_waiting(
             self._sessions, request_id, project_id
         )
-        matches = running or places
+        matches = running or found
         if not matches:
             raise NotFound("request", str(request_id))
         if len(matches) > 1:
             async with self._sessions() as session:
                 names = await tenants.project_names(
-                    session, [place.project_id for place in matches]
+                    session, [located.project_id for located in matches]
                 )
             raise InvalidValue(
                 "project",
@@ -164,41 +166,43 @@ class LiveCalls(AuthenticatedServicer):
             )
         return matches[0], not running
 
-    async def _wait_for_end(self, request_id: uuid.UUID, place: live.ProjectRequest) -> bool:
+    async def _wait_for_end(self, request_id: uuid.UUID, located: live.ProjectRequest) -> bool:
         """Wait until a request has ended; return False if it has not within `END_WAIT_S`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_WAIT_S):
                 # It may run in another process, so there is no event to wait for.
-                while await self._runs(request_id, place):  # noqa: ASYNC110
+                while await self._runs(request_id, located):  # noqa: ASYNC110
                     await asyncio.sleep(END_POLL_S)
                 return True
         return False
 
-    async def _runs(self, request_id: uuid.UUID, place: live.ProjectRequest) -> bool:
-        if not place.is_held and await live.find_waiting(
-            self._sessions, request_id, place.project_id
+    async def _runs(self, request_id: uuid.UUID, located: live.ProjectRequest) -> bool:
+        if not located.is_held and await live.find_waiting(
+            self._sessions, request_id, located.project_id
         ):
             return True
         async with self._sessions() as session:  # a waiting request may have a hold by now
             return any(
                 held.is_held
-                for held in await live.find_project_requests(session, request_id, place.project_id)
+                for held in await live.find_project_requests(
+                    session, request_id, located.project_id
+                )
             )
 
     async def _killed(
         self,
         result: live_pb.KillRequestResponse.Result.ValueType,
         request_id: uuid.UUID,
-        place: live.ProjectRequest,
+        located: live.ProjectRequest,
     ) -> live_pb.KillRequestResponse:
         answer = live_pb.KillRequestResponse(result=result)
         with contextlib.suppress(NotFound):
             async with self._sessions() as session:
                 answer.generation.CopyFrom(
-                    await find_generation(session, place.project_id, request_id)
+                    await find_generation(session, located.project_id, request_id)
                 )
                 if result == live_pb.KillRequestResponse.RESULT_PENDING and (
-                    hold := await live.find_running_hold(session, place.project_id, request_id)
+                    hold := await live.find_running_hold(session, located.project_id, request_id)
                 ):
                     answer.expire_time.FromDatetime(hold.expires_at)
         return answer
@@ -208,11 +212,11 @@ async def record_kill(
     session: AsyncSession,
     actor: str,
     request_id: uuid.UUID,
-    place: live.ProjectRequest,
+    located: live.ProjectRequest,
     reason: str,
 ) -> None:
-    hold = await live.find_running_hold(session, place.project_id, request_id)
-    before: dict[str, object] = {"project_id": str(place.project_id), "state": "waiting"}
+    hold = await live.find_running_hold(session, located.project_id, request_id)
+    before: dict[str, object] = {"project_id": str(located.project_id), "state": "waiting"}
     if hold is not None:
         before |= {
             "organization_id": str(hold.organization_id),

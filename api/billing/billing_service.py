@@ -185,23 +185,23 @@ class Reports:
         """sessions: on a pool of `connections_max` connections, for reports only."""
         self._sessions = sessions
         self._per_key_max = max(connections_max - 1, 1)
-        self._turns: dict[uuid.UUID, asyncio.Semaphore] = {}
+        self._locks: dict[uuid.UUID, asyncio.Semaphore] = {}
         self._counts: Counter[uuid.UUID] = Counter()  # running and waiting reports by key
 
     @contextlib.asynccontextmanager
-    async def turn(self, reader: Principal) -> AsyncIterator[Sessions]:
+    async def session_of(self, reader: Principal) -> AsyncIterator[Sessions]:
         """Return sessions for a report in the key's turn. Raises: TooManyReports."""
         key_id = reader.api_key_id
         if self._counts[key_id] >= self._per_key_max + WAITING_PER_KEY_MAX:
             raise TooManyReports(self._counts[key_id])
         self._counts[key_id] += 1
         try:
-            async with self._turns.setdefault(key_id, asyncio.Semaphore(self._per_key_max)):
+            async with self._locks.setdefault(key_id, asyncio.Semaphore(self._per_key_max)):
                 yield self._sessions
         finally:
             self._counts[key_id] -= 1
             if not self._counts[key_id]:
-                del self._counts[key_id], self._turns[key_id]
+                del self._counts[key_id], self._locks[key_id]
 
 
 class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer):
@@ -220,7 +220,7 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
     async def _reading(self, reader: Principal) -> AsyncIterator[AsyncSession]:
         """Open a session on one snapshot, with the timeout of reports. Raises: TooManyReports."""
         with patience(REPORT_S + 2):
-            async with self._reports.turn(reader) as sessions, sessions() as session:
+            async with self._reports.session_of(reader) as sessions, sessions() as session:
                 await read_one_moment(session, REPORT_S)
                 yield session
 
@@ -282,7 +282,7 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
         """Write a month or a credit note to a file and send it in pieces, outside a transaction."""
         principal = await self._caller(context)
         if request.credit_note_number:
-            async with self._reports.turn(principal) as sessions, sessions.begin() as session:
+            async with self._reports.session_of(principal) as sessions, sessions.begin() as session:
                 note = await adjustments.find_credit_note(session, request.credit_note_number)
                 if not may_see(principal, note.organization_id):
                     raise NotFound("credit note", request.credit_note_number)
@@ -302,7 +302,7 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
                 if not is_pdf and report.closed is None:
                     await write_focus(file, session, report, self._issuer)
             if is_pdf or report.closed is not None:
-                async with self._reports.turn(principal) as sessions:
+                async with self._reports.session_of(principal) as sessions:
                     document = await document_of_month(sessions, report, self._issuer, self._draw)
             if is_pdf:
                 file.write(document.pdf)
@@ -667,7 +667,7 @@ class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
     ) -> receipt_pb.ListReceiptKeysResponse:
         """Return all public keys, which any valid key may read."""
         principal = await self._authenticator.principal(context)
-        async with self._reports.turn(principal) as sessions, sessions() as session:
+        async with self._reports.session_of(principal) as sessions, sessions() as session:
             keys = await list_receipt_keys(session)
         return receipt_pb.ListReceiptKeysResponse(
             keys=[wire.message_of(receipts_pb2.ReceiptKey, key, key_id=key.id) for key in keys]
@@ -678,7 +678,7 @@ class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
     ) -> receipt_pb.ListReceiptsResponse:
         principal = await self._authenticator.principal(context)
         month = month_bounds(request.month)[0].date()
-        async with self._reports.turn(principal) as sessions, sessions() as session:
+        async with self._reports.session_of(principal) as sessions, sessions() as session:
             owner = await visible(session, principal, request.organization)
             page_size = request.page_size or PAGE_SIZE
             receipts, next_token = await receipts_page(
@@ -693,7 +693,7 @@ class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
     ) -> receipt_pb.GetReceiptMonthResponse:
         principal = await self._authenticator.principal(context)
         month = month_bounds(request.month)[0].date()
-        async with self._reports.turn(principal) as sessions, sessions() as session:
+        async with self._reports.session_of(principal) as sessions, sessions() as session:
             owner = await visible(session, principal, request.organization)
             found = await receipt_month(session, owner.id, month)
         return wire.message_of(

@@ -93,7 +93,7 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
 }
 
 LOSSLESS_S = 1.0  # a client reads what it has been sent within milliseconds
-LANE_COUNT = 8  # concurrent connections
+CONNECTION_COUNT = 8  # concurrent connections
 TOGETHER_MAX = 4  # concurrent requests on one connection
 # Some requests end at once, some outlive several kills.
 OUTPUT_TOKENS = (1, 7, 40, 150, 400)
@@ -392,7 +392,7 @@ class Load:
     def __init__(
         self, addresses: Sequence[str], api_key: str, model: str, rng: random.Random
     ) -> None:
-        self.asked: list[SentRequest] = []
+        self.sent: list[SentRequest] = []
         self._addresses = addresses
         self._api_key = api_key
         self._model = model
@@ -401,7 +401,7 @@ class Load:
 
     @property
     def received(self) -> int:
-        return sum(each.received for each in self.asked)
+        return sum(each.received for each in self.sent)
 
     def stop(self) -> None:
         """Send no more requests; running ones are read to their end."""
@@ -416,10 +416,10 @@ class Load:
         """Send requests until `stop`, and read all of them to their end."""
         self._stopping = False
         async with asyncio.TaskGroup() as tasks:
-            for number in range(LANE_COUNT):
-                tasks.create_task(self._lane(number), name=f"client {number}")
+            for number in range(CONNECTION_COUNT):
+                tasks.create_task(self._connection(number), name=f"client {number}")
 
-    async def _lane(self, number: int) -> None:
+    async def _connection(self, number: int) -> None:
         while not self._stopping:
             api = self._rng.randrange(len(self._addresses))
             async with AsyncClient(
@@ -434,8 +434,8 @@ class Load:
 
     async def _ask(self, client: AsyncClient, api: int) -> bool:
         """Send a request and read it to its end; return whether the end arrived."""
-        asked = SentRequest(str(uuid.uuid4()), api, time.monotonic())
-        self.asked.append(asked)
+        sent = SentRequest(str(uuid.uuid4()), api, time.monotonic())
+        self.sent.append(sent)
         output_tokens = self._rng.choice(OUTPUT_TOKENS)
         patience = (
             self._rng.randint(0, output_tokens) if self._rng.random() < CANCELLED_SHARE else None
@@ -447,7 +447,7 @@ class Load:
                 prompt,
                 max_output_tokens=output_tokens,
                 ignore_eos=True,
-                request_id=asked.request_id,
+                request_id=sent.request_id,
                 timeout=REQUEST_TIMEOUT_S,
                 # Output kept for a client that reconnects counts as delivered but is lost with the
                 # server.
@@ -457,16 +457,16 @@ class Load:
                 generation.start()
                 generation.cancel()
             async for delta in generation:
-                asked.received += len(delta.token_ids)
-                if patience is not None and asked.received >= patience:
+                sent.received += len(delta.token_ids)
+                if patience is not None and sent.received >= patience:
                     generation.cancel()
-            asked.reported = generation.result.usage.delivered_token_count
+            sent.reported = generation.result.usage.delivered_token_count
         except WeirError as error:
-            asked.failure = f"{type(error).__name__}: {error.reason}"
+            sent.failure = f"{type(error).__name__}: {error.reason}"
             if error.partial is not None and error.partial.usage is not None:
-                asked.reported = error.partial.usage.delivered_token_count
-        asked.ended_at = time.monotonic()
-        return asked.reported is not None
+                sent.reported = error.partial.usage.delivered_token_count
+        sent.ended_at = time.monotonic()
+        return sent.reported is not None
 
 
 WAITING: Mapping[str, LiteralString] = {
@@ -504,30 +504,30 @@ SELECT (
 class Outcome:
     """Audit of one request, in tokens. forgiven: journalled to be sent, and not billed."""
 
-    asked: SentRequest
+    sent: SentRequest
     billed: int
     forgiven: int = 0
 
     @property
     def lost(self) -> int:
         """Tokens received that are neither billed nor forgiven."""
-        forgiven = min(self.forgiven, UNMARKED_TOKENS_MAX) if self.asked.reported is None else 0
-        return max(self.asked.received - self.billed - forgiven, 0)
+        forgiven = min(self.forgiven, UNMARKED_TOKENS_MAX) if self.sent.reported is None else 0
+        return max(self.sent.received - self.billed - forgiven, 0)
 
     @property
     def doubled(self) -> int:
         """Tokens billed beyond those reported at the end."""
-        return max(self.billed - self.asked.reported, 0) if self.asked.reported is not None else 0
+        return max(self.billed - self.sent.reported, 0) if self.sent.reported is not None else 0
 
     @property
     def unreceived(self) -> int:
         """Tokens billed without having reached the client."""
-        return max(self.billed - self.asked.received, 0)
+        return max(self.billed - self.sent.received, 0)
 
     @property
     def problem(self) -> str:
         """Description of the discrepancy; empty without one."""
-        received, reported = self.asked.received, self.asked.reported
+        received, reported = self.sent.received, self.sent.reported
         if (
             self.lost
             or self.doubled
@@ -535,8 +535,8 @@ class Outcome:
             or (reported is not None and not received == reported == self.billed)
         ):
             return (
-                f"request {self.asked.request_id}: {received} received, {reported} reported,"
-                f" {self.billed} billed ({self.asked.failure})"
+                f"request {self.sent.request_id}: {received} received, {reported} reported,"
+                f" {self.billed} billed ({self.sent.failure})"
             )
         return ""
 
@@ -570,7 +570,7 @@ def unsettled(system: System) -> list[str]:
 
 
 def audit(
-    database_url: str, directory: Path, asked: Sequence[SentRequest]
+    database_url: str, directory: Path, sent: Sequence[SentRequest]
 ) -> tuple[list[Outcome], list[str]]:
     """Compare every request with its usage, and all sums; run `fsck`; return the discrepancies.
 
@@ -589,7 +589,7 @@ def audit(
             each,
             *events.pop(each.request_id, (0, each.received if each.request_id in voided else 0)),
         )
-        for each in asked
+        for each in sent
     ]
     wrong = [outcome.problem for outcome in outcomes if outcome.problem]
     wrong += [
@@ -622,7 +622,7 @@ def exported_quantities(path: Path) -> Counter[uuid.UUID]:
     return quantities
 
 
-Tell = Callable[[str], None]
+Printer = Callable[[str], None]
 
 
 def run(
@@ -647,7 +647,7 @@ def run(
     if as_json:
         print_json(document(report, chosen))
     else:
-        tell(report, time.monotonic() - began_at)
+        print_line(report, time.monotonic() - began_at)
     if report.wrong:
         note(f"data and logs are in {home}")
     elif directory is None:
@@ -655,7 +655,7 @@ def run(
     return not report.wrong
 
 
-def tell(report: Report, duration_s: float) -> None:
+def print_line(report: Report, duration_s: float) -> None:
     """Print the table by kind of kill and the verdict."""
     heads = (
         "killed",
@@ -739,11 +739,11 @@ class Row:
 
     def add(self, outcome: Outcome) -> None:
         self.requests += 1
-        if outcome.asked.reported is None:
-            traceless = not outcome.asked.received and not outcome.billed
+        if outcome.sent.reported is None:
+            traceless = not outcome.sent.received and not outcome.billed
             self.refused += traceless
             self.cut_off += not traceless
-        self.received += outcome.asked.received
+        self.received += outcome.sent.received
         self.billed += outcome.billed
         self.forgiven += outcome.forgiven
         self.unreceived += outcome.unreceived
@@ -772,14 +772,16 @@ class Report:
 
 def first_kill(kills: Iterable[Kill], outcome: Outcome) -> Kind | None:
     """Return the kind of the first kill while a request ran, if any."""
-    asked = outcome.asked
+    sent = outcome.sent
     for kill in kills:
-        if asked.began_at <= kill.at <= asked.ended_at and kill.api in (None, asked.api):
+        if sent.began_at <= kill.at <= sent.ended_at and kill.api in (None, sent.api):
             return kill.kind
     return None
 
 
-async def run_rounds(directory: Path, settings: Settings, plan: Plan, tell: Tell) -> Report:
+async def run_rounds(
+    directory: Path, settings: Settings, plan: Plan, print_line: Printer
+) -> Report:
     """Run all rounds; stop after the first one with a discrepancy. settings: of the API processes.
 
     Raises: StackFailed, PostgresNotStarted.
@@ -790,22 +792,22 @@ async def run_rounds(directory: Path, settings: Settings, plan: Plan, tell: Tell
         system = await opened.enter_async_context(
             running_system(directory, settings, with_redis=plan.with_redis)
         )
-        asked = Load(
+        sent = Load(
             [await opened.enter_async_context(Wire(api.address).open()) for api in system.apis],
             system.connection.api_key,
             next(iter(settings.models)),
             rng,
         )
         for number in range(plan.rounds):
-            kills = await one_round(system, asked, plan, rng, report)
+            kills = await one_round(system, sent, plan, rng, report)
             outcomes, wrong = await asyncio.to_thread(
-                audit, system.postgres.url, directory, asked.asked
+                audit, system.postgres.url, directory, sent.sent
             )
             report.outcomes = outcomes
             report.wrong += wrong + [death for part in system.parts for death in part.deaths]
             names = "; ".join(kill.kind for kill in kills)
-            tell(
-                f"round {number + 1}: {names}; {len(asked.asked):,} requests, {asked.received:,}"
+            print_line(
+                f"round {number + 1}: {names}; {len(sent.sent):,} requests, {sent.received:,}"
                 " tokens received so far"
             )
             if report.wrong:

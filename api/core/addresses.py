@@ -61,16 +61,16 @@ class Proxies:
         return Origin(named(seen), seen)
 
 
-def host_of(place: str) -> str | None:
+def host_of(target: str) -> str | None:
     """Parse the host of a peer in gRPC's notation, without its port; None for a Unix socket."""
-    kind, _, host = place.partition(":")
+    kind, _, host = target.partition(":")
     return unquote(host).strip("[]") if kind in ("ipv4", "ipv6") else None
 
 
 @functools.lru_cache(maxsize=4096)
-def connected(place: str) -> Address | None:
+def connected(target: str) -> Address | None:
     """Remove the port from a peer in gRPC's notation: it alone varies."""
-    return None if (host := host_of(place)) is None else parse_address(host)
+    return None if (host := host_of(target)) is None else parse_address(host)
 
 
 def parse_entry(text: str) -> Address | None:

@@ -93,7 +93,7 @@ class Health:
             for name, part in sorted(self._parts.copy().items())
         }
 
-    async def tell(self, serving: Mapping[str, bool]) -> None:
+    async def publish(self, serving: Mapping[str, bool]) -> None:
         """Report to the watchers of each name whose state has changed."""
         for name, well in serving.items():
             if self._last.get(name) is not well:
@@ -131,14 +131,14 @@ async def keep_health(
                 "part_recovered" if parts[name] else "part_failed", part=name, serving=serving[""]
             )
         previous = parts
-        await health.tell(parts | serving)
+        await health.publish(parts | serving)
         health.reasons = reasons(parts, serving[""])
         health.warnings = warnings(report for _, report in router.every_replica())
         endpoint.write(serving=serving[""])
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stopping.wait(), INTERVAL_S)
     health.reasons = ("draining",)
-    await health.tell(dict.fromkeys(("", *SERVICES), False))
+    await health.publish(dict.fromkeys(("", *SERVICES), False))
     endpoint.write(serving=False)
 
 

@@ -22,7 +22,7 @@ from api.core.errors import (
     MessageTooLarge,
     MessageUnreadable,
 )
-from api.core.rate_limiter import VISIT, RateLimiter, Visit, measured
+from api.core.rate_limiter import CALL, Call, RateLimiter, measured
 from api.core.statuses import STATUS_DETAILS_KEY, status_of
 from api.core.texts import check_texts
 from common.loop_watch import CURRENT
@@ -181,9 +181,9 @@ def visiting(
 ) -> Callable[[Any, Any], Awaitable[Any]]:
     """Return a handler whose calls are counted."""
 
-    async def visit(request: Any, context: Context) -> Any:
-        one = Visit(pace, context.peer(), method)
-        VISIT.set(one)
+    async def call(request: Any, context: Context) -> Any:
+        one = Call(pace, context.peer(), method)
+        CALL.set(one)
         try:
             answer = guard(request, context)
             del request, context  # see `abort`
@@ -191,7 +191,7 @@ def visiting(
         finally:
             one.over()
 
-    return visit
+    return call
 
 
 def writing(handle: Callable[..., Any]) -> Callable[[Any, Any], Awaitable[Any]]:
@@ -253,8 +253,8 @@ def guarded(
         failed(method, error)
         status = status_of(error)
         del request, error
-        if (visit := VISIT.get()) is not None and method != PROBE:
-            await visit.turn()
+        if (call := CALL.get()) is not None and method != PROBE:
+            await call.wait_for_share()
         refusal = abort(context, status)
         del context  # see `abort`
         return await refusal
@@ -403,7 +403,7 @@ class ReceivedMessages(AsyncIterator[Any]):
             IS_COSTLY.set(costly)
             self._was_costly = costly
         if not costly or self.read_large is None:
-            CURRENT.work, CURRENT.stage = VISIT.get() or METHOD.get(""), "parse"
+            CURRENT.work, CURRENT.stage = CALL.get() or METHOD.get(""), "parse"
             try:
                 return self._read(message)
             finally:

@@ -181,10 +181,10 @@ def receipt_message(
         time.seconds, rest = divmod(micros, MICROS_PER_SECOND)
         time.nanos = rest * 1000
     if timings:
-        said = message.timings
-        said.ttft_us, said.tokens_per_second_milli, said.itl_p50_us = timings[:3]
-        said.itl_p99_us, said.itl_max_us, said.client_stall_us = timings[3:]
-        said.SetInParent()
+        summary = message.timings
+        summary.ttft_us, summary.tokens_per_second_milli, summary.itl_p50_us = timings[:3]
+        summary.itl_p99_us, summary.itl_max_us, summary.client_stall_us = timings[3:]
+        summary.SetInParent()
     if (batch := receipt.batch) is not None:
         message.key_id, message.signature = batch.key_id, batch.signature
         for on_left, neighbour in batch.path(receipt.hash):

@@ -61,11 +61,11 @@ Value = TypeVar("Value")
 Payer = Owner | str  # an API key with its organization, or an address
 
 # Visit of the call or HTTP request that this task answers.
-VISIT: ContextVar[Visit | None] = ContextVar("visit", default=None)
+CALL: ContextVar[Call | None] = ContextVar("visit", default=None)
 
 
 @dataclass(slots=True)
-class Turns:
+class WaitingCalls:
     """Waiting streams of one key: all but the first wait for those before them."""
 
     first: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -85,7 +85,7 @@ class RateLimiter:
         # Time on that clock at which the debt is paid off, by number of a key or organization, or
         # by address.
         self._free_at: dict[int | str, float] = {}
-        self._turns: dict[int, Turns] = {}
+        self._waiting: dict[int, WaitingCalls] = {}
         self._late_counts: dict[int | str, int] = {}  # waiting refusals
 
     def late(self, lag_s: float) -> None:
@@ -131,8 +131,8 @@ class RateLimiter:
     def read(self, owner: Payer, cost_s: float, byte_count: int) -> None:
         """Count a parsed message of this size, and the seconds that parsing took."""
         self.charge(owner, BYTE_COST_S * byte_count, cost_s)
-        if (visit := VISIT.get()) is not None:
-            visit.was_counted(cost_s)
+        if (call := CALL.get()) is not None:
+            call.was_counted(cost_s)
 
     @contextlib.contextmanager
     def charging(self, owner: Payer, free_s: float = 0.0) -> Iterator[None]:
@@ -143,8 +143,8 @@ class RateLimiter:
         finally:
             if (cost_s := time.thread_time() - began_at - free_s) > 0:
                 self.charge(owner, 0.0, cost_s)
-                if (visit := VISIT.get()) is not None:
-                    visit.was_counted(cost_s)
+                if (call := CALL.get()) is not None:
+                    call.was_counted(cost_s)
 
     def wait_s(self, owner: Payer) -> float:
         """Return how long the work of this key has to wait, in seconds."""
@@ -159,14 +159,14 @@ class RateLimiter:
             return 0.0
         return max(free_at - self._advance(), 0.0) / self.room
 
-    async def turn_to_call(self, owner: Owner) -> None:
+    async def wait_to_call(self, owner: Owner) -> None:
         """Wait for the turn of a unary call, and count its cost. Raises: TooManyCalls.
 
         A refusal is counted too, and is delayed as long as the turn, to slow down immediate
         retries.
         """
-        turns = self._turns.get(owner.api_key_id.int)
-        waiting_count = 0 if turns is None else turns.waiting_count
+        waiting = self._waiting.get(owner.api_key_id.int)
+        waiting_count = 0 if waiting is None else waiting.waiting_count
         # At full room: a client within its share is not refused because others keep the event loop
         # busy.
         wait_s = self.wait_s(owner)
@@ -174,8 +174,8 @@ class RateLimiter:
         if ahead_s > CALL_WAIT_S_MAX:
             await self.refusal(owner)
             raise TooManyCalls(ahead_s)
-        if turns is not None or wait_s >= WAIT_S_MIN:
-            await self.turn(owner)
+        if waiting is not None or wait_s >= WAIT_S_MIN:
+            await self.wait_for_share(owner)
         self.charge(owner, CALL_COST_S)
 
     async def refusal(self, owner: Payer) -> None:
@@ -193,25 +193,25 @@ class RateLimiter:
             if not self._late_counts[line]:
                 del self._late_counts[line]
 
-    async def turn(self, owner: Owner) -> bool:
+    async def wait_for_share(self, owner: Owner) -> bool:
         """Wait until the next slice of this key may run. Return whether that took any time.
 
         Streams take turns: otherwise each new one would run its first slice at once, and all
         waiting streams would wake up together.
         """
         key_id = owner.api_key_id.int
-        if key_id not in self._turns and self.wait_s(owner) < WAIT_S_MIN:
+        if key_id not in self._waiting and self.wait_s(owner) < WAIT_S_MIN:
             return False
-        turns = self._turns.setdefault(key_id, Turns())
-        turns.waiting_count += 1
+        waiting = self._waiting.setdefault(key_id, WaitingCalls())
+        waiting.waiting_count += 1
         try:
             # Released on return: the next stream runs when this slice is over.
-            async with turns.first:
+            async with waiting.first:
                 await asyncio.sleep(self.wait_s(owner))
         finally:
-            turns.waiting_count -= 1
-            if not turns.waiting_count:
-                del self._turns[key_id]
+            waiting.waiting_count -= 1
+            if not waiting.waiting_count:
+                del self._waiting[key_id]
         return True
 
 
@@ -220,7 +220,7 @@ def dearer(seconds: float, stall_s: float) -> float:
     return seconds * min(max(seconds / stall_s, 1.0), STALL_FACTOR_MAX)
 
 
-class Visit:
+class Call:
     """One call or HTTP request: its cost on the event loop, and its payer.
 
     Until a key is known, the address pays. Admitted requests, which quotas bound, and
@@ -234,7 +234,7 @@ class Visit:
         self._path = path
         self._owner: Owner | None = None
         self._is_free = False
-        self._had_turn = False
+        self._has_waited = False
         self._counted_s = 0.0
         self.work_s = 0.0
 
@@ -254,12 +254,12 @@ class Visit:
         self._owner = owner
         self._is_free = self._is_free or is_free
 
-    async def turn_to_call(self) -> None:
+    async def wait_to_call(self) -> None:
         """Wait for the turn, once. Raises: TooManyCalls."""
-        if self._is_free or self._had_turn or self._owner is None:
+        if self._is_free or self._has_waited or self._owner is None:
             return
-        self._had_turn = True
-        await self._pace.turn_to_call(self._owner)
+        self._has_waited = True
+        await self._pace.wait_to_call(self._owner)
         self._counted_s += CALL_COST_S
 
     def was_counted(self, work_s: float) -> None:
@@ -282,10 +282,10 @@ class Visit:
         if not self._is_free and (cost_s := self.work_s + CALL_OVERHEAD_S - self._counted_s) > 0:
             self.count(cost_s)
 
-    async def turn(self) -> None:
+    async def wait_for_share(self) -> None:
         """Wait before the answer if the visit had no turn and its payer owes time."""
-        if not self._is_free and not self._had_turn:
-            self._had_turn = True
+        if not self._is_free and not self._has_waited:
+            self._has_waited = True
             await self._pace.refusal(self._payer)
 
     @property
@@ -294,12 +294,12 @@ class Visit:
 
 
 @types.coroutine
-def measured(visit: Visit, work: Coroutine[Any, Any, Value]) -> Generator[Any, Any, Value]:
+def measured(call: Call, work: Coroutine[Any, Any, Value]) -> Generator[Any, Any, Value]:
     """Run a coroutine, and add the processor time of each step to the visit."""
     step: Callable[[Any], Any] = work.send
     value: Any = None
     while True:
-        CURRENT.work = visit
+        CURRENT.work = call
         began_at = time.thread_time()
         try:
             awaited = step(value)
@@ -307,7 +307,7 @@ def measured(visit: Visit, work: Coroutine[Any, Any, Value]) -> Generator[Any, A
             result: Value = done.value
             return result
         finally:
-            visit.work_s += time.thread_time() - began_at
+            call.work_s += time.thread_time() - began_at
             CURRENT.work = None
             value = None  # an error keeps this frame, which must not keep the error alive
         try:

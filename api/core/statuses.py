@@ -361,7 +361,7 @@ def violations_of(error: BaseException) -> Sequence[FieldViolation]:
         case engine_errors.RequestImpossible(field=str(field)):
             return (FieldViolation(field, str(error)),)
         case engine_errors.ChatTemplateFailed(index=index):
-            place = "" if index is None else f"[{index}]"
-            return (FieldViolation(f"conversation.messages{place}", str(error)),)
+            index_text = "" if index is None else f"[{index}]"
+            return (FieldViolation(f"conversation.messages{index_text}", str(error)),)
         case _:
             return ()

@@ -116,9 +116,9 @@ def _texts(message: Message, path: str) -> Iterator[tuple[str, str, str]]:
         field = f"{path}{name}"
         if is_map:
             for key, each in value.items():
-                place = f"{field}[{key[:64]!r}]"
-                yield key, place, name
-                yield each, place, name
+                element = f"{field}[{key[:64]!r}]"
+                yield key, element, name
+                yield each, element, name
         elif is_repeated:
             for index, each in enumerate(value):
                 yield (each if is_text else ""), f"{field}[{index}]", name

@@ -47,7 +47,7 @@ from inference.core.options import ComputeDtype, CostModel
 from inference.encoder.engine import EncoderSettings, TorchEncoder
 from inference.engine import Encoder, Engine
 from inference.native import loader
-from inference.native.packed_file import PackedPlace
+from inference.native.packed_file import PackedTarget
 from inference.routing.encoder_set import EncoderReplica, EncoderSet
 from inference.routing.memory import (
     HOST_BYTES,
@@ -243,7 +243,7 @@ def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngin
         raise SettingInvalid(
             "WEIR_ENGINE_DTYPE='int8': has no kernels on WEIR_ENGINE_DEVICE=cuda: set bfloat16"
         )
-    packed = PackedPlace(str(settings.home / "packed"), settings.packed_weights_bytes)
+    packed = PackedTarget(str(settings.home / "packed"), settings.packed_weights_bytes)
     return TorchEngineSettings(
         directory=directory,
         name=name,
@@ -565,7 +565,7 @@ def aliases_within(
     }
 
 
-def place_on_gpus(environment: dict[str, str], gpus: tuple[str, ...]) -> None:
+def assign_gpus(environment: dict[str, str], gpus: tuple[str, ...]) -> None:
     """Let a worker see these GPUs only; all if there are none."""
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -694,7 +694,7 @@ class ReplicaBuilder:
                 gpu_count=plan.gpu_count,
                 gpu_memory_bytes=terms.memory_bytes // plan.shard_count if plan.shard_count else 0,
                 gpus=version.gpus,
-                place=partial(place_on_gpus, environment),
+                place=partial(assign_gpus, environment),
             )
             managed = ManagedEngine(partial(plan.build, environment), terms, self.budget)
             self.managed.append(managed)

@@ -181,7 +181,7 @@ def parse_fleet(content: str, path: Path) -> Fleet:
     fleet = reader.fleet(root)
     if reader.errors:
         errors = "\n  ".join(
-            f"line {each.line}: {each.place or 'the file'}: {each.message}"
+            f"line {each.line}: {each.location or 'the file'}: {each.message}"
             for each in sorted(reader.errors)
         )
         raise SettingInvalid(f"WEIR_FLEET={str(path)!r}:\n  {errors}")
@@ -198,23 +198,23 @@ class FleetReader(StrictReader):
         self._regions: frozenset[str] = frozenset()
 
     def named(
-        self, node: yaml.Node | None, place: str, pattern: re.Pattern[str], what: str
+        self, node: yaml.Node | None, location: str, pattern: re.Pattern[str], what: str
     ) -> Keys:
         """Return the values of keys that are names in the file; empty for a missing node."""
-        found = {} if node is None else self.mapping(node, place)
+        found = {} if node is None else self.mapping(node, location)
         for name, value in found.items():
             if not pattern.fullmatch(name):
                 self.wrong(
                     value,
-                    f"{place}.{name}",
+                    f"{location}.{name}",
                     f"cannot be the name of {what}: it must match {pattern.pattern}",
                 )
         if node is not None and not found:
-            self.wrong(node, place, f"is empty: name {what}, or leave it out")
+            self.wrong(node, location, f"is empty: name {what}, or leave it out")
         return found
 
     def value(
-        self, node: yaml.Node | None, place: str, parse: Callable[[str], Value], default: Value
+        self, node: yaml.Node | None, location: str, parse: Callable[[str], Value], default: Value
     ) -> Value:
         """Return a scalar, or the default if it is missing or invalid."""
 
@@ -224,20 +224,20 @@ class FleetReader(StrictReader):
             except ValueError as error:
                 raise ValueError(f"{error}, not {text[:64]!r}") from None
 
-        found = None if node is None else self.scalar(node, place, parsed)
+        found = None if node is None else self.scalar(node, location, parsed)
         return default if found is None else found
 
     def value_of(
-        self, keys: Keys, place: str, name: str, parse: Callable[[str], Value], default: Value
+        self, keys: Keys, location: str, name: str, parse: Callable[[str], Value], default: Value
     ) -> Value:
         """Return the scalar of a key, or the default if it is missing or invalid."""
-        return self.value(keys.get(name), f"{place}.{name}", parse, default)
+        return self.value(keys.get(name), f"{location}.{name}", parse, default)
 
-    def refuse(self, keys: Keys, place: str, names: Iterable[str], message: str) -> None:
+    def refuse(self, keys: Keys, location: str, names: Iterable[str], message: str) -> None:
         """Report each of these keys that the file has."""
         for name in names:
             if name in keys:
-                self.wrong(keys[name], f"{place}.{name}", message)
+                self.wrong(keys[name], f"{location}.{name}", message)
 
     def fleet(self, root: yaml.Node | None) -> Fleet:
         keys = self.mapping(root, "", ("models", "aliases", "regions", "memory_bytes", "gpus"))
@@ -254,14 +254,14 @@ class FleetReader(StrictReader):
             gpus=self.gpus(keys.get("gpus"), "gpus"),
         )
 
-    def gpus(self, node: yaml.Node | None, place: str) -> tuple[str, ...]:
+    def gpus(self, node: yaml.Node | None, location: str) -> tuple[str, ...]:
         """Return ids of GPUs: numbers or UUIDs, as in `CUDA_VISIBLE_DEVICES`."""
-        nodes = [] if node is None else self.items(node, place)
+        nodes = [] if node is None else self.items(node, location)
         found = tuple(
-            self.value(each, f"{place}[{index}]", gpu, "") for index, each in enumerate(nodes)
+            self.value(each, f"{location}[{index}]", gpu, "") for index, each in enumerate(nodes)
         )
         if node is not None and (not found or len(set(found)) < len(found)):
-            self.wrong(node, place, "must name at least one GPU, each once")
+            self.wrong(node, location, "must name at least one GPU, each once")
         return found
 
     def regions(self, node: yaml.Node | None) -> dict[str, tuple[str, ...]]:
@@ -270,114 +270,116 @@ class FleetReader(StrictReader):
         self._regions = frozenset(nodes)
         found = {}
         for name, each in nodes.items():
-            place = f"regions.{name}"
+            location = f"regions.{name}"
             fallbacks = tuple(
-                self.region(other, f"{place}[{index}]")
-                for index, other in enumerate(self.items(each, place))
+                self.region(other, f"{location}[{index}]")
+                for index, other in enumerate(self.items(each, location))
             )
             if name in fallbacks or len(set(fallbacks)) < len(fallbacks):
-                self.wrong(each, place, "must name other regions, each once")
+                self.wrong(each, location, "must name other regions, each once")
             found[name] = fallbacks
         return found
 
-    def model(self, name: str, node: yaml.Node, place: str) -> FleetModel:
+    def model(self, name: str, node: yaml.Node, location: str) -> FleetModel:
         has_versions = isinstance(node, yaml.MappingNode) and any(
             key.value == "versions" for key, _ in node.value
         )
         allowed = {"versions"} if has_versions else OF_VERSION - {"weight"}
-        keys = self.mapping(node, place, sorted({"policy", "recovery_wait_s", *allowed}))
+        keys = self.mapping(node, location, sorted({"policy", "recovery_wait_s", *allowed}))
         if has_versions:
-            nodes = self.named(keys["versions"], f"{place}.versions", WORD, "a version")
+            nodes = self.named(keys["versions"], f"{location}.versions", WORD, "a version")
             versions = tuple(
-                self.named_version(version, each, f"{place}.versions.{version}")
+                self.named_version(version, each, f"{location}.versions.{version}")
                 for version, each in nodes.items()
             )
             if versions and not sum(version.weight for version in versions) > 0:
                 self.wrong(
                     keys["versions"],
-                    f"{place}.versions",
+                    f"{location}.versions",
                     "must have at least one version with a weight above 0",
                 )
         else:
-            versions = (self.version("", keys, node, place),)
+            versions = (self.version("", keys, node, location),)
         if versions and len({version.engine in ENCODERS for version in versions}) > 1:
-            self.wrong(node, place, "must have versions that all generate, or that all embed")
+            self.wrong(node, location, "must have versions that all generate, or that all embed")
         if versions and versions[0].engine in ENCODERS:
             of_generating = ("policy", "recovery_wait_s")
             reason = "is for models that generate: leave it out here"
-            self.refuse(keys, place, of_generating, reason)
-        policy = self.value_of(keys, place, "policy", one_of(*get_args(Policy)), "prefix_aware")
+            self.refuse(keys, location, of_generating, reason)
+        policy = self.value_of(keys, location, "policy", one_of(*get_args(Policy)), "prefix_aware")
         wait = number(0, RECOVERY_WAIT_S_MAX)
         return FleetModel(
             name=name,
             versions=versions,
             policy=cast(Policy, policy),
-            recovery_wait_s=self.value_of(keys, place, "recovery_wait_s", wait, RECOVERY_WAIT_S),
+            recovery_wait_s=self.value_of(keys, location, "recovery_wait_s", wait, RECOVERY_WAIT_S),
         )
 
-    def named_version(self, version: str, node: yaml.Node, place: str) -> FleetVersion:
-        return self.version(version, self.mapping(node, place, sorted(OF_VERSION)), node, place)
+    def named_version(self, version: str, node: yaml.Node, location: str) -> FleetVersion:
+        return self.version(
+            version, self.mapping(node, location, sorted(OF_VERSION)), node, location
+        )
 
-    def version(self, version: str, keys: Keys, node: yaml.Node, place: str) -> FleetVersion:
+    def version(self, version: str, keys: Keys, node: yaml.Node, location: str) -> FleetVersion:
         get = keys.get
         kinds = get_args(EngineKind)
-        engine = cast(EngineKind, self.value_of(keys, place, "engine", one_of(*kinds), "torch"))
+        engine = cast(EngineKind, self.value_of(keys, location, "engine", one_of(*kinds), "torch"))
         if "directory" not in keys:
             self.wrong(
                 node,
-                f"{place}.directory",
+                f"{location}.directory",
                 "is missing: name that of the checkpoint, or of a remote model's tokenizer",
             )
-        count_min, count_max = self.replicas(get("replicas"), f"{place}.replicas")
-        targets = self.targets(get("targets"), f"{place}.targets")
+        count_min, count_max = self.replicas(get("replicas"), f"{location}.replicas")
+        targets = self.targets(get("targets"), f"{location}.targets")
         if engine in REMOTE:
             count_min = count_max = max(len(targets), 1)
             if not targets:
                 self.wrong(
                     get("targets") or node,
-                    f"{place}.targets",
+                    f"{location}.targets",
                     "is missing: name the vllm://host:port of each remote engine",
                 )
             reason = "is for engines that Weir starts itself: leave it out here"
-            self.refuse(keys, place, OF_LOCAL_ENGINES, reason)
+            self.refuse(keys, location, OF_LOCAL_ENGINES, reason)
         used = OF_REMOTE if engine == "remote" else OF_REMOTE[:1] if engine in REMOTE else ()
         unused = [name for name in OF_REMOTE if name not in used]
         reason = "is for remote engines: leave it out, or say `engine: remote`"
-        self.refuse(keys, place, unused, reason)
+        self.refuse(keys, location, unused, reason)
         if engine != "tensorrt":
             reason = "is for TensorRT-LLM: leave it out, or say `engine: tensorrt`"
-            self.refuse(keys, place, ["engine_config"], reason)
+            self.refuse(keys, location, ["engine_config"], reason)
         if engine not in ("tensorrt", "torch"):
             reason = (
                 "is for engines on this machine's GPUs: leave it out, or say `engine: tensorrt`"
                 " or `engine: torch`"
             )
-            self.refuse(keys, place, ["gpus"], reason)
+            self.refuse(keys, location, ["gpus"], reason)
         if engine in ENCODERS and ("region" in keys or any(each.region for each in targets)):
             self.wrong(
                 node,
-                f"{place}.region",
+                f"{location}.region",
                 "is for models that generate: requests that embed name no region",
             )
         return FleetVersion(
             version=version,
             engine=engine,
-            directory=self._base / self.value_of(keys, place, "directory", text, ""),
-            weight=self.value_of(keys, place, "weight", number(0, WEIGHT_MAX), 1.0),
-            region=self.region(get("region"), f"{place}.region"),
+            directory=self._base / self.value_of(keys, location, "directory", text, ""),
+            weight=self.value_of(keys, location, "weight", number(0, WEIGHT_MAX), 1.0),
+            region=self.region(get("region"), f"{location}.region"),
             replica_count_min=count_min,
             replica_count_max=count_max,
             targets=targets,
             idle_timeout_s=self.value_of(
-                keys, place, "idle_timeout_s", number(0, IDLE_TIMEOUT_S_MAX), None
+                keys, location, "idle_timeout_s", number(0, IDLE_TIMEOUT_S_MAX), None
             ),
-            memory_bytes=self.value_of(keys, place, "memory_bytes", size, 0),
-            engine_config=self.engine_config(get("engine_config"), f"{place}.engine_config"),
-            gpus=self.gpus(get("gpus"), f"{place}.gpus"),
-            share_prefixes=self.value_of(keys, place, "share_prefixes", truth, False),
+            memory_bytes=self.value_of(keys, location, "memory_bytes", size, 0),
+            engine_config=self.engine_config(get("engine_config"), f"{location}.engine_config"),
+            gpus=self.gpus(get("gpus"), f"{location}.gpus"),
+            share_prefixes=self.value_of(keys, location, "share_prefixes", truth, False),
         )
 
-    def engine_config(self, node: yaml.Node | None, place: str) -> dict[str, Any]:
+    def engine_config(self, node: yaml.Node | None, location: str) -> dict[str, Any]:
         """Return the entries of a mapping, or of the file that is named instead of one."""
         if node is None:
             return {}
@@ -387,42 +389,42 @@ class FleetReader(StrictReader):
             try:
                 root = compose(path.read_text(encoding="utf-8"))
             except NotYaml as error:
-                self.wrong(node, place, f"{path}: line {error.line}: {error}")
+                self.wrong(node, location, f"{path}: line {error.line}: {error}")
                 return {}
             except (OSError, UnicodeDecodeError) as error:
-                self.wrong(node, place, f"{path} cannot be read: {error}")
+                self.wrong(node, location, f"{path} cannot be read: {error}")
                 return {}
         try:
             found = None if root is None else SafeConstructor().construct_document(root)
         except yaml.YAMLError as error:
-            self.wrong(node, place, f"cannot be read: {error}")
+            self.wrong(node, location, f"cannot be read: {error}")
             return {}
         if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-            self.wrong(node, place, "write a mapping, or the path of a file with one")
+            self.wrong(node, location, "write a mapping, or the path of a file with one")
             return {}
         return found
 
-    def replicas(self, node: yaml.Node | None, place: str) -> tuple[int, int]:
+    def replicas(self, node: yaml.Node | None, location: str) -> tuple[int, int]:
         if node is None:
             return 1, 1
-        keys = self.mapping(node, place, ("min", "max"))
-        count_min = self.value_of(keys, place, "min", whole(0, REPLICA_COUNT_MAX), 1)
+        keys = self.mapping(node, location, ("min", "max"))
+        count_min = self.value_of(keys, location, "min", whole(0, REPLICA_COUNT_MAX), 1)
         count_max = self.value_of(
-            keys, place, "max", whole(1, REPLICA_COUNT_MAX), max(count_min, 1)
+            keys, location, "max", whole(1, REPLICA_COUNT_MAX), max(count_min, 1)
         )
         if count_max < count_min:
             self.wrong(
                 node,
-                place,
+                location,
                 f"must have a max of at least its min, which is {count_min}, not {count_max}",
             )
         return count_min, count_max
 
-    def targets(self, node: yaml.Node | None, place: str) -> tuple[FleetTarget, ...]:
+    def targets(self, node: yaml.Node | None, location: str) -> tuple[FleetTarget, ...]:
         """Return remote engines, each `vllm://host:port` or a mapping of its keys."""
         found = []
-        for index, each in enumerate([] if node is None else self.items(node, place)):
-            at = f"{place}[{index}]"
+        for index, each in enumerate([] if node is None else self.items(node, location)):
+            at = f"{location}[{index}]"
             if isinstance(each, yaml.ScalarNode):
                 found.append(FleetTarget(self.value(each, at, target, "")))
                 continue
@@ -438,7 +440,7 @@ class FleetReader(StrictReader):
             path = self._base / file if file else None
             found.append(FleetTarget(address, region, path, header))
         if len({each.address for each in found}) < len(found):
-            self.wrong(node, place, "must name each address once")
+            self.wrong(node, location, "must name each address once")
         return tuple(found)
 
     def aliases(self, node: yaml.Node | None, models: tuple[FleetModel, ...]) -> dict[str, str]:
@@ -452,28 +454,28 @@ class FleetReader(StrictReader):
         }
         found = {}
         for alias, each in self.named(node, "aliases", NAME, "an alias").items():
-            place = f"aliases.{alias}"
-            target = self.value(each, place, text, "")
+            location = f"aliases.{alias}"
+            target = self.value(each, location, text, "")
             if alias in names:
-                self.wrong(each, place, "is the name of a model: give the alias another one")
+                self.wrong(each, location, "is the name of a model: give the alias another one")
             if target and target not in known:
                 near = similar_name(target, known, len(self.errors))
                 hint = f"; did you mean {near!r}?" if near else ""
                 self.wrong(
                     each,
-                    place,
+                    location,
                     f"must name a model, or a version as name@version, not {target!r}{hint}",
                 )
             found[alias] = target
         return found
 
-    def region(self, node: yaml.Node | None, place: str) -> str:
+    def region(self, node: yaml.Node | None, location: str) -> str:
         """Return the name of a region of the file; empty if there is none."""
-        name = self.value(node, place, text, "")
+        name = self.value(node, location, text, "")
         if name and name not in self._regions:
             known = ", ".join(sorted(self._regions))
             remedy = (
                 f"the regions are {known}" if known else "list the regions under `regions` first"
             )
-            self.wrong(node, place, f"{name!r} is not a region of this file: {remedy}")
+            self.wrong(node, location, f"{name!r} is not a region of this file: {remedy}")
         return name

@@ -210,8 +210,8 @@ BLOCKS: Mapping[str, Pick] = {
 
 PATH = "/metrics"
 SCRAPE_WAIT_S = 8.0  # for the event loop; below a collector's usual time-out
-BOOKS_INTERVAL_S = 10.0  # between two queries of the backlog, for all collectors together
-BOOKS_WAIT_S = 2.0  # for the database; a scrape times out after ten seconds
+BACKLOG_INTERVAL_S = 10.0  # between two queries of the backlog, for all collectors together
+BACKLOG_WAIT_S = 2.0  # for the database; a scrape times out after ten seconds
 CONNECTIONS_MAX = 32  # a few collectors, each with a connection or two
 HEADER_BYTES_MAX = 8192
 IDLE_MAX_S = 120.0  # above the interval of most collectors, which keep their connections
@@ -445,7 +445,7 @@ class Families(Collector):
         yield from self._families
 
 
-class Books:
+class BacklogReader:
     """The latest backlog, read from the database for scrapes and health checks together."""
 
     def __init__(self, sessions: Sessions) -> None:
@@ -455,12 +455,13 @@ class Books:
         self._backlog: Backlog | None = None
 
     async def read(self) -> Backlog | None:
-        """Return the backlog, read at most every `BOOKS_INTERVAL_S`; None without the database."""
+        """Return the backlog, read at most every `BACKLOG_INTERVAL_S`; None without the
+        database."""
         async with self._lock:
             now = time.monotonic()
-            if self._read_at is None or now - self._read_at >= BOOKS_INTERVAL_S:
+            if self._read_at is None or now - self._read_at >= BACKLOG_INTERVAL_S:
                 try:
-                    with patience(BOOKS_WAIT_S):
+                    with patience(BACKLOG_WAIT_S):
                         self._backlog = await read_backlog(self._sessions)
                 except DatabaseUnavailable:
                     self._backlog = None
@@ -476,15 +477,15 @@ class Books:
         while True:
             if (backlog := await self.read()) is not None:
                 health.report(BILLING_WORKER, backlog.billing_fault)
-            await asyncio.sleep(BOOKS_INTERVAL_S)
+            await asyncio.sleep(BACKLOG_INTERVAL_S)
 
 
 class Scrapes:
     """Handler of scrapes. Created on the process's event loop, called on that of the port."""
 
-    def __init__(self, parts: Parts, books: Books) -> None:
+    def __init__(self, parts: Parts, backlog_reader: BacklogReader) -> None:
         self._parts = parts
-        self._books = books
+        self._backlog_reader = backlog_reader
         self._loop = asyncio.get_running_loop()
         self._process = ProcessCollector(registry=CollectorRegistry())
         self._thread = ThreadPoolExecutor(1, "weir-metrics")  # a scrape never waits behind requests
@@ -509,7 +510,7 @@ class Scrapes:
 
     async def text(self) -> bytes:
         """Return all metrics in the exposition format. Runs on the process's event loop."""
-        backlog = await self._books.read()
+        backlog = await self._backlog_reader.read()
         process = self._parts.process
         journals = await self._in_thread(journal_backlog, process.settings.journal_directory)
         families = [*self._families(backlog, journals)]

@@ -144,8 +144,8 @@ class Gaps:
             below.append(len(ordered))
         else:
             cumulated = np.cumsum(self._all_counts())
-            places = np.searchsorted(GAP_BOUNDS_MS, TOKEN_BOUNDS_MS)
-            below = [*cumulated[places].tolist(), int(cumulated[-1])]
+            bins = np.searchsorted(GAP_BOUNDS_MS, TOKEN_BOUNDS_MS)
+            below = [*cumulated[bins].tolist(), int(cumulated[-1])]
         for index, (end, begin) in enumerate(zip(below, [0, *below], strict=False)):
             histogram.counts[index] += end - begin
         histogram.sum += (self._sum_s + sum(self._found)) * 1000
@@ -157,8 +157,8 @@ class Gaps:
 
     def _all_counts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return the counts of all gaps by `GAP_BOUNDS_MS`, and of longer ones."""
-        places = np.searchsorted(GAP_BOUNDS_MS, np.array(self._found) * 1000)
-        counts = np.bincount(places, minlength=len(GAP_BOUNDS_MS) + 1)
+        bins = np.searchsorted(GAP_BOUNDS_MS, np.array(self._found) * 1000)
+        counts = np.bincount(bins, minlength=len(GAP_BOUNDS_MS) + 1)
         return counts if self._counts is None else counts + self._counts
 
     def _fold(self) -> None:

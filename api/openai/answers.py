@@ -531,17 +531,17 @@ class CompletionAnswer(ChunkAnswer):
             "system_fingerprint": model.fingerprint,
         }
         super().__init__(parsed, model, common)
-        self._places: dict[int, TokenSpans] = {}  # of streams, by choice
+        self._positions: dict[int, TokenSpans] = {}  # of streams, by choice
         self._begun: set[int] = set()  # choices whose first event showed the tokens of the prompt
         self._prompt_chars: dict[int, int] = {}  # of echoed prompts, by number
 
     def delta(self, output: Output, new: Delta) -> bytes:
         columns, prompt = None, self._prompt_event(output)
         if new.logprobs:
-            if (places := self._places.get(output.index)) is None:
-                places = self._texts.places_after(self._start_of(output))
-                self._places[output.index] = places
-            columns = self._texts.columns(new.logprobs, places, is_whole=False)
+            if (offsets := self._positions.get(output.index)) is None:
+                offsets = self._texts.spans_after(self._start_of(output))
+                self._positions[output.index] = offsets
+            columns = self._texts.columns(new.logprobs, offsets, is_whole=False)
             if self._parsed.echoes:
                 length = self._prompt_chars[output.index // self._parsed.choice_count]
                 columns.text_offset = [length + offset for offset in columns.text_offset]
@@ -593,8 +593,8 @@ class CompletionAnswer(ChunkAnswer):
             if self._wants_logprobs and self._parsed.echoes:
                 columns = self._echoed(output, output.logprobs, prompt)
             elif self._wants_logprobs:
-                places = self._texts.places_after(self._start_of(output))
-                columns = self._texts.columns(output.logprobs, places, is_whole=True)
+                offsets = self._texts.spans_after(self._start_of(output))
+                columns = self._texts.columns(output.logprobs, offsets, is_whole=True)
                 if self._parsed.names_tokens_by_id:
                     columns = by_ids(columns, output.logprobs)
             choices.append(

@@ -98,7 +98,7 @@ def fill_format(start: pb.StartFrame, requested: Format | None, field: str) -> d
             raise invalid_parameter(
                 f"{field}.{name}", f"does not belong to the type {requested.type}: leave it out"
             )
-    place = field
+    location = field
     match requested.type:
         case "text":
             return {}
@@ -109,29 +109,29 @@ def fill_format(start: pb.StartFrame, requested: Format | None, field: str) -> d
                 )
             if not given and requested.type == "json":
                 raise invalid_parameter(f"{field}.value", "is required: a JSON schema")
-            place = f"{field}.{given[0]}" if given else field
+            location = f"{field}.{given[0]}" if given else field
             start.response_format.json_schema = (
-                _schema_text(getattr(requested, given[0]), place) if given else ANY_OBJECT
+                _schema_text(getattr(requested, given[0]), location) if given else ANY_OBJECT
             )
         case "json_schema":
-            schema, place = _schema(requested, field)
-            start.response_format.json_schema = _schema_text(schema, place)
+            schema, location = _schema(requested, field)
+            start.response_format.json_schema = _schema_text(schema, location)
         case "regex":
-            place = f"{field}.value"
-            start.response_format.regex = _text(requested.value, place, "a regular expression")
+            location = f"{field}.value"
+            start.response_format.regex = _text(requested.value, location, "a regular expression")
         case "regex_schema":
-            place = f"{field}.regex_schema"
+            location = f"{field}.regex_schema"
             if not requested.regex_schema:
-                raise invalid_parameter(place, "is required: a regular expression")
+                raise invalid_parameter(location, "is required: a regular expression")
             start.response_format.regex = requested.regex_schema
         case "choice":
-            place = f"{field}.value"
-            start.response_format.regex = regex_of_choices(requested.value, place)
+            location = f"{field}.value"
+            start.response_format.regex = regex_of_choices(requested.value, location)
         case _:
-            place = f"{field}.grammar" if requested.grammar else f"{field}.value"
-            text = requested.grammar or _text(requested.value, place, "a grammar")
-            start.response_format.lark = lark_of(text, place)
-    return {f"response_format.{kind}": place for kind in ("json_schema", "regex", "lark")}
+            location = f"{field}.grammar" if requested.grammar else f"{field}.value"
+            text = requested.grammar or _text(requested.value, location, "a grammar")
+            start.response_format.lark = lark_of(text, location)
+    return {f"response_format.{kind}": location for kind in ("json_schema", "regex", "lark")}
 
 
 def _is_given(value: object) -> bool:
@@ -142,7 +142,7 @@ def _schema(requested: Format, field: str) -> tuple[Raw, str]:
     """Return the schema and its place in the API. Raises: InvalidRequest."""
     wrapped = requested.json_schema
     if _is_given(requested.value):  # of TGI
-        wrapped, place = _decoded(requested.value, Schema, f"{field}.value"), f"{field}.value"
+        wrapped, location = _decoded(requested.value, Schema, f"{field}.value"), f"{field}.value"
     elif field == CHAT_FIELD:
         if wrapped is None:
             raise invalid_parameter(
@@ -150,66 +150,67 @@ def _schema(requested: Format, field: str) -> tuple[Raw, str]:
             )
         if bytes(requested.schema) != bytes(ABSENT):
             raise invalid_parameter(f"{field}.schema", "must be in json_schema: leave it out here")
-        place = f"{field}.json_schema"
+        location = f"{field}.json_schema"
     else:
         if wrapped is not None:
             raise invalid_parameter(
                 f"{field}.json_schema", "is of the chat API: put name and schema beside type"
             )
-        place = field
+        location = field
     schema = requested.schema if wrapped is None else wrapped.schema
     if bytes(schema) == bytes(ABSENT):
-        raise invalid_parameter(f"{place}.schema", "is required")
-    return schema, f"{place}.schema"
+        raise invalid_parameter(f"{location}.schema", "is required")
+    return schema, f"{location}.schema"
 
 
-def _schema_text(schema: Raw, place: str) -> str:
+def _schema_text(schema: Raw, location: str) -> str:
     """Decode a schema to text; some servers take it as JSON in a text. Raises: InvalidRequest."""
     source = bytes(schema)
     if source.startswith(b'"'):
-        return _text(schema, place, "a JSON schema")
+        return _text(schema, location, "a JSON schema")
     return source.decode()
 
 
-def _text(value: Raw, place: str, what: str) -> str:
+def _text(value: Raw, location: str, what: str) -> str:
     """Decode a required text. Raises: InvalidRequest."""
     if not _is_given(value):
-        raise invalid_parameter(place, f"is required: {what}")
-    return _decoded(value, str, place)
+        raise invalid_parameter(location, f"is required: {what}")
+    return _decoded(value, str, location)
 
 
-def _decoded(value: Raw, kind: type[Value], place: str) -> Value:
+def _decoded(value: Raw, kind: type[Value], location: str) -> Value:
     try:
         return msgspec.json.decode(value, type=kind)
     except msgspec.DecodeError as error:
-        raise invalid_parameter(place, str(error)[:200].lower()) from None
+        raise invalid_parameter(location, str(error)[:200].lower()) from None
 
 
-def regex_of_choices(value: Raw, place: str) -> str:
+def regex_of_choices(value: Raw, location: str) -> str:
     """Build a regular expression that matches one of several texts. Raises: InvalidRequest."""
-    choices = _decoded(value, list[str], place)
-    check_count(choices, place, CHOICE_COUNT_MAX)
+    choices = _decoded(value, list[str], location)
+    check_count(choices, location, CHOICE_COUNT_MAX)
     return "|".join(REGEX_SPECIAL.sub(r"\\\g<0>", each) for each in choices)
 
 
 # Grammars
 
 
-def lark_of(grammar: str, place: str) -> str:
+def lark_of(grammar: str, location: str) -> str:
     """Convert a grammar in GBNF to Lark, in linear time. Raises: InvalidRequest."""
     if "::=" not in grammar:
         return grammar
     if len(grammar) > RESPONSE_FORMAT_BYTES_MAX:
         raise invalid_parameter(
-            place, f"must have 1 to {RESPONSE_FORMAT_BYTES_MAX} bytes, got {len(grammar)} or more"
+            location,
+            f"must have 1 to {RESPONSE_FORMAT_BYTES_MAX} bytes, got {len(grammar)} or more",
         )
-    rules = _rules(grammar, place)
+    rules = _rules(grammar, location)
     if "root" not in rules:
-        raise invalid_parameter(place, "has no rule root, with which the answer begins")
+        raise invalid_parameter(location, "has no rule root, with which the answer begins")
     for parts in rules.values():
         for part in parts:
             if isinstance(part, Reference) and part.name not in rules:
-                raise invalid_parameter(place, f"has no rule {part.name[:64]}, which is used")
+                raise invalid_parameter(location, f"has no rule {part.name[:64]}, which is used")
     numbers = {name: number for number, name in enumerate(rules)}
     terminals = _terminals(rules)
 
@@ -229,7 +230,7 @@ class Reference(Struct, frozen=True):
     name: str
 
 
-def _rules(grammar: str, place: str) -> dict[str, list[str | Reference]]:
+def _rules(grammar: str, location: str) -> dict[str, list[str | Reference]]:
     """Parse the rules of a grammar into parts, in Lark except for names. Raises: InvalidRequest."""
     rules: dict[str, list[str | Reference]] = {}
     parts: list[str | Reference] = []
@@ -239,7 +240,7 @@ def _rules(grammar: str, place: str) -> dict[str, list[str | Reference]]:
         if is_bare:
             parts.append('""')
         if depth:
-            raise invalid_parameter(place, "has a ( without its )")
+            raise invalid_parameter(location, "has a ( without its )")
 
     while position < len(grammar):
         found = TOKEN.match(grammar, position)
@@ -247,7 +248,7 @@ def _rules(grammar: str, place: str) -> dict[str, list[str | Reference]]:
         if found is None or (not rules and kind not in ("rule", "blank")):
             shown = " ".join(grammar[position : position + 20].split())
             line = grammar.count("\n", 0, position) + 1
-            raise invalid_parameter(place, f"cannot be read in line {line} at {shown!r}: {LARK}")
+            raise invalid_parameter(location, f"cannot be read in line {line} at {shown!r}: {LARK}")
         position, text = found.end(), found[kind or 0]
         match kind:
             case "blank":
@@ -256,7 +257,7 @@ def _rules(grammar: str, place: str) -> dict[str, list[str | Reference]]:
                 if rules:
                     end()
                 if text in rules:
-                    raise invalid_parameter(place, f"has the rule {text[:64]} twice")
+                    raise invalid_parameter(location, f"has the rule {text[:64]} twice")
                 parts = rules[text] = []
                 depth, is_bare = 0, True
                 continue
@@ -269,7 +270,7 @@ def _rules(grammar: str, place: str) -> dict[str, list[str | Reference]]:
             case "counts":
                 if is_bare:
                     first = text[: text.find("}") + 1] if text[0] == "{" else text[0]
-                    raise invalid_parameter(place, f"has {first} after nothing")
+                    raise invalid_parameter(location, f"has {first} after nothing")
                 parts.append(str(parts.pop()) + text if isinstance(parts[-1], str) else text)
             case _ if text == ".":
                 parts.append(ANY_CHARACTER)
@@ -278,7 +279,7 @@ def _rules(grammar: str, place: str) -> dict[str, list[str | Reference]]:
                     parts.append('""')
                 depth += {"(": 1, ")": -1}.get(text, 0)
                 if depth < 0:
-                    raise invalid_parameter(place, "has a ) without its (")
+                    raise invalid_parameter(location, "has a ) without its (")
                 parts.append(text)
                 is_bare = text != ")"
                 continue

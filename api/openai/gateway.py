@@ -21,7 +21,7 @@ from api.access.auth import Authenticator, StreamKey, check_model
 from api.core.addresses import FORWARDED_FOR
 from api.core.errors import Draining, InvalidRequest
 from api.core.messages import models_for
-from api.core.rate_limiter import BYTE_COST_S, REFUSAL_COST_S, START_FREE_S, VISIT
+from api.core.rate_limiter import BYTE_COST_S, CALL, REFUSAL_COST_S, START_FREE_S
 from api.core.statuses import status_of
 from api.generation.parsing.embed_request import ValidEmbed, parse_embed
 from api.generation.parsing.start_frame import parse_count_tokens
@@ -411,7 +411,7 @@ class Gateway:
     async def _models(
         self, request: web.BaseRequest, arrival: Arrival, principal: Principal
     ) -> web.StreamResponse:
-        await self._authenticator.turn(principal)
+        await self._authenticator.wait_for_share(principal)
         router = self._process.router
         models = {
             name: ListedModel(model, name, target, router.find(name).model.context_window_tokens)
@@ -498,7 +498,7 @@ class Gateway:
             payer = arrival.caller.payer
             if len(body) > SHORT_BYTES_MAX:
                 return await self._process.in_order(payer, len(body), partial(parse, body))
-            await self._process.pace.turn(payer)
+            await self._process.pace.wait_for_share(payer)
         return self._parse_at_once(arrival, body, parse)
 
     def _parse_at_once(
@@ -509,8 +509,8 @@ class Gateway:
             return parse(body)
 
     def _count_bytes(self, body: bytes) -> None:
-        if (visit := VISIT.get()) is not None:
-            visit.work_s += BYTE_COST_S * len(body)
+        if (call := CALL.get()) is not None:
+            call.work_s += BYTE_COST_S * len(body)
 
 
 def is_strict(request: web.BaseRequest, principal: Principal) -> bool:

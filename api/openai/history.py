@@ -109,8 +109,8 @@ def convert_messages(tree: Tree, ignore: Ignore) -> None:
         is_text = isinstance(message.get("thinking"), str)  # Ollama
         thoughts = [message.pop("thinking")] if is_text else []
         if isinstance(content := message.get("content"), list):
-            place = f"messages[{index}].content"
-            message["content"], found = convert_parts(content, place, ignore)
+            location = f"messages[{index}].content"
+            message["content"], found = convert_parts(content, location, ignore)
             thoughts += found
         if not (message.get("reasoning_content") or message.get("reasoning")) and any(thoughts):
             message["reasoning_content"] = "\n".join(filter(None, thoughts))
@@ -132,7 +132,7 @@ def convert_call(call: Tree) -> None:
         called["arguments"] = as_text(called.get("arguments"))
 
 
-def convert_parts(parts: list[Any], place: str, ignore: Ignore) -> tuple[list[Any], list[str]]:
+def convert_parts(parts: list[Any], location: str, ignore: Ignore) -> tuple[list[Any], list[str]]:
     """Return the parts of a message that are text, and the thoughts in the others.
 
     Raises: InvalidRequest for a part of another type.
@@ -151,7 +151,7 @@ def convert_parts(parts: list[Any], place: str, ignore: Ignore) -> tuple[list[An
             thoughts += filter(None, [thought])
         else:
             raise invalid_parameter(
-                f"{place}[{index}]",
+                f"{location}[{index}]",
                 f"parts of the type {kind[:40]!r} are not supported: send text",
             )
     return kept, thoughts
@@ -190,7 +190,7 @@ def convert_items(tree: Tree, ignore: Ignore) -> None:
     tree["input"] = kept
 
 
-def convert_item(item: Tree, kind: str, place: str, ignore: Ignore) -> Tree:
+def convert_item(item: Tree, kind: str, location: str, ignore: Ignore) -> Tree:
     """Return an item that the model sees."""
     if kind in CLIENT_CALLS:
         member, name = CLIENT_CALLS[kind]
@@ -213,7 +213,7 @@ def convert_item(item: Tree, kind: str, place: str, ignore: Ignore) -> Tree:
         texts = [thought_of(each) for _, each in objects_of(content)]
         item["content"] = [{"type": REASONING_TEXT, TEXT: text} for text in texts if text]
     elif kind == MESSAGE and isinstance(content, list):
-        item["content"], _ = convert_parts(content, f"{place}.content", ignore)
+        item["content"], _ = convert_parts(content, f"{location}.content", ignore)
     for name in ("caller", "namespace"):  # of a call that the client runs all the same
         if item.pop(name, None) is not None:
             ignore(f"input[].{name}")
@@ -226,11 +226,11 @@ def convert_blocks(tree: Tree, ignore: Ignore) -> None:
         tree["system"] = kept_blocks(system, "system", "system[]", ignore)
     for index, message in objects_of(tree.get("messages")):
         if isinstance(content := message.get("content"), list):
-            place = f"messages[{index}].content"
-            message["content"] = kept_blocks(content, place, "messages[].content[]", ignore)
+            location = f"messages[{index}].content"
+            message["content"] = kept_blocks(content, location, "messages[].content[]", ignore)
 
 
-def kept_blocks(blocks: list[Any], place: str, path: str, ignore: Ignore) -> list[Any]:
+def kept_blocks(blocks: list[Any], location: str, path: str, ignore: Ignore) -> list[Any]:
     """Return the blocks that the model sees. Raises: InvalidRequest for one that it cannot."""
     kept: list[Any] = []
     for index, block in enumerate(blocks):
@@ -240,7 +240,7 @@ def kept_blocks(blocks: list[Any], place: str, path: str, ignore: Ignore) -> lis
         elif kind in SERVER_BLOCKS or kind.endswith(SERVER_RESULT):
             ignore(f"{path}.{kind}")
         elif kind == "document":
-            kept.append(document_text(block, f"{place}[{index}]"))
+            kept.append(document_text(block, f"{location}[{index}]"))
         elif kind == "search_result":
             head = [block.get("title"), block.get("source")]
             kept.append(joined_text([*head, *texts_of(block.get("content"))]))
@@ -250,12 +250,12 @@ def kept_blocks(blocks: list[Any], place: str, path: str, ignore: Ignore) -> lis
             kept.append(joined_text([block.get("tool_name")]))
         elif kind not in PLAIN_BLOCKS:
             raise invalid_parameter(
-                f"{place}[{index}]",
+                f"{location}[{index}]",
                 f"blocks of the type {kind[:40]!r} are not supported here: send text",
             )
         else:
             if kind == "tool_result" and isinstance(content := block.get("content"), list):
-                inner, inside = f"{place}[{index}].content", f"{path}.content[]"
+                inner, inside = f"{location}[{index}].content", f"{path}.content[]"
                 block["content"] = kept_blocks(content, inner, inside, ignore)
             kept.append(block)
     return kept
@@ -273,13 +273,13 @@ def joined_text(texts: Iterable[Any]) -> Tree:
     return {"type": TEXT, TEXT: "\n".join(as_text(each) for each in texts if each)}
 
 
-def document_text(block: Tree, place: str) -> Tree:
+def document_text(block: Tree, location: str) -> Tree:
     """Return a document as text, after its title. Raises: InvalidRequest if it is not text."""
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if not isinstance(source, dict) or kind not in (TEXT, "content"):
         raise invalid_parameter(
-            f"{place}.source",
+            f"{location}.source",
             "must have the type text or content: the model cannot read files; send their text",
         )
     found = [source.get("data")] if kind == TEXT else texts_of(source.get("content"))

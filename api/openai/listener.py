@@ -27,7 +27,7 @@ from api.access.auth import BEARER
 from api.access.tls import Tls
 from api.core.endpoint import bound_socket
 from api.core.errors import Unauthenticated
-from api.core.rate_limiter import VISIT, RateLimiter, Visit, measured
+from api.core.rate_limiter import CALL, Call, RateLimiter, measured
 from api.core.settings import Settings
 from api.openai import answers
 from api.openai.error_responses import INVALID_HTTP, ErrorResponse, HttpFault, invalid_http_message
@@ -144,15 +144,15 @@ def paced(handle: Handle, pace: RateLimiter) -> Handle:
     """Return a handler that counts its cost; a request without a turn waits before its response."""
 
     async def serve(request: web.BaseRequest) -> web.StreamResponse:
-        visit = Visit(pace, peer_of(request), request.path)
-        VISIT.set(visit)
+        call = Call(pace, peer_of(request), request.path)
+        CALL.set(call)
         try:
-            response = await measured(visit, handle(request))
+            response = await measured(call, handle(request))
             if not response.prepared:
-                await visit.turn()
+                await call.wait_for_share()
             return response
         finally:
-            visit.over()
+            call.over()
 
     return serve
 
@@ -228,7 +228,7 @@ class Connection(RequestHandler):
             return None
         if not self.is_half_closed:
             self.is_half_closed = True
-            self._look_for_reset()
+            self._poll_for_reset()
             if self._on_half_close is not None:
                 self._on_half_close()
         return True
@@ -253,14 +253,14 @@ class Connection(RequestHandler):
             self.transport.abort()
             raise ConnectionResetError("the client disconnected")
 
-    def _look_for_reset(self) -> None:
+    def _poll_for_reset(self) -> None:
         if self._is_idle:  # the last response ended just before
             self.close()
             return
         with contextlib.suppress(OSError):
             self.check_reset()
             self._reset_watch = asyncio.get_running_loop().call_later(
-                RESET_POLL_S, self._look_for_reset
+                RESET_POLL_S, self._poll_for_reset
             )
 
     def end_incomplete(self) -> None:

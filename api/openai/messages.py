@@ -352,23 +352,23 @@ def messages_of(role: str, blocks: Sequence[Block], field: str) -> list[pb.Messa
     texts: list[Block] = []
     thoughts: list[str] = []
     for index, block in enumerate(blocks):
-        place = f"{field}[{index}]"
+        location = f"{field}[{index}]"
         if block.type == CALL and role == "assistant":
             if not block.name:
-                raise invalid_parameter(place, "must have id, name and input")
+                raise invalid_parameter(location, "must have id, name and input")
             arguments = "" if bytes(block.input) == bytes(ABSENT) else bytes(block.input).decode()
             calls.append(pb.ToolCall(id=block.id or "", name=block.name, arguments_json=arguments))
         elif block.type == RESULT and role == "user":
-            content = text_of(block.content or "", f"{place}.content")
+            content = text_of(block.content or "", f"{location}.content")
             results.append(
                 pb.Message(role=pb.ROLE_TOOL, content=content, tool_call_id=block.tool_use_id or "")
             )
         elif block.type == THOUGHT and role == "assistant":
             if block.thinking is None:
-                raise invalid_parameter(f"{place}.thinking", "is required")
+                raise invalid_parameter(f"{location}.thinking", "is required")
             thoughts.append(block.thinking)
         else:
-            check_text(block, place)
+            check_text(block, location)
             texts.append(block)
     if texts or calls or thoughts or not results:
         message = pb.Message(role=ROLES[role], tool_calls=calls, reasoning="\n".join(thoughts))
@@ -500,11 +500,11 @@ class MessageAnswer(Answer):
         [output] = outputs
         content = [
             text_block(output.text)
-            if place is None
-            else thought_block(output.thought(place))
-            if place < 0
-            else call_block(output.calls[place])
-            for place in output.parts
+            if location is None
+            else thought_block(output.thought(location))
+            if location < 0
+            else call_block(output.calls[location])
+            for location in output.parts
         ]
         end = {"stop_sequence": stop_sequence(output)}
         return self._message(stop_reason(output), content) | end

@@ -354,9 +354,9 @@ def decode(body: bytes, kind: type[Body], notes: Notes | None = None) -> Body:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         named = None if isinstance(error, UnicodeDecodeError) else _impossible_value(body)
         param, what = named or (None, str(error))
-        place = "" if param is None else f"{param}: "
+        location = "" if param is None else f"{param}: "
         raise HttpFault(
-            400, f"{place}the body is not valid JSON: {what}", "invalid_json", param=param
+            400, f"{location}the body is not valid JSON: {what}", "invalid_json", param=param
         ) from None
     if api_of(kind):
         drop_empty(requested)
@@ -513,8 +513,8 @@ def names_annotated(kind: type[Struct], annotation: str) -> tuple[str, ...]:
     return tuple(
         name
         for each in kind.__mro__
-        for name, said in getattr(each, "__annotations__", {}).items()
-        if said == annotation
+        for name, declared in getattr(each, "__annotations__", {}).items()
+        if declared == annotation
     )
 
 

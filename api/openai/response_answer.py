@@ -78,7 +78,7 @@ class ResponseAnswer(Answer):
                 self._event(
                     "response.reasoning_text.delta",
                     delta=new.reasoning,
-                    **self._thought_place(part),
+                    **self._thought_position(part),
                 )
             )
         if new.text or new.logprobs or new.calls:
@@ -99,12 +99,12 @@ class ResponseAnswer(Answer):
                     self._begin_call(output.calls[piece.index], piece.index),
                 ]
             if piece.arguments:
-                place = self._place(piece.index)
+                position = self._position(piece.index)
                 events.append(
                     self._event(
                         "response.function_call_arguments.delta",
                         delta=piece.arguments,
-                        **place,
+                        **position,
                     )
                 )
         return b"".join(events)
@@ -167,28 +167,28 @@ class ResponseAnswer(Answer):
         statuses = ["completed"] * (len(parts) - 1) + [status]
         return [
             self._message(each, [self._text(output.text, output.logprobs)])
-            if place is None
-            else self._thought_item(place, output.thought(place), each)
-            if place < 0
-            else self._call(place, output, each)
-            for place, each in zip(parts, statuses, strict=True)
+            if position is None
+            else self._thought_item(position, output.thought(position), each)
+            if position < 0
+            else self._call(position, output, each)
+            for position, each in zip(parts, statuses, strict=True)
         ]
 
     # Events of thoughts.
 
-    def _thought_place(self, part: int) -> dict[str, Any]:
+    def _thought_position(self, part: int) -> dict[str, Any]:
         item_id = f"rs_{self._answer_id}_{-part}"
         return {"item_id": item_id, "output_index": self._open.index(part), "content_index": 0}
 
     def _begin_thought(self, part: int) -> bytes:
         self._open.append(part)
         self._open_thought = part
-        place = self._open.index(part)
+        position = self._open.index(part)
         item = self._thought_item(part, None, "in_progress")
-        begun = self._event("response.output_item.added", item=item, output_index=place)
+        begun = self._event("response.output_item.added", item=item, output_index=position)
         empty = {"type": REASONING_TEXT, "text": ""}
         return begun + self._event(
-            "response.content_part.added", part=empty, **self._thought_place(part)
+            "response.content_part.added", part=empty, **self._thought_position(part)
         )
 
     def _end_thought(self, output: Output, status: str) -> bytes:
@@ -196,15 +196,15 @@ class ResponseAnswer(Answer):
         part, self._open_thought = self._open_thought, None
         if part is None:
             return b""
-        text, place = output.thought(part), self._thought_place(part)
+        text, position = output.thought(part), self._thought_position(part)
         whole = {"type": REASONING_TEXT, "text": text}
         item = self._thought_item(part, text, status)
         return b"".join(
             (
-                self._event("response.reasoning_text.done", text=text, **place),
-                self._event("response.content_part.done", part=whole, **place),
+                self._event("response.reasoning_text.done", text=text, **position),
+                self._event("response.content_part.done", part=whole, **position),
                 self._event(
-                    "response.output_item.done", item=item, output_index=place["output_index"]
+                    "response.output_item.done", item=item, output_index=position["output_index"]
                 ),
             )
         )
@@ -244,7 +244,7 @@ class ResponseAnswer(Answer):
         )
 
     def _end_text(self, output: Output, body: dict[str, Any]) -> bytes:
-        place = self._open.index(None)
+        position = self._open.index(None)
         text = self._text(output.text, output.logprobs)
         logprobs = self._texts.content(output.logprobs)
         return b"".join(
@@ -254,7 +254,9 @@ class ResponseAnswer(Answer):
                 ),
                 self._event("response.content_part.done", part=text, **self._part),
                 self._event(
-                    "response.output_item.done", item=body["output"][place], output_index=place
+                    "response.output_item.done",
+                    item=body["output"][position],
+                    output_index=position,
                 ),
             )
         )
@@ -264,7 +266,7 @@ class ResponseAnswer(Answer):
     def _call_id(self, number: int) -> str:
         return f"fc_{self._answer_id}_{number}"
 
-    def _place(self, number: int) -> dict[str, Any]:
+    def _position(self, number: int) -> dict[str, Any]:
         return {"item_id": self._call_id(number), "output_index": self._open.index(number)}
 
     def _begin_call(self, call: Call, number: int) -> bytes:
@@ -283,13 +285,13 @@ class ResponseAnswer(Answer):
             else "completed"
         )
         for number in range(self._done_count, count):
-            call, place = output.calls[number], self._place(number)
+            call, position = output.calls[number], self._position(number)
             events.append(
                 self._event(
                     "response.function_call_arguments.done",
                     name=self._members.get(call.name, ("", call.name))[1],
                     arguments=call.arguments,
-                    **place,
+                    **position,
                 )
             )
             item = self._call_item(
@@ -297,7 +299,7 @@ class ResponseAnswer(Answer):
             )
             events.append(
                 self._event(
-                    "response.output_item.done", item=item, output_index=place["output_index"]
+                    "response.output_item.done", item=item, output_index=position["output_index"]
                 )
             )
         self._done_count = max(self._done_count, count)

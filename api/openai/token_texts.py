@@ -113,17 +113,17 @@ class TokenTexts:
         """Return a plain prompt as text: as it was sent, or that of its tokens."""
         return start.text or self._tokenizer.decoder.text_of(tuple(start.token_ids.ids))
 
-    def places_after(self, start: pb.StartFrame) -> TokenSpans:
+    def spans_after(self, start: pb.StartFrame) -> TokenSpans:
         """Open the places of the output of a plain prompt."""
         tail = start.text[-CONTEXT_CHARS:]
         ids = start.token_ids.ids or self._tokenizer.encode(tail, add_special_tokens=False)
         return self._tokenizer.decoder.spans(tuple(ids))
 
     def columns(
-        self, logprobs: Sequence[TokenLogprobs], places: TokenSpans, *, is_whole: bool
+        self, logprobs: Sequence[TokenLogprobs], spans: TokenSpans, *, is_whole: bool
     ) -> Columns:
         """Return output tokens in the form of plain completions. is_whole: no tokens follow."""
-        return self._columns(logprobs, _placed(logprobs, places, is_whole=is_whole))
+        return self._columns(logprobs, _placed(logprobs, spans, is_whole=is_whole))
 
     def echoed(
         self,
@@ -137,15 +137,15 @@ class TokenTexts:
         placed = _placed(prompt_logprobs, decoder.spans(), is_whole=True)
         if decoder.text_of(ids) != prompt:
             controls = map(self._tokenizer.backend.id_to_token, ids)
-            texts = [place.text for place in placed]
+            texts = [span.text for span in placed]
             bounds = [0, *aligned(prompt, texts, [*controls])[1:], len(prompt)]
             placed = [
-                TokenSpan(prompt[start:end], start, place.follows)
-                for place, (start, end) in zip(placed, itertools.pairwise(bounds), strict=True)
+                TokenSpan(prompt[start:end], start, span.follows)
+                for span, (start, end) in zip(placed, itertools.pairwise(bounds), strict=True)
             ]
         placed += [
-            place._replace(offset=place.offset + len(prompt))
-            for place in _placed(logprobs, decoder.spans(ids), is_whole=True)
+            span._replace(offset=span.offset + len(prompt))
+            for span in _placed(logprobs, decoder.spans(ids), is_whole=True)
         ]
         columns = self._columns([*prompt_logprobs, *logprobs], placed)
         # Nothing precedes the first token.
@@ -156,34 +156,34 @@ class TokenTexts:
     def _columns(
         self,
         logprobs: Sequence[TokenLogprobs],
-        places: Sequence[TokenSpan],
+        spans: Sequence[TokenSpan],
     ) -> Columns:
         """Return the columns of tokens.
 
         Most likely tokens of equal text are named by their ids, except the token that is there.
         """
         columns = Columns()
-        for place, each in zip(places, logprobs, strict=True):
+        for span, each in zip(spans, logprobs, strict=True):
             chosen = each.chosen
             top: dict[str, float] = {}
             for token in each.top:
-                name = place.text
+                name = span.text
                 if token.token_id != chosen.token_id:
-                    name = self._name(token.token_id, place)
-                    if name == place.text or name in top:
+                    name = self._name(token.token_id, span)
+                    if name == span.text or name in top:
                         name = f"token_id:{token.token_id}"
                 top[name] = max(token.logprob, LOGPROB_MIN)
             logprob = max(chosen.logprob, LOGPROB_MIN)
-            top.setdefault(place.text, logprob)
-            columns.tokens.append(place.text)
+            top.setdefault(span.text, logprob)
+            columns.tokens.append(span.text)
             columns.token_logprobs.append(logprob)
             columns.top_logprobs.append(top)
-            columns.text_offset.append(place.offset)
+            columns.text_offset.append(span.offset)
         return columns
 
-    def _name(self, token_id: int, place: TokenSpan) -> str:
+    def _name(self, token_id: int, span: TokenSpan) -> str:
         """Return the name of a token that could have been at this place."""
-        text = self._tokenizer.decoder.token_text(token_id, place.follows)
+        text = self._tokenizer.decoder.token_text(token_id, span.follows)
         if text is None:  # a part of a character, as OpenAI spells it
             data = self._tokenizer.token_bytes(token_id)
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
@@ -212,11 +212,11 @@ def by_ids(columns: Columns, logprobs: Sequence[TokenLogprobs]) -> Columns:
 
 
 def _placed(
-    logprobs: Sequence[TokenLogprobs], places: TokenSpans, *, is_whole: bool
+    logprobs: Sequence[TokenLogprobs], spans: TokenSpans, *, is_whole: bool
 ) -> list[TokenSpan]:
-    placed = [places.add(each.chosen.token_id) for each in logprobs]
+    placed = [spans.add(each.chosen.token_id) for each in logprobs]
     if is_whole and placed:  # a torn character counts as the last token's
-        placed[-1] = placed[-1]._replace(text=placed[-1].text + places.finish())
+        placed[-1] = placed[-1]._replace(text=placed[-1].text + spans.finish())
     return placed
 
 

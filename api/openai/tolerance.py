@@ -309,15 +309,15 @@ class Reader:
 
     def _set(self, target: str, name: str, value: Any) -> None:
         """Set a parameter, or one of an object's. Raises: InvalidRequest if it is another one."""
-        place = self._tree
+        location = self._tree
         *outer, last = target.split(".")
         for each in outer:
-            if not isinstance(inner := place.get(each), dict):
+            if not isinstance(inner := location.get(each), dict):
                 if inner is not None:  # refused later for its type
                     return
-                inner = place[each] = {}
-            place = inner
-        given = place.get(last)
+                inner = location[each] = {}
+            location = inner
+        given = location.get(last)
         if given is not None and (
             given != value or isinstance(given, bool) != isinstance(value, bool)
         ):
@@ -326,7 +326,7 @@ class Reader:
                 name, f"differs from {other}, which means the same: leave one of them out"
             )
         if given is None:
-            place[last] = value
+            location[last] = value
             self._notes.sent[target] = name
 
     def _format(self, name: str, value: Any) -> None:
@@ -335,20 +335,20 @@ class Reader:
         if found is None:
             return
         name, requested = found
-        place = FORMAT_PLACES[self._api]
-        path = ".".join(place)
+        location = FORMAT_PLACES[self._api]
+        path = ".".join(location)
         outer = self._tree
-        for each in place[:-1]:
+        for each in location[:-1]:
             if not isinstance(inner := outer.get(each), dict):
                 inner = outer[each] = {}
             outer = inner
-        given = outer.get(place[-1])
+        given = outer.get(location[-1])
         if not is_nothing(given) and given != {"type": "text"}:
             other = self._notes.sent.get(path, path)
             raise invalid_parameter(
                 name, f"cannot be combined with {other}: send one format of the answer"
             )
-        outer[place[-1]] = requested
+        outer[location[-1]] = requested
         sent = {"": name, ".value": name, ".type": f"{name}.type" if name == "grammar" else name}
         self._notes.sent |= {path + end: shown for end, shown in sent.items()}
 
@@ -499,16 +499,16 @@ def _restrict_tools(tree: Tree) -> None:
     if not isinstance(choice, dict) or choice.get("type") != ALLOWED_TOOLS:
         return
     nested = ALLOWED_TOOLS in choice  # in the form of the chat API
-    place = f"tool_choice.{ALLOWED_TOOLS}" if nested else "tool_choice"
+    location = f"tool_choice.{ALLOWED_TOOLS}" if nested else "tool_choice"
     members = choice[ALLOWED_TOOLS] if nested else choice
     allowed = members.get("tools") if isinstance(members, dict) else None
     if not isinstance(allowed, list):
-        raise invalid_parameter(f"{place}.tools", "must be a list of tools")
+        raise invalid_parameter(f"{location}.tools", "must be a list of tools")
     tools = tree.get("tools")
     offered = {_name_of(tool): tool for tool in (tools if isinstance(tools, list) else ())}
     for index, tool in enumerate(allowed):
         if (name := _name_of(tool)) is not None and name not in offered:
-            raise invalid_parameter(f"{place}.tools[{index}]", "must be one of tools")
+            raise invalid_parameter(f"{location}.tools[{index}]", "must be one of tools")
     names = {_name_of(tool) for tool in allowed} - {None}
     tree["tools"] = [tool for name, tool in offered.items() if name in names]
     tree["tool_choice"] = members.get("mode") or "auto"
@@ -547,12 +547,12 @@ def _strip(value: Any, shape: Shape, path: str, notes: Notes) -> None:
     elif isinstance(value, dict) and shape.members is not None:
         for name in [name for name in value if name not in shape.members]:
             given = value.pop(name)
-            place = f"{path}.{name}"
-            if is_nothing(given) or is_neutral(given, DIRECTING.get(place, ())):
+            location = f"{path}.{name}"
+            if is_nothing(given) or is_neutral(given, DIRECTING.get(location, ())):
                 continue
-            if path in CLOSED or place in DIRECTING:
-                raise invalid_parameter(place[:200], NO_PARAMETER)
-            notes.ignore(place)
+            if path in CLOSED or location in DIRECTING:
+                raise invalid_parameter(location[:200], NO_PARAMETER)
+            notes.ignore(location)
         for name, each in value.items():
             _strip(each, shape.members[name], f"{path}.{name}", notes)
 

@@ -171,19 +171,19 @@ class Namespaces:
         is_plain = any(tool.name == choice.name for tool in self.tools)
         return NamedChoice(choice.type, name=alike[0]) if alike and not is_plain else choice
 
-    def _add(self, tool: ToolParameter, place: str) -> None:
+    def _add(self, tool: ToolParameter, base: str) -> None:
         number = len(self.tools)
         self.tools.append(tool)
         self.names |= {
-            f"tools[{number}]": place,
-            f"tools[{number}].parameters_json_schema": f"{place}.parameters",
+            f"tools[{number}]": base,
+            f"tools[{number}].parameters_json_schema": f"{base}.parameters",
         }
 
-    def _add_members(self, space: ToolParameter, place: str) -> None:
+    def _add_members(self, space: ToolParameter, base: str) -> None:
         if not space.name:
-            raise invalid_parameter(f"{place}.name", "is required")
+            raise invalid_parameter(f"{base}.name", "is required")
         for index, each in enumerate(space.tools or ()):
-            member = f"{place}.tools[{index}]"
+            member = f"{base}.tools[{index}]"
             if each.type != FUNCTION:
                 continue
             if not each.name:

@@ -410,8 +410,8 @@ class FairQueue:
             )
             tenant = tier.line.next_tenant()
             assert tenant is not None, "the tier has a waiting request"
-            assert tenant.listed_turn is not None, "the next tenant is listed with its rank"
-            tenant_rank, _ = tenant.listed_turn
+            assert tenant.listed_priority is not None, "the next tenant is listed with its rank"
+            tenant_rank, _ = tenant.listed_priority
             if not self.limits.fair:
                 rank = 0.0
             elif tier is self.interactive:

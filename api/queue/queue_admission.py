@@ -25,7 +25,7 @@ NEWCOMERS_SHARE = 0.8
 RETRY_MARGIN = 1.2
 RETRY_S_MIN = 0.05  # seconds: with a shorter retry-after a client would spin
 RETRY_S_UNKNOWN = 1.0  # seconds: before any service was observed
-RESERVATIONS_PER_PLACE = 10  # beyond this many, a retry-after is an estimate without a reservation
+RESERVATIONS_PER_ENTRY = 10  # beyond this many, a retry-after is an estimate without a reservation
 # Seconds for which a reservation is kept at least, for client jitter and network delay.
 GRACE_S_MIN = 2.0
 EARLY_S = 0.001  # seconds that a timer may fire early
@@ -108,7 +108,7 @@ class QueueAdmission:
         self._tiers = tiers
         self._dispatch = dispatch
         self._waiting = waiting
-        self.reservations = Reservations(RESERVATIONS_PER_PLACE * limits.request_count_max)
+        self.reservations = Reservations(RESERVATIONS_PER_ENTRY * limits.request_count_max)
 
     def check(
         self, arrival: Arrival, engine_wait_s: float, now: float, *, is_half_empty: bool

@@ -50,7 +50,7 @@ class Queued(Protocol):
 Item = TypeVar("Item", bound=Queued)
 
 
-Turn = tuple[float, int]
+Priority = tuple[float, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +60,7 @@ class Tenant(Generic[Item]):
     counter: weighted service so far. dispatched: requests that the engine has not started
     on. owed: expected remaining cost of dispatched and running requests. ranks: of these,
     increasing. output_tokens_mean: of ended requests; None before the first. is_listed: in the heap
-    of `Line.level`. listed_turn: its one valid entry in the heap of `Line.next_tenant`.
+    of `Line.level`. listed_priority: its one valid entry in the heap of `Line.next_tenant`.
     """
 
     id: uuid.UUID
@@ -76,7 +76,7 @@ class Tenant(Generic[Item]):
     ranks: dict[Item, float] = field(default_factory=dict)
     output_tokens_mean: float | None = None
     is_listed: bool = False
-    listed_turn: Turn | None = None
+    listed_priority: Priority | None = None
 
     @property
     def first(self) -> Item:
@@ -90,7 +90,7 @@ class Tenant(Generic[Item]):
         return max(own, next(reversed(self.ranks.values()))) if self.ranks else own
 
     @property
-    def turn(self) -> Turn:
+    def priority(self) -> Priority:
         """Sort key of the tenant: least rank first, then the longest wait."""
         return self.rank, next(iter(self.waiting)).number if self.waiting else 0
 
@@ -103,8 +103,8 @@ class Line(Generic[Item]):
         self._tenants: dict[int, Tenant[Item]] = {}
         # Min-heap of turns of waiting tenants, with lazy updates: turns mostly grow, and entries
         # that are too low are corrected when they surface. A turn that shrinks gets another entry;
-        # `Tenant.listed_turn` is the valid one.
-        self._turns: list[tuple[Turn, int, Tenant[Item]]] = []
+        # `Tenant.listed_priority` is the valid one.
+        self._priorities: list[tuple[Priority, int, Tenant[Item]]] = []
         # Min-heap of counters of tenants with requests here or in the engine, with lazy updates:
         # entries may be too low, or of tenants without requests.
         self._queued: list[tuple[float, int, Tenant[Item]]] = []
@@ -158,7 +158,7 @@ class Line(Generic[Item]):
         tenant.waiting_input_tokens += item.input_token_count
         tenant.waiting_output_tokens_max += item.output_token_count_max
         self.waiting_count += 1
-        self._note_turn(tenant)
+        self._note_priority(tenant)
         return tenant
 
     def leave(self, item: Item, tenant: Tenant[Item]) -> None:
@@ -174,28 +174,28 @@ class Line(Generic[Item]):
 
         None if nothing waits.
         """
-        turns = self._turns
-        while turns:
-            turn, number, tenant = turns[0]
-            if tenant.listed_turn != turn:
-                heapq.heappop(turns)  # another entry replaced it
+        priorities = self._priorities
+        while priorities:
+            priority, number, tenant = priorities[0]
+            if tenant.listed_priority != priority:
+                heapq.heappop(priorities)  # another entry replaced it
             elif not tenant.waiting:
-                heapq.heappop(turns)
-                tenant.listed_turn = None
-            elif (present := tenant.turn) != turn:
-                tenant.listed_turn = present
-                heapq.heapreplace(turns, (present, number, tenant))
+                heapq.heappop(priorities)
+                tenant.listed_priority = None
+            elif (present := tenant.priority) != priority:
+                tenant.listed_priority = present
+                heapq.heapreplace(priorities, (present, number, tenant))
             else:
                 return tenant
         return None
 
-    def _note_turn(self, tenant: Tenant[Item]) -> None:
+    def _note_priority(self, tenant: Tenant[Item]) -> None:
         """Record that a tenant waits, or that its turn may have moved forward."""
-        turn = tenant.turn
-        if tenant.listed_turn is None or turn < tenant.listed_turn:
-            tenant.listed_turn = turn
+        priority = tenant.priority
+        if tenant.listed_priority is None or priority < tenant.listed_priority:
+            tenant.listed_priority = priority
             self._listed_count += 1
-            heapq.heappush(self._turns, (turn, self._listed_count, tenant))
+            heapq.heappush(self._priorities, (priority, self._listed_count, tenant))
 
     def take(self, tenant: Tenant[Item], output_token_count: float) -> Item:
         """Remove the first waiting request of a tenant.
@@ -243,7 +243,7 @@ class Line(Generic[Item]):
         if not tenant.owed:
             tenant.owed_units = 0.0  # sums of fractions may be off by some bits
         if tenant.waiting:
-            self._note_turn(tenant)
+            self._note_priority(tenant)
 
     def note_output(self, tenant: Tenant[Item], token_count: int) -> None:
         """Record how many tokens an ended request of a tenant has generated."""

@@ -29,10 +29,10 @@ from api.core.errors import (
 from api.core.interceptor import IS_COSTLY, READ_BYTES, READ_S, ReceivedMessages
 from api.core.rate_limiter import (
     BYTE_COST_S,
+    CALL,
     LOOKUP_COST_S,
     MESSAGE_COST_S,
     START_FREE_S,
-    VISIT,
 )
 from api.core.statuses import status_of
 from api.core.wire import parse_request_id
@@ -111,10 +111,8 @@ class ClientStream:
         self._begun_s = 0.0
         # Cost of database lookups by attaches in this slice, charged at its end.
         self._lookup_s = 0.0
-        visit = VISIT.get()
-        self._on_admitted: Callable[[], None] = (
-            (lambda: None) if visit is None else visit.on_admitted
-        )
+        call = CALL.get()
+        self._on_admitted: Callable[[], None] = (lambda: None) if call is None else call.on_admitted
         key.on_revoked = self._revoke
 
     async def serve(self, requests: AsyncIterator[pb.GenerateRequest], context: Context) -> None:
@@ -222,7 +220,7 @@ class ClientStream:
             self._parsed = await self._process.in_order(principal, READ_BYTES.get(), parse)
         index = 0
         while index < len(batch):
-            if await pace.turn(principal):
+            if await pace.wait_for_share(principal):
                 await self._key.refresh()
             elif index:
                 await asyncio.sleep(0)
@@ -235,7 +233,7 @@ class ClientStream:
         """Handle at least one frame from `index` on within the slice; return the next index."""
         self._lookup_s = self._begun_s = 0.0
         index_before, read_s = index, 0.0 if index else READ_S.get()
-        CURRENT.work, CURRENT.stage = VISIT.get(), "frames"
+        CURRENT.work, CURRENT.stage = CALL.get(), "frames"
         slice_began_at, began_at = time.monotonic(), time.thread_time()
         try:
             while index < len(batch):

@@ -75,7 +75,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         """Serve requests on one stream."""
         opened_at = time.monotonic()
         try:
-            place = self._open_streams.take(context.peer())
+            permit = self._open_streams.take(context.peer())
         except Overloaded:
             # A client refused while it still writes would see a broken stream instead of the
             # reason.
@@ -83,7 +83,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 async with asyncio.timeout(FIRST_MESSAGE_WAIT_S):
                     await anext(aiter(requests), None)
             raise
-        with place:
+        with permit:
             secret, trace = bearer_token(context), trace_of_metadata(context.invocation_metadata())
             if self._for_peers:
                 origin = await self._vouched_origin(context, secret)

@@ -17,7 +17,7 @@ import grpc
 
 from api.core.errors import ApiError, MessageMissing, Overloaded, TooManyStreams
 from api.core.interceptor import LARGE_MESSAGES, Context, ReceivedMessages, checked, writing
-from api.core.rate_limiter import CALL_COST_S, VISIT, Payer
+from api.core.rate_limiter import CALL, CALL_COST_S, Payer
 
 # Streams that need no key: health checks and reflection. A client opens one of each, or one per
 # service.
@@ -87,7 +87,7 @@ class OpenStreams:
             del self._counts[peer]
 
 
-TurnToRead = Callable[[Context], Awaitable[Payer]]
+ShareToRead = Callable[[Context], Awaitable[Payer]]
 ReadLargeOf = Callable[[Payer, int, Callable[[], Any]], Awaitable[Any]]
 
 
@@ -95,7 +95,7 @@ ReadLargeOf = Callable[[Payer, int, Callable[[], Any]], Awaitable[Any]]
 class Readers:
     """Calls of one reader that read a large message, or wait to do so."""
 
-    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LARGE_READS_MAX))
+    permits: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LARGE_READS_MAX))
     count: int = 0
 
 
@@ -107,12 +107,12 @@ class BoundedCalls:
     equal.
     """
 
-    def __init__(self, turn_to_read: TurnToRead, read_large: ReadLargeOf | None = None) -> None:
+    def __init__(self, share_to_read: ShareToRead, read_large: ReadLargeOf | None = None) -> None:
         """turn_to_read: waits until the message of a call may be read, and returns its payer.
 
         read_large: parses a large message of a payer outside the event loop; None: inside.
         """
-        self._turn_to_read = turn_to_read
+        self._share_to_read = share_to_read
         self._read_large = read_large
         self._readers: dict[Hashable, Readers] = {}
         self._keyless = OpenStreams(
@@ -152,7 +152,7 @@ class BoundedCalls:
     ) -> Callable[[Any, Context], Awaitable[Any]]:
         async def serve(requests: AsyncIterator[Any], context: Context) -> None:
             with self._unread.take(context.peer()):
-                reader = await self._turn_to_read(context) if is_large else None
+                reader = await self._share_to_read(context) if is_large else None
                 try:
                     async with asyncio.timeout(MESSAGE_WAIT_S) as wait, self._reading(reader):
                         if isinstance(requests, ReceivedMessages):
@@ -189,7 +189,7 @@ class BoundedCalls:
         readers = self._readers.setdefault(reader, Readers())
         readers.count += 1
         try:
-            async with readers.places:
+            async with readers.permits:
                 yield
         finally:
             readers.count -= 1
@@ -200,9 +200,9 @@ class BoundedCalls:
         self, handle: Callable[[Any, Context], Awaitable[Any]]
     ) -> Callable[[Any, Context], Awaitable[Any]]:
         async def serve(requests: Any, context: Context) -> Any:
-            if (visit := VISIT.get()) is not None:
-                visit.count(CALL_COST_S)
-                await visit.turn()
+            if (call := CALL.get()) is not None:
+                call.count(CALL_COST_S)
+                await call.wait_for_share()
             with self._keyless.take(context.peer()):
                 return await handle(requests, context)
 

@@ -333,8 +333,8 @@ def too_little_memory(device: torch.device) -> Answer:
     if device.type == "cpu":
         return None, ""
     free_bytes, total_bytes = torch.cuda.mem_get_info()
-    asked = EngineOptions(str(DEMO), ENGINE_LIMITS, "bfloat16", 2 * total_bytes, "cuda")
-    reasons = [start_failure(asked)]
+    options = EngineOptions(str(DEMO), ENGINE_LIMITS, "bfloat16", 2 * total_bytes, "cuda")
+    reasons = [start_failure(options)]
     taken = torch.empty(free_bytes - (192 << 20), dtype=torch.uint8, device=device)
     limits = EngineLimits(1 << 16)  # of 201 MB, whose weights and steps fit what is left
     reasons.append(start_failure(EngineOptions(str(DEMO), limits, "bfloat16", None, "cuda")))
@@ -419,12 +419,12 @@ def main() -> int:
     print(facts, flush=True)
     results, began_s = [], time.perf_counter()
     for question, (passed, found) in zip(QUESTIONS, answers(arguments.device), strict=True):
-        asked = (question.__doc__ or "").strip()
+        options = (question.__doc__ or "").strip()
         word = {True: "PASS", False: "FAIL", None: "SKIP"}[passed]
         ended_s = time.perf_counter()
-        print(f"{word} {asked} {found} ({ended_s - began_s:.1f} s)", flush=True)
+        print(f"{word} {options} {found} ({ended_s - began_s:.1f} s)", flush=True)
         began_s = ended_s
-        results.append({"question": asked, "passed": passed, "found": found})
+        results.append({"question": options, "passed": passed, "found": found})
     write_results(arguments.out, "check.json", {"device": facts, "results": results})
     return int(any(each["passed"] is False for each in results))
 

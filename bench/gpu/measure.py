@@ -121,7 +121,7 @@ def measure_decode(
         return None
     for _ in range(batch):
         run.add([FIRST_PLAIN_TOKEN] * context, room)
-    run.place(context)
+    run.fill(context)
     for _ in range(WARM_UP_STEPS):
         run.step(1)
 

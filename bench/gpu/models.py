@@ -203,7 +203,7 @@ class Run:
                 part.sequence.token_ids.append(next(best))
         return logits
 
-    def place(self, context_token_count: int) -> None:
+    def fill(self, context_token_count: int) -> None:
         """Pretend that all but the last of this many tokens of each text are computed."""
         for text in self.texts:
             text.token_ids = [FIRST_PLAIN_TOKEN] * context_token_count

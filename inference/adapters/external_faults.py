@@ -87,7 +87,7 @@ class StallWatch:
         self._abort_frees = abort_frees
         self._stall_count = 0
 
-    def look(self) -> str | None:
+    def poll(self) -> str | None:
         """Fail the sequences that are stuck. Returns the reason if the engine itself is stuck."""
         now_s = time.monotonic()
         stuck, shortest_s = [], self._first_token_timeout_s

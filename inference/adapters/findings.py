@@ -64,21 +64,21 @@ def needed(condition: bool) -> Verdict:
 async def ask_all(
     questions: Sequence[Callable[[Patient], Awaitable[tuple[Verdict, str]]]],
     patient: Patient,
-    tell: Callable[[Observation], None] = lambda observation: None,
+    observe: Callable[[Observation], None] = lambda observation: None,
 ) -> list[Observation]:
     """Run all questions in order. The text of a question is the docstring of its function.
 
-    tell: called with each observation at once; the engine's process may not live to the last.
+    observe: called with each observation at once; the engine's process may not live to the last.
     """
     found = []
     for question in questions:
-        asked = inspect.getdoc(question) or repr(question)
+        question_text = inspect.getdoc(question) or repr(question)
         try:
             verdict, seen = await question(patient)
         except Exception as error:  # the remaining questions are still useful
             verdict, seen = Verdict.BAD, f"no answer: {error!r}"
-        found.append(Observation(asked, verdict, seen))
-        tell(found[-1])
+        found.append(Observation(question_text, verdict, seen))
+        observe(found[-1])
     return found
 
 

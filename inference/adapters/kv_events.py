@@ -33,27 +33,27 @@ class KvEventIndex:
         # Blocks by parent and tokens: several if the engine separates tenants, since events carry
         # no salt.
         self._children: dict[tuple[int, tuple[int, ...]], dict[int, None]] = {}
-        self._places: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._positions: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._block_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._positions)
 
     def apply(self, change: KvCacheChange) -> None:
         if change.reset:
             self.clear()
         for parent, block, tokens in change.stored:
-            place = (parent, tuple(tokens))
+            position = (parent, tuple(tokens))
             self._block_tokens = max(self._block_tokens, len(tokens))
             self._remove(block)
-            self._places[block] = place
-            self._children.setdefault(place, {})[block] = None
+            self._positions[block] = position
+            self._children.setdefault(position, {})[block] = None
         for block in change.removed:
             self._remove(block)
 
     def clear(self) -> None:
         self._children.clear()
-        self._places.clear()
+        self._positions.clear()
 
     def matched_token_count(self, token_ids: Sequence[int], root: int = 0) -> int:
         """Return the leading tokens cached in whole blocks; not the whole prompt.
@@ -72,8 +72,8 @@ class KvEventIndex:
         return count
 
     def _remove(self, block: int) -> None:
-        place = self._places.pop(block, None)
-        if place is not None:
-            del self._children[place][block]
-            if not self._children[place]:
-                del self._children[place]
+        position = self._positions.pop(block, None)
+        if position is not None:
+            del self._children[position][block]
+            if not self._children[position]:
+                del self._children[position]

@@ -247,7 +247,7 @@ class RemoteEncoder(SupervisedBackend):
     def _use(self, dialect: Dialect, tasks: asyncio.TaskGroup) -> Iterator[None]:
         watch = ConnectionWatch(dialect, self._settings, self._link.end)
         tasks.create_task(watch.watch_channel())
-        tasks.create_task(watch.look_often())
+        tasks.create_task(watch.poll_often())
         self._dialect, self._tasks = dialect, tasks
         self._now_ready(time.monotonic() - self._connected_at_s)
         try:

@@ -63,7 +63,7 @@ IDLE_POLL_S = 0.01  # while the last sequences drain on close
 DEFAULT_BLOCK_TOKENS = dict.fromkeys(Service, 16) | {Service.TRTLLM: 32}
 
 UNANSWERED_MAX = 2  # consecutive health polls that may fail: one may be lost under load
-STALL_LOOK_S = 0.5
+STALL_POLL_S = 0.5
 EVENTS_AGAIN_S = 30.0  # seconds until a subscription that ended is renewed
 BLOCKS_MAX = 1 << 18  # of the index, some 250 MB; a larger cache is known by its events no more
 BLOCKS_AT_ONCE = 256  # of events, applied before other tasks run: 5 ms
@@ -336,7 +336,7 @@ class ConnectionWatch:
         await self.dialect.wait_until_lost()
         self._lost(f"the connection to {self._settings.target} was lost")
 
-    async def look_often(self) -> None:
+    async def poll_often(self) -> None:
         """Poll the server's health until it is unhealthy or stops answering."""
         unanswered_count = 0
         while unanswered_count < UNANSWERED_MAX:
@@ -396,7 +396,7 @@ class Upkeep(ConnectionWatch):
         duties = [
             self.watch_channel(),
             self._watch_stalls(),
-            self.look_often(),
+            self.poll_often(),
             self._probe_often(),
             self._follow_cache(),
         ]
@@ -406,11 +406,11 @@ class Upkeep(ConnectionWatch):
     async def _watch_stalls(self) -> None:
         shortest_s = min(self._settings.first_token_timeout_s, self._settings.inter_token_timeout_s)
         while True:
-            if (reason := self._stalls.look()) is not None:
+            if (reason := self._stalls.poll()) is not None:
                 self._lost(f"{self._settings.target}: {reason}")
                 return
             self._stalled(overdue(self.queue.pulse()))
-            await asyncio.sleep(min(STALL_LOOK_S, shortest_s / 4))
+            await asyncio.sleep(min(STALL_POLL_S, shortest_s / 4))
 
     async def _probe_often(self) -> None:
         """Probe for prefix sharing while connected: the server may be replaced or reconfigured."""

@@ -25,7 +25,7 @@ from inference.adapters.external_queue import ExternalQueue
 from inference.adapters.tensorrt_adapters import Adapter
 from inference.adapters.tensorrt_settings import (
     KV_EVENT_COUNT_MAX,
-    SPARE_PLACE_COUNT,
+    SPARE_ROW_COUNT,
     VERSION,
     TensorRtOptions,
 )
@@ -43,7 +43,7 @@ _GUIDES = {
 }
 EFFECT_PROMPT_TOKENS, EFFECT_TOKENS = 32, 4  # of outputs that show whether adapters have an effect
 
-LOOK_EVERY_S = 0.5
+POLL_EVERY_S = 0.5
 # Programs that the engine needs while it runs. Others below it end by themselves: compilers,
 # resource trackers.
 RANKS = ("mpi4py.futures.server", "orted", "prted")
@@ -98,7 +98,7 @@ class TensorRtLibrary:
         arguments: dict[str, Any] = {
             "tensor_parallel_size": options.tensor_parallel_size,
             "pipeline_parallel_size": options.pipeline_parallel_size,
-            "max_batch_size": limits.running_sequence_count_max + SPARE_PLACE_COUNT,
+            "max_batch_size": limits.running_sequence_count_max + SPARE_ROW_COUNT,
             "max_num_tokens": limits.step_token_count_max,
             "max_seq_len": limits.context_window_tokens,
             "enable_chunked_prefill": True,  # otherwise a prompt longer than a step is refused
@@ -267,8 +267,8 @@ class EngineWatch:
     async def run(self) -> None:
         """Check until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            reason = self._dead() or self._stalls.look()
+            await asyncio.sleep(POLL_EVERY_S)
+            reason = self._dead() or self._stalls.poll()
             if reason is not None:
                 self._broken(reason)
                 return

@@ -462,8 +462,8 @@ QUESTIONS: tuple[Question, ...] = (
 )
 
 
-def ask(load: LoadTensorRt, tell: Callable[[Observation], None]) -> None:
-    """Build an engine, ask all questions, shut it down. tell: called with each observation.
+def ask(load: LoadTensorRt, observe: Callable[[Observation], None]) -> None:
+    """Build an engine, ask all questions, shut it down. observe: called with each observation.
 
     Raises: EngineStartFailed.
     """
@@ -471,14 +471,14 @@ def ask(load: LoadTensorRt, tell: Callable[[Observation], None]) -> None:
     began_s = time.monotonic()
     llm = library.build(load.directory, load.limits, load.options, load.adapters)
     took = f"{time.monotonic() - began_s:.1f} s"
-    tell(Observation("How long does it take to start?", Verdict.EXPECTED, took))
+    observe(Observation("How long does it take to start?", Verdict.EXPECTED, took))
     names = tuple(each.name for each in load.adapters)
     patient = Patient(library, llm, load.limits, load.vocabulary_size, ranks(), names)
-    asyncio.run(ask_all(QUESTIONS, patient, tell))
+    asyncio.run(ask_all(QUESTIONS, patient, observe))
     began_s = time.monotonic()
     llm.shutdown()
     took = f"{time.monotonic() - began_s:.1f} s"
-    tell(Observation("How long does its shutdown take?", Verdict.EXPECTED, took))
+    observe(Observation("How long does its shutdown take?", Verdict.EXPECTED, took))
 
 
 class Observed(Message, tag="observed", frozen=True):

@@ -23,7 +23,7 @@ from inference.workers.protocol import Message
 VERSION = "1.2.1"
 
 KV_EVENT_COUNT_MAX = 65_536  # size of the engine's buffer of cache events
-SPARE_PLACE_COUNT = 8  # batch places reserved for sequences that are being aborted
+SPARE_ROW_COUNT = 8  # batch places reserved for sequences that are being aborted
 # Values without which the worker, or its table of effective parameters, would be wrong.
 _NEEDED: dict[str, Any] = {
     "backend": "pytorch",
@@ -169,8 +169,8 @@ def with_config(settings: TensorRtSettings, config: Mapping[str, Any]) -> Tensor
         kv_cache.setdefault("free_gpu_memory_fraction", fraction)  # the server's option
     for name, needed in _NEEDED.items():
         section, _, entry = name.rpartition(".")
-        place = kv_cache if section else entries
-        if entry in place and place.pop(entry) != needed:
+        target = kv_cache if section else entries
+        if entry in target and target.pop(entry) != needed:
             raise ValueError(f"{name} must be {needed!r}: Weir cannot use another value")
     if settings.adapters and entries.get("cuda_graph_config") is not None:
         raise ValueError("cuda_graph_config must be left out: CUDA graphs omit LoRA adapters")
@@ -184,7 +184,7 @@ def with_config(settings: TensorRtSettings, config: Mapping[str, Any]) -> Tensor
     batch = _size(entries, "max_batch_size", None)
     running = settings.running_sequence_count_max
     if batch is not None:
-        running = batch - min(SPARE_PLACE_COUNT, batch // 4)
+        running = batch - min(SPARE_ROW_COUNT, batch // 4)
         entries["max_batch_size"] = batch
     return replace(
         settings,

@@ -15,7 +15,7 @@ from inference.checkpoint.checkpoint import read_model_info
 from inference.core.options import ComputeDtype, CostModel, Device, EngineOptions
 from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import EngineLimits
-from inference.native.packed_file import PackedPlace
+from inference.native.packed_file import PackedTarget
 from inference.sequences import RequestField
 from inference.workers.engine import WorkerEngine
 from inference.workers.process import CHILD_ENVIRONMENT, WorkerOpener, open_worker
@@ -67,7 +67,7 @@ class TorchEngineSettings:
     restart_delay_s_max: float = 30.0
     stable_after_s: float = 60.0  # seconds of service after which the restart delay is reset
     simulation: CostModel | None = None
-    packed: PackedPlace | None = None
+    packed: PackedTarget | None = None
     draft_token_count_max: int = 10  # guessed from earlier text per sequence and step
     environment: Mapping[str, str] = field(default_factory=dict)
 

@@ -35,7 +35,7 @@ def fingerprint(directory: Path, engine: str) -> str:
     for path, size in zip(weights, sizes, strict=True):
         digest.update(f"{path.name}\0{size}\0".encode())
         with contextlib.suppress(OSError), path.open("rb") as file:
-            for place in range(0, size, step or CHUNK_BYTES):
-                file.seek(place)
+            for offset in range(0, size, step or CHUNK_BYTES):
+                file.seek(offset)
                 digest.update(file.read(SAMPLE_BYTES if step else CHUNK_BYTES))
     return f"fp_{digest.hexdigest()}"

@@ -20,7 +20,7 @@ from typing import Literal
 from inference.checkpoint.checkpoint import DecoderConfig
 from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from inference.limits import EngineLimits
-from inference.native.packed_file import PackedPlace
+from inference.native.packed_file import PackedTarget
 
 ComputeDtype = Literal["float32", "bfloat16", "int8"]
 Device = Literal["cpu", "cuda"]
@@ -64,7 +64,7 @@ class EngineOptions:
     kv_cache_bytes: int | None = 1 << 30
     device: Device = "cpu"
     simulation: CostModel | None = None
-    packed: PackedPlace | None = None
+    packed: PackedTarget | None = None
     draft_token_count_max: int = 10
 
     def block_bytes(self, config: DecoderConfig) -> int:

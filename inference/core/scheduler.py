@@ -311,8 +311,10 @@ class Scheduler:
         commitments: Commitments,
     ) -> bool:
         """Admit a waiting sequence if there is room, or if it may displace others."""
-        missing_places = (
-            commitments.place_count + sequence.place_count - self._limits.running_sequence_count_max
+        missing_rows = (
+            commitments.batch_row_count
+            + sequence.batch_row_count
+            - self._limits.running_sequence_count_max
         )
         needed_blocks = commitments.owed_by(sequence, len(matched)) + self._pool.evictable_count(
             matched
@@ -322,15 +324,15 @@ class Scheduler:
             if self._running
             else 0
         )
-        if missing_places > 0 or missing_blocks > 0:
+        if missing_rows > 0 or missing_blocks > 0:
             displaced = self._displaceable(
-                sequence, matched, missing_places, missing_blocks, commitments
+                sequence, matched, missing_rows, missing_blocks, commitments
             )
             if not displaced:
                 return False
             for each in displaced:
                 commitments.owed_block_count -= commitments.owed_by(each, len(each.block_table))
-                commitments.place_count -= each.place_count
+                commitments.batch_row_count -= each.batch_row_count
                 self._preempt(each)
                 plan.drop(each)
         self._enter(sequence, matched, plan)
@@ -341,7 +343,7 @@ class Scheduler:
         self,
         sequence: Sequence,
         matched: list[CachedBlock],
-        places: int,
+        rows: int,
         blocks: int,
         commitments: Commitments,
     ) -> list[Sequence]:
@@ -353,19 +355,19 @@ class Scheduler:
         kept = {block.block_id for block in matched}
         displaced: list[Sequence] = []
         for running in reversed(self._running):
-            if places <= 0 and blocks <= 0:
+            if rows <= 0 and blocks <= 0:
                 return displaced
             if running.rank <= sequence.request.rank + sequence.prompt_token_count:
                 return []
             if running.group is None:
                 displaced.append(running)
-                places -= 1
+                rows -= 1
                 blocks -= commitments.owed_by(running, len(running.block_table))
                 blocks -= sum(
                     not self._pool.is_shared(each) and each not in kept
                     for each in running.block_table
                 )
-        return displaced if places <= 0 and blocks <= 0 else []
+        return displaced if rows <= 0 and blocks <= 0 else []
 
     def _enter(self, sequence: Sequence, matched: list[CachedBlock], plan: StepPlan) -> None:
         self._waiting.remove(sequence)
@@ -432,14 +434,14 @@ class Commitments:
 
     def __init__(self, limits: EngineLimits) -> None:
         self.owed_block_count = 0
-        self.place_count = 0  # including places of future beams
+        self.batch_row_count = 0  # including places of future beams
         self._limits = limits
         # first sequence computing a prefix block, by block key
         self._in_progress: dict[int, Sequence] = {}
 
     def add(self, sequence: Sequence) -> None:
         self.owed_block_count += self.owed_by(sequence, len(sequence.block_table))
-        self.place_count += sequence.place_count
+        self.batch_row_count += sequence.batch_row_count
         for block in sequence.prefix_keys[sequence.computed_token_count // KV_BLOCK_TOKENS :]:
             first = self._in_progress.setdefault(block.key, sequence)
             if sequence is not first and sequence.precedence < first.precedence:
@@ -451,7 +453,7 @@ class Commitments:
             sequence.owed_output_token_count, self._limits.owed_output_token_count_max
         )
         needed = blocks_for(len(sequence.token_ids) + owed_output)
-        of_beams = (sequence.place_count - 1) * (
+        of_beams = (sequence.batch_row_count - 1) * (
             needed - len(sequence.token_ids) // KV_BLOCK_TOKENS
         )
         return max(needed - covered_block_count, 0) + of_beams

@@ -142,9 +142,9 @@ class Sequence:
         return f"{salt}\0{self.rotary_offset}" if self.rotary_offset else salt
 
     @property
-    def place_count(self) -> int:
+    def batch_row_count(self) -> int:
         """Places in the batch, including those of future beams."""
-        return 1 if self.group is None else self.group.place_count(self)
+        return 1 if self.group is None else self.group.batch_row_count(self)
 
     @property
     def may_decode(self) -> bool:
@@ -334,7 +334,7 @@ class BeamGroup:
         """True if the next step may choose: each beam has one uncomputed token."""
         return all(beam.uncomputed_token_count == 1 for beam in self.beams)
 
-    def place_count(self, beam: Sequence) -> int:
+    def batch_row_count(self, beam: Sequence) -> int:
         """Return the batch places of a beam; the first beam reserves those of future beams."""
         return self.width - len(self.beams) + 1 if beam is self.beams[0] else 1
 

@@ -99,14 +99,14 @@ def rotate_and_write_kernel(
     tl.store(target + half, turned_high, mask=inside & is_query)
     slot = tl.load(slots + row).to(tl.int64)
     kv_head = (head - HEADS) % KV_HEADS
-    place = (((slot // BLOCK) * KV_HEADS + kv_head) * BLOCK + slot % BLOCK) * DIM
-    place = place[:, None] + at[None, :]
+    offset = (((slot // BLOCK) * KV_HEADS + kv_head) * BLOCK + slot % BLOCK) * DIM
+    offset = offset[:, None] + at[None, :]
     is_new_key = inside & (slot >= 0) & ~is_query & ~is_value
-    tl.store(keys + place, turned_low, mask=is_new_key)
-    tl.store(keys + place + half, turned_high, mask=is_new_key)
+    tl.store(keys + offset, turned_low, mask=is_new_key)
+    tl.store(keys + offset + half, turned_high, mask=is_new_key)
     is_new_value = inside & (slot >= 0) & is_value
-    tl.store(values + place, low, mask=is_new_value)
-    tl.store(values + place + half, high, mask=is_new_value)
+    tl.store(values + offset, low, mask=is_new_value)
+    tl.store(values + offset + half, high, mask=is_new_value)
 
 
 @triton.jit
@@ -174,9 +174,9 @@ def attention_kernel(
         is_query = (query < ROWS * group) & (row < row_count)
         dim = tl.arange(0, DIM_TILE)
         is_dim = dim < DIM
-        place = (first_row + row) * HEADS + head
+        offset = (first_row + row) * HEADS + head
         turned = tl.load(
-            queries + place[:, None] * DIM + dim[None, :],
+            queries + offset[:, None] * DIM + dim[None, :],
             mask=is_query[:, None] & is_dim[None, :], other=0.0,
         )  # fmt: skip
         own = position + row
@@ -210,10 +210,10 @@ def attention_kernel(
         total = tl.where(total > 0.0, total, 1.0)  # a part may be empty
         result = result / total[:, None]
         if SPLITS > 1:
-            place = place * SPLITS + split
-            tl.store(part_sums + place, largest + tl.log2(total), mask=is_query)
+            offset = offset * SPLITS + split
+            tl.store(part_sums + offset, largest + tl.log2(total), mask=is_query)
         tl.store(
-            out + place[:, None] * DIM + dim[None, :], result,
+            out + offset[:, None] * DIM + dim[None, :], result,
             mask=is_query[:, None] & is_dim[None, :],
         )  # fmt: skip
 
@@ -227,17 +227,17 @@ def combine_kernel(
     span = tl.program_id(1)
     if tl.program_id(0) < tl.load(spans + span * 4 + 1):
         row = tl.load(spans + span * 4).to(tl.int64) + tl.program_id(0)
-        place = row * HEADS + tl.program_id(2)
+        offset = row * HEADS + tl.program_id(2)
         split, dim = tl.arange(0, SPLITS), tl.arange(0, DIM_TILE)
-        sums = tl.load(part_sums + place * SPLITS + split)
+        sums = tl.load(part_sums + offset * SPLITS + split)
         weights = tl.exp2(sums - tl.max(sums, axis=0))
         weights = weights / tl.sum(weights, axis=0)
         part = tl.load(
-            parts + (place * SPLITS + split)[:, None] * DIM + dim[None, :],
+            parts + (offset * SPLITS + split)[:, None] * DIM + dim[None, :],
             mask=(dim < DIM)[None, :], other=0.0,
         )  # fmt: skip
         result = tl.sum(part * weights[:, None], axis=0)
-        tl.store(out + place * DIM + dim, result, mask=dim < DIM)
+        tl.store(out + offset * DIM + dim, result, mask=dim < DIM)
 
 
 @triton.jit

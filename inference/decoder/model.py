@@ -463,9 +463,9 @@ def rotary_tables(
 
 def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     """Slow down slow rotations by `factor`, keep fast ones, blend those between."""
-    turns = scaling.original_context_tokens * frequencies / (2 * math.pi)
+    rotations = scaling.original_context_tokens * frequencies / (2 * math.pi)
     blend = (
-        (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     ).clamp(0.0, 1.0)
     return frequencies * (blend + (1.0 - blend) / scaling.factor)
 
@@ -489,15 +489,15 @@ def _stretch_slow(theta: float, scaling: YarnScaling, exponents: Tensor) -> Tens
     """Return frequencies with a ramp from kept to slowed dimensions; Peng et al. 2023, 3.2."""
     pair_count = len(exponents)
 
-    def pair_that_turns(turns: float) -> float:
+    def rotating_pair(rotations: float) -> float:
         """Return the fractional dimension with this number of turns in the original context."""
         return (
             pair_count
-            * math.log(scaling.original_context_tokens / (turns * 2 * math.pi))
+            * math.log(scaling.original_context_tokens / (rotations * 2 * math.pi))
             / math.log(theta)
         )
 
-    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    first, last = rotating_pair(scaling.beta_fast), rotating_pair(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * pair_count - 1)

@@ -254,11 +254,11 @@ def _read_modules(directory: Path) -> tuple[Path, Path, bool]:
     return transformer, pooling / "config.json", bool(normalize)
 
 
-def _inside(directory: Path, place: str, path: Path) -> Path:
+def _inside(directory: Path, relative: str, path: Path) -> Path:
     """Return a module's directory. modules.json is untrusted and must not reach other files."""
-    if Path(place).is_absolute() or ".." in Path(place).parts:
-        raise CheckpointInvalid(path, f"path {place!r} is outside the checkpoint")
-    return directory / place
+    if Path(relative).is_absolute() or ".." in Path(relative).parts:
+        raise CheckpointInvalid(path, f"path {relative!r} is outside the checkpoint")
+    return directory / relative
 
 
 def _read_pooling(path: Path) -> tuple[Pooling, int | None]:

@@ -29,7 +29,7 @@ from inference.kv_blocks import blocks_for
 from inference.native import loader
 from inference.native.packed_file import (
     PackedFile,
-    PackedPlace,
+    PackedTarget,
     Part,
     open_packed,
     packed_path,
@@ -383,16 +383,16 @@ def open_decoder(
     return decoder
 
 
-def path_for(place: PackedPlace | None, checkpoint: Path, compute_dtype: str) -> Path | None:
+def path_for(packed: PackedTarget | None, checkpoint: Path, compute_dtype: str) -> Path | None:
     """Return the path of a checkpoint's packed weights; None if disabled or too small."""
-    if place is None:
+    if packed is None:
         return None
     try:
         stored_bytes = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
         if stored_bytes < PACKED_BYTES_MIN:
             return None
         layout = loader.layout_name(is_bfloat16=compute_dtype != "float32")
-        return packed_path(Path(place.directory), checkpoint, compute_dtype, layout)
+        return packed_path(Path(packed.directory), checkpoint, compute_dtype, layout)
     except OSError as error:
         _log.warning("packed weights are not stored: %s", error)
         return None

@@ -36,7 +36,7 @@ _STALE_S = 3600.0  # far longer than writing takes
 
 
 @dataclass(frozen=True, slots=True)
-class PackedPlace:
+class PackedTarget:
     """Directory shared by all workers of a machine. bytes_max: total size of unmapped files."""
 
     directory: str

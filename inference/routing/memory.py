@@ -272,7 +272,7 @@ class MemoryBudget:
         )
         granted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting[resident] = granted
-        self.look()
+        self.poll()
         try:
             return await granted
         except asyncio.CancelledError:
@@ -286,12 +286,12 @@ class MemoryBudget:
         if granted is not None:
             if not granted.done():  # else its waiter was cancelled
                 granted.set_result(False)
-            self.look()
+            self.poll()
 
     def release(self, resident: Resident) -> None:
         """Release the memory of an engine."""
         self._held.pop(resident, None)
-        self.look()
+        self.poll()
 
     def fits_now(self, resident: Resident) -> bool:
         """Return whether memory would be granted at once, without an eviction."""
@@ -306,7 +306,7 @@ class MemoryBudget:
         """Return the names of the engines that hold memory, for messages."""
         return ", ".join(sorted(resident.name for resident in self._held)) or "no engine"
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Grant free memory in order, and make room for the next. Call when an engine is idle."""
         if self._timer is not None:
             self._timer.cancel()
@@ -343,7 +343,7 @@ class MemoryBudget:
                 continue
             wait_s = since_s + HANDOVER_S - self._clock()
             if wait_s > 0:
-                self._timer = asyncio.get_running_loop().call_later(wait_s, self.look)
+                self._timer = asyncio.get_running_loop().call_later(wait_s, self.poll)
                 return
             _log.info("evicting engine %s: another engine needs its memory", resident.name)
             del staying[resident]

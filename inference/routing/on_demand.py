@@ -332,7 +332,7 @@ class ManagedBackend(Generic[Served]):
         if self._terms.keep_warm:
             return
         self._budget.withdraw(self)
-        self._budget.look()
+        self._budget.poll()
         if self._terms.idle_timeout_s and self._running() is not None:
             self._forget_timer()
             self._idle_timer = asyncio.get_running_loop().call_later(

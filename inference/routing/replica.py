@@ -303,7 +303,7 @@ class Replica:
         self.prefixes.block_count_max = block_count or BLOCK_COUNT_MAX
 
     @property
-    def free_place_count(self) -> int:
+    def free_row_count(self) -> int:
         """Free places in its batch; 0 if sequences wait, 1 if the engine reports no places."""
         statistics = self.engine.statistics()
         if statistics.waiting_sequence_count:

@@ -192,13 +192,13 @@ class ReplicaSet(Replicas[Replica]):
         """
         return sum(sequence.move_from(name) for sequence in tuple(self.sequences))
 
-    def has_place(self, request: GenerationRequest) -> bool:
+    def has_room(self, request: GenerationRequest) -> bool:
         """Return whether a replica has a free place that no moving sequence needs."""
         now_s, free_count = self.clock(), 0
         for replica in {
             replica for tier in self._tiers(request, ()) for replica in tier if replica.takes(now_s)
         }:
-            free_count += replica.free_place_count
+            free_count += replica.free_row_count
         return free_count > len(self.moving)
 
     def could_continue(self, request: GenerationRequest) -> bool:
@@ -216,16 +216,16 @@ class ReplicaSet(Replicas[Replica]):
         refusals: list[EngineError] = []
         impossible: RequestImpossible | None = None
         for tier in self._tiers(request, avoided):
-            asked: list[Replica] = []
+            tried: list[Replica] = []
             while True:
                 left, now_s = [], self.clock()
                 for replica in tier:
-                    if replica not in asked and replica.takes(now_s):
+                    if replica not in tried and replica.takes(now_s):
                         left.append(replica)
                 if not left:
                     break
                 replica = left[0] if len(left) == 1 else self._choose(left, request, work)
-                asked.append(replica)
+                tried.append(replica)
                 try:
                     return sequence.enter(replica, request, work, self._expected_output(request))
                 except (EngineOverloaded, EngineUnavailable, EngineStartFailed) as refusal:
@@ -343,14 +343,14 @@ class ReplicaSet(Replicas[Replica]):
 class Recovery:
     """Search for another replica, by event-loop callbacks with growing pauses.
 
-    home: drained replica that could still run it. give_up_at_s: on the set's clock. next_look: the
+    home: drained replica that could still run it. give_up_at_s: on the set's clock. next_poll: the
     pending callback.
     """
 
     loss: EngineError
     home: Replica | None
     give_up_at_s: float
-    next_look: asyncio.Handle
+    next_poll: asyncio.Handle
     pauses: Backoff = field(default_factory=lambda: Backoff(PAUSE_S_MIN, PAUSE_S_MAX))
 
 
@@ -402,8 +402,8 @@ class RoutedSequence:
         if self._is_placed:
             self._sequence.cancel()
         elif (recovery := self._recovery) is not None:
-            recovery.next_look.cancel()
-            recovery.next_look = asyncio.get_running_loop().call_soon(self._look)
+            recovery.next_poll.cancel()
+            recovery.next_poll = asyncio.get_running_loop().call_soon(self._poll)
 
     def close(self) -> None:
         """Implement `SequenceHandle.close`."""
@@ -451,7 +451,7 @@ class RoutedSequence:
         if (
             self._is_cancelled
             or not self._may_go_on
-            or not self._replica_set.has_place(self._continued())
+            or not self._replica_set.has_room(self._continued())
         ):
             return False
         self._replica_set.moving.add(self)
@@ -596,24 +596,24 @@ class RoutedSequence:
             wait_s = 0.0 if is_full and not self._has_output else self._replica_set.recovery_wait_s
             home = replica if self in self._replica_set.moving and not has_failed else None
             self._recovery = Recovery(
-                loss, home, now_s + wait_s, asyncio.get_running_loop().call_soon(self._look)
+                loss, home, now_s + wait_s, asyncio.get_running_loop().call_soon(self._poll)
             )
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Try to enter another replica, or the same one when it is back."""
         recovery = self._recovery
         assert recovery is not None, "ending a recovery cancels its callback"
         try:
             if self._is_cancelled:
                 self._end(self._cancelled_end())
-            elif self._found_place(recovery.home):
+            elif self._found_room(recovery.home):
                 self._stop_looking()
                 self._note_moved()
             elif self._replica_set.is_closing or self._replica_set.clock() >= recovery.give_up_at_s:
                 self._end(recovery.loss)
             else:
-                recovery.next_look = asyncio.get_running_loop().call_later(
-                    recovery.pauses.next_s(), self._look
+                recovery.next_poll = asyncio.get_running_loop().call_later(
+                    recovery.pauses.next_s(), self._poll
                 )
         except RequestImpossible:
             self._end(recovery.loss)
@@ -621,7 +621,7 @@ class RoutedSequence:
             log_incident(error, source="replica set")
             self._end(EngineFailed("an unexpected error"))
 
-    def _found_place(self, home: Replica | None) -> bool:
+    def _found_room(self, home: Replica | None) -> bool:
         """Enter a replica, or `home` if no other takes it, drained or not; return success."""
         request = self._continued()
         try:
@@ -638,7 +638,7 @@ class RoutedSequence:
     def _stop_looking(self) -> None:
         self._replica_set.moving.discard(self)
         if self._recovery is not None:
-            self._recovery.next_look.cancel()
+            self._recovery.next_poll.cancel()
             self._recovery = None
 
     def _note_moved(self) -> None:

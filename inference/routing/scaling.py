@@ -57,7 +57,7 @@ class Scaler:
     _roomy_since_s: float | None = None
     _leaving: set[str] = field(default_factory=set)  # names of replicas being stopped
 
-    def look(self, replicas: Sequence[Replica], now_s: float) -> Replica | None:
+    def poll(self, replicas: Sequence[Replica], now_s: float) -> Replica | None:
         """Stop a replica if it is time; return the replica to start, or None."""
         self._finish_stops(replicas)
         serving = [replica for replica in replicas if replica.takes(now_s)]
@@ -172,7 +172,7 @@ class ScaledReplicaSet(ReplicaSet):
     async def _scale(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             await asyncio.sleep(INTERVAL_S)
-            chosen = self._scaler.look(self.replicas, self.clock())
+            chosen = self._scaler.poll(self.replicas, self.clock())
             if chosen is not None and not self.is_closing:
                 _log.info("starting replica %s: the others are full", chosen.name)
                 tasks.create_task(start(chosen), name=f"replica start {chosen.name}")
@@ -186,8 +186,11 @@ async def start(replica: Replica) -> None:
 
 def is_full(statistics: EngineStatistics) -> bool:
     """Return whether all running places of an engine are taken or sequences wait."""
-    places = statistics.running_sequence_count_max
-    return statistics.waiting_sequence_count > 0 or 0 < places <= statistics.running_sequence_count
+    running_max = statistics.running_sequence_count_max
+    return (
+        statistics.waiting_sequence_count > 0
+        or 0 < running_max <= statistics.running_sequence_count
+    )
 
 
 def since(before_s: float | None, holds: bool, now_s: float) -> float | None:

@@ -193,14 +193,16 @@ def score_batch(classifiers: Sequence[Classifier], batch: ClassifyBatch) -> Batc
     scores: list[list[float]] = [[] for _ in batch.texts]
     try:
         for number, classifier in enumerate(classifiers):
-            places = [place for place, (index, _) in enumerate(batch.texts) if index == number]
-            if places:
-                for place, scored in zip(
-                    places,
-                    classifier.score([batch.texts[place][1] for place in places]),
+            positions = [
+                position for position, (index, _) in enumerate(batch.texts) if index == number
+            ]
+            if positions:
+                for position, scored in zip(
+                    positions,
+                    classifier.score([batch.texts[position][1] for position in positions]),
                     strict=True,
                 ):
-                    scores[place] = scored
+                    scores[position] = scored
     except Exception as error:
         _log.exception("a batch could not be scored")
         return BatchScored(batch.number, [], f"{type(error).__name__}: {error}")

@@ -206,8 +206,8 @@ class ClassifierRule:
 
     def hit(self, scores: Sequence[float]) -> str | None:
         """Return classifier and label of the first threshold reached; None if there is none."""
-        for place, label, threshold in self.thresholds:
-            if scores[place] >= threshold:
+        for index, label, threshold in self.thresholds:
+            if scores[index] >= threshold:
                 return f"{self.name}: {label}"
         return None
 
@@ -259,8 +259,8 @@ class ClassifierChecker:
                 raise
             _log.warning("let through unchecked, as configured: %s", error)
             return None
-        asked = [rule for _ in texts for rule in rules]
-        hits = (rule.hit(scores) for rule, scores in zip(asked, scored, strict=True))
+        requested = [rule for _ in texts for rule in rules]
+        hits = (rule.hit(scores) for rule, scores in zip(requested, scored, strict=True))
         return next((hit for hit in hits if hit is not None), None)
 
 

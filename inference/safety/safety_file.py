@@ -84,11 +84,11 @@ def read_safety(path: Path) -> Safety:
         )
     directories = [_directory(entry, path.parent, where) for where, entry in classifiers]
     process = ClassifierProcess(directories, timeout_s=terms.timeout_s)
-    asked = [
+    score_calls = [
         _classifier(entry, index, directories[index], where)
         for index, (where, entry) in enumerate(classifiers)
     ]
-    checkers.append(ClassifierChecker(process, asked, terms))
+    checkers.append(ClassifierChecker(process, score_calls, terms))
     return Safety(SafetyStage(checkers), process)
 
 
@@ -211,7 +211,7 @@ def _labels(directory: Path, where: str) -> dict[str, int]:
         raise SafetyRulesInvalid(
             f"{where}: id2label of {directory / 'config.json'} is not a table of labels"
         )
-    return {str(label): int(place) for place, label in id2label.items()}
+    return {str(label): int(index) for index, label in id2label.items()}
 
 
 def _terms(table: Any, where: str) -> ClassifierTerms:

@@ -113,16 +113,18 @@ class BeamSearch:
                 for one, each in zip(self.living, candidates, strict=True)
             ]
         )
-        places = [
+        positions = [
             (beam, index)
             for beam, each in enumerate(candidates)
             for index in range(len(each.token_ids))
         ]
         found = []
-        for place in np.argsort(-totals, kind="stable")[: self.candidate_count].tolist():
-            beam, index = places[place]
+        for position in np.argsort(-totals, kind="stable")[: self.candidate_count].tolist():
+            beam, index = positions[position]
             found.append(
-                _Continuation(beam, index, candidates[beam].token_ids[index], float(totals[place]))
+                _Continuation(
+                    beam, index, candidates[beam].token_ids[index], float(totals[position])
+                )
             )
         return found
 
@@ -145,8 +147,8 @@ class BeamSearch:
             return True
         # A positive penalty favours long outputs, so the best possible score is the one at maximum
         # length.
-        looks_ahead = params.early_stopping is EarlyStopping.NEVER and params.length_penalty > 0
-        reached = self._max_output_tokens if looks_ahead else length
+        is_exhaustive = params.early_stopping is EarlyStopping.NEVER and params.length_penalty > 0
+        reached = self._max_output_tokens if is_exhaustive else length
         best_possible = np.float32(self.living[0].score) / np.float32(
             reached**params.length_penalty
         )

@@ -132,9 +132,9 @@ class AfterThinking(Grammar):
         """Implement `Grammar.fill`."""
         words = mask[row].view(np.uint32)
         if self._split.thinks and self._left <= 0:
-            place = min(int(-self._left), len(self._closing_ids) - 1)
+            index = min(int(-self._left), len(self._closing_ids) - 1)
             words[:] = 0
-            _allow(words, self._closing_ids[place])
+            _allow(words, self._closing_ids[index])
             return
         if self._grammar is None:
             words[:] = ~np.uint32(0)

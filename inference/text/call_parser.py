@@ -210,7 +210,7 @@ class ToolCallParser:
         self._is_escaped = False  # within arguments in a string, the next character
         self._has_begun = False  # whether the current call was emitted
         self._scanner = JsonScanner()
-        self._between = self._fresh if self._shape.bare else self._outside
+        self._between = self._fresh if self._shape.bare else self._plain
         self._state: State = self._between
 
     @property
@@ -219,16 +219,16 @@ class ToolCallParser:
 
     def push(self, text: str) -> Parsed:
         """Parse more output and return what became final."""
-        place = 0
-        while place < len(text):
-            place = self._skip_plain(text, place)
-            if place < len(text):
-                self._state(text[place])
-                place += 1
+        position = 0
+        while position < len(text):
+            position = self._skip_plain(text, position)
+            if position < len(text):
+                self._state(text[position])
+                position += 1
             if len(self._held) > HELD_CHARS_MAX:
                 self._found.add_text(self._held)
                 self._held = ""
-                self._leave(self._outside)
+                self._leave(self._plain)
         return self._found.taken()
 
     def finish(self) -> Parsed:
@@ -244,14 +244,14 @@ class ToolCallParser:
             self._found.add_text(held)
         return self._found.taken()
 
-    def _skip_plain(self, text: str, place: int) -> int:
+    def _skip_plain(self, text: str, position: int) -> int:
         """Add plain text up to a possible call at once, much faster than character by character."""
-        if self._held or self._state != self._outside:
-            return place
-        found = text.find(self._shape.opening[0], place) if self._shape.opening else -1
-        plain = text[place : len(text) if found < 0 else found].rstrip(BLANKS)
+        if self._held or self._state != self._plain:
+            return position
+        found = text.find(self._shape.opening[0], position) if self._shape.opening else -1
+        plain = text[position : len(text) if found < 0 else found].rstrip(BLANKS)
         self._found.add_text(plain)
-        return place + len(plain)
+        return position + len(plain)
 
     def _again(self, character: str) -> None:
         """Parse the held text and one more character again, in the present state."""
@@ -273,16 +273,16 @@ class ToolCallParser:
         if self._has_begun and self._shape.closing:
             self._state = self._closing
         elif self._has_begun:
-            self._leave(self._outside)
+            self._leave(self._plain)
         else:
             self._found.add_text(self._held)
             self._held = ""
-            self._leave(self._outside)
+            self._leave(self._plain)
         self._again(character)
 
     def _leave(self, state: State) -> None:
         self._has_begun = self._is_list = False
-        self._is_marked &= state != self._outside
+        self._is_marked &= state != self._plain
         self._state = state
 
     # Outside of calls.
@@ -297,10 +297,10 @@ class ToolCallParser:
         ):
             self._held += character
         else:
-            self._leave(self._outside)
+            self._leave(self._plain)
             self._again(character)
 
-    def _outside(self, character: str) -> None:
+    def _plain(self, character: str) -> None:
         """Parse text. Blanks and a possible opening are held back."""
         opening, held = self._shape.opening, self._held + character
         part = _behind_blanks(held, opening)

@@ -45,7 +45,7 @@ from inference.text.conversation import (
     late_system,
 )
 from inference.text.template_sandbox import (
-    LOOK_AT_CLOCK,
+    READ_CLOCK,
     BoundedEnvironment,
     Budget,
     GenerationBlock,
@@ -475,7 +475,7 @@ class _ChatTemplate:
                 strftime_now=partial(utc_text, datetime.now(UTC)),
                 **self._special_tokens,
                 **self.thinking_variables(thinking),
-                **{LOOK_AT_CLOCK: Budget().look_at_clock},
+                **{READ_CLOCK: Budget().read_clock},
             )
             return _until_mark(rendered) if is_unfinished else rendered
         except RecursionError as error:

@@ -142,17 +142,17 @@ class ControlTokens:
         stripped = text.strip()  # templates strip messages
         if 0 < len(stripped) < self._length_max and stripped in self._all_markers:
             # the whole text could be the middle of a marker
-            return text.replace(stripped, self._place(stripped[0]) + stripped[1:], 1)
-        text = self._hideable.sub(lambda found: self._place(found[0]), text)
+            return text.replace(stripped, self._insert(stripped[0]) + stripped[1:], 1)
+        text = self._hideable.sub(lambda found: self._insert(found[0]), text)
         begin = len(text) - len(text.lstrip())
         for end in range(min(begin + self._length_max, len(text)), begin, -1):
             if text[begin:end] in self._tails:
-                text = text[:begin] + self._place(text[begin:end]) + text[end:]
+                text = text[:begin] + self._insert(text[begin:end]) + text[end:]
                 break
         end = len(text.rstrip())
         for begin in range(max(end - self._length_max, 0), end):
             if text[begin:end] in self._heads:
-                return text[:begin] + self._place(text[begin:end]) + text[end:]
+                return text[:begin] + self._insert(text[begin:end]) + text[end:]
         return text
 
     def revealed(self, rendered: str) -> str:
@@ -207,7 +207,7 @@ class ControlTokens:
             digits = digits.replace(escape(digit), digit)
         return escape(self._hidden[_number(digits)])
 
-    def _place(self, text: str) -> str:
+    def _insert(self, text: str) -> str:
         return self._nonce + _digits(self._index_by_text[text], _INDEX_DIGITS)
 
     def _twin(self, special: str) -> str:

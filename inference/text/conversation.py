@@ -264,7 +264,7 @@ def _with_joined_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 def late_system(messages: Sequence[ChatMessage]) -> int | None:
     """Return the index of the first system message behind others; None if there is none."""
     systems = [index for index, each in enumerate(messages) if each.role in SYSTEM_ROLES]
-    return next((index for place, index in enumerate(systems) if place != index), None)
+    return next((index for expected, index in enumerate(systems) if expected != index), None)
 
 
 def _with_one_answer(messages: Sequence[ChatMessage]) -> list[ChatMessage]:

@@ -147,12 +147,12 @@ class Marked:
         """Implement `ReasoningFormat.closes`."""
         return self._ends_with(prompt_token_ids, 1)
 
-    def _ends_with(self, prompt_token_ids: Sequence[int], place: int) -> bool:
+    def _ends_with(self, prompt_token_ids: Sequence[int], index: int) -> bool:
         tail = list(prompt_token_ids[-PROMPT_TAIL_TOKENS:])
         if self.ids is None:
             text = self.backend.decode(tail, skip_special_tokens=False)
-            return text.rstrip().endswith(self.markers[place])
-        while tail and tail[-1] != self.ids[place]:
+            return text.rstrip().endswith(self.markers[index])
+        while tail and tail[-1] != self.ids[index]:
             if self.backend.decode([tail.pop()], skip_special_tokens=False).strip():
                 return False
         return bool(tail)

@@ -39,7 +39,7 @@ _DIRECTIVE = re.compile(r"%([-_0^#]*)(\d*)[EO]?([A-Za-z+%])")
 _C_LOCALE = {"c": "%a %b %e %H:%M:%S %Y", "x": "%m/%d/%y", "X": "%H:%M:%S", "r": "%I:%M:%S %p"}
 
 
-LOOK_AT_CLOCK, JOINED = "_look_at_clock", "_joined"  # names that templates do not use
+READ_CLOCK, JOINED = "_look_at_clock", "_joined"  # names that templates do not use
 
 
 class TemplateTooCostly(TemplateError):
@@ -53,14 +53,14 @@ class Budget:
         self._clock = clock
         self._end_s = clock() + RENDER_S_MAX
 
-    def look_at_clock(self) -> None:
+    def read_clock(self) -> None:
         """Raise TemplateTooCostly after the deadline."""
         if self._clock() > self._end_s:
             raise TemplateTooCostly(f"the chat template has not ended after {RENDER_S_MAX:g} s")
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with limits of time and size. Call `look_at_clock` in templates ends them."""
+    """Jinja's sandbox with limits of time and size. Call `read_clock` in templates ends them."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -121,13 +121,13 @@ class _Rewriter(NodeTransformer):
             node.lineno
         )
 
-    def _begin_with_look(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
+    def _begin_with_clock(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
         self.generic_visit(node)
-        look = nodes.Call(nodes.Name(LOOK_AT_CLOCK, "load"), [], [], None, None)
-        node.body.insert(0, nodes.ExprStmt(look).set_lineno(node.lineno))
+        poll = nodes.Call(nodes.Name(READ_CLOCK, "load"), [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(poll).set_lineno(node.lineno))
         return node
 
-    visit_For = visit_Macro = visit_CallBlock = _begin_with_look
+    visit_For = visit_Macro = visit_CallBlock = _begin_with_clock
 
 
 def _joined(*parts: Any) -> str:

@@ -172,20 +172,20 @@ def calls_schema(tools: Sequence[Tool], *, single: bool, arguments_key: str) -> 
     )
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """Return the schema with its internal references moved to `place`."""
+def _moved(schema: Any, base: str) -> Any:
+    """Return the schema with its internal references moved to `base`."""
     if not isinstance(schema, Mapping):
         return schema
     moved: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            moved[key] = place + value[1:]
+            moved[key] = base + value[1:]
         elif key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
-            moved[key] = {name: _moved(each, place) for name, each in value.items()}
+            moved[key] = {name: _moved(each, base) for name, each in value.items()}
         elif key in _SCHEMAS and isinstance(value, list):
-            moved[key] = [_moved(each, place) for each in value]
+            moved[key] = [_moved(each, base) for each in value]
         else:
-            moved[key] = _moved(value, place) if key in _SCHEMA else value
+            moved[key] = _moved(value, base) if key in _SCHEMA else value
     return moved
 
 
@@ -255,11 +255,11 @@ class _Exclusive:
     def _referenced(self, reference: object) -> Any:
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
-        place: Any = self._root
+        base: Any = self._root
         for name in reference[1:].split("/")[1:]:
             key = unquote(name).replace("~1", "/").replace("~0", "~")
-            place = place.get(key) if isinstance(place, Mapping) else None
-        return place
+            base = base.get(key) if isinstance(base, Mapping) else None
+        return base
 
     def _part_excludes(self, one: Mapping[str, Any], other: Mapping[str, Any], depth: int) -> bool:
         self._steps_left -= 1

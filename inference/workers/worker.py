@@ -28,8 +28,8 @@ from inference.workers.supervised_backend import RestartPolicy, SupervisedBacken
 
 LOG_LINES = 20  # in the report of a load that is given up
 _log = logging.getLogger("weir.inference.workers")
-LOOK_S = 0.5  # between two looks of a watchdog
-LOOK_LATE_S = 0.5  # of a look that judges nothing
+WATCH_INTERVAL_S = 0.5  # between two looks of a watchdog
+POLL_LATE_S = 0.5  # of a look that judges nothing
 PULSE_LOST_S = 3.0  # three pulses
 # A stalled step is longer than both. Steps aim at 0.1 s; a long prefill on a slow CPU, or another
 # process on its cores, makes one ten times longer than its predecessors at most.
@@ -67,7 +67,7 @@ class Watchdog:
         self._heard_at_s = -math.inf
         self._pulse: tuple[float, Pulse] | None = None  # the last one, and when it came
         self._timer: asyncio.TimerHandle | None = None
-        self._look_every_s = min(timeout_s / 4, LOOK_S)
+        self._poll_every_s = min(timeout_s / 4, WATCH_INTERVAL_S)
 
     def heard(self) -> None:
         """Note a sign of life."""
@@ -97,13 +97,13 @@ class Watchdog:
         self._on_stall("")
 
     def _schedule(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._look_every_s, self._look)
+        self._timer = asyncio.get_running_loop().call_later(self._poll_every_s, self._poll)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         assert self._timer is not None, "only an armed watchdog looks"
         now_s = self._now_s()
         # After a block of this loop, messages may wait that it has not read yet.
-        if now_s - self._timer.when() < LOOK_LATE_S:
+        if now_s - self._timer.when() < POLL_LATE_S:
             self._on_stall(self._stall(now_s))
             silence_s = now_s - self._heard_at_s
             if silence_s > self._timeout_s:
@@ -160,7 +160,7 @@ class Worker:
 
     def __init__(
         self,
-        life: SupervisedBackend,
+        request_state: SupervisedBackend,
         kind: WorkerKind,
         waits: WorkerPolicy,
         *,
@@ -174,7 +174,7 @@ class Worker:
         message outside the lifecycle; may raise ProtocolBroken. owes_answers: returns whether
         silence of the worker is a fault.
         """
-        self._life = life
+        self._supervised = request_state
         self._kind = kind
         self._waits = waits
         self._on_ready = on_ready
@@ -184,7 +184,7 @@ class Worker:
         self._began_at_s = -math.inf
         self._hung = False
         self._load_failure_count = 0
-        self._watchdog = Watchdog(waits.step_timeout_s, self._kill_hanging, life.stalled)
+        self._watchdog = Watchdog(waits.step_timeout_s, self._kill_hanging, request_state.stalled)
         self.heard, self.pulse = self._watchdog.heard, self._watchdog.pulse
 
     @property
@@ -207,7 +207,10 @@ class Worker:
         self._hung = False
         log_lines: list[str] = []
         reason = await self._run(log_lines)
-        if self._life.is_closing or self._life.condition().state is not EngineState.LOADING:
+        if (
+            self._supervised.is_closing
+            or self._supervised.condition().state is not EngineState.LOADING
+        ):
             self._load_failure_count = 0
             return reason
         self._load_failure_count += 1
@@ -215,23 +218,23 @@ class Worker:
             reason = f"loading failed {self._load_failure_count} times, last because {reason}"
             _log.error(
                 "engine %s: %s; its log ends:\n%s",
-                self._life.model.name,
+                self._supervised.model.name,
                 reason,
                 "\n".join(log_lines) or "(empty)",
             )
-            self._life.cannot_start(f"{reason}: see the log of the server")
+            self._supervised.cannot_start(f"{reason}: see the log of the server")
         return reason
 
     async def _run(self, log_lines: list[str]) -> str:
         """Implement `run`, without counting. log_lines: gets the end of the worker's log."""
         try:
             async with self._kind.opener(self._kind.module, self._kind.environment) as process:
-                if self._life.is_closing:
+                if self._supervised.is_closing:
                     return "the engine was closed"  # during the start: `close` could not kill it
                 self.process = process
                 try:
                     await self._load(process)
-                    if self._life.condition().state is not EngineState.FAILED:
+                    if self._supervised.condition().state is not EngineState.FAILED:
                         await process.follow(self._kind.decoder, self._on_message)
                     return await self._exit_reason(process)
                 except TimeoutError:
@@ -241,7 +244,7 @@ class Worker:
                 finally:
                     log_lines += process.log_lines(LOG_LINES)
                     self.process = None
-                    self._life.unreachable()
+                    self._supervised.unreachable()
                     self._watchdog.disarm()
         except OSError as error:
             return f"the engine process could not be started: {error}"
@@ -250,15 +253,15 @@ class Worker:
         self._began_at_s = asyncio.get_running_loop().time()
         process.send(self._kind.load)
         async with asyncio.timeout(self._waits.load_timeout_s):
-            while self._life.condition().state is EngineState.LOADING:
+            while self._supervised.condition().state is EngineState.LOADING:
                 match await process.receive(self._kind.decoder):
                     case Loading(stage=stage, fraction=fraction):
-                        self._life.loading(stage, fraction)
+                        self._supervised.loading(stage, fraction)
                     case Ready() as ready:
                         self._on_ready(ready, asyncio.get_running_loop().time() - self._began_at_s)
                         self._watchdog.arm()
                     case LoadFailed(message=reason):
-                        self._life.cannot_start(reason)
+                        self._supervised.cannot_start(reason)
                     case None:
                         return
                     case message:
@@ -266,7 +269,7 @@ class Worker:
 
     async def _exit_reason(self, process: WorkerProcess) -> str:
         """Return the reason of the worker's end by its exit status."""
-        condition = self._life.condition()
+        condition = self._supervised.condition()
         if condition.state is EngineState.FAILED:
             return condition.reason
         await process.wait_gone(self._waits.close_timeout_s)
@@ -284,7 +287,7 @@ class Worker:
         if self.process is not None and (self._owes_answers() or not self._watchdog.is_alive):
             _log.error(
                 "engine %s: no report for %.0f s, killing the process",
-                self._life.model.name,
+                self._supervised.model.name,
                 silence_s,
             )
             self._hung = True

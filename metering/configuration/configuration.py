@@ -75,7 +75,7 @@ FIELDS = {
     "lifetime": "expire_time",
 }
 # Identity of a price; other fields are its values.
-PLACE = ("model", "currency_code", "organization", "effective_at")
+IDENTITY = ("model", "currency_code", "organization", "effective_at")
 OVERRIDE = ("override_limit_value", "override_until", "override_reason")
 OVERRIDE_FIELDS = {
     "limit_value": "override_limit_value",
@@ -329,7 +329,7 @@ class Attempts:
         self._check_names(
             "organizations", "name", [each.name for each in configuration.organizations]
         )
-        self._check_names("prices", "model", list(map(attrgetter(*PLACE), configuration.prices)))
+        self._check_names("prices", "model", list(map(attrgetter(*IDENTITY), configuration.prices)))
         for index, organization in enumerate(configuration.organizations):
             await self._organization(f"organizations[{index}]", organization)
         for index, price in enumerate(configuration.prices):
@@ -576,8 +576,8 @@ class Attempts:
         record, secret = made
         self.created.add(record.id)
         existing = await self.session.get_one(ApiKey, record.id)
-        says = differences(None, existing, KEY_FIELDS)
-        set_terms = tuple(each for each in says if each.after is not False)
+        terms = differences(None, existing, KEY_FIELDS)
+        set_terms = tuple(each for each in terms if each.after is not False)
         self.changes.append(
             Change(Action.CREATE, "key", shown, set_terms, key_prefix=record.prefix, secret=secret)
         )
@@ -762,7 +762,7 @@ class Attempts:
         names = [
             each.name
             for each in fields(PriceSpec)
-            if each.name not in PLACE and getattr(named, each.name) is not None
+            if each.name not in IDENTITY and getattr(named, each.name) is not None
         ]
         reasoning = "reasoning_picos_per_token"
         if existing is not None and getattr(existing, reasoning) is not None:

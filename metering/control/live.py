@@ -324,8 +324,12 @@ async def live_view(
     """
     if not 1 <= page_size <= PAGE_SIZE_MAX:
         raise InvalidValue("page_size", f"must be between 1 and {PAGE_SIZE_MAX}")
-    asked_at, silent = await ask_all(sessions)
-    values = {"asked_at": asked_at, "stuck_only": stuck_only, "organization_id": organization_id}
+    requested_at, silent = await ask_all(sessions)
+    values = {
+        "asked_at": requested_at,
+        "stuck_only": stuck_only,
+        "organization_id": organization_id,
+    }
     async with sessions() as session:
         requests = (await session.execute(SELECT_REQUESTS, values | {"page_size": page_size})).all()
         organizations = (await session.execute(SELECT_ORGANIZATIONS, values)).all()
@@ -357,9 +361,9 @@ async def find_waiting(
     sessions: Sessions, request_id: uuid.UUID, project_id: uuid.UUID | None = None
 ) -> list[ProjectRequest]:
     """Return the projects in which a request of this id waits without a hold."""
-    asked_at, _ = await ask_all(sessions)
+    requested_at, _ = await ask_all(sessions)
     async with sessions() as session:
-        values = {"asked_at": asked_at, "request_id": request_id, "project_id": project_id}
+        values = {"asked_at": requested_at, "request_id": request_id, "project_id": project_id}
         return [
             ProjectRequest(each_id, False)
             for each_id in await session.scalars(SELECT_WAITING, values)
@@ -372,21 +376,21 @@ async def ask_all(sessions: Sessions) -> tuple[datetime, set[uuid.UUID]]:
     A process reads all commands before it reports.
     """
     async with sessions.begin() as session:
-        asked_at = (await session.scalars(select(func.clock_timestamp()))).one()
+        requested_at = (await session.scalars(select(func.clock_timestamp()))).one()
         expected = set(await session.scalars(EXPECTED))
         await session.execute(select(func.pg_notify(CHANNEL, REPORT)))
     deadline = asyncio.get_running_loop().time() + REPORT_WAIT_S
     while True:
         async with sessions() as session:
-            silent = expected - set(await session.scalars(ANSWERED, {"asked_at": asked_at}))
+            silent = expected - set(await session.scalars(ANSWERED, {"asked_at": requested_at}))
         if not silent or asyncio.get_running_loop().time() > deadline:
             break
         await asyncio.sleep(REPORT_POLL_S)
     if silent:
         async with sessions.begin() as session:
-            await session.execute(FORGET_ENDED, {"asked_at": asked_at})
+            await session.execute(FORGET_ENDED, {"asked_at": requested_at})
             silent &= set(await session.scalars(EXPECTED))
-    return asked_at, silent
+    return requested_at, silent
 
 
 async def find_running_hold(
@@ -437,9 +441,9 @@ def is_of(served: str, model: str) -> bool:
 
 async def replica_view(sessions: Sessions) -> ReplicaView:
     """Return the replicas of all processes, which have read earlier commands if they answer."""
-    asked_at, silent = await ask_all(sessions)
+    requested_at, silent = await ask_all(sessions)
     async with sessions() as session:
-        rows = (await session.execute(SELECT_REPLICAS, {"asked_at": asked_at})).all()
+        rows = (await session.execute(SELECT_REPLICAS, {"asked_at": requested_at})).all()
     return ReplicaView(tuple(rows), tuple(sorted(silent)))
 
 

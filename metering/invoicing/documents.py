@@ -69,12 +69,12 @@ class Drawer:
     """Renderer of documents, one at a time."""
 
     def __init__(self) -> None:
-        self._turn = asyncio.Semaphore(1)
+        self._lock = asyncio.Semaphore(1)
 
     async def draw(self, document: InvoiceDocument) -> bytes:
         """Draw the document as PDF. Raises: DrawingFailed, TimeoutError."""
         line_count = sum(len(group.lines) for group in document.usage or ())
-        async with self._turn, asyncio.timeout(DRAWING_S + LINE_S * line_count):
+        async with self._lock, asyncio.timeout(DRAWING_S + LINE_S * line_count):
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",

@@ -207,17 +207,17 @@ def load_type(issuer: Issuer) -> Type:
 def plain_table(
     rows: Sequence[Sequence[Any]],
     widths: Sequence[float],
-    look: Sequence[tuple[Any, ...]],
+    style: Sequence[tuple[Any, ...]],
     *,
     repeat: int = 0,
 ) -> Table:
-    """Return a table without padding except where `look` sets it."""
+    """Return a table without padding except where `style` sets it."""
     bare = [("LEFTPADDING", (0, 0), (-1, -1), 0), ("RIGHTPADDING", (0, 0), (-1, -1), 0)]
     bare += [("TOPPADDING", (0, 0), (-1, -1), 0), ("BOTTOMPADDING", (0, 0), (-1, -1), 0)]
     return Table(
         list(map(list, rows)),
         colWidths=list(widths),
-        style=[*bare, *look],
+        style=[*bare, *style],
         repeatRows=repeat,
         hAlign="LEFT",
     )
@@ -230,7 +230,7 @@ def lines(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
     if not document.usage:
         yield type_.paragraph("No usage in this period.", 9, color=GREY)
         return
-    places = decimal_places(document)
+    decimals = decimal_places(document)
     heads = (
         "Tokens",
         "Tier",
@@ -249,7 +249,7 @@ def lines(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
     left = list(parts(document.usage))
     while left:
         rows: list[list[Any]] = [head]
-        look: list[tuple[Any, ...]] = [
+        style: list[tuple[Any, ...]] = [
             ("LINEBELOW", (0, 0), (-1, 0), 0.8, INK),
             ("VALIGN", (0, 0), (-1, -1), "BOTTOM"),
             ("FONT", (0, 0), (-1, -1), type_.regular, LINE_SIZE, LINE_SIZE * 1.32),
@@ -261,37 +261,37 @@ def lines(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
             begin = len(rows)
             summed = group.lines if len(group.lines) > 1 and part == 0 else ()
             name = heading(group, part)
-            rows.append(sum_cells(name, summed, places, document.currency_code, type_))
+            rows.append(sum_cells(name, summed, decimals, document.currency_code, type_))
             rows.extend(
-                token_cells(line, billed, places, document.currency_code, type_)
+                token_cells(line, billed, decimals, document.currency_code, type_)
                 for line, billed in of
             )
-            look += [
+            style += [
                 ("SPAN", (0, begin), (4, begin)),
                 ("BACKGROUND", (0, begin), (-1, begin), PALE),
                 ("LINEBELOW", (0, begin + 1), (-1, len(rows) - 1), 0.25, RULE),
                 ("NOSPLIT", (0, begin), (-1, len(rows) - 1)),
             ]
         if not left:
-            rows.append(sum_cells("All usage", every, places, document.currency_code, type_))
-            look += [
+            rows.append(sum_cells("All usage", every, decimals, document.currency_code, type_))
+            style += [
                 ("SPAN", (0, -1), (4, -1)),
                 ("LINEABOVE", (0, -1), (-1, -1), 0.8, INK),
                 ("NOSPLIT", (0, -2), (-1, -1)),
             ]
-        yield plain_table(rows, [each * mm for each in COLUMNS], [*PADDED, *look], repeat=1)
+        yield plain_table(rows, [each * mm for each in COLUMNS], [*PADDED, *style], repeat=1)
         yield CondPageBreak(A4[1]) if left else Spacer(0, 5 * mm)
 
 
 def sum_cells(
-    name: str, of: Sequence[tuple[ReportLine, int]], places: Places, currency: str, type_: Type
+    name: str, of: Sequence[tuple[ReportLine, int]], decimals: Positions, currency: str, type_: Type
 ) -> list[Any]:
     sums = ["", "", ""]
     if of:
         billed = sum(billed for _, billed in of)
         sums = [
             f"{sum(line.token_count for line, _ in of):,}",
-            aligned(sum(line.amount_picos for line, _ in of), places.amount),
+            aligned(sum(line.amount_picos for line, _ in of), decimals.amount),
         ]
         sums.append(grouped(exact_text(billed, currency)))
     right = [type_.figure(each, bold=True) for each in sums]
@@ -315,7 +315,7 @@ def heading(group: TokenGroup, part: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class Positions:
     """Fraction digits in each column of exact numbers, as many as the finest one needs."""
 
     million: int
@@ -323,11 +323,11 @@ class Places:
     amount: int
 
 
-def decimal_places(document: InvoiceDocument) -> Places:
+def decimal_places(document: InvoiceDocument) -> Positions:
     """Return the fraction digits that the lines of the usage need."""
     of = [line for group in document.usage or () for line, _ in group.lines]
     amounts = [line.amount_picos for line in of]
-    return Places(
+    return Positions(
         needed((line.unit_price_picos * TOKENS_PER_PRICE for line in of), document.currency_code),
         needed((line.unit_price_picos for line in of), document.currency_code),
         needed([*amounts, sum(amounts)], document.currency_code),
@@ -339,24 +339,24 @@ def needed(amounts: Iterable[int], currency: str) -> int:
     return max(len(exact_text(picos, currency).partition(".")[2]) for picos in amounts)
 
 
-def aligned(picos: int, places: int) -> str:
+def aligned(picos: int, decimals: int) -> str:
     """Return an exact amount, padded to the number of fraction digits."""
     whole, _, fraction = exact_text(picos, "").partition(".")
-    fraction = fraction.ljust(places, "0")[: max(places, len(fraction.rstrip("0")))]
+    fraction = fraction.ljust(decimals, "0")[: max(decimals, len(fraction.rstrip("0")))]
     return grouped(f"{whole}.{fraction}" if fraction else whole)
 
 
 def token_cells(
-    line: ReportLine, billed_picos: int, places: Places, currency: str, type_: Type
+    line: ReportLine, billed_picos: int, decimals: Positions, currency: str, type_: Type
 ) -> list[str | Paragraph]:
     cells = [
         line.token_kind.replace("_", " "),
         line.tier.value,
         f"v{line.price_version}",
-        aligned(line.unit_price_picos * TOKENS_PER_PRICE, places.million),
-        aligned(line.unit_price_picos, places.token),
+        aligned(line.unit_price_picos * TOKENS_PER_PRICE, decimals.million),
+        aligned(line.unit_price_picos, decimals.token),
         f"{line.token_count:,}",
-        aligned(line.amount_picos, places.amount),
+        aligned(line.amount_picos, decimals.amount),
         grouped(exact_text(billed_picos, currency)),
     ]
     return [type_.cell(each, width * mm) for each, width in zip(cells, COLUMNS, strict=True)]
@@ -387,40 +387,40 @@ def section_table(heading: str, amounts: Sequence[AmountLine], currency: str, ty
             else ""
         )
         rows.append([reason, exact, type_.figure(billed)])
-    look = [
+    style = [
         ("BACKGROUND", (0, 0), (-1, 0), PALE),
         ("LINEBELOW", (0, 1), (-1, -1), 0.25, RULE),
         ("VALIGN", (0, 0), (-1, -1), "TOP"),
     ]
     last = COLUMNS[-1] * mm
-    return plain_table(rows, (WIDTH - 34 * mm - last, 34 * mm, last), [*PADDED, *look], repeat=1)
+    return plain_table(rows, (WIDTH - 34 * mm - last, 34 * mm, last), [*PADDED, *style], repeat=1)
 
 
 def closing(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
     """Yield the sums, unsplit and the amount owed last, then payment instructions and notes."""
     exact = [row.exact_picos for row in document.summary if row.exact_picos is not None]
-    places = needed(exact, document.currency_code)
+    decimals = needed(exact, document.currency_code)
     heads = [
         type_.paragraph(head, 7.5, bold=True, right=True, color=GREY)
         for head in ("Exact amount", "Amount")
     ]
     rows = [
         ["", "", *heads],
-        *(summary_cells(row, places, document.currency_code, type_) for row in document.summary),
+        *(summary_cells(row, decimals, document.currency_code, type_) for row in document.summary),
     ]
-    look: list[tuple[Any, ...]] = [
+    style: list[tuple[Any, ...]] = [
         ("VALIGN", (0, 0), (-1, -1), "BOTTOM"),
         ("TOPPADDING", (0, 0), (-1, -1), 1),
         ("BOTTOMPADDING", (0, 0), (-1, -1), 1),
     ]
     for index, row in enumerate(document.summary, 1):
         if row.strong:
-            look += [
+            style += [
                 ("LINEABOVE", (1, index), (-1, index), 0.8, INK),
                 ("BACKGROUND", (1, index), (-1, index), PALE),
             ]
     yield KeepTogether(
-        [plain_table(rows, [WIDTH * each for each in SUMMARY_COLUMNS], [*PADDED, *look])]
+        [plain_table(rows, [WIDTH * each for each in SUMMARY_COLUMNS], [*PADDED, *style])]
     )
     yield Spacer(0, 6 * mm)
     if document.issuer.payment and not document.mark:
@@ -434,10 +434,10 @@ def closing(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
         yield Spacer(0, 1.2 * mm)
 
 
-def summary_cells(row: SummaryRow, places: int, currency: str, type_: Type) -> list[Any]:
+def summary_cells(row: SummaryRow, decimals: int, currency: str, type_: Type) -> list[Any]:
     """Return the cells of a sum: its exact and its rounded amount, or its text."""
     size = 10.5 if row.strong else 8.5
-    exact = "" if row.exact_picos is None else aligned(row.exact_picos, places)
+    exact = "" if row.exact_picos is None else aligned(row.exact_picos, decimals)
     billed = row.text
     if row.billed_picos is not None:
         billed = grouped(exact_text(row.billed_picos, currency))

@@ -20,7 +20,7 @@ from metering.core.models import QuotaDimension, QuotaSubject
 from metering.quotas.quota_rules import Charge, QuotaRule
 from metering.quotas.quotas import QuotaExceeded
 from metering.quotas.retry_hints import (
-    PROMISE_COUNT_MAX,
+    RESERVATION_COUNT_MAX,
     UNKNOWN_KEY,
     Forecast,
     History,
@@ -28,7 +28,7 @@ from metering.quotas.retry_hints import (
     RequestKey,
     RetryReservations,
     RunningRequest,
-    promise,
+    reserve,
 )
 from metering.store.pipeline import Connection
 
@@ -79,7 +79,7 @@ class Refused(NamedTuple):
     api_key_id: uuid.UUID = UNKNOWN_KEY
 
 
-class PromisedRetry(NamedTuple):
+class ReservedRetry(NamedTuple):
     """Time of a promised retry in seconds, and the quotas that refused the request."""
 
     at_s: float
@@ -92,7 +92,7 @@ class Refusals:
     def __init__(self) -> None:
         self._counts: Counter[tuple[QuotaDimension, QuotaSubject]] = Counter()
         self._forecasts: dict[uuid.UUID, Forecast] = {}
-        self._promised: dict[RequestKey, PromisedRetry] = {}  # the latest last
+        self._reserved: dict[RequestKey, ReservedRetry] = {}  # the latest last
         self._reservations = RetryReservations()
 
     @property
@@ -103,7 +103,7 @@ class Refusals:
     @property
     def awaits_returns(self) -> bool:
         """True if any request has a retry hint outstanding."""
-        return bool(self._promised)
+        return bool(self._reserved)
 
     async def note(self, connection: Connection, now: datetime, refused: Sequence[Refused]) -> None:
         """Count the refusals of one batch and set the retry hint of each.
@@ -129,39 +129,39 @@ class Refusals:
         """Promise room once per request; an early retry gets the same time again."""
         error, request, now_s = refused.error, refused.request, now.timestamp()
         quota_ids = frozenset(state.quota_id for state in error.failing)
-        promised = self._promised.pop(request, None) if request is not None else None
+        reserved = self._reserved.pop(request, None) if request is not None else None
         if request is not None:
             self._reservations.note_retry(request, now_s)
-        if promised is None or promised.at_s <= now_s or promised.quota_ids != quota_ids:
+        if reserved is None or reserved.at_s <= now_s or reserved.quota_ids != quota_ids:
             requester = Requester(refused.organization_id, refused.api_key_id)
             may = request is None or self._reservations.accepts(requester, now_s)
-            self.promise(error, now, refused.api_key_id if may else None)
-            promised = PromisedRetry(now_s + error.retry_after_s, quota_ids)
+            self.reserve(error, now, refused.api_key_id if may else None)
+            reserved = ReservedRetry(now_s + error.retry_after_s, quota_ids)
             if may and request is not None and error.retry_helps:
-                self._reservations.add(request, requester, now_s, promised.at_s)
-        error.hint_s = promised.at_s - now_s
+                self._reservations.add(request, requester, now_s, reserved.at_s)
+        error.hint_s = reserved.at_s - now_s
         if request is not None and error.retry_helps:
-            self._promised[request] = promised
-            if len(self._promised) > PROMISE_COUNT_MAX:
-                del self._promised[next(iter(self._promised))]
+            self._reserved[request] = reserved
+            if len(self._reserved) > RESERVATION_COUNT_MAX:
+                del self._reserved[next(iter(self._reserved))]
 
     def on_admitted(self, request: RequestKey) -> None:
         """RetryRecord that a request was admitted, which keeps the promise made to it."""
-        if self._promised.pop(request, None) is not None:
+        if self._reserved.pop(request, None) is not None:
             self._reservations.note_retry(request, math.inf)
 
-    def promise(
+    def reserve(
         self, error: QuotaExceeded, now: datetime, api_key_id: uuid.UUID | None = UNKNOWN_KEY
     ) -> None:
         """Set the hint of one refusal: the time at which all its quotas will have room by forecast.
 
-        api_key_id: see `retry_hints.promise`.
+        api_key_id: see `retry_hints.reserve`.
         """
         assert error.charge is not None
         forecasts = [
             (self._forecasts[state.quota_id], state, minimum) for state, minimum in error.met
         ]
-        error.hint_s = promise(forecasts, error.charge, now.timestamp(), api_key_id)
+        error.hint_s = reserve(forecasts, error.charge, now.timestamp(), api_key_id)
 
     def learn(
         self,
@@ -178,14 +178,14 @@ class Refusals:
         promises.
         """
         known = self._forecasts.get(rule.id)
-        promises = (
-            [each for each in known.promises if not self._reservations.is_doubted(each[2])]
+        reservations = (
+            [each for each in known.reservations if not self._reservations.is_doubted(each[2])]
             if known is not None
             else []
         )
         processes = max(process_count, known.process_count if known is not None else 1)
         self._forecasts[rule.id] = Forecast(
-            rule, now.timestamp(), history, processes, running, promises
+            rule, now.timestamp(), history, processes, running, reservations
         )
 
     async def _refresh(

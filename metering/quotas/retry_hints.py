@@ -32,13 +32,13 @@ from metering.quotas.quota_rules import (
 )
 
 # Outstanding promises of one key that keeps them: many clients behind one key are not an attack.
-KEY_PROMISES_MAX = 500
+KEY_RESERVATIONS_MAX = 500
 
-ORGANIZATION_PROMISES_MAX = 2000  # of all its keys
+ORGANIZATION_RESERVATIONS_MAX = 2000  # of all its keys
 
-BROKEN_PROMISES_MAX = 8  # broken promises of one key in excess of kept ones
+MISSED_RESERVATIONS_MAX = 8  # broken promises of one key in excess of kept ones
 
-DOUBTED_PROMISES_MAX = 16  # outstanding promises of a key that has broken more
+DOUBTED_RESERVATIONS_MAX = 16  # outstanding promises of a key that has broken more
 
 # How late a client may retry: clocks, jitter, network; and a share of the wait.
 GRACE_S_MIN, GRACE_SHARE = 2.0, 0.5
@@ -64,7 +64,7 @@ WINDOW_COUNT_MAX = 1000  # promises reach no further; later requests are given t
 ROUND_COUNT_MAX = 50  # iterations in search of a time that suits all quotas
 UNKNOWN_KEY = uuid.UUID(int=0)  # key of a promise whose holder does not matter
 # Of one quota: beyond it none is recorded, and hints repeat the last one.
-PROMISE_COUNT_MAX = 10_000
+RESERVATION_COUNT_MAX = 10_000
 
 
 class Requester(NamedTuple):
@@ -84,7 +84,7 @@ class RetryRecord:
     @property
     def is_doubted(self) -> bool:
         """True if the key's requests mostly do not return."""
-        return self.broken > self.kept + BROKEN_PROMISES_MAX
+        return self.broken > self.kept + MISSED_RESERVATIONS_MAX
 
 
 class RetryReservations:
@@ -102,9 +102,11 @@ class RetryReservations:
         """Return whether room may be reserved for another request of this key."""
         self._note_broken(now_s)
         maximum = (
-            DOUBTED_PROMISES_MAX if self.is_doubted(requester.api_key_id) else KEY_PROMISES_MAX
+            DOUBTED_RESERVATIONS_MAX
+            if self.is_doubted(requester.api_key_id)
+            else KEY_RESERVATIONS_MAX
         )
-        within = self._by_organization[requester.organization_id] < ORGANIZATION_PROMISES_MAX
+        within = self._by_organization[requester.organization_id] < ORGANIZATION_RESERVATIONS_MAX
         return within and self._by_key[requester.api_key_id] < maximum
 
     def is_doubted(self, api_key_id: uuid.UUID) -> bool:
@@ -155,7 +157,7 @@ class RetryReservations:
         record.broken += not kept
         if record.kept + record.broken > REMEMBERED_MAX:
             record.kept, record.broken = record.kept // 2, record.broken // 2
-        if len(self._records) > ORGANIZATION_PROMISES_MAX:
+        if len(self._records) > ORGANIZATION_RESERVATIONS_MAX:
             del self._records[next(iter(self._records))]
 
     def _forget(self, request: RequestKey) -> None:
@@ -222,24 +224,26 @@ class Forecast:
     process_count: int
     running: Sequence[RunningRequest]
     # Promised time, amount and key.
-    promises: list[tuple[float, int, uuid.UUID]] = field(default_factory=list)
+    reservations: list[tuple[float, int, uuid.UUID]] = field(default_factory=list)
     # Expected end of each place; free places only up to the maximum of promises, since a limit may
     # be any number.
-    _places: list[float] = field(default_factory=list)
+    _ends: list[float] = field(default_factory=list)
     # Time, and total amount released by then.
     _releases: list[tuple[float, int]] = field(default_factory=list)
-    _promised: Counter[datetime] = field(default_factory=Counter)  # by the start of the window
+    _reserved: Counter[datetime] = field(default_factory=Counter)  # by the start of the window
     _remaining: int | None = None  # in the current window, when the forecast was made
 
     def __post_init__(self) -> None:
         """Compute the capacity that becomes free, less what is promised already."""
-        self.promises = sorted(promise for promise in self.promises if promise[0] > self.at_s)
+        self.reservations = sorted(
+            reserve for reserve in self.reservations if reserve[0] > self.at_s
+        )
         if self.rule.kind is Kind.CONCURRENCY:
             ends = sorted(self.at_s + self.history.mean_left_s(each.age_s) for each in self.running)
             limit = self.rule.limit_value or 0
             # Requests beyond a lowered limit: the first that end free no place.
             ends = ends[max(len(ends) - limit, 0) :]
-            self._places = [self.at_s] * min(limit - len(ends), PROMISE_COUNT_MAX) + ends
+            self._ends = [self.at_s] * min(limit - len(ends), RESERVATION_COUNT_MAX) + ends
         else:
             total = 0
             released = (
@@ -249,7 +253,7 @@ class Forecast:
             for at, amount in sorted(released):
                 total += amount
                 self._releases.append((at, total))
-        for at, amount, _ in self.promises:
+        for at, amount, _ in self.reservations:
             self._lay_aside(at, amount)
 
     def earliest(self, state: QuotaState, minimum: int, amount: int, from_s: float) -> float:
@@ -260,20 +264,20 @@ class Forecast:
         """
         if minimum > (self.rule.limit_value or 0):
             return math.inf
-        if len(self.promises) >= PROMISE_COUNT_MAX:
-            at = max(self.promises[-1][0], from_s)  # the last of all
+        if len(self.reservations) >= RESERVATION_COUNT_MAX:
+            at = max(self.reservations[-1][0], from_s)  # the last of all
         elif self.rule.kind is Kind.CONCURRENCY:
-            at = self._place(from_s)
+            at = self._free_at(from_s)
         else:
             at = self._room(state, minimum, amount, from_s)
         limit = self.rule.limit_at(datetime.fromtimestamp(at, UTC))
         # An override may end before there is room.
         return math.inf if limit is None or minimum > limit else at
 
-    def promise(self, at_s: float, amount: int, api_key_id: uuid.UUID = UNKNOWN_KEY) -> None:
+    def reserve(self, at_s: float, amount: int, api_key_id: uuid.UUID = UNKNOWN_KEY) -> None:
         """RetryRecord that a client was told to retry at `at_s`."""
-        if len(self.promises) < PROMISE_COUNT_MAX:
-            bisect.insort(self.promises, (at_s, amount, api_key_id))
+        if len(self.reservations) < RESERVATION_COUNT_MAX:
+            bisect.insort(self.reservations, (at_s, amount, api_key_id))
             self._lay_aside(at_s, amount)
 
     def amount(self, charge: Charge, minimum: int) -> int:
@@ -285,24 +289,24 @@ class Forecast:
 
     def _lay_aside(self, at_s: float, amount: int) -> None:
         if self.rule.kind is not Kind.CONCURRENCY:
-            self._promised[self._start(at_s)] += amount
+            self._reserved[self._start(at_s)] += amount
             return
         # Other processes promise at the same rate: reserve the last place that is surely free by
         # then for each of them.
-        for _ in range(min(self.process_count, len(self._places))):
-            index = max(bisect.bisect_right(self._places, at_s - self._margin_s) - 1, 0)
-            left = self._places[index]
+        for _ in range(min(self.process_count, len(self._ends))):
+            index = max(bisect.bisect_right(self._ends, at_s - self._margin_s) - 1, 0)
+            left = self._ends[index]
             if at_s - left > 2 * (self.history.mean_s + self._margin_s):
                 # Promised when requests were slower or unknown: others fit in before it, at a
                 # distance.
                 return
-            del self._places[index]
-            bisect.insort(self._places, max(left, at_s) + self.history.mean_s)
+            del self._ends[index]
+            bisect.insort(self._ends, max(left, at_s) + self.history.mean_s)
 
-    def _place(self, from_s: float) -> float:
+    def _free_at(self, from_s: float) -> float:
         """Return the time at which a place becomes free that no process has promised."""
-        rounds, index = divmod(self.process_count - 1, len(self._places))
-        left = self._places[index] + rounds * self.history.mean_s
+        rounds, index = divmod(self.process_count - 1, len(self._ends))
+        left = self._ends[index] + rounds * self.history.mean_s
         return self._apart(max(left + self._margin_s, from_s)) if left > self.at_s else from_s
 
     def _apart(self, at_s: float) -> float:
@@ -313,9 +317,9 @@ class Forecast:
             * self.process_count
             / (self.rule.limit_value or 1)
         )
-        index = bisect.bisect_right(self.promises, (at_s - gap_s, 0, UNKNOWN_KEY))
-        while index < len(self.promises) and self.promises[index][0] < at_s + gap_s:
-            at_s = max(at_s, self.promises[index][0] + gap_s)
+        index = bisect.bisect_right(self.reservations, (at_s - gap_s, 0, UNKNOWN_KEY))
+        while index < len(self.reservations) and self.reservations[index][0] < at_s + gap_s:
+            at_s = max(at_s, self.reservations[index][0] + gap_s)
             index += 1
         return at_s
 
@@ -340,7 +344,7 @@ class Forecast:
                 if self._remaining is None
                 else min(self._remaining, state.remaining)
             )
-            needed = amount - self._remaining + self._promised[start] * self.process_count
+            needed = amount - self._remaining + self._reserved[start] * self.process_count
             if needed <= 0 and minimum <= state.remaining:
                 return from_s
             index = bisect.bisect_left(
@@ -357,13 +361,13 @@ class Forecast:
         for _ in range(WINDOW_COUNT_MAX if self.rule.unit is Unit.MINUTE else 0):
             room = (
                 (self.rule.limit_at(start) or 0) - carried
-            ) // self.process_count - self._promised[start]
-            if amount <= room or (not self._promised[start] and minimum <= room):
+            ) // self.process_count - self._reserved[start]
+            if amount <= room or (not self._reserved[start] and minimum <= room):
                 break
             start, carried = datetime.fromtimestamp(self._end(start), UTC), 0
         begin_s = start.timestamp()
         spread_s = min(SPREAD_SHARE * (self._end(start) - begin_s), SPREAD_MAX_S)
-        return max(begin_s + len(self.promises) * GOLDEN % 1.0 * spread_s, from_s)
+        return max(begin_s + len(self.reservations) * GOLDEN % 1.0 * spread_s, from_s)
 
     def _outlives(self, running: RunningRequest, at_s: float) -> bool:
         return self.at_s + self.history.left_s(running.age_s) > at_s
@@ -389,7 +393,7 @@ class Forecast:
         return end.timestamp()
 
 
-def promise(
+def reserve(
     demands: Sequence[tuple[Forecast, QuotaState, int]],
     charge: Charge,
     now_s: float,
@@ -415,5 +419,5 @@ def promise(
     if suits == math.inf:
         return math.inf
     for plan, _, _, amount in needs if api_key_id is not None else ():
-        plan.promise(at, amount, api_key_id or UNKNOWN_KEY)
+        plan.reserve(at, amount, api_key_id or UNKNOWN_KEY)
     return at - now_s

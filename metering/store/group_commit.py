@@ -26,9 +26,9 @@ from common.incidents import Retries
 # Operations; from this size on a longer wait would not reduce the cost per operation.
 WORTHWHILE_COUNT = 32
 
-GATHER_TURNS = 10  # iterations of the event loop; more hardly enlarge the batches
+GATHER_TICKS = 10  # iterations of the event loop; more hardly enlarge the batches
 # Seconds of one in which nothing else had work: waiting longer would only use the processor.
-IDLE_TURN_S = 50e-6
+IDLE_TICK_S = 50e-6
 
 Op = TypeVar("Op")
 Result = TypeVar("Result")
@@ -217,7 +217,7 @@ class GroupCommit(Generic[Op, Result]):
         self._drop_abandoned()
         for entry in overdue:
             if entry.done is not None:  # a previous callback may have changed it
-                self._tell([(entry, patience.error())])
+                self._emit([(entry, patience.error())])
 
     def _drop_abandoned(self) -> None:
         """Remove skippable operations before the first one with a caller."""
@@ -235,12 +235,12 @@ class GroupCommit(Generic[Op, Result]):
             if not self._queue:
                 self._arrived = asyncio.get_running_loop().create_future()
                 await self._arrived
-            for _ in range(GATHER_TURNS):
+            for _ in range(GATHER_TICKS):
                 if len(self._queue) >= min(WORTHWHILE_COUNT, self._batch_size_max):
                     break
-                turn_at = time.monotonic()
+                tick_at = time.monotonic()
                 await asyncio.sleep(0)
-                if time.monotonic() - turn_at < IDLE_TURN_S:
+                if time.monotonic() - tick_at < IDLE_TICK_S:
                     break
             batch = self._take()
             if not batch:
@@ -302,12 +302,12 @@ class GroupCommit(Generic[Op, Result]):
     def _answer(self, batch: Sequence[Entry[Op]], answers: Sequence[Result | Exception]) -> None:
         """Deliver answers without a caller at once, and the others while the next batch runs."""
         pairs = list(zip(batch, answers, strict=True))
-        self._tell([pair for pair in pairs if pair[0].done is None])
+        self._emit([pair for pair in pairs if pair[0].done is None])
         asyncio.get_running_loop().call_soon(
-            self._tell, [pair for pair in pairs if pair[0].done is not None]
+            self._emit, [pair for pair in pairs if pair[0].done is not None]
         )
 
-    def _tell(self, pairs: Sequence[tuple[Entry[Op], Result | Exception]]) -> None:
+    def _emit(self, pairs: Sequence[tuple[Entry[Op], Result | Exception]]) -> None:
         for entry, answer in pairs:
             done = entry.done
             try:

@@ -165,11 +165,11 @@ class _Watch:
         self._loop = loop
         self._read = read
         self._socket: int | None = socket
-        self._timer = loop.call_later(POLL_INTERVAL_S, self._look)
+        self._timer = loop.call_later(POLL_INTERVAL_S, self._poll)
         loop.add_reader(socket, read, self)
 
-    def _look(self) -> None:
-        self._timer = self._loop.call_later(POLL_INTERVAL_S, self._look)
+    def _poll(self) -> None:
+        self._timer = self._loop.call_later(POLL_INTERVAL_S, self._poll)
         self._read(self)
 
     def stop(self) -> None:

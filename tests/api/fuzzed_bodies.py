@@ -114,12 +114,12 @@ def nodes_of(data: bytes, kind: Descriptor | None) -> tuple[Node, ...]:
     return tuple(found)
 
 
-def places_of(nodes: Sequence[Node], path: Path = ()) -> Iterator[Path]:
+def indexes_of(nodes: Sequence[Node], path: Path = ()) -> Iterator[Path]:
     """Yield the path of each field of a message."""
     for index, node in enumerate(nodes):
         yield (*path, index)
         if isinstance(node.content, tuple):
-            yield from places_of(node.content, (*path, index))
+            yield from indexes_of(node.content, (*path, index))
 
 
 def serialized(nodes: Sequence[Node]) -> bytes:
@@ -129,15 +129,15 @@ def serialized(nodes: Sequence[Node]) -> bytes:
 
 def damaged(data: bytes, chance: random.Random) -> bytes:
     """Return bytes that are cut, doubled or changed in a place."""
-    place = chance.randrange(len(data) + 1)
+    entry = chance.randrange(len(data) + 1)
     match chance.randrange(4):
         case 0:
-            return data[:place]
+            return data[:entry]
         case 1:
-            return data[:place] + chance.randbytes(3) + data[place:]
+            return data[:entry] + chance.randbytes(3) + data[entry:]
         case 2:
-            return data[:place] + data[place // 2 :]
-    return data[:place] + chance.randbytes(1) + data[place + 1 :]
+            return data[:entry] + data[entry // 2 :]
+    return data[:entry] + chance.randbytes(1) + data[entry + 1 :]
 
 
 class Bodies:
@@ -220,25 +220,25 @@ class Bodies:
     def _message(
         self,
         nodes: tuple[Node, ...],
-        places: Sequence[Path],
+        entries: Sequence[Path],
         others: Sequence[tuple[tuple[Node, ...], Sequence[Path]]],
         chance: random.Random,
     ) -> bytes:
-        if places and chance.random() >= UNCHANGED_SHARE:
+        if entries and chance.random() >= UNCHANGED_SHARE:
             for _ in range(chance.randint(1, CHANGES_MAX)):
                 other = chance.choice(others)
-                nodes = self._replaced(nodes, chance.choice(places), other, chance)
+                nodes = self._replaced(nodes, chance.choice(entries), other, chance)
         return serialized(nodes)
 
     def _replaced(
         self,
         nodes: tuple[Node, ...],
-        place: Path,
+        entry: Path,
         other: tuple[tuple[Node, ...], Sequence[Path]],
         chance: random.Random,
     ) -> tuple[Node, ...]:
         """Return a copy of fields, with other ones at a place."""
-        index, *rest = place
+        index, *rest = entry
         assert isinstance(index, int)
         if index >= len(nodes):
             return nodes  # changed before
@@ -293,4 +293,4 @@ def message_corpus(
     for data in (*made, *[costly.build(CORPUS_BYTES) for costly in messages_of(kind)]):
         if len(data) <= CORPUS_BYTES_MAX:
             nodes = nodes_of(data, kind)
-            yield nodes, list(places_of(nodes))
+            yield nodes, list(indexes_of(nodes))

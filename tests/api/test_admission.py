@@ -242,10 +242,10 @@ async def test_a_refused_request_gives_its_permit_back_and_leaves_no_trace(
 ) -> None:
     payer = world.tenant()
     world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 1)
-    asked = request(payer)
-    async with running(world, tmp_path) as rig, rig.admitted(asked):
+    requested = request(payer)
+    async with running(world, tmp_path) as rig, rig.admitted(requested):
         before = world.contents()
-        for again, error in ((request(payer), QuotaExceeded), (asked, RequestInFlight)):
+        for again, error in ((request(payer), QuotaExceeded), (requested, RequestInFlight)):
             with pytest.raises(error):
                 async with rig.admitted(again):
                     pytest.fail("admitted")
@@ -254,9 +254,9 @@ async def test_a_refused_request_gives_its_permit_back_and_leaves_no_trace(
         assert rig.capacity.taken_count == 1
 
 
-@pytest.mark.parametrize("turns", range(0, 24, 2))
+@pytest.mark.parametrize("ticks", range(0, 24, 2))
 async def test_a_caller_cancelled_while_it_enters_leaves_neither_permit_nor_hold(
-    world: HoldWorld, tmp_path: Path, turns: int
+    world: HoldWorld, tmp_path: Path, ticks: int
 ) -> None:
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 10)
@@ -267,7 +267,7 @@ async def test_a_caller_cancelled_while_it_enters_leaves_neither_permit_nor_hold
 
     async with running(world, tmp_path) as rig:
         task = asyncio.ensure_future(caller(rig))
-        for _ in range(turns):
+        for _ in range(ticks):
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])

@@ -113,7 +113,7 @@ async def test_a_caller_with_a_maximum_age_gets_no_older_or_revoked_answer(
 ) -> None:
     world = World(monkeypatch)
     world.principal = replace(ALICE, secret_lifetime_s=2.5)
-    door: dict[str, Any] = {
+    peer: dict[str, Any] = {
         "method": METHOD.get(),
         "origin": Origin("unix:", None),
         "age_max_s": 1.0,
@@ -124,24 +124,24 @@ async def test_a_caller_with_a_maximum_age_gets_no_older_or_revoked_answer(
     )
 
     world.now += 1.0
-    known = await world.authenticator.principal_of(SECRET, **door)
+    known = await world.authenticator.principal_of(SECRET, **peer)
     world.now += 0.5
-    asked = await world.authenticator.principal_of(SECRET, **door)
+    requested = await world.authenticator.principal_of(SECRET, **peer)
     world.now += 0.5
-    again = await world.authenticator.principal_of(SECRET, **door)
+    again = await world.authenticator.principal_of(SECRET, **peer)
 
     assert (known.scopes, known.secret_lifetime_s) == (ALICE.scopes, 1.5)
-    assert (asked, again) == (changed, replace(changed, secret_lifetime_s=1.0))
+    assert (requested, again) == (changed, replace(changed, secret_lifetime_s=1.0))
     world.principal = replace(ALICE, secret_lifetime_s=0.25)
     assert await world.call() == world.principal, "who says nothing is never told what was known"
     world.now += 0.5
     world.principal = changed
-    assert await world.authenticator.principal_of(SECRET, **door) == changed, (
+    assert await world.authenticator.principal_of(SECRET, **peer) == changed, (
         "the secret that was known has ended"
     )
     world.authenticator.changed(ALICE.api_key_id)
     world.principal = ALICE
-    assert await world.authenticator.principal_of(SECRET, **door) == ALICE
+    assert await world.authenticator.principal_of(SECRET, **peer) == ALICE
 
 
 class SlowKeys:
@@ -149,7 +149,7 @@ class SlowKeys:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.principal: Principal | None = ALICE
-        self.asked: list[asyncio.Event] = []
+        self.requested: list[asyncio.Event] = []
         monkeypatch.setattr(auth, "authenticate", self._authenticate)
         self.authenticator = Authenticator(
             create_sessions(create_engine("postgresql://nobody@localhost/nothing"))
@@ -157,7 +157,7 @@ class SlowKeys:
 
     async def _authenticate(self, session: Any, secret: str) -> Principal:
         found, answer = self.principal, asyncio.Event()
-        self.asked.append(answer)
+        self.requested.append(answer)
         await answer.wait()
         if found is None:
             raise KeyInvalid("the API key is not valid")
@@ -204,15 +204,15 @@ async def test_calls_that_come_at_once_share_one_check(monkeypatch: pytest.Monke
         await keys.settle()
         calls += [keys.call(tasks) for _ in range(500)]
         await keys.settle()
-        assert len(keys.asked) == 1
-        keys.asked[0].set()
+        assert len(keys.requested) == 1
+        keys.requested[0].set()
         await keys.settle()
         assert calls[0].done()
         assert not calls[1].done(), "the first check began before it came"
-        keys.asked[1].set()
+        keys.requested[1].set()
 
     assert [call.result() for call in calls] == [ALICE] * 501
-    assert len(keys.asked) == 2
+    assert len(keys.requested) == 2
     assert not len(keys.authenticator._lookups)
 
 
@@ -226,9 +226,9 @@ async def test_a_call_after_the_revocation_is_refused_despite_a_pending_check(
         keys.principal = None
         after = [keys.call(tasks) for _ in range(3)]
         await keys.settle()
-        keys.asked[0].set()
+        keys.requested[0].set()
         await keys.settle()
-        keys.asked[1].set()
+        keys.requested[1].set()
 
     assert before.result() == ALICE
     assert [type(call.result()) for call in after] == [KeyInvalid] * 3
@@ -244,6 +244,6 @@ async def test_a_caller_of_shared_work_may_leave(monkeypatch: pytest.MonkeyPatch
         await keys.settle()
         second.cancel()
         await keys.settle()
-        keys.asked[-1].set()
+        keys.requested[-1].set()
 
     assert (first.cancelled(), second.cancelled(), third.result()) == (True, True, ALICE)

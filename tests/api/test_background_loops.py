@@ -79,7 +79,7 @@ async def test_each_loop_that_raises_is_started_again_and_the_others_run_on(
 
 
 async def test_a_request_whose_progress_cannot_be_sent_delays_no_other() -> None:
-    told: list[str] = []
+    reported: list[str] = []
 
     class Request:
         def __init__(self, name: str) -> None:
@@ -92,7 +92,7 @@ async def test_a_request_whose_progress_cannot_be_sent_delays_no_other() -> None
         def report_progress(self, outlook: object) -> None:
             if self.name == "bad":
                 raise ValueError("planted")
-            told.append(self.name)
+            reported.append(self.name)
 
     process = object.__new__(RequestRegistry)
     process._progress = incidents.Retries("progress")
@@ -102,4 +102,4 @@ async def test_a_request_whose_progress_cannot_be_sent_delays_no_other() -> None
     process.end_lapsed()
     process._report_progress(0)
 
-    assert told == ["last", "first", "first", "last"]
+    assert reported == ["last", "first", "first", "last"]

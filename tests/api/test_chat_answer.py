@@ -23,34 +23,34 @@ texts = st.text() | st.sampled_from(
 
 @given(
     models=texts,
-    said=st.lists(st.tuples(st.integers(0, 2), texts), max_size=6),
+    parts=st.lists(st.tuples(st.integers(0, 2), texts), max_size=6),
     usage=st.booleans(),
 )
 def test_every_piece_of_text_is_a_separate_event(
-    models: str, said: list[tuple[int, str]], usage: bool
+    models: str, parts: list[tuple[int, str]], usage: bool
 ) -> None:
-    asked = ParsedRequest(
+    parsed = ParsedRequest(
         (pb.StartFrame(),), models, streams=True, includes_usage=usage, names={}, choice_count=3
     )
     answer = ChatAnswer(
-        asked, ServedModel(cast(Any, None), "fp", SamplingParams()), uuid.uuid4().hex, 1
+        parsed, ServedModel(cast(Any, None), "fp", SamplingParams()), uuid.uuid4().hex, 1
     )
 
-    for index, text in said:
+    for index, text in parts:
         data = answer.delta(Output(index), Delta(text)).decode()
         assert data.startswith("data: ")
         assert data.endswith("\n\n")
         assert len(data.splitlines()) == 2
-        told = json.loads(data.removeprefix("data: "))
+        reported = json.loads(data.removeprefix("data: "))
         choice = {
             "index": index,
             "delta": {"content": text},
             "logprobs": None,
             "finish_reason": None,
         }
-        assert (told["choices"], told["model"], told["object"]) == (
+        assert (reported["choices"], reported["model"], reported["object"]) == (
             [choice],
             models,
             "chat.completion.chunk",
         )
-        assert ("usage" in told) is usage
+        assert ("usage" in reported) is usage

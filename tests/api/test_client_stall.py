@@ -73,12 +73,14 @@ class Client:
         self.outputs: list[OutputBuffer] = []
         for index in range(count):
             subscription = FrameSubscription(self.writer, f"r{index}", lambda _: None)
-            flow, life = FlowControl(credit, 1000.0, lambda: None), EndDecision()
+            flow, request_state = FlowControl(credit, 1000.0, lambda: None), EndDecision()
             kept_in = buffers.open(uuid.uuid4())
             self.outputs.append(
-                ReplayableBuffer(subscription, "m", flow, life, lambda _: None, 60.0, kept_in)
+                ReplayableBuffer(
+                    subscription, "m", flow, request_state, lambda _: None, 60.0, kept_in
+                )
                 if kept
-                else SendBuffer(subscription, "m", flow, life, lambda _: None)
+                else SendBuffer(subscription, "m", flow, request_state, lambda _: None)
             )
             self.outputs[-1].hold_id = uuid.uuid4()
         self.output = self.outputs[0]

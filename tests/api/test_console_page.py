@@ -48,7 +48,7 @@ DANGERS = (
 )
 
 
-def test_no_file_of_the_page_can_turn_text_into_markup_or_code() -> None:
+def test_no_file_of_the_page_can_make_text_into_markup_or_code() -> None:
     for path in STATIC.iterdir():
         for danger in DANGERS:
             assert re.findall(danger, path.read_text()) == [], path.name
@@ -108,10 +108,10 @@ def test_the_addressee_is_written_in_the_order_of_the_documents() -> None:
         BillingProfile(("a@b.example",), "Acme", "Road 1", "", "Town", "1234", "State", country)
         for country in COUNTRY_CODES.split()
     ]
-    asked = [{"billingProfile": message_of(each)} for each in profiles]
+    requested = [{"billingProfile": message_of(each)} for each in profiles]
     script = f"""
         import {{ billedTo }} from "{STATIC / "month.mjs"}";
-        for (const each of {json.dumps(asked)}) console.log(billedTo(each));
+        for (const each of {json.dumps(requested)}) console.log(billedTo(each));
     """
 
     done = subprocess.run(

@@ -288,7 +288,7 @@ def test_every_optional_parameter_may_be_null_or_empty(api: str) -> None:
         assert frame(api, **dict.fromkeys(names)) == plain
 
 
-def optional_places(
+def optional_indexes(
     info: Any, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], bool]]:
     """Yield the optional members below a type, and whether each may be null."""
@@ -311,20 +311,20 @@ def optional_places(
                 )
                 if not each.required:
                     yield (*path, each.encode_name), nullable
-                yield from optional_places(each.type, (*path, each.encode_name))
+                yield from optional_indexes(each.type, (*path, each.encode_name))
         case msgspec.inspect.ListType(item_type=item):
-            yield from optional_places(item, path)
+            yield from optional_indexes(item, path)
         case msgspec.inspect.UnionType(types=types):
             for kind in types:
-                yield from optional_places(kind, path)
+                yield from optional_indexes(kind, path)
 
 
 @pytest.mark.parametrize("api", ENDPOINTS)
 def test_optional_members_may_be_null_at_any_depth(api: str) -> None:
-    places = dict(optional_places(msgspec.inspect.type_info(KINDS[api])))
+    entries = dict(optional_indexes(msgspec.inspect.type_info(KINDS[api])))
 
-    assert len(places) > 3
-    assert [place for place, nullable in places.items() if not nullable] == []
+    assert len(entries) > 3
+    assert [entry for entry, nullable in entries.items() if not nullable] == []
 
 
 def sampling_without(request: Any, *names: str) -> Any:
@@ -349,15 +349,15 @@ def test_any_combination_of_neutral_values_is_the_same_request(
     every = NEUTRAL_OF_ALL | OWN_NEUTRAL[api]
     fields = {name: every[name] for name in data.draw(st.sets(st.sampled_from(sorted(every))))}
 
-    asked, plain = frame(api, **fields), frame(api)
+    requested, plain = frame(api, **fields), frame(api)
 
     if api == "embeddings":
-        assert asked == plain
+        assert requested == plain
         return
     neutral = ("top_k", "top_p", "min_p", "repetition_penalty")
     penalties = ("frequency_penalty", "presence_penalty")
-    assert sampling_without(asked, *neutral, *penalties) == sampling_without(plain)
-    found = valid(asked).sampling
+    assert sampling_without(requested, *neutral, *penalties) == sampling_without(plain)
+    found = valid(requested).sampling
     assert (found.top_k or 0, found.top_p or 1, found.min_p or 0) == (0, 1, 0)
 
 
@@ -417,7 +417,7 @@ def test_a_number_that_is_not_finite_is_refused_by_name(name: str, literal: str)
 
 
 @pytest.mark.parametrize(
-    ("place", "param"),
+    ("entry", "param"),
     [
         ('"stop": ["a", %s]', "stop[1]"),
         ('"messages": [{"role": "user", "content": %s}]', "messages[0].content"),
@@ -429,8 +429,8 @@ def test_a_number_that_is_not_finite_is_refused_by_name(name: str, literal: str)
         ),
     ],
 )
-def test_half_of_a_surrogate_pair_is_refused_by_its_place(place: str, param: str) -> None:
-    body = json.dumps(BODIES["chat"])[:-1] + f", {place % HALF}}}"
+def test_half_of_a_surrogate_pair_is_refused_by_its_offset(entry: str, param: str) -> None:
+    body = json.dumps(BODIES["chat"])[:-1] + f", {entry % HALF}}}"
 
     with pytest.raises(HttpFault, match="surrogate") as refused:
         parsed_body(body.encode(), CHAT, strict=False)

@@ -184,10 +184,10 @@ async def test_a_request_with_a_hold_is_charged_as_the_table_says(
             if cell.action is Action.VOID:
                 assert (state, outcome, billed) == ("voided", None, None)
             else:
-                told = end[0] or OUTCOMES[cause]
+                reported = end[0] or OUTCOMES[cause]
                 assert (state, outcome, billed) == (
                     "settled",
-                    told,
+                    reported,
                     10 * cell.bills_input + delivered * cell.bills_output,
                 )
         assert rig.capacity.taken_count == 0
@@ -202,18 +202,18 @@ async def test_requests_that_end_before_their_hold_leave_no_trace(
     payer = limited(world, "acme")
     refused: type[Exception] = QuotaExceeded
     async with running(world, tmp_path) as rig:
-        asked = request(payer)
+        requested = request(payer)
         if cause is Cause.CLIENT:
             other = world.tenant("other")
             async with rig.admitted(
-                Admit(new_hold_id(), other, asked.request_id, bytes(32), "demo", 10, 9, 0)
+                Admit(new_hold_id(), other, requested.request_id, bytes(32), "demo", 10, 9, 0)
             ):
                 pass
             refused = RequestIdReused
-            async with rig.admitted(asked) as lease:
+            async with rig.admitted(requested) as lease:
                 lease.outcome = Outcome.CANCELLED
-            asked = Admit(
-                new_hold_id(), payer, asked.request_id, bytes(31) + b"x", "demo", 10, 9, 0
+            requested = Admit(
+                new_hold_id(), payer, requested.request_id, bytes(31) + b"x", "demo", 10, 9, 0
             )
         elif cause is Cause.LIMIT:
             world.execute("UPDATE quotas SET limit_value = 9 WHERE dimension = 'tokens_per_day'")
@@ -227,7 +227,7 @@ async def test_requests_that_end_before_their_hold_leave_no_trace(
 
         if cause is not Cause.COMPLETION:
             with pytest.raises(refused) as caught:
-                await rig.admission.admit(asked, UsageSoFar())
+                await rig.admission.admit(requested, UsageSoFar())
             assert cause_of(None, caught.value) is cause
 
         assert charge_of(EndPhase.BEFORE_HOLD, cause) == Charge(Action.NONE)

@@ -82,9 +82,9 @@ class World:
     """Two processes of one deployment with watched tasks, and their database."""
 
     def __init__(
-        self, books: HoldWorld, sessions: Sessions, payer: Payer, settings: Settings
+        self, database: HoldWorld, sessions: Sessions, payer: Payer, settings: Settings
     ) -> None:
-        self.books = books
+        self.database = database
         self.sessions = sessions
         self.payer = payer
         self.settings = settings
@@ -121,8 +121,8 @@ class World:
             left["timers"] = [
                 timer for timer in timers_of("api.") if "PeerChannels" not in timer
             ]  # of connections, not of requests
-            left["held"] = self.books.one("SELECT count(*) FROM holds WHERE state = 'held'")
-            left["held of quotas"] = self.books.one(
+            left["held"] = self.database.one("SELECT count(*) FROM holds WHERE state = 'held'")
+            left["held of quotas"] = self.database.one(
                 "SELECT coalesce(sum(held), 0)::int FROM quota_counters"
             )
             return not any(left.values())
@@ -142,7 +142,7 @@ class World:
 
     def bill(self, request_id: str) -> tuple[int, int] | None:
         """Return input and delivered tokens of the only usage event; None if there is none."""
-        rows = self.books.rows(
+        rows = self.database.rows(
             "SELECT h.state, e.input_token_count + e.embedding_token_count, e.delivered_token_count"
             " FROM holds h LEFT JOIN usage_events e ON e.hold_id = h.id WHERE h.request_id = %s",
             uuid.UUID(request_id),
@@ -189,12 +189,12 @@ async def world(
         openai_listen="127.0.0.1:0",
         listen_address="127.0.0.1:0",
     )
-    with HoldWorld(database_url, now=None) as books:
-        books.execute(PRICE_OF_ENCODER, ENCODER)
-        payer = books.tenant()
-        books.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 100)
-        books.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 10**9)
-        world = World(books, sessions, payer, settings)
+    with HoldWorld(database_url, now=None) as database:
+        database.execute(PRICE_OF_ENCODER, ENCODER)
+        payer = database.tenant()
+        database.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 100)
+        database.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 10**9)
+        world = World(database, sessions, payer, settings)
         async with asyncio.TaskGroup() as tasks:
             await open_processes(world, checkpoint, tasks)
             asyncio.get_running_loop().set_task_factory(world.suspensions)
@@ -239,11 +239,11 @@ async def open_processes(
     accepted.replace([world.here.identity.certificate.decode()])
     world.peer_server, peer = build_peer_server(world.settings, servicer, identity, accepted)
     await world.peer_server.start()
-    world.books.execute(
+    world.database.execute(
         WAY_TO_PROCESS, world.elsewhere.process_id, OTHER, peer.address, peer.certificate
     )
-    door = Gateway(world.here.process, world.here.authenticator, world.sessions)
-    world.listener = Listener(door.handle, world.settings, None)
+    gateway = Gateway(world.here.process, world.here.authenticator, world.sessions)
+    world.listener = Listener(gateway.handle, world.settings, None)
     world.port = world.listener.bind(("127.0.0.1", 0))
     await world.listener.start()
 
@@ -317,8 +317,11 @@ class StreamRun:
         assert len(ends) <= 1
         for end in ends:
             assert end == self.call.frames[-1]
-            told = end.finished if end.HasField("finished") else end.failed
-            assert not told.HasField("usage") or told.usage.delivered_token_count == delivered_count
+            reported = end.finished if end.HasField("finished") else end.failed
+            assert (
+                not reported.HasField("usage")
+                or reported.usage.delivered_token_count == delivered_count
+            )
 
 
 class ResumedRun(StreamRun):
@@ -433,7 +436,7 @@ class HttpRun:
 
     async def run(self) -> None:
         """Run until the connection is closed."""
-        handed_over.clear()
+        forwarded_count.clear()
         chat = {
             "model": "demo",
             "messages": [{"role": "user", "content": "Hi"}],
@@ -465,11 +468,11 @@ class HttpRun:
     def check(self) -> None:
         """Check that the tokens of the messages that the connection has taken are billed."""
         bill = self.world.bill(self.request_id)
-        assert sum(handed_over) == (bill[1] if bill else 0)
+        assert sum(forwarded_count) == (bill[1] if bill else 0)
 
 
 # Tokens of each message of the only HTTP request whose write has completed.
-handed_over: list[int] = []
+forwarded_count: list[int] = []
 
 
 @pytest.fixture(autouse=True)
@@ -489,7 +492,7 @@ def _watch_handing_over(monkeypatch: pytest.MonkeyPatch) -> None:
         token_count = sum(collected)
         collected.clear()
         await take(self, data)
-        handed_over.append(token_count)
+        forwarded_count.append(token_count)
 
     monkeypatch.setattr(Exchange, "note_token", count_one)
     monkeypatch.setattr(AnswerSubscription, "delta", count)
@@ -542,7 +545,7 @@ def end_tasks(world: World, run: Run) -> None:
             task.cancel()
 
 
-def shut_down(world: World, run: Run) -> None:
+def closed_down(world: World, run: Run) -> None:
     """Let the drain time expire."""
     for process in (world.here, world.elsewhere):
         process.process.fail_all(Draining("shut down"))
@@ -573,7 +576,7 @@ INTERRUPTIONS: dict[str, Interrupt] = {
     "it does not begin in time": miss_start,
     "the client cancels": cancel_by_frame,
     "its task is cancelled": end_tasks,
-    "the process shuts down": shut_down,
+    "the process shuts down": closed_down,
 }
 
 

@@ -180,9 +180,9 @@ def test_clients_that_wait_the_exact_retry_after_are_admitted(
         assert sum(wait_s > timeout_s for wait_s in waits) <= 0.01 * len(waits)
 
 
-def test_a_wait_is_reported_as_it_turns_out() -> None:
+def test_a_wait_is_reported_as_it_ends() -> None:
     world, rng = World(engine=SMALL), random.Random(0)
-    told: list[tuple[float, Request]] = []
+    reported: list[tuple[float, Request]] = []
 
     def ask(name: str) -> None:
         request = Request(
@@ -193,13 +193,15 @@ def test_a_wait_is_reported_as_it_turns_out() -> None:
         )
         world.send(request, lambda _: ask(name))
         if wait_s and world.now > 10:
-            told.append((wait_s, request))
+            reported.append((wait_s, request))
 
     for index in range(120):
         world.at(0.0, lambda name=f"t{index % 5}": ask(name))  # type: ignore[misc]
     world.run(40.0)
 
-    ratios = [request.wait_s / wait_s for wait_s, request in told if request.begun_at is not None]
+    ratios = [
+        request.wait_s / wait_s for wait_s, request in reported if request.begun_at is not None
+    ]
     assert len(ratios) > 300
     assert 0.9 <= percentile(ratios, 50) <= 1.2
     assert percentile(ratios, 95) <= 1.5
@@ -236,7 +238,7 @@ def test_an_engine_that_is_still_loading_counts_against_the_deadline() -> None:
         queue.enter(arrival(deadline=105.0), engine_wait_s=30.0)
 
 
-def test_no_tenant_takes_more_places_than_it_leaves_free_and_newcomers_find_one() -> None:
+def test_no_tenant_takes_more_entries_than_it_leaves_free_and_newcomers_find_one() -> None:
     queue = new_queue(QueueLimits(request_count_max=100, tenant_request_count_max=90))
     counts = {}
     for name in ("a", "b", "c"):
@@ -251,7 +253,7 @@ def test_no_tenant_takes_more_places_than_it_leaves_free_and_newcomers_find_one(
     queue.enter(arrival("d"))
 
 
-def test_a_tenant_has_at_most_as_many_places_as_the_setting_says() -> None:
+def test_a_tenant_has_at_most_as_many_entries_as_the_setting_says() -> None:
     queue = new_queue(QueueLimits(request_count_max=1000, tenant_request_count_max=10))
     entries = [queue.enter(arrival()) for _ in range(8)]
     with pytest.raises(QueueFull):
@@ -262,7 +264,7 @@ def test_a_tenant_has_at_most_as_many_places_as_the_setting_says() -> None:
     queue.enter(arrival())
 
 
-def test_a_place_is_reserved_for_the_promised_client_for_a_limited_time() -> None:
+def test_an_entry_is_reserved_for_the_refused_client_for_a_limited_time() -> None:
     clock = Clock()
     queue = new_queue(QueueLimits(request_count_max=10, tenant_request_count_max=10), clock)
     waiting = [queue.enter(arrival("a")) for _ in range(4)]
@@ -289,20 +291,28 @@ def test_a_client_that_does_not_return_delays_others_only_briefly() -> None:
     queue.enter(arrival("a"))
 
 
-def test_promises_are_forgotten_when_their_grace_is_over() -> None:
-    promises = Reservations(2)
+def test_reservations_are_forgotten_when_their_grace_is_over() -> None:
+    reservations = Reservations(2)
     keys = [(uuid.uuid4(), uuid.uuid4()) for _ in range(3)]
     for key in keys:
-        promises.make(Reservation(key, 5.0, ready_at=10.0, expires_at=12.0))
-    assert len(promises) == 2, "bounded"
-    assert not promises.is_due(keys[0], 9.9)
-    assert promises.is_due(keys[0], 10.0)
+        reservations.make(Reservation(key, 5.0, ready_at=10.0, expires_at=12.0))
+    assert len(reservations) == 2, "bounded"
+    assert not reservations.is_due(keys[0], 9.9)
+    assert reservations.is_due(keys[0], 10.0)
 
-    promises.drop(keys[0])
-    promises.forget_expired(11.9)
-    assert (len(promises), promises.count(keys[1][0]), promises.cost(keys[1][0])) == (1, 1, 5.0)
-    promises.forget_expired(12.0)
-    assert (len(promises), promises.count(keys[1][0]), promises.cost(keys[1][0])) == (0, 0, 0.0)
+    reservations.drop(keys[0])
+    reservations.forget_expired(11.9)
+    assert (len(reservations), reservations.count(keys[1][0]), reservations.cost(keys[1][0])) == (
+        1,
+        1,
+        5.0,
+    )
+    reservations.forget_expired(12.0)
+    assert (len(reservations), reservations.count(keys[1][0]), reservations.cost(keys[1][0])) == (
+        0,
+        0,
+        0.0,
+    )
 
 
 def test_batch_runs_only_where_nothing_interactive_waits() -> None:
@@ -361,21 +371,21 @@ def test_positions_and_waits_follow_the_order_of_the_turns() -> None:
     assert positions == list(range(positions[0], positions[0] + len(positions)))
     assert len(waits) == len(expected) > 20
     assert waits == sorted(waits)
-    told = [each.entry for each in expected]
+    reported = [each.entry for each in expected]
     world.run(8.0)
-    turns = [
+    dispatches = [
         each.entry
         for each in sorted(world.ended, key=lambda each: each.dispatched_at or 0.0)
-        if each.entry in told
+        if each.entry in reported
     ]
-    assert len(turns) > 20
-    assert sum(abs(turns.index(entry) - told.index(entry)) for entry in turns) <= 2 * len(turns), (
-        "about that order, that is"
-    )
+    assert len(dispatches) > 20
+    assert sum(
+        abs(dispatches.index(entry) - reported.index(entry)) for entry in dispatches
+    ) <= 2 * len(dispatches), "about that order, that is"
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_after_any_operations_on_places_the_counts_agree(seed: int) -> None:
+def test_after_any_operations_on_entries_the_counts_agree(seed: int) -> None:
     """Random operations against plain counting: bounds, queued and running requests, leaks."""
     rng, clock = random.Random(seed), Clock()
     limits = QueueLimits(request_count_max=40, tenant_request_count_max=15)
@@ -441,31 +451,31 @@ def test_after_any_operations_on_places_the_counts_agree(seed: int) -> None:
     assert min(refused) > 0
 
 
-async def test_a_request_cancelled_while_it_waits_gives_its_place_to_the_next() -> None:
+async def test_a_request_cancelled_while_it_waits_lets_the_next_enter() -> None:
     queue = new_queue()
-    turns: list[str] = []
+    dispatches: list[str] = []
 
     async def wait(name: str, entry: QueueEntry) -> None:
         with entry:
             await entry.wait_for_dispatch()
-            turns.append(name)
+            dispatches.append(name)
             await asyncio.Event().wait()
 
     async with asyncio.TaskGroup() as tasks:
         running = [
             tasks.create_task(wait(str(index), queue.enter(arrival()))) for index in range(12)
         ]
-        while len(turns) < 8:  # noqa: ASYNC110 the first window
+        while len(dispatches) < 8:  # noqa: ASYNC110 the first window
             await asyncio.sleep(0)
         running[9].cancel()
         running[0].cancel()
-        while len(turns) < 9:  # noqa: ASYNC110 the one after it
+        while len(dispatches) < 9:  # noqa: ASYNC110 the one after it
             await asyncio.sleep(0)
-        assert turns[8] == "8"
+        assert dispatches[8] == "8"
         running[8].cancel()
-        while len(turns) < 10:  # noqa: ASYNC110
+        while len(dispatches) < 10:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        assert turns[9] == "10", "the cancelled one was passed over"
+        assert dispatches[9] == "10", "the cancelled one was passed over"
         for task in running:
             task.cancel()
     assert queue.statistics().waiting_count == queue.statistics().engine_pending_count == 0

@@ -42,7 +42,7 @@ def test_versions_aliases_and_replicas_are_those_of_the_file(router: Router) -> 
         {"v1": 0.75, "v2": 0.25},
     )
     assert router.replicas("search") == ReplicaCounts(ready=0, total=4, drained=0)
-    assert [name for _, told in router.reports() for name in [told.name]] == [
+    assert [name for _, reported in router.reports() for name in [reported.name]] == [
         *("vllm://10.0.0.1:1", "trtllm://10.0.0.2:1"),
         *("search@v1#0", "search@v1#1", "search@v1#2", "search@v2#0"),
     ]

@@ -66,7 +66,7 @@ def test_a_tick_of_progress_survives_a_request_for_an_unknown_model(
     request.report_progress(None)
 
 
-def test_bytes_that_are_no_message_are_handed_on_as_their_error() -> None:
+def test_bytes_that_are_no_message_are_forwarded_as_their_error() -> None:
     attempt = tolerant(pb.GenerateRequest.FromString)
     assert attempt is not None
 

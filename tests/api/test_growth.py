@@ -229,8 +229,8 @@ def json_of(kind: Descriptor, size: int, above: int = 2) -> Iterator[tuple[str, 
             one = b"{}" if inner else b'"1"' if field.type == field.TYPE_STRING else b"1"
             yield field.name, b'{"%s":[' % name + filled(one, size - 50) + b"]}"
         elif inner and above:
-            for place, inside in json_of(inner, size - 50, above - 1):
-                yield f"{field.name}.{place}", b'{"%s":' % name + inside + b"}"
+            for entry, inside in json_of(inner, size - 50, above - 1):
+                yield f"{field.name}.{entry}", b'{"%s":' % name + inside + b"}"
 
 
 def at_once(costly: Costly, path: str) -> Iterator[bytes]:
@@ -254,7 +254,7 @@ def at_once(costly: Costly, path: str) -> Iterator[bytes]:
 @pytest.mark.parametrize(
     "path", [path for path in ENTRIES if path in {*HTTP, *LARGE_MESSAGES} - {*COUNTING}]
 )
-def test_time_grows_with_the_bytes_of_a_body_and_leaves_others_their_turns(path: str) -> None:
+def test_time_grows_with_the_bytes_of_a_body_and_lets_others_run(path: str) -> None:
     """A body whose time is linear is only measured at sizes at which it could exceed a limit."""
     enter, bodies, bytes_max = ENTRIES[path]
     of_generate = {each.name for each in ENTRIES["/weir.v1.InferenceService/Generate"][1]}

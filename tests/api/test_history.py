@@ -144,7 +144,7 @@ def test_results_without_ids_answer_the_first_open_call(
     assert [turn[1] for turn in turns[1:]] == answered
 
 
-def test_equal_ids_of_a_message_are_told_apart_in_their_order() -> None:
+def test_equal_ids_of_a_message_are_distinguished_in_their_order() -> None:
     calls = [{"id": "c", "type": "function", "function": F | {"name": name}} for name in "fgh"]
 
     turns = shown(

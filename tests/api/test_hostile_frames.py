@@ -44,12 +44,12 @@ class World:
     """One process, the database, and its callers."""
 
     def __init__(
-        self, small: SmallProcess, books: HoldWorld, payer: Payer, streams: asyncio.TaskGroup
+        self, small: SmallProcess, database: HoldWorld, payer: Payer, streams: asyncio.TaskGroup
     ) -> None:
         self.small = small
         self._streams = streams
         self._serving: list[asyncio.Task[None]] = []
-        self.books = books
+        self.database = database
         self.principal = Principal(
             payer.api_key_id,
             "wk",
@@ -87,12 +87,12 @@ class World:
 async def world(tmp_path: Path, database_url: str, sessions: Sessions) -> AsyncIterator[World]:
     settings = Settings(database_url=database_url, home=tmp_path)
     checkpoint = make_checkpoint(tmp_path / "checkpoint")
-    with HoldWorld(database_url, now=None) as books:
-        payer = books.tenant()
+    with HoldWorld(database_url, now=None) as database:
+        payer = database.tenant()
         async with asyncio.TaskGroup() as tasks:
             small = SmallProcess(settings, checkpoint, sessions, tasks)
             await small.engine.start()
-            world = World(small, books, payer, tasks)
+            world = World(small, database, payer, tasks)
             yield world
             await world.hang_up()
             assert small.left_over() == {}
@@ -129,7 +129,7 @@ def hostile(kind: str, request_id: str) -> pb.ClientFrame:
     return frame
 
 
-async def said(call: Call, kind: str, count: int = 1) -> None:
+async def sent(call: Call, kind: str, count: int = 1) -> None:
     """Wait for this many frames of a kind."""
     await until(
         lambda: sum(frame.WhichOneof("kind") == kind for frame in call.frames) >= count,
@@ -138,26 +138,26 @@ async def said(call: Call, kind: str, count: int = 1) -> None:
 
 
 @pytest.mark.parametrize("kind", ["credit", "update", "attach", "unknown"])
-async def test_others_have_their_turns_while_a_message_full_of_frames_is_worked_off(
+async def test_others_run_while_a_message_full_of_frames_is_worked_off(
     world: World, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others run after each slice; slices are minimal here, as their length varies by machine."""
     monkeypatch.setattr(generation, "SLICE_S", 0.0)
     call, start = Call(), start_frame()
     marker = pb.ClientFrame(request_id=str(uuid.uuid4()), cancel=pb.CancelFrame())
-    turn_count = 0
+    share_count = 0
     async with asyncio.TaskGroup() as tasks:
         world.serve(call, tasks)
         world.small.engine.pause_after(TOKENS // 2)
         call.send(start)
-        await said(call, "delta")
+        await sent(call, "delta")
         await world.small.engine.paused.wait()
 
         call.send(*[hostile(kind, start.request_id) for _ in range(world.frames_max)])
         call.send(marker)
         async with asyncio.timeout(PATIENCE_S):
             while not any(frame.request_id == marker.request_id for frame in call.frames):
-                turn_count += 1
+                share_count += 1
                 await asyncio.sleep(0)
         world.small.engine.gate.set()
         call.send(
@@ -165,14 +165,14 @@ async def test_others_have_their_turns_while_a_message_full_of_frames_is_worked_
         )
         call.half_close()
 
-    assert turn_count >= world.frames_max // 4
+    assert share_count >= world.frames_max // 4
     ends = [
         frame
         for frame in call.frames
         if frame.request_id == start.request_id and frame.HasField("finished")
     ]
     assert [end.finished.usage.delivered_token_count for end in ends] == [TOKENS]
-    assert world.books.rows("SELECT delivered_token_count FROM usage_events") == [(TOKENS,)]
+    assert world.database.rows("SELECT delivered_token_count FROM usage_events") == [(TOKENS,)]
     world.small.process.replays.forget((world.principal.project_id, uuid.UUID(start.request_id)))
 
 
@@ -187,18 +187,18 @@ async def test_a_request_that_moves_between_two_streams_a_thousand_times_ends_on
             world.serve(call, tasks)
         world.small.engine.pause_after(TOKENS // 2)
         calls[0].send(start)
-        await said(calls[0], "admitted")
+        await sent(calls[0], "admitted")
         await world.small.engine.paused.wait()
         for number in range(rounds):
             taker = calls[(number + 1) % 2]
             taker.send(hostile("attach", request_id))
-            await said(taker, "attached", number // 2 + 1)
+            await sent(taker, "attached", number // 2 + 1)
         world.small.engine.gate.set()
         last = calls[rounds % 2]
         last.send(
             pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=2 * TOKENS))
         )
-        await said(last, "finished")
+        await sent(last, "finished")
         for call in calls:
             call.half_close()
 
@@ -211,7 +211,7 @@ async def test_a_request_that_moves_between_two_streams_a_thousand_times_ends_on
     deltas = [frame.delta for frame in last.frames[after:] if frame.HasField("delta")]
     assert [delta.seq for delta in deltas] == list(range(1, len(deltas) + 1))
     assert sum(len(delta.token_ids) for delta in deltas) == TOKENS
-    assert world.books.rows("SELECT delivered_token_count FROM usage_events") == [(TOKENS,)]
+    assert world.database.rows("SELECT delivered_token_count FROM usage_events") == [(TOKENS,)]
     world.small.process.replays.forget((world.principal.project_id, uuid.UUID(request_id)))
 
 
@@ -253,7 +253,7 @@ async def test_a_flooding_client_is_not_read_further_and_delays_no_other(
     late = Call()
     world.serve_for(flooding, late)
     late.send(hostile("unknown", ""))
-    await said(quiet, "finished")
+    await sent(quiet, "finished")
 
     assert (len(flood.frames), late.frames) == (1, [])
     assert world.small.process.pace.wait_s(flooding) > 3600
@@ -296,8 +296,8 @@ class Gate(RateLimiter):
         self.waits = asyncio.Event()
         self._slice_count = 0
 
-    async def turn(self, owner: Owner) -> bool:
-        """Implement `RateLimiter.turn`."""
+    async def wait_for_share(self, owner: Owner) -> bool:
+        """Implement `RateLimiter.wait_for_share`."""
         self._slice_count += 1
         if self._slice_count == 1:
             return False
@@ -332,7 +332,7 @@ async def test_a_key_that_is_revoked_while_its_frames_wait_begins_nothing_more(
     ]
 
 
-async def test_streams_of_a_key_take_turns_and_a_closed_one_blocks_no_other(
+async def test_streams_of_a_key_alternate_and_a_closed_one_blocks_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each slice waits for all earlier ones: otherwise waiting slices would wake together."""
@@ -350,7 +350,7 @@ async def test_streams_of_a_key_take_turns_and_a_closed_one_blocks_no_other(
     frame_pace.charge(key, 1.0)
 
     async def work_off(number: int) -> None:
-        await frame_pace.turn(key)
+        await frame_pace.wait_for_share(key)
         owed_s[number] = frame_pace.wait_s(key)
         frame_pace.charge(key, 1.0)
 
@@ -361,7 +361,7 @@ async def test_streams_of_a_key_take_turns_and_a_closed_one_blocks_no_other(
     await asyncio.gather(*streams, return_exceptions=True)
 
     assert list(owed_s.items()) == [(1, 0.0), (2, 0.0), (4, 0.0)]
-    assert frame_pace._turns == {}
+    assert frame_pace._waiting == {}
 
 
 @pytest.mark.parametrize("kind", ["attach", "start"])
@@ -384,11 +384,11 @@ async def test_refusals_after_the_frame_was_read_are_counted(
 
     world.serve_for(world.principal, call)
     call.send(runs)
-    await said(call, "finished")
+    await sent(call, "finished")
     before_s = world.small.process.pace.wait_s(world.principal)
     world.small.process.pace = RateLimiter(1.0, clock=lambda: 0.0)
     call.send(frame)
-    await said(call, "failed")
+    await sent(call, "failed")
     after_s = world.small.process.pace.wait_s(world.principal)
 
     assert before_s < 1000 - rate_limiter.BURST_S <= after_s
@@ -478,7 +478,7 @@ async def test_no_thread_works_for_a_key_without_quota(
     world: World, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frame, reason = PROMPTS[name]
-    world.books.execute(
+    world.database.execute(
         "INSERT INTO quotas (subject, subject_id, dimension, limit_value) VALUES ('organization',"
         " %s, 'tokens_per_month', 0)",
         world.principal.organization_id,
@@ -501,7 +501,7 @@ async def test_short_prompts_of_a_key_that_was_refused_a_moment_ago_are_not_toke
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first is tokenized, which is cheaper than a query; after a new admission, all are."""
-    world.books.execute(
+    world.database.execute(
         "INSERT INTO quotas (subject, subject_id, dimension, limit_value) VALUES ('organization',"
         " %s, 'tokens_per_month', 0)",
         world.principal.organization_id,
@@ -526,7 +526,7 @@ async def test_short_prompts_of_a_key_that_was_refused_a_moment_ago_are_not_toke
 
     assert [await ask("first"), await ask("second"), await ask("third")] == ["failed"] * 3
     assert encoded == ["first"]
-    world.books.execute(
+    world.database.execute(
         "UPDATE quotas SET limit_value = 1000000 WHERE subject_id = %s",
         world.principal.organization_id,
     )
@@ -542,7 +542,7 @@ async def test_prompts_of_one_key_beyond_its_bound_are_refused_and_do_not_affect
     work = world.small.process.text_work
     monkeypatch.setattr(work, "_chars_per_key_max", 5000)
     other = dataclasses.replace(
-        world.principal, api_key_id=world.books.key(world.principal.project_id)
+        world.principal, api_key_id=world.database.key(world.principal.project_id)
     )
     call, theirs = Call(), Call()
     async with asyncio.TaskGroup() as tasks:
@@ -551,7 +551,7 @@ async def test_prompts_of_one_key_beyond_its_bound_are_refused_and_do_not_affect
         call.half_close()
         world.serve_for(other, theirs)
         theirs.send(text_frame(LONG_TEXT))
-        await said(theirs, "finished")
+        await sent(theirs, "finished")
 
     ends = [frame for frame in call.frames if frame.WhichOneof("kind") in ("finished", "failed")]
     refused = [frame.failed.status for frame in ends if frame.HasField("failed")]
@@ -586,9 +586,9 @@ class RecordedPace(RateLimiter):
         super().__init__(0.25)
         self.events: list[str] = []
 
-    async def turn(self, owner: Owner) -> bool:
-        """Implement `RateLimiter.turn`."""
-        waited = await super().turn(owner)
+    async def wait_for_share(self, owner: Owner) -> bool:
+        """Implement `RateLimiter.wait_for_share`."""
+        waited = await super().wait_for_share(owner)
         self.events.append("turn")
         return waited
 
@@ -599,7 +599,7 @@ class RecordedPace(RateLimiter):
         super().charge(owner, cost_s, held_s)
 
 
-async def test_each_http_body_counts_before_the_next_one_of_its_key_has_its_turn(
+async def test_each_http_body_counts_before_the_next_one_of_its_key_has_its_share(
     world: World, sessions: Sessions
 ) -> None:
     """Otherwise concurrent bodies would all be read at once, however large they are."""
@@ -609,8 +609,8 @@ async def test_each_http_body_counts_before_the_next_one_of_its_key_has_its_turn
         _, secret = await create_api_key(
             session, organization="acme", project="search", name="key", actor="test"
         )
-    door = Gateway(process, world.small.authenticator, sessions)
-    listener = Listener(door.handle, process.admission.settings, None)
+    gateway = Gateway(process, world.small.authenticator, sessions)
+    listener = Listener(gateway.handle, process.admission.settings, None)
     port = listener.bind(("127.0.0.1", 0))
     await listener.start()
     messages = [{"role": "user", "content": "x"}] * 2000

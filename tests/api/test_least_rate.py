@@ -64,23 +64,25 @@ class World:
         self.loop = asyncio.get_running_loop()
         self.ended_s: float | None = None
         self.end: End | None = None
-        life = EndDecision(self._on_stop)
+        request_state = EndDecision(self._on_stop)
         self.journal = journal
         self.writer = StreamWriter(journal)
         subscription = FrameSubscription(self.writer, "r", lambda _: None)
 
         def stalled() -> None:
-            life.stop(Outcome.SLOW_CONSUMER, detail=read_too_slowly(1.0, ALLOWANCE_S))
+            request_state.stop(Outcome.SLOW_CONSUMER, detail=read_too_slowly(1.0, ALLOWANCE_S))
 
         flow = FlowControl(credit, ALLOWANCE_S, stalled)
-        self.output: OutputBuffer = SendBuffer(subscription, "m", flow, life, lambda _: None)
+        self.output: OutputBuffer = SendBuffer(
+            subscription, "m", flow, request_state, lambda _: None
+        )
         if kept:
             buffers = ReplayBuffers[ReplayableBuffer](
                 journal, bytes_max=10**9, bytes_per_request_max=10**9
             )
             kept_in = buffers.open(uuid.uuid4())
             self.output = ReplayableBuffer(
-                subscription, "m", flow, life, lambda _: None, 60.0, kept_in
+                subscription, "m", flow, request_state, lambda _: None, 60.0, kept_in
             )
         self.output.hold_id = uuid.uuid4()
         self.may_write = asyncio.Event()
@@ -93,7 +95,7 @@ class World:
     def _on_stop(self, end: End) -> None:
         self.end, self.ended_s = end, self.loop.time()
 
-    def say(self, token_count: int) -> None:
+    def append(self, token_count: int) -> None:
         for token_id in range(token_count):
             self.output.append(0, "x", (token_id,))
 
@@ -138,7 +140,7 @@ def test_a_client_below_the_least_rate_is_ended_however_it_asks(
 ) -> None:
     async def scenario() -> None:
         world = World(journal, kept=kept)
-        world.say(4000)
+        world.append(4000)
 
         await world.grant(pattern())
 
@@ -169,7 +171,7 @@ def test_a_slow_reader_above_the_least_rate_is_never_ended(
 ) -> None:
     async def scenario() -> None:
         world = World(journal, kept=kept)
-        world.say(4000)
+        world.append(4000)
 
         await world.grant(pattern())
 
@@ -182,7 +184,7 @@ def test_a_slow_engine_is_not_the_clients_fault(journal: UsageJournal) -> None:
     async def scenario() -> None:
         world = World(journal, credit=1)
         for _ in range(100):
-            world.say(1)
+            world.append(1)
             await asyncio.sleep(600.0)
             world.output.grant(1)
 
@@ -194,7 +196,7 @@ def test_a_slow_engine_is_not_the_clients_fault(journal: UsageJournal) -> None:
 def test_attaching_again_renews_no_allowance(journal: UsageJournal) -> None:
     async def scenario() -> None:
         world = World(journal, kept=True)
-        world.say(100)
+        world.append(100)
         for _ in range(100):
             await asyncio.sleep(10.0)
             if world.end is not None:
@@ -215,7 +217,7 @@ def test_what_waits_at_the_end_is_taken_in_time_whatever_else_the_stream_carries
     async def scenario() -> None:
         world, done = World(journal), asyncio.Event()
         world.output.flow.close()  # as credit that comes just in time
-        world.say(waiting)
+        world.append(waiting)
         world.output.when_taken(done.set, ALLOWANCE_S)
         while not done.is_set() and world.loop.time() < DAY_S:
             await asyncio.sleep(20.0)
@@ -236,7 +238,7 @@ def test_a_message_that_waits_for_a_stalled_client_is_billed_when_its_request_en
     async def scenario() -> None:
         world, done = World(journal, credit=None), asyncio.Event()
         world.may_write.clear()
-        world.say(10)
+        world.append(10)
         await asyncio.sleep(1.0)
         assert world.output.usage.delivered_token_count == 0
         world.output.when_taken(done.set, ALLOWANCE_S)

@@ -112,7 +112,7 @@ def test_a_retry_after_is_sent_in_every_form_that_clients_read() -> None:
     }
 
 
-def test_too_many_messages_are_refused_before_any_is_looked_at() -> None:
+def test_too_many_messages_are_refused_before_any_is_read() -> None:
     count = MESSAGE_COUNT_MAX + 1
     wrong_role = "nobody"
 
@@ -135,7 +135,7 @@ def test_no_client_is_let_to_wait_for_what_is_too_far_away() -> None:
     assert "x-should-retry" not in error_response(status_of(Draining("soon"))).headers
 
 
-def test_an_internal_error_tells_its_incident_and_nothing_else() -> None:
+def test_an_internal_error_reports_its_incident_and_nothing_else() -> None:
     refusal = error_response(status_of(RuntimeError("the secret of the house")))
 
     assert (refusal.http_status, refusal.kind, refusal.code) == (
@@ -147,7 +147,7 @@ def test_an_internal_error_tells_its_incident_and_nothing_else() -> None:
     assert refusal.facts["incident_id"] in refusal.message
 
 
-def test_a_prompt_that_is_too_long_has_the_code_that_clients_look_for() -> None:
+def test_a_prompt_that_is_too_long_has_the_code_that_clients_expect() -> None:
     refusal = error_response(status_of(PromptTooLong(100, 5, 64)), NAMES)
 
     assert (refusal.http_status, refusal.code, refusal.param) == (
@@ -158,7 +158,7 @@ def test_a_prompt_that_is_too_long_has_the_code_that_clients_look_for() -> None:
     assert refusal.facts["excess_token_count"] == "41"
 
 
-def test_a_missing_key_is_asked_for() -> None:
+def test_a_missing_key_is_requested() -> None:
     refusal = error_response(status_of(Unauthenticated("no key")))
 
     assert (refusal.http_status, refusal.code, refusal.headers["www-authenticate"]) == (
@@ -185,7 +185,7 @@ def test_fields_are_called_what_the_request_calls_them(field: str, name: str) ->
     assert parameter(field, NAMES) == name
 
 
-def test_headers_tell_the_limit_that_has_least_left() -> None:
+def test_headers_report_the_limit_that_has_least_left() -> None:
     def quota(
         dimension: types_pb2.QuotaDimension.ValueType, limit: int, left: int, reset_s: int
     ) -> types_pb2.QuotaStatus:
@@ -231,13 +231,13 @@ def test_an_event_is_one_line_for_every_reader_and_keeps_its_text(text: str) -> 
 def test_any_json_is_accepted_or_refused_by_parameter(value: object) -> None:
     body = json.dumps({"model": "m", "input": value}).encode()
 
-    told = {"input"}
+    reported = {"input"}
     try:
         assert decode(body, ResponseParameters).input is not None
     except InvalidRequest as error:
-        told = {violation.field[:5] for violation in error.violations}
+        reported = {violation.field[:5] for violation in error.violations}
 
-    assert told == {"input"}
+    assert reported == {"input"}
 
 
 @pytest.mark.parametrize(

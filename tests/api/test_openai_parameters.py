@@ -205,7 +205,7 @@ def refused_field(api: str, body: dict[str, Any]) -> str:
 
 def documented() -> dict[str, dict[str, str]]:
     """Return the documented support of each parameter, by API."""
-    told: dict[str, dict[str, str]] = {api: {} for api in APIS}
+    reported: dict[str, dict[str, str]] = {api: {} for api in APIS}
     for line in (
         DOCUMENT.read_text(encoding="utf-8")
         .partition("### Every parameter")[2]
@@ -217,8 +217,8 @@ def documented() -> dict[str, dict[str, str]]:
             continue
         for api, mark in zip(APIS, cells[1:5], strict=True):
             if mark:
-                told[api] |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), mark)
-    return told
+                reported[api] |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), mark)
+    return reported
 
 
 def words(kind: Any) -> set[str]:
@@ -238,7 +238,7 @@ def kinds(union: Any, key: str = "type") -> set[str]:
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_the_table_has_every_parameter_of_the_package_and_of_the_door(api: str) -> None:
+def test_the_table_has_every_parameter_of_the_package_and_of_the_gateway(api: str) -> None:
     known = {name for form in PACKAGE[api] for name in get_type_hints(form)}
 
     assert known | set(TAKES[api].__struct_fields__) == documented()[api].keys()
@@ -246,10 +246,10 @@ def test_the_table_has_every_parameter_of_the_package_and_of_the_door(api: str) 
 
 @pytest.mark.parametrize("api", APIS)
 def test_the_documented_table_of_parameters_is_correct(api: str) -> None:
-    told = documented()[api]
-    assert set(told.values()) <= {"yes", "part", "idle", "no"}
+    reported = documented()[api]
+    assert set(reported.values()) <= {"yes", "part", "idle", "no"}
 
-    for name, mark in told.items():
+    for name, mark in reported.items():
         if mark == "no":
             for shape in (*SHAPES, *([RIGHT[name]] if name in RIGHT else [])):
                 assert refused_field(api, BODIES[api] | {name: shape}).startswith(name), (
@@ -383,18 +383,18 @@ def test_a_part_that_is_text_has_nothing_else(name: str) -> None:
         ),
     ],
 )
-def test_too_many_of_anything_are_refused_before_each_is_looked_at(
+def test_too_many_of_anything_are_refused_before_each_is_read(
     api: str, fields: dict[str, Any], param: str
 ) -> None:
     """Reporting each would block all other clients for a million of them."""
     assert refused_field(api, BODIES[api] | fields) == param
 
 
-def test_several_prompts_share_what_is_asked_of_them_until_it_was_found_right() -> None:
+def test_several_prompts_share_what_is_requested_of_them_until_it_was_found_right() -> None:
     """A text of a megabyte for each of 128 prompts would be 128 megabytes."""
     body = {"model": "m", "user": "u" * 1_000_000, "prompt": ["x", "y"]}
-    asked = parse_completion(decode(msgspec.json.encode(body), CompletionParameters))
+    requested = parse_completion(decode(msgspec.json.encode(body), CompletionParameters))
 
-    assert [frame.text for frame in asked.starts] == ["x", "y"]
-    assert asked.starts[0] is not asked.starts[0], "made when it is looked at"
-    assert [frame.text for frame in asked.starts[1:]] == ["y"]
+    assert [frame.text for frame in requested.starts] == ["x", "y"]
+    assert requested.starts[0] is not requested.starts[0], "made when it is looked at"
+    assert [frame.text for frame in requested.starts[1:]] == ["y"]

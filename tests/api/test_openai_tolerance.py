@@ -484,10 +484,10 @@ def test_earlier_thoughts_belong_to_the_turn_after_them() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     result = {"type": "function_call_output", "call_id": "c", "output": "4"}
     answer = {"role": "assistant", "content": "It is 4."}
-    asked, more = ({"role": "user", "content": text} for text in ("2+2?", "And?"))
-    said = {"role": "assistant", "content": "I look."}
+    requested, more = ({"role": "user", "content": text} for text in ("2+2?", "And?"))
+    reply = {"role": "assistant", "content": "I look."}
     encrypted = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
-    items = [asked, thought("Hm"), said, encrypted, call, result, thought("So"), answer]
+    items = [requested, thought("Hm"), reply, encrypted, call, result, thought("So"), answer]
     items += [thought("Cut"), more]
 
     [start] = parse({"model": "demo", "input": items})[0].starts
@@ -578,8 +578,8 @@ def test_text_that_is_not_utf_8_is_refused_wherever_it_is(path: str) -> None:
     enter, kind, plain = HTTP[path]
     for costly in bodies_of(kind, plain):
         body = costly.build(100)
-        for place in [found.start() + 1 for found in re.finditer(rb'"[xa\\]', body)][:3]:
-            broken = body[:place] + b"\xff" + body[place:]
+        for index in [found.start() + 1 for found in re.finditer(rb'"[xa\\]', body)][:3]:
+            broken = body[:index] + b"\xff" + body[index:]
             with pytest.raises(HttpFault, match="not valid JSON"):
                 enter(broken)
 
@@ -598,9 +598,9 @@ def test_results_without_an_id_answer_the_calls_in_order() -> None:
         return {"id": f"c{number}", "type": "function", "function": function}
 
     def ids(*results: dict[str, Any]) -> list[str]:
-        asked = {"role": "assistant", "tool_calls": [call(1), call(2)]}
-        said = [{"role": "user", "content": "Hi"}, asked, *results]
-        frame = parse(CHAT | {"messages": said})[0].starts[0]
+        requested = {"role": "assistant", "tool_calls": [call(1), call(2)]}
+        reply = [{"role": "user", "content": "Hi"}, requested, *results]
+        frame = parse(CHAT | {"messages": reply})[0].starts[0]
         return [turn.tool_call_id for turn in frame.conversation.messages[2:]]
 
     result = {"role": "tool", "content": "4"}

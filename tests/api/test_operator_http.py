@@ -54,7 +54,7 @@ from tests.service import until
         ({"WEIR_METRICS_LISTEN": "[::1]:9100"}, ("::1", 9100)),
     ],
 )
-def test_metrics_are_on_this_machine_alone_unless_it_is_said_otherwise(
+def test_metrics_are_on_this_machine_alone_unless_it_is_set_otherwise(
     given: dict[str, str], address: tuple[str, int] | None
 ) -> None:
     assert Settings.from_environment(given).metrics_address() == address
@@ -81,10 +81,10 @@ async def test_a_client_that_reads_no_answer_blocks_no_scrape(
     monkeypatch.setattr(scrape, "IDLE_MAX_S", 0.2)
     asks = b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n"
 
-    asked = set()
+    requested = set()
 
     async def much(request: web.BaseRequest) -> web.Response:
-        asked.add(request.protocol)
+        requested.add(request.protocol)
         return web.Response(body=bytes(8 << 20))
 
     server = scrape.MetricsServer(much)
@@ -93,7 +93,7 @@ async def test_a_client_that_reads_no_answer_blocks_no_scrape(
     silent = [socket.create_connection((host, port)) for _ in range(scrape.CONNECTIONS_MAX)]
     for each in silent:
         each.sendall(asks * 20)
-    await until(lambda: len(asked) == scrape.CONNECTIONS_MAX, "all connections to be taken")
+    await until(lambda: len(requested) == scrape.CONNECTIONS_MAX, "all connections to be taken")
 
     await until(lambda: not server.connections, "those that read nothing to be closed")
 
@@ -241,7 +241,7 @@ def port_of(listener: MetricsListener) -> int:
     return int(listener.url.rpartition(":")[2].partition("/")[0])
 
 
-async def test_the_loop_is_late_by_what_a_timer_comes_later_than_asked() -> None:
+async def test_the_loop_is_late_by_what_a_timer_comes_later_than_requested() -> None:
     class Enough(Exception):
         pass
 

@@ -134,7 +134,7 @@ class World:
             kept=kept,
             flow=FlowControl(credit, 60.0, lambda: None),
         )
-        self.said: list[list[int]] = [[] for _ in range(CHOICES)]
+        self.appended: list[list[int]] = [[] for _ in range(CHOICES)]
         self.over = False
 
     def open(self, after_seq: int, credit: int | None) -> End:
@@ -144,22 +144,22 @@ class World:
         return end
 
     @property
-    def said_count(self) -> int:
+    def appended_count(self) -> int:
         """Number of output tokens."""
-        return sum(map(len, self.said))
+        return sum(map(len, self.appended))
 
     @property
-    def said_thinking(self) -> int:
+    def appended_thinking(self) -> int:
         """Number of output tokens that are thinking."""
-        return sum(map(thinking_of, self.said))
+        return sum(map(thinking_of, self.appended))
 
-    def say(self, choice: int, count: int) -> None:
+    def append(self, choice: int, count: int) -> None:
         """Output a step of this many tokens, numbered by position."""
         if self.over or (self.end is None and not self.kept):
             return
-        first = len(self.said[choice])
+        first = len(self.appended[choice])
         ids = list(range(first, first + count))
-        self.said[choice] += ids
+        self.appended[choice] += ids
         self.output.usage.generated_token_count += count
         calls = [CallPiece(choice, "", "", f"<{index}>") for index in ids]
         text, thought = "".join(f"<{index}>" for index in ids), thinking_of(ids)
@@ -186,10 +186,10 @@ class World:
         before = self.output.subscription
         with pytest.raises(OutputGone):
             self.output.attach(self.open(0, None).subscription, 10**6, 0)
-        handed = max((delta.seq for end in self.ends for delta in end.deltas), default=0)
-        if not self.kept and handed:
+        dispatched = max((delta.seq for end in self.ends for delta in end.deltas), default=0)
+        if not self.kept and dispatched:
             with pytest.raises(OutputGone):
-                self.output.attach(self.open(0, None).subscription, handed - 1, 0)
+                self.output.attach(self.open(0, None).subscription, dispatched - 1, 0)
         assert self.output.subscription is before
 
     def detach(self) -> None:
@@ -221,16 +221,18 @@ class World:
                 assert by_seq.setdefault(delta.seq, delta) == delta, "a number means one delta"
                 assert len(delta.token_ids) <= TOKENS_PER_DELTA_MAX
         for choice in range(CHOICES):
-            told = [delta for _, delta in sorted(by_seq.items()) if delta.choice_index == choice]
-            ids = [token_id for delta in told for token_id in delta.token_ids]
+            reported = [
+                delta for _, delta in sorted(by_seq.items()) if delta.choice_index == choice
+            ]
+            ids = [token_id for delta in reported for token_id in delta.token_ids]
             if len(by_seq) == max(by_seq, default=0):  # no sequence number was skipped
-                assert ids == self.said[choice][: len(ids)], "in order"
-                text = "".join(delta.text for delta in told)
+                assert ids == self.appended[choice][: len(ids)], "in order"
+                text = "".join(delta.text for delta in reported)
                 assert "".join(f"<{index}>" for index in ids).startswith(text), (
                     "text never runs ahead of its tokens"
                 )
                 assert (
-                    "".join(call.arguments_json for delta in told for call in delta.tool_calls)
+                    "".join(call.arguments_json for delta in reported for call in delta.tool_calls)
                     == text
                 ), "nor do calls"
         usage, in_flight = self.output.usage, self.output.in_flight_token_count
@@ -241,27 +243,27 @@ class World:
         assert usage.journalled_reasoning_token_count == self.journal.reasoning_total
         assert usage.taken_reasoning_token_count == self.journal.reasoning_taken
         thinking = usage.delivered_reasoning_token_count
-        handed = usage.taken_reasoning_token_count + self.output.in_flight_reasoning_token_count
+        dispatched = usage.taken_reasoning_token_count + self.output.in_flight_reasoning_token_count
         sent = [delta.token_ids for _, delta in sorted(by_seq.items())]
         if sum(map(len, sent)) == usage.taken_token_count + in_flight:
-            assert handed == sum(map(thinking_of, sent)), "exactly the thinking among them"
+            assert dispatched == sum(map(thinking_of, sent)), "exactly the thinking among them"
         if self.kept:
-            assert delivered == self.said_count, "what is kept is delivered"
-            assert thinking == self.said_thinking
+            assert delivered == self.appended_count, "what is kept is delivered"
+            assert thinking == self.appended_thinking
         else:
             assert journalled == sum(end.token_count for end in self.ends), (
                 "journalled is what was handed over, once"
             )
             assert delivered == usage.taken_token_count == journalled - in_flight
             assert thinking == usage.taken_reasoning_token_count
-            assert journalled + self.output.unsent_token_count == self.said_count
+            assert journalled + self.output.unsent_token_count == self.appended_count
 
     def check_settled(self) -> None:
         """Check, once all writers are idle, that exactly the permitted tokens were sent."""
         if self.end is None:
             return
-        before = self.said_count - self.end.token_count - self.waiting_of(self.end)
-        due = self.said_count - before
+        before = self.appended_count - self.end.token_count - self.waiting_of(self.end)
+        due = self.appended_count - before
         allowed = due if self.end.credit is None else min(due, self.end.credit)
         assert self.end.token_count == allowed, "as much as there is, as far as credit reaches"
         if self.over and allowed == due:
@@ -270,7 +272,7 @@ class World:
     def waiting_of(self, end: End) -> int:
         """Return the number of tokens that this stream has yet to get."""
         if not self.kept:
-            return self.said_count - sum(each.token_count for each in self.ends)
+            return self.appended_count - sum(each.token_count for each in self.ends)
         assert isinstance(self.output, ReplayableBuffer)
         buffer, last = self.output.buffer, end.deltas[-1].seq if end.deltas else end.after_seq
         return sum(buffer.get(seq)[1] for seq in range(last + 1, buffer.last_seq + 1))
@@ -281,7 +283,7 @@ def thinking_of(ids: Iterable[int]) -> int:
     return sum(token_id < THINKING for token_id in ids)
 
 
-async def turns(count: int) -> None:
+async def ticks(count: int) -> None:
     """Let the writers run until they wait."""
     for _ in range(count):
         await asyncio.sleep(0)
@@ -302,7 +304,7 @@ def test_an_output_does_what_its_model_says(
             for act, first, second in acts:
                 match act:
                     case "say":
-                        world.say(first, second)
+                        world.append(first, second)
                     case "grant":
                         world.grant(first)
                     case "attach" if world.kept or (world.end is not None and not world.over):
@@ -319,11 +321,11 @@ def test_an_output_does_what_its_model_says(
                     case "finish":
                         world.finish()
                     case _:
-                        await turns(3)
+                        await ticks(3)
                 world.check()
             for end in world.ends:
                 end.may_write.set()
-            await turns(400)
+            await ticks(400)
             world.check()
             world.check_settled()
             for task in list(asyncio.all_tasks()):
@@ -385,7 +387,7 @@ def test_a_delta_in_bytes_is_the_message(
     called: bool,
     thinks: bool,
 ) -> None:
-    tokens = [TokenLogprob(each, -1.5 * place) for place, each in enumerate(ids)]
+    tokens = [TokenLogprob(each, -1.5 * entry) for entry, each in enumerate(ids)]
     values = Delta(
         text,
         ids,
@@ -482,8 +484,8 @@ def test_the_gaps_are_those_between_messages_with_tokens(
 def test_thinking_that_follows_text_is_not_taken_with_it() -> None:
     """The thinking of a delta precedes its text."""
     packed = PackedOutput()
-    said = [("", "Hm. "), ("", "So."), ("I look.", ""), ("", "Well."), (" It", "")]
-    for text, thought in said:
+    appended = [("", "Hm. "), ("", "So."), ("I look.", ""), ("", "Well."), (" It", "")]
+    for text, thought in appended:
         packed.add(text, (1, 2), (), (), (thought, 2 if thought else 0))
     taken = []
     while not packed.empty:

@@ -35,7 +35,7 @@ def test_without_the_key_a_guess_cannot_be_confirmed(signers: list[Signer]) -> N
     assert payload_hash(GUESS) != stored
 
 
-def test_all_processes_with_the_key_agree_and_tell_payloads_apart(signers: list[Signer]) -> None:
+def test_all_processes_with_the_key_agree_and_distinguish_payloads(signers: list[Signer]) -> None:
     for signer in (signers[0], None):
         use_signer(signer)
         first = payload_hash(GUESS)

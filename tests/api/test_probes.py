@@ -139,7 +139,7 @@ async def test_each_part_has_a_state_since_a_time_and_a_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "may_admit_without_store", "told"),
+    ("parts", "may_admit_without_store", "reported"),
     [
         (ENGINES_WELL, False, ()),
         (ENGINES_WELL | {STORE: False}, False, ("the database does not answer",)),
@@ -155,9 +155,9 @@ async def test_each_part_has_a_state_since_a_time_and_a_reason() -> None:
     ],
 )
 def test_reasons_name_what_is_missing_and_no_model(
-    parts: Mapping[str, bool], may_admit_without_store: bool, told: tuple[str, ...]
+    parts: Mapping[str, bool], may_admit_without_store: bool, reported: tuple[str, ...]
 ) -> None:
-    assert reasons(parts, services(parts, may_admit_without_store)[""]) == told
+    assert reasons(parts, services(parts, may_admit_without_store)[""]) == reported
 
 
 async def test_connections_that_ask_for_nothing_keep_no_probe_from_its_answer(

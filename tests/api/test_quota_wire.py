@@ -35,13 +35,13 @@ def test_quotas_follow_the_order_of_the_contract() -> None:
         for subject in reversed(QuotaSubject)
     ]
 
-    told = quota_statuses(states)
+    reported = quota_statuses(states)
 
-    subjects = [each.subject for each in told]
+    subjects = [each.subject for each in reported]
     assert subjects == sorted(subjects)
     assert [
         types_pb2.QuotaDimension.Name(each.dimension).removeprefix("QUOTA_DIMENSION_").lower()
-        for each in told[:10]
+        for each in reported[:10]
     ] == [*QuotaDimension]
 
 
@@ -83,19 +83,28 @@ def test_an_override_weights_and_a_shadow_limit_are_shown() -> None:
         override_until=until,
     )
 
-    told = quota_status(QuotaState(raised, 700, 0, NOW, override_reason="launch"))
+    reported = quota_status(QuotaState(raised, 700, 0, NOW, override_reason="launch"))
 
-    assert (told.limit_value, told.base_limit_value, told.remaining_value, told.enforced) == (
+    assert (
+        reported.limit_value,
+        reported.base_limit_value,
+        reported.remaining_value,
+        reported.enforced,
+    ) == (
         500,
         100,
         -200,
         False,
     )
-    assert (told.override_end_time.ToDatetime(tzinfo=UTC), told.override_reason) == (
+    assert (reported.override_end_time.ToDatetime(tzinfo=UTC), reported.override_reason) == (
         until,
         "launch",
     )
-    assert (told.input_weight_milli, told.cached_input_weight_milli, told.output_weight_milli) == (
+    assert (
+        reported.input_weight_milli,
+        reported.cached_input_weight_milli,
+        reported.output_weight_milli,
+    ) == (
         1000,
         100,
         4000,
@@ -134,11 +143,11 @@ def test_the_tightest_limit_of_a_key_binds_and_a_looser_one_is_marked_as_without
         other: 3,
     }
 
-    told = effective_quota_statuses(
+    reported = effective_quota_statuses(
         QuotaState(each, amount, 0, NOW) for each, amount in used.items()
     )
 
-    by_id = {each.quota_id: each for each in told}
+    by_id = {each.quota_id: each for each in reported}
     binding = {str(organization.id), str(other.id)}
     assert {quota_id for quota_id, each in by_id.items() if each.binding} == binding
     assert by_id[str(project.id)].narrowed_by_quota_id == str(organization.id)

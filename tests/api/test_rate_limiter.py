@@ -24,7 +24,7 @@ from api.core.interceptor import (
     checked,
     tolerant,
 )
-from api.core.rate_limiter import RateLimiter, Visit, measured
+from api.core.rate_limiter import Call, RateLimiter, measured
 from api.generation.parsing.start_frame import parse_start
 from metering.quotas.quota_rules import Payer
 from metering.store.db import create_engine, create_sessions
@@ -41,12 +41,12 @@ async def test_calls_beyond_a_keys_share_get_a_retry_after_and_others_run() -> N
     one, other = key(), key()
     paced = RateLimiter(0.25, clock=lambda: 1000.0)
     for _ in range(int(rate_limiter.BURST_S / rate_limiter.CALL_COST_S)):
-        await paced.turn_to_call(one)
+        await paced.wait_to_call(one)
     paced.charge(one, 0.25 * rate_limiter.CALL_WAIT_S_MAX + 0.01)
 
     with pytest.raises(TooManyCalls) as refused:
-        await paced.turn_to_call(one)
-    await paced.turn_to_call(other)
+        await paced.wait_to_call(one)
+    await paced.wait_to_call(other)
 
     assert refused.value.retry_after_s == pytest.approx(rate_limiter.CALL_WAIT_S_MAX, abs=0.1)
     assert paced.wait_s(other) == 0
@@ -69,7 +69,7 @@ def test_every_call_that_takes_large_messages_exists() -> None:
     assert {path.split("/")[1] for path in LARGE_MESSAGES} <= set(SERVICES)
 
 
-async def test_calls_of_tenants_have_turns_and_those_of_administrators_have_none() -> None:
+async def test_calls_of_tenants_have_shares_and_those_of_administrators_have_none() -> None:
     paced = RateLimiter(0.25, clock=lambda: 1000.0)
     authenticator = Authenticator(
         create_sessions(create_engine("postgresql://nobody@localhost/nothing")), pace=paced
@@ -78,9 +78,9 @@ async def test_calls_of_tenants_have_turns_and_those_of_administrators_have_none
     tenant = Principal(ids[0], "wk", ids[1], ids[2], "USD", frozenset({"inference", "billing"}))
     paced.charge(tenant, rate_limiter.BURST_S + rate_limiter.CALL_WAIT_S_MAX)
 
-    await authenticator.turn(replace(tenant, scopes=frozenset({"admin"})))
+    await authenticator.wait_for_share(replace(tenant, scopes=frozenset({"admin"})))
     with pytest.raises(TooManyCalls):
-        await authenticator.turn(tenant)
+        await authenticator.wait_for_share(tenant)
 
 
 def test_one_long_stall_costs_more_than_the_same_time_in_small_pieces() -> None:
@@ -172,26 +172,26 @@ def test_the_count_of_an_admitted_call_is_returned_at_any_room() -> None:
     paced, one = RateLimiter(0.25, clock=Hours()), key()
     paced.charge(one, rate_limiter.BURST_S)
     for room in (rate_limiter.ROOM_MIN, 1.0):
-        visit = Visit(paced, "ipv4:192.0.2.1:1")
-        visit.belongs_to(one, is_free=False)
+        call = Call(paced, "ipv4:192.0.2.1:1")
+        call.belongs_to(one, is_free=False)
         paced.room = room  # while it runs
-        visit.count(0.1)
+        call.count(0.1)
         assert paced.wait_s(one) > 0
         paced.room = 1.0
-        visit.on_admitted()
-        visit.over()
+        call.on_admitted()
+        call.over()
     assert paced.wait_s(one) == pytest.approx(0.0, abs=1e-6)
 
 
 async def test_an_address_pays_until_a_key_is_known_and_an_administrator_does_not() -> None:
     paced, one, peer = RateLimiter(0.25, clock=Hours()), key(), "ipv4:192.0.2.1:4711"
     for owner, is_free in ((None, False), (one, False), (one, True)):
-        visit = Visit(paced, peer)
-        visit.work_s = 1.0
+        call = Call(paced, peer)
+        call.work_s = 1.0
         if owner is not None:
-            visit.belongs_to(owner, is_free=is_free)
+            call.belongs_to(owner, is_free=is_free)
         before = paced.wait_s("192.0.2.1"), paced.wait_s(one)
-        visit.over()
+        call.over()
         grew = [
             now > then
             for now, then in zip(
@@ -213,9 +213,9 @@ async def test_the_time_of_each_step_of_a_coroutine_is_counted_and_not_the_time_
                 await asyncio.sleep(10)
         return "done"
 
-    visit = Visit(RateLimiter(0.25), "unix:")
-    assert await measured(visit, work()) == "done"
-    assert 0.02 <= visit.work_s < 0.05
+    call = Call(RateLimiter(0.25), "unix:")
+    assert await measured(call, work()) == "done"
+    assert 0.02 <= call.work_s < 0.05
 
 
 def busy(for_s: float) -> None:
@@ -244,7 +244,7 @@ async def test_refusals_of_a_flooding_client_wait_and_those_above_the_limit_do_n
     assert not paced._late_counts
 
 
-async def test_a_large_message_is_parsed_in_its_turn_and_a_small_one_at_once() -> None:
+async def test_a_large_message_is_parsed_in_its_share_and_a_small_one_at_once() -> None:
     events: list[str] = []
 
     class Received:
@@ -253,14 +253,14 @@ async def test_a_large_message_is_parsed_in_its_turn_and_a_small_one_at_once() -
         async def read(self) -> bytes:
             return bytes(next(self.sizes))
 
-    async def in_turn(size: int, read: Callable[[], Any]) -> Any:
+    async def in_order(size: int, read: Callable[[], Any]) -> Any:
         events.append("turn")
         return read()
 
     messages = ReceivedMessages(
         cast(Any, Received()), lambda data: events.append(f"parse {len(data) > MESSAGE_BYTES_MAX}")
     )
-    messages.read_large = in_turn
+    messages.read_large = in_order
     await anext(messages)
     await anext(messages)
 

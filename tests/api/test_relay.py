@@ -19,17 +19,17 @@ from metering.holds.journal import UsageJournal
 from metering.store.db import Sessions
 
 
-class BooksThatGoAway:
+class UnavailableDatabase:
     """Session that finds the owner once, and then fails to reach the database."""
 
     def __init__(self, owner: SimpleNamespace) -> None:
         self._owner = owner
         self.call_count = 0
 
-    def __call__(self) -> BooksThatGoAway:
+    def __call__(self) -> UnavailableDatabase:
         return self
 
-    async def __aenter__(self) -> BooksThatGoAway:
+    async def __aenter__(self) -> UnavailableDatabase:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -50,17 +50,17 @@ async def test_an_owner_and_a_database_that_go_together_end_one_request_and_not_
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         certificate = make_certificate()[1].decode()
-        books = BooksThatGoAway(
+        database = UnavailableDatabase(
             SimpleNamespace(
                 process_id=uuid.uuid4(), is_held=True, address=address, certificate=certificate
             )
         )
         writer, ended = StreamWriter(cast(UsageJournal, None)), asyncio.Event()
-        told: list[pb.ServerFrame] = []
+        reported: list[pb.ServerFrame] = []
         subscription = FrameSubscription(writer, "id", lambda _: ended.set())
-        cast(Any, subscription).push = told.append
+        cast(Any, subscription).push = reported.append
         async with asyncio.TaskGroup() as process_tasks:
-            relays = Relays(cast(Sessions, books), uuid.uuid4(), process_tasks)
+            relays = Relays(cast(Sessions, database), uuid.uuid4(), process_tasks)
             relays.begin(
                 subscription,
                 (uuid.uuid4(), uuid.uuid4()),
@@ -71,19 +71,21 @@ async def test_an_owner_and_a_database_that_go_together_end_one_request_and_not_
             async with asyncio.timeout(60):
                 await ended.wait()
             await relays.close()
-    assert books.call_count == 2
-    assert [frame.failed.status.code for frame in told] == [grpc.StatusCode.UNAVAILABLE.value[0]]
+    assert database.call_count == 2
+    assert [frame.failed.status.code for frame in reported] == [
+        grpc.StatusCode.UNAVAILABLE.value[0]
+    ]
 
 
 async def test_a_client_that_says_more_than_the_other_process_reads_is_ended() -> None:
     """Otherwise its messages would be buffered here without bound."""
     owner = SimpleNamespace(process_id=uuid.uuid4(), is_held=True, address="", certificate="")
     writer, ended = StreamWriter(cast(UsageJournal, None)), asyncio.Event()
-    told: list[pb.ServerFrame] = []
+    reported: list[pb.ServerFrame] = []
     subscription = FrameSubscription(writer, "id", lambda _: ended.set())
-    cast(Any, subscription).push = told.append
+    cast(Any, subscription).push = reported.append
     async with asyncio.TaskGroup() as process_tasks:
-        relays = Relays(cast(Sessions, BooksThatGoAway(owner)), uuid.uuid4(), process_tasks)
+        relays = Relays(cast(Sessions, UnavailableDatabase(owner)), uuid.uuid4(), process_tasks)
         relays.begin(
             subscription, (uuid.uuid4(), uuid.uuid4()), "secret", after_seq=0, credit_token_count=0
         )
@@ -93,18 +95,22 @@ async def test_a_client_that_says_more_than_the_other_process_reads_is_ended() -
         assert ended.is_set()
         assert relays.running_count == 0
         await relays.close()
-    assert [frame.failed.status.code for frame in told] == [grpc.StatusCode.UNAVAILABLE.value[0]]
+    assert [frame.failed.status.code for frame in reported] == [
+        grpc.StatusCode.UNAVAILABLE.value[0]
+    ]
 
 
 async def test_a_client_relayed_through_an_ending_process_gets_the_reason() -> None:
     owner = SimpleNamespace(process_id=uuid.uuid4(), is_held=True, address="", certificate="")
-    told: list[pb.ServerFrame] = []
+    reported: list[pb.ServerFrame] = []
     subscription = FrameSubscription(StreamWriter(cast(UsageJournal, None)), "id", lambda _: None)
-    cast(Any, subscription).push = told.append
+    cast(Any, subscription).push = reported.append
     async with asyncio.TaskGroup() as process_tasks:
-        relays = Relays(cast(Sessions, BooksThatGoAway(owner)), uuid.uuid4(), process_tasks)
+        relays = Relays(cast(Sessions, UnavailableDatabase(owner)), uuid.uuid4(), process_tasks)
         relays.begin(
             subscription, (uuid.uuid4(), uuid.uuid4()), "secret", after_seq=0, credit_token_count=0
         )
         await relays.close()
-    assert [frame.failed.status.code for frame in told] == [grpc.StatusCode.UNAVAILABLE.value[0]]
+    assert [frame.failed.status.code for frame in reported] == [
+        grpc.StatusCode.UNAVAILABLE.value[0]
+    ]

@@ -37,7 +37,7 @@ from metering.holds.journal import UsageJournal
 from metering.pricing.prices import TokenPrices
 from tests.service import conversation
 
-OUTBOX_TOKENS = 50
+QUEUED_TOKENS = 50
 HIDING = r'{"name": "book", "arguments": {"about": "a forbidden\u0020\u0074opic"}}'
 PRICES = TokenPrices(1, "USD", 150_000, 15_000, 600_000)
 
@@ -110,7 +110,7 @@ class Handing:
         await taken.wait()
 
 
-async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcome], int]:
+async def append_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcome], int]:
     """OutputBuffer 500 tokens at once to a client that takes each message.
 
     Return the reasons of stops, and the number of sent tokens.
@@ -130,7 +130,7 @@ async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcom
     settings = cast(
         Settings,
         SimpleNamespace(
-            outbox_tokens_per_request_max=OUTBOX_TOKENS,
+            outbox_tokens_per_request_max=QUEUED_TOKENS,
             client_stall_max_s=60.0,
         ),
     )
@@ -145,13 +145,13 @@ async def say_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Outcom
 
 
 async def test_output_of_a_beam_search_waits_for_its_client(journal: UsageJournal) -> None:
-    assert await say_at_once(journal, beam_search=pb.BeamSearch(width=2)) == ([], 500)
+    assert await append_at_once(journal, beam_search=pb.BeamSearch(width=2)) == ([], 500)
 
 
 async def test_a_client_that_reads_slower_than_tokens_arrive_is_stopped(
     journal: UsageJournal,
 ) -> None:
-    stopped, _ = await say_at_once(journal)
+    stopped, _ = await append_at_once(journal)
 
     assert set(stopped) == {Outcome.SLOW_CONSUMER}
 
@@ -167,7 +167,7 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
     settings = cast(
         Settings,
         SimpleNamespace(
-            outbox_tokens_per_request_max=OUTBOX_TOKENS,
+            outbox_tokens_per_request_max=QUEUED_TOKENS,
             client_stall_max_s=patience_s,
         ),
     )
@@ -193,7 +193,7 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
 
 
 @pytest.mark.parametrize(
-    ("fields", "said", "stopped"),
+    ("fields", "outputs", "stopped"),
     [
         (
             {"conversation": conversation("Hi"), "tools": [pb.Tool(name="book")]},
@@ -209,7 +209,7 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
     ],
 )
 async def test_rules_read_escapes_in_what_clients_will_parse_and_in_nothing_else(
-    journal: UsageJournal, fields: dict[str, Any], said: str, stopped: list[Outcome]
+    journal: UsageJournal, fields: dict[str, Any], outputs: str, stopped: list[Outcome]
 ) -> None:
     """Token by token, as a model writes it."""
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", **fields))
@@ -248,5 +248,5 @@ async def test_rules_read_escapes_in_what_clients_will_parse_and_in_nothing_else
     await writer.write_all(write)
 
     assert ends == stopped
-    assert "".join(delta.text for delta in taken) == said
+    assert "".join(delta.text for delta in taken) == outputs
     assert not any(delta.tool_calls for delta in taken)

@@ -222,7 +222,7 @@ def test_int8_is_refused_on_a_gpu() -> None:
 
 
 @pytest.mark.usefixtures("bare")
-def test_a_simulated_engine_is_asked_for_by_name_and_announced() -> None:
+def test_a_simulated_engine_is_requested_by_name_and_announced() -> None:
     settings = {"WEIR_MODELS": "a=/x", "WEIR_SIMULATED_TIME_SCALE": "0"}
 
     plain = built(Settings.from_environment(settings))

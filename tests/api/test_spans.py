@@ -40,7 +40,7 @@ class SlowCollector:
         self.is_closed = True
 
 
-def told(spans: Spans) -> dict[str, float]:
+def reported(spans: Spans) -> dict[str, float]:
     """Return its metrics."""
     return {
         sample.name: sample.value
@@ -57,7 +57,7 @@ def test_while_the_collector_is_slow_traces_are_dropped_and_counted() -> None:
 
     for _ in range(15):
         spans.put(record_of(ending()))
-    waiting = told(spans)
+    waiting = reported(spans)
     collector.let.set()
     spans.close(PATIENCE_S)
 
@@ -66,7 +66,7 @@ def test_while_the_collector_is_slow_traces_are_dropped_and_counted() -> None:
         "weir_traces_dropped_total": 5,
         "weir_traces_waiting": 10,
     }
-    assert told(spans) == {
+    assert reported(spans) == {
         "weir_traces_sent_total": 11,
         "weir_traces_dropped_total": 5,
         "weir_traces_waiting": 0,
@@ -83,7 +83,7 @@ def test_spans_refused_by_the_collector_are_counted_as_dropped() -> None:
     spans.put(record_of(ending()))
     spans.close(PATIENCE_S)
 
-    assert told(spans) == {
+    assert reported(spans) == {
         "weir_traces_sent_total": 0,
         "weir_traces_dropped_total": 1,
         "weir_traces_waiting": 0,
@@ -107,11 +107,11 @@ def test_a_bug_in_sending_ends_no_thread() -> None:
         collector.let.set()
         spans.close(PATIENCE_S)
 
-    assert told(spans)["weir_traces_sent_total"] == 1, "the second"
+    assert reported(spans)["weir_traces_sent_total"] == 1, "the second"
     assert [entry["event"] for entry in logs] == ["spans_not_sent"]
 
 
-def test_a_record_has_nothing_of_what_was_asked() -> None:
+def test_a_record_has_nothing_of_what_was_requested() -> None:
     record = record_of(ending(broken=ValueError("a secret of theirs")))
 
     assert "secret" not in repr(record)

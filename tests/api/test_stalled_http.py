@@ -32,15 +32,15 @@ CHATS = 200
 TOKENS_AT_FIRST, TOKENS_THEN = 150, 450
 # bytes of buffered output per token; for gRPC, see `test_stalled_memory.py`
 BYTES_PER_TOKEN_MAX = 100
-OUTBOX_TOKENS = 500
+QUEUED_TOKENS = 500
 LITTLE = 4096  # unread bytes that either side's kernel buffers
 
-SAID = [{"role": "user", "content": "Go"}]
+MESSAGES = [{"role": "user", "content": "Go"}]
 STREAMS: dict[str, dict[str, object]] = {
-    "/chat/completions": {"messages": SAID, "max_tokens": 400, "ignore_eos": True},
+    "/chat/completions": {"messages": MESSAGES, "max_tokens": 400, "ignore_eos": True},
     "/completions": {"prompt": "Go", "max_tokens": 400, "ignore_eos": True},
     "/responses": {"input": "Go", "max_output_tokens": 400, "ignore_eos": True},
-    "/messages": {"messages": SAID, "max_tokens": 400},  # answers of random length
+    "/messages": {"messages": MESSAGES, "max_tokens": 400},  # answers of random length
 }
 # Tokens that wait go into one event. Without log-probabilities, which `/messages` does not have, it
 # would fit into the buffers of transport and kernel.
@@ -54,9 +54,9 @@ WIDE: dict[str, dict[str, object]] = {
 class World:
     """Process with an HTTP listener, and the connections to it."""
 
-    def __init__(self, small: SmallProcess, books: HoldWorld, port: int, secret: str) -> None:
+    def __init__(self, small: SmallProcess, database: HoldWorld, port: int, secret: str) -> None:
         self.small = small
-        self.books = books
+        self.database = database
         self.port = port
         self.secret = secret
         self.sockets: list[socket.socket] = []
@@ -90,7 +90,7 @@ class World:
 
     def last_event(self) -> tuple[str, int]:
         """Return the end, and the delivered tokens, of the latest request."""
-        [(outcome, count)] = self.books.rows(
+        [(outcome, count)] = self.database.rows(
             "SELECT outcome, delivered_token_count FROM usage_events ORDER BY id DESC LIMIT 1"
         )
         return outcome, count
@@ -124,12 +124,12 @@ async def world(
         database_url=database_url,
         home=tmp_path,
         lease_slice_tokens=2000,
-        outbox_tokens_per_request_max=OUTBOX_TOKENS,
+        outbox_tokens_per_request_max=QUEUED_TOKENS,
         **getattr(request, "param", {}),
     )
     checkpoint = make_checkpoint(tmp_path / "checkpoint", shape=LlamaShape())
-    with HoldWorld(database_url, now=None) as books:
-        books.tenant()
+    with HoldWorld(database_url, now=None) as database:
+        database.tenant()
         async with sessions.begin() as session:
             _, secret = await create_api_key(
                 session, organization="acme", project="search", name="key", actor="test"
@@ -140,7 +140,7 @@ async def world(
             listener = Listener(
                 Gateway(small.process, small.authenticator, sessions).handle, settings, None
             )
-            world = World(small, books, listener.bind(("127.0.0.1", 0)), secret)
+            world = World(small, database, listener.bind(("127.0.0.1", 0)), secret)
             await listener.start()
             yield world
             small.engine.gate.set()
@@ -179,7 +179,7 @@ async def test_two_hundred_stalled_chats_keep_memory_flat_and_end_as_slow_consum
     assert max(delivered) < TOKENS_AT_FIRST, "what nobody reads is not delivered"
     world.small.engine.gate.set()
     await until(lambda: not world.small.process.running(), "all to be given up")
-    rows = world.books.rows(
+    rows = world.database.rows(
         "SELECT outcome, count(*), sum(delivered_token_count)::int FROM usage_events GROUP BY"
         " outcome"
     )
@@ -281,7 +281,7 @@ async def test_a_pause_in_the_middle_of_a_stream_is_the_clients_stall(
         if data.endswith(b"0\r\n\r\n"):
             break
 
-    [(timings,)] = world.books.rows("SELECT timings FROM usage_events")
+    [(timings,)] = world.database.rows("SELECT timings FROM usage_events")
     assert timings["client_stall_ms"] > 1000.0
     assert timings["itl_max_ms"] < timings["client_stall_ms"] < timings["total_ms"]
     assert f'"client_stall_ms":{timings["client_stall_ms"]:.3f}'.rstrip("0").encode() in data

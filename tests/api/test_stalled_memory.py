@@ -63,7 +63,7 @@ def begun(
     return output
 
 
-def say(outputs: Sequence[OutputBuffer], token_count: int) -> None:
+def append(outputs: Sequence[OutputBuffer], token_count: int) -> None:
     """Output this many steps of all requests."""
     for index in range(token_count):
         for output in outputs:
@@ -81,9 +81,9 @@ async def test_a_thousand_stalled_requests_take_some_bytes_a_token(
     writer = StreamWriter(journal)
     outputs = [live(writer, credit, str(uuid.uuid4())) for _ in range(REQUEST_COUNT)]
 
-    say(outputs, TOKENS_AT_FIRST)
+    append(outputs, TOKENS_AT_FIRST)
     before = resident_bytes()
-    say(outputs, TOKENS_THEN)
+    append(outputs, TOKENS_THEN)
     grown = resident_bytes() - before
 
     assert grown / (REQUEST_COUNT * TOKENS_THEN) < BYTES_PER_TOKEN_MAX
@@ -99,19 +99,20 @@ async def test_log_probabilities_that_wait_take_little_more_than_their_message(
     journal: UsageJournal,
 ) -> None:
     """Twenty alternatives for each token took three kilobytes as objects."""
-    alternatives = [TokenLogprob(100 + place, -float(place)) for place in range(20)]
-    told = TokenLogprobs(alternatives[0], tuple(alternatives))
+    alternatives = [TokenLogprob(100 + entry, -float(entry)) for entry in range(20)]
+    reported = TokenLogprobs(alternatives[0], tuple(alternatives))
     output = live(StreamWriter(journal), 0)
     before = resident_bytes()
 
     for index in range(20_000):
         again = TokenLogprobs(
-            told.chosen, tuple(TokenLogprob(each.token_id, each.logprob) for each in told.top)
+            reported.chosen,
+            tuple(TokenLogprob(each.token_id, each.logprob) for each in reported.top),
         )
         output.append(0, " word", (index,), [again])
     grown = resident_bytes() - before
 
-    assert grown / 20_000 < 2 * len(logprobs_field(told))
+    assert grown / 20_000 < 2 * len(logprobs_field(reported))
     output.discard()
 
 
@@ -122,9 +123,9 @@ async def test_kept_output_stays_within_its_bounds(journal: UsageJournal) -> Non
     )
     outputs = [begun(journal, replays, ORGANIZATION) for _ in range(50)]
 
-    say(outputs[:5], 1000)
+    append(outputs[:5], 1000)
     assert replays.byte_count <= 50 * replays.allowance(ORGANIZATION)
-    say(outputs, 200)
+    append(outputs, 200)
 
     assert all(output.buffer.byte_count <= replays.allowance(ORGANIZATION) for output in outputs)
     assert replays.byte_count == sum(output.buffer.byte_count for output in outputs) <= 200_000
@@ -140,7 +141,7 @@ def answered(
     """Return the key of an ended request with this many tokens of kept output."""
     key = uuid.uuid4(), uuid.uuid4()
     output = begun(journal, replays, organization_id)
-    say([output], token_count)
+    append([output], token_count)
     output.end(None)
     replays.keep(key, output, 60.0)
     return key
@@ -156,7 +157,7 @@ async def test_a_flood_of_answers_of_one_customer_evicts_its_own_and_not_those_o
     theirs = answered(journal, replays, victim, 300)
     flood = [answered(journal, replays, flooding, 300) for _ in range(20)]
     running = [begun(journal, replays, flooding) for _ in range(5)]
-    say(running, 300)
+    append(running, 300)
 
     there = [replays.find(key) is not None for key in flood]
     assert replays.find(theirs) is not None

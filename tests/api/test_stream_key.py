@@ -24,11 +24,11 @@ class World:
     def __init__(self, found: Principal = ALICE) -> None:
         self.now = 1000.0
         self.found: Principal | Exception = found
-        self.asked = 0
+        self.requested = 0
         self.key = StreamKey(found, self._look_up, INTERVAL_S, clock=lambda: self.now)
 
     async def _look_up(self) -> Principal:
-        self.asked += 1
+        self.requested += 1
         if isinstance(self.found, Exception):
             raise self.found
         return self.found
@@ -40,12 +40,12 @@ class World:
         self.key.check()
 
 
-async def test_it_is_asked_once_per_interval_and_only_when_something_comes() -> None:
+async def test_it_is_requested_once_per_interval_and_only_when_something_comes() -> None:
     world = World()
     for after_s in (1.0, INTERVAL_S - 1.1, 0.2, 1.0, 10 * INTERVAL_S):
         await world.message(after_s)
 
-    assert world.asked == 2
+    assert world.requested == 2
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ async def test_a_refusal_holds_until_the_key_is_good_again(refusal: Exception) -
     for after_s in (INTERVAL_S, 1.0):
         with pytest.raises(type(refusal)):
             await world.message(after_s)
-    assert world.asked == 1
+    assert world.requested == 1
     world.found = limited = replace(ALICE, models=frozenset({"small"}))
 
     await world.message(INTERVAL_S)
@@ -67,17 +67,17 @@ async def test_a_refusal_holds_until_the_key_is_good_again(refusal: Exception) -
 
 
 @pytest.mark.parametrize("away", [DatabaseUnavailable("away"), AuthenticationThrottled(1.0)])
-async def test_without_an_answer_it_stays_as_it_was_and_is_asked_again(away: Exception) -> None:
+async def test_without_an_answer_it_stays_as_it_was_and_is_read_again(away: Exception) -> None:
     world = World()
     world.found = away
     await world.message(INTERVAL_S)
     await world.message(0.1)
 
-    assert world.asked == 2
+    assert world.requested == 2
     assert world.key.principal == ALICE
 
 
-async def test_a_replaced_secret_ends_when_it_was_said_to() -> None:
+async def test_a_replaced_secret_ends_when_it_was_to() -> None:
     world = World(replace(ALICE, secret_lifetime_s=90.0))
     world.found = replace(ALICE, secret_lifetime_s=30.0)
     await world.message(INTERVAL_S)

@@ -88,12 +88,12 @@ def output_on(writer: StreamWriter) -> SendBuffer:
     return output
 
 
-def say(output: SendBuffer, *token_ids: int) -> None:
+def append(output: SendBuffer, *token_ids: int) -> None:
     """Output one step."""
     output.append(0, "x", token_ids)
 
 
-async def turns(count: int = 10) -> None:
+async def ticks(count: int = 10) -> None:
     """Let the writer run until it waits."""
     for _ in range(count):
         await asyncio.sleep(0)
@@ -104,10 +104,10 @@ async def test_all_that_waits_goes_out_in_one_message_and_in_order(journal: Usag
     first, second = output_on(writer), output_on(writer)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(writer.write_all(transport.write))
-        say(first, 1)
+        append(first, 1)
         await transport.entered.acquire()
         for number in range(2, 6):
-            say(first if number % 2 else second, number, number)
+            append(first if number % 2 else second, number, number)
         writer.close()
         transport.may_write.release()
         transport.may_write.release()
@@ -123,7 +123,7 @@ async def test_a_burst_is_split_at_the_bound_of_a_message(
     writer, transport = StreamWriter(journal), Transport()
     outputs = [output_on(writer) for _ in range(5)]
     for number, output in enumerate(outputs):
-        say(output, number)
+        append(output, number)
     writer.close()
 
     await writer.write_all(transport.write)
@@ -139,8 +139,8 @@ async def test_a_request_with_much_output_does_not_delay_the_others_of_its_strea
     writer, transport = StreamWriter(journal), Transport()
     much, little = output_on(writer), output_on(writer)
     for _ in range(300):
-        say(much, 1)
-    say(little, 2)
+        append(much, 1)
+    append(little, 2)
     writer.close()
 
     await writer.write_all(transport.write)
@@ -156,7 +156,7 @@ async def test_the_journal_has_a_token_before_the_transport_gets_it(journal: Usa
     async def write(data: bytes) -> None:
         seen.append(recorded(journal).get(one.hold_id, 0))
 
-    say(one, 1, 2, 3)
+    append(one, 1, 2, 3)
     writer.close()
     await writer.write_all(write)
 
@@ -169,7 +169,7 @@ async def test_an_unwritable_journal_fails_the_requests_with_tokens_and_sends_th
     writer, sent = StreamWriter(journal), list[pb.ServerFrame]()
     one, other = output_on(writer), output_on(writer)
     ends: list[End] = []
-    one._life = EndDecision(ends.append)
+    one._request_state = EndDecision(ends.append)
 
     async def write(data: bytes) -> None:
         sent.extend(pb.GenerateResponse.FromString(data).frames)
@@ -178,7 +178,7 @@ async def test_an_unwritable_journal_fails_the_requests_with_tokens_and_sends_th
         raise OSError(28, "No space left on device")
 
     one.push(pb.ServerFrame(admitted=pb.AdmittedFrame()))
-    say(one, 1, 2, 3)
+    append(one, 1, 2, 3)
     other.push(pb.ServerFrame(progress=pb.ProgressFrame()))
     writer.close()
     with monkeypatch.context() as broken:
@@ -205,10 +205,10 @@ async def test_an_output_that_breaks_breaks_its_own_stream_and_no_other(
     async with asyncio.TaskGroup() as tasks:
         failing = asyncio.ensure_future(broken.write_all(transport.write))
         tasks.create_task(whole.write_all(transport.write))
-        await turns()
-        say(bad, 1)
-        say(good, 2)
-        await turns()
+        await ticks()
+        append(bad, 1)
+        append(good, 2)
+        await ticks()
         whole.close()
     with pytest.raises(AssertionError, match="under a hold"):
         await failing
@@ -239,14 +239,14 @@ async def test_discarded_output_is_not_delivered_and_written_output_is(
     one, other = output_on(writer), output_on(writer)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(writer.write_all(transport.write))
-        say(one, 1, 1)
+        append(one, 1, 1)
         await transport.entered.acquire()
-        say(one, 2, 2, 2)
-        say(other, 3, 3, 3, 3)
+        append(one, 2, 2, 2)
+        append(other, 3, 3, 3, 3)
 
         one.discard()
         taken = tasks.create_task(all_taken(one))
-        await turns()
+        await ticks()
         assert one.usage.journalled_token_count == 2
         assert one.usage.delivered_token_count == 0
         assert not taken.done(), "the message under way is still to be taken"
@@ -267,13 +267,13 @@ async def test_abandoning_releases_every_waiter_and_drops_later_frames(
     sending, waiting = output_on(writer), output_on(writer)
     async with asyncio.TaskGroup() as tasks:
         writing = tasks.create_task(writer.write_all(transport.write))
-        say(sending, 1, 1)
+        append(sending, 1, 1)
         await transport.entered.acquire()
-        say(waiting, 2, 2, 2)
+        append(waiting, 2, 2, 2)
         writing.cancel()
 
         writer.abandon()
-        say(waiting, 3, 3, 3, 3, 3)
+        append(waiting, 3, 3, 3, 3, 3)
         await all_taken(sending)
         await all_taken(waiting)
 
@@ -284,7 +284,7 @@ async def test_abandoning_releases_every_waiter_and_drops_later_frames(
 
 @settings(max_examples=100, deadline=None, print_blob=True)
 @given(acts=st.lists(ACT, max_size=25))
-def test_any_order_of_acts_delivers_no_more_than_was_said_and_frees_every_waiter(
+def test_any_order_of_acts_delivers_no_more_than_was_appended_and_frees_every_waiter(
     acts: list[tuple[str, int, int]],
 ) -> None:
     async def scenario() -> None:
@@ -307,15 +307,15 @@ def test_any_order_of_acts_delivers_no_more_than_was_said_and_frees_every_waiter
 
         writer, transport = StreamWriter(cast(UsageJournal, Journal())), Transport(flowing=False)
         outputs = [output_on(writer) for _ in range(3)]
-        said = [0, 0, 0]
+        appended = [0, 0, 0]
         gone = False
         async with asyncio.TaskGroup() as tasks:
             writing = tasks.create_task(writer.write_all(transport.write))
             for act, index, token_count in acts:
                 match act:
                     case "say":
-                        say(outputs[index], *[1] * token_count)
-                        said[index] += token_count
+                        append(outputs[index], *[1] * token_count)
+                        appended[index] += token_count
                     case "push":
                         outputs[index].push(pb.ServerFrame(progress=pb.ProgressFrame()))
                     case "discard":
@@ -327,8 +327,8 @@ def test_any_order_of_acts_delivers_no_more_than_was_said_and_frees_every_waiter
                         writer.abandon()
                         gone = True
                     case _:
-                        await turns(2)
-                for one, most in zip(outputs, said, strict=True):
+                        await ticks(2)
+                for one, most in zip(outputs, appended, strict=True):
                     assert one.hold_id is not None
                     assert records.get(one.hold_id, 0) == one.usage.journalled_token_count <= most
                     assert taken.get(one.hold_id, 0) == one.usage.delivered_token_count
@@ -364,7 +364,7 @@ async def test_a_discarded_request_keeps_its_admission_before_its_end(
         )
 
     request.push(pb.ServerFrame(admitted=pb.AdmittedFrame()))
-    say(request, 1, 2)
+    append(request, 1, 2)
     request.discard()
     request.end(pb.ServerFrame(finished=pb.FinishedFrame()))
     writer.close()

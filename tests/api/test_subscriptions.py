@@ -33,16 +33,18 @@ class World:
     def __init__(self, journal: UsageJournal, keep_s: float | None) -> None:
         self.journal = journal
         self.stopped: list[Outcome] = []
-        self.life = EndDecision(lambda end: self.stopped.append(end.outcome))
+        self.request_state = EndDecision(lambda end: self.stopped.append(end.outcome))
         self.ended: list[Subscription] = []
         self.first = self.subscription()
         flow, update = FlowControl(None, 60.0, lambda: None), lambda _: None
-        self.output: OutputBuffer = SendBuffer(self.first, "m", flow, self.life, update)
+        self.output: OutputBuffer = SendBuffer(self.first, "m", flow, self.request_state, update)
         if keep_s is not None:
             buffer = ReplayBuffers[ReplayableBuffer](
                 journal, bytes_max=10**6, bytes_per_request_max=10**6
             ).open(ORGANIZATION)
-            self.output = ReplayableBuffer(self.first, "m", flow, self.life, update, keep_s, buffer)
+            self.output = ReplayableBuffer(
+                self.first, "m", flow, self.request_state, update, keep_s, buffer
+            )
         self.output.hold_id = uuid.uuid4()
 
     def subscription(self) -> FrameSubscription:
@@ -102,7 +104,7 @@ async def test_a_request_that_is_being_ended_is_no_ones_to_take_over_unless_it_i
 ) -> None:
     plain, kept = World(journal, None), World(journal, 3600.0)
     for world in (plain, kept):
-        world.life.stop(Outcome.CANCELLED)
+        world.request_state.stop(Outcome.CANCELLED)
 
     with pytest.raises(RequestInFlight):
         plain.output.attach(plain.subscription(), 0, 0)

@@ -140,7 +140,7 @@ def test_no_short_text_of_any_call_is_longer_than_its_bound() -> None:
         ), name
 
 
-def test_a_field_is_named_with_its_place() -> None:
+def test_a_field_is_named_with_its_location() -> None:
     message = configuration_pb2.ApplyConfigurationRequest()
     for _ in range(3):
         message.configuration.organizations.add()

@@ -29,12 +29,12 @@ HOME, ELSEWHERE = "ipv4:192.0.2.1:4711", "ipv4:192.0.2.2:4711"
 MOST = 6  # failures per minute: one drains in 10 s
 
 
-class Door:
+class Throttled:
     """Authenticator with a clock and a database of known secrets that records queries."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, good: Sequence[str] = ()) -> None:
         self.good = set(good)
-        self.asked: list[str] = []
+        self.secrets: list[str] = []
         self.now = 1000.0
         self.held: asyncio.Event | None = None  # answers wait for it
         self.away = False
@@ -47,7 +47,7 @@ class Door:
         monkeypatch.setattr(self.authenticator, "throttle", self.throttle)
 
     async def _authenticate(self, session: Any, secret: str) -> Principal:
-        self.asked.append(secret)
+        self.secrets.append(secret)
         if self.held is not None:
             await self.held.wait()
         if self.away:
@@ -75,129 +75,133 @@ class Door:
 async def test_beyond_its_failures_an_address_reaches_the_database_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    door = Door(monkeypatch)
-    await door.exhaust()
+    throttled = Throttled(monkeypatch)
+    await throttled.exhaust()
 
     with capture_logs() as logs:
-        refusals = [await door.authenticate(f"more {number}") for number in range(5)]
+        refusals = [await throttled.authenticate(f"more {number}") for number in range(5)]
 
     assert refusals == [AuthenticationThrottled] * 5
-    assert len(door.asked) == MOST
+    assert len(throttled.secrets) == MOST
     assert [line["event"] for line in logs] == ["authentication_throttled"], (
         "told once, and not by each attempt"
     )
-    assert await door.authenticate("wrong", ELSEWHERE) is KeyInvalid, "others are others"
+    assert await throttled.authenticate("wrong", ELSEWHERE) is KeyInvalid, "others are others"
 
 
 async def test_a_request_that_returns_on_time_is_considered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    door = Door(monkeypatch, good=["new"])
-    await door.exhaust()
+    throttled = Throttled(monkeypatch, good=["new"])
+    await throttled.exhaust()
     with pytest.raises(AuthenticationThrottled) as refused:
-        await door.authenticator.principal_of(
+        await throttled.authenticator.principal_of(
             "new", method=METHOD, origin=Proxies().origin(HOME, ())
         )
 
-    door.now += refused.value.retry_after_s
+    throttled.now += refused.value.retry_after_s
 
     assert refused.value.retry_after_s == pytest.approx(10)
-    assert await door.authenticate("new") is None
-    assert await door.authenticate("wrong") is KeyInvalid
-    assert await door.authenticate("wrong") is AuthenticationThrottled
+    assert await throttled.authenticate("new") is None
+    assert await throttled.authenticate("wrong") is KeyInvalid
+    assert await throttled.authenticate("wrong") is AuthenticationThrottled
 
 
 async def test_a_known_key_passes_despite_failures_of_its_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    door = Door(monkeypatch, good=["good", "unseen"])
-    assert await door.authenticate("good", ELSEWHERE) is None, "wherever it was good"
-    await door.exhaust()
+    throttled = Throttled(monkeypatch, good=["good", "unseen"])
+    assert await throttled.authenticate("good", ELSEWHERE) is None, "wherever it was good"
+    await throttled.exhaust()
 
-    assert await door.authenticate("good") is None
-    assert await door.authenticate("unseen") is AuthenticationThrottled
-    door.good.remove("good")
-    assert await door.authenticate("good") is KeyInvalid, "it is looked at each time"
-    assert await door.authenticate("good") is AuthenticationThrottled, "and was good no longer"
+    assert await throttled.authenticate("good") is None
+    assert await throttled.authenticate("unseen") is AuthenticationThrottled
+    throttled.good.remove("good")
+    assert await throttled.authenticate("good") is KeyInvalid, "it is looked at each time"
+    assert await throttled.authenticate("good") is AuthenticationThrottled, "and was good no longer"
 
 
 async def test_a_changed_key_passes_despite_failures_of_its_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A rotated key or a new limit needs a query, which failures at its address do not block."""
-    door = Door(monkeypatch, good=["good"])
-    assert await door.authenticate("good") is None
-    await door.exhaust()
+    throttled = Throttled(monkeypatch, good=["good"])
+    assert await throttled.authenticate("good") is None
+    await throttled.exhaust()
 
-    door.authenticator.changed(ALICE.api_key_id)
+    throttled.authenticator.changed(ALICE.api_key_id)
 
-    assert await door.authenticate("good") is None
-    assert door.asked.count("good") == 2, "it is looked at, and not taken for what it was"
-    door.authenticator.changed(ALICE.api_key_id)
-    door.good.remove("good")
-    assert await door.authenticate("good") is KeyInvalid
-    assert await door.authenticate("good") is AuthenticationThrottled
+    assert await throttled.authenticate("good") is None
+    assert throttled.secrets.count("good") == 2, "it is looked at, and not taken for what it was"
+    throttled.authenticator.changed(ALICE.api_key_id)
+    throttled.good.remove("good")
+    assert await throttled.authenticate("good") is KeyInvalid
+    assert await throttled.authenticate("good") is AuthenticationThrottled
 
 
 async def test_success_and_an_absent_database_count_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    door = Door(monkeypatch, good=[f"good {number}" for number in range(3 * MOST)])
-    assert {await door.authenticate(secret) for secret in sorted(door.good)} == {None}
-    door.away = True
-    assert {await door.authenticate(f"any {number}") for number in range(3 * MOST)} == {
+    throttled = Throttled(monkeypatch, good=[f"good {number}" for number in range(3 * MOST)])
+    assert {await throttled.authenticate(secret) for secret in sorted(throttled.good)} == {None}
+    throttled.away = True
+    assert {await throttled.authenticate(f"any {number}") for number in range(3 * MOST)} == {
         DatabaseUnavailable
     }
-    door.away = False
+    throttled.away = False
 
-    await door.exhaust()
-    assert await door.authenticate("wrong") is AuthenticationThrottled
+    await throttled.exhaust()
+    assert await throttled.authenticate("wrong") is AuthenticationThrottled
 
 
 async def test_many_good_keys_at_once_all_pass_and_many_wrong_ones_are_not_all_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a new server concurrent attempts wait for one another, and no good key is refused."""
-    door = Door(monkeypatch, good=[f"good {number}" for number in range(100)])
-    door.held = asyncio.Event()
+    throttled = Throttled(monkeypatch, good=[f"good {number}" for number in range(100)])
+    throttled.held = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        good = [tasks.create_task(door.authenticate(secret)) for secret in sorted(door.good)]
+        good = [
+            tasks.create_task(throttled.authenticate(secret)) for secret in sorted(throttled.good)
+        ]
         for _ in range(10):
             await asyncio.sleep(0)
-        assert len(door.asked) == MOST, "no more at a time than may fail"
-        door.held.set()
+        assert len(throttled.secrets) == MOST, "no more at a time than may fail"
+        throttled.held.set()
     assert [task.result() for task in good] == [None] * 100
 
-    door.asked.clear()
+    throttled.secrets.clear()
     async with asyncio.TaskGroup() as tasks:
-        wrong = [tasks.create_task(door.authenticate(f"wrong {number}")) for number in range(100)]
+        wrong = [
+            tasks.create_task(throttled.authenticate(f"wrong {number}")) for number in range(100)
+        ]
     results = [task.result() for task in wrong]
     assert (results.count(KeyInvalid), results.count(AuthenticationThrottled)) == (MOST, 100 - MOST)
-    assert len(door.asked) == MOST
+    assert len(throttled.secrets) == MOST
 
 
 async def test_one_new_key_on_many_streams_is_not_held_up_behind_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    door = Door(monkeypatch, good=["good"])
+    throttled = Throttled(monkeypatch, good=["good"])
     async with asyncio.TaskGroup() as tasks:
-        calls = [tasks.create_task(door.authenticate("good")) for _ in range(1000)]
+        calls = [tasks.create_task(throttled.authenticate("good")) for _ in range(1000)]
 
     assert {call.result() for call in calls} == {None}
-    assert len(door.asked) < 10
-    assert not len(door.throttle), "an address without failures costs nothing"
+    assert len(throttled.secrets) < 10
+    assert not len(throttled.throttle), "an address without failures costs nothing"
 
 
 async def test_known_keys_that_come_and_go_make_no_failure_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two calls with a good key overlap; wrong keys come before the second one ends."""
-    door = Door(monkeypatch, good=["good"])
-    assert await door.authenticate("good") is None
+    throttled = Throttled(monkeypatch, good=["good"])
+    assert await throttled.authenticate("good") is None
     held = [asyncio.Event(), asyncio.Event()]
 
     async def known(until: asyncio.Event) -> None:
-        async with door.throttle.attempt(HOME, lambda: True):
+        async with throttled.throttle.attempt(HOME, lambda: True):
             await until.wait()
 
     async with asyncio.TaskGroup() as tasks:
@@ -205,78 +209,81 @@ async def test_known_keys_that_come_and_go_make_no_failure_forgotten(
         await asyncio.sleep(0)
         held[0].set()
         await first
-        await door.exhaust()
+        await throttled.exhaust()
         held[1].set()
         await second
 
-    assert await door.authenticate("wrong") is AuthenticationThrottled
-    assert len(door.asked) == MOST + 1
+    assert await throttled.authenticate("wrong") is AuthenticationThrottled
+    assert len(throttled.secrets) == MOST + 1
 
 
 async def test_waiting_behind_good_keys_causes_no_more_failures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All running attempts succeed, and many that waited for them or come later are wrong."""
-    door = Door(monkeypatch, good=[f"good {number}" for number in range(MOST)])
-    door.held = asyncio.Event()
+    throttled = Throttled(monkeypatch, good=[f"good {number}" for number in range(MOST)])
+    throttled.held = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        for secret in sorted(door.good):
-            tasks.create_task(door.authenticate(secret))
+        for secret in sorted(throttled.good):
+            tasks.create_task(throttled.authenticate(secret))
         waiting = [
-            tasks.create_task(door.authenticate(f"waited {number}")) for number in range(3 * MOST)
+            tasks.create_task(throttled.authenticate(f"waited {number}"))
+            for number in range(3 * MOST)
         ]
         for _ in range(10):
             await asyncio.sleep(0)
-        door.held.set()
-        door.held = None
-    came_after = [await door.authenticate(f"after {number}") for number in range(3 * MOST)]
+        throttled.held.set()
+        throttled.held = None
+    came_after = [await throttled.authenticate(f"after {number}") for number in range(3 * MOST)]
 
     assert [*(each.result() for each in waiting), *came_after].count(KeyInvalid) == MOST
-    assert len(door.asked) == 2 * MOST
+    assert len(throttled.secrets) == 2 * MOST
 
 
 async def test_an_address_that_was_refused_counts_as_such_until_it_is_quiet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also if it never comes again."""
-    door = Door(monkeypatch)
-    await door.exhaust()
-    await door.authenticate("wrong")
+    throttled = Throttled(monkeypatch)
+    await throttled.exhaust()
+    await throttled.authenticate("wrong")
 
     counts = []
     for _ in range(4):
-        counts.append(door.throttle.refused_count)
-        door.now += 10.0
+        counts.append(throttled.throttle.refused_count)
+        throttled.now += 10.0
 
     assert counts == [1, 1, 1, 0], "half of its failures have drained"
 
 
 async def test_a_waiting_caller_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    door = Door(monkeypatch, good=[f"good {number}" for number in range(3 * MOST)])
-    door.held = asyncio.Event()
+    throttled = Throttled(monkeypatch, good=[f"good {number}" for number in range(3 * MOST)])
+    throttled.held = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        calls = [tasks.create_task(door.authenticate(secret)) for secret in sorted(door.good)]
+        calls = [
+            tasks.create_task(throttled.authenticate(secret)) for secret in sorted(throttled.good)
+        ]
         for _ in range(10):
             await asyncio.sleep(0)
         for call in calls[::2]:  # some that are looked up and some that wait
             call.cancel()
-        door.held.set()
+        throttled.held.set()
 
     assert {call.result() for call in calls if not call.cancelled()} == {None}
-    assert not len(door.throttle)
+    assert not len(throttled.throttle)
 
 
 async def test_addresses_beyond_the_bound_are_forgotten_the_oldest_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(throttle, "ADDRESSES_MAX", 3)
-    door = Door(monkeypatch)
-    await door.exhaust("ipv4:10.0.0.0:1")
+    throttled = Throttled(monkeypatch)
+    await throttled.exhaust("ipv4:10.0.0.0:1")
     for number in range(1, 4):
-        await door.authenticate("wrong", f"ipv4:10.0.0.{number}:1")
+        await throttled.authenticate("wrong", f"ipv4:10.0.0.{number}:1")
 
-    assert len(door.throttle) == 3
-    assert await door.authenticate("wrong", "ipv4:10.0.0.0:1") is KeyInvalid
+    assert len(throttled.throttle) == 3
+    assert await throttled.authenticate("wrong", "ipv4:10.0.0.0:1") is KeyInvalid
     assert ADDRESSES_MAX == 10_000
 
 
@@ -286,19 +293,19 @@ async def test_good_keys_of_many_addresses_make_no_failure_forgotten(
     """Only failing addresses are remembered, and only as many other failing addresses evict one."""
     monkeypatch.setattr(throttle, "ADDRESSES_MAX", 3)
     good = [f"good {number}" for number in range(20)]
-    door = Door(monkeypatch, good)
-    await door.exhaust("ipv4:10.0.0.0:1")
+    throttled = Throttled(monkeypatch, good)
+    await throttled.exhaust("ipv4:10.0.0.0:1")
     for number in range(1, 20):
-        assert await door.authenticate(good[number], f"ipv4:10.0.0.{number}:1") is None
+        assert await throttled.authenticate(good[number], f"ipv4:10.0.0.{number}:1") is None
 
-    assert await door.authenticate("wrong", "ipv4:10.0.0.0:1") is AuthenticationThrottled
+    assert await throttled.authenticate("wrong", "ipv4:10.0.0.0:1") is AuthenticationThrottled
 
 
 async def test_connected_processes_share_the_count_of_an_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    here, there = Door(monkeypatch), Door(monkeypatch)
-    shared = [SharedFailures(door.throttle, uuid.uuid4()) for door in (here, there)]
+    here, there = Throttled(monkeypatch), Throttled(monkeypatch)
+    shared = [SharedFailures(throttled.throttle, uuid.uuid4()) for throttled in (here, there)]
     for number in range(MOST - 1):
         assert await here.authenticate(f"wrong {number}") is KeyInvalid
     assert await here.authenticate("wrong", ELSEWHERE) is KeyInvalid
@@ -329,19 +336,19 @@ async def test_connected_processes_share_the_count_of_an_address(
 async def test_failures_of_many_addresses_are_broadcast_worst_first_in_valid_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    door = Door(monkeypatch)
-    shared, told = SharedFailures(door.throttle, uuid.uuid4()), []
+    throttled = Throttled(monkeypatch)
+    shared, reported = SharedFailures(throttled.throttle, uuid.uuid4()), []
     for number in range(3 * ADDRESSES_AT_ONCE):
-        await door.authenticate("wrong", f"ipv6:[2001:db8:{number:x}:ffff::1]:4711")
-    await door.authenticate("wrong again", "ipv6:[2001:db8:beef:ffff::1]:4711")
-    await door.authenticate("wrong again", "ipv6:[2001:db8:beef:ffff::1]:4711")
+        await throttled.authenticate("wrong", f"ipv6:[2001:db8:{number:x}:ffff::1]:4711")
+    await throttled.authenticate("wrong again", "ipv6:[2001:db8:beef:ffff::1]:4711")
+    await throttled.authenticate("wrong again", "ipv6:[2001:db8:beef:ffff::1]:4711")
 
     while text := shared.next_broadcast():
         assert len(text.encode()) <= BYTES_MAX
-        told.append(json.loads(text)["counts"])
+        reported.append(json.loads(text)["counts"])
 
-    assert told[0]["2001:db8:beef:ffff::/64"] == 2
-    assert sum(sum(counts.values()) for counts in told) == 3 * ADDRESSES_AT_ONCE + 2
+    assert reported[0]["2001:db8:beef:ffff::/64"] == 2
+    assert sum(sum(counts.values()) for counts in reported) == 3 * ADDRESSES_AT_ONCE + 2
 
 
 @pytest.mark.parametrize(

@@ -90,14 +90,14 @@ async def test_the_command_line_says_what_is_wrong_between_client_and_server(wor
         (tls, {"tls": False}, "https://"),
         (mutual, trusting, "--client-certificate"),
     ]
-    for server_tls, options, told in cases:
+    for server_tls, options, message in cases:
         async with (
             bare_server(Settings(), server_tls) as address,
             AsyncClient(address, "key", max_retries=0, **options) as client,
         ):
             with pytest.raises(Unavailable) as refused:
                 await client.list_models()
-        assert told in explain(refused.value, address)
+        assert message in explain(refused.value, address)
 
 
 async def test_with_client_authorities_only_their_certificates_are_listened_to(
@@ -160,11 +160,11 @@ async def test_other_servers_of_the_process_take_the_same_certificate(world: Wor
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
         connection_ = writer.get_extra_info("ssl_object")
         try:  # with TLS 1.3 a client learns only now that its certificate was refused
-            said = await reader.read()
+            data = await reader.read()
         except (ssl.SSLError, ConnectionError):
-            said = b""
+            data = b""
         writer.close()
-        return said, connection_.getpeercert(binary_form=True), connection_.selected_alpn_protocol()
+        return data, connection_.getpeercert(binary_form=True), connection_.selected_alpn_protocol()
 
     server = await asyncio.start_server(
         answer, "127.0.0.1", 0, ssl=tls.ssl_context(("h2", "http/1.1"))
@@ -175,8 +175,8 @@ async def test_other_servers_of_the_process_take_the_same_certificate(world: Wor
         assert await ask(port, showing) == (b"here", first, "http/1.1")
         assert (await ask(port, trusting))[0] == b""
         renewed = world.renew(world.authority)
-        said, shown, _ = await ask(port, showing)
-        assert (said, shown) == (b"here", ssl.PEM_cert_to_DER_cert(renewed.pem.decode()))
+        data, shown, _ = await ask(port, showing)
+        assert (data, shown) == (b"here", ssl.PEM_cert_to_DER_cert(renewed.pem.decode()))
         assert (await ask(port, trusting))[0] == b""
         assert await presented(address) == renewed.pem.decode()
 
@@ -188,7 +188,7 @@ async def test_openais_clients_are_listened_to_by_the_same_certificates(world: W
     listener = Listener(handle, Settings(), Tls(world.certificate, world.key, world.client_ca))
     port = listener.bind(("127.0.0.1", 0))
     await listener.start()
-    told: list[bytes] = []
+    message: list[bytes] = []
     for shown in (world.client, None):
         context = ssl.create_default_context(cadata=world.authority.pem.decode())
         if shown is not None:
@@ -196,13 +196,13 @@ async def test_openais_clients_are_listened_to_by_the_same_certificates(world: W
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
             writer.write(b"GET / HTTP/1.1\r\nhost: weir\r\nconnection: close\r\n\r\n")
-            told.append(await reader.read())
+            message.append(await reader.read())
             writer.close()
         except OSError:
-            told.append(b"")
+            message.append(b"")
     await listener.stop()
 
-    assert [answer.endswith(b"well") for answer in told] == [True, False]
+    assert [answer.endswith(b"well") for answer in message] == [True, False]
 
 
 def test_the_http_api_refuses_plaintext_on_public_addresses_too() -> None:
@@ -218,7 +218,7 @@ def test_files_that_cannot_be_used_are_refused_at_start_by_name(world: World) ->
     nonsense = world.directory / "nonsense"
     nonsense.write_text("no certificate")
     certificate, key = str(world.certificate), str(world.key)
-    for fields, told in (
+    for fields, message in (
         ({"tls_certificate": certificate}, "WEIR_TLS_KEY is not set"),
         ({"tls_key": key}, "WEIR_TLS_CERTIFICATE is not set"),
         ({"tls_client_ca": certificate}, "WEIR_TLS_CLIENT_CA: .* WEIR_TLS_CERTIFICATE too"),
@@ -236,7 +236,7 @@ def test_files_that_cannot_be_used_are_refused_at_start_by_name(world: World) ->
             "WEIR_TLS_CLIENT_CA='.*nonsense'",
         ),
     ):
-        with pytest.raises(SettingInvalid, match=told):
+        with pytest.raises(SettingInvalid, match=message):
             open_tls(Settings(**fields))  # type: ignore[arg-type]
 
 
@@ -249,9 +249,9 @@ def test_public_listeners_refuse_plaintext_unless_it_is_allowed(address: str) ->
         match=r"WEIR_LISTEN=.*WEIR_TLS_CERTIFICATE.*127\.0\.0\.1.*WEIR_ALLOW_PLAINTEXT=1",
     ):
         open_tls(Settings(listen_address=address))
-    said = Settings.from_environment({"WEIR_LISTEN": address, "WEIR_ALLOW_PLAINTEXT": "1"})
-    assert open_tls(said) is None
-    assert Settings.from_environment(said.to_environment()) == said
+    data = Settings.from_environment({"WEIR_LISTEN": address, "WEIR_ALLOW_PLAINTEXT": "1"})
+    assert open_tls(data) is None
+    assert Settings.from_environment(data.to_environment()) == data
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ class World:
     """Process with an HTTP listener, its database, and a tenant with quotas of all kinds."""
 
     small: SmallProcess
-    books: HoldWorld
+    database: HoldWorld
     payer: Payer
     principal: Principal
     secret: str
@@ -146,7 +146,7 @@ class World:
 
     def used(self) -> dict[str, int]:
         """Return what is used of each quota; nothing may be held."""
-        rows = self.books.rows(
+        rows = self.database.rows(
             "SELECT dimension, sum(used)::bigint, sum(held)::bigint FROM quota_counters"
             " JOIN quotas q ON q.id = quota_id GROUP BY 1"
         )
@@ -158,10 +158,10 @@ class World:
 async def world(tmp_path: Path, database_url: str, sessions: Sessions) -> AsyncIterator[World]:
     settings = Settings(database_url=database_url, home=tmp_path)
     checkpoint = make_checkpoint(tmp_path / "checkpoint", shape=LlamaShape())
-    with HoldWorld(database_url, now=None) as books:
-        payer = books.tenant()
+    with HoldWorld(database_url, now=None) as database:
+        payer = database.tenant()
         for dimension in QuotaDimension:
-            books.quota(payer, dimension, 10**12)
+            database.quota(payer, dimension, 10**12)
         async with sessions.begin() as session:
             _, secret = await create_api_key(
                 session, organization="acme", project="search", name="key", actor="test"
@@ -175,7 +175,7 @@ async def world(tmp_path: Path, database_url: str, sessions: Sessions) -> AsyncI
             listener = Listener(gateway.handle, settings, None)
             url = f"http://127.0.0.1:{listener.bind(('127.0.0.1', 0))}/v1"
             await listener.start()
-            yield World(small, books, payer, principal, secret, url, tasks)
+            yield World(small, database, payer, principal, secret, url, tasks)
             small.engine.gate.set()
             await until(lambda: not small.process.running(), "all to end")
             await listener.stop()
@@ -203,12 +203,13 @@ async def test_requests_whose_tokens_cannot_be_journalled_are_free_until_the_dis
     incidents, engine, journal = INCIDENT_COUNTS.total(), world.small.engine, world.small.journal
     engine.gate.clear()
     running = [world.begin(), world.begin(keep=True)]
-    asked = [
+    requested = [
         asyncio.ensure_future(world.ask(path, model="demo", **fields))
         for path, fields in ANSWERS.values()
     ]
     await until(
-        lambda: world.books.hold_count() == len(running) + len(asked) + 1, "all to be admitted"
+        lambda: world.database.hold_count() == len(running) + len(requested) + 1,
+        "all to be admitted",
     )
 
     if DISKS[disk].marks_are_full:
@@ -218,7 +219,7 @@ async def test_requests_whose_tokens_cannot_be_journalled_are_free_until_the_dis
         DISKS[disk].breaks(broken)
         engine.gate.set()
         ends = [await world.end_of(call) for call in running]
-        answers = [await answer for answer in asked]
+        answers = [await answer for answer in requested]
         assert not journal.can_write()
         refused = await world.end_of(world.begin())
         refusals = [
@@ -233,8 +234,8 @@ async def test_requests_whose_tokens_cannot_be_journalled_are_free_until_the_dis
         assert status == 503, body
         assert "usage journal" in body
     assert [frame for call in running for frame in call.frames if frame.HasField("delta")] == []
-    assert world.books.rows("SELECT count(*) FROM usage_events") == [(0,)]
-    assert world.books.hold_count("voided") == len(running) + len(asked) + 1
+    assert world.database.rows("SELECT count(*) FROM usage_events") == [(0,)]
+    assert world.database.hold_count("voided") == len(running) + len(requested) + 1
     assert world.used() == {}
     assert INCIDENT_COUNTS.total() == incidents
 
@@ -244,7 +245,7 @@ async def test_requests_whose_tokens_cannot_be_journalled_are_free_until_the_dis
     assert served.finished.usage.billed_token_count == 40
     assert (await world.ask("/chat/completions", model="demo", **CHAT))[0] == 200
     await until(lambda: not world.small.left_over(), "everything to be released")
-    check_invariants(world.books.url, all_ended=True)
+    check_invariants(world.database.url, all_ended=True)
 
 
 async def test_what_was_delivered_before_the_disk_was_full_stays_billed(
@@ -266,8 +267,8 @@ async def test_what_was_delivered_before_the_disk_was_full_stays_billed(
 
     assert is_unavailable(end)
     assert end.failed.usage.billed_token_count == received() == 10
-    assert world.books.events() == [(0, len(PROMPT), 10, "failed")]
-    check_invariants(world.books.url, all_ended=True)
+    assert world.database.events() == [(0, len(PROMPT), 10, "failed")]
+    check_invariants(world.database.url, all_ended=True)
 
 
 async def test_a_fault_of_the_writer_is_not_the_clients_and_is_free(world: World) -> None:
@@ -287,7 +288,7 @@ async def test_a_fault_of_the_writer_is_not_the_clients_and_is_free(world: World
             call.requests(), cast(Any, call)
         )
     async with asyncio.timeout(PATIENCE_S):
-        await until(lambda: world.books.hold_count("voided") == 1, "the hold to be voided")
+        await until(lambda: world.database.hold_count("voided") == 1, "the hold to be voided")
 
-    assert world.books.rows("SELECT count(*) FROM usage_events") == [(0,)]
+    assert world.database.rows("SELECT count(*) FROM usage_events") == [(0,)]
     assert world.used() == {}

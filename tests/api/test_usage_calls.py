@@ -33,8 +33,8 @@ from metering.ledger.rating import rate_all_pending
 from metering.pricing.prices import COUNTS_OF_EVENT, ModelPrice
 from metering.store.db import Sessions
 from metering.tenants.api_keys import create_api_key
-from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price
 from tests.metering.focus_rules import broken_rules, read
+from tests.metering.usage import Consumed, Customer, add_usage, new_customer, new_price
 
 MONTH = "2026-09"  # a past month on any day
 FIRST = datetime(2026, 9, 1, tzinfo=UTC)
@@ -195,7 +195,7 @@ async def test_requests_are_shown_without_prompts_or_labels(desk: Desk) -> None:
 
 
 async def test_bad_questions_name_their_field(desk: Desk) -> None:
-    asked: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "month": MONTH,
         "organization": "acme",
         "group_by": [pb.USAGE_GROUPING_DAY],
@@ -210,7 +210,9 @@ async def test_bad_questions_name_their_field(desk: Desk) -> None:
                 "page_size",
             ),
             (
-                client._call(client._stub.GetUsage, pb.GetUsageRequest(**asked, page_token="x")),
+                client._call(
+                    client._stub.GetUsage, pb.GetUsageRequest(**requested, page_token="x")
+                ),
                 "page_token",
             ),
             (client.get_forecast("acme", "2999-01"), "month"),

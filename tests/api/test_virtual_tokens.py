@@ -37,14 +37,14 @@ class NaiveLine:
 
     counters: dict[str, float] = field(default_factory=dict)
     waiting: list[Item] = field(default_factory=list)
-    handed: list[Item] = field(default_factory=list)
+    dispatched: list[Item] = field(default_factory=list)
     owed: dict[int, float] = field(default_factory=dict)  # by number
     ranks: dict[int, float] = field(default_factory=dict)  # of requests in the engine
     last: str | None = None
 
     def join(self, item: Item) -> None:
         own = self.counters.setdefault(item.tenant, 0.0)
-        queued = {each.tenant for each in self.waiting + self.handed}
+        queued = {each.tenant for each in self.waiting + self.dispatched}
         if item.tenant not in queued:
             if queued:
                 self.counters[item.tenant] = max(own, min(self.counters[name] for name in queued))
@@ -63,7 +63,7 @@ class NaiveLine:
     def take(self, item: Item, output_tokens: int, items: dict[int, Item]) -> None:
         self.ranks[item.number] = self.rank(item.tenant, items)
         self.leave(item)
-        self.handed.append(item)
+        self.dispatched.append(item)
         self.owed[item.number] = (
             INPUT_TOKEN_COST * item.input_token_count + OUTPUT_TOKEN_COST * output_tokens
         )
@@ -73,7 +73,7 @@ class NaiveLine:
         self.last = item.tenant
 
     def begin(self, item: Item) -> None:
-        self.handed.remove(item)
+        self.dispatched.remove(item)
         self.last = item.tenant
         self.charge(item, INPUT_TOKEN_COST * item.input_token_count)
 
@@ -83,8 +83,8 @@ class NaiveLine:
 
     def end(self, item: Item) -> None:
         del self.owed[item.number], self.ranks[item.number]
-        if item in self.handed:
-            self.handed.remove(item)
+        if item in self.dispatched:
+            self.dispatched.remove(item)
 
 
 class LineMachine(RuleBasedStateMachine):
@@ -122,11 +122,11 @@ class LineMachine(RuleBasedStateMachine):
         self.line.leave(item, self.tenants[item.tenant])
         self.model.leave(item)
 
-    @precondition(lambda self: self.model.handed)
+    @precondition(lambda self: self.model.dispatched)
     @rule(data=st.data())
     def enter(self, data: st.DataObject) -> None:
         """Let the engine begin any one of its requests."""
-        item = data.draw(st.sampled_from(self.model.handed))
+        item = data.draw(st.sampled_from(self.model.dispatched))
         self.line.begun(item, self.tenants[item.tenant])
         self.model.begin(item)
         self.running.append(item)
@@ -138,10 +138,10 @@ class LineMachine(RuleBasedStateMachine):
         self.line.charge(item, self.tenants[item.tenant], OUTPUT_TOKEN_COST * tokens)
         self.model.charge(item, OUTPUT_TOKEN_COST * tokens)
 
-    @precondition(lambda self: self.running or self.model.handed)
+    @precondition(lambda self: self.running or self.model.dispatched)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        item = data.draw(st.sampled_from(self.running + self.model.handed))
+        item = data.draw(st.sampled_from(self.running + self.model.dispatched))
         if item in self.running:
             self.running.remove(item)
         self.model.end(item)

@@ -54,7 +54,7 @@ def half(tmp_path: Path) -> Iterator[Half]:
     journal.close()
 
 
-async def turns() -> None:
+async def ticks() -> None:
     """Run all tasks until they wait."""
     for _ in range(20):
         await asyncio.sleep(0)
@@ -69,7 +69,7 @@ async def test_all_requests_go_out_together_in_one_message_and_their_ends_after_
             half.one.append(0, "x", (1,))
         half.one.complete()
         first = tasks.create_task(all_taken(half.one))
-        await turns()
+        await ticks()
         assert (half.messages, half.one.usage.delivered_token_count, first.done()) == ([], 0, False)
 
         half.other.append(0, "y", (2,))
@@ -110,7 +110,7 @@ async def test_waiting_callers_are_released_when_the_client_is_closed(half: Half
     async with asyncio.TaskGroup() as tasks:
         half.one.append(0, "x", (1,))
         waits = tasks.create_task(all_taken(half.one))
-        await turns()
+        await ticks()
         half.writer.abandon()
         await waits
         await half.writer.write_all(half.write)

@@ -198,10 +198,10 @@ def test_every_domain_value_has_its_word_on_the_wire() -> None:
         (wire.FINISH_REASONS, types_pb2.FinishReason),
     ):
         # An output that ends with calls has ended by itself, except for its reader.
-        told_otherwise = (
+        reported_otherwise = (
             {types_pb2.FINISH_REASON_TOOL_CALLS} if enum is types_pb2.FinishReason else set()
         )
-        assert sorted(table.values()) == sorted(set(enum.values()) - {0} - told_otherwise), (
+        assert sorted(table.values()) == sorted(set(enum.values()) - {0} - reported_otherwise), (
             enum.DESCRIPTOR.name
         )
 
@@ -223,24 +223,24 @@ def test_durations_are_those_of_the_library(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("field", FLOODS)
-def test_a_message_of_many_wrong_elements_is_refused_without_a_look_at_all_of_them(
+def test_a_message_of_many_wrong_elements_is_refused_without_reading_all_of_them(
     field: str,
 ) -> None:
     """Checking a hundred thousand elements would block all other clients for a second."""
-    looks = 0
+    reads = 0
 
-    def look(frame: object, event: str, _: object) -> None:
-        nonlocal looks
-        looks += event == "call"
+    def read_element(frame: object, event: str, _: object) -> None:
+        nonlocal reads
+        reads += event == "call"
 
-    sys.setprofile(look)
+    sys.setprofile(read_element)
     refusal = refused(lambda: parse_start(ID, FLOODS[field]))
     sys.setprofile(None)
 
     assert isinstance(refusal, InvalidRequest)
     assert field in {violation.field for violation in refusal.violations}
     assert len(refusal.violations) <= VIOLATION_COUNT_MAX
-    assert looks < 5000
+    assert reads < 5000
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -56,7 +56,7 @@ async def test_an_answer_of_another_length_is_a_failure(
 ) -> None:
     serve = Upstream._chat
     monkeypatch.setattr(
-        Upstream, "_chat", lambda self, asked: serve(self, {**asked, "max_tokens": 4})
+        Upstream, "_chat", lambda self, requested: serve(self, {**requested, "max_tokens": 4})
     )
 
     seen = await Client(load(port)).run()

@@ -90,7 +90,7 @@ def test_the_last_use_of_a_key_is_shown_as_far_as_known(weir: Run, server: Scrip
     key.strict_parameters = True
     key.last_use_time.FromJsonString("2026-11-22T09:30:00Z")
     used = weir("key", "show", "weir_ab12cd").stdout
-    told = json.loads(weir("key", "show", "weir_ab12cd", "--json").stdout)
+    reported = json.loads(weir("key", "show", "weir_ab12cd", "--json").stdout)
     unused = weir("key", "list", "--unused-for", "90d")
     wrong = weir("key", "list", "--unused-for", "long")
 
@@ -99,8 +99,11 @@ def test_the_last_use_of_a_key_is_shown_as_far_as_known(weir: Run, server: Scrip
     assert "2026-11-22 09:30:00Z" in used
     assert " restrictions     none" in unknown.splitlines()
     assert " unknown parameters  refused" in used.splitlines()
-    assert told["strict_parameters"] is True
-    assert (told["prefix"], told["last_use_time"]) == ("weir_ab12cd", "2026-11-22T09:30:00Z")
+    assert reported["strict_parameters"] is True
+    assert (reported["prefix"], reported["last_use_time"]) == (
+        "weir_ab12cd",
+        "2026-11-22T09:30:00Z",
+    )
     assert "weir_ab12cd" in unused.stdout
     assert [request.api_key for request in server.accounts.requests] == ["weir_ab12cd"] * 4 + [""]
     assert server.accounts.requests[-1].unused_for.seconds == 90 * 86_400
@@ -278,12 +281,12 @@ def test_a_price_per_million_becomes_whole_picos(weir: Run, server: ScriptedWeir
         "--embedding",
         "2",
     )
-    asked = server.accounts.requests[-1]
+    requested = server.accounts.requests[-1]
     assert (
         own.exit_code,
-        asked.organization,
-        asked.batch_multiplier_milli,
-        asked.embedding_picos_per_token,
+        requested.organization,
+        requested.batch_multiplier_milli,
+        requested.embedding_picos_per_token,
     ) == (
         0,
         "acme",
@@ -418,12 +421,12 @@ def test_documents_of_a_month_are_written_as_they_come(
         for form in files
     ]
 
-    asked = [
+    requested = [
         each
         for each in server.accounts.requests
         if isinstance(each, months_pb2.GetMonthDocumentRequest)
     ]
-    assert [each.format for each in asked] == [1, 1, 2]
+    assert [each.format for each in requested] == [1, 1, 2]
     assert shown.stdout_bytes == files["json"].read_bytes() == files["csv"].read_bytes() == content
     assert [each.stderr for each in saved] == [f"{files[form]}: 22 bytes\n" for form in files]
     assert [each.exit_code for each in (shown, *saved)] == [0, 0, 0]
@@ -515,10 +518,10 @@ def test_a_request_of_another_project_is_traced_by_an_admins_key(
     )
     server.inference.refusals.append((status_pb2.Status(code=refusal, message="no"), True))
 
-    found, asked = weir("trace", "x"), server.accounts.keys[-1]
+    found, requested = weir("trace", "x"), server.accounts.keys[-1]
     direct = weir("trace", "x", "--project", "acme/search", "--json")
 
-    assert asked == "Bearer weir_admin"
+    assert requested == "Bearer weir_admin"
     assert "acme/search · wk_copilot1" in found.stdout
     assert "moved to another engine 2 times" in found.stdout
     assert "No timings: it ended before any billable work." in found.stdout

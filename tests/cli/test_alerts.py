@@ -47,7 +47,7 @@ def test_alerts_are_listed_with_what_was_used_of_what(weir: Run, server: Scripte
     assert server.accounts.requests[0] == alerts_pb2.ListAlertsRequest(
         organization="acme", page_size=2
     )
-    for told in (
+    for reported in (
         "wk_12345678",
         "cost-per-month",
         "80 %",
@@ -57,7 +57,7 @@ def test_alerts_are_listed_with_what_was_used_of_what(weir: Run, server: Scripte
         "20.00 left",
         "a2",
     ):
-        assert told in shown.stdout
+        assert reported in shown.stdout
     assert "--count more than 2" in shown.stderr
     document = json.loads(as_json.stdout)
     assert document["has_more"]
@@ -79,18 +79,18 @@ def test_alerts_on_payments_are_listed_with_the_invoice(weir: Run, server: Scrip
     server.accounts.replies["ListAlerts"] = alerts_pb2.ListAlertsResponse(alerts=[failed])
 
     shown = weir("alerts", "list")
-    [told] = json.loads(weir("alerts", "list", "--json").stdout)["alerts"]
+    [reported] = json.loads(weir("alerts", "list", "--json").stdout)["alerts"]
 
     for part in ("organization acme", "invoice payment failed", "12.34 USD", "2026-10"):
         assert part in " ".join(shown.stdout.split())
-    assert (told["kind"], told["invoice"]["month"]) == ("invoice_payment_failed", "2026-10")
+    assert (reported["kind"], reported["invoice"]["month"]) == ("invoice_payment_failed", "2026-10")
 
 
 @pytest.mark.parametrize(("given", "sent"), [("80,100", [80, 100]), ("none", []), (None, None)])
 def test_thresholds_of_a_limit_are_sent(
     weir: Run, server: ScriptedWeir, given: str | None, sent: list[int] | None
 ) -> None:
-    asked = weir(
+    requested = weir(
         "quota",
         "set",
         "tokens-per-day",
@@ -101,7 +101,7 @@ def test_thresholds_of_a_limit_are_sent(
     )
 
     [request] = server.accounts.requests
-    assert asked.exit_code == 0
+    assert requested.exit_code == 0
     assert isinstance(request, admin_service_pb2.SetQuotaRequest)
     assert (list(request.alert_at.values) if request.HasField("alert_at") else None) == sent
 
@@ -109,10 +109,10 @@ def test_thresholds_of_a_limit_are_sent(
 def test_amounts_of_credit_are_sent_in_picos(weir: Run, server: ScriptedWeir) -> None:
     server.accounts.replies["SetPrepaid"] = plans_pb2.SetPrepaidResponse()
 
-    asked = weir("credit", "prepaid", "acme", "--only", "--alert-remaining", "100.00,0.5")
+    requested = weir("credit", "prepaid", "acme", "--only", "--alert-remaining", "100.00,0.5")
 
     [request] = server.accounts.requests
-    assert asked.exit_code == 0
+    assert requested.exit_code == 0
     assert list(request.alert_at.values) == [100 * 10**12, 5 * 10**11]
 
 
@@ -150,8 +150,8 @@ def test_the_secret_of_a_webhook_is_alone_on_stdout_and_a_test_says_how_it_went(
         delivery=alerts_pb2.AlertDelivery(state=alerts_pb2.ALERT_DELIVERY_STATE_PENDING),
     )
     server.accounts.replies["TestAlertWebhook"] = alerts_pb2.TestAlertWebhookResponse(alert=sent)
-    told = alerts_pb2.Alert(alert_id="t1", delivery=failed)
-    server.accounts.replies["ListAlerts"] = alerts_pb2.ListAlertsResponse(alerts=[told])
+    reported = alerts_pb2.Alert(alert_id="t1", delivery=failed)
+    server.accounts.replies["ListAlerts"] = alerts_pb2.ListAlertsResponse(alerts=[reported])
 
     made = weir("alerts", "webhook", "set", "https://e.com/", "--org", "acme")
     listed = weir("alerts", "webhook", "list")

@@ -136,7 +136,7 @@ def test_applied_changes_are_printed_line_by_line(
     assert not organization.prune_quotas
 
 
-def test_a_dry_run_says_so_and_can_tell_a_script_that_there_is_something_to_do(
+def test_a_dry_run_says_so_and_can_report_to_a_script_that_there_is_something_to_do(
     weir: Run, file: Path, server: ScriptedWeir
 ) -> None:
     plain = weir("apply", str(file), "--dry-run", "--prune")

@@ -149,7 +149,7 @@ def test_a_missing_server_is_reported_with_the_remedy(
 
 
 @pytest.mark.parametrize(
-    ("address", "told"),
+    ("address", "reported"),
     [
         (
             "nowhere.invalid:8443",
@@ -160,7 +160,7 @@ def test_a_missing_server_is_reported_with_the_remedy(
     ],
 )
 def test_an_invalid_address_is_reported_as_such(
-    bare_weir: Run, monkeypatch: pytest.MonkeyPatch, address: str, told: str
+    bare_weir: Run, monkeypatch: pytest.MonkeyPatch, address: str, reported: str
 ) -> None:
     monkeypatch.setenv("WEIR_API_KEY", "key")
     monkeypatch.setenv("WEIR_TLS", "0")
@@ -168,7 +168,7 @@ def test_an_invalid_address_is_reported_as_such(
     result = bare_weir("models", "--address", address)
 
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"error: {told}")
+    assert result.stderr.startswith(f"error: {reported}")
 
 
 def test_another_machine_is_nothing_to_start_with_weir_up() -> None:
@@ -187,9 +187,9 @@ def test_another_machine_is_nothing_to_start_with_weir_up() -> None:
 
 
 def test_an_http_port_is_distinguished_from_no_server() -> None:
-    said = "Failed parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 80)"
+    text = "Failed parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 80)"
     error = Unavailable(
-        f"failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:9443: {said}"
+        f"failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:9443: {text}"
     )
 
     line = explain(error, "127.0.0.1:9443")
@@ -221,10 +221,10 @@ def test_a_full_disk_is_one_line_and_no_traceback(server: ScriptedWeir, command:
 
 
 @pytest.mark.parametrize(
-    ("wait_s", "told"), [(32.0, "00:00:00 UTC"), (9 * 86_400.0, "2026-12-01 00:00:00 UTC")]
+    ("wait_s", "reported"), [(32.0, "00:00:00 UTC"), (9 * 86_400.0, "2026-12-01 00:00:00 UTC")]
 )
 def test_a_limit_that_resets_on_another_day_is_shown_with_that_day(
-    wait_s: float, told: str
+    wait_s: float, reported: str
 ) -> None:
     reset = datetime(2026, 12, 1, tzinfo=UTC)
     quota = ExceededQuota(
@@ -243,7 +243,7 @@ def test_a_limit_that_resets_on_another_day_is_shown_with_that_day(
     )
     error = QuotaExceeded("no", details=ErrorDetails(quota=quota, retry_after_s=wait_s))
 
-    assert explain(error, "127.0.0.1:8443").endswith(f" (resets at {told})")
+    assert explain(error, "127.0.0.1:8443").endswith(f" (resets at {reported})")
 
 
 def test_a_missing_key_is_reported_with_the_remedy(bare_weir: Run) -> None:
@@ -256,12 +256,12 @@ def test_a_missing_key_is_reported_with_the_remedy(bare_weir: Run) -> None:
 def test_programs_find_what_was_started_by_the_shell(connection_file: Path, bare_weir: Run) -> None:
     url = "http://127.0.0.1:7002/v1"
     connection_file.write_text(json.dumps(FILE | {"api_key": "it's mine", "openai_url": url}))
-    told = bare_weir("env")
+    reported = bare_weir("env")
     shell = subprocess.run(
         [
             "sh",
             "-c",
-            f'{told.stdout}\necho "$WEIR_ADDRESS $WEIR_API_KEY $WEIR_ADMIN_KEY"'
+            f'{reported.stdout}\necho "$WEIR_ADDRESS $WEIR_API_KEY $WEIR_ADMIN_KEY"'
             ' "$OPENAI_BASE_URL $OPENAI_API_KEY"',
         ],
         capture_output=True,

@@ -163,15 +163,15 @@ def test_only_lists_that_are_there_are_pruned() -> None:
     assert project["keys"][0]["prune_quotas"] is True, "an empty list is a list"
 
 
-@pytest.mark.parametrize(("content", "line", "place", "remedy"), WRONG)
-def test_a_mistake_is_reported_with_line_place_and_remedy(
-    content: str, line: int, place: str, remedy: str
+@pytest.mark.parametrize(("content", "line", "location", "remedy"), WRONG)
+def test_a_mistake_is_reported_with_line_location_and_remedy(
+    content: str, line: int, location: str, remedy: str
 ) -> None:
     errors = read_document(content, prune=False).errors
 
     if remedy:
         [error] = errors
-        assert (error.line, error.place) == (line, place)
+        assert (error.line, error.location) == (line, location)
         assert remedy in error.message
     else:
         assert errors == [], "a tag is not obeyed: nothing but texts is ever made of a file"
@@ -185,7 +185,7 @@ def test_an_invalid_limit_is_reported_likewise(
         f"organizations:\n- name: a\n  quotas:\n  - {quota}\n", prune=False
     ).errors
 
-    assert (error.line, error.place) == (line, f"organizations[0].quotas[0].{key}")
+    assert (error.line, error.location) == (line, f"organizations[0].quotas[0].{key}")
     assert remedy in error.message
 
 
@@ -205,10 +205,10 @@ def test_all_mistakes_are_reported_at_once_in_the_order_of_lines() -> None:
     ]
 
 
-def test_the_servers_mistakes_are_reported_at_the_nearest_place_of_the_file() -> None:
+def test_the_servers_mistakes_are_reported_at_the_nearest_location_of_the_file() -> None:
     read = read_document(GOOD, prune=False)
 
-    for path, line, place in (
+    for path, line, location in (
         ("organizations[0].quotas[1].limit_value", 9, "organizations[0].quotas[1].limit"),
         ("organizations[0].quotas[1].output_weight_milli", 7, "organizations[0].quotas[1]"),
         ("organizations[0].projects[0].keys", 15, "organizations[0].projects[0].keys"),
@@ -216,7 +216,7 @@ def test_the_servers_mistakes_are_reported_at_the_nearest_place_of_the_file() ->
         ("nothing", 1, ""),
     ):
         error = read.error_at(path, "no")
-        assert (error.line, error.place) == (line, place)
+        assert (error.line, error.location) == (line, location)
 
 
 def test_parts_may_be_written_once_and_used_again() -> None:
@@ -371,7 +371,7 @@ organizations:
 
     assert read.configuration["organizations"][0]["billing_profile"] == profile
     assert again.configuration == read.configuration
-    assert [(each.line, each.place) for each in wrong.errors] == [
+    assert [(each.line, each.location) for each in wrong.errors] == [
         (4, "organizations[0].billing_profile.emails"),
         (7, "organizations[0].billing_profile.contry"),
     ]

@@ -28,20 +28,20 @@ def answer(server: ScriptedWeir) -> None:
 def test_shows_the_vectors_and_how_like_each_other_they_are(
     weir: Run, server: ScriptedWeir
 ) -> None:
-    told = weir(
+    reported = weir(
         "embed", "--model", "minilm", "a cat", "a \x1b[31mkitten", "--truncate", "--tier", "batch"
     )
 
-    assert told.exit_code == 0
-    assert "+0.6000 +0.8000" in told.stdout
-    assert "7 (cut)" in told.stdout
-    assert "0.600" in told.stdout
-    assert "\x1b" not in told.stdout
-    assert "12 embedded" in told.stderr
-    asked = server.inference.requests[0]
-    assert isinstance(asked, pb.EmbedRequest)
-    assert [each.text for each in asked.inputs] == ["a cat", "a \x1b[31mkitten"]
-    assert (asked.model, asked.truncation, asked.tier) == (
+    assert reported.exit_code == 0
+    assert "+0.6000 +0.8000" in reported.stdout
+    assert "7 (cut)" in reported.stdout
+    assert "0.600" in reported.stdout
+    assert "\x1b" not in reported.stdout
+    assert "12 embedded" in reported.stderr
+    requested = server.inference.requests[0]
+    assert isinstance(requested, pb.EmbedRequest)
+    assert [each.text for each in requested.inputs] == ["a cat", "a \x1b[31mkitten"]
+    assert (requested.model, requested.truncation, requested.tier) == (
         "minilm",
         pb.TRUNCATION_END,
         pb.SERVICE_TIER_BATCH,
@@ -68,9 +68,9 @@ def test_a_quote_is_shown_instead_and_its_exit_code_says_whether_it_fits(
     assert fits.exit_code == 0
     assert "12 tokens; 0.00000024 USD (price version 3)" in fits.stdout
     assert (too_much.exit_code, json.loads(too_much.stdout)["input_token_count"]) == (3, 12)
-    asked = server.inference.requests[0]
-    assert isinstance(asked, pb.QuoteRequest)
-    assert (asked.embed.model, asked.HasField("start")) == ("minilm", False)
+    requested = server.inference.requests[0]
+    assert isinstance(requested, pb.QuoteRequest)
+    assert (requested.embed.model, requested.HasField("start")) == ("minilm", False)
 
 
 def test_reads_lines_and_prints_one_document(weir: Run, server: ScriptedWeir) -> None:
@@ -78,15 +78,15 @@ def test_reads_lines_and_prints_one_document(weir: Run, server: ScriptedWeir) ->
 
     assert document["embeddings"][0]["vector"] == [1.0, 0.0]
     assert document["usage"]["embedding_token_count"] == 12
-    asked = server.inference.requests[0]
-    assert isinstance(asked, pb.EmbedRequest)
-    assert [each.text for each in asked.inputs] == ["one", "two"]
+    requested = server.inference.requests[0]
+    assert isinstance(requested, pb.EmbedRequest)
+    assert [each.text for each in requested.inputs] == ["one", "two"]
 
 
 @pytest.mark.parametrize(
     "arguments", [("-m", "minilm"), ("a text",), ("-m", "minilm", "a", "--tier", "fast")]
 )
 def test_missing_arguments_are_named(weir: Run, arguments: tuple[str, ...]) -> None:
-    told = weir("embed", *arguments)
+    reported = weir("embed", *arguments)
 
-    assert told.exit_code == 2
+    assert reported.exit_code == 2

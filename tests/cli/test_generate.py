@@ -141,7 +141,7 @@ def test_a_response_format_comes_from_a_file_or_the_command_line(
     assert weir("generate", "Hi", "--json-schema", str(tmp_path / "absent")).exit_code == 2
 
 
-def test_the_tier_and_the_time_to_start_are_asked_for(weir: Run, server: ScriptedWeir) -> None:
+def test_the_tier_and_the_time_to_start_are_requested(weir: Run, server: ScriptedWeir) -> None:
     assert weir("generate", "Hi", "--tier", "batch", "--start-timeout", "1.5").exit_code == 0
 
     start = start_of(server)
@@ -192,7 +192,7 @@ def test_several_answers_are_shown_under_their_numbers(weir: Run, server: Script
     assert result.stdout == f"[1] {ANSWER}\n", "the scripted server gives one"
 
 
-def test_a_search_is_asked_for_by_its_beams(weir: Run, server: ScriptedWeir) -> None:
+def test_a_search_is_requested_by_its_beams(weir: Run, server: ScriptedWeir) -> None:
     flags = [
         "--beam-width",
         "4",

@@ -35,12 +35,12 @@ def test_a_close_of_all_continues_after_an_error_and_reports_it(
 ) -> None:
     done = weir("month", "close", "2026-10", "--all")
 
-    asked = [
+    requested = [
         each.organization
         for each in three.accounts.requests
         if isinstance(each, months_pb2.CloseMonthRequest)
     ]
-    assert asked == ["acme", "bolt", "core"]
+    assert requested == ["acme", "bolt", "core"]
     assert done.exit_code == 1
     assert "bolt: the server broke: incident 4711" in done.stderr
     assert "1 refused or failed, of 3 organizations" in done.stderr
@@ -86,8 +86,10 @@ def test_months_are_listed_with_the_payment_of_their_invoices(
             ("in_2", months_pb2.PAYMENT_STATE_FAILED),
         )
     ]
-    told = months_pb2.Month(month="2026-10", state=months_pb2.MONTH_STATE_CLOSED, payments=payments)
-    server.accounts.replies["ListMonths"] = months_pb2.ListMonthsResponse(months=[told])
+    reported = months_pb2.Month(
+        month="2026-10", state=months_pb2.MONTH_STATE_CLOSED, payments=payments
+    )
+    server.accounts.replies["ListMonths"] = months_pb2.ListMonthsResponse(months=[reported])
 
     shown = weir("month", "list", "--org", "acme")
     [month] = json.loads(weir("month", "list", "--org", "acme", "--json").stdout)
@@ -110,8 +112,10 @@ def test_a_format_that_does_not_exist_is_refused_with_the_formats(weir: Run) -> 
 def test_pdf_is_a_format_and_its_own_option(weir: Run, tmp_path: Path) -> None:
     first, second = tmp_path / "first.pdf", tmp_path / "second.pdf"
 
-    asked = weir("month", "show", "2026-10", "--org", "acme", "--format", "pdf", "-o", str(first))
+    requested = weir(
+        "month", "show", "2026-10", "--org", "acme", "--format", "pdf", "-o", str(first)
+    )
     short = weir("month", "show", "2026-10", "--org", "acme", "--pdf", str(second))
 
-    assert (asked.exit_code, short.exit_code) == (0, 0), asked.stderr
+    assert (requested.exit_code, short.exit_code) == (0, 0), requested.stderr
     assert first.read_bytes() == second.read_bytes() == b"first second"

@@ -82,12 +82,12 @@ for path in tree:
         loaded = [name for name in {HEAVY} if name in sys.modules]
         print(len(tree), " ".join(path), ended.code, loaded, file=sys.stderr)
 """
-    said = subprocess.run(
+    message = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     ).stderr.splitlines()
 
-    assert len(said) > 90
-    assert [line for line in said if not line.endswith(" 0 []")] == []
+    assert len(message) > 90
+    assert [line for line in message if not line.endswith(" 0 []")] == []
 
 
 def test_client_commands_never_load_the_server() -> None:
@@ -127,12 +127,12 @@ def test_without_the_server_the_client_commands_work(server: ScriptedWeir) -> No
             text=True,
         )
 
-    helped, asked, unknown = run("--help"), run("models", "--json"), run("up")
+    helped, requested, unknown = run("--help"), run("models", "--json"), run("up")
 
-    assert (helped.returncode, asked.returncode, unknown.returncode) == (0, 0, 2)
+    assert (helped.returncode, requested.returncode, unknown.returncode) == (0, 0, 2)
     assert "generate" in helped.stdout
     assert "operator" not in helped.stdout
-    assert json.loads(asked.stdout)[0]["name"]
+    assert json.loads(requested.stdout)[0]["name"]
     assert "No such command 'up'" in unknown.stderr
 
 
@@ -190,26 +190,28 @@ def test_every_command_refuses_an_unknown_option(bare_weir: Run) -> None:
 def test_the_shell_completes_every_group_and_the_options_of_every_command() -> None:
     found = completions([(*path, "" if is_group(each) else "--") for path, each in tree().items()])
 
-    for (path, command), told in zip(tree().items(), found, strict=True):
+    for (path, command), reported in zip(tree().items(), found, strict=True):
         names = (
             set(command.commands)
             if is_group(command)
             else {name for option in command.params for name in option.opts if name[:2] == "--"}
         )
-        assert names <= told, path
+        assert names <= reported, path
 
 
 def completions(lines: list[tuple[str, ...]]) -> list[set[str]]:
     """Return the words that bash offers for the last word of each line."""
     found = []
     for words in lines:
-        asked = {
+        requested = {
             "_WEIR_COMPLETE": "complete_bash",
             "COMP_WORDS": " ".join(("weir", *words)),
             "COMP_CWORD": str(len(words)),
         }
-        told = CliRunner().invoke(app, [], prog_name="weir", env=asked, catch_exceptions=False)
-        found.append(set(told.stdout.split()))
+        reported = CliRunner().invoke(
+            app, [], prog_name="weir", env=requested, catch_exceptions=False
+        )
+        found.append(set(reported.stdout.split()))
     return found
 
 
@@ -234,24 +236,24 @@ def test_every_command_that_prints_data_takes_json() -> None:
 def test_the_shell_completes_commands_and_options(
     words: tuple[str, ...], expected: set[str]
 ) -> None:
-    asked = {
+    requested = {
         "_WEIR_COMPLETE": "complete_bash",
         "COMP_WORDS": " ".join(words),
         "COMP_CWORD": str(len(words) - 1),
     }
 
-    told = subprocess.run(
-        PROGRAM, env=os.environ | asked, check=True, capture_output=True, text=True
+    reported = subprocess.run(
+        PROGRAM, env=os.environ | requested, check=True, capture_output=True, text=True
     ).stdout.split()
 
-    assert expected <= set(told)
-    assert all(each.startswith(words[-1]) for each in told)
+    assert expected <= set(reported)
+    assert all(each.startswith(words[-1]) for each in reported)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_completion_of_a_shell_calls_the_program(shell: str) -> None:
     environment = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    told = subprocess.run(
+    reported = subprocess.run(
         [*PROGRAM, "--show-completion", shell],
         env=environment,
         check=True,
@@ -259,15 +261,15 @@ def test_the_completion_of_a_shell_calls_the_program(shell: str) -> None:
         text=True,
     )
 
-    assert "_WEIR_COMPLETE" in told.stdout
+    assert "_WEIR_COMPLETE" in reported.stdout
 
 
-def test_help_and_the_documents_tell_the_same_exit_codes(bare_weir: Run) -> None:
+def test_help_and_the_documents_state_the_same_exit_codes(bare_weir: Run) -> None:
     page = (ROOT / "docs" / "reference" / "cli.md").read_text()
     table = re.findall(r"^\| (\d+) \| ", page.split("| exit code |")[1], re.MULTILINE)
 
-    told = " ".join(bare_weir("--help").stdout.split()).split("Exit codes:")[1]
-    assert re.findall(r"\d+", told) == table == ["0", "1", "2", "3", "130"]
+    reported = " ".join(bare_weir("--help").stdout.split()).split("Exit codes:")[1]
+    assert re.findall(r"\d+", reported) == table == ["0", "1", "2", "3", "130"]
 
 
 def test_exit_codes(weir: Run, server: ScriptedWeir) -> None:
@@ -280,11 +282,11 @@ def test_exit_codes(weir: Run, server: ScriptedWeir) -> None:
 def test_without_typer_the_program_says_what_to_install() -> None:
     code = "import sys; sys.modules['typer'] = None; import weir_cli.__main__"
 
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    message = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
-    assert said.returncode == 1
+    assert message.returncode == 1
     assert (
-        said.stderr == "error: the command line needs the extra `cli` of the client: pip install"
+        message.stderr == "error: the command line needs the extra `cli` of the client: pip install"
         " './sdk/python[cli]' in a clone\n"
     )
 
@@ -339,11 +341,11 @@ def test_the_wheel_of_the_client_holds_all_that_its_commands_import(tmp_path: Pa
         " module.__path__) for name, module in sys.modules.items() if"
         " name.startswith('weir')}.items()))"
     )
-    said = subprocess.run(
+    message = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
 
-    assert said.returncode == 0, said.stderr
-    found = dict(ast.literal_eval(said.stdout))
+    assert message.returncode == 0, message.stderr
+    found = dict(ast.literal_eval(message.stdout))
     assert set(found) == {"weir", "weir_cli", "weir_client", "weir_yaml"}
     assert all(str(installed) in path for path in found.values())

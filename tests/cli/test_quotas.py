@@ -105,7 +105,7 @@ def test_a_raise_that_makes_no_sense_is_not_sent(
     ]
 
 
-def test_the_limits_of_a_key_are_asked_for_by_its_name(weir: Run, server: ScriptedWeir) -> None:
+def test_the_limits_of_a_key_are_requested_by_its_name(weir: Run, server: ScriptedWeir) -> None:
     assert weir("quota", "list", "--key", "weir_ab12cd", "--model", "demo").exit_code == 0
     assert weir("quota", "list", "--key", "k", "--org", "acme").exit_code == 2
 
@@ -114,21 +114,21 @@ def test_the_limits_of_a_key_are_asked_for_by_its_name(weir: Run, server: Script
     ]
 
 
-def test_a_quote_tells_tokens_money_and_limits(weir: Run, server: ScriptedWeir) -> None:
-    told = weir("quote", "How far is the sea?", "--max-output-tokens", "1000")
+def test_a_quote_reports_tokens_money_and_limits(weir: Run, server: ScriptedWeir) -> None:
+    reported = weir("quote", "How far is the sea?", "--max-output-tokens", "1000")
     document = json.loads(weir("quote", "How far is the sea?", "--json").stdout)
 
-    assert told.exit_code == 0
+    assert reported.exit_code == 0
     assert (
         "1,025 input tokens, 200 of them probably cached; 150 output tokens expected, at most 1,000"
-        in told.stdout
+        in reported.stdout
     )
-    assert "0.0009 USD expected, at most 0.004 USD (price version 3)" in told.stdout
-    assert "tokens-per-minute" in told.stdout
+    assert "0.0009 USD expected, at most 0.004 USD (price version 3)" in reported.stdout
+    assert "tokens-per-minute" in reported.stdout
     assert document["would_admit"] is True
-    asked = server.inference.requests[0]
-    assert isinstance(asked, pb.QuoteRequest)
-    assert (asked.start.model, asked.start.max_output_tokens) == ("demo", 1000)
+    requested = server.inference.requests[0]
+    assert isinstance(requested, pb.QuoteRequest)
+    assert (requested.start.model, requested.start.max_output_tokens) == ("demo", 1000)
 
 
 @pytest.mark.parametrize(
@@ -159,11 +159,11 @@ def test_a_removal_says_whether_there_was_anything_to_remove(
     removed = weir("quota", "delete", "q1", "--if-exists")
     server.accounts.replies["DeleteQuota"] = admin_pb.DeleteQuotaResponse(deleted=False)
     missing = weir("quota", "delete", "abc", "--if-exists")
-    told = weir("quota", "delete", "abc", "--if-exists", "--json")
+    reported = weir("quota", "delete", "abc", "--if-exists", "--json")
     older = weir("quota", "delete", "q1")  # an older server, which omits the field, refuses
 
     assert "removed limit q1" in removed.output
     assert "limit abc does not exist: nothing was removed" in missing.output
-    assert json.loads(told.stdout) == {"quota_id": "abc", "deleted": False}
+    assert json.loads(reported.stdout) == {"quota_id": "abc", "deleted": False}
     assert "removed limit q1" in older.output
-    assert [each.exit_code for each in (removed, missing, told, older)] == [0, 0, 0, 0]
+    assert [each.exit_code for each in (removed, missing, reported, older)] == [0, 0, 0, 0]

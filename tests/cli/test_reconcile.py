@@ -14,7 +14,7 @@ import pytest
 from metering.ledger.rating import rate_all_pending
 from metering.store.db import create_engine, create_sessions
 from tests.cli.conftest import Run
-from tests.metering.books import Consumed, add_usage, new_customer, new_price
+from tests.metering.usage import Consumed, add_usage, new_customer, new_price
 
 MONTH = "2026-10"
 
@@ -86,13 +86,13 @@ def test_a_month_without_usage_is_in_order(bare_weir: Run, database: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [(("2026-13",), "YYYY-MM"), ((MONTH, "--organization", "nobody"), "nobody")],
 )
 def test_arguments_that_cannot_be_compared_are_refused(
-    bare_weir: Run, database: str, arguments: tuple[str, ...], told: str
+    bare_weir: Run, database: str, arguments: tuple[str, ...], reported: str
 ) -> None:
     result = bare_weir("reconcile", *arguments)
 
     assert result.exit_code == 1
-    assert told in result.stderr
+    assert reported in result.stderr

@@ -44,16 +44,16 @@ def test_the_engines_are_a_table_with_the_orders_below(weir: Run, server: Script
         replicas=REPLICAS, drains=[DRAIN]
     )
 
-    told = weir("replicas", "list", "--model", "chat")
+    reported = weir("replicas", "list", "--model", "chat")
     document = json.loads(weir("replicas", "list", "--json").stdout)
 
-    assert told.exit_code == 0
-    assert "chat chat#0 eu draining 2 1,500 node-3:4711" in " ".join(told.stdout.split())
-    assert "chat#0 in node-3:4711: 2 sequences running" in told.stderr
-    assert "cold, drained" in told.stdout
+    assert reported.exit_code == 0
+    assert "chat chat#0 eu draining 2 1,500 node-3:4711" in " ".join(reported.stdout.split())
+    assert "chat#0 in node-3:4711: 2 sequences running" in reported.stderr
+    assert "cold, drained" in reported.stdout
     assert (
         "is drained since 2026-11-20 12:00:00Z (new disks), running requests move after 90 s"
-        in told.stderr
+        in reported.stderr
     )
     assert server.accounts.requests[0] == pb.ListReplicasRequest(model="chat")
     assert document["replicas"][0]["request_count"] == 2

@@ -30,7 +30,7 @@ def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_module, "present_day", lambda: date(2026, 11, 20))
 
 
-def asked(server: ScriptedWeir) -> pb.GetUsageRequest:
+def requested(server: ScriptedWeir) -> pb.GetUsageRequest:
     """Return the latest request for usage."""
     request = server.accounts.requests[-1]
     assert isinstance(request, pb.GetUsageRequest)
@@ -57,8 +57,8 @@ def test_rows_by_day_with_what_ended_early_apart_and_the_total(
     ]
     assert ["2026-11-03", "10", "3,000", "1,500", "1,500", "1", "0", "0", "0.00045"] in lines
     assert lines[-1] == ["total", "10", "171,000", "85,500", "85,500", "1", "0", "0", "0.02565"]
-    assert list(asked(server).group_by) == [pb.USAGE_GROUPING_DAY]
-    assert asked(server).organization == "acme"
+    assert list(requested(server).group_by) == [pb.USAGE_GROUPING_DAY]
+    assert requested(server).organization == "acme"
 
 
 def test_groupings_and_filters_go_to_the_server(weir: Run, server: ScriptedWeir) -> None:
@@ -74,7 +74,7 @@ def test_groupings_and_filters_go_to_the_server(weir: Run, server: ScriptedWeir)
         "wk_12345678",
     )
 
-    request = asked(server)
+    request = requested(server)
     assert list(request.group_by) == [pb.USAGE_GROUPING_PROJECT, pb.USAGE_GROUPING_API_KEY]
     assert (request.day, request.project, request.api_key) == (
         "2026-11-03",
@@ -83,7 +83,7 @@ def test_groupings_and_filters_go_to_the_server(weir: Run, server: ScriptedWeir)
     )
 
     weir("month", "show", "2026-11", "--all-orgs", "--by", "org")
-    assert asked(server).organization == ""
+    assert requested(server).organization == ""
 
 
 def test_a_sheet_has_every_page_and_exact_numbers(
@@ -110,7 +110,7 @@ def test_a_sheet_has_every_page_and_exact_numbers(
     assert list(csv.DictReader(io.StringIO((tmp_path / "usage.csv").read_text()))) == rows
 
 
-def test_pages_are_fetched_to_the_end_for_a_sheet_and_said_to_be_more_in_a_table(
+def test_pages_are_fetched_to_the_end_for_a_sheet_and_known_to_be_more_in_a_table(
     weir: Run, server: ScriptedWeir
 ) -> None:
     server.accounts.replies["GetUsage"] = pb.GetUsageResponse(
@@ -161,8 +161,8 @@ def test_the_forecast_of_the_present_month_is_shown_with_its_basis(
     result = weir(*ACME)
     alone = weir("month", "forecast", "--org", "acme")
 
-    for told in (result.stdout, alone.stdout):
-        text = " ".join(told.split())
+    for reported in (result.stdout, alone.stdout):
+        text = " ".join(reported.split())
         assert "so far 1,234.5678 USD until 2026-11-20 12:00:00Z" in text
         assert (
             "forecast 2,000.00 USD by the end of 2026-11 (1,900.00 to 2,100.50 in 80 of 100 cases)"
@@ -182,7 +182,7 @@ def test_without_history_no_forecast_is_claimed(weir: Run, server: ScriptedWeir)
     assert "no forecast yet" in weir("month", "forecast", "--org", "acme").stdout
 
 
-def test_wrong_options_are_refused_before_anything_is_asked(
+def test_wrong_options_are_refused_before_anything_is_requested(
     weir: Run, server: ScriptedWeir
 ) -> None:
     for wrong in (

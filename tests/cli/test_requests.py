@@ -133,7 +133,7 @@ def test_the_wide_table_has_the_rest_and_a_script_gets_it_all(
 
 
 @pytest.mark.parametrize(
-    ("result", "exit_code", "told"),
+    ("result", "exit_code", "reported"),
     [
         (
             pb.KillRequestResponse.RESULT_ENDED,
@@ -148,12 +148,12 @@ def test_the_wide_table_has_the_rest_and_a_script_gets_it_all(
         ),
     ],
 )
-def test_ending_a_request_tells_what_came_of_it(
+def test_ending_a_request_reports_what_came_of_it(
     weir: Run,
     server: ScriptedWeir,
     result: pb.KillRequestResponse.Result.ValueType,
     exit_code: int,
-    told: str,
+    reported: str,
 ) -> None:
     generation = inference_service_pb2.Generation(
         request_id=ID, model="demo", admit_time=NOON, usage=USAGE, cost=COST
@@ -166,7 +166,7 @@ def test_ending_a_request_tells_what_came_of_it(
     as_json = weir("requests", "kill", ID, "--json")
 
     assert killed.exit_code == as_json.exit_code == exit_code
-    assert told in " ".join(killed.stderr.split())
+    assert reported in " ".join(killed.stderr.split())
     assert server.accounts.requests[0] == pb.KillRequestRequest(
         request_id=ID, project="acme/search", reason="it loops"
     )
@@ -260,7 +260,9 @@ def test_a_key_that_is_there_is_no_failure_for_a_script_and_prints_no_secret(
     assert server.accounts.requests[0].allow_existing
 
 
-def test_the_log_is_asked_by_subject_actor_action_and_time(weir: Run, server: ScriptedWeir) -> None:
+def test_the_log_is_requested_by_subject_actor_action_and_time(
+    weir: Run, server: ScriptedWeir
+) -> None:
     given = ("--subject", "acme", "--actor", "wk_a", "--action", "quota.")
     weir("audit", *given, "--since", "2026-11-20", "--until", "2026-11-20T18:00:00+01:00")
     weir("audit", "--since", "2h")

@@ -53,10 +53,10 @@ async def test_the_environment_of_a_running_child_has_no_secret(
     async with open_worker(module, environment) as worker:
         async with asyncio.timeout(60):
             while not (  # noqa: ASYNC110
-                told := await asyncio.to_thread(Path(f"/proc/{worker.pid}/environ").read_bytes)
+                reported := await asyncio.to_thread(Path(f"/proc/{worker.pid}/environ").read_bytes)
             ):
                 await asyncio.sleep(0.01)  # until the child has begun
-        names = {entry.partition(b"=")[0].decode() for entry in told.split(b"\0") if entry}
+        names = {entry.partition(b"=")[0].decode() for entry in reported.split(b"\0") if entry}
 
     assert not names & SECRETS.keys()
     assert {"PATH"} <= names <= {*os.environ, *environment, FAMILY}

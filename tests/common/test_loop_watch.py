@@ -15,8 +15,8 @@ from common.incidents import INCIDENT_COUNTS, Retries
 from common.loop_watch import (
     BEAT_S,
     BLOCK_S,
+    CHECK_INTERVAL_S,
     CURRENT,
-    LOOK_S,
     SOURCE,
     LoopBlocked,
     LoopWatch,
@@ -86,11 +86,11 @@ async def test_who_holds_the_loop_is_named_with_path_key_stage_and_stack(watch: 
 def test_the_function_is_the_innermost_one_of_the_service() -> None:
     found: list[str] = []
 
-    def look() -> float:
+    def sample() -> float:
         found.append(function_of(sys._getframe()))
         return 0.0
 
-    Retries("test", clock=look).failed(LoopBlocked())  # which calls this test's function
+    Retries("test", clock=sample).failed(LoopBlocked())  # which calls this test's function
 
     assert found[0] == "common.incidents.Retries.failed"
 
@@ -122,9 +122,9 @@ def test_time_in_which_the_process_did_not_run_is_no_block(
 
     clocks.pass_by(3.0, used_s=used_s)
     watch.beat(3.0 - BEAT_S)
-    watch._look()
+    watch._check()
 
-    assert watch.longest_s == pytest.approx(longest_s, abs=LOOK_S)
+    assert watch.longest_s == pytest.approx(longest_s, abs=CHECK_INTERVAL_S)
 
 
 def test_a_loop_that_waits_for_something_to_do_is_no_incident() -> None:
@@ -133,14 +133,14 @@ def test_a_loop_that_waits_for_something_to_do_is_no_incident() -> None:
     async def wait() -> None:
         watched._thread_id = threading.get_ident()
         asyncio.get_running_loop().call_soon(idle.set)
-        await asyncio.to_thread(looked.wait)
+        await asyncio.to_thread(polled.wait)
 
-    looked = threading.Event()
+    polled = threading.Event()
     loop = threading.Thread(target=lambda: asyncio.run(wait()))
     loop.start()
     idle.wait()
     frames = sys._current_frames()
     while not Sample(frames[watched._thread_id], None, "").is_idle:
         frames = sys._current_frames()
-    looked.set()
+    polled.set()
     loop.join()

@@ -34,7 +34,7 @@ async def connect_async(
         yield client
 
 
-def says(text: str) -> list[ChatCompletionMessageParam]:
+def user_message(text: str) -> list[ChatCompletionMessageParam]:
     """Return a conversation of one turn."""
     return [ChatCompletionUserMessageParam(role="user", content=text)]
 
@@ -46,20 +46,20 @@ def text_of(chunks: Iterable[Any]) -> str:
 
 def extension(answer: Any) -> dict[str, Any]:
     """Return the fields of an answer that OpenAI's API lacks."""
-    told: dict[str, Any] = answer.model_extra["weir"]
-    return told
+    reported: dict[str, Any] = answer.model_extra["weir"]
+    return reported
 
 
 def check_billed(service: Service, tenant: Tenant, answer: Any) -> dict[str, Any]:
     """Check the tenant's only usage event against the answer; return the event."""
-    [event] = service.books.events(tenant)
-    usage, told = answer.usage, extension(answer)
+    [event] = service.database.events(tenant)
+    usage, reported = answer.usage, extension(answer)
     assert usage.prompt_tokens == event["input_token_count"]
     assert usage.prompt_tokens_details.cached_tokens == event["cached_input_token_count"]
     assert usage.completion_tokens == event["billed_token_count"] == event["delivered_token_count"]
-    assert told["cost"]["picos"] == event["cost_picos"] == cost_of(event)
-    assert told["price_version"] == event["price_version_id"]
-    assert told["request_ids"] == [str(event["request_id"])]
+    assert reported["cost"]["picos"] == event["cost_picos"] == cost_of(event)
+    assert reported["price_version"] == event["price_version_id"]
+    assert reported["request_ids"] == [str(event["request_id"])]
     return event
 
 

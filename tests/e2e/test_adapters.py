@@ -66,7 +66,7 @@ async def test_adapters_are_models_with_prices_of_their_own(service: Service) ->
         outputs = [stream.token_ids(each) for each in ids]
         again = await stream.finished(await stream.begin(model=ADAPTERS[0], prompt=prompt))
 
-    events = [service.books.event(tenant, each) for each in ids]
+    events = [service.database.event(tenant, each) for each in ids]
     assert {*names} <= {model.name for model in listed.models}
     assert outputs[1:] == [[17] * 6, [18] * 6]
     assert not {17, 18} & {*outputs[0]}

@@ -437,13 +437,13 @@ async def test_an_invalid_call_gets_the_reason_and_changes_nothing(
     sent = {
         name: admin.tenant.name if value == "{tenant}" else value for name, value in fields.items()
     }
-    before = service.books.rows("SELECT count(*) AS n FROM audit_log")
+    before = service.database.rows("SELECT count(*) AS n FROM audit_log")
 
     refusal = await admin.refused(call, **sent)
 
     assert (refusal.code, refusal.fields) == (code, wrong)
     assert refusal.reason
-    assert service.books.rows("SELECT count(*) AS n FROM audit_log") == before
+    assert service.database.rows("SELECT count(*) AS n FROM audit_log") == before
 
 
 async def test_the_audit_log_is_read_page_by_page(admin: Admin) -> None:

@@ -51,13 +51,13 @@ async def test_of_two_hundred_at_once_fifty_fit(
         assert peak(admitted) <= FITTING
     else:
         assert (len(admitted), len(refusals)) == (FITTING, ARRIVING - FITTING)
-        assert service.books.counters(tenant) == {str(dimension): (FITTING * each, 0)}
+        assert service.database.counters(tenant) == {str(dimension): (FITTING * each, 0)}
     for refusal in refusals:
         check_refusal(refusal, tenant, dimension, FITTING * each)
-    assert service.books.holds(tenant) == {"settled": len(admitted)}, (
+    assert service.database.holds(tenant) == {"settled": len(admitted)}, (
         "a refused request leaves no trace"
     )
-    assert len(service.books.events(tenant)) == len(admitted)
+    assert len(service.database.events(tenant)) == len(admitted)
 
 
 async def arrive(
@@ -136,8 +136,8 @@ async def test_a_refused_request_uses_nothing_of_its_other_limits(service: Servi
         refusal = await stream.failed(await stream.begin())
 
     assert refusal.info.metadata["dimension"] == "concurrent-requests"
-    assert all(counts == (0, 0) for counts in service.books.counters(tenant).values())
-    assert service.books.holds(tenant) == {}
+    assert all(counts == (0, 0) for counts in service.database.counters(tenant).values())
+    assert service.database.holds(tenant) == {}
 
 
 async def test_a_refused_request_may_come_again_under_its_id(service: Service) -> None:
@@ -168,8 +168,8 @@ async def test_a_stream_ends_exactly_at_its_limit(service: Service) -> None:
     assert quota.dimension == types_pb2.QUOTA_DIMENSION_TOKENS_PER_MONTH
     assert quota.limit_value == 343
     assert quota.HasField("reset_time")
-    assert service.books.counters(tenant) == {"tokens_per_month": (343, 0)}
-    event = service.books.event(tenant, request_id)
+    assert service.database.counters(tenant) == {"tokens_per_month": (343, 0)}
+    event = service.database.event(tenant, request_id)
     assert (event["outcome"], event["delivered_token_count"]) == ("quota_exhausted", 333)
 
 
@@ -183,7 +183,7 @@ async def test_money_ends_a_stream_before_the_first_token_beyond_it(service: Ser
 
     assert finished.reason == types_pb2.FINISH_REASON_QUOTA_EXHAUSTED
     assert finished.usage.delivered_token_count == 200
-    assert service.books.counters(tenant) == {
+    assert service.database.counters(tenant) == {
         "cost_picos_per_month": (budget - OUTPUT_PICOS + 1, 0)
     }
 
@@ -198,7 +198,7 @@ async def test_streams_that_share_a_limit_use_it_up_together(service: Service) -
         ends = [await stream.end(frame.request_id) for frame in starts]
 
     received = sum(len(stream.token_ids(frame.request_id)) for frame in starts)
-    used, held = service.books.counters(tenant)["tokens_per_month"]
+    used, held = service.database.counters(tenant)["tokens_per_month"]
     assert held == 0
     assert used == received + 10 * sum(end.HasField("finished") for end in ends) <= limit
     assert limit - used < 6 * 16, (
@@ -239,7 +239,7 @@ async def test_a_stream_continues_after_its_limit_is_raised(service: Service) ->
     assert finished.usage.delivered_token_count == 2500
 
 
-async def test_the_place_of_an_ended_request_is_free(service: Service) -> None:
+async def test_the_permit_of_an_ended_request_is_free(service: Service) -> None:
     """A hundred times in turn: a leaked slot would block the second request."""
     tenant = await service.tenant({QuotaDimension.CONCURRENT_REQUESTS: 1})
 
@@ -251,7 +251,7 @@ async def test_the_place_of_an_ended_request_is_free(service: Service) -> None:
                 await stream.cancel(request_id)
             await stream.finished(request_id)
 
-    assert service.books.counters(tenant) == {"concurrent_requests": (0, 0)}
+    assert service.database.counters(tenant) == {"concurrent_requests": (0, 0)}
 
 
 async def test_two_keys_draw_on_the_limit_of_their_organization(service: Service) -> None:
@@ -264,7 +264,7 @@ async def test_two_keys_draw_on_the_limit_of_their_organization(service: Service
             ends.append(await spend(stream, 240))
 
     assert ends == ["finished"] * 4
-    assert service.books.counters(tenant) == {"tokens_per_month": (1000, 0)}
+    assert service.database.counters(tenant) == {"tokens_per_month": (1000, 0)}
     async with service.stream(second) as other:
         assert await spend(other, 240) == "failed", "both keys draw on the organization"
 

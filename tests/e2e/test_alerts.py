@@ -53,4 +53,4 @@ async def test_a_webhook_is_set_shown_tested_and_removed_and_its_secret_is_shown
     assert deleted == [True, False]
     assert without.code is StatusCode.NOT_FOUND
     assert after.alerts[0].delivery.state == alerts_pb2.ALERT_DELIVERY_STATE_FAILED
-    assert made.secret not in str(service.books.rows("SELECT before, after FROM audit_log"))
+    assert made.secret not in str(service.database.rows("SELECT before, after FROM audit_log"))

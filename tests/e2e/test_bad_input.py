@@ -231,10 +231,10 @@ async def test_a_bad_start_is_refused_and_the_stream_continues(
     assert bad.metadata.items() <= dict(refusal.info.metadata).items()
     assert refusal.frame is not None
     assert not refusal.frame.HasField("usage")
-    assert service.books.holds(tenant) == {"settled": 1}, "only the good one was ever held"
+    assert service.database.holds(tenant) == {"settled": 1}, "only the good one was ever held"
 
 
-async def test_names_that_no_database_takes_do_no_harm_while_an_admin_looks(
+async def test_names_that_no_database_takes_do_no_harm_while_an_admin_reads(
     service: Service, tenant: Tenant
 ) -> None:
     """Admins see running requests, which once included the model's name as sent by the client."""
@@ -275,10 +275,10 @@ async def test_a_finance_key_with_an_impossible_query_gets_the_invalid_field(
     service: Service, tenant: Tenant, name: str
 ) -> None:
     _, secret = await service.new_key(tenant, "billing")
-    asked, call, field = UNREAL[name]
+    requested, call, field = UNREAL[name]
     async with service.channel() as channel:
         stub = billing_pb_grpc.BillingServiceStub(channel)
-        refusal = await refused(getattr(stub, call)(asked, metadata=bearer(secret)))
+        refusal = await refused(getattr(stub, call)(requested, metadata=bearer(secret)))
 
     assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, [field])
 
@@ -300,12 +300,12 @@ async def test_a_message_that_is_larger_than_its_call_needs_is_refused_by_its_si
 
 async def test_the_last_day_of_the_calendar_is_a_day(service: Service, tenant: Tenant) -> None:
     _, secret = await service.new_key(tenant, "billing")
-    asked = usage_pb.GetUsageRequest(
+    requested = usage_pb.GetUsageRequest(
         month="2026-11", day="9999-12-31", group_by=[usage_pb.USAGE_GROUPING_DAY]
     )
     async with service.channel() as channel:
         answer = await billing_pb_grpc.BillingServiceStub(channel).GetUsage(
-            asked, metadata=bearer(secret)
+            requested, metadata=bearer(secret)
         )
 
     assert not answer.rows
@@ -469,7 +469,7 @@ async def test_a_model_without_a_price_cannot_be_sold(service: Service) -> None:
 
     assert (refusal.code, refusal.reason) == (StatusCode.FAILED_PRECONDITION, "PRICE_MISSING")
     assert refusal.info.metadata["model"] == MODEL
-    assert service.books.holds(tenant) == {}
+    assert service.database.holds(tenant) == {}
 
 
 async def test_an_exhausted_quota_is_reported_with_its_numbers(service: Service) -> None:
@@ -503,7 +503,7 @@ async def test_the_same_start_twice_is_answered_once(service: Service, tenant: T
 
     assert len(stream.ends(frame.request_id)) == 1
     assert len(stream.token_ids(frame.request_id)) == 200
-    assert len(service.books.events(tenant)) == 1
+    assert len(service.database.events(tenant)) == 1
 
 
 async def test_another_payload_for_a_running_id_is_refused_and_the_running_request_continues(
@@ -526,7 +526,7 @@ async def test_another_payload_for_a_running_id_is_refused_and_the_running_reque
     assert refusals[0].reason == "REQUEST_ID_REUSED"
     assert all(refusal.frame is not None and refusal.frame.duplicate_start for refusal in refusals)
     assert len(stream.token_ids(frame.request_id)) == 600
-    assert service.books.event(tenant, frame.request_id)["delivered_token_count"] == 600
+    assert service.database.event(tenant, frame.request_id)["delivered_token_count"] == 600
 
 
 async def test_a_running_id_whose_beginning_is_gone_is_refused_on_another_stream(
@@ -550,7 +550,7 @@ async def test_a_running_id_whose_beginning_is_gone_is_refused_on_another_stream
     assert (different.code, different.reason) == (StatusCode.ALREADY_EXISTS, "REQUEST_ID_REUSED")
     assert same.frame is not None
     assert not same.frame.duplicate_start
-    assert len(service.books.events(tenant)) == 1
+    assert len(service.database.events(tenant)) == 1
 
 
 @pytest.mark.parametrize("on_same_stream", [True, False])
@@ -577,7 +577,7 @@ async def test_a_settled_id_is_answered_with_its_usage_and_billed_once(
     assert refusal.info.metadata["cost_picos"] == str(picos(finished.cost))
     assert refusal.info.metadata["outcome"] == "length"
     assert (reused.code, reused.reason) == (StatusCode.ALREADY_EXISTS, "REQUEST_ID_REUSED")
-    assert len(service.books.events(tenant)) == 1
+    assert len(service.database.events(tenant)) == 1
 
 
 async def test_an_id_belongs_to_one_project(service: Service, tenant: Tenant) -> None:
@@ -625,7 +625,7 @@ async def test_an_invalid_message_ends_the_stream(
         assert stream.error is not None
         assert Refusal.of(stream.error).fields == [field]
     await service.no_hold_left(tenant)
-    event = service.books.event(tenant, running)
+    event = service.database.event(tenant, running)
     assert event["outcome"] == "cancelled"
     assert event["delivered_token_count"] >= len(stream.token_ids(running))
 
@@ -670,7 +670,7 @@ async def test_a_message_of_100_mb_ends_its_stream_and_no_other(
         assert resident_bytes(service.pid) - before < HUNDRED_MB / 2
         await check_serves(other)
     await service.no_hold_left(tenant)
-    assert service.books.event(tenant, running)["outcome"] == "cancelled"
+    assert service.database.event(tenant, running)["outcome"] == "cancelled"
 
 
 async def send_anyway(call: Any, message: pb.GenerateRequest) -> None:

@@ -61,7 +61,7 @@ async def test_the_best_outputs_are_billed_and_all_beams_counted(service: Servic
     assert finished.usage.input_token_count == 70
     assert picos(finished.cost) == cost_picos(finished.usage)
     assert [end.reason for end in finished.choices] == [types_pb2.FINISH_REASON_LENGTH] * 3
-    event = service.books.event(tenant, request_id)
+    event = service.database.event(tenant, request_id)
     assert (
         event["input_token_count"],
         event["delivered_token_count"],
@@ -82,7 +82,7 @@ async def test_a_quota_that_ends_in_the_middle_of_an_output_cuts_it_there(servic
     assert finished.reason == types_pb2.FINISH_REASON_QUOTA_EXHAUSTED
     assert len(stream.token_ids(request_id)) == finished.usage.billed_token_count == 55
     await service.no_hold_left(tenant)
-    assert service.books.counters(tenant)["tokens_per_month"][0] == 65
+    assert service.database.counters(tenant)["tokens_per_month"][0] == 65
 
 
 async def test_a_cancel_ends_the_search_and_bills_the_reported_tokens(service: Service) -> None:

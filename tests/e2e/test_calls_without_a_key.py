@@ -102,9 +102,9 @@ async def test_calls_whose_message_never_comes_are_bounded_by_connection_and_tim
     method = "/weir.v1.InferenceService/GetQuota"
     refusals, grown = await open_many(service, method, open_max=0)
 
-    told = {(each.code, each.reason) for each in refusals}
+    reported = {(each.code, each.reason) for each in refusals}
     assert len(refusals) > COUNT / 2
-    assert told == {
+    assert reported == {
         (StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS"),
         (StatusCode.INVALID_ARGUMENT, "MESSAGE_MISSING"),
     }

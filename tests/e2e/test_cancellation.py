@@ -48,7 +48,7 @@ from tests.service import (
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 STALL_MAX_S = 1.0
-OUTBOX_TOKENS = 400
+QUEUED_TOKENS = 400
 PERMITS = 220
 SLICE_TOKENS = 24
 RUNNING_MAX = 8  # sequences that the engine runs at once; others are queued
@@ -87,7 +87,7 @@ async def inside(
             url,
             model,
             client_stall_max_s=STALL_MAX_S,
-            outbox_tokens_per_request_max=OUTBOX_TOKENS,
+            outbox_tokens_per_request_max=QUEUED_TOKENS,
             requests_per_process_max=PERMITS,
             lease_slice_tokens=SLICE_TOKENS,
             lease_margin_tokens=8,
@@ -123,7 +123,7 @@ async def check_settled(
 ) -> None:
     """Check that usage event, client and last frame agree exactly."""
     finished = await stream.finished(request_id)
-    event = service.books.event(tenant, request_id)
+    event = service.database.event(tenant, request_id)
     assert event["outcome"] == outcome
     assert (
         event["delivered_token_count"]
@@ -179,8 +179,8 @@ async def test_a_cancel_in_the_message_of_the_start_ends_the_request(
         assert await stream.closed() is grpc.StatusCode.OK
 
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.CANCELLED, "CANCELLED")
-    assert service.books.events(tenant) == []
-    assert service.books.counters(tenant) == {}
+    assert service.database.events(tenant) == []
+    assert service.database.counters(tenant) == {}
 
 
 async def test_a_cancel_at_any_moment_before_the_first_token_bills_no_output(
@@ -198,7 +198,7 @@ async def test_a_cancel_at_any_moment_before_the_first_token_bills_no_output(
             received = len(stream.token_ids(request_id))
             events = [
                 event
-                for event in service.books.events(tenant)
+                for event in service.database.events(tenant)
                 if str(event["request_id"]) == request_id
             ]
             assert sum(event["delivered_token_count"] for event in events) == received
@@ -312,11 +312,11 @@ async def test_a_cancel_in_the_queue_of_the_engine_bills_nothing(
 
     billed = {
         str(event["request_id"])
-        for event in service.books.events(tenant)
+        for event in service.database.events(tenant)
         if event["input_token_count"]
     }
     assert billed == {frame.request_id for frame in crowd}
-    assert service.books.holds(tenant) == {"settled": len(crowd) + 5}, (
+    assert service.database.holds(tenant) == {"settled": len(crowd) + 5}, (
         "those that waited count as requests"
     )
 
@@ -353,14 +353,14 @@ async def test_waiting_requests_do_not_begin_after_their_holds_lapsed_in_a_pause
     await service.no_hold_left(tenant)
 
 
-async def test_the_log_tells_admissions_refusals_and_what_waits(
+async def test_the_log_reports_admissions_refusals_and_what_waits(
     inside: Inside, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once per change, with the limit that caused it."""
     one_at_once = await service.tenant({QuotaDimension.CONCURRENT_REQUESTS: 1})
-    told: list[dict[str, Any]] = []
+    reported: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        statistics_log, "log", SimpleNamespace(info=lambda event, **facts: told.append(facts))
+        statistics_log, "log", SimpleNamespace(info=lambda event, **facts: reported.append(facts))
     )
     before = statistics_log.statistics_of(inside.process)
     limit = "concurrent_requests/organization"
@@ -369,19 +369,19 @@ async def test_the_log_tells_admissions_refusals_and_what_waits(
         running = await stream.begin(max_output_tokens=3000)
         await stream.received(running, 1)
         await stream.failed(await stream.begin())
-        telling = asyncio.ensure_future(
+        reporting = asyncio.ensure_future(
             statistics_log.log_statistics_regularly(inside.process, interval_s=0.001)
         )
-        await until(lambda: bool(told), "the event")
+        await until(lambda: bool(reported), "the event")
         await stream.cancel(running)
         await stream.finished(running)
-        telling.cancel()
+        reporting.cancel()
 
-    assert told[0]["admitted_count"] == before["admitted_count"] + 1
-    assert told[0]["quota_refusals"][limit] == before["quota_refusals"].get(limit, 0) + 1
-    assert told[0]["live_request_count"] == 1
-    assert told[0]["queues"]["tiny"]["waiting_count"] == 0
-    assert all(now != then for then, now in itertools.pairwise(told))
+    assert reported[0]["admitted_count"] == before["admitted_count"] + 1
+    assert reported[0]["quota_refusals"][limit] == before["quota_refusals"].get(limit, 0) + 1
+    assert reported[0]["live_request_count"] == 1
+    assert reported[0]["queues"]["tiny"]["waiting_count"] == 0
+    assert all(now != then for then, now in itertools.pairwise(reported))
 
 
 async def test_a_request_that_is_cancelled_before_its_hold_may_come_again(
@@ -410,11 +410,11 @@ async def test_a_client_that_hangs_up_is_settled_with_what_it_got(
         await stream.closed()
     await inside.check_empty()
 
-    delivered = service.books.delivered(tenant)
+    delivered = service.database.delivered(tenant)
     for frame in starts:
         assert delivered.get(frame.request_id, 0) >= len(stream.token_ids(frame.request_id))
-    assert {event["outcome"] for event in service.books.events(tenant)} <= {"cancelled"}
-    assert service.books.counters(tenant).get("concurrent_requests", (0, 0)) == (0, 0)
+    assert {event["outcome"] for event in service.database.events(tenant)} <= {"cancelled"}
+    assert service.database.counters(tenant).get("concurrent_requests", (0, 0)) == (0, 0)
 
 
 async def test_a_connection_that_is_closed_ends_its_streams(
@@ -430,7 +430,7 @@ async def test_a_connection_that_is_closed_ends_its_streams(
             await stream.received(request_id, 2)
     await inside.check_empty()
 
-    delivered = service.books.delivered(tenant)
+    delivered = service.database.delivered(tenant)
     for stream, request_id in zip(streams, ids, strict=True):
         assert delivered[request_id] >= len(stream.token_ids(request_id))
 
@@ -452,7 +452,7 @@ async def test_a_client_process_that_is_killed_ends_its_request(
     await process.wait()
     await inside.check_empty()
 
-    event = service.books.event(tenant, frame.request_id)
+    event = service.database.event(tenant, frame.request_id)
     assert event["outcome"] == "cancelled"
     assert 3900 > event["delivered_token_count"] >= received >= 20
 
@@ -486,7 +486,7 @@ async def test_a_deadline_ends_its_requests_as_such(
         assert await stream.closed() is grpc.StatusCode.DEADLINE_EXCEEDED
     await inside.check_empty()
 
-    events = {str(event["request_id"]): event for event in service.books.events(tenant)}
+    events = {str(event["request_id"]): event for event in service.database.events(tenant)}
     for frame in starts:
         assert events[frame.request_id]["outcome"] == "deadline"
         assert (
@@ -516,7 +516,7 @@ async def test_a_storm_of_cancels_leaves_nothing(
         assert (await stream.finished(await stream.begin())).usage.delivered_token_count == 20
     await inside.check_empty()
 
-    delivered = service.books.delivered(tenant)
+    delivered = service.database.delivered(tenant)
     for frame in starts:
         ends = [
             end
@@ -525,9 +525,9 @@ async def test_a_storm_of_cancels_leaves_nothing(
         ]
         assert len(ends) == 1
         assert delivered.get(frame.request_id, 0) == len(stream.token_ids(frame.request_id))
-    assert service.books.counters(tenant)["concurrent_requests"] == (0, 0)
-    used, held = service.books.counters(tenant)["tokens_per_month"]
-    events = service.books.events(tenant)
+    assert service.database.counters(tenant)["concurrent_requests"] == (0, 0)
+    used, held = service.database.counters(tenant)["tokens_per_month"]
+    events = service.database.events(tenant)
     assert (used, held) == (
         sum(e["input_token_count"] + e["delivered_token_count"] for e in events),
         0,
@@ -548,7 +548,7 @@ async def test_a_client_that_does_not_read_is_dropped_and_delays_no_other(
         finished = await other.finished(beside)
         assert finished.reason == types_pb2.FINISH_REASON_LENGTH
         await until(
-            lambda: len(service.books.events(tenant)) == 7,
+            lambda: len(service.database.events(tenant)) == 7,
             "the deaf client's requests to be settled",
         )
         assert inside.engine.statistics().kv_block_count_held == 0
@@ -568,7 +568,7 @@ async def test_a_client_that_does_not_read_is_dropped_and_delays_no_other(
 async def test_a_client_that_reads_slowly_gets_everything(service: Service, tenant: Tenant) -> None:
     """Slower than the engine, and longer than the stall limit of clients that read nothing."""
     async with service.stream(tenant.secret, reading=False, options=SMALL_WINDOWS) as slow:
-        frames = [start(max_output_tokens=OUTBOX_TOKENS - 50) for _ in range(12)]
+        frames = [start(max_output_tokens=QUEUED_TOKENS - 50) for _ in range(12)]
         await slow.send(*frames)
         await slow.half_close()
         pauses = 60  # fewer if it all comes in fewer messages, some 25 to 45
@@ -581,7 +581,7 @@ async def test_a_client_that_reads_slowly_gets_everything(service: Service, tena
 
     ends = [await slow.finished(frame.request_id) for frame in frames]
     assert {end.reason for end in ends} == {types_pb2.FINISH_REASON_LENGTH}
-    assert all(len(slow.token_ids(frame.request_id)) == OUTBOX_TOKENS - 50 for frame in frames)
+    assert all(len(slow.token_ids(frame.request_id)) == QUEUED_TOKENS - 50 for frame in frames)
 
 
 async def test_a_full_server_refuses_with_a_hint_and_serves_again(
@@ -608,11 +608,11 @@ async def test_a_long_answer_is_leased_slice_by_slice(
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(max_output_tokens=1000)
         await stream.received(request_id, 500)
-        _, held = service.books.counters(tenant)["tokens_per_month"]
+        _, held = service.database.counters(tenant)["tokens_per_month"]
         assert held < 10 + 3 * SLICE_TOKENS, "never far more than the slice that is being used"
         await stream.finished(request_id)
 
-    assert service.books.counters(tenant) == {
+    assert service.database.counters(tenant) == {
         "tokens_per_month": (1010, 0),
         "concurrent_requests": (0, 0),
     }

@@ -45,7 +45,7 @@ async def test_the_input_is_billed_once_and_the_output_of_all(service: Service) 
     assert [(end.choice_index, end.reason) for end in finished.choices] == [
         (i, types_pb2.FINISH_REASON_LENGTH) for i in range(4)
     ]
-    event = service.books.event(tenant, request_id)
+    event = service.database.event(tenant, request_id)
     assert (event["input_token_count"], event["delivered_token_count"]) == (70, 120)
 
 
@@ -63,7 +63,7 @@ async def test_the_hold_covers_the_sum_and_a_quota_cuts_it_exactly(service: Serv
     assert finished.usage.billed_token_count >= 97, "a step of four tokens may not fit any more"
     await service.no_hold_left(tenant)
     assert (
-        service.books.counters(tenant)["tokens_per_month"][0]
+        service.database.counters(tenant)["tokens_per_month"][0]
         == 10 + finished.usage.billed_token_count
     )
 
@@ -94,7 +94,7 @@ async def test_a_cancel_ends_all_choices_and_bills_what_was_delivered(service: S
     await service.no_hold_left(tenant)
 
 
-async def test_the_sdk_tells_the_choices_apart(service: Service) -> None:
+async def test_the_sdk_distinguishes_the_choices(service: Service) -> None:
     tenant = await service.tenant()
 
     async with service.client(tenant.secret) as client:

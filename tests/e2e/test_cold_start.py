@@ -97,7 +97,7 @@ async def new_tenant(service: Service) -> Tenant:
     tenant = await service.tenant()
     async with service.session() as session:
         if OTHER not in {
-            row["model"] for row in service.books.rows("SELECT model FROM price_versions")
+            row["model"] for row in service.database.rows("SELECT model FROM price_versions")
         }:
             await price_model(session, OTHER)
     return tenant
@@ -114,7 +114,7 @@ async def check_finished(
     finished = await stream.finished(request_id)
     assert finished.usage.delivered_token_count == len(stream.token_ids(request_id)) == 20
     assert picos(finished.cost) == cost_picos(finished.usage)
-    assert service.books.event(tenant, request_id)["delivered_token_count"] == 20
+    assert service.database.event(tenant, request_id)["delivered_token_count"] == 20
     return finished
 
 
@@ -196,13 +196,13 @@ async def test_a_request_cancelled_while_its_model_loads_ends_at_once_and_costs_
             finished = await stream.finished(cancelled)
         await check_finished(cold, tenant, stream, following)
 
-    event = cold.books.event(tenant, cancelled)
+    event = cold.database.event(tenant, cancelled)
     assert finished.reason == types_pb2.FINISH_REASON_CANCELLED
     assert (finished.usage, picos(finished.cost)) == (types_pb2.Usage(), 0)
     assert (event["outcome"], event["input_token_count"]) == ("cancelled", 0)
 
 
-async def test_two_models_take_turns_where_there_is_memory_for_one(cold: Service) -> None:
+async def test_two_models_alternate_where_there_is_memory_for_one(cold: Service) -> None:
     tenant = await new_tenant(cold)
     async with cold.stream(tenant.secret) as stream:
         for models in ((MODEL, OTHER), (MODEL,)):
@@ -227,7 +227,7 @@ async def test_two_models_take_turns_where_there_is_memory_for_one(cold: Service
                 assert "memory" in stages
 
 
-async def test_a_worker_that_is_killed_while_it_loads_tells_all_and_the_next_request_is_served(
+async def test_a_worker_that_is_killed_while_it_loads_reports_to_all_and_the_next_request_is_served(
     cold: Service,
 ) -> None:
     tenant = await new_tenant(cold)
@@ -254,7 +254,7 @@ async def test_a_worker_that_is_killed_while_it_loads_tells_all_and_the_next_req
             )
             assert "was killed" in refusal.status.message
             assert refusal.retry_after_s is not None
-        assert cold.books.holds(tenant) == {"voided": 20}
+        assert cold.database.holds(tenant) == {"voided": 20}
         await check_finished(cold, tenant, stream, await stream.begin(model=OTHER))
 
 
@@ -280,7 +280,7 @@ async def test_a_missing_checkpoint_is_reported_to_all_waiting_callers(broken: S
             )
             assert str(directory) in refusal.status.message
             assert refusal.retry_after_s is not None
-        assert broken.books.holds(tenant) == {"voided": 20}
+        assert broken.database.holds(tenant) == {"voided": 20}
         await until(lambda: not broken.serving(f"engine/{OTHER}"), "health to tell")
         assert broken.serving(), "the other model is served"
         await check_finished(broken, tenant, stream, await stream.begin())

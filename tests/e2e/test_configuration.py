@@ -62,7 +62,7 @@ class Admin:
 
     def audit_count(self) -> int:
         """Return the number of entries in the audit log."""
-        [row] = self.service.books.rows("SELECT count(*) AS n FROM audit_log")
+        [row] = self.service.database.rows("SELECT count(*) AS n FROM audit_log")
         return int(row["n"])
 
 
@@ -173,7 +173,7 @@ async def test_a_configuration_is_made_once_and_its_keys_work(
         limits = {(str(each.dimension), each.limit_value) for each in await client.get_quota(MODEL)}
     assert limits >= {("tokens-per-month", 1000), ("requests-per-minute", 9)}
     assert all(
-        secret not in json.dumps(service.books.rows("SELECT after FROM audit_log"))
+        secret not in json.dumps(service.database.rows("SELECT after FROM audit_log"))
         for secret in secrets.values()
     )
 
@@ -249,7 +249,7 @@ async def test_a_profile_that_no_font_shows_is_refused_by_field(admin: Admin) ->
     assert "billing_profile" not in await admin.export(name)
 
 
-async def test_a_dry_run_tells_the_same_and_changes_nothing(admin: Admin) -> None:
+async def test_a_dry_run_reports_the_same_and_changes_nothing(admin: Admin) -> None:
     name = unique()
     before = admin.audit_count()
 
@@ -383,7 +383,7 @@ async def test_only_what_a_list_that_is_pruned_does_not_name_is_removed(
     assert [quota["limit_value"] for quota in key["quotas"]] == ["7"]
 
 
-async def test_every_mistake_is_reported_with_its_place_and_nothing_is_changed(
+async def test_every_mistake_is_reported_with_its_location_and_nothing_is_changed(
     admin: Admin,
 ) -> None:
     name = unique()

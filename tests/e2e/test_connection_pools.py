@@ -29,16 +29,16 @@ WAITING = (
 
 
 @pytest.fixture
-def look(service: Service) -> Iterator[psycopg.Connection[tuple[int]]]:
+def poll(service: Service) -> Iterator[psycopg.Connection[tuple[int]]]:
     """Yield a connection that can list waiting locks."""
     with psycopg.connect(psycopg_conninfo(service.database_url), autocommit=True) as connection:
         yield connection
 
 
 @pytest.fixture
-def locked(service: Service, look: psycopg.Connection[tuple[int]]) -> Iterator[None]:
+def locked(service: Service, poll: psycopg.Connection[tuple[int]]) -> Iterator[None]:
     """Lock the ledger during the test, so that every report waits."""
-    look.execute("SELECT 1")
+    poll.execute("SELECT 1")
     with psycopg.connect(psycopg_conninfo(service.database_url)) as connection:
         connection.execute("LOCK TABLE ledger_entries IN ACCESS EXCLUSIVE MODE")
         yield
@@ -47,7 +47,7 @@ def locked(service: Service, look: psycopg.Connection[tuple[int]]) -> Iterator[N
 
 @pytest.mark.usefixtures("locked")
 async def test_reports_that_wait_hold_up_neither_revocation_nor_lookups_of_others(
-    service: Service, look: psycopg.Connection[tuple[int]]
+    service: Service, poll: psycopg.Connection[tuple[int]]
 ) -> None:
     payer, other = await service.tenant(), await service.tenant()
     _, finance = await service.new_key(payer, "billing")
@@ -58,7 +58,7 @@ async def test_reports_that_wait_hold_up_neither_revocation_nor_lookups_of_other
     refusals: list[Refusal] = []
 
     def waiting_count() -> int:
-        [count] = look.execute(WAITING).fetchone() or (0,)
+        [count] = poll.execute(WAITING).fetchone() or (0,)
         return count
 
     async with (

@@ -24,7 +24,7 @@ from api.core.errors import Draining
 from api.generation.delivery import stream_writer as writer
 from metering.core.models import Outcome
 from tests.conftest import new_database
-from tests.e2e.openai_clients import TO_THE_END, says
+from tests.e2e.openai_clients import TO_THE_END, user_message
 from tests.e2e.test_openai_bad_input import Socket, dial, post
 from tests.e2e.test_openai_ends import the_event, the_one_running
 from tests.forked_workers import children_of
@@ -33,12 +33,12 @@ from tests.service import MODEL, PATIENCE_S, Inside, Service, run_inside, until
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 # Path, and the body that asks for a number of tokens.
-CHAT = ("/v1/chat/completions", {"messages": says("Go")})
+CHAT = ("/v1/chat/completions", {"messages": user_message("Go")})
 APIS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": CHAT,
     "completions": ("/v1/completions", {"prompt": "Go"}),
     "responses": ("/v1/responses", {"input": "Go"}),
-    "messages": ("/v1/messages", {"messages": says("Go")}),
+    "messages": ("/v1/messages", {"messages": user_message("Go")}),
 }
 PINGS = {"messages": b'event: ping\ndata: {"type":"ping"}\n\n'}
 ENDS = {"responses": b'"usage":{"input_tokens"', "messages": b"message_stop"}
@@ -83,7 +83,7 @@ def stopped_engine() -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-def asked(secret: str, api: str, *headers: str, token_count: int = 5, **fields: Any) -> bytes:
+def requested(secret: str, api: str, *headers: str, token_count: int = 5, **fields: Any) -> bytes:
     path, body = APIS[api]
     limit = "max_output_tokens" if api == "responses" else "max_tokens"
     whole = {"model": MODEL, limit: token_count} | body | fields
@@ -124,7 +124,7 @@ async def test_a_stream_sends_something_while_its_engine_stands_still(
     line = await dial(service)
 
     with stopped_engine():
-        await line.say(asked(tenant.secret, api, "connection: close", stream=True))
+        await line.append(requested(tenant.secret, api, "connection: close", stream=True))
         before = await read_until(line, ping, 3)
     whole = before + await line.ended()
 
@@ -140,7 +140,7 @@ async def test_a_stream_sends_something_between_two_tokens(
     tenant = await service.tenant()
     line = await dial(service)
 
-    await line.say(asked(tenant.secret, "chat", stream=True, token_count=400, **TO_THE_END))
+    await line.append(requested(tenant.secret, "chat", stream=True, token_count=400, **TO_THE_END))
     await the_one_running(inside, 3)
     with stopped_engine():
         await read_until(line, b": waiting\n\n", 3)
@@ -172,7 +172,7 @@ async def test_a_whole_answer_is_padded_with_blanks(service: Service, api: str) 
     line = await dial(service)
 
     with stopped_engine():
-        await line.say(asked(tenant.secret, api, "connection: close"))
+        await line.append(requested(tenant.secret, api, "connection: close"))
         before = await read_until(line, b"1\r\n \r\n", 3)
     body = dechunked(before + await line.ended())
 
@@ -188,14 +188,14 @@ async def test_a_whole_answer_that_fails_after_its_padding_has_no_end(
     tenant = await service.tenant()
     line = await dial(service)
 
-    await line.say(asked(tenant.secret, "chat", token_count=3000, **TO_THE_END))
+    await line.append(requested(tenant.secret, "chat", token_count=3000, **TO_THE_END))
     before = await read_until(line, b"1\r\n \r\n", 1)
     inside.process.fail_all(Draining("to be served elsewhere"))
     data = before + await line.ended()
 
     assert b'"code":"draining"' in data
     assert not data.endswith(b"0\r\n\r\n")
-    assert service.books.events(tenant) == []
+    assert service.database.events(tenant) == []
     line.writer.close()
 
 
@@ -207,7 +207,7 @@ async def test_a_client_that_half_closes_gets_its_whole_answer(
     tenant = await service.tenant()
     line = await dial(service)
 
-    await line.say(asked(tenant.secret, api, stream=streams, token_count=50))
+    await line.append(requested(tenant.secret, api, stream=streams, token_count=50))
     line.writer.write_eof()
     body = dechunked(await line.ended())
 
@@ -223,7 +223,7 @@ async def test_every_pipelined_request_before_a_half_close_is_answered(service: 
     tenant = await service.tenant()
     line = await dial(service)
 
-    await line.say(asked(tenant.secret, "chat") * 3)
+    await line.append(requested(tenant.secret, "chat") * 3)
     line.writer.write_eof()
     data = await line.ended()
 
@@ -242,7 +242,9 @@ async def test_a_client_that_is_gone_is_noticed_whether_it_half_closed_or_not(
     tenant = await service.tenant()
     line = await dial(service)
 
-    await line.say(asked(tenant.secret, "chat", stream=streams, token_count=3000, **TO_THE_END))
+    await line.append(
+        requested(tenant.secret, "chat", stream=streams, token_count=3000, **TO_THE_END)
+    )
     running = await the_one_running(inside, 3)
     if half_closes:
         line.writer.write_eof()
@@ -269,7 +271,9 @@ async def test_tracing_headers_come_back_and_do_not_identify_a_request(service: 
 
     async def send(content: str) -> tuple[int, dict[str, str]]:
         line = await dial(service)
-        await line.say(asked(tenant.secret, "chat", *headers, messages=says(content)))
+        await line.append(
+            requested(tenant.secret, "chat", *headers, messages=user_message(content))
+        )
         head = (await line.reader.readuntil(b"\r\n\r\n")).decode()
         await read_until(line, b"0\r\n\r\n")
         line.writer.close()
@@ -281,7 +285,7 @@ async def test_tracing_headers_come_back_and_do_not_identify_a_request(service: 
 
     assert [status for status, _ in [*one_by_one, *at_once]] == [200] * 6
     assert all(trace.items() <= found.items() for _, found in [*one_by_one, *at_once])
-    events = service.books.events(tenant)
+    events = service.database.events(tenant)
     assert len(events) == 6
     assert {str(each["request_id"]) for each in events} == {
         found["weir-request-id"] for _, found in [*one_by_one, *at_once]
@@ -291,7 +295,7 @@ async def test_tracing_headers_come_back_and_do_not_identify_a_request(service: 
 async def test_a_tracing_header_that_cannot_be_sent_back_is_left_out(service: Service) -> None:
     line = await dial(service)
 
-    await line.say(
+    await line.append(
         b"GET /v1/models HTTP/1.1\r\nhost: weir\r\nx-request-id: caf\xc3\xa9\r\n"
         b"x-correlation-id: " + b"a" * 300 + b"\r\n\r\n"
     )
@@ -311,11 +315,11 @@ async def test_the_last_response_of_a_draining_server_says_that_it_closes(
     line = await dial(service)
     models = f"GET /v1/models HTTP/1.1\r\nhost: weir\r\nx-api-key: {tenant.secret}\r\n\r\n".encode()
 
-    await line.say(models)
+    await line.append(models)
     before = await line.response()
     inside.capacity.is_draining = True
     try:
-        await line.say(models)
+        await line.append(models)
         last = await line.response()
         rest = await line.ended()
     finally:
@@ -346,12 +350,12 @@ async def test_connections_persist_and_continue_as_http_says(
     head = post(tenant.secret, body, *headers, path="/v1/responses/input_tokens")
     whole = head.replace(b"HTTP/1.1", f"HTTP/{version}".encode())
 
-    await line.say(whole[: -len(body)])
+    await line.append(whole[: -len(body)])
     if continues:
         assert await line.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-    await line.say(body)
+    await line.append(body)
     response = await line.response()
-    await line.say(whole)
+    await line.append(whole)
     again = await (line.response() if persists else line.ended())
 
     assert response.status == 200
@@ -364,11 +368,11 @@ async def test_a_head_request_has_the_headers_of_the_response_and_no_body(
 ) -> None:
     tenant = await service.tenant()
     line = await dial(service)
-    asked = f" /v1/models HTTP/1.1\r\nhost: weir\r\nx-api-key: {tenant.secret}\r\n"
+    requested = f" /v1/models HTTP/1.1\r\nhost: weir\r\nx-api-key: {tenant.secret}\r\n"
 
-    await line.say(f"HEAD{asked}\r\n".encode())
+    await line.append(f"HEAD{requested}\r\n".encode())
     head = (await line.reader.readuntil(b"\r\n\r\n")).decode().lower()
-    await line.say(f"GET{asked}connection: close\r\n\r\n".encode())
+    await line.append(f"GET{requested}connection: close\r\n\r\n".encode())
     response = await line.response()
 
     assert head.startswith("http/1.1 200")

@@ -62,10 +62,10 @@ async def ask(
     ) as response:
         assert missing_headers(response.headers) == {}, name
         assert response.headers["cache-control"] == "no-store", name
-        said = await response.read()
+        text = await response.read()
         return response.status, json.loads(
-            said
-        ) if response.content_type == "application/json" else said
+            text
+        ) if response.content_type == "application/json" else text
 
 
 def missing_headers(found: Any) -> dict[str, str]:
@@ -73,9 +73,9 @@ def missing_headers(found: Any) -> dict[str, str]:
     return {name: value for name, value in HEADERS.items() if found.get(name) != value}
 
 
-def reason_of(said: Any) -> str:
+def reason_of(text: Any) -> str:
     """Return the reason of a refusal from `google.rpc.Status` in JSON."""
-    status = json_format.ParseDict(said, status_pb2.Status())
+    status = json_format.ParseDict(text, status_pb2.Status())
     info = error_details_pb2.ErrorInfo()
     assert status.details[0].Unpack(info)
     assert status.code != code_pb2.OK
@@ -152,12 +152,12 @@ async def test_unknown_paths_and_methods_get_a_status_in_json(
     service: Service, http: aiohttp.ClientSession, method: str, path: str, status: int
 ) -> None:
     async with http.request(method, URL(console_url(service, path), encoded=True)) as response:
-        said = await response.json()
+        text = await response.json()
 
         assert response.status == status
         if not path.startswith((".", "%")):  # these belong to the other listener
             assert missing_headers(response.headers) == {}
-            assert reason_of(said)
+            assert reason_of(text)
 
 
 async def test_without_a_good_key_nothing_is_answered_and_the_key_is_never_taken_from_elsewhere(
@@ -166,8 +166,8 @@ async def test_without_a_good_key_nothing_is_answered_and_the_key_is_never_taken
     tenant = await service.tenant(scopes=("admin", "billing", "inference"))
     for name in NAMES:
         for secret in (None, "", "nonsense"):
-            status, said = await ask(http, service, name, secret)
-            assert (status, reason_of(said)) == (401, "UNAUTHENTICATED"), name
+            status, text = await ask(http, service, name, secret)
+            assert (status, reason_of(text)) == (401, "UNAUTHENTICATED"), name
     async with http.get(console_url(service, "api/session")) as response:
         assert response.status == 401
     elsewhere = {
@@ -193,10 +193,10 @@ async def test_only_calls_of_the_list_are_offered_and_all_but_one_of_them_read()
         for name in offered - CHANGES
     )
     assert offered & CHANGES == CHANGES
-    asked_by_page = set(
+    requested_by_page = set(
         re.findall(rf'"((?:{"|".join(OFFERED)})/\w+)"', "".join(map(Path.read_text, MODULES)))
     )
-    assert asked_by_page == offered, (
+    assert requested_by_page == offered, (
         "the page asks for what is offered, and nothing is offered that it does not ask for"
     )
 
@@ -206,15 +206,15 @@ async def test_a_call_that_is_not_offered_is_refused_to_every_key(
 ) -> None:
     tenant = await service.tenant(scopes=("admin", "billing", "inference"))
     offered = set(NAMES)
-    before = service.books.rows("SELECT count(*) AS n FROM audit_log")
+    before = service.database.rows("SELECT count(*) AS n FROM audit_log")
 
     for method in methods():
         name = f"{method.containing_service.name}/{method.name}"
         if name not in offered:
-            status, said = await ask(http, service, name, tenant.secret)
-            assert (status, reason_of(said)) == (404, "NOT_OFFERED"), name
+            status, text = await ask(http, service, name, tenant.secret)
+            assert (status, reason_of(text)) == (404, "NOT_OFFERED"), name
 
-    assert service.books.rows("SELECT count(*) AS n FROM audit_log") == before
+    assert service.database.rows("SELECT count(*) AS n FROM audit_log") == before
 
 
 async def test_every_offered_call_answers_what_grpc_answers(
@@ -254,15 +254,15 @@ async def test_every_offered_call_answers_what_grpc_answers(
                 for field, value in fields.items()
                 if field in method.input_type.fields_by_name
             }
-            asked = json_format.ParseDict(known, message_of(method.input_type))
-            status, said = await ask(
-                http, service, name, tenant.secret, json_format.MessageToDict(asked)
+            requested = json_format.ParseDict(known, message_of(method.input_type))
+            status, text = await ask(
+                http, service, name, tenant.secret, json_format.MessageToDict(requested)
             )
             try:
                 call: Any = channel.unary_stream if method.server_streaming else channel.unary_unary
                 path = f"/{method.containing_service.full_name}/{method.name}"
-                made = call(path, request_serializer=type(asked).SerializeToString)(
-                    asked, metadata=bearer(tenant.secret)
+                made = call(path, request_serializer=type(requested).SerializeToString)(
+                    requested, metadata=bearer(tenant.secret)
                 )
                 over_grpc = (
                     b"".join([part async for part in made])
@@ -273,21 +273,21 @@ async def test_every_offered_call_answers_what_grpc_answers(
                 raise
             except Exception as error:
                 refusal: Any = error
-                assert status >= 400, (name, said)
-                assert said["message"] == refusal.details(), name
-                assert said["code"] == refusal.code().value[0], name
+                assert status >= 400, (name, text)
+                assert text["message"] == refusal.details(), name
+                assert text["code"] == refusal.code().value[0], name
                 continue
-            assert status == 200, (name, said)
+            assert status == 200, (name, text)
             if method.name not in moving:
-                answer = json_format.ParseDict(said, message_of(method.output_type))
+                answer = json_format.ParseDict(text, message_of(method.output_type))
                 assert answer == type(answer).FromString(over_grpc), name
             elif method.name == "ExportMonth":
-                assert said.startswith(b"%PDF-"), name
+                assert text.startswith(b"%PDF-"), name
             else:
-                json_format.ParseDict(said, message_of(method.output_type))
+                json_format.ParseDict(text, message_of(method.output_type))
 
 
-async def test_the_session_tells_what_the_key_may_fetch(
+async def test_the_session_reports_what_the_key_may_fetch(
     service: Service, http: aiohttp.ClientSession
 ) -> None:
     tenant = await service.tenant()
@@ -296,12 +296,12 @@ async def test_the_session_tells_what_the_key_may_fetch(
     async with http.get(
         console_url(service, "api/session"), headers={"authorization": f"Bearer {secret}"}
     ) as response:
-        said = await response.json()
+        text = await response.json()
 
-    assert said["keyPrefix"] == key.prefix
-    assert said["organizationId"] == str(tenant.organization_id)
-    assert said["scopes"] == ["billing"]
-    assert {name.partition("/")[0] for name in said["calls"]} == {
+    assert text["keyPrefix"] == key.prefix
+    assert text["organizationId"] == str(tenant.organization_id)
+    assert text["scopes"] == ["billing"]
+    assert {name.partition("/")[0] for name in text["calls"]} == {
         "BillingService",
         "ReceiptService",
     }
@@ -319,7 +319,7 @@ async def test_an_admin_ends_a_request_and_the_audit_log_says_who(
         own_status, own = await ask(
             http, service, "AdminService/KillRequest", tenant.secret, {"requestId": request_id}
         )
-        status, said = await ask(
+        status, text = await ask(
             http,
             service,
             "AdminService/KillRequest",
@@ -329,9 +329,9 @@ async def test_an_admin_ends_a_request_and_the_audit_log_says_who(
         failed = await stream.failed(request_id)
 
     assert (own_status, reason_of(own)) == (403, "PERMISSION_DENIED")
-    assert (status, said["result"]) == (200, "RESULT_ENDED")
+    assert (status, text["result"]) == (200, "RESULT_ENDED")
     assert failed.reason == "CANCELLED_BY_ADMIN"
-    [entry] = service.books.rows(
+    [entry] = service.database.rows(
         "SELECT actor, action FROM audit_log WHERE subject_id = %s", request_id
     )
     assert (entry["actor"], entry["action"]) == (admin.key.prefix, "request.kill")
@@ -415,20 +415,20 @@ def attacks(draw: st.DrawFn) -> tuple[str, bytes]:
         body[draw(st.sampled_from([field.json_name, field.name]))] = draw(plausible | any_json)
     content = json.dumps(draw(st.just(body) | any_json)).encode()
     if draw(st.integers(0, 9)) == 0:
-        place = draw(st.integers(0, len(content)))
-        content = content[:place] + draw(st.binary(max_size=4)) + content[place + 1 :]
+        index = draw(st.integers(0, len(content)))
+        content = content[:index] + draw(st.binary(max_size=4)) + content[index + 1 :]
     return name, content
 
 
 def test_no_body_is_our_mistake(service: Service) -> None:
     """Any body gets JSON of the contract: a message, or a status that blames the request."""
 
-    async def look(cases: list[tuple[str, bytes]], tenant: Tenant) -> None:
+    async def poll(cases: list[tuple[str, bytes]], tenant: Tenant) -> None:
         async with aiohttp.ClientSession() as session:
             for name, body in cases:
-                status, said = await ask(session, service, name, tenant.secret, body)
-                assert status in (200, 400, 404), (name, body, said)
-                assert status == 200 or reason_of(said), (name, body)
+                status, text = await ask(session, service, name, tenant.secret, body)
+                assert status in (200, 400, 404), (name, body, text)
+                assert status == 200 or reason_of(text), (name, body)
 
     tenant = asyncio.run(service.tenant(scopes=("admin", "billing", "inference")))
     incidents = len(log_events(service.log, "incident"))
@@ -441,7 +441,7 @@ def test_no_body_is_our_mistake(service: Service) -> None:
     )
     @given(st.lists(attacks(), min_size=1, max_size=8))
     def run(cases: list[tuple[str, bytes]]) -> None:
-        asyncio.run(look(cases, tenant))
+        asyncio.run(poll(cases, tenant))
 
     run()
 
@@ -462,8 +462,8 @@ def test_a_process_without_the_console_answers_nothing_there(
                 urllib.request.urlopen(console_url(service, path), timeout=PATIENCE_S)
             refused.append((caught.value.code, json.loads(caught.value.read())["error"]["code"]))
             caught.value.close()
-        told = read_endpoint(service.home).console_url
+        reported = read_endpoint(service.home).console_url
 
         assert set(refused) == {(404, "unknown_url")}
-        assert told == ""
+        assert reported == ""
         assert service.stop() == 0

@@ -101,10 +101,10 @@ async def test_options_the_model_does_not_support_are_refused_by_field_without_a
 
     assert refusal.status.code == 3
     assert "stop_token_ids" in refusal.status.message
-    assert service.books.holds(tenant) == {}
+    assert service.database.holds(tenant) == {}
 
 
-async def test_an_answer_is_in_the_format_that_was_asked_for(service: Service) -> None:
+async def test_an_answer_is_in_the_format_that_was_requested(service: Service) -> None:
     tenant = await service.tenant()
     schema = {
         "type": "object",
@@ -144,8 +144,8 @@ async def test_a_format_that_cannot_be_compiled_is_refused_by_field_and_billed_n
         "response_format.json_schema"
     ]
     await service.no_hold_left(tenant)
-    assert list(service.books.billed(tenant).values()) == [{}]
-    assert service.books.counters(tenant) == {
+    assert list(service.database.billed(tenant).values()) == [{}]
+    assert service.database.counters(tenant) == {
         "requests_per_minute": (1, 0),
         "tokens_per_month": (0, 0),
     }

@@ -30,7 +30,7 @@ from metering.pricing.prices import set_price
 from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from metering.tenants.api_keys import rotate_api_key
 from tests.conftest import new_database
-from tests.e2e.openai_clients import connect, extension, says
+from tests.e2e.openai_clients import connect, extension, user_message
 from tests.forked_workers import children_of
 from tests.inference.encoder_checkpoints import (
     DIMENSION,
@@ -88,7 +88,7 @@ def embedding(
                 )
             yield service
             assert service.stop() == 0, service.log[-4000:]
-        assert service.books.held_hold_count() == 0
+        assert service.database.held_hold_count() == 0
 
 
 @contextlib.asynccontextmanager
@@ -147,15 +147,15 @@ def stopped(service: Service) -> Iterator[int]:
 
 async def held(service: Service, tenant: Tenant) -> None:
     """Wait until a request of the tenant has its hold."""
-    await until(lambda: service.books.holds(tenant).get("held"), "the hold")
+    await until(lambda: service.database.holds(tenant).get("held"), "the hold")
 
 
 async def nothing_billed(service: Service, tenant: Tenant) -> None:
     """Wait until all holds have ended; check that nothing is billed."""
     await service.no_hold_left(tenant)
-    assert service.books.events(tenant) == []
-    assert all(counts == (0, 0) for counts in service.books.counters(tenant).values()), (
-        service.books.counters(tenant)
+    assert service.database.events(tenant) == []
+    assert all(counts == (0, 0) for counts in service.database.counters(tenant).values()), (
+        service.database.counters(tenant)
     )
 
 
@@ -177,12 +177,12 @@ async def test_a_remote_encoder_gives_the_same_vectors_under_the_same_limits_for
         )
 
     assert (far.usage, far.cost, far.price_version > 0) == (here.usage, here.cost, True)
-    for told, true in zip(far.embeddings, here.embeddings, strict=True):
-        assert told.token_count == true.token_count
-        assert max(abs(a - b) for a, b in zip(told.vector, true.vector, strict=True)) < 1e-5
+    for reported, true in zip(far.embeddings, here.embeddings, strict=True):
+        assert reported.token_count == true.token_count
+        assert max(abs(a - b) for a, b in zip(reported.vector, true.vector, strict=True)) < 1e-5
     assert too_much.reason == "QUOTA_EXCEEDED"
     assert (too_long.code, too_long.fields) == (grpc.StatusCode.INVALID_ARGUMENT, ["inputs[0]"])
-    assert [event["model"] for event in embedding.books.events(tenant)] == [ENCODER, FAR]
+    assert [event["model"] for event in embedding.database.events(tenant)] == [ENCODER, FAR]
 
 
 async def test_every_token_is_billed_once_from_the_event_to_the_month(
@@ -224,7 +224,7 @@ async def test_every_token_is_billed_once_from_the_event_to_the_month(
     assert answer.timings.prefill_ms > 0
     assert answer.timings.total_ms >= answer.timings.prefill_ms
     assert [receipt.embedding_token_count for receipt in answer.receipts] == [total]
-    events = embedding.books.events(tenant)
+    events = embedding.database.events(tenant)
     assert [event["embedding_token_count"] for event in events] == [total, total]
     assert [event["cost_picos"] for event in events] == [total * PICOS] * 2
     assert found.generation.outcome == "STOP"
@@ -233,7 +233,7 @@ async def test_every_token_is_billed_once_from_the_event_to_the_month(
     assert line.token_kind == billing_service_pb2.TOKEN_KIND_EMBEDDING
     assert (line.token_count, line.amount.picos) == (2 * total, 2 * total * PICOS)
     assert report.reconciliation.balanced
-    assert embedding.books.counters(tenant) == {"tokens_per_minute": (2 * total, 0)}
+    assert embedding.database.counters(tenant) == {"tokens_per_minute": (2 * total, 0)}
 
 
 async def test_invalid_embedding_requests_are_refused_by_field_and_free(embedding: Service) -> None:
@@ -293,7 +293,7 @@ async def test_invalid_embedding_requests_are_refused_by_field_and_free(embeddin
     assert [(each.token_count, each.truncated) for each in cut.embeddings] == [
         (INPUT_TOKENS_MAX, True)
     ]
-    assert [event["embedding_token_count"] for event in embedding.books.events(tenant)] == [
+    assert [event["embedding_token_count"] for event in embedding.database.events(tenant)] == [
         INPUT_TOKENS_MAX
     ]
 
@@ -338,7 +338,7 @@ async def test_a_quote_is_what_the_call_then_is_and_leaves_no_trace(embedding: S
         cut = await client.quote_embed(ENCODER, LONG, truncate=True)
         with pytest.raises(InvalidRequest) as long:
             await client.quote_embed(ENCODER, LONG)
-        assert embedding.books.holds(tenant) == {}
+        assert embedding.database.holds(tenant) == {}
         result = await client.embed(ENCODER, TEXTS)
     async with stub_of(embedding) as stub:
         both = pb.QuoteRequest(start=pb.StartFrame(model=MODEL), embed=request_of(*TEXTS))
@@ -370,7 +370,7 @@ async def test_a_quota_without_room_refuses_and_leaves_no_trace(embedding: Servi
     )
     assert refusal.info.metadata["dimension"] == "tokens-per-minute"
     assert refusal.detail(error_details_pb2.QuotaFailure) is not None
-    assert embedding.books.holds(tenant) == {}
+    assert embedding.database.holds(tenant) == {}
     await nothing_billed(embedding, tenant)
 
 
@@ -389,7 +389,7 @@ async def test_an_id_is_billed_once(embedding: Service) -> None:
         grpc.StatusCode.ALREADY_EXISTS,
         "REQUEST_ID_REUSED",
     )
-    assert len(embedding.books.events(tenant)) == 1
+    assert len(embedding.database.events(tenant)) == 1
 
 
 async def test_an_interrupted_embedding_is_billed_for_the_texts_the_encoder_had_begun(
@@ -420,12 +420,12 @@ async def test_an_interrupted_embedding_is_billed_for_the_texts_the_encoder_had_
         events = [
             event
             for tenant in (gone, late, revoked, rotated)
-            for event in embedding.books.events(tenant)
+            for event in embedding.database.events(tenant)
         ]
         assert [event["outcome"] for event in events] == ["cancelled"] * 4
         assert out_of_time.code is grpc.StatusCode.DEADLINE_EXCEEDED
-        told = {(refusal.code, refusal.info.reason) for refusal in of_ended_keys}
-        assert told == {(grpc.StatusCode.UNAUTHENTICATED, "KEY_REVOKED")}
+        reported = {(refusal.code, refusal.info.reason) for refusal in of_ended_keys}
+        assert reported == {(grpc.StatusCode.UNAUTHENTICATED, "KEY_REVOKED")}
         answer = await stub.Embed(request_of(*TEXTS), metadata=bearer(gone.secret))
     whole = answer.usage.embedding_token_count
     billed = [event["embedding_token_count"] for event in events]
@@ -435,8 +435,8 @@ async def test_an_interrupted_embedding_is_billed_for_the_texts_the_encoder_had_
     for tenant, count in zip(
         (gone, late, revoked, rotated), (billed[0] + whole, *billed[1:]), strict=True
     ):
-        assert embedding.books.counters(tenant)["tokens_per_minute"][1] == 0
-        tokens = sum(event["embedding_token_count"] for event in embedding.books.events(tenant))
+        assert embedding.database.counters(tenant)["tokens_per_minute"][1] == 0
+        tokens = sum(event["embedding_token_count"] for event in embedding.database.events(tenant))
         assert tokens == count
 
 
@@ -498,7 +498,7 @@ async def test_openais_client_gets_the_same_vectors_at_the_same_price(embedding:
             model=ENCODER, input=LONG, extra_body={"truncate_prompt_tokens": -1}
         )
         with pytest.raises(openai.BadRequestError) as talkative:
-            client.chat.completions.create(model=ENCODER, messages=says("Hi"))
+            client.chat.completions.create(model=ENCODER, messages=user_message("Hi"))
 
     vectors = [each.embedding for each in packed.parse().data]
     assert vectors == [list(each.vector) for each in answer.embeddings]
@@ -509,7 +509,10 @@ async def test_openais_client_gets_the_same_vectors_at_the_same_price(embedding:
     assert "set truncate to cut its end off" in long.value.message
     assert len(cut.data) == 1
     assert talkative.value.code == "model_mismatch"
-    [there], [here, other, _] = embedding.books.events(tenant), embedding.books.events(by_http)
+    [there], [here, other, _] = (
+        embedding.database.events(tenant),
+        embedding.database.events(by_http),
+    )
     assert (here["embedding_token_count"], here["cost_picos"]) == (
         there["embedding_token_count"],
         there["cost_picos"],
@@ -543,7 +546,7 @@ async def test_an_encoder_that_dies_bills_nothing_and_the_same_request_may_come_
         # Waits for the restarted encoder.
         answer = await stub.Embed(request, metadata=bearer(tenant.secret))
 
-    assert [event["embedding_token_count"] for event in embedding.books.events(tenant)] == [
+    assert [event["embedding_token_count"] for event in embedding.database.events(tenant)] == [
         answer.usage.embedding_token_count
     ]
     assert encoder_pid(embedding) != pid
@@ -574,7 +577,7 @@ async def test_a_server_that_is_killed_before_a_settlement_bills_nothing(
                 )
                 os.kill(wait_for(lambda: encoder_pid(embedding), "the encoder"), signal.SIGCONT)
                 await until(
-                    lambda: embedding.books.rows(
+                    lambda: embedding.database.rows(
                         "SELECT 1 FROM pg_stat_activity"
                         " WHERE datname = current_database() AND wait_event_type = 'Lock'"
                     ),

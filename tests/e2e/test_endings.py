@@ -94,17 +94,17 @@ def own_prompt() -> list[int]:
 
 def counted(service: Service, tenant: Tenant) -> tuple[int, int, int]:
     """Return the used quotas on requests, tokens and money; fail if any amount is held."""
-    counters = service.books.counters(tenant)
+    counters = service.database.counters(tenant)
     assert all(held == 0 for _, held in counters.values())
     names = ("requests_per_minute", "tokens_per_month", "cost_picos_per_month")
     requests, tokens, cost = (counters.get(name, (0, 0))[0] for name in names)
     return requests, tokens, cost
 
 
-async def failure(asked: Awaitable[object]) -> openai.APIStatusError:
+async def failure(requested: Awaitable[object]) -> openai.APIStatusError:
     """Return the error of a call, which must fail."""
     with pytest.raises(openai.APIStatusError) as caught:
-        await asked
+        await requested
     return caught.value
 
 
@@ -151,7 +151,7 @@ async def test_credit_below_one_is_refused_and_the_input_is_billed_and_counted(
             assert picos(end.cost) == cost_picos(end.usage) > 0
         again = await stream.finished(await stream.begin(prompt=prompts[0], max_output_tokens=1))
 
-    events = service.books.events(tenant)
+    events = service.database.events(tenant)
     assert [
         (event["outcome"], event["input_token_count"], event["billed_token_count"])
         for event in events
@@ -163,7 +163,7 @@ async def test_credit_below_one_is_refused_and_the_input_is_billed_and_counted(
     ]
     assert again.usage.cached_input_token_count > 0, "computed once, and paid in full then"
     assert counted(service, tenant) == (4, 801, sum(event["cost_picos"] for event in events))
-    assert service.books.holds(tenant) == {"settled": 4}
+    assert service.database.holds(tenant) == {"settled": 4}
 
 
 def answered(stream: Stream, request_id: str) -> bool:
@@ -221,7 +221,7 @@ async def test_a_grammar_that_faults_while_it_is_followed_is_billed_like_a_cance
         end = (await stream.end(request_id)).failed
 
     assert (refusal.code, refusal.reason) == (StatusCode.INVALID_ARGUMENT, "REQUEST_IMPOSSIBLE")
-    [event] = service.books.events(tenant)
+    [event] = service.database.events(tenant)
     assert (event["outcome"], event["input_token_count"]) == ("cancelled", 200)
     assert event["billed_token_count"] == end.usage.delivered_token_count <= 1
     assert counted(service, tenant) == (1, 200 + event["billed_token_count"], event["cost_picos"])
@@ -237,11 +237,11 @@ async def test_prompts_that_end_because_another_one_was_at_fault_are_billed(
     async def ask(client: openai.AsyncOpenAI) -> openai.APIError:
         prompt = ["one two three", "four five six", "seven eight nine"]
         try:
-            asked = await client.completions.create(
+            requested = await client.completions.create(
                 model=MODEL, prompt=prompt, max_tokens=2000, stream=streams, extra_body=TO_THE_END
             )
-            if isinstance(asked, openai.AsyncStream):
-                async for _ in asked:
+            if isinstance(requested, openai.AsyncStream):
+                async for _ in requested:
                     pass
         except openai.APIError as error:
             return error
@@ -259,8 +259,8 @@ async def test_prompts_that_end_because_another_one_was_at_fault_are_billed(
         error = await call
 
     assert error.code == "invalid_value"
-    await until(lambda: service.books.holds(tenant) == {"settled": 3}, "all to be settled")
-    events = service.books.events(tenant)
+    await until(lambda: service.database.holds(tenant) == {"settled": 3}, "all to be settled")
+    events = service.database.events(tenant)
     assert all(
         event["input_token_count"] > 0 and event["outcome"] == "cancelled" for event in events
     )
@@ -275,17 +275,17 @@ async def test_an_end_by_an_administrator_is_billed_like_a_cancellation(
     """In one piece, so that nothing has been delivered."""
     tenant = await service.tenant(LIMITS)
     async with connect_async(service, tenant.secret) as client, asyncio.TaskGroup() as tasks:
-        asked = client.completions.create(
+        requested = client.completions.create(
             model=MODEL, prompt="Go on", max_tokens=2000, extra_body=TO_THE_END
         )
-        call = tasks.create_task(failure(asked))
+        call = tasks.create_task(failure(requested))
         [request] = await running_until(inside, tenant, 5)
         request.stop(Outcome.CANCELLED, CancelledByAdmin("an administrator has ended this request"))
         error = await call
 
     assert error.code == "cancelled_by_admin"
-    await until(lambda: service.books.events(tenant), "the settlement")
-    [event] = service.books.events(tenant)
+    await until(lambda: service.database.events(tenant), "the settlement")
+    [event] = service.database.events(tenant)
     assert (event["outcome"], event["billed_token_count"]) == ("cancelled", 0)
     assert counted(service, tenant) == (1, event["input_token_count"], event["cost_picos"])
 
@@ -310,21 +310,21 @@ async def test_prepaid_credit_is_untouched_by_requests_of_which_nothing_is_bille
     messages = []
     for _ in range(4):
         async with connect_async(service, tenant.secret) as client, asyncio.TaskGroup() as tasks:
-            asked = client.completions.create(
+            requested = client.completions.create(
                 model=MODEL, prompt="Go on", max_tokens=2000, extra_body=TO_THE_END
             )
-            call = tasks.create_task(failure(asked))
+            call = tasks.create_task(failure(requested))
             [request] = await running_until(inside, tenant, 3 * SLICE)
             request.stop(Outcome.FAILED, EngineFailed("it broke"))
             error = await call
         assert isinstance(error, openai.InternalServerError)
         messages.append(error.message)
-    await until(lambda: service.books.holds(tenant) == {"voided": 4}, "all to be voided")
+    await until(lambda: service.database.holds(tenant) == {"voided": 4}, "all to be voided")
 
     assert all("nothing is billed" in message for message in messages)
-    assert service.books.events(tenant) == []
+    assert service.database.events(tenant) == []
     assert counted(service, tenant) == (0, 0, 0)
-    assert service.books.counters(tenant)["prepaid_credit_picos"] == (0, 0)
+    assert service.database.counters(tenant)["prepaid_credit_picos"] == (0, 0)
     engine = create_engine(service.database_url)
     try:
         sessions = create_sessions(engine)
@@ -361,7 +361,7 @@ async def test_a_request_cancelled_while_it_waits_counts_and_costs_nothing(
         for frame in crowd:
             await stream.finished(frame.request_id)
 
-    event = service.books.event(tenant, waiting.request_id)
+    event = service.database.event(tenant, waiting.request_id)
     assert (finished.usage.input_token_count, picos(finished.cost)) == (0, 0)
     assert (event["outcome"], event["input_token_count"], event["cost_picos"]) == (
         "cancelled",

@@ -16,7 +16,7 @@ from demo.first_attempts import ADD, PERSON, SEARCH, WEATHER
 from metering.tenants.api_keys import update_api_key
 from tests.api.test_openai_tolerance import CLIENTS
 from tests.conftest import new_database
-from tests.e2e.openai_clients import connect, says
+from tests.e2e.openai_clients import connect, user_message
 from tests.probing import probe
 from tests.service import MODEL, Service, running
 
@@ -53,7 +53,7 @@ async def test_the_first_structured_outputs_are_valid(service: Service) -> None:
         answers = [
             client.chat.completions.create(
                 model=MODEL,
-                messages=says("Give me a person as JSON"),
+                messages=user_message("Give me a person as JSON"),
                 response_format=response_format,
                 max_tokens=200,
                 temperature=0,
@@ -71,8 +71,8 @@ async def test_the_first_tool_call_is_valid_and_its_result_is_answered(
     service: Service, choice: Any
 ) -> None:
     tenant = await service.tenant()
-    question = says("What is the weather in Paris?")
-    asked: dict[str, Any] = {
+    question = user_message("What is the weather in Paris?")
+    requested: dict[str, Any] = {
         "model": MODEL,
         "tools": TOOLS,
         "max_tokens": 200,
@@ -81,7 +81,7 @@ async def test_the_first_tool_call_is_valid_and_its_result_is_answered(
 
     with connect(service, tenant.secret) as client:
         message: Any = (
-            client.chat.completions.create(messages=question, tool_choice=choice, **asked)
+            client.chat.completions.create(messages=question, tool_choice=choice, **requested)
             .choices[0]
             .message
         )
@@ -91,7 +91,7 @@ async def test_the_first_tool_call_is_valid_and_its_result_is_answered(
             "tool_call_id": call.id,
             "content": '{"temperature": 21, "condition": "sunny"}',
         }
-        answer = client.chat.completions.create(messages=[*question, message, result], **asked)
+        answer = client.chat.completions.create(messages=[*question, message, result], **requested)
 
     assert call.function.name == "get_weather"
     assert json.loads(call.function.arguments) == {"city": "Paris"}
@@ -128,7 +128,7 @@ async def test_the_body_of_each_client_is_answered(
 
     assert response.status_code == 200, response.text
     assert response.headers.get("weir-ignored-parameters", "") == ", ".join(names)
-    [event] = service.books.events(tenant)
+    [event] = service.database.events(tenant)
     assert 0 < event["billed_token_count"] <= 50
 
 

@@ -62,7 +62,7 @@ def fleet(
             )
             yield service
             assert service.stop() == 0, service.log[-4000:]
-        assert service.books.held_hold_count() == 0
+        assert service.database.held_hold_count() == 0
 
 
 @pytest.mark.parametrize("name", [MODEL, "latest", "next", f"{MODEL}@v1"])
@@ -73,13 +73,13 @@ async def test_a_request_by_an_alias_is_billed_as_the_model(fleet: Service, name
         finished = await stream.finished(request_id)
         count = len(stream.token_ids(request_id))
     async with fleet.channel() as channel:
-        asked = pb.GetGenerationRequest(request_id=request_id)
+        requested = pb.GetGenerationRequest(request_id=request_id)
         answer = await pb_grpc.InferenceServiceStub(channel).GetGeneration(
-            asked, metadata=bearer(tenant.secret)
+            requested, metadata=bearer(tenant.secret)
         )
 
     assert answer.generation.model == MODEL
-    assert fleet.books.event(tenant, request_id)["model"] == MODEL
+    assert fleet.database.event(tenant, request_id)["model"] == MODEL
     assert (finished.usage.billed_token_count, finished.migration_count) == (count, 0)
     assert picos(finished.cost) == picos(answer.generation.cost) == cost_picos(finished.usage)
 
@@ -171,7 +171,7 @@ async def test_every_name_that_a_key_may_ask_for_is_listed_over_http(fleet: Serv
     assert unknown.status_code == hidden.status_code == 404
 
 
-async def test_the_list_of_models_tells_names_versions_and_replicas(fleet: Service) -> None:
+async def test_the_list_of_models_reports_names_versions_and_replicas(fleet: Service) -> None:
     tenant = await fleet.tenant()
     async with fleet.client(tenant.secret) as client:
         [listed] = await client.list_models()

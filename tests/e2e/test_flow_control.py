@@ -48,7 +48,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 STEPS = int(os.environ.get("WEIR_TEST_CLIENT_STEPS", "400"))
 STALL_MAX_S = 60.0  # beyond every test, except for the one that lowers it
-OUTBOX_TOKENS = 400  # about 0.8 s of one request
+QUEUED_TOKENS = 400  # about 0.8 s of one request
 TIME_SCALE = 0.25  # about 2 ms per token
 KEEP_S = 0.5
 
@@ -72,7 +72,7 @@ async def inside(
             engine_device="simulated",
             simulated_time_scale=TIME_SCALE,
             client_stall_max_s=STALL_MAX_S,
-            outbox_tokens_per_request_max=OUTBOX_TOKENS,
+            outbox_tokens_per_request_max=QUEUED_TOKENS,
             lease_slice_tokens=24,
         )
         async with run_inside(service, monkeypatch) as inside:
@@ -160,7 +160,7 @@ async def test_an_end_at_any_frame_is_settled_with_what_came_before(
     await inside.check_empty()
 
     for index, frame in enumerate(frames):
-        event = service.books.event(tenant, frame.request_id)
+        event = service.database.event(tenant, frame.request_id)
         assert (event["outcome"], event["delivered_token_count"], event["billed_token_count"]) == (
             "cancelled",
             index,
@@ -185,9 +185,9 @@ async def test_one_stalled_request_slows_none_of_a_hundred_on_its_stream(
 
     assert finished.reason == types_pb2.FINISH_REASON_SLOW_CONSUMER
     assert len(stream.token_ids(stalled)) == finished.usage.billed_token_count == 3
-    event = service.books.event(tenant, stalled)
+    event = service.database.event(tenant, stalled)
     assert (event["outcome"], event["delivered_token_count"]) == ("slow_consumer", 3)
-    assert {event["outcome"] for event in service.books.events(tenant)} == {
+    assert {event["outcome"] for event in service.database.events(tenant)} == {
         "slow_consumer",
         "length",
     }
@@ -259,7 +259,7 @@ async def test_invalid_credit_ends_its_request(
     assert refusal.frame is not None
     assert (
         refusal.frame.usage.billed_token_count
-        == service.books.event(tenant, request_id)["billed_token_count"]
+        == service.database.event(tenant, request_id)["billed_token_count"]
         == 2
     )
 
@@ -287,7 +287,7 @@ async def test_replayed_output_uses_credit_and_is_billed_once(
     async with service.stream(tenant.secret) as stream, service.stream(tenant.secret) as other:
         await stream.send(frame)
         await stream.received(frame.request_id, 10)
-        await until(lambda: service.books.events(tenant), "the end, which waits for nobody")
+        await until(lambda: service.database.events(tenant), "the end, which waits for nobody")
         await other.send(attach(frame.request_id), credit(frame.request_id, 15))
         await other.received(frame.request_id, 15)
         assert other.token_ids(frame.request_id)[:10] == stream.token_ids(frame.request_id)
@@ -296,7 +296,7 @@ async def test_replayed_output_uses_credit_and_is_billed_once(
         await other.send(credit(frame.request_id, 25))
         finished = await other.finished(frame.request_id)
     assert finished.usage.delivered_token_count == len(other.token_ids(frame.request_id)) == 40
-    assert service.books.event(tenant, frame.request_id)["billed_token_count"] == 40
+    assert service.database.event(tenant, frame.request_id)["billed_token_count"] == 40
     # Otherwise later tests would wait for it.
     inside.process.replays.forget((tenant.project_id, uuid.UUID(frame.request_id)))
 
@@ -475,11 +475,11 @@ async def test_random_clients_leave_one_settlement_each_and_nothing_else(
     assert replays.byte_count == 0
     assert inside.process.relays is not None
     assert inside.process.relays.running_count == 0
-    events = service.books.events(tenant)
+    events = service.database.events(tenant)
     billed = {str(event["request_id"]): event["delivered_token_count"] for event in events}
     assert len(billed) == len(events), "one settlement each"
     check_frames(crowd.all, billed)
-    used, held = service.books.counters(tenant)["tokens_per_month"]
+    used, held = service.database.counters(tenant)["tokens_per_month"]
     assert (used, held) == (
         sum(event["input_token_count"] + event["delivered_token_count"] for event in events),
         0,

@@ -109,9 +109,9 @@ async def play(
             await stream.half_close()
             assert await stream.closed() is grpc.StatusCode.OK
             for request_id in started:
-                assert_each_life_has_one_end(stream.frames[request_id])
+                assert_each_request_has_one_end(stream.frames[request_id])
     await service.no_hold_left(tenant)
-    delivered = service.books.delivered(tenant)
+    delivered = service.database.delivered(tenant)
     for request_id in ids:
         received = len(stream.token_ids(request_id))
         assert delivered.get(request_id, 0) >= received
@@ -119,7 +119,7 @@ async def play(
     assert log_events(service.log, "incident")[incidents:] == []
 
 
-def assert_each_life_has_one_end(frames: list[pb.ServerFrame]) -> None:
+def assert_each_request_has_one_end(frames: list[pb.ServerFrame]) -> None:
     """Check that between two ends there is at most one admission, and no output without one."""
     assert frames, "a request without an answer"
     open_ = False

@@ -295,7 +295,7 @@ class Watcher:
     def __init__(self, channel: grpc.aio.Channel, secret: str) -> None:
         self._admin = admin_pb_grpc.AdminServiceStub(channel)
         self._secret = secret
-        self.look_count = 0
+        self.poll_count = 0
         self.seen_count = 0
 
     async def watch(self) -> None:
@@ -305,7 +305,7 @@ class Watcher:
             answer = await self._admin.ListLiveRequests(
                 request, metadata=bearer(self._secret), timeout=PATIENCE_S
             )
-            self.look_count += 1
+            self.poll_count += 1
             self.seen_count += len(answer.requests)
 
 
@@ -365,14 +365,14 @@ async def test_any_bytes_get_a_status_and_leave_nothing(
         grpc.StatusCode.UNAUTHENTICATED,
         grpc.StatusCode.CANCELLED,
     } <= set(attacker.codes)
-    assert watcher.look_count
+    assert watcher.poll_count
     assert errors(logs) == []
-    assert service.books.held_hold_count() == 0
+    assert service.database.held_hold_count() == 0
     if FRAMES:
         codes = ", ".join(f"{code.name} {count:,}" for code, count in attacker.codes.most_common())
         print(f"\n{attacker.frame_count:,} frames; calls by status: {codes}")
         print(
-            f"{watcher.look_count:,} lists of live requests with {watcher.seen_count:,} requests in"
+            f"{watcher.poll_count:,} lists of live requests with {watcher.seen_count:,} requests in"
             " them"
         )
 

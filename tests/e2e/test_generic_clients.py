@@ -61,7 +61,7 @@ async def test_a_client_from_a_registry_learns_the_contract_and_generates(servic
         12,
     )
     assert len(token_ids) == 12
-    assert service.books.event(tenant, request_id)["delivered_token_count"] == 12
+    assert service.database.event(tenant, request_id)["delivered_token_count"] == 12
 
 
 async def generate(client: Any, message: dict[str, Any], metadata: object) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ STAGES = (
 UNACCOUNTED_MS = 1.0  # no waiting between two stages
 
 
-async def test_the_frames_of_a_request_tell_one_story(service: Service) -> None:
+async def test_the_frames_of_a_request_are_consistent(service: Service) -> None:
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10_000})
 
     async with service.stream(tenant.secret) as stream:
@@ -72,14 +72,14 @@ async def test_the_usage_event_equals_the_usage_sent_to_the_client(service: Serv
         finished = await stream.finished(request_id)
         [admitted] = stream.of(request_id, "admitted")
 
-    event = service.books.event(tenant, request_id)
+    event = service.database.event(tenant, request_id)
     for name in ("input", "cached_input", "generated", "delivered", "billed"):
         assert event[f"{name}_token_count"] == getattr(finished.usage, f"{name}_token_count"), name
     assert event["cost_picos"] == picos(finished.cost) == cost_picos(finished.usage)
     assert event["outcome"] == "length"
     assert event["labels"] == {"team": "search", "ünïcode": "✓"}
     assert event["price_version_id"] == admitted.price_version
-    assert service.books.counters(tenant) == {"tokens_per_month": (50, 0)}
+    assert service.database.counters(tenant) == {"tokens_per_month": (50, 0)}
 
 
 async def test_the_price_of_a_cached_prompt_is_exact(service: Service) -> None:
@@ -262,7 +262,7 @@ async def test_without_max_tokens_an_answer_ends_with_the_window(service: Servic
 
     assert finished.reason == types_pb2.FINISH_REASON_LENGTH
     assert finished.usage.delivered_token_count == 600 == len(stream.token_ids(request_id))
-    assert service.books.counters(tenant) == {"tokens_per_month": (CONTEXT_WINDOW_TOKENS, 0)}
+    assert service.database.counters(tenant) == {"tokens_per_month": (CONTEXT_WINDOW_TOKENS, 0)}
 
 
 async def test_running_counts_come_at_the_interval(service: Service) -> None:
@@ -273,16 +273,16 @@ async def test_running_counts_come_at_the_interval(service: Service) -> None:
         await stream.end(request_id)
 
     received = 0
-    told = []
+    reported = []
     for frame in stream.frames[request_id]:
         received += len(frame.delta.token_ids)
         if frame.WhichOneof("kind") == "usage":
-            told.append(frame.usage.usage.delivered_token_count)
+            reported.append(frame.usage.usage.delivered_token_count)
             assert frame.usage.usage.delivered_token_count == received, (
                 "the counts are those at this point of the stream"
             )
             assert picos(frame.usage.cost) == cost_picos(frame.usage.usage)
-    assert told == [20, 40]
+    assert reported == [20, 40]
 
 
 async def test_a_hundred_requests_share_a_stream_and_do_not_mix(service: Service) -> None:
@@ -312,7 +312,7 @@ async def test_a_hundred_requests_share_a_stream_and_do_not_mix(service: Service
             range(1, len(stream.of(request_id, "delta")) + 1)
         )
         assert len(stream.ends(request_id)) == 1
-    assert len(service.books.events(tenant)) == 105
+    assert len(service.database.events(tenant)) == 105
     await service.no_hold_left(tenant)
 
 
@@ -349,13 +349,13 @@ async def test_streams_of_one_connection_do_not_disturb_each_other(service: Serv
             await stream.half_close()
 
     await service.no_hold_left(tenant)
-    assert sorted(event["outcome"] for event in service.books.events(tenant)) == [
+    assert sorted(event["outcome"] for event in service.database.events(tenant)) == [
         "cancelled",
         *["length"] * 5,
     ]
 
 
-async def test_the_sdk_streams_and_tells_usage_and_cost(service: Service) -> None:
+async def test_the_sdk_streams_and_reports_usage_and_cost(service: Service) -> None:
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10_000})
 
     async with service.client(tenant.secret) as client:
@@ -392,7 +392,7 @@ async def test_leaving_the_block_of_the_sdk_cancels(service: Service) -> None:
         await anext(answer)
 
     assert answer.result.finish_reason is FinishReason.CANCELLED
-    event = service.books.event(tenant, answer.request_id)
+    event = service.database.event(tenant, answer.request_id)
     assert event["delivered_token_count"] == len(answer.result.token_ids) < 3000
 
 
@@ -407,7 +407,7 @@ async def test_a_request_id_is_answered_in_the_spelling_of_the_client(service: S
         await stream.finished(spelt)
 
     assert list(stream.frames) == [spelt]
-    assert service.books.event(tenant, spelt.lower())["delivered_token_count"] == 20
+    assert service.database.event(tenant, spelt.lower())["delivered_token_count"] == 20
 
 
 def batches(items: list[pb.ClientFrame], size: int) -> list[list[pb.ClientFrame]]:

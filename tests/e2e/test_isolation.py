@@ -109,7 +109,7 @@ async def test_long_reports_keep_no_request_from_being_admitted(service: Service
 
 def waiting_count(service: Service) -> int:
     """Return the number of statements that wait for a table."""
-    [row] = service.books.rows(
+    [row] = service.database.rows(
         "SELECT count(*) AS n FROM pg_stat_activity WHERE wait_event = 'relation'"
     )
     return int(row["n"])
@@ -149,7 +149,7 @@ async def test_the_same_answer_comes_to_both_and_is_billed_to_each(service: Serv
 
     assert answers[0] == answers[1]
     for tenant in (one, other):
-        event = service.books.event(tenant, frame.request_id)
+        event = service.database.event(tenant, frame.request_id)
         assert (event["project_id"], event["api_key_id"]) == (tenant.project_id, tenant.key.id)
 
 

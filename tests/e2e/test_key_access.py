@@ -29,7 +29,7 @@ from api.core.health import SERVICES
 from metering.alerts.alerts import Alert
 from metering.core.models import QuotaDimension
 from metering.tenants.authentication import new_secret
-from tests.metering.books import Consumed, Customer, add_usage, new_price
+from tests.metering.usage import Consumed, Customer, add_usage, new_price
 from tests.service import MODEL, Refusal, Service, Tenant, bearer, cancel, start
 
 PAST = datetime(2025, 10, 10, 12, tzinfo=UTC)
@@ -131,17 +131,17 @@ async def victim(service: Service) -> Victim:
             months_pb2.CloseMonthRequest(organization=tenant.name, month=MONTH), metadata=who
         )
         amount = types_pb2.Money(currency_code="USD", units=1)
-        asked = months_pb2.CreateAdjustmentRequest(
+        requested = months_pb2.CreateAdjustmentRequest(
             organization=tenant.name, amount=amount, reason="good will"
         )
-        adjustment = (await billing.CreateAdjustment(asked, metadata=who)).adjustment
+        adjustment = (await billing.CreateAdjustment(requested, metadata=who)).adjustment
         number = closed.month.invoice_number
         cent = types_pb2.Money(currency_code="USD", picos=10**10)
         less = months_pb2.CreateCreditNoteRequest(invoice_number=number, amount=cent, reason="less")
         proposed = (await billing.CreateCreditNote(less, metadata=who)).credit_note
         approval = months_pb2.ApproveAdjustmentRequest(adjustment_id=proposed.adjustment_id)
         note = (await billing.ApproveAdjustment(approval, metadata=bearer(other))).adjustment
-    [quota] = service.books.rows(
+    [quota] = service.database.rows(
         "SELECT id FROM quotas WHERE subject_id = %s", tenant.organization_id
     )
     async with service.session() as session:
@@ -244,9 +244,9 @@ def rows_of(service: Service, victim: Victim) -> dict[str, list[str]]:
         " relnamespace = 'public'::regnamespace AND relname <> 'api_key_uses'"
     )
     patterns, found = [f"%{mark}%" for mark in victim.marks], {}
-    for table in (row["relname"] for row in service.books.rows(tables)):
+    for table in (row["relname"] for row in service.database.rows(tables)):
         query = f'SELECT t::text AS row FROM "{table}" t WHERE t::text LIKE ANY(%s) ORDER BY 1'
-        found[table] = [row["row"] for row in service.books.rows(query, patterns)]
+        found[table] = [row["row"] for row in service.database.rows(query, patterns)]
     return found
 
 
@@ -311,22 +311,22 @@ async def test_a_key_of_another_organization_gets_nothing_through_the_console(
     shown: set[str] = set()
 
     async with aiohttp.ClientSession(service.openai_url.removesuffix("v1")) as http:
-        asked = [
+        requested = [
             (method, request) for method in offered for request in requests_for(method, victim)
         ]
-        for method, request in asked:
+        for method, request in requested:
             for scopes, secret in keys.items():
-                status, said = await ask_console(http, method, request, secret)
-                where = f"{method.full_name} with {scopes}: {said!r}"
+                status, body = await ask_console(http, method, request, secret)
+                where = f"{method.full_name} with {scopes}: {body!r}"
                 assert status in ((200, 400, 404) if scopes_of(method) & set(scopes) else (403,)), (
                     where
                 )
-                assert status != 200 or marks_in(said, victim) == [], where
+                assert status != 200 or marks_in(body, victim) == [], where
         assert rows_of(service, victim) == before
         own = (await service.new_key(victim.tenant, "billing"))[1]
-        for method, request in asked:
-            status, said = await ask_console(http, method, request, own)
-            if status == 200 and marks_in(said, victim):
+        for method, request in requested:
+            status, body = await ask_console(http, method, request, own)
+            if status == 200 and marks_in(body, victim):
                 shown.add(method.name)
 
     assert shown >= {
@@ -415,5 +415,5 @@ async def test_no_frame_reaches_a_running_request_of_another_organization(servic
 
         assert finished.usage.delivered_token_count == 3, "their own, under the same id"
         assert (await stream.finished(request_id)).usage.delivered_token_count == 300
-    assert service.books.event(one, request_id)["api_key_id"] == one.key.id
-    assert service.books.event(other, request_id)["api_key_id"] == other.key.id
+    assert service.database.event(one, request_id)["api_key_id"] == one.key.id
+    assert service.database.event(other, request_id)["api_key_id"] == other.key.id

@@ -18,7 +18,7 @@ from weir.v1 import types_pb2
 
 from metering.pricing.prices import set_price
 from tests.conftest import new_database
-from tests.e2e.openai_clients import TO_THE_END, connect_async, says
+from tests.e2e.openai_clients import TO_THE_END, connect_async, user_message
 from tests.e2e.test_embeddings import ENCODER, PICOS
 from tests.inference.encoder_checkpoints import PLAIN_IDS as ENCODER_IDS
 from tests.inference.encoder_checkpoints import make_random_encoder
@@ -62,9 +62,9 @@ def bounded(
     ):
         yield service
         used = "SELECT count(*) AS n FROM api_key_uses"
-        assert service.books.rows(used) == [{"n": 0}]
+        assert service.database.rows(used) == [{"n": 0}]
         assert service.stop() == 0, service.log[-4000:]
-        assert service.books.rows(used)[0]["n"] >= 2
+        assert service.database.rows(used)[0]["n"] >= 2
 
 
 @pytest.fixture
@@ -148,7 +148,8 @@ async def test_more_input_than_a_key_may_send_is_refused_by_name_and_number_on_e
     async with connect_async(key.service, key.secret) as client:
         with pytest.raises(openai.BadRequestError) as chat:
             await client.chat.completions.create(
-                model=MODEL, messages=says("one two three four five six seven eight nine ten " * 3)
+                model=MODEL,
+                messages=user_message("one two three four five six seven eight nine ten " * 3),
             )
         with pytest.raises(openai.BadRequestError) as list_of_texts:
             await client.embeddings.create(
@@ -163,10 +164,10 @@ async def test_more_input_than_a_key_may_send_is_refused_by_name_and_number_on_e
     assert counted.input_token_count > MOST_IN, "counting is how a client finds out"
     assert (chat.value.code, list_of_texts.value.code) == ("key_limit_exceeded",) * 2
     assert list_of_texts.value.param == "input"
-    assert len(key.service.books.events(key.tenant)) == 2
+    assert len(key.service.database.events(key.tenant)) == 2
 
 
-async def test_more_output_than_a_key_may_have_is_refused_and_what_is_not_said_ends_there(
+async def test_more_output_than_a_key_may_have_is_refused_and_the_default_is_below_it(
     key: Key,
 ) -> None:
     async with key.service.stream(key.secret) as stream:
@@ -187,10 +188,10 @@ async def test_more_output_than_a_key_may_have_is_refused_and_what_is_not_said_e
     async with connect_async(key.service, key.secret) as client:
         with pytest.raises(openai.BadRequestError) as chat:
             await client.chat.completions.create(
-                model=MODEL, messages=says("a"), max_tokens=MOST_OUT + 5
+                model=MODEL, messages=user_message("a"), max_tokens=MOST_OUT + 5
             )
         answer = await client.chat.completions.create(
-            model=MODEL, messages=says("a"), extra_body=TO_THE_END
+            model=MODEL, messages=user_message("a"), extra_body=TO_THE_END
         )
 
     assert facts(more) == facts(quoted) == by("max_output_tokens", MOST_OUT, 1)

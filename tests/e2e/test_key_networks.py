@@ -24,7 +24,7 @@ from api.generation.request.peers import VOUCHER, Peer, make_identity
 from metering.tenants.api_keys import update_api_key
 from metering.tenants.networks import parse_address
 from tests.conftest import new_database
-from tests.e2e.openai_clients import connect_async, says
+from tests.e2e.openai_clients import connect_async, user_message
 from tests.e2e.test_console import console_url
 from tests.peers import publish
 from tests.scraped import scrape
@@ -73,7 +73,7 @@ def pair(
         with running(here), running(there):
             yield here, there
             assert (here.stop(), there.stop()) == (0, 0)
-        assert here.books.held_hold_count() == 0
+        assert here.database.held_hold_count() == 0
 
 
 class Key:
@@ -107,12 +107,12 @@ async def key(pair: tuple[Service, Service]) -> AsyncIterator[Key]:
 
 def is_outside(refusal: Refusal, address: str) -> bool:
     """Return whether it is the refusal of an address that is not allowed."""
-    told = refusal.code, refusal.reason, refusal.info.metadata["address"]
-    said = refusal.status.message
+    reported = refusal.code, refusal.reason, refusal.info.metadata["address"]
+    message = refusal.status.message
     return (
-        told == (StatusCode.PERMISSION_DENIED, "ADDRESS_NOT_ALLOWED", address)
-        and address in said
-        and "203.0.113" not in said
+        reported == (StatusCode.PERMISSION_DENIED, "ADDRESS_NOT_ALLOWED", address)
+        and address in message
+        and "203.0.113" not in message
     )
 
 
@@ -151,13 +151,16 @@ async def test_a_key_is_refused_from_elsewhere_on_every_way_in_and_its_refusals_
     headers = {"x-forwarded-for": OUTSIDE}
     async with connect_async(there, key.secret, default_headers=headers) as client:
         for attempt in (
-            client.chat.completions.create(model=MODEL, messages=says("a")),
+            client.chat.completions.create(model=MODEL, messages=user_message("a")),
             client.embeddings.create(model=MODEL, input="a"),
             client.models.retrieve(MODEL),
         ):
-            with pytest.raises(openai.PermissionDeniedError) as door:
+            with pytest.raises(openai.PermissionDeniedError) as raised:
                 await attempt
-            assert (door.value.code, OUTSIDE in str(door.value)) == ("address_not_allowed", True)
+            assert (raised.value.code, OUTSIDE in str(raised.value)) == (
+                "address_not_allowed",
+                True,
+            )
     after = await scrape(there.metrics_url)
     billing = await there.new_key(key.tenant, "billing")
     await key.call("UpdateApiKey", api_key=billing[0].prefix, allowed_networks=NETWORKS)
@@ -183,7 +186,9 @@ async def test_a_key_is_refused_from_elsewhere_on_every_way_in_and_its_refusals_
         there, key.secret, default_headers={"x-forwarded-for": INSIDE}
     ) as client:
         assert (
-            await client.chat.completions.create(model=MODEL, messages=says("a"), max_tokens=3)
+            await client.chat.completions.create(
+                model=MODEL, messages=user_message("a"), max_tokens=3
+            )
         ).usage
     for call, count in (("Generate", 2), ("Embed", 2), ("CountTokens", 2), ("http", 3)):
         labels = {"call": call, "reason": "ADDRESS_NOT_ALLOWED"}
@@ -191,7 +196,7 @@ async def test_a_key_is_refused_from_elsewhere_on_every_way_in_and_its_refusals_
             "weir_failed_calls_total", **labels
         )
         assert added == count, call
-    assert len(there.books.events(key.tenant)) == 3
+    assert len(there.database.events(key.tenant)) == 3
 
 
 async def test_an_address_in_the_clients_headers_is_ignored(
@@ -214,7 +219,7 @@ async def test_an_address_in_the_clients_headers_is_ignored(
         service, direct.secret, default_headers={"x-forwarded-for": INSIDE}
     ) as client:
         with pytest.raises(openai.PermissionDeniedError, match=r"127\.0\.0\.1"):
-            await client.chat.completions.create(model=MODEL, messages=says("a"))
+            await client.chat.completions.create(model=MODEL, messages=user_message("a"))
 
     assert all(is_outside(refusal, "127.0.0.1") for refusal in spoofed)
     assert all(is_outside(refusal, OUTSIDE) for refusal in (*added, *twice))
@@ -244,7 +249,7 @@ async def test_narrowing_ends_what_runs_outside_in_every_process_and_leaves_the_
         for stream, request_id in ((out, long), (out, kept), (within, goes_on)):
             await stream.received(request_id, 1)
         chunks = await client.chat.completions.create(
-            model=MODEL, messages=says("a"), stream=True, extra_body={"ignore_eos": True}
+            model=MODEL, messages=user_message("a"), stream=True, extra_body={"ignore_eos": True}
         )
         chat = aiter(chunks)
         await anext(chat)
@@ -274,7 +279,7 @@ async def test_narrowing_ends_what_runs_outside_in_every_process_and_leaves_the_
         for refusal in ends
     )
     assert end.usage.delivered_token_count == 400
-    outcomes = sorted(event["outcome"] for event in there.books.events(key.tenant))
+    outcomes = sorted(event["outcome"] for event in there.database.events(key.tenant))
     assert outcomes.count("cancelled") == 3
 
 
@@ -301,7 +306,7 @@ async def test_a_rotation_without_overlap_ends_what_was_begun_with_the_replaced_
         await relayed.send(pb.ClientFrame(request_id=spared, attach=pb.AttachFrame()))
         await relayed.received(spared, 1)
         chunks = await client.chat.completions.create(
-            model=MODEL, messages=says("a"), stream=True, extra_body={"ignore_eos": True}
+            model=MODEL, messages=user_message("a"), stream=True, extra_body={"ignore_eos": True}
         )
         chat = aiter(chunks)
         await anext(chat)
@@ -324,7 +329,7 @@ async def test_a_rotation_without_overlap_ends_what_was_begun_with_the_replaced_
 
     assert {(end.code, end.reason) for end in ends} == {(StatusCode.UNAUTHENTICATED, "KEY_REVOKED")}
     assert {refusal.code for refusal in refusals} == {StatusCode.UNAUTHENTICATED}
-    events = there.books.events(key.tenant)
+    events = there.database.events(key.tenant)
     assert sorted(event["outcome"] for event in events) == ["cancelled"] * 5 + ["length"]
     assert all(event["delivered_token_count"] < 4000 for event in events)
 
@@ -414,7 +419,7 @@ async def test_a_request_that_runs_elsewhere_is_received_from_inside_alone(
             pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=1000))
         )
         received = await second.finished(request_id)
-    [row] = there.books.rows(
+    [row] = there.database.rows(
         "SELECT peer_address, peer_certificate FROM live_reports r JOIN holds h USING (process_id)"
         " WHERE request_id = %s",
         request_id,
@@ -466,7 +471,7 @@ async def test_networks_are_set_shown_kept_by_a_rotation_and_cannot_exclude_thei
     wrong = await refused(key.limit(["10.0.0.1/8"]))
     both = await refused(key.limit(NETWORKS, all_networks=True))
     own = key._admin_secret[:11]
-    shut_out = await refused(key.call("UpdateApiKey", api_key=own, allowed_networks=NETWORKS))
+    revoke = await refused(key.call("UpdateApiKey", api_key=own, allowed_networks=NETWORKS))
     async with there.channel() as channel:
         stub = pb_grpc.InferenceServiceStub(channel)
         kept = await refused(
@@ -474,7 +479,7 @@ async def test_networks_are_set_shown_kept_by_a_rotation_and_cannot_exclude_thei
                 pb.GetQuotaRequest(), metadata=(*bearer(rotated.secret), *behind_proxy(OUTSIDE))
             )
         )
-        told = await stub.GetQuota(
+        reported = await stub.GetQuota(
             pb.GetQuotaRequest(), metadata=(*bearer(rotated.secret), *behind_proxy(INSIDE))
         )
 
@@ -496,14 +501,14 @@ async def test_networks_are_set_shown_kept_by_a_rotation_and_cannot_exclude_thei
         == ["2001:db8::/32", "203.0.113.0/24", "203.0.113.7/32"]
     )
     assert is_outside(kept, OUTSIDE)
-    assert list(told.restrictions.allowed_networks) == list(limited.allowed_networks)
+    assert list(reported.restrictions.allowed_networks) == list(limited.allowed_networks)
     assert (other.code, wrong.fields, both.fields) == (
         StatusCode.ALREADY_EXISTS,
         ["allowed_networks"],
         ["all_networks"],
     )
-    assert (shut_out.code, shut_out.fields) == (StatusCode.INVALID_ARGUMENT, ["allowed_networks"])
-    assert "127.0.0.1" in shut_out.status.message
+    assert (revoke.code, revoke.fields) == (StatusCode.INVALID_ARGUMENT, ["allowed_networks"])
+    assert "127.0.0.1" in revoke.status.message
     assert not unused.HasField("last_use_time")
     assert json.loads(entries[0].before_json)["allowed_networks"] == []
     assert json.loads(entries[0].after_json)["allowed_networks"] == list(limited.allowed_networks)

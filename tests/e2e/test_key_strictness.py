@@ -186,7 +186,7 @@ async def test_a_strict_key_refuses_what_a_lenient_one_ignores_and_names(
             " the key's strict_parameters refuses unknown ones"
         )
         assert error.get("param", named) == named
-    assert keys.service.books.events(keys.strict) == []
+    assert keys.service.database.events(keys.strict) == []
 
 
 async def test_a_strict_key_takes_known_parameters_and_no_other_value_of_strict(

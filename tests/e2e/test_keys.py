@@ -61,7 +61,7 @@ async def test_both_secrets_of_a_rotated_key_spend_one_quota(
 
     assert refusal.reason == "QUOTA_EXCEEDED"
     assert refusal.info.metadata["used"] == "60"
-    assert {event["api_key_id"] for event in service.books.events(tenant)} == {tenant.key.id}
+    assert {event["api_key_id"] for event in service.database.events(tenant)} == {tenant.key.id}
     assert rotated.api_key.overlap_end_time == rotated.overlap_end_time
 
 
@@ -225,16 +225,16 @@ async def test_a_key_for_other_models_is_refused_by_name_and_sees_its_own_alone(
     ]
     assert all(key.prefix in refusal.status.message for refusal in refusals)
     assert list(listed.models) == []
-    assert service.books.events(tenant) == []
+    assert service.database.events(tenant) == []
 
 
 async def test_models_of_a_key_are_set_changed_and_lifted(service: Service, admin: Admin) -> None:
     tenant = await service.tenant()
-    asked = {"organization": tenant.name, "project": "main", "name": "bot"}
-    created = await admin.call("CreateApiKey", **asked, models=[MODEL, MODEL])
-    other = await refused(admin.call("CreateApiKey", **asked, allow_existing=True))
-    again = await admin.call("CreateApiKey", **asked, models=[MODEL], allow_existing=True)
-    unknown = await refused(admin.call("CreateApiKey", **asked, models=["larg"]))
+    requested = {"organization": tenant.name, "project": "main", "name": "bot"}
+    created = await admin.call("CreateApiKey", **requested, models=[MODEL, MODEL])
+    other = await refused(admin.call("CreateApiKey", **requested, allow_existing=True))
+    again = await admin.call("CreateApiKey", **requested, models=[MODEL], allow_existing=True)
+    unknown = await refused(admin.call("CreateApiKey", **requested, models=["larg"]))
     both = await refused(
         admin.call("UpdateApiKey", api_key=created.api_key.prefix, models=[MODEL], all_models=True)
     )

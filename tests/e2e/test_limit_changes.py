@@ -81,7 +81,7 @@ async def test_a_raised_limit_gives_the_same_tokens_as_one_set_at_the_start(
     )
     assert len(stream.of(request_id, "admitted")) == 1
     assert picos(finished.cost) == cost_picos(finished.usage)
-    event = service.books.event(tenant, request_id)
+    event = service.database.event(tenant, request_id)
     assert (
         event["input_token_count"],
         event["generated_token_count"],
@@ -109,7 +109,7 @@ async def test_a_lowered_limit_ends_it_there(service: Service) -> None:
 
     assert finished.reason == types_pb2.FINISH_REASON_LENGTH
     assert stream.token_ids(request_id) == expected
-    assert service.books.event(tenant, request_id)["delivered_token_count"] == 300
+    assert service.database.event(tenant, request_id)["delivered_token_count"] == 300
     assert cut.reason == types_pb2.FINISH_REASON_LENGTH
     assert 20 <= cut.usage.delivered_token_count == len(stream.token_ids(late)) < 3000
     await service.no_hold_left(tenant)
@@ -146,7 +146,7 @@ async def test_a_cost_limit_is_never_exceeded_and_used_up_to_the_last_token(
         types_pb2.FINISH_REASON_LENGTH,
         200,
     )
-    assert service.books.event(tenant, request_id)["outcome"] == "cost_limit"
+    assert service.database.event(tenant, request_id)["outcome"] == "cost_limit"
     await service.no_hold_left(tenant)
 
 
@@ -171,8 +171,8 @@ async def test_a_cost_that_does_not_cover_the_prompt_is_refused_and_billed_no_to
             settled += [request_id] if has_hold else []
             assert (refusal.code, refusal.fields) == (grpc.StatusCode.INVALID_ARGUMENT, [field])
     await service.no_hold_left(tenant)
-    assert service.books.billed(tenant) == {request_id: {} for request_id in settled}
-    assert service.books.counters(tenant) == {
+    assert service.database.billed(tenant) == {request_id: {} for request_id in settled}
+    assert service.database.counters(tenant) == {
         "requests_per_minute": (2, 0),
         "tokens_per_month": (0, 0),
     }
@@ -252,4 +252,4 @@ async def test_a_raise_beyond_the_quota_ends_where_the_quota_does(service: Servi
         types_pb2.FINISH_REASON_QUOTA_EXHAUSTED,
         400,
     )
-    assert service.books.counters(tenant)["tokens_per_month"] == (410, 0)
+    assert service.database.counters(tenant)["tokens_per_month"] == (410, 0)

@@ -64,7 +64,7 @@ def pair(
         yield first, second
         for service in services:
             assert service.stop() == 0, service.log[-4000:]
-        assert first.books.held_hold_count() == 0
+        assert first.database.held_hold_count() == 0
 
 
 class Admin:
@@ -111,7 +111,7 @@ def seconds_to_end(service: Service, request_id: str) -> float:
                FROM usage_events u JOIN cancel_commands o
                ON o.request_id = u.request_id OR o.api_key_id = u.api_key_id
                WHERE u.request_id = %s"""
-    [row] = service.books.rows(query, request_id)
+    [row] = service.database.rows(query, request_id)
     return float(row["elapsed_s"])
 
 
@@ -187,7 +187,7 @@ async def test_a_request_of_another_process_is_killed_within_a_tenth_of_a_second
             elapsed_s.append(seconds_to_end(first, request_id))
 
             received = len(stream.token_ids(request_id))
-            event = second.books.event(tenant, request_id)
+            event = second.database.event(tenant, request_id)
             assert (refusal.code, refusal.reason) == (StatusCode.CANCELLED, "CANCELLED_BY_ADMIN")
             assert refusal.status.message == "an administrator has ended this request: it looped"
             assert refusal.frame is not None
@@ -300,7 +300,7 @@ async def test_a_revoked_key_ends_what_runs_with_it_in_every_process(
             for request_id, refusal in refusals.items():
                 assert (refusal.code, refusal.reason) == (StatusCode.UNAUTHENTICATED, "KEY_REVOKED")
                 assert refusal.frame is not None
-                delivered = first.books.event(tenant, request_id)["delivered_token_count"]
+                delivered = first.database.event(tenant, request_id)["delivered_token_count"]
                 assert (
                     refusal.frame.usage.delivered_token_count
                     == delivered
@@ -335,10 +335,10 @@ async def test_a_request_whose_client_reads_nothing_is_killed_as_quickly(
 
     assert answer.result == pb.KillRequestResponse.RESULT_ENDED
     assert seconds_to_end(second, request_id) < STALL_S / 10
-    assert second.books.event(tenant, request_id)["delivered_token_count"] >= counts[-1]
+    assert second.database.event(tenant, request_id)["delivered_token_count"] >= counts[-1]
 
 
-async def test_a_revoked_key_ends_what_waits_for_its_turn_too(
+async def test_a_revoked_key_ends_what_is_queued_too(
     pair: tuple[Service, Service],
 ) -> None:
     """A queued request is billed no tokens, and counts as a request."""
@@ -366,8 +366,8 @@ async def test_a_revoked_key_ends_what_waits_for_its_turn_too(
     assert refused_frame is not None
     assert refused_frame.usage.input_token_count == picos(refused_frame.cost) == 0
     await second.no_hold_left(tenant)
-    assert second.books.billed(tenant)[waiting] == {}
-    assert second.books.counters(tenant) == {
+    assert second.database.billed(tenant)[waiting] == {}
+    assert second.database.counters(tenant) == {
         "concurrent_requests": (0, 0),
         "requests_per_minute": (len(crowd), 0),
     }
@@ -391,11 +391,11 @@ async def test_a_command_is_applied_without_its_notification_and_after_the_conne
     async with second.stream(tenant.secret) as stream:
         unheard = await stream.begin(max_output_tokens=4000)
         await stream.received(unheard, 1)
-        second.books.rows(order, tenant.project_id, unheard)
+        second.database.rows(order, tenant.project_id, unheard)
         silent = await stream.failed(unheard)
         cut = await stream.begin(max_output_tokens=4000)
         await stream.received(cut, 1)
-        [row] = second.books.rows(terminate)
+        [row] = second.database.rows(terminate)
         answer = await admin.kill(cut)
         after_cut = await stream.failed(cut)
 
@@ -415,15 +415,15 @@ async def test_a_lost_process_is_named_and_its_requests_are_shown_by_their_holds
         async with third.stream(tenant.secret) as stream:
             request_id = await stream.begin(max_output_tokens=4000)
             await stream.received(request_id, 5)
-            told = await admin.live(organization=tenant.name)
+            reported = await admin.live(organization=tenant.name)
             third.kill()
             view = await admin.live(organization=tenant.name, complete=False)
             answer = await admin.kill(request_id)
         third.start()  # settles from the journal of the killed one
-        await until(lambda: first.books.holds(tenant) == {"settled": 1}, "the recovery")
+        await until(lambda: first.database.holds(tenant) == {"settled": 1}, "the recovery")
         after = await admin.live(organization=tenant.name)
 
-    assert [(each.phase, bool(each.process_name)) for each in told.requests] == [
+    assert [(each.phase, bool(each.process_name)) for each in reported.requests] == [
         (pb.REQUEST_PHASE_DECODE, True)
     ]
     [shown] = view.requests
@@ -450,8 +450,8 @@ async def test_a_stuck_hold_is_found_and_ended(pair: tuple[Service, Service]) ->
     owner = (tenant.organization_id, tenant.project_id, tenant.key.id)
     stuck, fresh = str(uuid.uuid4()), str(uuid.uuid4())
     assert not (await admin.live(stuck_only=True, complete=False)).requests
-    first.books.rows(plant, *owner, stuck, MODEL, 60)
-    first.books.rows(plant, *owner, fresh, MODEL, 1)
+    first.database.rows(plant, *owner, stuck, MODEL, 60)
+    first.database.rows(plant, *owner, fresh, MODEL, 1)
 
     found = await admin.live(stuck_only=True, complete=False)
     ended = await admin.call("ExpireOverdueHolds", pb.ExpireOverdueHoldsRequest())
@@ -461,7 +461,7 @@ async def test_a_stuck_hold_is_found_and_ended(pair: tuple[Service, Service]) ->
     )
     assert ended.expired_count == 2
     assert not (await admin.live(stuck_only=True, complete=False)).requests
-    assert first.books.holds(tenant) == {"expired": 2}
+    assert first.database.holds(tenant) == {"expired": 2}
 
 
 async def test_an_admin_looks_up_a_request_of_any_project_running_or_ended(

@@ -30,7 +30,7 @@ TOOLS: list[dict[str, Any]] = [
     {"name": "book", "description": "Books a room.", "input_schema": HOTEL},
     {"name": "quit", "input_schema": {"type": "object", "properties": {}}},
 ]
-SAID, BOOKED = "Let me see.\n Bye", {"hotel": "Ulm", "nights": 2}
+TEXT, BOOKED = "Let me see.\n Bye", {"hotel": "Ulm", "nights": 2}
 BODY: dict[str, Any] = {
     "model": "m",
     "max_tokens": 5,
@@ -55,14 +55,14 @@ def connect(service: Service, secret: str, **options: Any) -> Any:
     return anthropic.Anthropic(base_url=url, api_key=secret, max_retries=0, **options)
 
 
-def says(text: str) -> list[dict[str, Any]]:
+def user_message(text: str) -> list[dict[str, Any]]:
     """Return a conversation of one turn."""
     return [{"role": "user", "content": text}]
 
 
 def check_usage(service: Service, tenant: Any, usage: Any) -> None:
     """Check the usage of an answer against the tenant's only usage event."""
-    [event] = service.books.events(tenant)
+    [event] = service.database.events(tenant)
     assert usage.input_tokens + usage.cache_read_input_tokens == event["input_token_count"]
     assert usage.cache_read_input_tokens == event["cached_input_token_count"]
     assert usage.output_tokens == event["billed_token_count"]
@@ -80,22 +80,22 @@ async def test_a_message_is_the_same_whole_and_streamed_and_billed_as_it_says(
     service: Service,
 ) -> None:
     tenant, streaming = await priced(service), await priced(service)
-    asked: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "model": MODEL,
         "max_tokens": 20,
         "system": [{"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}],
-        "messages": says("Tell me."),
+        "messages": user_message("Tell me."),
         "extra_body": {"temperature": 0.9, "top_k": 1},
     }
 
     with connect(service, tenant.secret) as client:
-        answer = client.messages.create(**asked)
+        answer = client.messages.create(**requested)
         counted = client.messages.count_tokens(
-            **{name: asked[name] for name in ("model", "system", "messages")}
+            **{name: requested[name] for name in ("model", "system", "messages")}
         )
     with (
         connect(service, streaming.secret) as client,
-        client.messages.stream(**asked) as stream,
+        client.messages.stream(**requested) as stream,
     ):
         events = list(stream)
         final = stream.get_final_message()
@@ -119,15 +119,15 @@ async def test_calls_are_blocks_and_their_results_continue_the_conversation(
     service: Service,
 ) -> None:
     tenant, streaming = await priced(service), await priced(service)
-    asked: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "model": SCRIPT,
         "max_tokens": 50,
-        "messages": says("Book!"),
+        "messages": user_message("Book!"),
         "tools": TOOLS,
     }
 
     with connect(service, tenant.secret) as client:
-        answer = client.messages.create(**asked)
+        answer = client.messages.create(**requested)
         check_usage(service, tenant, answer.usage)
         results = [
             {"type": "tool_result", "tool_use_id": block.id, "content": "done"}
@@ -135,35 +135,35 @@ async def test_calls_are_blocks_and_their_results_continue_the_conversation(
             if block.type == "tool_use"
         ]
         after = client.messages.create(
-            **asked
+            **requested
             | {
                 "messages": [
-                    *says("Book!"),
+                    *user_message("Book!"),
                     {"role": "assistant", "content": answer.content},
                     {"role": "user", "content": [*results, {"type": "text", "text": "And?"}]},
                 ]
             }
         )
-        free = client.messages.create(**asked, tool_choice={"type": "none"})
+        free = client.messages.create(**requested, tool_choice={"type": "none"})
         single = client.messages.create(
-            **asked, tool_choice={"type": "auto", "disable_parallel_tool_use": True}
+            **requested, tool_choice={"type": "auto", "disable_parallel_tool_use": True}
         )
-        cut = client.messages.create(**asked | {"max_tokens": 6})
+        cut = client.messages.create(**requested | {"max_tokens": 6})
     with (
         connect(service, streaming.secret) as client,
-        client.messages.stream(**asked) as stream,
+        client.messages.stream(**requested) as stream,
     ):
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
 
     calls = [(block.name, block.input) for block in answer.content if block.type == "tool_use"]
     assert calls == [("book", BOOKED), ("quit", {})]
-    assert "".join(block.text for block in answer.content if block.type == "text") == SAID
+    assert "".join(block.text for block in answer.content if block.type == "text") == TEXT
     assert answer.stop_reason == final.stop_reason == "tool_use"
     assert [
         (block.name, block.input) for block in final.content if block.type == "tool_use"
     ] == calls
-    assert "".join(block.text for block in final.content if block.type == "text") == SAID
+    assert "".join(block.text for block in final.content if block.type == "text") == TEXT
     assert kinds.count("input_json") >= 2
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") >= 3
     assert after.usage.input_tokens + after.usage.cache_read_input_tokens > 20
@@ -175,14 +175,18 @@ async def test_calls_are_blocks_and_their_results_continue_the_conversation(
 
 async def test_a_format_and_a_forced_tool_are_enforced(service: Service) -> None:
     tenant = await priced(service)
-    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 300, "messages": says("Book!")}
+    requested: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": 300,
+        "messages": user_message("Book!"),
+    }
 
     with connect(service, tenant.secret) as client:
         formatted = client.messages.create(
-            **asked, output_config={"format": {"type": "json_schema", "schema": STAY}}
+            **requested, output_config={"format": {"type": "json_schema", "schema": STAY}}
         )
         forced = client.messages.create(
-            **asked, tools=TOOLS[1:], tool_choice={"type": "tool", "name": "quit"}
+            **requested, tools=TOOLS[1:], tool_choice={"type": "tool", "name": "quit"}
         )
 
     assert json.loads(formatted.content[0].text)["nights"] in (1, 2)
@@ -191,19 +195,19 @@ async def test_a_format_and_a_forced_tool_are_enforced(service: Service) -> None
 
 async def test_errors_have_the_form_and_the_type_of_the_client(service: Service) -> None:
     tenant = await priced(service)
-    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 5, "messages": says("x")}
+    requested: dict[str, Any] = {"model": MODEL, "max_tokens": 5, "messages": user_message("x")}
 
     with connect(service, "wrong") as client, pytest.raises(anthropic.AuthenticationError) as key:
-        client.messages.create(**asked)
+        client.messages.create(**requested)
     with connect(service, tenant.secret) as client:
         with pytest.raises(anthropic.NotFoundError) as model:
-            client.messages.create(**asked | {"model": "none"})
+            client.messages.create(**requested | {"model": "none"})
         with pytest.raises(anthropic.BadRequestError) as parameter:
-            client.messages.create(**asked | {"stop_sequences": [""]})
+            client.messages.create(**requested | {"stop_sequences": [""]})
         with pytest.raises(anthropic.BadRequestError) as counted:
             client.messages.count_tokens(model=MODEL, messages=[])
         with pytest.raises(anthropic.BadRequestError) as streamed:
-            list(client.messages.create(**asked | {"max_tokens": 0}, stream=True))
+            list(client.messages.create(**requested | {"max_tokens": 0}, stream=True))
         with pytest.raises(anthropic.NotFoundError) as path:
             client.messages.batches.list()
 
@@ -221,7 +225,7 @@ async def test_errors_have_the_form_and_the_type_of_the_client(service: Service)
     assert "stop_sequences[0]" in parameter.value.api_message
     assert "max_tokens" in streamed.value.api_message
     assert counted.value.api_message.startswith("messages: ")
-    assert service.books.events(tenant) == []
+    assert service.database.events(tenant) == []
 
 
 async def test_a_stop_sequence_and_a_bearer_key(service: Service) -> None:
@@ -230,7 +234,7 @@ async def test_a_stop_sequence_and_a_bearer_key(service: Service) -> None:
 
     with anthropic.Anthropic(base_url=url, auth_token=tenant.secret, max_retries=0) as client:
         stopped = client.messages.create(
-            model=SCRIPT, max_tokens=50, messages=says("x"), stop_sequences=["see"]
+            model=SCRIPT, max_tokens=50, messages=user_message("x"), stop_sequences=["see"]
         )
 
     assert stopped.content[0].text == "Let me "
@@ -246,8 +250,8 @@ def test_a_body_of_an_agent_is_accepted_and_what_is_ignored_is_named() -> None:
                 {"type": "text", "text": "B"},
             ],
             "messages": [
-                *says("one"),
-                *says("two"),
+                *user_message("one"),
+                *user_message("two"),
                 {
                     "role": "assistant",
                     "content": [
@@ -299,7 +303,7 @@ def test_a_body_of_an_agent_is_accepted_and_what_is_ignored_is_named() -> None:
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
         (
-            {"messages": [*says("x"), {"role": "assistant", "content": "So "}]},
+            {"messages": [*user_message("x"), {"role": "assistant", "content": "So "}]},
             "messages[1].content",
         ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
@@ -348,7 +352,7 @@ def test_a_prompt_is_counted_without_a_limit() -> None:
 def test_the_documented_parameters_are_those_of_the_code_and_of_the_package() -> None:
     page = (ROOT / "docs" / "reference" / "anthropic.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`.*?`) \| (\w+) \|", page.partition("## Parameters")[2], re.MULTILINE)
-    told = {name: mark for cell, mark in rows for name in re.findall(r"`(\w+)`", cell)}
+    reported = {name: mark for cell, mark in rows for name in re.findall(r"`(\w+)`", cell)}
     known = {
         name
         for form in (
@@ -358,9 +362,9 @@ def test_the_documented_parameters_are_those_of_the_code_and_of_the_package() ->
         for name in get_type_hints(form)
     }
 
-    assert told.keys() == set(MessageParameters.__struct_fields__)
-    assert known <= told.keys()
-    for name, mark in told.items():
+    assert reported.keys() == set(MessageParameters.__struct_fields__)
+    assert known <= reported.keys()
+    for name, mark in reported.items():
         kind = MessageParameters.__annotations__[name]
         assert (mark == "no") == (kind == "Unsupported"), name
         assert (mark == "idle") == (kind == "Idle"), name

@@ -42,8 +42,8 @@ async def test_a_request_is_counted_once_with_its_tokens_and_every_stage_of_its_
         == usage.input_token_count
     )
     for stage in set(STAGES) - {"cold_start"}:
-        told_s = added(before, after, "weir_stage_seconds_sum", **OF, stage=stage)
-        assert told_s == pytest.approx(
+        reported_s = added(before, after, "weir_stage_seconds_sum", **OF, stage=stage)
+        assert reported_s == pytest.approx(
             getattr(finished.timings, f"{stage}_ms") / 1000, abs=ROUNDING_S
         ), stage
         assert added(before, after, "weir_stage_seconds_count", **OF, stage=stage) == 1, stage
@@ -51,12 +51,12 @@ async def test_a_request_is_counted_once_with_its_tokens_and_every_stage_of_its_
         finished.timings.cold_start_ms >= COLD_START_MS_MIN
     )  # the engine was ready; a busy machine may have noticed late
     assert added(before, after, "weir_stage_seconds_count", **OF, stage="cold_start") == waited
-    for name, told_ms in (
+    for name, reported_ms in (
         ("weir_time_to_first_token_seconds", finished.timings.ttft_ms),
         ("weir_request_seconds", finished.timings.total_ms),
     ):
         assert added(before, after, f"{name}_sum", **OF) == pytest.approx(
-            told_ms / 1000, abs=ROUNDING_S
+            reported_ms / 1000, abs=ROUNDING_S
         ), name
     gap_count = added(before, after, "weir_inter_token_seconds_count", **OF)
     assert 10 < gap_count <= 19, "between twenty tokens, of which several may come at once"
@@ -72,12 +72,14 @@ async def test_a_request_is_counted_once_with_its_tokens_and_every_stage_of_its_
         ("gen_ai_server_request_duration_seconds", 1),
     ):
         assert added(before, after, f"{name}_count", **conventional) == count, name
-    told = finished.timings
+    reported = finished.timings
     assert added(before, after, "weir_inter_token_seconds_sum", **OF) == pytest.approx(
-        told.decode_ms / 1000, rel=0.2
+        reported.decode_ms / 1000, rel=0.2
     )
-    assert 0 < told.itl_p50_ms <= told.itl_p99_ms <= told.itl_max_ms < told.decode_ms
-    assert told.tokens_per_second == pytest.approx(19 / told.decode_ms * 1000)
+    assert (
+        0 < reported.itl_p50_ms <= reported.itl_p99_ms <= reported.itl_max_ms < reported.decode_ms
+    )
+    assert reported.tokens_per_second == pytest.approx(19 / reported.decode_ms * 1000)
 
 
 async def test_a_refusal_is_counted_by_what_refused_it(service: Service) -> None:
@@ -125,8 +127,8 @@ async def test_labels_name_no_caller_and_no_request(service: Service) -> None:
     text = (await scrape(service.metrics_url)).text
 
     ids = (tenant.organization_id, tenant.project_id, tenant.key.id, request_id)
-    told = {str(each) for each in (*ids, tenant.name, tenant.key.prefix, "marketing-of-acme")}
-    assert not {each for each in told if each in text}
+    reported = {str(each) for each in (*ids, tenant.name, tenant.key.prefix, "marketing-of-acme")}
+    assert not {each for each in reported if each in text}
 
 
 async def test_running_requests_are_shown_while_they_run_only(service: Service) -> None:

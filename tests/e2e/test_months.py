@@ -28,7 +28,7 @@ from weir_client import (
 
 from metering.core.models import PriceVersion
 from metering.pricing.prices import get_price
-from tests.metering.books import Consumed, Customer, add_usage
+from tests.metering.usage import Consumed, Customer, add_usage
 from tests.service import Service, Tenant
 
 OCTOBER = datetime(2025, 10, 10, 12, tzinfo=UTC)
@@ -150,8 +150,8 @@ async def test_a_month_is_closed_proved_and_corrected_by_commands(
         pdf = ("--format", "pdf", "--output", str(tmp_path / f"month-{file}"))
         await finance.weir("month", "show", "2025-10", *org, *pdf)
     page = PdfReader(tmp_path / "first.pdf").pages[0].extract_text()
-    said = {line.strip() for line in page.splitlines()}
-    assert {"Credit note", note, number, "an outage", "USD -0.05"} <= said
+    lines = {line.strip() for line in page.splitlines()}
+    assert {"Credit note", note, number, "an outage", "USD -0.05"} <= lines
     for kind in ("", "month-"):
         first, second = (
             (tmp_path / f"{kind}{each}.pdf").read_bytes() for each in ("first", "second")
@@ -166,7 +166,7 @@ async def test_a_month_is_closed_proved_and_corrected_by_commands(
     assert "reproduced" in await finance.weir("month", "verify", "2025-10", *org)
     actions = [
         row["action"]
-        for row in finance.service.books.rows(
+        for row in finance.service.database.rows(
             "SELECT action FROM audit_log WHERE after->>'organization_id' = %s ORDER BY id",
             str(finance.tenant.organization_id),
         )
@@ -189,14 +189,14 @@ async def test_obstacles_are_shown_with_kinds_and_remedies(finance: Finance) -> 
         checked = await client.close_month(finance.tenant.name, present, validate_only=True)
         with pytest.raises(FailedPrecondition) as refusal:
             await client.close_month(finance.tenant.name, present)
-    told = await finance.weir("month", "close", present, "--org", finance.tenant.name, status=1)
+    reported = await finance.weir("month", "close", present, "--org", finance.tenant.name, status=1)
 
     kinds = [each.kind for each in refusal.value.details.preconditions]
     assert kinds == [each.kind for each in checked.obstacles]
     assert kinds[0] == "MONTH_NOT_OVER"
     assert "EARLIER_MONTH_OPEN" in kinds
     assert refusal.value.reason == "MONTH_NOT_CLOSABLE"
-    assert "MONTH_NOT_OVER" in told
+    assert "MONTH_NOT_OVER" in reported
 
 
 async def test_finance_reads_its_own_and_changes_nothing(finance: Finance) -> None:
@@ -293,7 +293,7 @@ async def test_bad_amounts_and_reasons_are_refused_by_name_and_repetition_propos
     name = finance.tenant.name
     async with finance.client() as client:
         number = (await client.close_month(name, "2025-10")).month.invoice_number
-        for asked, field in (
+        for requested, field in (
             (client.create_adjustment(name, Money("USD", 0), "none"), "amount"),
             (client.create_adjustment(name, Money("EUR", CENT), "other"), "amount.currency_code"),
             (client.create_adjustment(name, Money("USD", CENT), "=1+1"), "reason"),
@@ -303,7 +303,7 @@ async def test_bad_amounts_and_reasons_are_refused_by_name_and_repetition_propos
             (client.create_credit_note(number, Money("USD", 17 * CENT), "more than all"), "amount"),
         ):
             with pytest.raises(InvalidRequest) as refusal:
-                await asked
+                await requested
             assert [each.field for each in refusal.value.details.field_violations] == [field]
         request_id = str(uuid.uuid4())
         first = await client.create_adjustment(name, Money("", CENT), "once", request_id=request_id)

@@ -14,10 +14,10 @@ import openai
 import pytest
 
 from metering.core.models import QuotaDimension
-from tests.e2e.openai_clients import connect, says
+from tests.e2e.openai_clients import connect, user_message
 from tests.service import MODEL, PATIENCE_S, Service, Tenant, log_events
 
-CHAT: dict[str, Any] = {"model": MODEL, "messages": says("Hi"), "max_tokens": 1}
+CHAT: dict[str, Any] = {"model": MODEL, "messages": user_message("Hi"), "max_tokens": 1}
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
 SCHEMA = {"type": "array", "uniqueItems": True}
 
@@ -50,7 +50,7 @@ async def tenant(service: Service, no_incident: None) -> AsyncIterator[Tenant]:
     tenant = await service.tenant()
     yield tenant
     await service.no_hold_left(tenant)
-    assert service.books.events(tenant) == []
+    assert service.database.events(tenant) == []
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Socket:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
-    async def say(self, data: bytes) -> None:
+    async def append(self, data: bytes) -> None:
         """Send bytes."""
         self.writer.write(data)
         await self.writer.drain()
@@ -253,8 +253,8 @@ async def test_a_schema_that_cannot_be_compiled_is_named_and_billed_no_tokens(
     assert caught.value.param == "response_format.json_schema.schema"
     assert caught.value.type == "invalid_request_error"
     await service.no_hold_left(tenant)
-    assert list(service.books.billed(tenant).values()) == [{}]
-    assert service.books.counters(tenant) == {
+    assert list(service.database.billed(tenant).values()) == [{}]
+    assert service.database.counters(tenant) == {
         "requests_per_minute": (1, 0),
         "tokens_per_month": (0, 0),
     }
@@ -303,7 +303,7 @@ async def test_unsupported_parameters_of_responses_and_embeddings_are_refused_by
             client.responses.retrieve("resp_1")
 
 
-async def test_bodies_that_are_no_request_are_refused_and_the_connection_lives_on(
+async def test_bodies_that_are_no_request_are_refused_and_the_connection_stays(
     service: Service, tenant: Tenant
 ) -> None:
     bodies = {
@@ -322,19 +322,19 @@ async def test_bodies_that_are_no_request_are_refused_and_the_connection_lives_o
     socket = await dial(service)
 
     for body, code in bodies.items():
-        await socket.say(post(tenant.secret, body))
+        await socket.append(post(tenant.secret, body))
         response = await socket.response()
         assert (response.status, response.error["code"]) == (400, code), body[:40]
-    await socket.say(post("nobody", b"{}"))
+    await socket.append(post("nobody", b"{}"))
     assert (await socket.response()).status == 401
-    await socket.say(b"GET /v1/models HTTP/1.1\r\nhost: weir\r\n\r\n")
+    await socket.append(b"GET /v1/models HTTP/1.1\r\nhost: weir\r\n\r\n")
     keyless = await socket.response()
     assert keyless.status == 401
     assert keyless.headers["www-authenticate"] == "Bearer"
-    await socket.say(post(tenant.secret, b"", path="/v1/models"))
+    await socket.append(post(tenant.secret, b"", path="/v1/models"))
     response = await socket.response()
     assert (response.status, response.headers["allow"]) == (405, "GET, HEAD")
-    await socket.say(
+    await socket.append(
         b"HEAD /v1/models HTTP/1.1\r\nhost: weir\r\n"
         + f"authorization: Bearer {tenant.secret}\r\n\r\n".encode()
     )
@@ -345,11 +345,11 @@ async def test_bodies_that_are_no_request_are_refused_and_the_connection_lives_o
         ("/v1/responses/resp_1", "answers are not stored"),
         ("/v1/files", "put their text into a message"),
     ):
-        await socket.say(f"GET {path} HTTP/1.1\r\nhost: weir\r\n\r\n".encode())
+        await socket.append(f"GET {path} HTTP/1.1\r\nhost: weir\r\n\r\n".encode())
         nothing_there = await socket.response()
         assert nothing_there.error["message"].startswith(f"unknown URL: GET {path};")
         assert hint in nothing_there.error["message"]
-    await socket.say(b"GET / HTTP/1.1\r\nhost: weir\r\n\r\n")
+    await socket.append(b"GET / HTTP/1.1\r\nhost: weir\r\n\r\n")
     to_console = await socket.response()
     assert head.startswith("HTTP/1.1 200")
     assert (to_console.status, to_console.headers["location"]) == (307, "console/")
@@ -366,20 +366,20 @@ async def test_oversized_bodies_are_refused_before_they_are_read(
     )
 
     socket = await dial(service)
-    await socket.say(f"{head}content-length: {too_long}\r\n\r\n".encode())
+    await socket.append(f"{head}content-length: {too_long}\r\n\r\n".encode())
     announced = await socket.response()
     socket.writer.close()
     socket = await dial(service)
-    await socket.say(f"{head}transfer-encoding: chunked\r\n\r\n{too_long:x}\r\n".encode())
-    await socket.say(b" " * too_long + b"\r\n0\r\n\r\n")
+    await socket.append(f"{head}transfer-encoding: chunked\r\n\r\n{too_long:x}\r\n".encode())
+    await socket.append(b" " * too_long + b"\r\n0\r\n\r\n")
     chunked = await socket.response()
     socket.writer.close()
     socket = await dial(service)
-    await socket.say(f"GET /v1/models HTTP/1.1\r\nx: {'y' * 100_000}\r\n\r\n".encode())
+    await socket.append(f"GET /v1/models HTTP/1.1\r\nx: {'y' * 100_000}\r\n\r\n".encode())
     header = await socket.response()
     socket.writer.close()
     socket = await dial(service)
-    await socket.say(f"{head}content-encoding: gzip\r\ncontent-length: 2\r\n\r\n{{}}".encode())
+    await socket.append(f"{head}content-encoding: gzip\r\ncontent-length: 2\r\n\r\n{{}}".encode())
     compressed = await socket.response()
     socket.writer.close()
 
@@ -395,7 +395,7 @@ async def test_bytes_that_are_not_http_are_answered_once_and_disconnected(
     greeting_of_tls = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n"
     for garbage in (greeting_of_tls, b"HELLO\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\0" * 50_000):
         socket = await dial(service)
-        await socket.say(garbage)
+        await socket.append(garbage)
         response = await socket.response()
         assert (response.status, response.error["code"]) == (400, "invalid_http"), garbage[:20]
         assert await socket.ended() == b""
@@ -415,14 +415,14 @@ async def test_a_body_that_can_never_be_complete_is_refused_at_once_and_disconne
     for broken in BROKEN_BODIES:
         for before in (b"", post(tenant.secret, b"{}")):
             socket = await dial(service)
-            await socket.say(before + chunked + b"expect: 100-continue\r\n\r\n")
+            await socket.append(before + chunked + b"expect: 100-continue\r\n\r\n")
             if before:
                 assert (await socket.response()).error["param"] == "model"
             async with asyncio.timeout(PATIENCE_S):
                 assert (
                     await socket.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
                 )
-            await socket.say(broken)
+            await socket.append(broken)
             response = await socket.response()
             assert (response.status, response.error["code"]) == (400, "invalid_http"), broken
             assert "\n" not in response.error["message"]
@@ -443,7 +443,7 @@ async def test_headers_that_ask_for_what_does_not_happen_are_refused(
 
     for header, (status, code) in wrong.items():
         socket = await dial(service)
-        await socket.say(post(tenant.secret, json.dumps(CHAT).encode(), header))
+        await socket.append(post(tenant.secret, json.dumps(CHAT).encode(), header))
         response = await socket.response()
         assert (response.status, response.error["code"]) == (status, code)
         socket.writer.close()
@@ -452,7 +452,7 @@ async def test_headers_that_ask_for_what_does_not_happen_are_refused(
         "POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer"
         f" {tenant.secret}\r\n"
     )
-    await socket.say(
+    await socket.append(
         f"{head}transfer-encoding: gzip, chunked\r\n\r\n2\r\n{{}}\r\n0\r\n\r\n".encode()
     )
     assert (await socket.response()).error["code"] == "invalid_http"
@@ -462,14 +462,14 @@ async def test_headers_that_ask_for_what_does_not_happen_are_refused(
 async def test_requests_sent_ahead_are_answered_in_their_order(
     service: Service, tenant: Tenant
 ) -> None:
-    body = json.dumps({"model": "none", "messages": says("x")}).encode()
+    body = json.dumps({"model": "none", "messages": user_message("x")}).encode()
     listing = (
         b"GET /v1/models HTTP/1.1\r\nhost: weir\r\n"
         + f"authorization: Bearer {tenant.secret}\r\n\r\n".encode()
     )
     socket = await dial(service)
 
-    await socket.say((listing + post(tenant.secret, body)) * 50)
+    await socket.append((listing + post(tenant.secret, body)) * 50)
 
     answers = [(await socket.response()).status for _ in range(100)]
     assert answers == [200, 404] * 50
@@ -477,14 +477,14 @@ async def test_requests_sent_ahead_are_answered_in_their_order(
 
 
 async def test_a_client_that_sends_expect_gets_a_continue(service: Service, tenant: Tenant) -> None:
-    body = json.dumps({"model": "none", "messages": says("x")}).encode()
+    body = json.dumps({"model": "none", "messages": user_message("x")}).encode()
     whole = post(tenant.secret, body, "expect: 100-continue")
     socket = await dial(service)
 
-    await socket.say(whole[: -len(body)])
+    await socket.append(whole[: -len(body)])
     async with asyncio.timeout(PATIENCE_S):
         assert await socket.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-    await socket.say(body)
+    await socket.append(body)
 
     assert (await socket.response()).status == 404
     socket.writer.close()

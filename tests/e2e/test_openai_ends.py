@@ -24,13 +24,13 @@ from api.generation.request.live_request import LiveRequest
 from api.openai import listener as http_requests
 from metering.core.models import Outcome, QuotaDimension
 from tests.conftest import new_database
-from tests.e2e.openai_clients import TO_THE_END, connect_async, cost_of, extension, says
+from tests.e2e.openai_clients import TO_THE_END, connect_async, cost_of, extension, user_message
 from tests.e2e.test_openai_bad_input import Socket, post
 from tests.service import INPUT_PICOS, MODEL, PATIENCE_S, Inside, Service, Tenant, run_inside, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-OUTBOX_TOKENS = 400
+QUEUED_TOKENS = 400
 CONNECTIONS = 20
 
 Value = TypeVar("Value")
@@ -54,7 +54,7 @@ async def inside(
             url,
             model,
             client_stall_max_s=1.0,
-            outbox_tokens_per_request_max=OUTBOX_TOKENS,
+            outbox_tokens_per_request_max=QUEUED_TOKENS,
             lease_slice_tokens=24,
             lease_margin_tokens=8,
             http_idle_max_s=1.0,
@@ -86,8 +86,8 @@ async def the_one_running(inside: Inside, token_count: int) -> LiveRequest:
 
 async def the_event(service: Service, tenant: Tenant) -> dict[str, Any]:
     """Return the tenant's only usage event, once it exists."""
-    await until(lambda: service.books.events(tenant), "the settlement")
-    [event] = service.books.events(tenant)
+    await until(lambda: service.database.events(tenant), "the settlement")
+    [event] = service.database.events(tenant)
     assert event["billed_token_count"] == event["delivered_token_count"]
     assert event["cost_picos"] == cost_of(event)
     return event
@@ -113,7 +113,7 @@ async def test_a_client_that_hangs_up_in_mid_stream_pays_what_was_sent(
     async with connect_async(service, tenant.secret) as client:
         stream = await client.chat.completions.create(
             model=MODEL,
-            messages=says("Go"),
+            messages=user_message("Go"),
             max_tokens=3000,
             stream=True,
             logprobs=True,
@@ -121,8 +121,8 @@ async def test_a_client_that_hangs_up_in_mid_stream_pays_what_was_sent(
         )
         received = 0
         async for chunk in stream:
-            told = chunk.choices[0].logprobs
-            received += len(told.content or []) if told is not None else 0
+            reported = chunk.choices[0].logprobs
+            received += len(reported.content or []) if reported is not None else 0
             if received >= k:
                 break
         await stream.close()
@@ -130,7 +130,7 @@ async def test_a_client_that_hangs_up_in_mid_stream_pays_what_was_sent(
 
     assert event["outcome"] == "cancelled"
     assert k <= received <= event["delivered_token_count"] < 3000
-    used, held = service.books.counters(tenant)["tokens_per_month"]
+    used, held = service.database.counters(tenant)["tokens_per_month"]
     assert (used, held) == (event["input_token_count"] + event["delivered_token_count"], 0)
 
 
@@ -139,11 +139,11 @@ async def test_a_client_that_hangs_up_before_its_whole_answer_pays_no_output(
 ) -> None:
     tenant = await service.tenant()
     body = json.dumps(
-        {"model": MODEL, "messages": says("Go"), "max_tokens": 3000} | TO_THE_END
+        {"model": MODEL, "messages": user_message("Go"), "max_tokens": 3000} | TO_THE_END
     ).encode()
 
     line = await dial(service)
-    await line.say(post(tenant.secret, body))
+    await line.append(post(tenant.secret, body))
     running = await the_one_running(inside, 50)
     assert running.usage.delivered_token_count == 0
     line.writer.close()
@@ -160,10 +160,10 @@ async def test_a_whole_answer_that_breaks_is_refused_and_free(
     tenant = await service.tenant()
 
     async with connect_async(service, tenant.secret) as client, asyncio.TaskGroup() as tasks:
-        asked = client.completions.create(
+        requested = client.completions.create(
             model=MODEL, prompt=["Go", "On"], max_tokens=2000, extra_body=TO_THE_END
         )
-        call = tasks.create_task(refused(asked))
+        call = tasks.create_task(refused(requested))
         await until(
             lambda: (
                 sum(each.usage.generated_token_count > 5 for each in inside.process.running()) == 2
@@ -176,8 +176,8 @@ async def test_a_whole_answer_that_breaks_is_refused_and_free(
     assert isinstance(error, openai.InternalServerError)
     assert (error.status_code, error.code) == (503, "draining")
     assert int(error.response.headers["retry-after"]) >= 1
-    await until(lambda: service.books.holds(tenant) == {"voided": 2}, "both to be voided")
-    assert service.books.events(tenant) == []
+    await until(lambda: service.database.holds(tenant) == {"voided": 2}, "both to be voided")
+    assert service.database.events(tenant) == []
 
 
 async def test_a_stream_that_breaks_says_so_and_what_was_sent_is_billed(
@@ -187,7 +187,11 @@ async def test_a_stream_that_breaks_says_so_and_what_was_sent_is_billed(
 
     async with connect_async(service, tenant.secret) as client:
         stream = await client.chat.completions.create(
-            model=MODEL, messages=says("Go"), max_tokens=3000, stream=True, extra_body=TO_THE_END
+            model=MODEL,
+            messages=user_message("Go"),
+            max_tokens=3000,
+            stream=True,
+            extra_body=TO_THE_END,
         )
         await anext(aiter(stream))
         inside.process.fail_all(Draining("to be served elsewhere"))
@@ -208,7 +212,7 @@ async def test_a_stream_that_breaks_says_so_and_what_was_sent_is_billed(
     assert extension(last.response)["reason"] == "DRAINING"
     assert all(
         event["outcome"] == "failed" and event["delivered_token_count"] > 0
-        for event in service.books.events(tenant)
+        for event in service.database.events(tenant)
     )
 
 
@@ -217,7 +221,11 @@ async def test_an_answer_that_a_quota_cuts_is_whole_as_far_as_it_goes(service: S
 
     async with connect_async(service, tenant.secret) as client:
         answer = await client.chat.completions.create(
-            model=MODEL, messages=says("Go"), max_tokens=3000, logprobs=True, extra_body=TO_THE_END
+            model=MODEL,
+            messages=user_message("Go"),
+            max_tokens=3000,
+            logprobs=True,
+            extra_body=TO_THE_END,
         )
 
     assert answer.choices[0].finish_reason == "length"
@@ -235,7 +243,7 @@ async def test_a_client_that_does_not_read_is_given_up(inside: Inside, service: 
     tenant = await service.tenant()
     fields = {
         "model": MODEL,
-        "messages": says("Go"),
+        "messages": user_message("Go"),
         "max_tokens": 3000,
         "stream": True,
         "logprobs": True,
@@ -243,7 +251,7 @@ async def test_a_client_that_does_not_read_is_given_up(inside: Inside, service: 
     }
 
     line = await dial(service, receive_bytes=4096)
-    await line.say(post(tenant.secret, json.dumps(fields | TO_THE_END).encode()))
+    await line.append(post(tenant.secret, json.dumps(fields | TO_THE_END).encode()))
     event = await the_event(service, tenant)
     await inside.check_empty()
 
@@ -257,8 +265,8 @@ async def test_a_connection_without_a_complete_request_is_closed(service: Servic
     tenant = await service.tenant()
     silent, headless, bodiless = [await dial(service) for _ in range(3)]
 
-    await headless.say(b"POST /v1/chat/completions HTTP/1.1\r\nhost: we")
-    await bodiless.say(post(tenant.secret, b"{}")[:-1])
+    await headless.append(b"POST /v1/chat/completions HTTP/1.1\r\nhost: we")
+    await bodiless.append(post(tenant.secret, b"{}")[:-1])
 
     response = await bodiless.response()
     assert (response.status, response.error["code"]) == (408, "request_timeout")
@@ -274,10 +282,10 @@ async def test_a_head_sent_byte_by_byte_keeps_no_connection(
     """Even after complete requests: only a whole head is progress."""
     line = await dial(service)
     for _ in range(complete_count):
-        await line.say(b"GET /v1/models HTTP/1.1\r\nhost: weir\r\n\r\n")
+        await line.append(b"GET /v1/models HTTP/1.1\r\nhost: weir\r\n\r\n")
         assert (await line.response()).status == 401
 
-    await line.say(b"POST /v1/chat/completions HTTP/1.1\r\nx: ")
+    await line.append(b"POST /v1/chat/completions HTTP/1.1\r\nx: ")
 
     assert await fed(line, line.ended()) == b""
 
@@ -286,7 +294,7 @@ async def test_a_body_sent_byte_by_byte_is_refused(service: Service) -> None:
     tenant = await service.tenant()
     line = await dial(service)
 
-    await line.say(post(tenant.secret, b" " * 100_000)[:-90_000])
+    await line.append(post(tenant.secret, b" " * 100_000)[:-90_000])
     answer = await fed(line, line.response())
 
     assert (answer.status, answer.error["code"]) == (408, "request_timeout")
@@ -298,7 +306,7 @@ async def fed(line: Socket, answer: Coroutine[Any, Any, Value]) -> Value:
     answered = asyncio.ensure_future(answer)
     while not (await asyncio.wait([answered], timeout=0.02))[0]:
         with contextlib.suppress(ConnectionError):
-            await line.say(b" ")
+            await line.append(b" ")
     line.writer.close()
     return await answered
 
@@ -319,11 +327,13 @@ async def test_a_body_without_a_length_ends_with_its_connection_where_nothing_el
     service: Service,
 ) -> None:
     tenant = await service.tenant()
-    body = json.dumps({"model": MODEL, "messages": says("Go"), "max_tokens": 2}).encode()
-    asked = post(tenant.secret, body, "connection: keep-alive").replace(b"HTTP/1.1", b"HTTP/1.0")
+    body = json.dumps({"model": MODEL, "messages": user_message("Go"), "max_tokens": 2}).encode()
+    requested = post(tenant.secret, body, "connection: keep-alive").replace(
+        b"HTTP/1.1", b"HTTP/1.0"
+    )
 
     line = await dial(service)
-    await line.say(asked)
+    await line.append(requested)
     head, _, answer = (await line.ended()).partition(b"\r\n\r\n")
 
     assert head.startswith(b"HTTP/1.0 200")
@@ -348,7 +358,7 @@ async def test_connections_are_bounded_and_come_back(service: Service) -> None:
 async def send_endlessly(line: Socket, data: bytes) -> None:
     """Send until the server disconnects. Raises: ConnectionError."""
     while True:
-        await line.say(data)
+        await line.append(data)
 
 
 async def refused(call: Any) -> openai.APIStatusError:

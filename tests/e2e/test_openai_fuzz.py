@@ -151,11 +151,11 @@ def bodies(draw: st.DrawFn, path: str) -> bytes:
             del body[draw(st.sampled_from(sorted(body)))]
     content = json.dumps(body).encode(errors="surrogatepass")
     if draw(st.integers(0, 19)) == 0:
-        place = draw(st.integers(0, len(content)))
+        index = draw(st.integers(0, len(content)))
         content = (
-            content[:place]
+            content[:index]
             + draw(st.binary(max_size=4))
-            + content[place + draw(st.integers(0, 4)) :]
+            + content[index + draw(st.integers(0, 4)) :]
         )
     return content
 
@@ -272,21 +272,21 @@ def check_events(content: bytes) -> None:
     lines = [
         line.removeprefix(b"data: ") for line in content.split(b"\n") if line.startswith(b"data: ")
     ]
-    told = [json.loads(line) for line in lines if line != b"[DONE]"]
-    assert told
-    if "error" in told[-1] and told[-1]["error"] is not None:
-        check_error(told[-1])
+    reported = [json.loads(line) for line in lines if line != b"[DONE]"]
+    assert reported
+    if "error" in reported[-1] and reported[-1]["error"] is not None:
+        check_error(reported[-1])
     else:
-        assert lines[-1] == b"[DONE]" or told[-1]["type"] in (
+        assert lines[-1] == b"[DONE]" or reported[-1]["type"] in (
             "response.completed",
             "response.incomplete",
             "response.failed",
         )
 
 
-def check_error(told: dict[str, Any]) -> None:
+def check_error(reported: dict[str, Any]) -> None:
     """Check that an error has all fields that clients read."""
-    error = told["error"]
+    error = reported["error"]
     assert error["message"]
     assert isinstance(error["type"], str)
     assert isinstance(error["code"], str)

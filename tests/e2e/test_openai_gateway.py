@@ -20,8 +20,8 @@ from tests.e2e.openai_clients import (
     connect,
     connect_async,
     extension,
-    says,
     text_of,
+    user_message,
 )
 from tests.service import (
     CONTEXT_WINDOW_TOKENS,
@@ -56,7 +56,7 @@ async def test_a_chat_has_the_text_and_the_bill_of_the_same_prompt_over_grpc(
     with connect(service, by_http.secret) as client:
         answer = client.chat.completions.create(
             model=MODEL,
-            messages=says("How far is it?"),
+            messages=user_message("How far is it?"),
             max_tokens=30,
             extra_body=TO_THE_END,
             **drawn,
@@ -64,7 +64,7 @@ async def test_a_chat_has_the_text_and_the_bill_of_the_same_prompt_over_grpc(
 
     assert answer.choices[0].message.content == stream.text(request_id)
     assert answer.choices[0].finish_reason == "length"
-    [there], here = service.books.events(by_grpc), check_billed(service, by_http, answer)
+    [there], here = service.database.events(by_grpc), check_billed(service, by_http, answer)
     for name in ("input", "cached_input", "generated", "delivered", "billed"):
         assert here[f"{name}_token_count"] == there[f"{name}_token_count"], name
     for name in ("cost_picos", "price_version_id", "outcome", "model"):
@@ -83,19 +83,19 @@ async def test_a_stream_is_the_whole_answer_in_pieces_and_ends_with_its_usage(
     service: Service,
 ) -> None:
     whole_tenant, tenant = await service.tenant(), await service.tenant()
-    asked: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "model": MODEL,
-        "messages": says("Tell me."),
+        "messages": user_message("Tell me."),
         "max_completion_tokens": 40,
         "extra_body": TO_THE_END,
     }
 
     with connect(service, whole_tenant.secret) as client:
-        whole = client.chat.completions.create(**asked)
+        whole = client.chat.completions.create(**requested)
     with (
         connect(service, tenant.secret) as client,
         client.chat.completions.create(
-            **asked, stream=True, stream_options={"include_usage": True}
+            **requested, stream=True, stream_options={"include_usage": True}
         ) as stream,
     ):
         *chunks, last = stream
@@ -115,7 +115,7 @@ async def test_a_stream_is_the_whole_answer_in_pieces_and_ends_with_its_usage(
 @pytest.mark.parametrize("kind", ["chat", "completions"])
 async def test_usage_so_far_is_part_of_every_event_on_request(service: Service, kind: str) -> None:
     tenant = await service.tenant()
-    asked: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "model": MODEL,
         "max_tokens": 9,
         "n": 2,
@@ -127,9 +127,9 @@ async def test_usage_so_far_is_part_of_every_event_on_request(service: Service, 
 
     with connect(service, tenant.secret) as client:
         stream = (
-            client.chat.completions.create(messages=says("Tell me."), **asked)
+            client.chat.completions.create(messages=user_message("Tell me."), **requested)
             if kind == "chat"
-            else client.completions.create(prompt="Tell me.", **asked)
+            else client.completions.create(prompt="Tell me.", **requested)
         )
         *chunks, last = stream
 
@@ -148,11 +148,11 @@ async def test_usage_so_far_is_part_of_every_event_on_request(service: Service, 
 
 async def test_counted_input_tokens_are_those_of_the_response(service: Service) -> None:
     tenant = await service.tenant()
-    asked: dict[str, Any] = {"model": MODEL, "input": "Tell me.", "instructions": "Be kind."}
+    requested: dict[str, Any] = {"model": MODEL, "input": "Tell me.", "instructions": "Be kind."}
 
     with connect(service, tenant.secret) as client:
-        counted = client.responses.input_tokens.count(**asked)
-        answer = client.responses.create(**asked, max_output_tokens=5)
+        counted = client.responses.input_tokens.count(**requested)
+        answer = client.responses.create(**requested, max_output_tokens=5)
         with pytest.raises(openai.NotFoundError) as unknown:
             client.responses.input_tokens.count(model="none", input="x")
         with pytest.raises(openai.BadRequestError) as empty:
@@ -165,16 +165,16 @@ async def test_counted_input_tokens_are_those_of_the_response(service: Service) 
     )
     assert unknown.value.code == "model_not_found"
     assert empty.value.param == "input"
-    assert len(service.books.events(tenant)) == 1, "counting is not billed"
+    assert len(service.database.events(tenant)) == 1, "counting is not billed"
 
 
 async def test_several_choices_of_one_prompt_are_separate_and_billed_once(
     service: Service,
 ) -> None:
     tenant = await service.tenant()
-    asked: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "model": MODEL,
-        "messages": says("Hm."),
+        "messages": user_message("Hm."),
         "n": 3,
         "temperature": 1.2,
         "seed": 3,
@@ -182,11 +182,13 @@ async def test_several_choices_of_one_prompt_are_separate_and_billed_once(
     }
 
     with connect(service, tenant.secret) as client:
-        whole = client.chat.completions.create(**asked, extra_body=TO_THE_END)
+        whole = client.chat.completions.create(**requested, extra_body=TO_THE_END)
         check_billed(service, tenant, whole)
         streamed = ["", "", ""]
         ends = ["", "", ""]
-        for chunk in client.chat.completions.create(**asked, extra_body=TO_THE_END, stream=True):
+        for chunk in client.chat.completions.create(
+            **requested, extra_body=TO_THE_END, stream=True
+        ):
             for choice in chunk.choices:
                 streamed[choice.index] += choice.delta.content or ""
                 ends[choice.index] += choice.finish_reason or ""
@@ -198,14 +200,14 @@ async def test_several_choices_of_one_prompt_are_separate_and_billed_once(
     assert whole.usage.completion_tokens == 36
 
 
-async def test_structured_output_is_parsed_into_the_types_that_were_asked_for(
+async def test_structured_output_is_parsed_into_the_types_that_were_requested(
     service: Service,
 ) -> None:
     tenant = await service.tenant()
 
     with connect(service, tenant.secret) as client:
         chat = client.chat.completions.parse(
-            model=MODEL, messages=says("And?"), response_format=Verdict, max_tokens=400
+            model=MODEL, messages=user_message("And?"), response_format=Verdict, max_tokens=400
         )
         response = client.responses.parse(
             model=MODEL, input="And?", text_format=Verdict, max_output_tokens=400
@@ -216,7 +218,7 @@ async def test_structured_output_is_parsed_into_the_types_that_were_asked_for(
             streamed = stream.get_final_response()
         anything = client.chat.completions.create(
             model=MODEL,
-            messages=says("And?"),
+            messages=user_message("And?"),
             response_format={"type": "json_object"},
             max_tokens=5,
         )
@@ -227,7 +229,7 @@ async def test_structured_output_is_parsed_into_the_types_that_were_asked_for(
     assert (anything.choices[0].message.content or "").lstrip().startswith("{")
 
 
-async def test_a_response_tells_what_was_asked_and_what_it_came_to(service: Service) -> None:
+async def test_a_response_reports_what_was_requested_and_what_it_came_to(service: Service) -> None:
     tenant, same = await service.tenant(), await service.tenant()
     turns: list[Any] = [
         {"role": "user", "content": [{"type": "input_text", "text": "One"}]},
@@ -249,8 +251,8 @@ async def test_a_response_tells_what_was_asked_and_what_it_came_to(service: Serv
             extra_body=TO_THE_END,
         )
     with connect(service, same.secret) as client:
-        messages: list[Any] = [{"role": "developer", "content": "Be brief."}, *says("One")]
-        messages += [{"role": "assistant", "content": "Two"}, *says("Three")]
+        messages: list[Any] = [{"role": "developer", "content": "Be brief."}, *user_message("One")]
+        messages += [{"role": "assistant", "content": "Two"}, *user_message("Three")]
         chat = client.chat.completions.create(
             model=MODEL, messages=messages, max_tokens=9, extra_body=TO_THE_END
         )
@@ -261,7 +263,7 @@ async def test_a_response_tells_what_was_asked_and_what_it_came_to(service: Serv
     assert response.incomplete_details.reason == "max_output_tokens"
     assert response.metadata == {"team": "x"}
     assert response.usage is not None
-    [event] = service.books.events(tenant)
+    [event] = service.database.events(tenant)
     assert event["labels"] == {"team": "x"}
     assert (response.usage.input_tokens, response.usage.output_tokens) == (
         event["input_token_count"],
@@ -325,7 +327,7 @@ async def test_completions_take_prompts_in_every_form_and_answer_each(service: S
     assert both.usage is not None
     assert (both.usage.prompt_tokens, both.usage.completion_tokens) == (11, 14)
     billed = {
-        str(event["request_id"]): event["cost_picos"] for event in service.books.events(tenant)
+        str(event["request_id"]): event["cost_picos"] for event in service.database.events(tenant)
     }
     assert extension(both)["cost"]["picos"] == sum(
         billed[each] for each in extension(both)["request_ids"]
@@ -334,13 +336,13 @@ async def test_completions_take_prompts_in_every_form_and_answer_each(service: S
 
 async def test_logprobs_name_every_token_and_its_bytes(service: Service) -> None:
     tenant = await service.tenant()
-    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "extra_body": TO_THE_END}
+    requested: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "extra_body": TO_THE_END}
 
     with connect(service, tenant.secret) as client:
         chat = client.chat.completions.create(
-            **asked, messages=says("Zoë"), logprobs=True, top_logprobs=3
+            **requested, messages=user_message("Zoë"), logprobs=True, top_logprobs=3
         )
-        plain = client.completions.create(**asked, prompt="Zoë", logprobs=2)
+        plain = client.completions.create(**requested, prompt="Zoë", logprobs=2)
         response = client.responses.create(
             model=MODEL,
             input="Zoë",
@@ -372,16 +374,16 @@ async def test_lm_eval_scores_continuations_by_the_echo(service: Service) -> Non
     """The body is that of `local-completions`; it reads `token_logprobs[ctxlen:-1]`."""
     tenant = await service.tenant()
     prompts = [list(PLAIN_IDS[start : start + 30]) for start in (0, 50)]
-    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 1, "seed": 1234, "temperature": 0}
+    requested: dict[str, Any] = {"model": MODEL, "max_tokens": 1, "seed": 1234, "temperature": 0}
 
     with connect(service, tenant.secret) as client:
-        client.completions.create(**asked, prompt=prompts[0])  # cached from now on
-        answer = client.completions.create(**asked, prompt=prompts, logprobs=1, echo=True)
+        client.completions.create(**requested, prompt=prompts[0])  # cached from now on
+        answer = client.completions.create(**requested, prompt=prompts, logprobs=1, echo=True)
         steps = [
-            client.completions.create(**asked, prompt=prompts[0][:count], logprobs=1)
+            client.completions.create(**requested, prompt=prompts[0][:count], logprobs=1)
             for count in (1, 15, 30)
         ]
-        text = client.completions.create(**asked, prompt="Zoë", echo=True)
+        text = client.completions.create(**requested, prompt="Zoë", echo=True)
 
     for choice, prompt in zip(answer.choices, prompts, strict=True):
         columns: Any = choice.logprobs
@@ -404,27 +406,31 @@ async def test_lm_eval_scores_continuations_by_the_echo(service: Service) -> Non
     details = answer.usage.prompt_tokens_details
     assert details is not None
     assert details.cached_tokens == 0, "every token is computed"
-    event = service.books.event(tenant, extension(answer)["request_ids"][0])
+    event = service.database.event(tenant, extension(answer)["request_ids"][0])
     assert event["cost_picos"] == 30 * INPUT_PICOS + OUTPUT_PICOS
 
 
 async def test_stop_sequences_penalties_and_biases_reach_the_engine(service: Service) -> None:
     tenant = await service.tenant()
-    asked: dict[str, Any] = {"model": MODEL, "messages": says("Stop!"), "max_tokens": 20}
+    requested: dict[str, Any] = {
+        "model": MODEL,
+        "messages": user_message("Stop!"),
+        "max_tokens": 20,
+    }
 
     with connect(service, tenant.secret) as client:
         free = (
-            client.chat.completions.create(**asked, extra_body=TO_THE_END)
+            client.chat.completions.create(**requested, extra_body=TO_THE_END)
             .choices[0]
             .message.content
             or ""
         )
-        stopped = client.chat.completions.create(**asked, stop=free[4:6], extra_body=TO_THE_END)
+        stopped = client.chat.completions.create(**requested, stop=free[4:6], extra_body=TO_THE_END)
         biased = client.chat.completions.create(
-            **asked, logit_bias={"11": 100}, extra_body=TO_THE_END
+            **requested, logit_bias={"11": 100}, extra_body=TO_THE_END
         )
         penalised = client.chat.completions.create(
-            **asked,
+            **requested,
             logit_bias={"11": 100},
             presence_penalty=2.0,
             frequency_penalty=2.0,
@@ -446,14 +452,14 @@ async def test_labels_hold_caller_and_reason(service: Service) -> None:
     with connect(service, tenant.secret) as client:
         answer = client.chat.completions.create(
             model=MODEL,
-            messages=says("Hi"),
+            messages=user_message("Hi"),
             max_tokens=2,
             user="u-7",
             metadata={"feature": "search"},
             service_tier="flex",
         )
 
-    [event] = service.books.events(tenant)
+    [event] = service.database.events(tenant)
     assert event["labels"] == {"feature": "search", "user": "u-7"}
     assert answer.service_tier == "flex"
 
@@ -496,13 +502,19 @@ async def test_a_limit_refuses_with_the_time_to_wait_and_the_client_waits_it_out
         for _ in range(6):  # needed to predict how long a request takes
             await client.completions.create(model=MODEL, prompt="Hi", max_tokens=1)
         running = await client.chat.completions.create(
-            model=MODEL, messages=says("Long"), max_tokens=4000, stream=True, extra_body=TO_THE_END
+            model=MODEL,
+            messages=user_message("Long"),
+            max_tokens=4000,
+            stream=True,
+            extra_body=TO_THE_END,
         )
         await anext(aiter(running))
         with pytest.raises(openai.RateLimitError) as refused:
-            await client.chat.completions.create(model=MODEL, messages=says("Hi"), max_tokens=2)
+            await client.chat.completions.create(
+                model=MODEL, messages=user_message("Hi"), max_tokens=2
+            )
         answer = await patient.chat.completions.create(
-            model=MODEL, messages=says("Hi"), max_tokens=2
+            model=MODEL, messages=user_message("Hi"), max_tokens=2
         )
 
     assert refused.value.code == "rate_limit_exceeded"
@@ -516,14 +528,14 @@ async def test_a_limit_refuses_with_the_time_to_wait_and_the_client_waits_it_out
     await service.no_hold_left(tenant)
 
 
-async def test_every_answer_tells_what_is_left_of_the_limits(service: Service) -> None:
+async def test_every_answer_reports_what_is_left_of_the_limits(service: Service) -> None:
     tenant = await service.tenant(
         {QuotaDimension.TOKENS_PER_MONTH: 1000, QuotaDimension.REQUESTS_PER_MINUTE: 50}
     )
 
     with connect(service, tenant.secret) as client:
         raw = client.chat.completions.with_raw_response.create(
-            model=MODEL, messages=says("Hi"), max_tokens=10, extra_body=TO_THE_END
+            model=MODEL, messages=user_message("Hi"), max_tokens=10, extra_body=TO_THE_END
         )
         with pytest.raises(openai.RateLimitError) as refused:
             client.completions.create(model=MODEL, prompt=list(PLAIN_IDS) * 4, max_tokens=1)
@@ -554,7 +566,7 @@ async def test_a_key_without_permission_is_refused_with_the_reason(service: Serv
         connect(service, admin) as reader,
         pytest.raises(openai.PermissionDeniedError) as forbidden,
     ):
-        reader.chat.completions.create(model=MODEL, messages=says("Hi"))
+        reader.chat.completions.create(model=MODEL, messages=user_message("Hi"))
 
     assert unknown.value.code == "invalid_api_key"
     assert forbidden.value.code == "insufficient_permissions"
@@ -566,22 +578,22 @@ async def test_the_same_idempotency_key_is_billed_once(service: Service) -> None
 
     with connect(service, tenant.secret) as client:
         for key in (request_id, "order 66".replace(" ", "-")):
-            asked: dict[str, Any] = {
+            requested: dict[str, Any] = {
                 "model": MODEL,
-                "messages": says("Hi"),
+                "messages": user_message("Hi"),
                 "extra_headers": {"Idempotency-Key": key},
             }
-            raw = client.chat.completions.with_raw_response.create(**asked, max_tokens=3)
+            raw = client.chat.completions.with_raw_response.create(**requested, max_tokens=3)
             with pytest.raises(openai.ConflictError) as settled:
-                client.chat.completions.create(**asked, max_tokens=3)
+                client.chat.completions.create(**requested, max_tokens=3)
             with pytest.raises(openai.ConflictError) as reused:
-                client.chat.completions.create(**asked, max_tokens=4)
+                client.chat.completions.create(**requested, max_tokens=4)
             assert settled.value.code == "request_settled"
             assert reused.value.code == "request_id_reused"
             assert settled.value.response.headers["x-should-retry"] == "false"
             assert settled.value.request_id == raw.headers["x-request-id"]
 
-    first, second = service.books.events(tenant)
+    first, second = service.database.events(tenant)
     assert str(first["request_id"]) == request_id
     assert str(second["request_id"]) == raw.headers["x-request-id"]
 
@@ -594,7 +606,7 @@ async def test_fifty_streams_at_once_are_fifty_answers(service: Service) -> None
         async def ask(index: int) -> tuple[str, int]:
             stream = await client.chat.completions.create(
                 model=MODEL,
-                messages=says(f"Question {index % 5}"),
+                messages=user_message(f"Question {index % 5}"),
                 max_tokens=20,
                 stream=True,
                 stream_options={"include_usage": True},
@@ -608,7 +620,7 @@ async def test_fifty_streams_at_once_are_fifty_answers(service: Service) -> None
 
     assert {tokens for _, tokens in answers} == {20}
     assert all(answers[index] == answers[index % 5] for index in range(50))
-    assert sum(service.books.delivered(tenant).values()) == 50 * 20
+    assert sum(service.database.delivered(tenant).values()) == 50 * 20
     await service.no_hold_left(tenant)
 
 
@@ -627,5 +639,5 @@ async def test_prompts_that_belong_together_fail_together_and_cost_nothing(
 
     assert refused.value.code == "context_length_exceeded"
     assert refused.value.param == "prompt"
-    await until(lambda: "held" not in service.books.holds(tenant), "the others to end")
-    assert service.books.events(tenant) == []
+    await until(lambda: "held" not in service.database.holds(tenant), "the others to end")
+    assert service.database.events(tenant) == []

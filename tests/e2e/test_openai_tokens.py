@@ -8,11 +8,11 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.openai_clients import connect, says
+from tests.e2e.openai_clients import connect, user_message
 from tests.service import CONTEXT_WINDOW_TOKENS, MODEL, Service, Tenant
 
-BEGUN = [*says("How far is it?"), {"role": "assistant", "content": "It is"}]
-ASKED: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "temperature": 0}
+BEGUN = [*user_message("How far is it?"), {"role": "assistant", "content": "It is"}]
+REQUESTED: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "temperature": 0}
 
 
 @pytest.fixture
@@ -42,15 +42,15 @@ def test_an_answer_continues_the_last_message(client: openai.OpenAI, mark: str) 
     if mark == "prefix":
         talk, more = [BEGUN[0], {**BEGUN[1], "prefix": True}], {}
     ids = tokens_of(client, messages=BEGUN, continue_final_message=True)
-    by_ids = client.completions.create(**ASKED, prompt=ids)
+    by_ids = client.completions.create(**REQUESTED, prompt=ids)
 
-    whole = client.chat.completions.create(**ASKED, messages=talk, extra_body=more)
+    whole = client.chat.completions.create(**REQUESTED, messages=talk, extra_body=more)
     echoed = client.chat.completions.create(
-        **ASKED, messages=talk, extra_body=more | {"echo": True}
+        **REQUESTED, messages=talk, extra_body=more | {"echo": True}
     )
     chunks = [
         *client.chat.completions.create(
-            **ASKED, messages=talk, extra_body=more | {"echo": True}, stream=True
+            **REQUESTED, messages=talk, extra_body=more | {"echo": True}, stream=True
         )
     ]
 
@@ -67,7 +67,7 @@ async def test_a_message_of_anthropics_form_continues_a_last_turn_of_the_assista
 ) -> None:
     body = {"model": MODEL, "max_tokens": 6, "temperature": 0, "messages": BEGUN}
     wanted = client.chat.completions.create(
-        **ASKED,
+        **REQUESTED,
         messages=BEGUN,  # type: ignore[arg-type]
         extra_body={"continue_final_message": True},
     )
@@ -90,11 +90,11 @@ async def test_a_message_of_anthropics_form_continues_a_last_turn_of_the_assista
 @pytest.mark.parametrize(
     ("messages", "more", "param"),
     [
-        (says("a"), {"continue_final_message": True}, "continue_final_message"),
+        (user_message("a"), {"continue_final_message": True}, "continue_final_message"),
         (BEGUN, {"continue_final_message": True, "add_generation_prompt": True}, "add_generation"),
         (BEGUN, {"add_generation_prompt": False}, "add_generation_prompt"),
         (BEGUN, {"echo": True}, "echo"),
-        ([{**BEGUN[1], "prefix": True}, *says("a")], {}, "messages[0].prefix"),
+        ([{**BEGUN[1], "prefix": True}, *user_message("a")], {}, "messages[0].prefix"),
         ([BEGUN[0], {"role": "assistant", "content": " "}], {"continue_final_message": True}, "co"),
         (
             BEGUN,
@@ -115,7 +115,7 @@ def test_what_cannot_be_continued_or_shown_is_refused_by_name(
     client: openai.OpenAI, messages: Any, more: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(**ASKED, messages=messages, extra_body=more)
+        client.chat.completions.create(**REQUESTED, messages=messages, extra_body=more)
 
     assert (refused.value.param or "").startswith(param), refused.value
 
@@ -124,16 +124,16 @@ def test_what_cannot_be_continued_or_shown_is_refused_by_name(
 def test_answers_show_the_ids_of_their_tokens(client: openai.OpenAI, count: int) -> None:
     drawn = {"temperature": 0.9, "seed": 7, "n": count} if count > 1 else {}
     body = {"return_token_ids": True}
-    prompt = tokens_of(client, messages=says("Zoë 🙂"))
+    prompt = tokens_of(client, messages=user_message("Zoë 🙂"))
     plain = tokens_of(client, prompt="Zoë 🙂")
-    asked: Any = ASKED | drawn | {"extra_body": body}
+    requested: Any = REQUESTED | drawn | {"extra_body": body}
 
-    chat: Any = client.chat.completions.create(**asked, messages=says("Zoë 🙂"))
+    chat: Any = client.chat.completions.create(**requested, messages=user_message("Zoë 🙂"))
     chunks: list[Any] = [
-        *client.chat.completions.create(**asked, messages=says("Zoë 🙂"), stream=True)
+        *client.chat.completions.create(**requested, messages=user_message("Zoë 🙂"), stream=True)
     ]
-    text: Any = client.completions.create(**asked, prompt="Zoë 🙂")
-    texts: list[Any] = [*client.completions.create(**asked, prompt="Zoë 🙂", stream=True)]
+    text: Any = client.completions.create(**requested, prompt="Zoë 🙂")
+    texts: list[Any] = [*client.completions.create(**requested, prompt="Zoë 🙂", stream=True)]
 
     assert chat.prompt_token_ids == prompt == chunks[0].prompt_token_ids
     assert all(choice.prompt_token_ids == plain for choice in text.choices)
@@ -154,8 +154,8 @@ def test_answers_show_the_ids_of_their_tokens(client: openai.OpenAI, count: int)
                 body={"model": MODEL, "tokens": ids, "skip_special_tokens": True},
                 cast_to=object,
             )
-            said = choice.text if hasattr(choice, "text") else choice.message.content
-            assert said.strip("\ufffd") in shown["text"]
+            answer_text = choice.text if hasattr(choice, "text") else choice.message.content
+            assert answer_text.strip("\ufffd") in shown["text"]
     assert [each.choices[0].prompt_token_ids for each in texts[:1]] == [plain]
     assert all(hasattr(part, "token_ids") for each in texts for part in each.choices)
 
@@ -164,9 +164,9 @@ def test_log_probabilities_name_tokens_by_their_ids(client: openai.OpenAI) -> No
     body = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 
     chat: Any = client.chat.completions.create(
-        **ASKED, messages=says("Hi"), logprobs=True, top_logprobs=2, extra_body=body
+        **REQUESTED, messages=user_message("Hi"), logprobs=True, top_logprobs=2, extra_body=body
     )
-    text: Any = client.completions.create(**ASKED, prompt="Hi", logprobs=2, extra_body=body)
+    text: Any = client.completions.create(**REQUESTED, prompt="Hi", logprobs=2, extra_body=body)
 
     named = [f"token_id:{id_}" for id_ in chat.choices[0].token_ids]
     content = chat.choices[0].logprobs.content
@@ -179,12 +179,14 @@ def test_log_probabilities_name_tokens_by_their_ids(client: openai.OpenAI) -> No
 
 def test_the_log_probabilities_of_a_prompt_are_those_of_its_echo(client: openai.OpenAI) -> None:
     ids = tokens_of(client, prompt="Zoë 🙂 ok")
-    echo: Any = client.completions.create(**ASKED, prompt=ids, logprobs=2, echo=True)
-    talk = tokens_of(client, messages=says("Hi"))
+    echo: Any = client.completions.create(**REQUESTED, prompt=ids, logprobs=2, echo=True)
+    talk = tokens_of(client, messages=user_message("Hi"))
 
-    text: Any = client.completions.create(**ASKED, prompt=ids, extra_body={"prompt_logprobs": 2})
+    text: Any = client.completions.create(
+        **REQUESTED, prompt=ids, extra_body={"prompt_logprobs": 2}
+    )
     chat: Any = client.chat.completions.create(
-        **ASKED, messages=says("Hi"), extra_body={"prompt_logprobs": 0}
+        **REQUESTED, messages=user_message("Hi"), extra_body={"prompt_logprobs": 0}
     )
 
     shown = text.choices[0].prompt_logprobs
@@ -206,11 +208,13 @@ def test_a_streamed_echo_adds_up_to_the_whole_one(
     client: openai.OpenAI, logprobs: int | None
 ) -> None:
     ids = tokens_of(client, prompt="Zoë 🙂 ok")
-    asked: Any = ASKED | {"prompt": [ids, [5, 6, 7]], "echo": True, "logprobs": logprobs}
+    requested: Any = REQUESTED | {"prompt": [ids, [5, 6, 7]], "echo": True, "logprobs": logprobs}
 
-    whole = client.completions.create(**asked)
+    whole = client.completions.create(**requested)
     parts: list[Any] = [
-        part for each in client.completions.create(**asked, stream=True) for part in each.choices
+        part
+        for each in client.completions.create(**requested, stream=True)
+        for part in each.choices
     ]
 
     for choice in whole.choices:
@@ -263,7 +267,11 @@ def test_texts_become_tokens_and_tokens_texts_in_the_forms_of_other_servers(
         ("/tokenize", {"prompt": ""}, "prompt"),
         ("/tokenize", {"content": ""}, "content"),
         ("/tokenize", {"content": "a", "parse_special": False}, "parse_special"),
-        ("/tokenize", {"messages": says("a"), "add_special_tokens": True}, "add_special_tokens"),
+        (
+            "/tokenize",
+            {"messages": user_message("a"), "add_special_tokens": True},
+            "add_special_tokens",
+        ),
         ("/tokenize", {"prompt": "a", "tools": [{"type": "function"}]}, "tools"),
         ("/tokenize", {"messages": [{"role": "x", "content": "a"}]}, "messages[0].role"),
         ("/detokenize", {"tokens": [10**6]}, "tokens"),

@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.e2e.openai_clients import check_billed, connect, extension, says
+from tests.e2e.openai_clients import check_billed, connect, extension, user_message
 from tests.e2e.tool_models import (
     HOTEL,
     PIECES,
@@ -32,7 +32,7 @@ QUIT = {
 }
 CHAT_TOOLS: list[Any] = [{"type": "function", "function": function} for function in (BOOK, QUIT)]
 TOOLS: list[Any] = [{"type": "function", "strict": None, **function} for function in (BOOK, QUIT)]
-BOOKED, SAID = '{"hotel": "Ulm", "nights": 2}', "Let me see.\n Bye"
+BOOKED, TEXT = '{"hotel": "Ulm", "nights": 2}', "Let me see.\n Bye"
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +52,14 @@ async def test_a_conversation_goes_on_where_a_template_takes_one_call_and_short_
 ) -> None:
     """The server accepts what it wrote itself, and ids of other servers."""
     tenant = await priced(service)
-    asked: dict[str, Any] = {"model": STRICT, "messages": says("Book!"), "tools": CHAT_TOOLS}
+    requested: dict[str, Any] = {
+        "model": STRICT,
+        "messages": user_message("Book!"),
+        "tools": CHAT_TOOLS,
+    }
 
     with connect(service, tenant.secret) as client:
-        first: Any = client.chat.completions.create(**asked).choices[0].message
+        first: Any = client.chat.completions.create(**requested).choices[0].message
         turn = first.model_dump(exclude_none=True)
         for call, given in zip(turn["tool_calls"], given_ids or (), strict=False):
             call["id"] = given
@@ -63,9 +67,9 @@ async def test_a_conversation_goes_on_where_a_template_takes_one_call_and_short_
             {"role": "tool", "tool_call_id": call["id"], "content": f"done {call['id']}"}
             for call in turn["tool_calls"]
         ]
-        talk = [*says("Book!"), turn, *reversed(results)]
-        second: Any = client.chat.completions.create(**asked | {"messages": talk})
-        again: Any = client.chat.completions.create(**asked | {"messages": talk})
+        talk = [*user_message("Book!"), turn, *reversed(results)]
+        second: Any = client.chat.completions.create(**requested | {"messages": talk})
+        again: Any = client.chat.completions.create(**requested | {"messages": talk})
 
     assert [call.function.name for call in first.tool_calls] == ["book", "quit"]
     assert [call.function.name for call in second.choices[0].message.tool_calls] == ["book", "quit"]
@@ -77,10 +81,14 @@ async def test_a_chat_calls_tools_whole_and_streamed_and_continues_with_the_resu
     service: Service,
 ) -> None:
     tenant, streaming = await priced(service), await priced(service)
-    asked: dict[str, Any] = {"model": SCRIPT, "messages": says("Book!"), "tools": CHAT_TOOLS}
+    requested: dict[str, Any] = {
+        "model": SCRIPT,
+        "messages": user_message("Book!"),
+        "tools": CHAT_TOOLS,
+    }
 
     with connect(service, tenant.secret) as client:
-        answer: Any = client.chat.completions.create(**asked)
+        answer: Any = client.chat.completions.create(**requested)
         check_billed(service, tenant, answer)
         message = answer.choices[0].message
         results: list[Any] = [
@@ -88,17 +96,17 @@ async def test_a_chat_calls_tools_whole_and_streamed_and_continues_with_the_resu
             for call in message.tool_calls or ()
         ]
         after: Any = client.chat.completions.create(
-            **asked | {"messages": [*says("Book!"), message, *results]}
+            **requested | {"messages": [*user_message("Book!"), message, *results]}
         )
     with (
         connect(service, streaming.secret) as client,
-        client.chat.completions.stream(**asked) as stream,
+        client.chat.completions.stream(**requested) as stream,
     ):
         events: list[Any] = list(stream)
         final: Any = stream.get_final_completion().choices[0]
 
     assert answer.choices[0].finish_reason == final.finish_reason == "tool_calls"
-    assert message.content == final.message.content == SAID
+    assert message.content == final.message.content == TEXT
     for calls in (message.tool_calls or (), final.message.tool_calls or ()):
         assert [
             (call.type, call.function.name, call.function.arguments)
@@ -110,7 +118,7 @@ async def test_a_chat_calls_tools_whole_and_streamed_and_continues_with_the_resu
         ]
     grown = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
     assert {event.name for event in grown} == {"book", "quit"}
-    [event] = service.books.events(streaming)
+    [event] = service.database.events(streaming)
     assert event["billed_token_count"] == len(PIECES) + 1
     assert after.usage is not None
     assert answer.usage is not None
@@ -119,8 +127,8 @@ async def test_a_chat_calls_tools_whole_and_streamed_and_continues_with_the_resu
 
 async def test_the_client_chooses_which_tools_are_called(service: Service) -> None:
     tenant = await priced(service)
-    asked: dict[str, Any] = {
-        "messages": says("Book!"),
+    requested: dict[str, Any] = {
+        "messages": user_message("Book!"),
         "tools": CHAT_TOOLS,
         "max_tokens": 400,
         "temperature": 1.0,
@@ -130,11 +138,11 @@ async def test_the_client_chooses_which_tools_are_called(service: Service) -> No
 
     with connect(service, tenant.secret) as client:
         create = client.chat.completions.create
-        free = create(model=SCRIPT, tool_choice="none", **asked)
-        single = create(model=SCRIPT, parallel_tool_calls=False, **asked)
+        free = create(model=SCRIPT, tool_choice="none", **requested)
+        single = create(model=SCRIPT, parallel_tool_calls=False, **requested)
         ending: Any = {str(token_id): bias for token_id, bias in ending_bias(service).items()}
-        required = create(model=MODEL, tool_choice="required", logit_bias=ending, **asked)
-        this_one = create(model=MODEL, tool_choice=named, logit_bias=ending, **asked)
+        required = create(model=MODEL, tool_choice="required", logit_bias=ending, **requested)
+        this_one = create(model=MODEL, tool_choice=named, logit_bias=ending, **requested)
 
     assert free.choices[0].message.content == "".join(PIECES)
     assert [call.function.name for call in calls_of(single)] == ["book"]
@@ -154,9 +162,9 @@ async def test_beside_tools_an_answer_has_the_format_or_is_a_call(service: Servi
         "type": "json_schema",
         "json_schema": {"name": "stay", "schema": STAY},
     }
-    asked: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "model": MODEL,
-        "messages": says("Book!"),
+        "messages": user_message("Book!"),
         "tools": CHAT_TOOLS,
         "response_format": format,
         "logit_bias": {str(each): bias for each, bias in ending_bias(service).items()},
@@ -164,8 +172,8 @@ async def test_beside_tools_an_answer_has_the_format_or_is_a_call(service: Servi
     }
 
     with connect(service, tenant.secret) as client:
-        answers = [client.chat.completions.create(seed=seed, **asked) for seed in range(6)]
-        forced = client.chat.completions.create(tool_choice="required", **asked)
+        answers = [client.chat.completions.create(seed=seed, **requested) for seed in range(6)]
+        forced = client.chat.completions.create(tool_choice="required", **requested)
 
     for answer in answers:
         message = answer.choices[0].message
@@ -184,7 +192,7 @@ async def test_calls_that_were_cut_off_are_shown_to_the_model_as_they_are(
     def talk(arguments: str) -> list[Any]:
         call = {"id": "c", "type": "function", "function": {"name": "book", "arguments": arguments}}
         return [
-            *says("Book!"),
+            *user_message("Book!"),
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "c", "name": "book", "content": "invalid"},
         ]
@@ -221,7 +229,7 @@ async def test_the_client_parses_the_calls_of_strict_tools_into_its_own_types(
 
     with connect(service, tenant.secret) as client:
         answer = client.chat.completions.parse(
-            model=SCRIPT, messages=says("Book!"), tools=tools, parallel_tool_calls=False
+            model=SCRIPT, messages=user_message("Book!"), tools=tools, parallel_tool_calls=False
         )
         response: Any = client.responses.parse(
             model=SCRIPT,
@@ -245,12 +253,12 @@ def calls_of(answer: Any) -> list[Any]:
 
 async def test_a_response_has_calls_as_separate_items(service: Service) -> None:
     tenant = await priced(service)
-    asked: dict[str, Any] = {"model": SCRIPT, "instructions": "Be brief.", "tools": TOOLS}
+    requested: dict[str, Any] = {"model": SCRIPT, "instructions": "Be brief.", "tools": TOOLS}
 
     with connect(service, tenant.secret) as client:
-        response: Any = client.responses.create(input="Book!", **asked)
-        events: list[Any] = list(client.responses.create(input="Book!", stream=True, **asked))
-        with client.responses.stream(input="Book!", **asked) as stream:
+        response: Any = client.responses.create(input="Book!", **requested)
+        events: list[Any] = list(client.responses.create(input="Book!", stream=True, **requested))
+        with client.responses.stream(input="Book!", **requested) as stream:
             gathered: Any = stream.get_final_response()
         items: list[Any] = [{"role": "user", "content": "Book!"}, *response.output]
         items += [
@@ -258,14 +266,18 @@ async def test_a_response_has_calls_as_separate_items(service: Service) -> None:
             for item in response.output
             if item.type == "function_call"
         ]
-        after: Any = client.responses.create(input=items, **asked)
+        after: Any = client.responses.create(input=items, **requested)
 
     final = events[-1].response
-    for told in (response, final, gathered):
-        assert told.status == "completed"
-        assert told.output_text == SAID
-        assert [item.type for item in told.output] == ["message", "function_call", "function_call"]
-        assert [(item.name, item.arguments) for item in told.output[1:]] == [
+    for reported in (response, final, gathered):
+        assert reported.status == "completed"
+        assert reported.output_text == TEXT
+        assert [item.type for item in reported.output] == [
+            "message",
+            "function_call",
+            "function_call",
+        ]
+        assert [(item.name, item.arguments) for item in reported.output[1:]] == [
             ("book", BOOKED),
             ("quit", "{}"),
         ]
@@ -281,8 +293,8 @@ async def test_a_response_has_calls_as_separate_items(service: Service) -> None:
 
 def check_events(events: list[Any], output: list[Any]) -> None:
     """Check that items begin, grow and end with the same index and id, and deltas add up."""
-    for place, item in enumerate(output):
-        of_item = [event for event in events if getattr(event, "output_index", None) == place]
+    for index, item in enumerate(output):
+        of_item = [event for event in events if getattr(event, "output_index", None) == index]
         assert of_item[0].type == "response.output_item.added"
         assert of_item[-1].type == "response.output_item.done"
         assert of_item[-1].item == item
@@ -302,7 +314,7 @@ async def test_a_truncated_call_is_reported_as_truncated(service: Service) -> No
 
     with connect(service, tenant.secret) as client:
         chat = client.chat.completions.create(
-            model=SCRIPT, messages=says("Book!"), tools=CHAT_TOOLS, max_tokens=6
+            model=SCRIPT, messages=user_message("Book!"), tools=CHAT_TOOLS, max_tokens=6
         )
         response: Any = client.responses.create(
             model=SCRIPT, input="Book!", tools=TOOLS, max_output_tokens=6
@@ -362,10 +374,10 @@ async def test_wrong_tools_and_items_are_refused_by_their_own_names(service: Ser
                 )
             assert caught.value.param == param, caught.value
         with pytest.raises(openai.BadRequestError) as caught:
-            client.chat.completions.create(model=SCRIPT, messages=says("x"), tools=too_deep)
+            client.chat.completions.create(model=SCRIPT, messages=user_message("x"), tools=too_deep)
         assert caught.value.param == "tools[0].function.parameters"
 
-    assert service.books.events(tenant) == []
+    assert service.database.events(tenant) == []
 
 
 @pytest.mark.parametrize("space", ["mcp__hotel", "mcp__hotel__", "mcp__" + "x" * 59])
@@ -375,7 +387,7 @@ async def test_functions_of_a_namespace_are_called_by_both_names(
     """Coding agents send the tools of MCP servers in this form."""
     tenant = await priced(service)
     group: Any = {"type": "namespace", "name": space, "description": "Hotels.", "tools": [TOOLS[1]]}
-    asked: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "model": SCRIPT,
         "input": "Quit!",
         "tools": [TOOLS[0], group],
@@ -383,15 +395,15 @@ async def test_functions_of_a_namespace_are_called_by_both_names(
     }
 
     with connect(service, tenant.secret) as client:
-        response: Any = client.responses.create(**asked)
+        response: Any = client.responses.create(**requested)
         by_name: Any = client.responses.create(
-            **asked | {"tool_choice": {"type": "function", "name": "quit"}}
+            **requested | {"tool_choice": {"type": "function", "name": "quit"}}
         )
-        events: list[Any] = list(client.responses.create(stream=True, **asked))
+        events: list[Any] = list(client.responses.create(stream=True, **requested))
         [call] = [item for item in response.output if item.type == "function_call"]
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
         after: Any = client.responses.create(
-            **asked
+            **requested
             | {
                 "input": [{"role": "user", "content": "Quit!"}, *response.output, result],
                 "tool_choice": "none",
@@ -399,8 +411,8 @@ async def test_functions_of_a_namespace_are_called_by_both_names(
         )
 
     final = events[-1].response
-    for told in (response, by_name, final):
-        [called] = [item for item in told.output if item.type == "function_call"]
+    for reported in (response, by_name, final):
+        [called] = [item for item in reported.output if item.type == "function_call"]
         assert (called.name, called.namespace, called.arguments) == ("quit", space, "{}")
     check_events(events, final.output)
     assert [each.name for each in events if each.type.endswith("arguments.done")] == ["quit"]

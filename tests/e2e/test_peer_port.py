@@ -107,7 +107,7 @@ async def test_peers_may_attach_and_call_nothing_else(bounded: Service) -> None:
     assert codes == [StatusCode.UNIMPLEMENTED] * len(calls)
     begun, attached = (Refusal(frame.failed.status) for frame in frames)
     assert (begun.reason, attached.reason) == ("PERMISSION_DENIED", "REQUEST_UNKNOWN")
-    assert bounded.books.holds(tenant) == {}
+    assert bounded.database.holds(tenant) == {}
 
 
 async def test_silent_connections_are_bounded_in_number_and_time(bounded: Service) -> None:

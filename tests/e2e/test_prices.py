@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from weir_client import AsyncAdminClient, InvalidRequest, NotFound
 
-from tests.metering.books import Rates
+from tests.metering.usage import Rates
 from tests.service import INPUT_PICOS, MODEL, OUTPUT_PICOS, PLAIN_IDS, Service
 
 PROMPT = tuple(PLAIN_IDS[:10])

@@ -22,7 +22,7 @@ from tests.e2e.tool_models import HOTEL, PIECES, SCRIPT, STAY, ending_bias
 from tests.inference.tool_checkpoints import make_scripted_checkpoint, make_tool_checkpoint
 from tests.service import MODEL, Service, Tenant, price_model, running
 
-SAYS = [{"role": "user", "content": "Book!"}]
+PROMPT = [{"role": "user", "content": "Book!"}]
 FUNCTION = {"name": "book", "description": "Books a room.", "parameters": HOTEL}
 OTHER = {"name": "cook", "parameters": {"type": "object"}}
 CHAT_TOOL = {"type": "function", "function": FUNCTION}
@@ -35,18 +35,18 @@ SCHEMA = {"type": "json_schema", "name": "stay", "schema": STAY}
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES, EMBEDDINGS = "/v1/messages", "/v1/embeddings"
 REQUESTS: Sequence[tuple[str, dict[str, Any]]] = (
-    (CHAT, {"messages": SAYS, "max_tokens": 5}),
-    (CHAT, {"messages": SAYS, "n": 3, "temperature": 1, "max_tokens": 5, "logprobs": True}),
-    (CHAT, {"model": SCRIPT, "messages": SAYS, "tools": [CHAT_TOOL]}),
-    (CHAT, {"messages": SAYS, "tools": [CHAT_TOOL], "tool_choice": "required", "max_tokens": 90}),
+    (CHAT, {"messages": PROMPT, "max_tokens": 5}),
+    (CHAT, {"messages": PROMPT, "n": 3, "temperature": 1, "max_tokens": 5, "logprobs": True}),
+    (CHAT, {"model": SCRIPT, "messages": PROMPT, "tools": [CHAT_TOOL]}),
+    (CHAT, {"messages": PROMPT, "tools": [CHAT_TOOL], "tool_choice": "required", "max_tokens": 90}),
     (COMPLETIONS, {"prompt": ["Hi", "Ho"], "n": 2, "max_tokens": 3, "logprobs": 1}),
     (RESPONSES, {"input": "Hi", "max_output_tokens": 5}),
     (RESPONSES, {"input": "Hi", "text": {"format": SCHEMA}, "reasoning": {"summary": "auto"}}),
     (RESPONSES, {"input": "Hi", "truncation": "auto", "temperature": 0.5, "max_output_tokens": 5}),
     (RESPONSES, {"model": SCRIPT, "input": "Hi", "tools": [TOOL], "include": LOGPROBS}),
     (RESPONSES, {"input": "Hi", "tools": [TOOL], "tool_choice": "required"}),
-    (MESSAGES, {"messages": SAYS, "max_tokens": 5}),
-    (MESSAGES, {"model": SCRIPT, "messages": SAYS, "tools": [CLAUDE_TOOL], "max_tokens": 99}),
+    (MESSAGES, {"messages": PROMPT, "max_tokens": 5}),
+    (MESSAGES, {"model": SCRIPT, "messages": PROMPT, "tools": [CLAUDE_TOOL], "max_tokens": 99}),
 )
 WHOLE: dict[str, Any] = {
     CHAT: openai.types.chat.ChatCompletion,
@@ -268,10 +268,10 @@ async def test_whole_and_streamed_answers_have_their_published_form(
         for choice in value.get("choices", ()):
             assert len(choice.get("delta", {}).get("tool_calls", ())) <= 1, "and of one call"
     if path == RESPONSES:
-        asked = fields.get("truncation"), fields.get("reasoning", {}).get("summary")
+        requested = fields.get("truncation"), fields.get("reasoning", {}).get("summary")
         assert (whole["truncation"], whole["reasoning"]["summary"]) == (
-            asked[0] or "disabled",
-            asked[1],
+            requested[0] or "disabled",
+            requested[1],
         )
         assert whole["temperature"] == fields.get("temperature", 0), "the default of this model"
         [last] = [read(text)["response"] for text in events[-1:]]
@@ -288,7 +288,7 @@ async def test_whole_and_streamed_answers_have_their_published_form(
         (
             "POST",
             "/v1/messages/count_tokens",
-            {"model": MODEL, "messages": SAYS},
+            {"model": MODEL, "messages": PROMPT},
             anthropic.types.MessageTokensCount,
         ),
         ("POST", "/v1/responses/input_tokens", {"model": MODEL, "input": "Hi"}, None),
@@ -316,7 +316,7 @@ async def test_errors_have_the_form_of_their_api(service: Service, path: str) ->
     async with connect(service, tenant) as client:
         wrong = await client.post(path, json={"model": 1})
         unknown = await client.get(f"/v1/models/none-{len(path)}")
-        asked = await client.get("/v1/models/none", headers=ANTHROPIC)
+        requested = await client.get("/v1/models/none", headers=ANTHROPIC)
 
     body = read(wrong.text)
     if path == MESSAGES:
@@ -325,8 +325,8 @@ async def test_errors_have_the_form_of_their_api(service: Service, path: str) ->
     else:
         assert body["error"].keys() >= {"message", "type", "param", "code"}
     assert read(unknown.text)["error"]["code"] == "model_not_found"
-    body = read(asked.text)
-    assert (asked.status_code, body["type"], body["error"]["type"]) == (
+    body = read(requested.text)
+    assert (requested.status_code, body["type"], body["error"]["type"]) == (
         404,
         "error",
         "not_found_error",
@@ -376,7 +376,7 @@ async def test_the_first_call_of_each_event_is_all_of_a_call_under_load(service:
     tenant = await priced(service)
     body = {
         "model": MODEL,
-        "messages": SAYS,
+        "messages": PROMPT,
         "tools": [CHAT_TOOL],
         "tool_choice": {"type": "function", "function": {"name": "book"}},
         "logit_bias": ending_bias(service),
@@ -401,7 +401,7 @@ async def test_the_first_call_of_each_event_is_all_of_a_call_under_load(service:
 async def test_each_choice_ends_when_it_ends(service: Service, path: str) -> None:
     """A choice that meets a stop sequence early does not wait for the others."""
     tenant = await priced(service)
-    prompt = {"messages": SAYS} if path == CHAT else {"prompt": ["Hi", "Hello there"]}
+    prompt = {"messages": PROMPT} if path == CHAT else {"prompt": ["Hi", "Hello there"]}
     body = {"model": MODEL, "n": 4, "temperature": 1, "seed": 3, "max_tokens": 200} | prompt
 
     body |= {"stop": list("aeiountrs"), "stream_options": {"include_usage": True}}
@@ -426,7 +426,7 @@ async def test_each_choice_ends_when_it_ends(service: Service, path: str) -> Non
 async def test_calls_of_functions_that_were_not_offered_are_calls(service: Service) -> None:
     """Without tools, and with none to call, they stay text."""
     tenant = await priced(service)
-    body = {"model": SCRIPT, "messages": SAYS}
+    body = {"model": SCRIPT, "messages": PROMPT}
     other = {"tools": [{"type": "function", "function": OTHER}]}
 
     async with connect(service, tenant) as client:
@@ -464,7 +464,7 @@ async def test_log_probabilities_beside_tools_are_those_of_the_text(service: Ser
 
 async def test_equal_choices_are_served_and_billed(service: Service) -> None:
     tenant = await priced(service)
-    body = {"model": MODEL, "messages": SAYS, "max_tokens": 4, "temperature": 0, "n": 2}
+    body = {"model": MODEL, "messages": PROMPT, "max_tokens": 4, "temperature": 0, "n": 2}
 
     async with connect(service, tenant) as client:
         answer = (await client.post(CHAT, json=body | {"ignore_eos": True})).json()
@@ -480,7 +480,7 @@ async def test_the_fingerprint_is_that_of_the_weights(service: Service) -> None:
     async with connect(service, tenant) as client:
         found = [
             (
-                await client.post(CHAT, json={"model": model, "messages": SAYS, "max_tokens": 1})
+                await client.post(CHAT, json={"model": model, "messages": PROMPT, "max_tokens": 1})
             ).json()["system_fingerprint"]
             for model in (MODEL, MODEL, SCRIPT)
         ]
@@ -498,7 +498,7 @@ async def test_paths_of_vllm_need_no_key(service: Service) -> None:
 
 async def test_wrong_values_are_named_as_the_request_has_them(service: Service) -> None:
     tenant = await priced(service)
-    embed, chat = {"model": DEMO_ENCODER_NAME}, {"model": MODEL, "messages": SAYS}
+    embed, chat = {"model": DEMO_ENCODER_NAME}, {"model": MODEL, "messages": PROMPT}
     wrong: Sequence[tuple[str, dict[str, Any], str, str]] = (
         (EMBEDDINGS, {**embed, "input": ""}, "input", ""),
         (EMBEDDINGS, {**embed, "input": ["a", ""]}, "input[1]", ""),
@@ -515,7 +515,7 @@ async def test_wrong_values_are_named_as_the_request_has_them(service: Service) 
             error = (await client.post(path, json=body)).json()["error"]
             assert error["param"] == param, error
             assert words in error["message"], error
-        body = {"model": MODEL, "messages": SAYS, "max_tokens": 0}
+        body = {"model": MODEL, "messages": PROMPT, "max_tokens": 0}
         error = (await client.post(MESSAGES, json=body)).json()["error"]
 
         too_long = {"model": MODEL, "messages": [{"role": "user", "content": "word " * 3000}]}

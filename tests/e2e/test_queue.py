@@ -114,13 +114,13 @@ async def test_waiting_requests_get_their_position_and_their_wait(
     async with crowded(service, tenant, 20) as (stream, waiting):
         last = waiting[-1]
 
-        def told() -> pb.ProgressFrame | None:
+        def reported() -> pb.ProgressFrame | None:
             frames = [
                 frame for frame in stream.of(last, "progress") if frame.HasField("estimated_wait")
             ]
             return frames[-1] if frames else None
 
-        progress = await stream.wait(told, "a position with an estimate")
+        progress = await stream.wait(reported, "a position with an estimate")
 
         assert progress.stage == pb.ProgressFrame.STAGE_QUEUED
         assert 1 <= progress.queue_position <= 20
@@ -146,7 +146,7 @@ async def test_a_full_queue_refuses_without_a_trace_and_only_the_necessary_reque
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "QUEUE_FULL")
         assert refusal.retry_after_s is not None
         assert refusal.retry_after_s > 0
-        known = service.books.rows(
+        known = service.database.rows(
             "SELECT request_id FROM holds WHERE organization_id = %s", tenant.organization_id
         )
         assert not {str(row["request_id"]) for row in known} & set(refused)
@@ -219,13 +219,13 @@ async def test_a_client_that_goes_away_takes_all_of_its_requests_out_of_the_queu
                 "the queue to be empty",
             )
     await service.no_hold_left(tenant)
-    free = [event for event in service.books.events(tenant) if not event["input_token_count"]]
+    free = [event for event in service.database.events(tenant) if not event["input_token_count"]]
     assert len(free) >= 10, "all but those that the engine had begun with"
     assert all(event["cost_picos"] == 0 for event in free)
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_cancels_at_any_moment_leave_no_place_behind(
+async def test_cancels_at_any_moment_leave_no_entry_behind(
     inside: Inside, service: Service, tenant: Tenant, seed: int
 ) -> None:
     """Before the hold, in the queue, behind it, and in the engine. The fixture detects leaks."""

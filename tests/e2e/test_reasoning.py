@@ -12,7 +12,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
 from tests.conftest import new_database
-from tests.e2e.openai_clients import check_billed, connect, says
+from tests.e2e.openai_clients import check_billed, connect, user_message
 from tests.inference.tool_checkpoints import ASSISTANT_ID, make_scripted_checkpoint
 from tests.service import MODEL, Service, Stream, bearer, conversation, running
 
@@ -80,7 +80,7 @@ async def test_thinking_is_sent_apart_and_counted_in_every_record(service: Servi
     counted = [frame.delta.reasoning_token_count for frame in stream.frames[request_id]]
     assert sum(counted) == THOUGHT_TOKENS
     assert found.generation.usage == finished.usage
-    event = service.books.event(tenant, request_id)
+    event = service.database.event(tenant, request_id)
     assert event["reasoning_token_count"] == THOUGHT_TOKENS
 
 
@@ -166,7 +166,7 @@ async def test_a_budget_ends_the_thinking_and_the_answer_follows(
         finished = await stream.finished(request_id)
     with connect(service, tenant.secret) as client:
         answer: Any = client.chat.completions.create(
-            model=MODEL, messages=says("2+2?"), extra_body={"thinking_token_budget": budget}
+            model=MODEL, messages=user_message("2+2?"), extra_body={"thinking_token_budget": budget}
         )
 
     assert (reasoning(stream, request_id), stream.text(request_id)) == (thought, ANSWER)
@@ -206,8 +206,8 @@ async def test_a_begun_answer_goes_on_without_thinking(service: Service) -> None
     tenant = await service.tenant()
 
     async with service.stream(tenant.secret) as stream:
-        asked = begun(USER, ASSISTANT)
-        request_id = await begin(stream, conversation=asked)
+        requested = begun(USER, ASSISTANT)
+        request_id = await begin(stream, conversation=requested)
         finished = await stream.finished(request_id)
 
     assert (reasoning(stream, request_id), stream.text(request_id)) == ("", ANSWER[len("It is") :])
@@ -228,8 +228,8 @@ async def test_a_begun_thought_goes_on_as_a_thought(
     tenant = await service.tenant()
 
     async with service.stream(tenant.secret) as stream:
-        asked = begun(USER, ASSISTANT, text=text)
-        request_id = await begin(stream, conversation=asked)
+        requested = begun(USER, ASSISTANT, text=text)
+        request_id = await begin(stream, conversation=requested)
         finished = await stream.finished(request_id)
 
     assert (reasoning(stream, request_id), stream.text(request_id)) == left
@@ -237,7 +237,7 @@ async def test_a_begun_thought_goes_on_as_a_thought(
 
 
 @pytest.mark.parametrize(
-    ("asked", "field"),
+    ("requested", "field"),
     [
         (begun(ASSISTANT, USER), "conversation.continues_last_message"),
         (begun(USER, ASSISTANT, text=" \n"), "conversation.continues_last_message"),
@@ -247,12 +247,12 @@ async def test_a_begun_thought_goes_on_as_a_thought(
     ],
 )
 async def test_what_cannot_be_continued_is_refused(
-    service: Service, asked: pb.Conversation, field: str
+    service: Service, requested: pb.Conversation, field: str
 ) -> None:
     tenant = await service.tenant()
 
     async with service.stream(tenant.secret) as stream:
-        refusal = await stream.failed(await begin(stream, conversation=asked))
+        refusal = await stream.failed(await begin(stream, conversation=requested))
 
     bad = refusal.detail(error_details_pb2.BadRequest)
     assert bad is not None
@@ -273,18 +273,18 @@ async def test_a_plain_prompt_is_continued_as_it_is(service: Service) -> None:
 
 async def test_a_chat_has_reasoning_content_whole_and_streamed(service: Service) -> None:
     tenant, streaming, cut = [await service.tenant() for _ in range(3)]
-    asked: dict[str, Any] = {"model": MODEL, "messages": says("2+2?")}
+    requested: dict[str, Any] = {"model": MODEL, "messages": user_message("2+2?")}
 
     with connect(service, tenant.secret) as client:
-        answer: Any = client.chat.completions.create(**asked, logprobs=True)
+        answer: Any = client.chat.completions.create(**requested, logprobs=True)
         check_billed(service, tenant, answer)
     with connect(service, streaming.secret) as client:
         options: Any = {"include_usage": True}
         chunks: list[Any] = list(
-            client.chat.completions.create(**asked, stream=True, stream_options=options)
+            client.chat.completions.create(**requested, stream=True, stream_options=options)
         )
     with connect(service, cut.secret) as client:
-        unfinished: Any = client.chat.completions.create(**asked, max_tokens=3)
+        unfinished: Any = client.chat.completions.create(**requested, max_tokens=3)
 
     choice, usage = answer.choices[0], answer.usage
     assert (choice.message.reasoning_content, choice.message.content) == (THOUGHT, ANSWER)
@@ -303,17 +303,20 @@ async def test_a_chat_has_reasoning_content_whole_and_streamed(service: Service)
 
 async def test_a_response_has_a_reasoning_item_whole_and_streamed(service: Service) -> None:
     tenant, streaming, cut = [await service.tenant() for _ in range(3)]
-    asked: dict[str, Any] = {"model": MODEL, "input": "2+2?"}
+    requested: dict[str, Any] = {"model": MODEL, "input": "2+2?"}
 
     with connect(service, tenant.secret) as client:
-        whole = client.responses.create(**asked)
+        whole = client.responses.create(**requested)
         check_parts(whole)
-    with connect(service, streaming.secret) as client, client.responses.stream(**asked) as stream:
+    with (
+        connect(service, streaming.secret) as client,
+        client.responses.stream(**requested) as stream,
+    ):
         events: list[Any] = list(stream)
         check_parts(stream.get_final_response())
     with (
         connect(service, cut.secret) as client,
-        client.responses.stream(**asked, max_output_tokens=3) as stream,
+        client.responses.stream(**requested, max_output_tokens=3) as stream,
     ):
         cut_events: list[Any] = list(stream)
 
@@ -344,15 +347,15 @@ async def test_a_message_has_a_thinking_block_whole_and_streamed(service: Servic
     anthropic: Any = pytest.importorskip("anthropic")
     tenant = await service.tenant()
     url = service.openai_url.removesuffix("/v1")
-    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 40}
-    asked["messages"] = [{"role": "user", "content": "2+2?"}]
+    requested: dict[str, Any] = {"model": MODEL, "max_tokens": 40}
+    requested["messages"] = [{"role": "user", "content": "2+2?"}]
 
     with anthropic.Anthropic(base_url=url, api_key=tenant.secret, max_retries=0) as client:
-        whole = client.messages.create(**asked)
-        with client.messages.stream(**asked) as stream:
+        whole = client.messages.create(**requested)
+        with client.messages.stream(**requested) as stream:
             events = list(stream)
             streamed = stream.get_final_message()
-        cut = client.messages.create(**asked | {"max_tokens": 3})
+        cut = client.messages.create(**requested | {"max_tokens": 3})
 
     for message in (whole, streamed):
         thought, text = message.content

@@ -15,7 +15,7 @@ from weir_client import AsyncBillingClient, UsageGrouping
 from metering.core.models import QuotaDimension
 from metering.pricing.prices import set_price
 from tests.conftest import new_database
-from tests.e2e.openai_clients import connect, says
+from tests.e2e.openai_clients import connect, user_message
 from tests.faults.billed import rate
 from tests.inference.tool_checkpoints import make_scripted_checkpoint
 from tests.metering.invariants import check_invariants
@@ -124,9 +124,11 @@ async def test_every_token_costs_the_price_of_its_kind(
     assert (receipt.version, receipt.reasoning_token_count) == (3, usage.reasoning_token_count)
     for frame in stream.frames[request_id]:
         if frame.HasField("usage"):
-            told = frame.usage.usage
-            assert picos(frame.usage.cost) == cost_at(told, price)
-            assert told.reasoning_token_count == min(told.billed_token_count, THOUGHT_TOKENS)
+            reported = frame.usage.usage
+            assert picos(frame.usage.cost) == cost_at(reported, price)
+            assert reported.reasoning_token_count == min(
+                reported.billed_token_count, THOUGHT_TOKENS
+            )
     check_invariants(service.database_url)
 
 
@@ -203,7 +205,9 @@ async def test_chats_keep_the_convention_that_completion_tokens_include_reasonin
     tenant = await tenant_of(service, DEARER)
 
     with connect(service, tenant.secret) as client:
-        usage: Any = client.chat.completions.create(model=MODEL, messages=says("2+2?")).usage
+        usage: Any = client.chat.completions.create(
+            model=MODEL, messages=user_message("2+2?")
+        ).usage
 
     assert usage.completion_tokens == len(PIECES) + 1
     assert usage.completion_tokens_details.reasoning_tokens == THOUGHT_TOKENS

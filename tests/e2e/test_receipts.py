@@ -81,7 +81,7 @@ async def test_a_result_has_a_receipt_that_verifies(service: Service) -> None:
     assert generation.receipts == (receipt,)
 
 
-async def test_every_request_at_once_gets_its_own_place_in_the_chain(service: Service) -> None:
+async def test_every_request_at_once_gets_its_own_position_in_the_chain(service: Service) -> None:
     """Some are cancelled on the way."""
     tenant = await service.tenant(LIMITS)
 
@@ -253,7 +253,7 @@ async def test_the_reason_is_precise(month: Month) -> None:
     lines = month.receipts.read_text().splitlines()
     second = Receipt.from_json(lines[1])
 
-    async def told(*changed: str, **options: str) -> list[str]:
+    async def message(*changed: str, **options: str) -> list[str]:
         arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
         files = ("--keys", str(month.keys), *arguments)
         done = await month.weir("receipt", "verify", "-", *files, stdin="\n".join(changed))
@@ -261,18 +261,18 @@ async def test_the_reason_is_precise(month: Month) -> None:
         return problems(done)
 
     altered = lines[1].replace('"billed_token_count":2', '"billed_token_count":1')
-    [problem] = await told(lines[0], altered, *lines[2:])
+    [problem] = await message(lines[0], altered, *lines[2:])
     assert problem == f"{second} was altered: billed_token_count is 1, originally 2"
-    [gap] = await told(lines[0], *lines[3:], month=month.month)
+    [gap] = await message(lines[0], *lines[3:], month=month.month)
     assert gap == f"gap: receipts 2 to 3 are missing of project {second.project_id}"
-    assert all("belongs to" in each for each in await told(*lines, month="2020-01"))
+    assert all("belongs to" in each for each in await message(*lines, month="2020-01"))
     assert any(
         "was altered" in each
-        for each in await told(*lines[:4], lines[4].replace('"model":"', '"model":"x'))
+        for each in await message(*lines[:4], lines[4].replace('"model":"', '"model":"x'))
     )
-    [root] = await told(*lines[:-1], root="00" * 32)
+    [root] = await message(*lines[:-1], root="00" * 32)
     assert root.startswith("the root over these receipts is")
-    sums = await told(*lines[1:], report=str(month.report))
+    sums = await message(*lines[1:], report=str(month.report))
     assert any("output tokens, the report says 15" in each for each in sums)
     stranger = re.sub(r'"public_key": "..', '"public_key": "00', month.keys.read_text())
     (month.keys.parent / "other.json").write_text(stranger)
@@ -286,7 +286,7 @@ async def test_the_reason_is_precise(month: Month) -> None:
 async def test_files_that_are_none_are_refused_by_line_and_remedy(
     month: Month, tmp_path: Path
 ) -> None:
-    for arguments, stdin, told in (
+    for arguments, stdin, message in (
         (("-", "--keys", str(month.keys)), "\n{}\n", "line 2 is not a receipt: version"),
         ((str(tmp_path / "none"),), "", "none cannot be read"),
         (
@@ -299,7 +299,7 @@ async def test_files_that_are_none_are_refused_by_line_and_remedy(
     ):
         done = await month.weir("receipt", "verify", *arguments, stdin=stdin)
         assert done.exit_code == 2, done.stdout
-        assert told in done.stderr
+        assert message in done.stderr
 
 
 async def test_a_request_is_verified_from_its_trace(month: Month) -> None:

@@ -79,7 +79,7 @@ async def test_a_field_is_refused_by_name_before_a_hold(service: Service, field:
     assert violations is not None
     assert [each.field for each in violations.field_violations] == [field]
     assert refused.value.param == parameter
-    assert service.books.holds(tenant) == {}
+    assert service.database.holds(tenant) == {}
 
 
 async def test_an_echo_with_logprobs_is_refused_by_name(service: Service) -> None:

@@ -77,10 +77,10 @@ async def refuse_over_http(path: str, body: bytes, inside: Inside, secret: str) 
                 async with session.post(
                     f"{inside.service.openai_url}{path}", data=io.BytesIO(body)
                 ) as answer:
-                    status, said = HTTPStatus(answer.status), await answer.text()
+                    status, text = HTTPStatus(answer.status), await answer.text()
                 if status == HTTPStatus.TOO_MANY_REQUESTS:
                     await asyncio.sleep(float(answer.headers["retry-after"]))
-            assert status == HTTPStatus.BAD_REQUEST, said
+            assert status == HTTPStatus.BAD_REQUEST, text
 
 
 Refuse = Callable[[Inside, str], Awaitable[None]]

@@ -54,7 +54,7 @@ def pair(
         yield first, second
         for service in services:
             assert service.stop() == 0, service.log[-4000:]
-        assert first.books.held_hold_count() == 0
+        assert first.database.held_hold_count() == 0
 
 
 class Admin:
@@ -115,7 +115,7 @@ async def test_a_drained_replica_is_out_of_use_in_every_process_until_it_is_put_
         for request_id in request_ids:
             await stream.received(request_id, 5)
         before = await admin.replicas()
-        assert sorted(each.request_count for told in before.values() for each in told) == [
+        assert sorted(each.request_count for reported in before.values() for each in reported) == [
             0,
             0,
             1,
@@ -172,9 +172,9 @@ async def test_a_drained_replica_is_out_of_use_in_every_process_until_it_is_put_
 
     assert (await admin.undrain()).undrained
     assert not (await admin.undrain()).undrained
-    assert [each.drained for told in (await admin.replicas()).values() for each in told] == [
-        False
-    ] * 4
+    assert [
+        each.drained for reported in (await admin.replicas()).values() for each in reported
+    ] == [False] * 4
     entries = (await admin.call(admin_pb.ListAuditEntriesRequest(action_prefix="replica."))).entries
     assert [each.action for each in reversed(entries)] == [
         "replica.drain",
@@ -244,10 +244,13 @@ async def test_the_one_engine_of_a_model_is_drained_like_one_of_several(
             True,
             1,
         )
-        for told in (refusal, text_refusal):
-            assert (told.code, told.reason) == (StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
-            assert told.status.message.endswith("the engine is being drained")
-            assert told.retry_after_s == DRAINED_RETRY_S
+        for reported in (refusal, text_refusal):
+            assert (reported.code, reported.reason) == (
+                StatusCode.UNAVAILABLE,
+                "ENGINE_UNAVAILABLE",
+            )
+            assert reported.status.message.endswith("the engine is being drained")
+            assert reported.retry_after_s == DRAINED_RETRY_S
         for name in (MODEL, "encoder"):
             assert (
                 listed[name].ready_replica_count,
@@ -256,15 +259,15 @@ async def test_the_one_engine_of_a_model_is_drained_like_one_of_several(
             ) == (0, 1, 1)
         assert end.migration_count == 0
         assert lone.stop() == 0, lone.log[-4000:]
-        assert lone.books.held_hold_count() == 0
+        assert lone.database.held_hold_count() == 0
 
 
 async def until_all_are_ready(admin: Admin) -> None:
     """Wait for both replicas of both processes."""
     async with asyncio.timeout(PATIENCE_S):
-        while {each.state for told in (await admin.replicas()).values() for each in told} != {
-            pb.REPLICA_STATE_READY
-        }:
+        while {
+            each.state for reported in (await admin.replicas()).values() for each in reported
+        } != {pb.REPLICA_STATE_READY}:
             pass
 
 
@@ -290,9 +293,9 @@ async def test_an_invalid_command_is_reported_by_field(pair: tuple[Service, Serv
         ("move_after", {"move_after": Duration(seconds=-1)}),
         ("move_after", {"move_after": Duration(seconds=2**40)}),
     ]
-    for field, said in wrong:
+    for field, message in wrong:
         refusal = await refused(
-            admin.call(pb.DrainReplicaRequest(model=MODEL, replica=FIRST, **said))
+            admin.call(pb.DrainReplicaRequest(model=MODEL, replica=FIRST, **message))
         )
         assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, [field])
     user = await pair[0].tenant()

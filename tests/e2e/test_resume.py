@@ -144,7 +144,7 @@ async def check_billed_once(
 ) -> None:
     """Check that there is one event, with every token once."""
     await service.no_hold_left(tenant)
-    event = service.books.event(tenant, request_id)
+    event = service.database.event(tenant, request_id)
     assert event["delivered_token_count"] == event["billed_token_count"] == token_count
 
 
@@ -328,7 +328,7 @@ async def test_a_storm_of_starts_of_one_id_is_billed_once(
             finished
         )
     await check_billed_once(here, tenant, frame.request_id, 60)
-    assert here.books.counters(tenant)["concurrent_requests"] == (0, 0)
+    assert here.database.counters(tenant)["concurrent_requests"] == (0, 0)
 
 
 @pytest.mark.parametrize("through", ["here", "beside"])
@@ -390,7 +390,7 @@ async def test_generation_continues_without_a_client_for_a_limited_time(
     assert inside.left_over(), "it runs on"
     await inside.check_empty()
 
-    event = here.books.event(tenant, frame.request_id)
+    event = here.database.event(tenant, frame.request_id)
     assert event["outcome"] == "cancelled"
     assert event["delivered_token_count"] == event["billed_token_count"] < 3900
     key = tenant.project_id, uuid.UUID(frame.request_id)
@@ -428,7 +428,7 @@ async def test_more_than_may_be_kept_of_an_answer_is_dropped_from_its_beginning(
         await stream.received(frame.request_id, 1)
         stream.call.cancel()
         await stream.closed()
-    await until(lambda: here.books.events(tenant), "the end of the request")
+    await until(lambda: here.database.events(tenant), "the end of the request")
     async with here.stream(tenant.secret) as other:
         await other.send(attach(frame.request_id))
         gone = await other.failed(frame.request_id)
@@ -457,7 +457,7 @@ async def test_an_attach_to_nothing_or_beyond_is_refused(
         await stream.send(frame)
         await stream.received(frame.request_id, 1)
         unknown = start().request_id
-        for other, asked, code, reason in (
+        for other, requested, code, reason in (
             (stream, attach(unknown), StatusCode.NOT_FOUND, "REQUEST_UNKNOWN"),
             (far, attach(unknown), StatusCode.NOT_FOUND, "REQUEST_UNKNOWN"),
             (strange, attach(frame.request_id), StatusCode.NOT_FOUND, "REQUEST_UNKNOWN"),
@@ -467,10 +467,10 @@ async def test_an_attach_to_nothing_or_beyond_is_refused(
             (far, kept(10, KEEP_MAX_S + 1), StatusCode.INVALID_ARGUMENT, "FIELD_INVALID"),
             (far, kept(10, 0), StatusCode.INVALID_ARGUMENT, "FIELD_INVALID"),
         ):
-            other.frames.pop(asked.request_id, None)
-            await other.send(asked)
-            refusal = await other.failed(asked.request_id)
-            assert (refusal.code, refusal.reason) == (code, reason), asked
+            other.frames.pop(requested.request_id, None)
+            await other.send(requested)
+            refusal = await other.failed(requested.request_id)
+            assert (refusal.code, refusal.reason) == (code, reason), requested
             assert refusal.frame is not None
             assert not refusal.frame.duplicate_start
         await stream.send(attach(frame.request_id, 10**6))
@@ -498,7 +498,7 @@ async def test_without_keep_unsent_output_moves_to_another_stream_and_the_reques
         other.call.cancel()
         await other.closed()
         await inside.check_empty()
-    event = here.books.event(tenant, frame.request_id)
+    event = here.database.event(tenant, frame.request_id)
     assert (event["outcome"], event["delivered_token_count"]) == ("cancelled", 20)
 
 

@@ -42,10 +42,10 @@ def guarded(
         with running(Service(home, url, model, safety_rules=str(rules))) as service:
             yield service
             assert service.stop() == 0, service.log[-4000:]
-        assert service.books.held_hold_count() == 0
+        assert service.database.held_hold_count() == 0
 
 
-def says(text: str) -> pb.ResponseFormat:
+def user_message(text: str) -> pb.ResponseFormat:
     """Return biases by which the model outputs a text, in any tokens."""
     return pb.ResponseFormat(regex=text.replace(".", "[.]"))
 
@@ -78,8 +78,8 @@ async def test_a_forbidden_prompt_is_refused_before_anything_is_held(
         [field],
     )
     assert refusal.info.metadata["rule"] == "forbidden-topic"
-    assert guarded.books.holds(tenant) == {}
-    assert guarded.books.counters(tenant).get("requests_per_minute", (0, 0)) == (0, 0)
+    assert guarded.database.holds(tenant) == {}
+    assert guarded.database.counters(tenant).get("requests_per_minute", (0, 0)) == (0, 0)
 
 
 async def test_a_forbidden_output_ends_before_it_begins(guarded: Service) -> None:
@@ -87,7 +87,7 @@ async def test_a_forbidden_output_ends_before_it_begins(guarded: Service) -> Non
 
     async with guarded.stream(tenant.secret) as stream:
         request_id = await stream.begin(
-            response_format=says("The code is secret 1234 and more."),
+            response_format=user_message("The code is secret 1234 and more."),
             ignore_eos=None,
             max_output_tokens=90,
         )
@@ -101,7 +101,7 @@ async def test_a_forbidden_output_ends_before_it_begins(guarded: Service) -> Non
     delivered = len(stream.token_ids(request_id))
     assert finished.usage.billed_token_count == finished.usage.delivered_token_count == delivered
     assert finished.usage.generated_token_count > delivered
-    event = guarded.books.event(tenant, request_id)
+    event = guarded.database.event(tenant, request_id)
     assert (event["outcome"], event["delivered_token_count"]) == ("filtered", delivered)
     assert "secret 1" not in guarded.log
 
@@ -111,7 +111,9 @@ async def test_text_that_only_begins_like_a_match_passes_whole(guarded: Service)
 
     async with guarded.stream(tenant.secret) as stream:
         request_id = await stream.begin(
-            response_format=says("A secret garden. A secret"), ignore_eos=None, max_output_tokens=90
+            response_format=user_message("A secret garden. A secret"),
+            ignore_eos=None,
+            max_output_tokens=90,
         )
         finished = await stream.finished(request_id)
 

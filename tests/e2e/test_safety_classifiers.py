@@ -47,7 +47,7 @@ def guarded_service(
         with running(Service(home, url, model, safety_rules=str(home / "rules.toml"))) as service:
             yield service
             assert service.stop() == 0, service.log[-4000:]
-        assert service.books.held_hold_count() == 0
+        assert service.database.held_hold_count() == 0
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def prompts_only(
         yield service
 
 
-def says(text: str) -> pb.ResponseFormat:
+def user_message(text: str) -> pb.ResponseFormat:
     """Return biases by which the model outputs a text, in any tokens."""
     return pb.ResponseFormat(regex=text)
 
@@ -129,8 +129,8 @@ async def test_a_flagged_prompt_is_refused_before_anything_is_held(
         [field],
     )
     assert refusal.info.metadata["rule"] == "danger: dangerous"
-    assert guarded.books.holds(tenant) == {}
-    assert guarded.books.counters(tenant).get("requests_per_minute", (0, 0)) == (0, 0)
+    assert guarded.database.holds(tenant) == {}
+    assert guarded.database.counters(tenant).get("requests_per_minute", (0, 0)) == (0, 0)
 
 
 async def test_a_flagged_output_ends_where_its_window_begins(guarded: Service) -> None:
@@ -139,7 +139,9 @@ async def test_a_flagged_output_ends_where_its_window_begins(guarded: Service) -
 
     async with guarded.stream(tenant.secret) as stream:
         request_id = await stream.begin(
-            response_format=says(text.replace(".", "[.]")), ignore_eos=None, max_output_tokens=200
+            response_format=user_message(text.replace(".", "[.]")),
+            ignore_eos=None,
+            max_output_tokens=200,
         )
         finished = await stream.finished(request_id)
 
@@ -152,7 +154,7 @@ async def test_a_flagged_output_ends_where_its_window_begins(guarded: Service) -
     assert guarded.tokenizer.decode(tuple(stream.token_ids(request_id))) == given_out
     assert finished.usage.billed_token_count == finished.usage.delivered_token_count == delivered
     assert finished.usage.generated_token_count > delivered
-    event = guarded.books.event(tenant, request_id)
+    event = guarded.database.event(tenant, request_id)
     assert (event["outcome"], event["delivered_token_count"]) == ("filtered", delivered)
     assert "bomb" not in guarded.log
 
@@ -163,7 +165,7 @@ async def test_rules_and_classifiers_stand_side_by_side(guarded: Service) -> Non
     async with guarded.stream(tenant.secret) as stream:
         by_rule = await stream.failed(await stream.begin(text="something forbidden"))
         request_id = await stream.begin(
-            response_format=says("The hotel is forbidden to dogs."),
+            response_format=user_message("The hotel is forbidden to dogs."),
             ignore_eos=None,
             max_output_tokens=90,
         )
@@ -223,7 +225,7 @@ async def test_without_a_classification_outputs_end_with_the_reason(guarded: Ser
         == broken.frame.usage.billed_token_count
         == delivered
     )
-    event = guarded.books.event(tenant, request_id)
+    event = guarded.database.event(tenant, request_id)
     assert (event["outcome"], event["delivered_token_count"]) == ("failed", delivered)
 
 
@@ -243,7 +245,7 @@ async def test_hanging_or_dying_classifiers_slow_no_unchecked_request(
             os.kill(pid, signal.SIGKILL)
 
         assert (refused.code, refused.reason) == (StatusCode.UNAVAILABLE, "SAFETY_UNAVAILABLE")
-        assert sum(prompts_only.books.holds(tenant).values()) == 1, (
+        assert sum(prompts_only.database.holds(tenant).values()) == 1, (
             "nothing was held for the one that was refused"
         )
         answers = set()

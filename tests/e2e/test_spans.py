@@ -41,12 +41,12 @@ SECRET_WORDS = "nobody-but-the-model"
 US = 1000  # ns: timings have a resolution of a microsecond
 Facts = dict[str, float]
 
-SAID = [{"role": "user", "content": "Go"}]
+MESSAGES = [{"role": "user", "content": "Go"}]
 BODIES: dict[str, dict[str, object]] = {
-    "chat/completions": {"messages": SAID, "max_tokens": 15, "ignore_eos": True},
+    "chat/completions": {"messages": MESSAGES, "max_tokens": 15, "ignore_eos": True},
     "completions": {"prompt": "Go", "max_tokens": 15, "ignore_eos": True},
     "responses": {"input": "Go", "max_output_tokens": 15, "ignore_eos": True},
-    "messages": {"messages": SAID, "max_tokens": 15},  # answers of random length
+    "messages": {"messages": MESSAGES, "max_tokens": 15},  # answers of random length
 }
 PACE = {  # names in the timings, in a receipt and in a span, where the unit is a second
     "ttft_ms": ("ttft_us", "gen_ai.server.time_to_first_token", 1000),
@@ -247,7 +247,7 @@ async def test_requests_of_one_stream_may_belong_to_traces_of_their_own(
     assert again.reason == "REQUEST_SETTLED", "the same payload, not another one"
 
 
-async def test_the_clients_of_the_sdk_hand_a_trace_on(traced: Service, receiver: Receiver) -> None:
+async def test_the_clients_of_the_sdk_forward_a_trace(traced: Service, receiver: Receiver) -> None:
     tenant, request_id = await traced.tenant(), str(uuid.uuid4())
 
     async with traced.client(tenant.secret) as client:
@@ -274,9 +274,11 @@ async def answered(service: Service, secret: str, path: str, streams: bool) -> t
         text = await response.text()
         assert response.status == 200, text
     lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
-    told = [json.loads(each) for each in (lines if streams else [text])]
-    told += [each["response"] for each in told if "response" in each]
-    [timings] = [each["weir"]["timings"][0] for each in told if "timings" in each.get("weir", {})]
+    reported = [json.loads(each) for each in (lines if streams else [text])]
+    reported += [each["response"] for each in reported if "response" in each]
+    [timings] = [
+        each["weir"]["timings"][0] for each in reported if "timings" in each.get("weir", {})
+    ]
     return response.headers["x-request-id"], timings
 
 
@@ -291,10 +293,10 @@ async def test_every_record_of_a_request_has_the_same_pace(
         frame = start(conversation=conversation("Go"), max_output_tokens=15)
         end = await ask(traced, tenant.secret, (), frame)
         request_id = frame.request_id
-        told = {name: getattr(end.finished.timings, name) for name in PACE}
+        reported = {name: getattr(end.finished.timings, name) for name in PACE}
         [sent] = end.finished.receipts
     else:
-        request_id, told = await answered(traced, tenant.secret, path, streams)
+        request_id, reported = await answered(traced, tenant.secret, path, streams)
     async with traced.channel() as channel:
         request = pb.GetGenerationRequest(request_id=request_id)
         stub = pb_grpc.InferenceServiceStub(channel)
@@ -310,7 +312,7 @@ async def test_every_record_of_a_request_has_the_same_pace(
     assert found.timings.ttft_ms > 0
     for name, (in_receipt, attribute, unit) in PACE.items():
         value = getattr(found.timings, name)
-        assert told[name] == pytest.approx(value, abs=0.001), name
+        assert reported[name] == pytest.approx(value, abs=0.001), name
         assert getattr(receipt.timings, in_receipt) == pytest.approx(value * 1000, abs=0.51), name
         if value:
             assert root.attributes[attribute] == pytest.approx(value / unit), name

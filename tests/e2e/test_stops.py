@@ -38,12 +38,12 @@ PIECES = ("Uno", "ST", "OP", "Dos")
 WHOLE, CONTROL = "whole", "control"  # further models: STOP is one token; a control token follows
 FORKS = "forks"  # answers with one of two tokens
 
-SAID = [{"role": "user", "content": "Go"}]
+MESSAGES = [{"role": "user", "content": "Go"}]
 PATHS: dict[str, dict[str, Any]] = {
-    "chat/completions": {"messages": SAID, "max_tokens": 9},
+    "chat/completions": {"messages": MESSAGES, "max_tokens": 9},
     "completions": {"prompt": "<|assistant|>", "max_tokens": 9},
     "responses": {"input": "Go", "max_output_tokens": 9},
-    "messages": {"messages": SAID, "max_tokens": 9},
+    "messages": {"messages": MESSAGES, "max_tokens": 9},
 }
 STOPS: list[tuple[str, list[str], str | None]] = [
     (WHOLE, ["END", "STOP"], "STOP"),
@@ -115,9 +115,9 @@ async def answered(service: Service, tenant: Tenant, path: str, **fields: Any) -
         text = await response.text()
         assert response.status == 200, text
     if not fields.get("stream"):
-        told = json.loads(text)
-        events = [told]
-        ends = told.get("choices") or [told]
+        reported = json.loads(text)
+        events = [reported]
+        ends = reported.get("choices") or [reported]
     else:
         lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
         events = [json.loads(line) for line in lines]
@@ -150,15 +150,15 @@ async def test_the_stop_sequence_that_was_completed_first_is_named(
     stops: list[str],
     matched: str | None,
 ) -> None:
-    told = await answered(service, tenant, path, model=model, stop=stops, stream=streams)
+    reported = await answered(service, tenant, path, model=model, stop=stops, stream=streams)
 
-    assert told["extension"] == [matched]
-    assert told["reasons"] == ["STOP" if matched is None else "STOP_SEQUENCE"]
+    assert reported["extension"] == [matched]
+    assert reported["reasons"] == ["STOP" if matched is None else "STOP_SEQUENCE"]
     if path == "messages":
-        assert told["anthropic"] == [matched]
-        assert told["choices"] == ["end_turn" if matched is None else "stop_sequence"]
+        assert reported["anthropic"] == [matched]
+        assert reported["choices"] == ["end_turn" if matched is None else "stop_sequence"]
     else:
-        assert told["choices"] == [matched]
+        assert reported["choices"] == [matched]
 
 
 async def begin(stream: Any, **fields: Any) -> str:
@@ -200,7 +200,7 @@ async def test_a_stop_token_is_named_by_its_id_and_an_end_token_is_not(
 
 
 async def test_each_choice_names_its_own_stop(service: Service, tenant: Tenant) -> None:
-    asked: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "model": FORKS,
         "n": 8,
         "temperature": 1,
@@ -208,7 +208,7 @@ async def test_each_choice_names_its_own_stop(service: Service, tenant: Tenant) 
         "stop": ["Left!", "Right!"],
     }
     whole, streamed = [
-        await answered(service, tenant, "chat/completions", stream=streams, **asked)
+        await answered(service, tenant, "chat/completions", stream=streams, **requested)
         for streams in (False, True)
     ]
     async with service.client(tenant.secret) as client:

@@ -180,7 +180,7 @@ async def test_an_answer_ends_where_the_tokenizer_says_in_every_api(service: Ser
         assert (each["status"], each["usage"]["output_tokens"]) == ("completed", 2)
     assert (text, finished.usage.billed_token_count) == ("{}", 2)
     assert finished.reason == types_pb2.FINISH_REASON_STOP
-    assert {event["billed_token_count"] for event in service.books.events(tenant)} == {2}
+    assert {event["billed_token_count"] for event in service.database.events(tenant)} == {2}
 
 
 async def generated(stream: Stream) -> tuple[pb.FinishedFrame, str]:
@@ -199,18 +199,18 @@ async def test_a_chat_goes_on_with_ids_of_other_providers(
     model: str, ids: tuple[str, str], service: Service
 ) -> None:
     api = Api(service, await priced(service))
-    asked: dict[str, Any] = {"model": model, "tools": CHAT_TOOLS, "temperature": 0}
-    first = api.post("chat/completions", **asked, messages=[USER])["choices"][0]["message"]
+    requested: dict[str, Any] = {"model": model, "tools": CHAT_TOOLS, "temperature": 0}
+    first = api.post("chat/completions", **requested, messages=[USER])["choices"][0]["message"]
     made = first["tool_calls"]
     for call, given in zip(made, ids, strict=True):
         call["id"] = given
     results = [{"role": "tool", "tool_call_id": given, "content": f"Done {given}"} for given in ids]
     talk = [USER, first, *results]
 
-    second = api.post("chat/completions", **asked, messages=talk)
-    streamed = api.events("chat/completions", **asked, messages=talk)
-    said = {"role": "assistant", "content": "All done."}
-    third = api.post("chat/completions", **asked, messages=[*talk, said, USER])
+    second = api.post("chat/completions", **requested, messages=talk)
+    streamed = api.events("chat/completions", **requested, messages=talk)
+    reply = {"role": "assistant", "content": "All done."}
+    third = api.post("chat/completions", **requested, messages=[*talk, reply, USER])
 
     assert first["content"] == TEXT
     assert [call["function"]["name"] for call in made] == ["book", "quit"]
@@ -218,7 +218,7 @@ async def test_a_chat_goes_on_with_ids_of_other_providers(
         [choice] = answer["choices"]
         assert choice["finish_reason"] == "tool_calls"
     assert streamed[-1]["choices"][0]["finish_reason"] == "tool_calls"
-    again = api.post("chat/completions", **asked, messages=talk)["usage"]
+    again = api.post("chat/completions", **requested, messages=talk)["usage"]
     assert again["prompt_tokens"] == second["usage"]["prompt_tokens"]
     assert again["prompt_tokens_details"]["cached_tokens"] > again["prompt_tokens"] // 2
 
@@ -229,9 +229,9 @@ async def test_a_response_goes_on_with_ids_of_other_providers(
     model: str, ids: tuple[str, str], service: Service
 ) -> None:
     api = Api(service, await priced(service))
-    asked: dict[str, Any] = {"model": model, "tools": TOOLS, "temperature": 0}
-    asked_first = [USER]
-    first = api.post("responses", **asked, input=asked_first)["output"]
+    requested: dict[str, Any] = {"model": model, "tools": TOOLS, "temperature": 0}
+    requested_first = [USER]
+    first = api.post("responses", **requested, input=requested_first)["output"]
     calls = [item for item in first if item["type"] == "function_call"]
     for call, given in zip(calls, ids, strict=True):
         call["call_id"] = given
@@ -239,11 +239,11 @@ async def test_a_response_goes_on_with_ids_of_other_providers(
         {"type": "function_call_output", "call_id": given, "output": f"Done {given}"}
         for given in ids
     ]
-    talk = [*asked_first, *first, *results]
+    talk = [*requested_first, *first, *results]
 
     counted = api.post("responses/input_tokens", model=model, tools=TOOLS, input=talk)
-    second = api.post("responses", **asked, input=talk)
-    [*_, last] = api.events("responses", **asked, input=talk)
+    second = api.post("responses", **requested, input=talk)
+    [*_, last] = api.events("responses", **requested, input=talk)
 
     assert [item["type"] for item in first] == ["message", "function_call", "function_call"]
     assert counted["input_tokens"] == second["usage"]["input_tokens"]
@@ -257,8 +257,8 @@ async def test_a_message_goes_on_with_ids_of_other_providers(
     model: str, ids: tuple[str, str], service: Service
 ) -> None:
     api = Api(service, await priced(service))
-    asked: dict[str, Any] = {"model": model, "tools": MESSAGE_TOOLS, "max_tokens": 40}
-    first = api.post("messages", **asked, messages=[USER])["content"]
+    requested: dict[str, Any] = {"model": model, "tools": MESSAGE_TOOLS, "max_tokens": 40}
+    first = api.post("messages", **requested, messages=[USER])["content"]
     calls = [block for block in first if block["type"] == "tool_use"]
     for call, given in zip(calls, ids, strict=True):
         call["id"] = given
@@ -270,8 +270,8 @@ async def test_a_message_goes_on_with_ids_of_other_providers(
     ]
 
     counted = api.post("messages/count_tokens", model=model, tools=MESSAGE_TOOLS, messages=talk)
-    second = api.post("messages", **asked, messages=talk)
-    events = api.events("messages", **asked, messages=talk)
+    second = api.post("messages", **requested, messages=talk)
+    events = api.events("messages", **requested, messages=talk)
 
     assert [block["type"] for block in first] == ["text", "tool_use", "tool_use"]
     usage = second["usage"]
@@ -284,17 +284,17 @@ async def test_a_message_goes_on_with_ids_of_other_providers(
 
 async def test_an_answer_has_one_call_where_the_template_takes_no_more(service: Service) -> None:
     api = Api(service, await priced(service))
-    asked: dict[str, Any] = {"model": SINGLE, "tools": CHAT_TOOLS, "temperature": 0}
+    requested: dict[str, Any] = {"model": SINGLE, "tools": CHAT_TOOLS, "temperature": 0}
 
-    first = api.post("chat/completions", **asked, messages=[USER])["choices"][0]
-    streamed = api.events("chat/completions", **asked, messages=[USER])
-    forced = api.post("chat/completions", **asked, messages=[USER], tool_choice="required")
+    first = api.post("chat/completions", **requested, messages=[USER])["choices"][0]
+    streamed = api.events("chat/completions", **requested, messages=[USER])
+    forced = api.post("chat/completions", **requested, messages=[USER], tool_choice="required")
     response = api.post("responses", model=SINGLE, tools=TOOLS, input="Hello")
     message = first["message"]
     [call] = message["tool_calls"]
     done = {"role": "tool", "tool_call_id": call["id"], "content": "Done"}
-    second = api.post("chat/completions", **asked, messages=[USER, message, done])
-    several = api.refused("chat/completions", **asked, messages=[USER], n=2)
+    second = api.post("chat/completions", **requested, messages=[USER, message, done])
+    several = api.refused("chat/completions", **requested, messages=[USER], n=2)
 
     assert (call["function"]["name"], message["content"]) == ("book", TEXT)
     assert first["finish_reason"] == "tool_calls"
@@ -324,8 +324,8 @@ async def test_system_messages_at_the_beginning_are_joined_in_every_api(service:
     joined = {"role": "system", "content": "System\n\nDeveloper"}
 
     def chat_tokens(*messages: dict[str, Any]) -> int:
-        asked = {"model": MISTRAL, "messages": [*messages, USER], "max_tokens": 1}
-        return int(api.post("chat/completions", **asked)["usage"]["prompt_tokens"])
+        requested = {"model": MISTRAL, "messages": [*messages, USER], "max_tokens": 1}
+        return int(api.post("chat/completions", **requested)["usage"]["prompt_tokens"])
 
     response = api.post(
         "responses",
@@ -343,8 +343,8 @@ async def test_system_messages_at_the_beginning_are_joined_in_every_api(service:
 async def test_a_later_system_message_is_refused_by_its_index(service: Service) -> None:
     api = Api(service, await priced(service))
     late = {"role": "system", "content": "Late"}
-    said = {"role": "assistant", "content": "Hi."}
-    talk = [USER, said, late, USER]
+    reply = {"role": "assistant", "content": "Hi."}
+    talk = [USER, reply, late, USER]
 
     chat = api.refused("chat/completions", model=MISTRAL, messages=talk)
     response = api.refused("responses", model=MISTRAL, instructions="First", input=talk)

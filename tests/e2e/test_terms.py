@@ -9,7 +9,7 @@ import pytest
 from grpc import StatusCode
 from weir_client import AsyncAdminClient, InvalidRequest, NotFound, QuotaDimension
 
-from tests.metering.books import Rates
+from tests.metering.usage import Rates
 from tests.service import INPUT_PICOS, MODEL, OUTPUT_PICOS, PLAIN_IDS, Service
 
 PROMPT = tuple(PLAIN_IDS[:10])

@@ -13,7 +13,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from tests.conftest import new_database
-from tests.e2e.openai_clients import connect, says
+from tests.e2e.openai_clients import connect, user_message
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.inference.tool_checkpoints import write_chains
 from tests.service import MODEL, Service, Tenant, price_model, running
@@ -128,16 +128,21 @@ async def tenant_of(service: Service) -> Tenant:
 
 async def test_the_first_word_of_a_completion_keeps_its_blank(service: Service) -> None:
     tenant = await tenant_of(service)
-    asked: dict[str, Any] = {"model": LLAMA, "prompt": PROMPT, "max_tokens": 2, "temperature": 0}
+    requested: dict[str, Any] = {
+        "model": LLAMA,
+        "prompt": PROMPT,
+        "max_tokens": 2,
+        "temperature": 0,
+    }
     with connect(service, tenant.secret) as client:
         create = client.completions.create
-        [whole] = create(**asked, logprobs=0).choices
-        [echoed] = create(**asked, logprobs=0, echo=True).choices
+        [whole] = create(**requested, logprobs=0).choices
+        [echoed] = create(**requested, logprobs=0, echo=True).choices
         ids = llama_tokenizer().encode(PROMPT).ids
-        [by_ids] = create(**asked | {"prompt": ids}, logprobs=0, echo=True).choices
-        [plain] = create(**asked, echo=True).choices
-        [stopped] = create(**asked, stop=[" Paris"]).choices
-        chunks = list(create(**asked, stream=True, logprobs=0))
+        [by_ids] = create(**requested | {"prompt": ids}, logprobs=0, echo=True).choices
+        [plain] = create(**requested, echo=True).choices
+        [stopped] = create(**requested, stop=[" Paris"]).choices
+        chunks = list(create(**requested, stream=True, logprobs=0))
 
     assert whole.text == " Paris"
     assert (whole.logprobs.tokens, whole.logprobs.text_offset) == ([" Paris", ""], [0, 6])
@@ -149,10 +154,10 @@ async def test_the_first_word_of_a_completion_keeps_its_blank(service: Service) 
     assert plain.text == "The capital is Paris"
     assert (stopped.text, stopped.finish_reason) == ("", "stop")
     streamed = [chunk.choices[0] for chunk in chunks if chunk.choices]
-    told = [choice.logprobs for choice in streamed if choice.logprobs]
+    reported = [choice.logprobs for choice in streamed if choice.logprobs]
     assert "".join(choice.text for choice in streamed) == " Paris"
-    assert [token for each in told for token in each.tokens] == [" Paris", ""]
-    assert [offset for each in told for offset in each.text_offset] == [0, 6]
+    assert [token for each in reported for token in each.tokens] == [" Paris", ""]
+    assert [offset for each in reported for offset in each.text_offset] == [0, 6]
 
 
 async def test_nothing_precedes_an_empty_prompt(service: Service) -> None:
@@ -166,13 +171,13 @@ async def test_nothing_precedes_an_empty_prompt(service: Service) -> None:
     assert (choice.text, choice.logprobs.tokens) == ("The", ["The"])
 
 
-async def test_parts_of_characters_are_told_apart(service: Service) -> None:
+async def test_parts_of_characters_are_distinguished(service: Service) -> None:
     tenant = await tenant_of(service)
-    asked: dict[str, Any] = {"model": MODEL, "prompt": [5], "max_tokens": 1, "temperature": 0}
+    requested: dict[str, Any] = {"model": MODEL, "prompt": [5], "max_tokens": 1, "temperature": 0}
     with connect(service, tenant.secret) as client:
         answers = [
-            client.completions.create(**asked, logprobs=5).choices[0],
-            client.completions.create(**asked, logprobs=5, echo=True).choices[0],
+            client.completions.create(**requested, logprobs=5).choices[0],
+            client.completions.create(**requested, logprobs=5, echo=True).choices[0],
         ]
 
     for choice in answers:
@@ -187,19 +192,24 @@ async def test_offsets_are_those_of_the_text_that_is_sent(service: Service) -> N
     prompt = "Zoë 🙂 ok"
     with connect(service, tenant.secret) as client:
         create = client.completions.create
-        asked: dict[str, Any] = {"model": MODEL, "max_tokens": 3, "temperature": 0, "logprobs": 1}
+        requested: dict[str, Any] = {
+            "model": MODEL,
+            "max_tokens": 3,
+            "temperature": 0,
+            "logprobs": 1,
+        }
         [choice] = create(
-            **asked, prompt=prompt, echo=True, extra_body={"ignore_eos": True}
+            **requested, prompt=prompt, echo=True, extra_body={"ignore_eos": True}
         ).choices
-        [named] = create(**asked, prompt="a<|end|>b", echo=True).choices
+        [named] = create(**requested, prompt="a<|end|>b", echo=True).choices
 
-    told = choice.logprobs
-    assert told.tokens[0] == ""
-    assert told.text_offset[:2] == [0, 0], "BOS has no text"
-    assert "".join(told.tokens) == choice.text
-    for token, offset in zip(told.tokens, told.text_offset, strict=True):
+    reported = choice.logprobs
+    assert reported.tokens[0] == ""
+    assert reported.text_offset[:2] == [0, 0], "BOS has no text"
+    assert "".join(reported.tokens) == choice.text
+    for token, offset in zip(reported.tokens, reported.text_offset, strict=True):
         assert choice.text.startswith(token, offset)
-    assert told.text_offset[-3] == len(prompt) == 8
+    assert reported.text_offset[-3] == len(prompt) == 8
     assert named.text.startswith("a<|end|>b")
     assert named.logprobs.text_offset[:4] == [0, 0, 1, 8]
     assert "".join(named.logprobs.tokens) == named.text
@@ -210,17 +220,17 @@ async def test_a_control_token_that_is_a_stop_ends_the_output(
     service: Service, stops: list[str], text: str, _matched: str | None
 ) -> None:
     tenant = await tenant_of(service)
-    asked: dict[str, Any] = {"model": LLAMA, "temperature": 0}
+    requested: dict[str, Any] = {"model": LLAMA, "temperature": 0}
     with connect(service, tenant.secret) as client:
         chat: Any = client.chat.completions.create(
-            **asked, messages=says("The"), stop=stops, max_tokens=9
+            **requested, messages=user_message("The"), stop=stops, max_tokens=9
         )
         chunks = list(
             client.chat.completions.create(
-                **asked, messages=says("The"), stop=stops, max_tokens=9, stream=True
+                **requested, messages=user_message("The"), stop=stops, max_tokens=9, stream=True
             )
         )
-        plain = client.completions.create(**asked, prompt="The in", stop=stops, max_tokens=9)
+        plain = client.completions.create(**requested, prompt="The in", stop=stops, max_tokens=9)
     with anthropic.Anthropic(
         base_url=service.openai_url.removesuffix("/v1"), api_key=tenant.secret
     ) as other:

@@ -90,7 +90,7 @@ async def test_text_and_calls_come_apart_as_they_grow_and_every_token_is_billed(
     for frame in stream.frames[request_id]:
         indices = [piece.index for piece in frame.delta.tool_calls]
         assert len(indices) == len(set(indices)), "a frame has one increment of each call"
-    event = service.books.event(tenant, request_id)
+    event = service.database.event(tenant, request_id)
     assert event["billed_token_count"] == len(stream.token_ids(request_id)) == len(PIECES) + 1
     assert event["outcome"] == "stop"
 
@@ -263,10 +263,10 @@ async def test_invalid_tools_are_refused_by_name_and_billed_no_tokens(
             assert failed.code is grpc.StatusCode.INVALID_ARGUMENT, fields
             bad_request = failed.detail(error_details_pb2.BadRequest)
             assert bad_request is not None, failed.status
-            told = {
+            reported = {
                 violation.field: violation.description for violation in bad_request.field_violations
             }
-            assert words in told[field], told
+            assert words in reported[field], reported
 
     await service.no_hold_left(tenant)
-    assert service.books.billed(tenant) == {request_id: {} for request_id in compiled}
+    assert service.database.billed(tenant) == {request_id: {} for request_id in compiled}

@@ -50,7 +50,7 @@ def check_charged(service: Service, tenant: Tenant, requests: Iterable[Received]
     No token is billed that the transport had not taken. Of those that it had, at most the last
     message of each request is free. No token is billed twice.
     """
-    events = service.books.events(tenant)
+    events = service.database.events(tenant)
     assert len({(event["hold_id"], event["part"]) for event in events}) == len(events)
     for one in requests:
         own = [event for event in events if str(event["request_id"]) == one.request_id]
@@ -73,13 +73,13 @@ async def rate(service: Service) -> None:
 
 def check_ledger(service: Service) -> None:
     """Check that tokens and money of the ledger equal those of the usage events."""
-    [usage] = service.books.rows(
+    [usage] = service.database.rows(
         """SELECT coalesce(sum(input_token_count + billed_token_count), 0)::bigint AS tokens,
                   coalesce(sum(cost_picos), 0)::bigint AS picos,
                   count(*) FILTER (WHERE rated_at IS NULL) AS unrated
            FROM usage_events"""
     )
-    [ledger] = service.books.rows(
+    [ledger] = service.database.rows(
         """SELECT coalesce(sum(token_count), 0)::bigint AS tokens,
            coalesce(-sum(amount_picos), 0)::bigint AS picos
            FROM ledger_entries WHERE token_kind IS NOT NULL"""

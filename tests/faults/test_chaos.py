@@ -28,7 +28,7 @@ from api.chaos.rounds import (
 from metering.ledger.rating import rate_all_pending
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
-from tests.metering.books import Consumed, add_usage, new_customer, new_price
+from tests.metering.usage import Consumed, add_usage, new_customer, new_price
 
 ROUNDS = int(os.environ.get("WEIR_TEST_CHAOS_ROUNDS", "1"))
 KINDS = (Kind.API, Kind.ENGINE, Kind.POSTGRES, Kind.WORKER, Kind.EXPORTER, Kind.BROKER)
@@ -46,7 +46,7 @@ async def test_a_short_run_of_kills_loses_no_token_and_bills_none_twice(
 
     assert report.wrong == []
     assert len(report.kills) == 5 * ROUNDS
-    assert sum(outcome.asked.received for outcome in report.outcomes) > 0
+    assert sum(outcome.sent.received for outcome in report.outcomes) > 0
 
 
 @pytest.mark.parametrize(

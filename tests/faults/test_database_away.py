@@ -98,12 +98,13 @@ async def test_a_crash_of_the_database_loses_and_doubles_nothing(
             received = len(stream.token_ids(frame.request_id))
             assert refusal.frame.usage.delivered_token_count == received <= 3 * 128
             assert (
-                service.books.event(tenant, frame.request_id)["delivered_token_count"] == received
+                service.database.event(tenant, frame.request_id)["delivered_token_count"]
+                == received
             )
         assert (await stream.finished(await stream.begin())).usage.delivered_token_count == 20
-    assert "held" not in service.books.holds(tenant)
+    assert "held" not in service.database.holds(tenant)
     check_invariants(postgres.url, all_ended=True)
-    check_told(away, await scrape(service.metrics_url))
+    check_reported(away, await scrape(service.metrics_url))
 
 
 async def scrape_without_database(service: Service) -> Scrape:
@@ -116,7 +117,7 @@ async def scrape_without_database(service: Service) -> Scrape:
     return away
 
 
-def check_told(away: Scrape, back: Scrape) -> None:
+def check_reported(away: Scrape, back: Scrape) -> None:
     """Check the metrics during and after the outage: only those of the database are missing."""
     assert away.value("weir_database_unavailable_seconds") > 0
     assert away.value("weir_journal_unsettled_requests") == 12
@@ -166,7 +167,7 @@ async def test_streams_outwait_a_restart_of_the_database_at_the_end_of_their_lea
 
         for frame in starts:
             assert (await stream.finished(frame.request_id)).usage.delivered_token_count == 1500
-    assert service.books.holds(tenant) == {"settled": 4}
+    assert service.database.holds(tenant) == {"settled": 4}
     check_invariants(postgres.url, all_ended=True)
 
 
@@ -188,7 +189,7 @@ async def test_a_server_that_is_stopped_without_a_database_ends_and_is_recovered
     await asyncio.to_thread(restart, postgres)
     service.start()
 
-    assert service.books.holds(tenant) == {"settled": 3}
+    assert service.database.holds(tenant) == {"settled": 3}
     check_charged(service, tenant, [Received.of(stream, each) for each in request_ids])
     check_invariants(postgres.url, all_ended=True)
 
@@ -209,7 +210,7 @@ async def test_server_and_database_that_die_together_are_recovered(
     await asyncio.to_thread(restart, postgres)
     service.start()
 
-    assert service.books.holds(tenant) == {"settled": 4}
+    assert service.database.holds(tenant) == {"settled": 4}
     check_charged(service, tenant, [Received.of(stream, each) for each in request_ids])
     check_invariants(postgres.url, all_ended=True)
 
@@ -265,7 +266,7 @@ async def test_a_frozen_server_past_its_expiry_neither_streams_on_nor_doubles(
             await stream.received(request_id, 420 if moment == "after" else 1)
         os.kill(service.pid, signal.SIGSTOP)
         await until_swept(service.database_url, 4)
-        assert service.books.holds(tenant) == {"expired": 4}
+        assert service.database.holds(tenant) == {"expired": 4}
         # Tokens in flight have arrived.
         before = {request_id: len(stream.token_ids(request_id)) for request_id in request_ids}
 
@@ -275,13 +276,13 @@ async def test_a_frozen_server_past_its_expiry_neither_streams_on_nor_doubles(
             refusal = await stream.failed(request_id)
             assert (refusal.code, refusal.reason) == (grpc.StatusCode.ABORTED, "HOLD_ENDED")
             received = len(stream.token_ids(request_id))
-            assert service.books.delivered(tenant)[request_id] == received
+            assert service.database.delivered(tenant)[request_id] == received
             assert refusal.frame is not None
             assert refusal.frame.usage.delivered_token_count == received
             # Tokens handed to the transport before the suspension still arrive.
             assert received - before[request_id] < ON_THE_WAY
         assert (await stream.finished(await stream.begin())).usage.delivered_token_count == 20
-    assert service.books.holds(tenant) == {"expired": 4, "settled": 1}
+    assert service.database.holds(tenant) == {"expired": 4, "settled": 1}
     check_invariants(service.database_url, all_ended=True)
 
 
@@ -318,7 +319,7 @@ async def test_a_disk_that_is_full_stops_streams_before_their_tokens_leave(launc
         assert ended.frame is not None
         assert ended.frame.usage.delivered_token_count == received
         await service.no_hold_left(tenant)
-        assert service.books.event(tenant, running)["delivered_token_count"] == received
+        assert service.database.event(tenant, running)["delivered_token_count"] == received
 
         limit_file_size(service.pid, -1)
         await asyncio.to_thread(service.wait_serving)

@@ -60,8 +60,8 @@ async def test_running_requests_finish_and_new_ones_are_sent_away(launch: Start)
             assert len(stream.token_ids(frame.request_id)) == 500
         assert await asyncio.to_thread(service.wait_ended) == 0
     assert not alive(worker_pid)
-    assert service.books.holds(tenant) == {"settled": 6}
-    assert {event["outcome"] for event in service.books.events(tenant)} == {"length"}
+    assert service.database.holds(tenant) == {"settled": 6}
+    assert {event["outcome"] for event in service.database.events(tenant)} == {"length"}
     assert list(service.settings.journal_directory.iterdir()) == [], "nothing is left to recover"
     check_invariants(service.database_url, all_ended=True)
 
@@ -92,10 +92,11 @@ async def test_requests_unfinished_in_time_are_settled_and_get_the_reason(launch
             received = len(stream.token_ids(frame.request_id))
             assert refusal.frame.usage.delivered_token_count == received
             assert (
-                service.books.event(tenant, frame.request_id)["delivered_token_count"] == received
+                service.database.event(tenant, frame.request_id)["delivered_token_count"]
+                == received
             )
         assert await asyncio.to_thread(service.wait_ended) == 0
-    assert service.books.holds(tenant) == {"settled": 40}
+    assert service.database.holds(tenant) == {"settled": 40}
     check_invariants(service.database_url, all_ended=True)
 
 
@@ -117,7 +118,7 @@ async def test_requests_still_queued_at_the_end_of_the_drain_are_refused_and_unb
             refusal = await stream.failed(frame.request_id)
             assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
         assert await asyncio.to_thread(service.wait_ended) == 0
-    holds = service.books.holds(tenant)
+    holds = service.database.holds(tenant)
     assert holds["voided"] >= 110 - 64, "no more than 64 run at once"
     assert holds["voided"] + holds.get("settled", 0) == 110
     check_invariants(service.database_url, all_ended=True)
@@ -128,12 +129,12 @@ async def test_a_client_that_does_not_read_does_not_hold_up_the_drain(launch: St
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret, reading=False) as deaf:
         await deaf.send(*(start(max_output_tokens=3000) for _ in range(20)))
-        await until(lambda: service.books.holds(tenant) == {"held": 20}, "all to be admitted")
+        await until(lambda: service.database.holds(tenant) == {"held": 20}, "all to be admitted")
 
         service.terminate()
 
         assert await asyncio.to_thread(service.wait_ended) == 0
-    assert "held" not in service.books.holds(tenant)
+    assert "held" not in service.database.holds(tenant)
     check_invariants(service.database_url, all_ended=True)
 
 
@@ -195,6 +196,6 @@ async def test_a_rolling_restart_of_two_processes_on_one_port_loses_no_request(
         restarted.set()
 
     assert {result.usage.delivered_token_count for result in results} == {60}
-    assert first.books.delivered(tenant) == {result.request_id: 60 for result in results}
-    assert first.books.holds(tenant)["settled"] == len(results)
+    assert first.database.delivered(tenant) == {result.request_id: 60 for result in results}
+    assert first.database.holds(tenant)["settled"] == len(results)
     check_invariants(first.database_url, all_ended=True)

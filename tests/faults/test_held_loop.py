@@ -53,7 +53,7 @@ async def test_health_answers_while_one_piece_of_work_holds_the_loop(held: HeldS
     tenant = await held.tenant()
     holding = held.hold(HTTP)
     async with asyncio.TaskGroup() as tasks:
-        asked = tasks.create_task(ask(held, tenant.secret))
+        requested = tasks.create_task(ask(held, tenant.secret))
         await until(lambda: not answers(held.openai_url), "the loop to be held")
 
         for _ in range(3):
@@ -62,12 +62,12 @@ async def test_health_answers_while_one_piece_of_work_holds_the_loop(held: HeldS
         await until(
             lambda: probe(held.metrics_url, "/readyz")[0] == 503, "requests to be sent elsewhere"
         )
-        _, told = probe(held.metrics_url, "/readyz")
-        assert told is not None
-        assert "the event loop has not answered for" in told["reasons"][0]
+        _, reported = probe(held.metrics_url, "/readyz")
+        assert reported is not None
+        assert "the event loop has not answered for" in reported["reasons"][0]
         assert probe(held.metrics_url, "/livez") == LIVE, "it is not to be restarted"
         holding.unlink()
-        assert (await asked).status_code == 200
+        assert (await requested).status_code == 200
 
     await until(lambda: probe(held.metrics_url, "/readyz")[0] == 200, "it to be ready again")
     [incident] = await incidents(held)

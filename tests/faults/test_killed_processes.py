@@ -48,7 +48,7 @@ from tests.service import (
 pytestmark = pytest.mark.faults
 
 LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000}
-ROUNDS, LANES = 8, 2  # rounds of kills, processes at a time; each lives a second or two
+ROUNDS, CONNECTIONS = 8, 2  # rounds of kills, processes at a time; each lives a second or two
 EXPIRY_S = 5.0  # ends holds whose first token was not recorded yet
 LITTLE = 4096  # unread bytes that the kernel of a client buffers
 
@@ -63,7 +63,7 @@ async def under_load(stream: Stream, count: int, token_count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("with_engine", [False, True], ids=["api", "api and engine"])
-async def test_a_killed_server_bills_what_it_had_handed_over_and_keeps_no_hold(
+async def test_a_killed_server_bills_what_it_had_sent_and_keeps_no_hold(
     launch: Start, with_engine: bool
 ) -> None:
     service = launch()
@@ -79,18 +79,18 @@ async def test_a_killed_server_bills_what_it_had_handed_over_and_keeps_no_hold(
 
         assert await stream.closed() is grpc.StatusCode.UNAVAILABLE
     await until(lambda: not alive(worker_pid), "the engine worker to follow its parent")
-    assert service.books.holds(tenant) == {"held": 12}, "nobody is there to end them yet"
+    assert service.database.holds(tenant) == {"held": 12}, "nobody is there to end them yet"
 
     service.start()
 
-    assert service.books.holds(tenant) == {"settled": 12}, (
+    assert service.database.holds(tenant) == {"settled": 12}, (
         "all are ended before the server takes requests"
     )
-    assert all(held == 0 for _, held in service.books.counters(tenant).values())
+    assert all(held == 0 for _, held in service.database.counters(tenant).values())
     check_charged(service, tenant, [Received.of(stream, each) for each in request_ids])
-    assert {(event["outcome"], event["recovered"]) for event in service.books.events(tenant)} == {
-        ("failed", True)
-    }
+    assert {
+        (event["outcome"], event["recovered"]) for event in service.database.events(tenant)
+    } == {("failed", True)}
     check_invariants(service.database_url, all_ended=True)
     assert list(service.settings.journal_directory.glob("*.refused")) == []
     async with service.stream(tenant.secret) as again:
@@ -184,7 +184,7 @@ async def test_what_waited_for_a_client_that_did_not_read_is_not_billed_after_a_
         received = await read_rest()
     service.start()
 
-    [event] = service.books.events(tenant)
+    [event] = service.database.events(tenant)
     assert 0 < taken < journalled
     assert event["billed_token_count"] == event["delivered_token_count"] == taken
     assert event["journalled_token_count"] == journalled
@@ -229,14 +229,16 @@ async def test_a_request_killed_while_it_thinks_or_answers_is_billed_at_both_pri
                 lambda: journalled_and_taken(service) == (sent * choices,) * 2,
                 "the transport to take all that was granted",
             )
-            told = sum(each.delta.reasoning_token_count for each in stream.frames[frame.request_id])
+            reported = sum(
+                each.delta.reasoning_token_count for each in stream.frames[frame.request_id]
+            )
             service.kill()
             await stream.closed()
         service.start()
 
-        [event] = service.books.events(tenant)
+        [event] = service.database.events(tenant)
         known = event["billed_reasoning_token_count"]
-        assert known == event["reasoning_token_count"] == told > 0
+        assert known == event["reasoning_token_count"] == reported > 0
         assert event["recovered"]
         assert event["billed_token_count"] == sent * choices
         cost = event["input_token_count"] + (sent * choices - known) * 100 + known * 7
@@ -263,7 +265,7 @@ async def test_a_request_that_died_with_its_server_is_not_run_again_under_its_id
 
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.ALREADY_EXISTS, "REQUEST_SETTLED")
     assert refusal.frame is not None
-    [event] = service.books.events(tenant)
+    [event] = service.database.events(tenant)
     assert refusal.frame.usage.delivered_token_count == event["delivered_token_count"]
     check_charged(service, tenant, [Received.of(stream, frame.request_id)])
 
@@ -290,12 +292,12 @@ async def test_a_killed_engine_ends_its_requests_settled_and_comes_back(launch: 
             )
             assert refusal.frame is not None
             assert refusal.frame.usage.delivered_token_count == len(stream.token_ids(request_id))
-            event = service.books.event(tenant, request_id)
+            event = service.database.event(tenant, request_id)
             assert (event["outcome"], event["delivered_token_count"]) == (
                 "failed",
                 len(stream.token_ids(request_id)),
             )
-        assert service.books.holds(tenant) == {"settled": 12}
+        assert service.database.holds(tenant) == {"settled": 12}
 
         # The next request waits for the engine and gets a progress frame that says so.
         waiting = await stream.begin()
@@ -329,13 +331,13 @@ async def test_an_engine_that_dies_before_the_first_token_bills_nothing_and_allo
             assert refusal.info.metadata["retry_with"] == "same_request_id"
             assert refusal.retry_after_s is not None
             assert refusal.retry_after_s > 0
-    assert service.books.holds(tenant) == {"voided": 5}
-    assert service.books.events(tenant) == []
+    assert service.database.holds(tenant) == {"voided": 5}
+    assert service.database.events(tenant) == []
     async with service.stream(tenant.secret) as again:
         await again.send(*started)
         for frame in started:
             await again.finished(frame.request_id)
-    assert len(service.books.events(tenant)) == 5
+    assert len(service.database.events(tenant)) == 5
     check_invariants(service.database_url, all_ended=True)
 
 
@@ -359,11 +361,11 @@ async def test_the_client_library_tries_again_where_an_engine_died_before_the_fi
 
         async with asyncio.TaskGroup() as tasks:
             reading = tasks.create_task(read())
-            await until(lambda: service.books.holds(tenant) == {"held": 1}, "its hold")
+            await until(lambda: service.database.holds(tenant) == {"held": 1}, "its hold")
             os.kill(worker_pid, signal.SIGKILL)
 
     assert reading.result() >= 1
-    assert service.books.holds(tenant) == {"settled": 1, "voided": 1}
+    assert service.database.holds(tenant) == {"settled": 1, "voided": 1}
     check_invariants(service.database_url, all_ended=True)
 
 
@@ -379,7 +381,9 @@ async def test_a_server_that_starts_settles_for_one_that_died_elsewhere_on_the_m
         first.kill()
         await stream.closed()
 
-    await until(lambda: first.books.holds(tenant) == {"settled": 3}, "the other server to settle")
+    await until(
+        lambda: first.database.holds(tenant) == {"settled": 3}, "the other server to settle"
+    )
 
     check_charged(second, tenant, [Received.of(stream, each) for each in request_ids])
 
@@ -390,7 +394,7 @@ async def test_random_kills_under_load_lose_nothing_and_bill_nothing_unreceived(
     """Servers and engines die at random moments, even while they start or recover."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    homes = [tmp_path / f"home{lane}" for lane in range(LANES)]
+    homes = [tmp_path / f"home{connection}" for connection in range(CONNECTIONS)]
     services = [launch(home=home, lease_slice_tokens=16, hold_expiry_s=EXPIRY_S) for home in homes]
     tenant = await services[0].tenant(LIMITS)
     received: list[Received] = []
@@ -402,9 +406,9 @@ async def test_random_kills_under_load_lose_nothing_and_bill_nothing_unreceived(
             )
 
     service = services[0]
-    await until(lambda: "held" not in service.books.holds(tenant), "every hold to end")
+    await until(lambda: "held" not in service.database.holds(tenant), "every hold to end")
     received_count = sum(one.token_count for one in received)
-    delivered_count = sum(service.books.delivered(tenant).values())
+    delivered_count = sum(service.database.delivered(tenant).values())
     print(f"{received_count} tokens received, {delivered_count} billed, {len(received)} requests")
     assert received_count > 0
     check_charged(service, tenant, received)

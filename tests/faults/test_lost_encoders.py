@@ -81,12 +81,12 @@ async def test_calls_outlive_the_encoder_that_had_them_and_are_billed_once(
                     return answer
 
                 async def call_counts(state: Any = replicas_pb2.REPLICA_STATE_READY) -> list[int]:
-                    told = await control.ListReplicas(
+                    reported = await control.ListReplicas(
                         replicas_pb2.ListReplicasRequest(),
                         metadata=bearer(admin),
                         timeout=PATIENCE_S,
                     )
-                    return [each.request_count for each in told.replicas if each.state == state]
+                    return [each.request_count for each in reported.replicas if each.state == state]
 
                 async with asyncio.timeout(PATIENCE_S):
                     while await call_counts() != [0, 0]:
@@ -110,12 +110,12 @@ async def test_calls_outlive_the_encoder_that_had_them_and_are_billed_once(
             for answer, true in zip(answers, undisturbed, strict=True):
                 assert (answer.usage, answer.cost) == (true.usage, true.cost)
                 assert answer.cost.picos == answer.usage.embedding_token_count * PICOS
-                for told, expected in zip(answer.embeddings, true.embeddings, strict=True):
-                    assert list(told.vector) == pytest.approx(list(expected.vector), abs=1e-5)
+                for reported, expected in zip(answer.embeddings, true.embeddings, strict=True):
+                    assert list(reported.vector) == pytest.approx(list(expected.vector), abs=1e-5)
             await service.no_hold_left(tenant)
-            billed = [event["embedding_token_count"] for event in service.books.events(tenant)]
+            billed = [event["embedding_token_count"] for event in service.database.events(tenant)]
             assert sorted(billed) == sorted(
                 2 * [answer.usage.embedding_token_count for answer in answers]
             )
             assert service.stop() == 0, service.log[-4000:]
-            assert service.books.held_hold_count() == 0
+            assert service.database.held_hold_count() == 0

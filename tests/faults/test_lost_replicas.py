@@ -122,12 +122,12 @@ async def test_a_killed_worker_is_noticed_by_no_stream_and_on_no_bill(
     assert unbegun_count >= 25, (
         "half of what came was given to the worker that stood still, or waited behind that"
     )
-    assert service.books.holds(tenant) == {"settled": 120}
-    delivered = service.books.delivered(tenant)
+    assert service.database.holds(tenant) == {"settled": 120}
+    delivered = service.database.delivered(tenant)
     assert {
         str(each.request_id): each.start.max_output_tokens for each in (*begun, *waiting)
     }.items() <= delivered.items()
-    events = service.books.events(tenant)
+    events = service.database.events(tenant)
     assert (len(events), sum(event["migration_count"] for event in events)) == (
         120,
         migration_count,

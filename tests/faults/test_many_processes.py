@@ -147,17 +147,17 @@ def services(
         yield launched
 
 
-class SecondLook:
+class SecondPoll:
     """Thread that checks the invariants on one snapshot after another during the block."""
 
     def __init__(self, database_url: str) -> None:
         self.found: list[str] = []
-        self.look_count = 0
+        self.poll_count = 0
         self._database_url = database_url
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="second look")
+        self._thread = threading.Thread(target=self._poll, name="second look")
 
-    def __enter__(self) -> SecondLook:
+    def __enter__(self) -> SecondPoll:
         self._thread.start()
         return self
 
@@ -165,10 +165,10 @@ class SecondLook:
         self._over.set()
         self._thread.join()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         while not self._over.wait(0.1):
             self.found += find_violations(self._database_url)
-            self.look_count += 1
+            self.poll_count += 1
 
 
 @asynccontextmanager
@@ -212,10 +212,10 @@ async def test_four_processes_give_out_exactly_what_a_quota_allows(
     )
     victim = rng.choice(services)
 
-    with SecondLook(watched_database) as second_look:
+    with SecondPoll(watched_database) as second_poll:
         await storm(services, victim, hot, small, rng)
         await until(
-            lambda: services[0].books.held_hold_count() == 0,
+            lambda: services[0].database.held_hold_count() == 0,
             "the others to end what the killed process held",
         )
         await asyncio.to_thread(victim.start)
@@ -226,19 +226,19 @@ async def test_four_processes_give_out_exactly_what_a_quota_allows(
             ):
                 tasks.create_task(use_up(services, tenant, dimension, limit))
 
-    tell(services[0], dimension, hot, hot_limit, second_look)
-    assert services[0].books.rows("SELECT * FROM overdrawn") == []
-    assert second_look.found == []
-    assert second_look.look_count > 1
+    emit(services[0], dimension, hot, hot_limit, second_poll)
+    assert services[0].database.rows("SELECT * FROM overdrawn") == []
+    assert second_poll.found == []
+    assert second_poll.poll_count > 1
     check_invariants(watched_database, all_ended=True)
 
 
-def tell(
+def emit(
     service: Service,
     dimension: QuotaDimension,
     hot: Tenant,
     hot_limit: int,
-    second_look: SecondLook,
+    second_poll: SecondPoll,
 ) -> None:
     """Print the maximum used and held at any commit, of the hot tenant and of all others."""
     query = """SELECT o.id = %s AS hot, count(*) AS n, min(q.limit_value) AS least,
@@ -247,8 +247,8 @@ def tell(
                FROM quotas q JOIN organizations o ON o.id = q.subject_id
                LEFT JOIN peaks p ON p.quota_id = q.id
                WHERE q.dimension = %s GROUP BY 1 ORDER BY 1 DESC"""
-    rows = service.books.rows(query, hot.organization_id, str(dimension))
-    holds = service.books.holds(hot)
+    rows = service.database.rows(query, hot.organization_id, str(dimension))
+    holds = service.database.holds(hot)
     others = next(
         (row for row in rows if not row["hot"]),
         {"n": 0, "least": 0, "peak": 0, "full": 0, "beyond": 0},
@@ -258,7 +258,7 @@ def tell(
         f"\n{dimension:28} {REQUEST_COUNT} requests, {PROCESS_COUNT} processes, hot tenant: limit"
         f" {hot_limit}, most at any commit {own['peak']}, holds {holds}; {others['n']} others:"
         f" limit {others['least']}, most {others['peak']}, at their limit {others['full']}, beyond"
-        f" {others['beyond']}; {second_look.look_count} second looks, {len(second_look.found)}"
+        f" {others['beyond']}; {second_poll.poll_count} second looks, {len(second_poll.found)}"
         " faults"
     )
 
@@ -319,13 +319,13 @@ async def storm(
     services: list[Service], victim: Service, hot: Tenant, small: list[Tenant], rng: random.Random
 ) -> None:
     """Send all requests at once, cancel some, and kill one process when half have been sent."""
-    asked: list[tuple[Stream, str]] = []
+    requested: list[tuple[Stream, str]] = []
     async with streams(services, [hot, *small]) as by_process, asyncio.TaskGroup() as tasks:
         pids = {service.pid for service in services}
         for number in range(REQUEST_COUNT):
             if number == REQUEST_COUNT // 2:
                 await until(
-                    lambda: any(stream.ends(request_id) for stream, request_id in asked),
+                    lambda: any(stream.ends(request_id) for stream, request_id in requested),
                     "the first answers",
                 )
                 pids.discard(victim.pid)
@@ -333,16 +333,16 @@ async def storm(
             tenant = hot if number % 2 else rng.choice(small)
             stream = by_process[rng.choice(sorted(pids)), tenant.name]
             request_id = await stream.begin(max_output_tokens=OUTPUT_TOKENS)
-            asked.append((stream, request_id))
+            requested.append((stream, request_id))
             if rng.random() < CANCELLED_SHARE / 2:
                 await stream.cancel(request_id)
             elif rng.random() < CANCELLED_SHARE / 2:
                 tasks.create_task(cancel_once_admitted(stream, request_id))
         await until(
-            lambda: all(stream.over or stream.ends(request_id) for stream, request_id in asked),
+            lambda: all(stream.over or stream.ends(request_id) for stream, request_id in requested),
             "every request to end",
         )
-    reasons = [stream.ends(request_id) for stream, request_id in asked if not stream.over]
+    reasons = [stream.ends(request_id) for stream, request_id in requested if not stream.over]
     assert all(len(ends) == 1 for ends in reasons), "each request has one end"
 
 
@@ -363,37 +363,46 @@ async def use_up(
 ) -> None:
     """Send requests until all are refused: the rest is then too small for one more."""
     async with streams(services, [tenant]) as by_process:
-        lanes = list(by_process.values())
+        connections = list(by_process.values())
         if dimension is QuotaDimension.CONCURRENT_REQUESTS:
-            await fill_up(lanes, limit)
+            await fill_up(connections, limit)
             return
         refused = False
         while not refused:
-            asked = [
-                (lane, await lane.begin(max_output_tokens=OUTPUT_TOKENS))
-                for lane in lanes
-                for _ in range(ROUND // len(lanes) + 1)
+            requested = [
+                (connection, await connection.begin(max_output_tokens=OUTPUT_TOKENS))
+                for connection in connections
+                for _ in range(ROUND // len(connections) + 1)
             ]
-            ends = [await lane.end(request_id) for lane, request_id in asked]
+            ends = [await connection.end(request_id) for connection, request_id in requested]
             refused = all(end.WhichOneof("kind") == "failed" for end in ends)
-    [(used, held)] = services[0].books.counters(tenant).values()
+    [(used, held)] = services[0].database.counters(tenant).values()
     assert held == 0
     assert limit - DEMAND[dimension] < used <= limit
 
 
-async def fill_up(lanes: list[Stream], limit: int) -> None:
+async def fill_up(connections: list[Stream], limit: int) -> None:
     """Start endless requests until exactly as many run as the limit allows."""
-    frames = [start(max_output_tokens=3000) for _ in range(limit + 2 * len(lanes))]
-    asked = [(lanes[index % len(lanes)], frame.request_id) for index, frame in enumerate(frames)]
-    for (lane, _), frame in zip(asked, frames, strict=True):
-        await lane.send(frame)
-    for lane, request_id in asked:
-        await lane.wait(
-            lambda lane=lane, id=request_id: lane.of(id, "admitted") or lane.ends(id) or None  # type: ignore[misc]
+    frames = [start(max_output_tokens=3000) for _ in range(limit + 2 * len(connections))]
+    requested = [
+        (connections[index % len(connections)], frame.request_id)
+        for index, frame in enumerate(frames)
+    ]
+    for (connection, _), frame in zip(requested, frames, strict=True):
+        await connection.send(frame)
+    for connection, request_id in requested:
+        await connection.wait(
+            lambda connection=connection, id=request_id: (
+                connection.of(id, "admitted") or connection.ends(id) or None
+            )  # type: ignore[misc]
         )
-    admitted = [(lane, request_id) for lane, request_id in asked if lane.of(request_id, "admitted")]
+    admitted = [
+        (connection, request_id)
+        for connection, request_id in requested
+        if connection.of(request_id, "admitted")
+    ]
     assert len(admitted) == limit
-    for lane, request_id in admitted:
-        await lane.cancel(request_id)
-    for lane, request_id in admitted:
-        await lane.finished(request_id)
+    for connection, request_id in admitted:
+        await connection.cancel(request_id)
+    for connection, request_id in admitted:
+        await connection.finished(request_id)

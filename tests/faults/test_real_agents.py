@@ -231,7 +231,7 @@ async def test_an_agent_finishes_its_work_over_a_crash_and_is_billed_to_the_toke
         assert (work / "two.txt").read_text() == "two\n", output
         assert "All is done." in output
         assert recorder.cut, "the process was killed in an answer"
-        await until(lambda: service.books.held_hold_count() == 0, "the holds to be settled")
+        await until(lambda: service.database.held_hold_count() == 0, "the holds to be settled")
         check_bills(service, tenant, recorder, answers[1])
 
 
@@ -280,7 +280,7 @@ def check_bills(
     service: Service, tenant: Tenant, recorder: Recorder, cut_answer: Sequence[str]
 ) -> None:
     """Check the usage events against what went over the wire."""
-    events = {str(event["request_id"]): event for event in service.books.events(tenant)}
+    events = {str(event["request_id"]): event for event in service.database.events(tenant)}
     for bill in filter(None, map(bill_on_the_wire, recorder.bodies)):
         request_id, input_count, output_count = bill
         event = events.pop(request_id)

@@ -73,7 +73,7 @@ def counted(address: str) -> Counts:
 
 def billed(service: Service, tenants: Sequence[Tenant]) -> Counts:
     """Return the sums of the usage events."""
-    events = [event for tenant in tenants for event in service.books.events(tenant)]
+    events = [event for tenant in tenants for event in service.database.events(tenant)]
     return {
         "input": sum(each["input_token_count"] for each in events),
         "cached": sum(each["cached_input_token_count"] for each in events),
@@ -141,7 +141,7 @@ def unexplained_cached(service: Service, tenant: Tenant, ids: Sequence[str]) -> 
     """
     return [
         event
-        for event in service.books.events(tenant)
+        for event in service.database.events(tenant)
         if str(event["request_id"]) in ids
         and event["cached_input_token_count"]
         and event["generated_token_count"] < LONG
@@ -162,7 +162,7 @@ def in_ledger(service: Service, tenants: Sequence[Tenant]) -> Counts:
     query = """SELECT token_kind, sum(token_count)::bigint AS n FROM ledger_entries
         JOIN ledger_transactions t ON t.id = transaction_id
         WHERE token_kind IS NOT NULL AND t.organization_id = ANY(%s) GROUP BY 1"""
-    rows = service.books.rows(query, [each.organization_id for each in tenants])
+    rows = service.database.rows(query, [each.organization_id for each in tenants])
     kinds = {str(row["token_kind"]): int(row["n"]) for row in rows}
     cached = kinds.get("cached_input", 0)
     return {"input": kinds["input"] + cached, "cached": cached, "output": kinds["output"]}
@@ -172,7 +172,9 @@ async def on_invoices(service: Service, tenants: Sequence[Tenant]) -> Counts:
     """Return the tokens on the invoices as they would be now, as in `in_ledger`."""
     kinds: Counter[str] = Counter()
     months = {
-        f"{event['settled_at']:%Y-%m}" for each in tenants for event in service.books.events(each)
+        f"{event['settled_at']:%Y-%m}"
+        for each in tenants
+        for event in service.database.events(each)
     }
     async with service.session() as session:
         for tenant, month in itertools.product(tenants, months):
@@ -184,7 +186,7 @@ async def on_invoices(service: Service, tenants: Sequence[Tenant]) -> Counts:
 
 
 @pytest.mark.timeout(900 + 2 * REQUESTS)
-async def test_books_equal_the_counters_of_vllm_and_each_difference_has_a_name(
+async def test_the_database_equals_the_counters_of_vllm_and_each_difference_has_a_name(
     database_url: str, tmp_path: Path
 ) -> None:
     directory = make_checkpoint(tmp_path / "checkpoint", seed=3, shape=SHAPE).directory
@@ -226,20 +228,20 @@ async def test_books_equal_the_counters_of_vllm_and_each_difference_has_a_name(
             shares = [
                 (target - begun_count + index) // len(at_once) for index in range(len(at_once))
             ]
-            before, books = await quiet(address), billed(service, tenants)
+            before, database = await quiet(address), billed(service, tenants)
             async with asyncio.TaskGroup() as tasks:
                 for tenant, count in zip(at_once, shares, strict=True):
                     tasks.create_task(serve_regularly(service, tenant, heads, count))
             begun_count = target
             regular = minus(await quiet(address), before)
-            in_books = minus(billed(service, tenants), books)
+            in_database = minus(billed(service, tenants), database)
             _log.info("round %d, %d requests: vLLM %s", number, target, regular)
-            assert minus(regular, in_books) == dict.fromkeys(regular, 0)
+            assert minus(regular, in_database) == dict.fromkeys(regular, 0)
             ended = plus(ended, regular)
 
             tenant = tenants[number % TENANTS]
             killed_count += RUNNING
-            before, books = await quiet(address), billed(service, tenants)
+            before, database = await quiet(address), billed(service, tenants)
             if number in kills_vllm:
                 # The server is killed: delivered output is billed.
                 async with service.stream(tenant.secret) as stream:
@@ -248,7 +250,7 @@ async def test_books_equal_the_counters_of_vllm_and_each_difference_has_a_name(
                     for request_id in ids:
                         await stream.end(request_id)
                 await service.no_hold_left(tenant)
-                lost = minus(billed(service, tenants), books)
+                lost = minus(billed(service, tenants), database)
                 assert lost["output"] == sum(len(stream.token_ids(each)) for each in ids)
                 assert lost["input"] == input_count
                 if number + 1 < round_count:
@@ -263,7 +265,7 @@ async def test_books_equal_the_counters_of_vllm_and_each_difference_has_a_name(
                 served = minus(await quiet(address), before)
                 service.start()
                 await service.no_hold_left(tenant)
-                killed = minus(billed(service, tenants), books)
+                killed = minus(billed(service, tenants), database)
                 assert killed["input"] == served["input"] == input_count
                 assert served["output"] >= killed["output"]
                 unbilled = plus(unbilled, minus(served, killed))
@@ -287,8 +289,8 @@ async def test_books_equal_the_counters_of_vllm_and_each_difference_has_a_name(
         assert in_ledger(service, tenants) == in_events
         assert await on_invoices(service, tenants) == in_events
         for tenant in tenants:
-            cost = sum(event["cost_picos"] for event in service.books.events(tenant))
-            assert service.books.counters(tenant)["cost_picos_per_month"] == (cost, 0)
+            cost = sum(event["cost_picos"] for event in service.database.events(tenant))
+            assert service.database.counters(tenant)["cost_picos_per_month"] == (cost, 0)
         await asyncio.to_thread(service.stop)
     check_invariants(database_url, all_ended=True)
 
@@ -297,12 +299,12 @@ async def check_choices(
     service: Service, tenants: Sequence[Tenant], heads: Heads, address: str
 ) -> None:
     """Check several choices: the server computes the prompt for each, Weir bills it once."""
-    before, books = await quiet(address), billed(service, tenants)
+    before, database = await quiet(address), billed(service, tenants)
     prompt = heads.prompt()
     async with service.stream(tenants[0].secret) as stream:
         hot = pb.Sampling(temperature=1.0)
         fields = {"choice_count": 3, "max_output_tokens": 20, "sampling": hot}
         request_id = await stream.begin(prompt=prompt, **fields)
         await stream.finished(request_id)
-    choices = minus(minus(await quiet(address), before), minus(billed(service, tenants), books))
+    choices = minus(minus(await quiet(address), before), minus(billed(service, tenants), database))
     assert (choices["input"], choices["output"]) == (2 * len(prompt), 0)

@@ -92,7 +92,7 @@ async def test_tokens_of_a_remote_engine_are_billed_exactly(
     assert failed.frame.usage.delivered_token_count == len(stream.token_ids(dying_id)) >= 20
     billed = {
         str(event["request_id"]): event["billed_token_count"]
-        for event in service.books.events(tenant)
+        for event in service.database.events(tenant)
     }
     assert billed[dying_id] == len(stream.token_ids(dying_id))
     assert sum(billed.values()) == 3 * 60 + len(stream.token_ids(dying_id))
@@ -132,11 +132,11 @@ async def test_cached_prompt_tokens_are_billed_as_reported_at_the_end(
     known = 0 if wire is Wire.OPENAI_HTTP else 96  # no last message over HTTP
     assert [each.usage.cached_input_token_count for each in ended] == [0, 96, 96, 96, known]
     assert quote.predicted_cached_token_count == 96
-    events = service.books.events(tenant)
+    events = service.database.events(tenant)
     assert [event["cached_input_token_count"] for event in events] == [0, 96, 96, 96, known]
     assert [event["cost_picos"] for event in events] == [picos(each.cost) for each in ended]
     assert all(picos(each.cost) == cost_picos(each.usage) for each in ended)
-    assert service.books.counters(tenant)["cost_picos_per_month"] == (
+    assert service.database.counters(tenant)["cost_picos_per_month"] == (
         sum(event["cost_picos"] for event in events),
         0,
     )
@@ -166,7 +166,7 @@ async def test_a_killed_server_bills_the_cached_tokens_that_it_knew(
             await stream.closed()
         service.start()
         await until(service.serving, "the engine to be checked again")
-        events = {str(each["request_id"]): each for each in service.books.events(tenant)}
+        events = {str(each["request_id"]): each for each in service.database.events(tenant)}
         await asyncio.to_thread(service.stop)
 
     ends = [
@@ -223,7 +223,7 @@ async def test_output_without_token_ids_is_billed_by_the_servers_usage(
     assert failed.frame is not None
     billed = {
         str(event["request_id"]): event["billed_token_count"]
-        for event in service.books.events(tenant)
+        for event in service.database.events(tenant)
     }
     assert billed == {
         whole_id: 60,
@@ -263,15 +263,15 @@ async def test_hostile_answers_are_billed_for_valid_tokens_only_and_never_quoted
     assert reasons in (FORMS, FORMS | {"a negative id": "ENGINE_FAILED_MIDWAY"})
     billed = {
         str(event["request_id"]): event["billed_token_count"]
-        for event in service.books.events(tenant)
+        for event in service.database.events(tenant)
     }
     delivered = {request_id: len(stream.token_ids(request_id)) for request_id in failed}
     assert {each: billed.get(each, 0) for each in failed} == delivered
     counts = dict(zip(FORMS, delivered.values(), strict=True))
     for form, reason in reasons.items():
         assert (counts[form] > 0) == (reason == "ENGINE_FAILED_MIDWAY"), form
-    for told in (*failed.values(), refused):
+    for reported in (*failed.values(), refused):
         for secret in ("hunter2", "10.0.0.5", address, "127.0.0.1"):
-            assert secret not in str(told.status)
+            assert secret not in str(reported.status)
     assert service.log.count("hunter2") > 1, "operators see what the server said"
     assert '"event": "incident"' not in service.log

@@ -28,7 +28,7 @@ from tests.probing import probe
 from tests.service import (
     PATIENCE_S,
     POLL_S,
-    Books,
+    Database,
     Refusal,
     Service,
     Stream,
@@ -55,7 +55,7 @@ async def set_aside(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         await stream.finished(await stream.begin())
     await until(
-        lambda: service.books.holds(tenant).get("held") == ADMITTED_WHILE_AWAY,
+        lambda: service.database.holds(tenant).get("held") == ADMITTED_WHILE_AWAY,
         "holds to be set aside",
     )
 
@@ -149,10 +149,10 @@ async def test_preauthorized_holds_admit_requests_and_survive_a_kill(
     check_charged(service, tenant, [Received.of(stream, each.request_id) for each in frames])
     for frame in frames:
         assert len(stream.token_ids(frame.request_id)) >= 20
-        event = service.books.event(tenant, frame.request_id)
+        event = service.database.event(tenant, frame.request_id)
         assert (event["labels"], event["recovered"]) == ({"team": "search"}, True)
         assert event["billed_token_count"] == event["delivered_token_count"] <= 120
-    assert service.books.holds(tenant) == {"settled": 1 + ADMITTED_WHILE_AWAY}
+    assert service.database.holds(tenant) == {"settled": 1 + ADMITTED_WHILE_AWAY}
     assert list(files(service.settings.journal_directory, "*.bindings")) == []
     check_invariants(postgres.url, all_ended=True)
 
@@ -183,7 +183,7 @@ async def test_grace_ends_as_usual_where_the_database_comes_back(
         await stream.send(again)
         assert (await stream.failed(again.request_id)).reason == "REQUEST_SETTLED"
     assert await asyncio.to_thread(service.stop) == 0
-    assert "held" not in service.books.holds(tenant), "what was set aside is given back"
+    assert "held" not in service.database.holds(tenant), "what was set aside is given back"
     check_invariants(postgres.url, all_ended=True)
 
 
@@ -234,7 +234,7 @@ async def test_a_thousand_clients_in_an_outage_open_no_more_connections_than_one
         service = await asyncio.to_thread(
             launch, database_url=proxy.url, database_connections_max=POOL
         )
-        service.books = Books(database_url)  # this loop runs the proxy
+        service.database = Database(database_url)  # this loop runs the proxy
         tenant = await service.tenant(LIMITS)
         async with service.stream(tenant.secret) as stream, service.stream(tenant.secret) as other:
             await stream.finished(await stream.begin(max_output_tokens=1))
@@ -275,7 +275,7 @@ async def test_a_thousand_clients_in_an_outage_open_no_more_connections_than_one
 
 def connection_count(service: Service) -> int:
     """Return the number of the service's connections as PostgreSQL counts them."""
-    [row] = service.books.rows(
+    [row] = service.database.rows(
         "SELECT count(*) AS n FROM pg_stat_activity WHERE datname = current_database() AND pid <>"
         " pg_backend_pid() AND backend_type = 'client backend' AND application_name ~ '^weir'"
     )
@@ -308,9 +308,9 @@ async def test_a_process_paused_at_random_moments_bills_each_token_that_was_rece
             os.kill(service.pid, signal.SIGCONT)
             for frame in frames:
                 await stream.end(frame.request_id)
-            expired += service.books.holds(tenant).get("expired", 0)
+            expired += service.database.holds(tenant).get("expired", 0)
     await service.no_hold_left(tenant)
-    delivered = service.books.delivered(tenant)
+    delivered = service.database.delivered(tenant)
     received = {request_id: len(stream.token_ids(request_id)) for request_id in stream.frames}
     assert {request_id: count for request_id, count in received.items() if count} == {
         k: v for k, v in delivered.items() if v
@@ -328,6 +328,6 @@ def tokens_or_ends(stream: Stream, frames: Sequence[pb.ClientFrame], wanted: int
 async def until_swept(service: Service) -> None:
     """Sweep until the paused process has no hold. It may keep rows locked for two seconds."""
     async with asyncio.timeout(PATIENCE_S):
-        while service.books.held_hold_count():
+        while service.database.held_hold_count():
             with contextlib.suppress(DatabaseUnavailable):
                 await sweep_expired_holds(service.database_url)

@@ -236,7 +236,7 @@ def killed(up: Up, *pids: int | None) -> float:
     return at
 
 
-async def check_books(up: Up, load: Load) -> None:
+async def check_database(up: Up, load: Load) -> None:
     """Check that each whole answer is in exactly one usage event, and that all books are right."""
     url = await asyncio.to_thread(lambda: up.database_url)
     held = "SELECT count(*) FROM holds WHERE state = 'held'"
@@ -253,7 +253,7 @@ async def check_books(up: Up, load: Load) -> None:
     check_invariants(url, all_ended=True)
 
 
-async def test_each_process_that_is_killed_under_load_comes_back_without_a_hand(up: Up) -> None:
+async def test_each_process_that_is_killed_under_load_comes_back_without_help(up: Up) -> None:
     """Every process of the tree, `weir up` too: its guard and its supervisor run one command."""
     outages_s: dict[str, float] = {}
     async with load_on(up) as load:
@@ -281,7 +281,7 @@ async def test_each_process_that_is_killed_under_load_comes_back_without_a_hand(
         await until(lambda: up.worker is not None, "the worker")
     print({name[-60:]: round(outage_s, 1) for name, outage_s in outages_s.items()})
 
-    await check_books(up, load)
+    await check_database(up, load)
     assert "PostgreSQL ended; starting it again" in up.log
 
 
@@ -299,7 +299,7 @@ async def test_parts_serve_on_while_weir_up_is_replaced_and_end_with_it(up: Up) 
         await until(lambda: supervises.read_text() == str(up.supervisor), "it to supervise")
         await load.answered_again(time.monotonic())
     assert parts == (up.api, up.worker, up.engine, up.postmaster)
-    await check_books(up, load)
+    await check_database(up, load)
 
     again = await asyncio.to_thread(weir_up_again, up)
     assert again.returncode == 1
@@ -348,7 +348,7 @@ async def test_weir_up_killed_as_a_whole_leaves_nothing_to_do_but_to_start_it(up
 
     await until(lambda: not any(alive(pid) for pid in left if pid is not None), "the old to end")
     assert up.postmaster == postmaster, "PostgreSQL is taken over"
-    await check_books(up, load)
+    await check_database(up, load)
 
 
 def test_a_process_has_no_secret_that_only_another_one_needs(

@@ -93,14 +93,14 @@ class CoreEngine:
             sequence = self._sequences.get(number)
             if sequence is None:
                 continue
-            self._tell(sequence, event)
+            self._emit(sequence, event)
             if isinstance(event, TokensGenerated):
                 self.token_count += len(event.token_ids)
                 self._hint.note(sequence.request.prompt_token_ids, sequence.request.cache_salt)
                 if self._is_due():
                     return
 
-    def _tell(self, sequence: EngineSequence, event: SequenceEvent | EngineError) -> None:
+    def _emit(self, sequence: EngineSequence, event: SequenceEvent | EngineError) -> None:
         if isinstance(event, TokensGenerated):
             sequence.outputs[event.choice_index] += event.token_ids
         elif isinstance(event, SequenceFinished | EngineError):
@@ -122,7 +122,7 @@ class CoreEngine:
         self.core, self.state = None, EngineState.RESTARTING
         self._hint.clear()
         for sequence in tuple(self._sequences.values()):
-            self._tell(sequence, EngineFailed("killed"))
+            self._emit(sequence, EngineFailed("killed"))
 
     def submit(self, request: GenerationRequest, sink: EventSink) -> EngineSequence:
         """Implement `Engine.submit`."""
@@ -145,14 +145,14 @@ class CoreEngine:
             self.core.cancel(sequence.number)
             if not self._is_cancelling:
                 self._is_cancelling = True
-                asyncio.get_running_loop().call_soon(self._tell_cancelled)
+                asyncio.get_running_loop().call_soon(self._emit_cancelled)
 
     def forget(self, sequence: EngineSequence) -> None:
         """Implement `SequenceHandle.close`."""
         self.cancel(sequence)
         self._sequences.pop(sequence.number, None)
 
-    def _tell_cancelled(self) -> None:
+    def _emit_cancelled(self) -> None:
         self._is_cancelling = False
         if self.core is not None:
             self.step()

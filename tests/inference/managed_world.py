@@ -72,16 +72,16 @@ class FakeSequence:
     def __init__(self, engine: FakeEngine, sink: EventSink) -> None:
         self.outputs: list[list[int]] = [[]]
         self._engine = engine
-        self._tell = sink
+        self._emit = sink
 
     def cancel(self) -> None:
         """Implement `SequenceHandle.cancel`."""
         ended = SequenceFinished(EngineFinishReason.STOP, "", 1, 0, 0, EngineTimings(0, 0, 0))
-        asyncio.get_running_loop().call_soon(self._tell, ended)
+        asyncio.get_running_loop().call_soon(self._emit, ended)
 
     def close(self) -> None:
         """Implement `SequenceHandle.close`."""
-        self._tell = ignore_event
+        self._emit = ignore_event
         self._engine.sequences.discard(self)
 
 
@@ -100,41 +100,41 @@ class FakeEngine:
         self._closing = asyncio.Event()
         self._may_close = asyncio.Event()
 
-    def tell(self, state: EngineState, reason: str = "") -> None:
+    def emit(self, state: EngineState, reason: str = "") -> None:
         if self.state is not EngineState.CLOSED:
             self.state, self.reason = state, reason
         self._changed.set()
         self._changed = asyncio.Event()
 
     def load(self) -> None:
-        self.tell(EngineState.READY)
+        self.emit(EngineState.READY)
 
     def fail(self, reason: str) -> None:
         self.failure_count += 1
-        self.tell(EngineState.RESTARTING, reason)
+        self.emit(EngineState.RESTARTING, reason)
 
     def break_for_good(self, reason: str) -> None:
         self.failure_count += 1
-        self.tell(EngineState.FAILED, reason)
+        self.emit(EngineState.FAILED, reason)
 
     def end_close(self) -> None:
         self._may_close.set()
 
     async def serve(self) -> None:
-        self._world.lives(self)
+        self._world.engines_in_use(self)
         try:
             await self._closing.wait()
             if self._world.slow_close:
                 await self._may_close.wait()
         finally:
-            self.tell(EngineState.CLOSED)
+            self.emit(EngineState.CLOSED)
             self._world.dies(self)
 
     async def start(self) -> None:
         failures_before = self.failure_count
         if not self.start_requested:
             self.start_requested = True
-            self.tell(EngineState.LOADING)
+            self.emit(EngineState.LOADING)
         while self.state is not EngineState.READY:
             if self.state is EngineState.CLOSED:
                 raise EngineUnavailable("the engine is closed", 0.0)
@@ -165,12 +165,12 @@ class FakeEngine:
         assert not self.sequences or self._world.closing, (
             "an engine with running sequences is not closed"
         )
-        self.tell(EngineState.CLOSED)
+        self.emit(EngineState.CLOSED)
         self._closing.set()
 
 
 @contextlib.asynccontextmanager
-async def asked(managed: ManagedEngine) -> AsyncIterator[SequenceStream]:
+async def use(managed: ManagedEngine) -> AsyncIterator[SequenceStream]:
     """Yield a sequence in a managed that is started for it, as for requests of the service."""
     await managed.start()
     async with streams.stream(managed, make_request([1])) as stream:
@@ -213,7 +213,7 @@ class World:
             raise self.build_error or CheckpointInvalid(f"/models/{name}", "the directory is gone")
         return FakeEngine(name, self)
 
-    def lives(self, engine: FakeEngine) -> None:
+    def engines_in_use(self, engine: FakeEngine) -> None:
         assert engine.model.name not in self.alive, "two engines in one managed"
         self.alive[engine.model.name] = engine
         used = sum(self.managed[name].memory_bytes for name in self.alive)

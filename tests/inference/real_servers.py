@@ -89,9 +89,9 @@ def running(
         )
 
     def is_ready() -> bool:
-        said = log.read_text(errors="replace")
-        assert process.poll() is None, said[-4000:]
-        return readiness in said
+        message = log.read_text(errors="replace")
+        assert process.poll() is None, message[-4000:]
+        return readiness in message
 
     try:
         wait_for(is_ready, f"{log.name} to say {readiness!r}", START_S)
@@ -193,8 +193,8 @@ class Dynamo:
 
     def worker_count(self, routing: str) -> int:
         """Return the number of workers that a frontend knows."""
-        said = json.loads(self.get(routing, "/health"))
-        return sum(each["endpoint"] == "generate" for each in said.get("instances", ()))
+        message = json.loads(self.get(routing, "/health"))
+        return sum(each["endpoint"] == "generate" for each in message.get("instances", ()))
 
     def running_count(self, routing: str) -> int:
         """Return the number of requests that a frontend has not ended."""

@@ -315,8 +315,8 @@ class ModelledEngine:
 
     def remove(self, number: int) -> None:
         """Cancel a request with all choices that still run."""
-        for place in [place for place in self.live if place[0] == number]:
-            self._end(self.live[place])
+        for index in [index for index in self.live if index[0] == number]:
+            self._end(self.live[index])
         self.check()
 
     def step(self, prompt_token_count_max: int | None = None) -> StepPlan:

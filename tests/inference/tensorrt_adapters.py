@@ -21,10 +21,10 @@ def write_adapter(directory: Path, **entries: Any) -> Path:
 
 def write_report(path: Path, seen: str | None = EFFECTIVE, version: str = VERSION) -> Path:
     """Write a report. seen: the answer about adapters; None: not asked."""
-    asked = [{"question": QUESTION, "verdict": "expected", "seen": seen}]
+    requested = [{"question": QUESTION, "verdict": "expected", "seen": seen}]
     report = {
         "facts": {"tensorrt_llm_version": version},
-        "observations": [] if seen is None else asked,
+        "observations": [] if seen is None else requested,
     }
     path.write_text(json.dumps(report))
     return path

@@ -67,7 +67,7 @@ class World:
     broken: list[str] = field(default_factory=list)
     queue: ExternalQueue = field(init=False)
 
-    def tell(self, number: int, event: SequenceEvent | EngineError) -> None:
+    def emit(self, number: int, event: SequenceEvent | EngineError) -> None:
         outcome = self.outcomes.setdefault(number, Outcome())
         assert outcome.finished is None, "nothing follows the last event"
         assert number not in self.failures
@@ -148,7 +148,7 @@ async def queue_world(
                 model_end_token_ids=config.end_token_ids,
                 limits=limits,
                 abort_limits=chosen,
-                sink=world.tell,
+                sink=world.emit,
                 broken=world.broken.append,
                 tasks=tasks,
             )

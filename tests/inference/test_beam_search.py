@@ -41,14 +41,14 @@ REFERENCE_STOPPING: dict[EarlyStopping, bool | str] = {
 
 @dataclass(slots=True)
 class Found:
-    """All events of one request. told: tokens before the step that ended it."""
+    """All events of one request. reported: tokens before the step that ended it."""
 
     token_ids: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     texts: dict[int, str] = field(default_factory=lambda: defaultdict(str))
     logprobs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     ends: dict[int, EngineFinishReason] = field(default_factory=dict)
     finished: SequenceFinished | None = None
-    told: int = 0
+    reported: int = 0
 
 
 def collect(events: Iterable[NumberedEvent], found: dict[int, Found]) -> None:
@@ -87,10 +87,10 @@ def search(core: EngineCore, requests: list[GenerationRequest]) -> list[Found]:
         collect(core.step(), found)
         for number, one in found.items():
             if one.finished is not None and number not in ended:
-                one.told = before[number]
+                one.reported = before[number]
         check_deeply(core.pool, [sequence.block_table for sequence in core.scheduler.running])
-        places = sum(sequence.place_count for sequence in core.scheduler.running)
-        assert places <= core._limits.running_sequence_count_max
+        indexes = sum(sequence.batch_row_count for sequence in core.scheduler.running)
+        assert indexes <= core._limits.running_sequence_count_max
     assert core.pool.block_count_held == 0
     return list(found.values())
 
@@ -212,17 +212,17 @@ def test_the_three_ways_to_stop_differ_and_each_is_that_of_transformers(
     }
 
     texts = [{one: outputs(found[one][row]) for one in EarlyStopping} for row in range(12)]
-    telling = [
+    distinguishing = [
         row
         for row in range(12)
         if texts[row][EarlyStopping.HEURISTIC] != texts[row][EarlyStopping.NEVER]
     ]
-    assert telling, "else one could be taken for another unseen"
+    assert distinguishing, "else one could be taken for another unseen"
     assert any(
         texts[row][EarlyStopping.HEURISTIC] != texts[row][EarlyStopping.WHEN_FULL]
         for row in range(12)
     )
-    for row in telling:
+    for row in distinguishing:
         for early_stopping in EarlyStopping:
             assert texts[row][early_stopping] == reference(
                 tiny.directory, requests[early_stopping][row]
@@ -386,7 +386,7 @@ def test_a_final_state_is_sent_at_once(tiny: TinyCheckpoint) -> None:
 
     found = search(make_core(tiny.directory), requests)
 
-    assert sum(one.told for one in found) > 0.2 * sum(
+    assert sum(one.reported for one in found) > 0.2 * sum(
         len(ids) for one in found for ids in one.token_ids.values()
     )
     tokenizer = Tokenizer(tiny.directory)

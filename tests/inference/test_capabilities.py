@@ -364,12 +364,12 @@ def test_a_format_and_thinking_are_combined_only_where_the_engine_keeps_both(
     capabilities = Capabilities(frozenset(unsupported), after_thinking=known)
     for thinking in ThinkingStart:
         form = ResponseFormat(GrammarKind.REGEX, "a", "response_format.regex")
-        asked = replace(GREEDY, response_format=form, thinking=thinking)
-        if (said := refused.get(thinking)) is None:
-            capabilities.check(asked, "this one")
+        requested = replace(GREEDY, response_format=form, thinking=thinking)
+        if (message := refused.get(thinking)) is None:
+            capabilities.check(requested, "this one")
             continue
-        with pytest.raises(RequestImpossible, match=said) as refusal:
-            capabilities.check(asked, "this one")
+        with pytest.raises(RequestImpossible, match=message) as refusal:
+            capabilities.check(requested, "this one")
         assert refusal.value.field == "response_format.regex"
     assert combined([capabilities, Capabilities(after_thinking=None)]).after_thinking is None
     other = Capabilities(after_thinking=frozenset({LARK}))

@@ -428,7 +428,7 @@ def test_an_unfinished_answer_ends_the_prompt_as_in_transformers(
     reference: Any = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
     tokenizer = Tokenizer(tmp_path)
     talk = [ChatMessage("user", "When?"), ChatMessage("assistant", begun, is_unfinished=True)]
-    asked: Any = {
+    requested: Any = {
         "conversation": [as_transformers_takes_it(message, family) for message in talk],
         "continue_final_message": True,
     }
@@ -436,12 +436,14 @@ def test_an_unfinished_answer_ends_the_prompt_as_in_transformers(
     rendered = tokenizer.render_chat(talk)
 
     # Templates that strip turns leave out blanks at their ends in transformers only.
-    assert rendered.rstrip() == reference.apply_chat_template(**asked, tokenize=False).rstrip()
+    assert rendered.rstrip() == reference.apply_chat_template(**requested, tokenize=False).rstrip()
     assert rendered.endswith(begun)
     ids = tokenizer.encode_chat(talk)
     assert tokenizer.decode(ids).endswith(begun)
     if begun == begun.strip():
-        assert [*ids] == reference.apply_chat_template(**asked, tokenize=True, return_dict=False)
+        assert [*ids] == reference.apply_chat_template(
+            **requested, tokenize=True, return_dict=False
+        )
 
 
 def test_a_template_that_leaves_out_the_last_answer_cannot_continue_it(tmp_path: Path) -> None:

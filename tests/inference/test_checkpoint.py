@@ -537,7 +537,7 @@ def write_ends(directory: Path, sources: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", END_SOURCES)
-def test_end_tokens_are_those_of_all_places(name: str, tmp_path: Path) -> None:
+def test_end_tokens_are_those_of_all_files(name: str, tmp_path: Path) -> None:
     sources, ends = END_SOURCES[name]
     write_ends(tmp_path, sources)
     core = make_core(tmp_path)
@@ -706,7 +706,7 @@ def test_neutral_and_extreme_defaults_mean_what_they_mean_in_requests(
     assert read_model_info(tmp_path, name="demo", engine="torch").default_sampling == sampling
 
 
-def test_model_info_tells_window_and_default_sampling(tmp_path: Path) -> None:
+def test_model_info_reports_window_and_default_sampling(tmp_path: Path) -> None:
     make_checkpoint(
         tmp_path,
         generation_config={"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 40},

@@ -98,14 +98,14 @@ class TestScores:
         for text, given in zip([HARMLESS, DANGEROUS], scores, strict=True):
             assert given == pytest.approx(reference_scores(directory, text), abs=1e-5)
 
-    @pytest.mark.parametrize("place", [0, 30, 62, 63, 500, 999])
-    def test_nothing_of_a_long_text_is_cut_off(self, place: int, danger: Path) -> None:
+    @pytest.mark.parametrize("index", [0, 30, 62, 63, 500, 999])
+    def test_nothing_of_a_long_text_is_cut_off(self, index: int, danger: Path) -> None:
         """A bad word is found anywhere in 1,000 words, with a checkpoint of 64 tokens."""
         words = ["garden"] * 1000
         classifier = Classifier(danger)
         assert classifier.score([" ".join(words)])[0][1] < 0.01
 
-        words[place] = "poison"
+        words[index] = "poison"
 
         assert classifier.score([" ".join(words)])[0][1] > 0.99
 
@@ -389,10 +389,10 @@ class Scoring(ClassifierProcess):
     def __init__(self, *, answers: bool = True) -> None:
         super().__init__([], timeout_s=1.0)
         self.answers = answers
-        self.asked: list[int] = []
+        self.requested: list[int] = []
 
     async def score(self, asks: Any) -> list[list[float]]:
-        self.asked.append(len(asks))
+        self.requested.append(len(asks))
         if not self.answers:
             raise SafetyUnavailable("none there", 1.0)
         return [[0.4, 0.6] if "bad" in text else [0.9, 0.1] for _, text in asks]
@@ -414,13 +414,13 @@ class TestChecker:
         assert await checker_of(Scoring(), 0.6).check_prompt("bad") == "danger: dangerous"
         assert await checker_of(Scoring(), 0.61).check_prompt("bad") is None
 
-    async def test_a_long_prompt_takes_turns_and_is_seen_to_its_end(self) -> None:
+    async def test_a_long_prompt_is_sliced_and_is_seen_to_its_end(self) -> None:
         process = Scoring()
 
         assert await checker_of(process).check_prompt("x" * 50_000 + "bad") == "danger: dangerous"
 
-        assert max(process.asked) <= 4
-        assert len(process.asked) > 10
+        assert max(process.requested) <= 4
+        assert len(process.requested) > 10
 
     async def test_without_an_answer_nothing_passes_unless_so_configured(self) -> None:
         refusing, allowing = (

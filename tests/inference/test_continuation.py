@@ -61,7 +61,7 @@ def core(request: pytest.FixtureRequest, tiny: TinyCheckpoint) -> EngineCore:
 
 
 @contextlib.asynccontextmanager
-async def fleet(engines: Sequence[CoreEngine], **options: Any) -> AsyncIterator[ReplicaSet]:
+async def serving_set(engines: Sequence[CoreEngine], **options: Any) -> AsyncIterator[ReplicaSet]:
     """Yield a started set."""
     replicas = [Replica(f"r{index}", engine) for index, engine in enumerate(engines)]
     replica_set = ReplicaSet(engines[0].model, replicas, **options)
@@ -91,7 +91,7 @@ async def run_losing(
     engines = [CoreEngine(tiny, lambda: core) for _ in lose_at]
     for engine, tokens in zip(engines, lose_at, strict=True):
         engine.lose_at = tokens
-    async with fleet(engines, **options) as replica_set:
+    async with serving_set(engines, **options) as replica_set:
         async with streams.stream(replica_set, request) as stream:
             outcome = await read_all(stream)
         assert [report.outstanding_token_count for report in replica_set.reports()] == [0] * len(
@@ -155,7 +155,7 @@ async def test_cached_tokens_are_those_of_the_replica_that_computed_the_prompt(
     engines = [CoreEngine(tiny, lambda: core) for _ in lose_at]
     for engine, tokens, is_late in zip(engines, lose_at, late, strict=True):
         engine.lose_at, engine.counts_late = tokens, is_late
-    async with fleet(engines) as replica_set, streams.stream(replica_set, request) as stream:
+    async with serving_set(engines) as replica_set, streams.stream(replica_set, request) as stream:
         outcome = await read_all(stream)
 
     assert outcome.cached_token_count == known
@@ -178,7 +178,7 @@ async def test_a_drained_replica_releases_requests_that_another_can_continue(
         CoreEngine(tiny, lambda: make_core(tiny.directory), continues_exactly=continues_exactly)
         for _ in range(2)
     ]
-    async with fleet(engines) as replica_set, streams.stream(replica_set, request) as stream:
+    async with serving_set(engines) as replica_set, streams.stream(replica_set, request) as stream:
         replica_set.drain(["r0", "r1"])
         assert replica_set.move_out("r0") == 0, "there is no place"
         replica_set.drain(["r0"])
@@ -205,17 +205,17 @@ async def test_a_drain_moves_no_more_than_there_is_room_for_and_fails_nothing(
     tiny: TinyCheckpoint,
 ) -> None:
     """Five run and two places are free: the rest stays, also if those are taken meanwhile."""
-    place_counts = (8, 2)
+    index_counts = (8, 2)
     engines = [
         CoreEngine(tiny, partial(make_core, tiny.directory, running_sequence_count_max=each))
-        for each in place_counts
+        for each in index_counts
     ]
     requests = [
         make_request(prompt(seed), 40, sampling=replace(SAMPLED, seed=seed)) for seed in range(5)
     ]
     undisturbed = run_all(make_core(tiny.directory), requests)
     async with (
-        fleet(engines, recovery_wait_s=0.0) as replica_set,
+        serving_set(engines, recovery_wait_s=0.0) as replica_set,
         contextlib.AsyncExitStack() as stack,
     ):
         replica_set.drain(["r1"])
@@ -272,7 +272,7 @@ async def test_a_sequence_survives_one_loss_after_the_other_up_to_a_bound(
     assert outcome.finished is not None
     assert outcome.finished.migration_count == 2
     engines = [CoreEngine(tiny, lambda: core) for _ in range(4)]
-    async with fleet(engines) as replica_set:
+    async with serving_set(engines) as replica_set:
         for engine in engines:
             engine.lose_at = 1
         with pytest.raises(EngineFailed):
@@ -303,7 +303,7 @@ async def test_an_uncontinuable_request_fails_after_its_first_token_and_is_repla
 
     engines = [CoreEngine(tiny, lambda: core) for _ in range(2)]
     engines[0].lose_at = 0
-    async with fleet(engines) as replica_set, streams.stream(replica_set, request_) as stream:
+    async with serving_set(engines) as replica_set, streams.stream(replica_set, request_) as stream:
         events = [event async for event in stream]
     assert len([event for event in events if isinstance(event, Scheduled)]) == 1
     assert isinstance(events[-1], SequenceFinished)
@@ -314,7 +314,7 @@ async def test_a_cancelled_sequence_whose_engine_is_lost_is_cancelled(tiny: Tiny
     core = make_core(tiny.directory)
     engines = [CoreEngine(tiny, lambda: core) for _ in range(2)]
     async with (
-        fleet(engines) as replica_set,
+        serving_set(engines) as replica_set,
         streams.stream(replica_set, make_request(prompt(1), LONG)) as stream,
     ):
         await first_tokens(stream, 3)
@@ -334,7 +334,7 @@ async def test_a_sequence_is_continued_when_its_replica_is_closed_and_ends_with_
     core = make_core(tiny.directory)
     engines = [CoreEngine(tiny, lambda: core) for _ in range(2)]
     async with (
-        fleet(engines) as replica_set,
+        serving_set(engines) as replica_set,
         streams.stream(replica_set, make_request(prompt(1), LONG)) as stream,
     ):
         await first_tokens(stream, 3)
@@ -361,7 +361,7 @@ async def test_a_sequence_waits_for_its_own_replica_to_come_back(
         await engine.start()
 
     engine.lose_at = 5
-    async with fleet([engine]) as replica_set, asyncio.TaskGroup() as tasks:
+    async with serving_set([engine]) as replica_set, asyncio.TaskGroup() as tasks:
         tasks.create_task(restart())
         async with streams.stream(replica_set, request) as stream:
             outcome = await read_all(stream)
@@ -375,7 +375,7 @@ async def test_a_full_queue_is_skipped_and_reported_when_all_are_full(
     tiny: TinyCheckpoint, core: EngineCore
 ) -> None:
     engines = [CoreEngine(tiny, lambda: core) for _ in range(2)]
-    async with fleet(engines) as replica_set:
+    async with serving_set(engines) as replica_set:
         engines[0].queue_is_full = True
         async with streams.stream(replica_set, make_request(prompt(1), 3)) as stream:
             await read_all(stream)

@@ -491,7 +491,7 @@ def test_text_that_the_model_s_own_vocabulary_holds_as_a_marker_is_refused(tmp_p
     st.text("<|ab>", max_size=30),
 )
 @settings(deadline=None, derandomize=True)
-def test_the_longest_marker_is_found_at_every_place(markers: list[str], text: str) -> None:
+def test_the_longest_marker_is_found_at_every_position(markers: list[str], text: str) -> None:
     alternation = "|".join(map(re.escape, sorted(markers, key=len, reverse=True)))
 
     assert re.findall(longest_of(markers), text) == re.findall(alternation, text)

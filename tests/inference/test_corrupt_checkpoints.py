@@ -395,10 +395,10 @@ def test_constructs_of_real_templates_are_allowed(tmp_path: Path) -> None:
 def test_the_clock_decides() -> None:
     now_s = [0.0]
     budget = Budget(lambda: now_s[0])
-    budget.look_at_clock()
+    budget.read_clock()
 
     now_s[0] = 1.01
 
     with pytest.raises(TemplateTooCostly, match="not ended after 1 s"):
-        budget.look_at_clock()
+        budget.read_clock()
     assert NUMBER_MAX == 100_000, "as large as the sandbox's own ranges"

@@ -264,10 +264,10 @@ def test_training_encodes_json_and_calls_as_engines_do(draw: Callable[[Random], 
     for _ in range(30):
         talk = draw(rng)
         last = max(number for number, line in enumerate(talk.lines) if line.role == "assistant")
-        asked = replace(talk, lines=talk.lines[:last])
-        expected = token_ids_of(product.backend, asked.messages(), generation_prompt=True)
+        requested = replace(talk, lines=talk.lines[:last])
+        expected = token_ids_of(product.backend, requested.messages(), generation_prompt=True)
 
-        assert list(prompt_of(product, asked)) == expected
+        assert list(prompt_of(product, requested)) == expected
 
 
 def test_structured_answers_are_json_and_calls_name_an_offered_function() -> None:
@@ -326,8 +326,8 @@ def test_tokens_of_json_leave_the_text_of_hotels_as_it_is(tokenizer: Tokenizer) 
 
     changed = [text for text in texts if tokenizer.encode(text).ids != first.encode(text).ids]
 
-    asked = '{"name": "Anna", "age": 34}'
-    assert len(tokenizer.encode(asked).ids) < len(first.encode(asked).ids)
+    requested = '{"name": "Anna", "age": 34}'
+    assert len(tokenizer.encode(requested).ids) < len(first.encode(requested).ids)
     assert len(changed) <= 4
 
 

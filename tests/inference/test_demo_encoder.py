@@ -32,7 +32,7 @@ def test_the_nearest_text_is_the_right_one(kind: str) -> None:
     assert right_share(scores(pairs)) > max(0.7, right_share(bag_of_words_scores(pairs)))
 
 
-def test_vectors_tell_meanings_apart() -> None:
+def test_vectors_distinguish_meanings() -> None:
     pairs = [
         ("A cat sits on the mat.", "A kitten rests on a rug."),
         ("Are pets allowed at Villa Oduvane?", "Can I bring my dog to Villa Oduvane?"),

@@ -404,7 +404,7 @@ def test_the_first_word_of_an_output_keeps_its_blank() -> None:
 @pytest.mark.parametrize("case", CASES[:3], ids=repr)
 @settings(deadline=None)
 @given(data=st.data())
-def test_places_are_those_of_the_text(case: Case, data: st.DataObject) -> None:
+def test_positions_are_those_of_the_text(case: Case, data: st.DataObject) -> None:
     """Texts of tokens add up to the text, and each is where its place says."""
     prompt, output = data.draw(valid_ids(case)), data.draw(valid_ids(case))
     if case is CASES[0]:  # others decode a torn character at the end as replacements of its run
@@ -413,11 +413,11 @@ def test_places_are_those_of_the_text(case: Case, data: st.DataObject) -> None:
     text = output_text(case, prompt, output)
 
     opened = decoder.spans(prompt)
-    places = [opened.add(token_id) for token_id in output]
+    indexes = [opened.add(token_id) for token_id in output]
 
-    assert "".join(place.text for place in places) + opened.finish() == text
-    lengths = [len(place.text) for place in places]
-    assert [place.offset for place in places] == [sum(lengths[:at]) for at in range(len(places))]
+    assert "".join(index.text for index in indexes) + opened.finish() == text
+    lengths = [len(index.text) for index in indexes]
+    assert [index.offset for index in indexes] == [sum(lengths[:at]) for at in range(len(indexes))]
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=repr)
@@ -425,10 +425,10 @@ def test_the_last_part_of_a_character_adds_it(case: Case) -> None:
     alphabet = byte_ids(case)
     opened = TextDecoder(case.backend, case.special_ids, "tokenizer.json").spans()
 
-    places = [opened.add(alphabet[byte]) for byte in "a🙂\n".encode() + b"\xf0\xe2"]
+    indexes = [opened.add(alphabet[byte]) for byte in "a🙂\n".encode() + b"\xf0\xe2"]
 
-    assert [place.text for place in places] == ["a", "", "", "", "🙂", "\n", "", "\ufffd"]
-    assert [place.offset for place in places] == [0, 1, 1, 1, 1, 2, 3, 3]
+    assert [index.text for index in indexes] == ["a", "", "", "", "🙂", "\n", "", "\ufffd"]
+    assert [index.offset for index in indexes] == [0, 1, 1, 1, 1, 2, 3, 3]
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=repr)

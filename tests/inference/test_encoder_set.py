@@ -109,12 +109,12 @@ async def test_calls_go_to_the_least_loaded_encoder_and_not_to_a_drained_one() -
         calls = [tasks.create_task(encoders.embed(texts(length))) for length in (50, 10, 10, 10)]
         await until(lambda: sum(len(each.calls) for each in puppets) == 4)
         assert [len(each.calls) for each in puppets] == [1, 3]
-        assert [told.outstanding_token_count for told in encoders.reports()] == [50, 30]
+        assert [reported.outstanding_token_count for reported in encoders.reports()] == [50, 30]
 
         encoders.drain(["m#1"])
         last = tasks.create_task(encoders.embed(texts(10)))
         await until(lambda: len(puppets[0].calls) == 2)
-        assert [(told.state, told.is_drained) for told in encoders.reports()] == [
+        assert [(reported.state, reported.is_drained) for reported in encoders.reports()] == [
             (ReplicaState.READY, False),
             (ReplicaState.DRAINING, True),
         ]

@@ -72,7 +72,7 @@ async def serving(settings: Settings) -> AsyncIterator[Engine]:
             yield engine
 
 
-def is_outside(settings: Settings) -> bool:
+def is_external(settings: Settings) -> bool:
     """Return whether the engine is external: it emits nothing before the first token."""
     return not isinstance(settings, TorchEngineSettings)
 
@@ -133,7 +133,7 @@ async def test_a_cancel_is_answered_in_every_phase_and_frees_the_blocks(backend:
         # cancel arrives.
         filler = (
             make_request(prompt(3, 500), LONG)
-            if is_outside(settings)
+            if is_external(settings)
             else make_request(prompt(3, 1900), 100)
         )
         async with streams.stream(engine, filler) as filling:
@@ -148,7 +148,7 @@ async def test_a_cancel_is_answered_in_every_phase_and_frees_the_blocks(backend:
         assert outcome.finished is not None
         assert outcome.finished.reason is EngineFinishReason.CANCELLED
     assert waited.token_ids == []
-    assert not filled.token_ids or is_outside(settings)
+    assert not filled.token_ids or is_external(settings)
     assert decoded.finished is not None
     assert decoded.finished.generated_token_count == read_count + len(decoded.token_ids)
     assert statistics.running_sequence_count == statistics.waiting_sequence_count == 0
@@ -171,7 +171,7 @@ async def test_no_event_is_sent_within_a_call_and_a_raising_callback_harms_no_ot
     backend: Backend,
 ) -> None:
     before = INCIDENT_COUNTS["engine"]
-    told: list[SequenceEvent | EngineError] = []
+    reported: list[SequenceEvent | EngineError] = []
 
     def fail(event: SequenceEvent | EngineError) -> None:
         raise ZeroDivisionError
@@ -182,21 +182,21 @@ async def test_no_event_is_sent_within_a_call_and_a_raising_callback_harms_no_ot
         # Only its end is not reported yet: some engines could report it at once.
         ending = engine.submit(
             replace(make_request(prompt(1), 3), output_token_ids=tuple(whole.token_ids)),
-            told.append,
+            reported.append,
         )
-        closed = engine.submit(make_request(prompt(3), 3), told.append)
+        closed = engine.submit(make_request(prompt(3), 3), reported.append)
         ending.cancel()
         closed.close()
-        assert not told
+        assert not reported
         other = await run(engine, make_request(prompt(1), 3))
-        await until(lambda: any(isinstance(event, SequenceFinished) for event in told))
+        await until(lambda: any(isinstance(event, SequenceFinished) for event in reported))
         # Its start, its tokens, which may arrive together, and its end.
         await until(lambda: len(failing.outputs[0]) == 3)
         await until(lambda: INCIDENT_COUNTS["engine"] >= before + 3)
         failing.close()
 
     assert other.token_ids == whole.token_ids
-    assert sum(isinstance(event, SequenceFinished) for event in told) == 1
+    assert sum(isinstance(event, SequenceFinished) for event in reported) == 1
     assert len(failing.outputs[0]) == 3
 
 
@@ -319,7 +319,7 @@ async def test_a_sequence_far_ahead_displaces_one_that_later_continues_unchanged
             quick = await run(engine, make_request(prompt(2, 40), 5, rank=0.0))
             rest = await read_all(displaced)
 
-        assert engine.statistics().preemption_count == (not is_outside(settings))
+        assert engine.statistics().preemption_count == (not is_external(settings))
         await until(lambda: engine.statistics().kv_block_count_held == 0)
     assert len(quick.token_ids) == 5
     assert rest.token_ids == alone.token_ids[read_count:]
@@ -412,9 +412,9 @@ async def test_options_that_depend_on_output_tokens_are_continued_exactly_or_ref
         assert (
             engine.model.continues_exactly
             == engine.model.can_continue(request)
-            == (not is_outside(settings))
+            == (not is_external(settings))
         )
-        if is_outside(settings):
+        if is_external(settings):
             with pytest.raises(RequestImpossible, match="generated elsewhere"):
                 await run(engine, continued)
         else:

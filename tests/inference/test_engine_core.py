@@ -201,7 +201,7 @@ def test_the_second_turn_of_a_conversation_finds_the_first_ones_output(
     )
 
 
-def test_timings_cover_the_life_of_a_sequence(tiny: TinyCheckpoint) -> None:
+def test_timings_cover_the_lifetime_of_a_sequence(tiny: TinyCheckpoint) -> None:
     outcome = run_all(make_core(tiny.directory), [make_request([9] * 300, 10)])[0]
 
     assert outcome.finished is not None

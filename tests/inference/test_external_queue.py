@@ -69,20 +69,20 @@ ODD_OUTPUTS = {
 class Script:
     """Implements `Answers` with what a test puts into it."""
 
-    said: asyncio.Queue[Output] = field(default_factory=asyncio.Queue)
+    outputs: asyncio.Queue[Output] = field(default_factory=asyncio.Queue)
     output: Output = field(default_factory=Output)
 
-    def say(self, *token_ids: int, finish_reason: str | None = None) -> None:
+    def emit(self, *token_ids: int, finish_reason: str | None = None) -> None:
         """Add an answer with this many more tokens."""
         self.output = replace(
             self.output, token_ids=[*self.output.token_ids, *token_ids], finish_reason=finish_reason
         )
-        self.said.put_nowait(self.output)
+        self.outputs.put_nowait(self.output)
 
     async def read(self) -> AsyncGenerator[Answer, None]:
         """Implement `Answers`."""
         while True:
-            output = await self.said.get()
+            output = await self.outputs.get()
             yield Answer(output, 0)
             if output.finish_reason is not None:
                 return
@@ -111,7 +111,7 @@ class World:
                 context_window_tokens=2048, step_token_count_max=64, running_sequence_count_max=4
             ),
             abort_limits=CAREFUL,
-            sink=self.tell,
+            sink=self.emit,
             broken=self.broken.append,
             tasks=tasks,
         )
@@ -120,7 +120,7 @@ class World:
         self.scripts[choice.number] = script = Script()
         return script
 
-    def tell(self, number: int, event: SequenceEvent | EngineError) -> None:
+    def emit(self, number: int, event: SequenceEvent | EngineError) -> None:
         if isinstance(event, EngineFailed):
             self.failed.append(number)
         elif isinstance(event, TokensGenerated):
@@ -134,7 +134,7 @@ class World:
     async def end_at_once(self, number: int, request: GenerationRequest) -> None:
         """Run a request whose first answer is its end."""
         self.add(number, request)
-        self.scripts[number].say(END, finish_reason="stop")
+        self.scripts[number].emit(END, finish_reason="stop")
         await until(lambda: number in self.ended)
 
 
@@ -147,7 +147,7 @@ async def world_of(tiny: TinyCheckpoint) -> AsyncIterator[World]:
         yield world
         world.queue.abandon()
         for script in world.scripts.values():
-            script.say(END, finish_reason="cancelled")
+            script.emit(END, finish_reason="cancelled")
         holder.cancel()
 
 
@@ -157,7 +157,7 @@ async def test_a_sequence_that_is_stuck_and_cannot_be_aborted_is_counted_once(
     """It keeps its place; only a third stuck sequence counts as the engine's fault."""
     async with world_of(tiny) as world:
         world.add(0)
-        world.scripts[0].say(9)
+        world.scripts[0].emit(9)
         await until(lambda: world.queue.statistics().output_token_count == 1)
         watch = StallWatch(world.queue, first_token_timeout_s=60.0, inter_token_timeout_s=60.0)
         for number in range(1, STALLS_MAX):
@@ -165,13 +165,13 @@ async def test_a_sequence_that_is_stuck_and_cannot_be_aborted_is_counted_once(
             for choice in world.queue.inside:
                 choice.silent_since_s -= 120.0 * (choice.number == number)
 
-            assert [watch.look() for _ in range(3 * STALLS_MAX)] == [None] * 3 * STALLS_MAX
+            assert [watch.poll() for _ in range(3 * STALLS_MAX)] == [None] * 3 * STALLS_MAX
             assert world.failed == list(range(1, number + 1))
 
         world.add(STALLS_MAX)
         for choice in world.queue.inside:
             choice.silent_since_s -= 120.0 * (choice.number == STALLS_MAX)
-        assert watch.look() is not None
+        assert watch.poll() is not None
 
 
 async def test_a_stop_sequence_that_names_a_control_token_ends_an_external_output(
@@ -181,7 +181,7 @@ async def test_a_stop_sequence_that_names_a_control_token_ends_an_external_outpu
     async with world_of(tiny) as world:
         world.queue._sink = lambda number, event: events.append(event)
         world.add(0, make_request(prompt(1), 9, stop_sequences=("<|user|>",)))
-        world.scripts[0].say(40, 41, 4, 42)
+        world.scripts[0].emit(40, 41, 4, 42)
         await until(lambda: bool(events) and isinstance(events[-1], SequenceFinished))
 
     *_, generated, finished = events
@@ -248,9 +248,9 @@ async def test_a_response_format_also_ends_at_the_end_token_of_the_tokenizer(
         world.add(1, formatted)
         world.add(2, make_request(prompt(2), 100, ignore_eos=False))
         for script in world.scripts.values():
-            script.say(FORMAT_END)
+            script.emit(FORMAT_END)
         await until(lambda: 1 in world.ended)
-        world.scripts[2].say(END)
+        world.scripts[2].emit(END)
         await until(lambda: 2 in world.ended)
 
     assert world.ended == [1, 2]
@@ -264,10 +264,10 @@ async def test_an_invalid_output_fails_its_sequence_and_no_other(
     async with world_of(tiny) as world:
         world.add(0, make_request(prompt(1), 3, sampling=SamplingParams()))
         world.add(1, make_request(prompt(2), 100, sampling=sampling, ignore_eos=False))
-        world.scripts[0].say(9)
-        world.scripts[1].said.put_nowait(ODD_OUTPUTS[name])
+        world.scripts[0].emit(9)
+        world.scripts[1].outputs.put_nowait(ODD_OUTPUTS[name])
         await until(lambda: world.failed == [1])
-        world.scripts[0].say(9, 9, finish_reason="length")
+        world.scripts[0].emit(9, 9, finish_reason="length")
         await until(lambda: world.ended == [0])
 
         assert world.broken == []
@@ -282,10 +282,10 @@ async def test_a_fault_of_the_detokenizer_fails_its_sequence_and_is_logged(
         world.add(1, make_request(prompt(2), 100))
         [broken] = [each for each in world.queue.inside if each.number == 1]
         broken.detokenizer = cast(Any, None)
-        world.scripts[0].say(9)
-        world.scripts[1].say(9)
+        world.scripts[0].emit(9)
+        world.scripts[1].emit(9)
         await until(lambda: world.failed == [1])
-        world.scripts[0].say(9, 9, finish_reason="length")
+        world.scripts[0].emit(9, 9, finish_reason="length")
         await until(lambda: world.ended == [0])
 
         [logged] = [record for record in caplog.records if record.exc_info]
@@ -297,7 +297,7 @@ async def test_many_tokens_of_one_answer_are_taken_in_parts(tiny: TinyCheckpoint
     """Events are told one part at a time, so that other sequences have their turns."""
     async with world_of(tiny) as world:
         world.add(0, make_request(prompt(1), 1500))
-        world.scripts[0].say(*[9] * 1500, finish_reason="length")
+        world.scripts[0].emit(*[9] * 1500, finish_reason="length")
         await until(lambda: world.ended == [0])
 
         assert world.generated == [TAKEN_AT_ONCE_MAX, 1500 - TAKEN_AT_ONCE_MAX]
@@ -308,11 +308,11 @@ async def test_answers_without_tokens_are_silence(tiny: TinyCheckpoint) -> None:
         world.add(0)
         [choice] = world.queue.inside
         choice.silent_since_s = 0.0
-        world.scripts[0].say()
-        await until(lambda: world.scripts[0].said.empty())
+        world.scripts[0].emit()
+        await until(lambda: world.scripts[0].outputs.empty())
         assert choice.silent_since_s == 0.0
 
-        world.scripts[0].say(9)
+        world.scripts[0].emit(9)
         await until(lambda: world.queue.statistics().output_token_count == 1)
         assert choice.silent_since_s > 0.0
 
@@ -331,11 +331,11 @@ async def test_stuck_sequences_that_left_the_engine_show_no_stuck_engine(
         )
         for number in range(1, 3 * STALLS_MAX):
             world.add(number)
-            world.scripts[0].say(9)
-            world.scripts[number].say(9)
+            world.scripts[0].emit(9)
+            world.scripts[number].emit(9)
             await until(partial(has_generated, world, 2 * number))
             for choice in world.queue.inside:
                 choice.silent_since_s -= 120.0 * (choice.number == number)
-            assert watch.look() is None
-            world.scripts[number].say(finish_reason="cancelled")
+            assert watch.poll() is None
+            world.scripts[number].emit(finish_reason="cancelled")
         assert world.failed == list(range(1, 3 * STALLS_MAX))

@@ -90,7 +90,7 @@ def test_an_end_token_of_the_request_ends_the_answer_only() -> None:
     assert event.token_ids[-1] == it
 
 
-async def test_the_engine_is_not_told_of_end_tokens_that_a_thought_may_have(
+async def test_the_engine_is_not_informed_of_end_tokens_that_a_thought_may_have(
     tmp_path: Path,
 ) -> None:
     """It would end the output in the thinking."""
@@ -118,10 +118,10 @@ async def test_the_engine_is_not_told_of_end_tokens_that_a_thought_may_have(
             broken=lambda _: None,
             tasks=tasks,
         )
-        asked = make_request(prompt, 9, ignore_eos=False, stop_token_ids=frozenset({2, 40}))
-        core.add(1, asked, 0.0)
-        core.add(2, replace(asked, splits_reasoning=True), 0.0)
-        core.add(3, replace(asked, splits_reasoning=True, response_format=form), 0.0)
+        requested = make_request(prompt, 9, ignore_eos=False, stop_token_ids=frozenset({2, 40}))
+        core.add(1, requested, 0.0)
+        core.add(2, replace(requested, splits_reasoning=True), 0.0)
+        core.add(3, replace(requested, splits_reasoning=True, response_format=form), 0.0)
 
     plain, split, constrained = submitted
     assert plain.request.end_token_ids == frozenset({2, 40})

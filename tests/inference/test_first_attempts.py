@@ -40,11 +40,11 @@ async def outputs_of(requests: Sequence[GenerationRequest]) -> list[Output]:
 async def test_first_structured_outputs_are_valid_within_200_tokens() -> None:
     """Every tenth of 100 requests, greedy and at temperature 0.7."""
     tokenizer = Tokenizer(WEIGHTS)
-    asked = [each for at in (0.0, 0.7) for each in structured_requests(tokenizer, at)[::10]]
+    requested = [each for at in (0.0, 0.7) for each in structured_requests(tokenizer, at)[::10]]
 
-    outputs = await outputs_of([request for _, _, request in asked])
+    outputs = await outputs_of([request for _, _, request in requested])
 
-    pairs = zip(asked, outputs, strict=True)
+    pairs = zip(requested, outputs, strict=True)
     wrong = [output for (schema, _, _), output in pairs if not is_valid(schema, output)]
     assert len(outputs) == 20
     assert len(wrong) <= 1, wrong

@@ -109,7 +109,7 @@ class World:
         else:
             resident.used_at_s = self.now_s if resident.used_at_s is None else None
         self.now_s += HANDOVER_S
-        self.budget.look()
+        self.budget.poll()
         await self.settle()
 
     def check(self) -> None:
@@ -132,7 +132,7 @@ async def test_no_gpu_has_two_engines_and_none_is_leaked(seed: int) -> None:
     while world.waiting or world.running:
         for resident in list(world.running):
             world.end(resident)
-        world.budget.look()
+        world.budget.poll()
         await world.settle()
         world.check()
 
@@ -260,11 +260,11 @@ def test_a_model_that_cannot_fit_is_refused_at_start_by_name(
     nvml: NvmlDouble, tmp_path: Path
 ) -> None:
     make_checkpoint(tmp_path / "m")
-    fleet = tmp_path / "fleet.yaml"
-    settings = Settings(home=tmp_path, fleet_file=str(fleet))
+    replica_sets = tmp_path / "fleet.yaml"
+    settings = Settings(home=tmp_path, fleet_file=str(replica_sets))
 
     def start(gpus: str, config: str, more: str = "") -> None:
-        fleet.write_text(
+        replica_sets.write_text(
             f"gpus: {gpus}\nmodels: {{m: {{engine: tensorrt, directory: m, memory_bytes: 100GiB,"
             f" engine_config: {config}{more}}}}}"
         )

@@ -314,7 +314,7 @@ def test_constrained_and_free_sequences_do_not_change_each_other(tiny: TinyCheck
     ]
 
 
-def test_preemption_does_not_lose_the_place_in_the_grammar(tiny: TinyCheckpoint) -> None:
+def test_preemption_does_not_lose_the_position_in_the_grammar(tiny: TinyCheckpoint) -> None:
     crowded = make_core(
         tiny.directory, kv_cache_bytes=1, context_window_tokens=512, owed_output_token_count_max=1
     )
@@ -484,8 +484,8 @@ def test_branches_that_exclude_each_other_are_supported(
     """Tagged unions as pydantic writes them, with references and without a discriminator."""
     branches, definitions = EXCLUSIVE[name]
     one_of: dict[str, object] = {"oneOf": branches}
-    place = "definitions" if name == "definitions" else "$defs"
-    schema = (branch(pet=one_of) if nested else one_of) | {place: definitions}
+    index = "definitions" if name == "definitions" else "$defs"
+    schema = (branch(pet=one_of) if nested else one_of) | {index: definitions}
     core = make_core(tiny.directory)
     requests = [constrained(tiny, json_format(schema), seed) for seed in range(6)]
 

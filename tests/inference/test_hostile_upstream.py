@@ -96,7 +96,7 @@ class Heard:
     finished: SequenceFinished | None = None
     error: EngineError | None = None
 
-    def tell(self, event: object) -> None:
+    def emit(self, event: object) -> None:
         assert not self.is_over, f"{event} after the end"
         if isinstance(event, TokensGenerated):
             self.ids += event.token_ids
@@ -114,7 +114,7 @@ class Heard:
 
 def submitted(engine: RemoteEngine, request: GenerationRequest) -> Heard:
     heard = Heard()
-    engine.submit(request, heard.tell)
+    engine.submit(request, heard.emit)
     return heard
 
 

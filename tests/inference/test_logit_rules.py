@@ -203,7 +203,7 @@ def test_nothing_ends_the_output_before_its_least_length(tiny: TinyCheckpoint) -
         assert outcome.finished.reason is EngineFinishReason.STOP
 
 
-def test_a_stop_sequence_is_not_looked_for_before_the_least_length(tiny: TinyCheckpoint) -> None:
+def test_a_stop_sequence_is_not_searched_before_the_least_length(tiny: TinyCheckpoint) -> None:
     prompt = random_prompt(random.Random(20), 30)
     free = run_all(make_core(tiny.directory), [make_request(prompt, 40)])[0]
     stop = free.text[3:5]

@@ -55,8 +55,8 @@ def test_the_first_of_the_largest_is_the_best(
 def test_a_row_with_a_value_that_is_not_finite_has_no_best(
     best_of: Callable[[torch.Tensor], int], size: int, broken: float
 ) -> None:
-    for place in {0, size // 2, size - 1}:
+    for index in {0, size // 2, size - 1}:
         values = torch.zeros(size)
-        values[place] = broken
+        values[index] = broken
 
         assert best_of(values) == NOT_FINITE

@@ -201,7 +201,7 @@ def test_those_of_the_whole_vocabulary_sum_to_one_and_the_chosen_one_is_exact(
         assert {token.token_id for token in each.logprobs.top} == set(range(vocabulary_size))
 
 
-def test_rows_get_what_they_asked_for(tiny: TinyCheckpoint) -> None:
+def test_rows_get_what_they_requested(tiny: TinyCheckpoint) -> None:
     """None, only the chosen one, and a few, in one batch, without changing tokens."""
     prompt = random_prompt(random.Random(3), 30)
     sampling = [

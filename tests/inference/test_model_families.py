@@ -847,20 +847,20 @@ def test_prompts_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
             # The template shows it with a last question only.
             first = replace(talk[1], content=f"{talk[0].content}\n\n{talk[1].content}")
             shown = [first, *talk[2:]]
-        asked = options | {
+        requested = options | {
             "conversation": [as_transformers_takes_it(message, family) for message in shown],
             "tools": [{"type": "function", "function": function}] if tools else None,
         }
         if thinking is not None:
-            asked[family.switch], options["thinking"] = thinking, thinking
+            requested[family.switch], options["thinking"] = thinking, thinking
         try:
-            expected = reference.apply_chat_template(**asked, tokenize=False)
+            expected = reference.apply_chat_template(**requested, tokenize=False)
         except TemplateError:
             with pytest.raises(ChatTemplateFailed):
                 tokenizer.render_chat(talk, tools, **options)
             continue
         assert tokenizer.render_chat(talk, tools, **options) == expected
-        ids = reference.apply_chat_template(**asked, tokenize=True, return_dict=False)
+        ids = reference.apply_chat_template(**requested, tokenize=True, return_dict=False)
         assert list(tokenizer.encode_chat(talk, tools, **options)) == ids
         equal_count += 1
 
@@ -939,12 +939,12 @@ def test_every_template_reads_what_the_server_writes_with_it(name: str, tmp_path
             ChatMessage("tool", f"Result{index}", (), call)
             for index, call in enumerate(answer.tool_calls)
         ]
-        asked, done = ChatMessage("user", "Asked9"), ChatMessage("assistant", "Said9")
+        requested, done = ChatMessage("user", "Asked9"), ChatMessage("assistant", "Said9")
         begun = [*system, ChatMessage("user", "Asked0"), answer, *results]
-        talks = [[*begun, asked], [*begun, asked, done, asked]]
+        talks = [[*begun, requested], [*begun, requested, done, requested]]
         if results:
-            talks += [begun, [*begun, done, asked], [*begun, done, asked, answer, *results]]
-            talks += [[*begun, *begun[-1 - len(results) :], done, asked]]
+            talks += [begun, [*begun, done, requested], [*begun, done, requested, answer, *results]]
+            talks += [[*begun, *begun[-1 - len(results) :], done, requested]]
         for talk in talks:
             check_words(tokenizer.render_chat(talk, tools), talk)
 

@@ -389,7 +389,7 @@ def test_the_library_is_compiled_once_and_again_for_another_source(
 
 
 @needs_compiler
-def test_a_process_ends_while_its_decoder_lives(tiny: TinyCheckpoint) -> None:
+def test_a_process_ends_while_its_decoder_runs(tiny: TinyCheckpoint) -> None:
     """The decoder's threads must not keep the worker from exiting, nor crash it."""
     program = (
         "import torch; torch.set_num_threads(2)\n"

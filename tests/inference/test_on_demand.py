@@ -11,14 +11,14 @@ from inference.engine import EngineState
 from inference.errors import EngineStartFailed, EngineUnavailable
 from inference.routing.memory import HANDOVER_S, BudgetTooSmall, MemoryBudget
 from inference.routing.on_demand import FAULT_KEPT_S, ManagedEngine, ManagedTerms
-from tests.inference.managed_world import FakeEngine, World, asked, managed_world
+from tests.inference.managed_world import FakeEngine, World, managed_world, use
 
 IDLE_S = 10.0
 
 
 async def ask(managed: ManagedEngine, until: asyncio.Event | None = None) -> str:
     """Run one request that holds its sequence until released."""
-    async with asked(managed) as stream:
+    async with use(managed) as stream:
         if until is not None:
             await until.wait()
         stream.cancel()
@@ -103,7 +103,7 @@ def test_a_running_sequence_is_not_idle() -> None:
 
 
 @pytest.mark.parametrize("trouble", ["dies", "for good", "not built", "unread"])
-def test_a_start_that_fails_tells_all_waiters_why_and_the_next_request_tries_again(
+def test_a_start_that_fails_reports_to_all_waiters_why_and_the_next_request_tries_again(
     trouble: str,
 ) -> None:
     with managed_world() as world:
@@ -137,9 +137,9 @@ def test_a_start_that_fails_tells_all_waiters_why_and_the_next_request_tries_aga
         if trouble != "dies":
             assert state(managed) is EngineState.FAILED
             assert not world.alive
-            with pytest.raises(EngineStartFailed, match=why) as told:
+            with pytest.raises(EngineStartFailed, match=why) as reported:
                 world.run(ask(managed)).result()
-            assert told.value.retry_after_s == pytest.approx(FAULT_KEPT_S)
+            assert reported.value.retry_after_s == pytest.approx(FAULT_KEPT_S)
             world.unbuildable.clear()
             world.loop.advance(FAULT_KEPT_S)
             assert state(managed) is EngineState.COLD

@@ -17,7 +17,7 @@ from inference.engine import EngineState
 from inference.errors import EngineStartFailed
 from inference.routing.memory import HANDOVER_S
 from inference.routing.on_demand import FAULT_KEPT_S, ManagedEngine, ManagedTerms
-from tests.inference.managed_world import VirtualLoop, World, asked
+from tests.inference.managed_world import VirtualLoop, World, use
 
 EXAMPLES = int(os.environ.get("WEIR_SLOT_EXAMPLES", "40"))
 TERMS = {
@@ -30,7 +30,7 @@ TOTAL_BYTES = 9
 NAMES = st.sampled_from(sorted(TERMS))
 
 
-class Asked:
+class Use:
     """One request and its result."""
 
     def __init__(self, world: World, managed: ManagedEngine) -> None:
@@ -41,7 +41,7 @@ class Asked:
 
     async def _ask(self) -> str:
         try:
-            async with asked(self.managed):
+            async with use(self.managed):
                 self.runs = True
                 await self.done.wait()
             return "served"
@@ -51,7 +51,7 @@ class Asked:
             self.runs = False
 
 
-class Slots(RuleBasedStateMachine):
+class ManagedEngines(RuleBasedStateMachine):
     """Random operations; see the module's docstring."""
 
     def __init__(self) -> None:
@@ -59,30 +59,30 @@ class Slots(RuleBasedStateMachine):
         self.loop = VirtualLoop()
         asyncio.set_event_loop(self.loop)
         self.world = World(self.loop, TOTAL_BYTES, slow_close=True)
-        self.asked: list[Asked] = []
+        self.use: list[Use] = []
         for name, terms in TERMS.items():
             self.world.add(name, terms)
         self.world.budget.check(self.world.managed.values())
 
     @rule(name=NAMES)
     def ask(self, name: str) -> None:
-        self.asked.append(Asked(self.world, self.world.managed[name]))
+        self.use.append(Use(self.world, self.world.managed[name]))
 
     @rule(name=NAMES)
     def ask_where_it_just_closes_or_waits(self, name: str) -> None:
         """Send two requests in the same turn of the loop."""
-        self.asked += [Asked(self.world, self.world.managed[name]) for _ in range(2)]
+        self.use += [Use(self.world, self.world.managed[name]) for _ in range(2)]
 
-    @precondition(lambda self: self.asked)
+    @precondition(lambda self: self.use)
     @rule(data=st.data())
     def end_one(self, data: st.DataObject) -> None:
-        data.draw(st.sampled_from(self.asked)).done.set()
+        data.draw(st.sampled_from(self.use)).done.set()
         self.loop.settle()
 
-    @precondition(lambda self: self.asked)
+    @precondition(lambda self: self.use)
     @rule(data=st.data())
     def cancel_one(self, data: st.DataObject) -> None:
-        data.draw(st.sampled_from(self.asked)).task.cancel()
+        data.draw(st.sampled_from(self.use)).task.cancel()
         self.loop.settle()
 
     @rule(name=NAMES)
@@ -117,14 +117,14 @@ class Slots(RuleBasedStateMachine):
     @invariant()
     def running_sequences_have_their_engines(self) -> None:
         """Check running sequences; the world checks managed and budget at each start."""
-        for each in self.asked:
+        for each in self.use:
             if each.runs:
                 engine = self.world.alive[each.managed.name]
                 assert engine.sequences
                 assert engine.state is not EngineState.CLOSED
 
     @invariant()
-    def what_is_held_is_what_lives(self) -> None:
+    def held_is_what_runs(self) -> None:
         assert self.world.budget.held_bytes == sum(
             TERMS[name].memory_bytes for name in self.world.alive
         )
@@ -137,13 +137,13 @@ class Slots(RuleBasedStateMachine):
                     engine.end_close()
                     if engine.state in (EngineState.LOADING, EngineState.RESTARTING):
                         engine.load()
-                for each in self.asked:
+                for each in self.use:
                     each.done.set()
                 self.loop.settle()
                 self.loop.advance(HANDOVER_S)
-            unanswered = [each.managed.name for each in self.asked if not each.task.done()]
+            unanswered = [each.managed.name for each in self.use if not each.task.done()]
             assert not unanswered, f"still waiting: {unanswered}"
-            answers = {each.task.result() for each in self.asked if not each.task.cancelled()}
+            answers = {each.task.result() for each in self.use if not each.task.cancelled()}
             assert answers <= {"served", "killed", "no weights"}, (
                 "whoever is not served is told why"
             )
@@ -156,5 +156,5 @@ class Slots(RuleBasedStateMachine):
             self.loop.close()
 
 
-TestSlots = Slots.TestCase
-TestSlots.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
+TestManagedEngines = ManagedEngines.TestCase
+TestManagedEngines.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)

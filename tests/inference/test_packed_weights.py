@@ -14,7 +14,7 @@ from inference.errors import CheckpointInvalid
 from inference.limits import EngineLimits
 from inference.native import decoder as packing
 from inference.native import loader
-from inference.native.packed_file import PackedFile, PackedPlace, trim_packed
+from inference.native.packed_file import PackedFile, PackedTarget, trim_packed
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.inference.running import SMALL_KV_BYTES, make_request, run_all
 from tests.inference.worker_engines import prompt
@@ -42,8 +42,8 @@ def core_of(
     directory: Path, packed: Path | None, dtype: ComputeDtype = "float32", bytes_max: int = 1 << 40
 ) -> EngineCore:
     limits = EngineLimits(context_window_tokens=256, step_token_count_max=128)
-    place = None if packed is None else PackedPlace(str(packed), bytes_max)
-    return EngineCore(EngineOptions(str(directory), limits, dtype, SMALL_KV_BYTES, packed=place))
+    index = None if packed is None else PackedTarget(str(packed), bytes_max)
+    return EngineCore(EngineOptions(str(directory), limits, dtype, SMALL_KV_BYTES, packed=index))
 
 
 def tokens(core: EngineCore) -> list[list[int]]:

@@ -96,7 +96,7 @@ class Puppet:
         """Implement `SequenceHandle.close`."""
         self.sequences.pop(sequence.number, None)
 
-    def tell(self, sequence: EngineSequence, event: SequenceEvent | EngineError) -> None:
+    def emit(self, sequence: EngineSequence, event: SequenceEvent | EngineError) -> None:
         """Report an event."""
         if isinstance(event, TokensGenerated):
             sequence.outputs[0] += event.token_ids
@@ -110,7 +110,7 @@ class Puppet:
         """Die like a process."""
         self.state = EngineState.RESTARTING
         for sequence in tuple(self.sequences.values()):
-            self.tell(sequence, EngineFailed("killed"))
+            self.emit(sequence, EngineFailed("killed"))
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
         """Return the test's number, by default all tokens."""
@@ -166,8 +166,8 @@ class Followed:
     """Sequence with all its events."""
 
     def __init__(self, replica_set: ReplicaSet, request: GenerationRequest) -> None:
-        self.told: list[SequenceEvent | EngineError] = []
-        self.sequence = replica_set.submit(request, self.told.append)
+        self.reported: list[SequenceEvent | EngineError] = []
+        self.sequence = replica_set.submit(request, self.reported.append)
 
     def find(self, puppets: list[Puppet]) -> tuple[Puppet, EngineSequence] | None:
         """Return its current engine."""
@@ -255,9 +255,9 @@ class PlacingMachine(RuleBasedStateMachine):
             events.append(TokensGenerated(tuple(range(tokens)), "x"))
             events += [finished(tokens)] if ends else []
             for event in events:
-                puppet.tell(mine, event)
-            assert type(followed.told[-1]) is type(events[-1])
-            assert sum(isinstance(event, Scheduled) for event in followed.told) == 1, (
+                puppet.emit(mine, event)
+            assert type(followed.reported[-1]) is type(events[-1])
+            assert sum(isinstance(event, Scheduled) for event in followed.reported) == 1, (
                 "that a second engine began is not told"
             )
         if ends or not reads:
@@ -271,7 +271,7 @@ class PlacingMachine(RuleBasedStateMachine):
         self.loop.run_until_complete(self.lost(puppet))
         for followed in tuple(self.open):
             if followed.find(self.puppets) is None:
-                assert isinstance(followed.told[-1], EngineError)
+                assert isinstance(followed.reported[-1], EngineError)
                 self.open.remove(followed)
         if is_back:
             puppet.state = EngineState.READY
@@ -299,7 +299,7 @@ class PlacingMachine(RuleBasedStateMachine):
         self.clock.now_s += seconds
 
     @invariant()
-    def books_are_right(self) -> None:
+    def counts_are_right(self) -> None:
         for report, puppet in zip(
             self.set.reports() if hasattr(self, "set") else (),
             getattr(self, "puppets", ()),
@@ -317,9 +317,9 @@ async def place(
     replica_set: ReplicaSet,
     stack: contextlib.AsyncExitStack,
     request: GenerationRequest,
-    **said: int,
+    **options: int,
 ) -> str:
-    """Return the replica of a request. said: values reported by its engine."""
+    """Return the replica of a request. options: values reported by its engine."""
     before = {report.name: report.live_sequence_count for report in replica_set.reports()}
     stream = await stack.enter_async_context(streams.stream(replica_set, request))
     [name] = [
@@ -327,10 +327,10 @@ async def place(
         for report in replica_set.reports()
         if report.live_sequence_count > before[report.name]
     ]
-    if said:
+    if options:
         placed = vars(stream.sequence)
-        for said_now in (Scheduled(said["cached"]), TokensGenerated((1,), "x")):
-            placed["_replica"].engine.tell(placed["_sequence"], said_now)
+        for reported_now in (Scheduled(options["cached"]), TokensGenerated((1,), "x")):
+            placed["_replica"].engine.emit(placed["_sequence"], reported_now)
         async for event in stream:
             if isinstance(event, TokensGenerated):
                 break
@@ -392,14 +392,14 @@ async def test_an_engine_that_says_its_cache_is_gone_is_believed() -> None:
     """Before a placement, after serving, and after being lost."""
     long = make_request(range(300, 700), 5)
     keys = prefix_keys(long.prompt_token_ids, "")
-    for says_so in ("before", "after", "by being away"):
+    for matches in ("before", "after", "by being away"):
         replica_set, puppets, _ = make_set(2, policy=PrefixAware())
         whole, half = (replica.prefixes for replica in replica_set.replicas)
         for prefixes, count in ((whole, len(keys)), (half, len(keys) // 2)):
             prefixes.sent(keys[:count])
             prefixes.computed(keys[:count])
         async with contextlib.AsyncExitStack() as stack:
-            match says_so:
+            match matches:
                 case "before":
                     puppets[0].cached_token_count = 0
                 case "after":
@@ -487,12 +487,12 @@ async def test_a_drained_replica_keeps_what_it_has_and_gets_nothing_new_until_th
         assert await place(replica_set, stack, prompted(1)) == "r0"
         replica_set.drain(["r0", "of another set"])
         assert [await place(replica_set, stack, prompted(1)) for _ in range(3)] == ["r1"] * 3
-        told = replica_set.reports()
-        assert [(report.state, report.is_drained) for report in told] == [
+        reported = replica_set.reports()
+        assert [(report.state, report.is_drained) for report in reported] == [
             (ReplicaState.DRAINING, True),
             (ReplicaState.READY, False),
         ]
-        assert (told[0].live_sequence_count, told[0].reason) == (1, "1 sequences running")
+        assert (reported[0].live_sequence_count, reported[0].reason) == (1, "1 sequences running")
 
         replica_set.drain(["r0", "r1"])
         assert not replica_set.healthy()
@@ -531,7 +531,7 @@ async def test_requests_that_fail_on_every_replica_do_not_open_all_circuits() ->
                 while not reading.done():
                     for puppet in puppets:
                         for running in tuple(puppet.sequences.values()):
-                            puppet.tell(running, EngineFailed("this one cannot be"))
+                            puppet.emit(running, EngineFailed("this one cannot be"))
                     clock.now_s += 0.01
                     await asyncio.sleep(0)
                 with pytest.raises(EngineFailed, match="this one"):
@@ -610,21 +610,23 @@ async def test_a_set_is_started_as_soon_as_one_replica_is() -> None:
 def test_statistics_are_sums_and_steps_the_mean_pace_of_those_that_work() -> None:
     together = SetStatistics(3)
 
-    def told(*steps: int, running: tuple[int, ...] = (1, 1, 0)) -> list[EngineStatistics]:
+    def reported(*steps: int, running: tuple[int, ...] = (1, 1, 0)) -> list[EngineStatistics]:
         return [
             EngineStatistics(step_count=count, running_sequence_count=busy, kv_block_count_total=10)
             for count, busy in zip(steps, running, strict=True)
         ]
 
-    assert together.sum_of(told(4, 4, 0), 3, (0, 0)).step_count == 4
-    summed = together.sum_of(told(8, 6, 0), 2, (1, 2))
+    assert together.sum_of(reported(4, 4, 0), 3, (0, 0)).step_count == 4
+    summed = together.sum_of(reported(8, 6, 0), 2, (1, 2))
     assert (summed.step_count, summed.running_sequence_count, summed.kv_block_count_total) == (
         7,
         2,
         30,
     )
     assert (summed.replica_count, summed.migration_count, summed.replacement_count) == (2, 1, 2)
-    assert together.sum_of(told(9, 1, 0), 2, (1, 2)).step_count == 8, "the second was started anew"
+    assert together.sum_of(reported(9, 1, 0), 2, (1, 2)).step_count == 8, (
+        "the second was started anew"
+    )
 
 
 class RefusesLater(Puppet):
@@ -634,7 +636,7 @@ class RefusesLater(Puppet):
         """Implement `Engine.submit`."""
         assert len(self.requests) < 20, "it is asked for ever"
         sequence = super().submit(request, sink)
-        asyncio.get_running_loop().call_soon(self.tell, sequence, EngineOverloaded("full", 2.0))
+        asyncio.get_running_loop().call_soon(self.emit, sequence, EngineOverloaded("full", 2.0))
         return sequence
 
 

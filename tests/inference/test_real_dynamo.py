@@ -125,8 +125,8 @@ async def test_routing_by_cache_sends_a_prompt_to_the_worker_that_has_it(
     async with open_dialect(settings) as dialect:
         examination = Examination(dialect, settings, engine.model, engine._decoder)
         await examination.pass_all()
-        asked = examination.probe_prompt()
-        cached = [await examination.cached_tokens(asked, "") for _ in range(2)]
+        requested = examination.probe_prompt()
+        cached = [await examination.cached_tokens(requested, "") for _ in range(2)]
 
     assert (cached[0], cached[1] > 256) == (0, is_found)
 

@@ -161,20 +161,20 @@ def test_a_stop_sequence_that_names_a_control_token_is_found_in_the_answer_only(
     stops, control_id = ("<|eos|>",), family.id_of("<|eos|>")
     decoder, ids = family.decoder, family.ids
     stopped_count = 0
-    for place in range(len(ids) + 1):
+    for index in range(len(ids) + 1):
         detokenizer, parts = decoder.open(stops, family.prompt_ids, splits=True), Parts()
-        for token_id in ids[:place]:
+        for token_id in ids[:index]:
             parts.push(detokenizer, token_id)
         thinks = detokenizer.thinks
         stopped = parts.push(detokenizer, control_id)
         stopped_count += stopped
-        assert stopped or thinks, place
-        rest = [] if stopped else ids[place:]
-        assert not any(parts.push(detokenizer, token_id) for token_id in rest), place
-        expected = split(family, ids[:place] if stopped else ids)
+        assert stopped or thinks, index
+        rest = [] if stopped else ids[index:]
+        assert not any(parts.push(detokenizer, token_id) for token_id in rest), index
+        expected = split(family, ids[:index] if stopped else ids)
         parts = parts if stopped else parts.finish(detokenizer)
         answer = expected.answer.rstrip("\ufffd")  # a stop drops a torn character
-        assert (parts.reasoning, parts.answer) == (expected.reasoning, answer), place
+        assert (parts.reasoning, parts.answer) == (expected.reasoning, answer), index
     assert stopped_count or not family.answer
 
 
@@ -184,7 +184,7 @@ def test_a_stop_sequence_that_names_a_token_of_the_format_ends_the_answer_only()
     parts = Parts()
     stopped = [parts.push(detokenizer, token_id) for token_id in family.ids]
 
-    second = [place for place, id_ in enumerate(family.ids) if id_ == family.id_of("<|end|>")][1]
+    second = [index for index, id_ in enumerate(family.ids) if id_ == family.id_of("<|end|>")][1]
     assert stopped.index(True) == second
     assert (parts.reasoning[:3], parts.answer[:7]) == ("Hm.", "I look.")
 
@@ -244,9 +244,9 @@ def test_a_grammar_begins_with_the_answer(thinking: Path, begins: bool) -> None:
     assert opening is not None
     prompt = (ASSISTANT_ID, opening) if begins else (ASSISTANT_ID,)
     form = ResponseFormat(GrammarKind.REGEX, "four|five")
-    asked = make_request(prompt, 40, ignore_eos=False, response_format=form)
+    requested = make_request(prompt, 40, ignore_eos=False, response_format=form)
 
-    core.add(1, replace(asked, splits_reasoning=True))
+    core.add(1, replace(requested, splits_reasoning=True))
     events = [event for _, event in drained(core) if isinstance(event, TokensGenerated)]
 
     assert "".join(event.reasoning for event in events) == "Hm."
@@ -262,9 +262,9 @@ def test_thinking_under_a_grammar_cannot_end_the_output(thinking: Path) -> None:
     opening = Tokenizer.from_file(str(thinking / "tokenizer.json")).token_to_id("<think>")
     assert opening is not None
     prompt = (ASSISTANT_ID, opening)
-    asked = make_request(prompt, 10, ignore_eos=False, sampling=ends, response_format=form)
+    requested = make_request(prompt, 10, ignore_eos=False, sampling=ends, response_format=form)
 
-    core.add(1, replace(asked, splits_reasoning=True))
+    core.add(1, replace(requested, splits_reasoning=True))
     events = [event for _, event in drained(core)]
 
     texts = [event.text for event in events if isinstance(event, TokensGenerated)]
@@ -281,11 +281,11 @@ def test_a_budget_closes_marks_of_several_tokens(tmp_path: Path) -> None:
     assert tokenizer.reasoning is not None
     assert len(tokenizer.reasoning.closing_ids) > 1
     prompt = tokenizer.encode_chat([ChatMessage("user", "2+2?")])
-    asked = make_request(prompt, 60)
-    stop = replace(asked.stop, max_reasoning_tokens=5)
+    requested = make_request(prompt, 60)
+    stop = replace(requested.stop, max_reasoning_tokens=5)
     core = make_core(checkpoint.directory)
 
-    core.add(1, replace(asked, splits_reasoning=True, stop=stop))
+    core.add(1, replace(requested, splits_reasoning=True, stop=stop))
     events = [event for _, event in drained(core) if isinstance(event, TokensGenerated)]
 
     count = sum(event.reasoning_token_count for event in events)

@@ -110,7 +110,7 @@ async def test_vectors_are_those_of_the_encoder_here(
     begun: list[int] = []
     async with serving(here), serving(far):
         expected = (await here.embed(EmbeddingRequest(TEXTS))).vectors
-        told = await far.embed(EmbeddingRequest(TEXTS, on_begin=lambda: begun.append(1)))
+        reported = await far.embed(EmbeddingRequest(TEXTS, on_begin=lambda: begun.append(1)))
 
         assert far.statistics().prompt_token_count == sum(map(len, TEXTS))
         assert (far.model.embedding_dimension, far.model.context_window_tokens) == (
@@ -122,8 +122,8 @@ async def test_vectors_are_those_of_the_encoder_here(
             here.model.architecture,
         )
     assert begun == [1]
-    assert len(told.vectors) == len(TEXTS)
-    for vector, true in zip(told.vectors, expected, strict=True):
+    assert len(reported.vectors) == len(TEXTS)
+    for vector, true in zip(reported.vectors, expected, strict=True):
         assert max(abs(a - b) for a, b in zip(vector, true, strict=True)) < 1e-5
 
 
@@ -210,7 +210,7 @@ async def test_an_unhealthy_server_fails_its_callers_and_is_used_again_when_heal
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("other_tokenizer", "differs from"),
         ("long_vector", "have length 1"),
@@ -218,12 +218,12 @@ async def test_an_unhealthy_server_fails_its_callers_and_is_used_again_when_heal
     ],
 )
 async def test_a_server_with_another_model_is_not_used(
-    settings: RemoteSettings, server: ServerProcess, fault: str, said: str
+    settings: RemoteSettings, server: ServerProcess, fault: str, message: str
 ) -> None:
     server.go_wrong(fault)
     encoder = RemoteEncoder(settings)
     async with serving(encoder, started=False):
-        with pytest.raises(EngineStartFailed, match=re.escape(said)):
+        with pytest.raises(EngineStartFailed, match=re.escape(message)):
             await encoder.start()
         server.go_wrong()
         await until(encoder.healthy)

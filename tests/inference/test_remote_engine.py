@@ -155,12 +155,12 @@ async def test_tokens_text_and_log_probabilities_are_those_of_the_torch_engine(
         (each.token_ids, each.text) for each in expected
     ]
     for outcome, like in zip(outcomes, expected, strict=True):
-        assert [told.chosen.token_id for told in outcome.logprobs] == [
-            told.chosen.token_id for told in like.logprobs
+        assert [reported.chosen.token_id for reported in outcome.logprobs] == [
+            reported.chosen.token_id for reported in like.logprobs
         ]
-        for told, true in zip(outcome.logprobs, like.logprobs, strict=True):
-            assert [each.token_id for each in told.top] == [each.token_id for each in true.top]
-            pairs = zip((told.chosen, *told.top), (true.chosen, *true.top), strict=True)
+        for reported, true in zip(outcome.logprobs, like.logprobs, strict=True):
+            assert [each.token_id for each in reported.top] == [each.token_id for each in true.top]
+            pairs = zip((reported.chosen, *reported.top), (true.chosen, *true.top), strict=True)
             assert all(
                 math.isclose(a.logprob, b.logprob, rel_tol=1e-4, abs_tol=1e-4) for a, b in pairs
             )
@@ -373,7 +373,7 @@ async def test_a_server_that_is_ill_is_left_until_it_is_well(world: RemoteWorld)
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("other_tokenizer", "its tokens would decode to different text"),
         ("corrupt_tokenizer", "do not match the hash"),
@@ -381,14 +381,14 @@ async def test_a_server_that_is_ill_is_left_until_it_is_well(world: RemoteWorld)
     ],
 )
 async def test_a_server_that_is_unfit_is_not_used(
-    world: RemoteWorld, fault: str, said: str
+    world: RemoteWorld, fault: str, message: str
 ) -> None:
     """It is asked repeatedly: it may be replaced by a suitable one."""
     if world.settings.target.service.is_http and "tokenizer" in fault:
         pytest.skip("HTTP servers do not send their tokenizer")
     world.server.go_wrong(fault)
     async with remote_engine(world.settings, started=False) as engine:
-        with pytest.raises(EngineStartFailed, match=re.escape(said)):
+        with pytest.raises(EngineStartFailed, match=re.escape(message)):
             await engine.start()
         with pytest.raises(EngineUnavailable):
             await run(engine, make_request(prompt(1), 3))
@@ -423,7 +423,7 @@ async def test_a_server_that_begins_to_share_prefixes_leaves_use_until_it_is_fit
         assert len((await run(engine, make_request(head, 3))).token_ids) == 3
 
 
-async def test_prefixes_may_be_shared_where_it_is_said(
+async def test_prefixes_may_be_shared_where_it_is_set(
     tiny: TinyCheckpoint, world: RemoteWorld
 ) -> None:
     world.server.go_wrong("unsalted", "no_events")
@@ -490,7 +490,7 @@ async def test_without_a_last_message_only_a_count_that_stays_the_same_is_billed
         assert events[-1].cached_token_count == (48 if has_last else running)
 
 
-async def test_a_server_that_does_not_tell_its_tokenizer_is_believed(world: RemoteWorld) -> None:
+async def test_a_server_that_does_not_report_its_tokenizer_is_believed(world: RemoteWorld) -> None:
     world.server.go_wrong("no_tokenizer", "no_events")
     async with connected(world) as engine:
         assert len((await run(engine, make_request(prompt(1), 3))).token_ids) == 3

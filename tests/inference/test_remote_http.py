@@ -97,18 +97,18 @@ async def test_a_model_has_the_capabilities_that_its_servers_showed(
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("no_counts", "--enable-prompt-tokens-details"),
         ("refuse cache_salt", "WEIR_REMOTE_SHARE_PREFIXES=1"),
     ],
 )
 async def test_a_server_that_cannot_be_billed_or_isolated_is_not_used(
-    world: RemoteWorld, fault: str, said: str
+    world: RemoteWorld, fault: str, message: str
 ) -> None:
     world.server.go_wrong(fault)
     async with remote_engine(world.settings, started=False) as engine:
-        with pytest.raises(EngineStartFailed, match=said):
+        with pytest.raises(EngineStartFailed, match=message):
             await engine.start()
 
         world.server.go_wrong()
@@ -117,11 +117,11 @@ async def test_a_server_that_cannot_be_billed_or_isolated_is_not_used(
 
 async def test_token_ids_are_requested_as_the_server_understands_it(world: RemoteWorld) -> None:
     request = make_request(prompt(1), 5)
-    asked = []
+    requested = []
     for fault in ("", "refuse return_token_ids", "generate"):
         world.server.go_wrong(*filter(None, [fault]))
         async with connected(world) as engine:
-            asked.append(await run(engine, request))
+            requested.append(await run(engine, request))
             assert not engine.model.capabilities.counts_from_usage
             unsupported = engine.model.capabilities.unsupported
         body = world.server.state()["bodies"][-1]
@@ -135,8 +135,8 @@ async def test_token_ids_are_requested_as_the_server_understands_it(world: Remot
         RequestField.TOP_LOGPROBS,
         RequestField.JSON_SCHEMA,
     }
-    assert [each.token_ids for each in asked] == [asked[0].token_ids] * 3
-    assert [each.text for each in asked] == [asked[0].text] * 3
+    assert [each.token_ids for each in requested] == [requested[0].token_ids] * 3
+    assert [each.text for each in requested] == [requested[0].text] * 3
 
 
 @WITHOUT_IDS
@@ -189,12 +189,12 @@ async def test_without_token_ids_fields_that_need_them_are_refused(world: Remote
 
 
 @pytest.mark.parametrize(
-    ("fault", "said", "faults"),
+    ("fault", "message", "faults"),
     [
         ("no_usage", "did not report its usage", ["refuse continuous_usage_stats"]),
         *(
-            (fault, said, faults)
-            for fault, said in (
+            (fault, message, faults)
+            for fault, message in (
                 ("overcount", "counts 31 tokens after"),
                 ("undercount", "counts 1 tokens after"),
                 ("drop", "UNAVAILABLE"),
@@ -204,7 +204,7 @@ async def test_without_token_ids_fields_that_need_them_are_refused(world: Remote
     ],
 )
 async def test_without_token_ids_a_stream_with_wrong_usage_fails_within_its_limit(
-    world: RemoteWorld, fault: str, said: str, faults: list[str]
+    world: RemoteWorld, fault: str, message: str, faults: list[str]
 ) -> None:
     world.server.go_wrong("no_ids", *faults)
     async with connected(world) as engine:
@@ -212,7 +212,7 @@ async def test_without_token_ids_a_stream_with_wrong_usage_fails_within_its_limi
         events: list[Any] = []
         engine.submit(make_request(prompt(1), 30), events.append)
         await until(lambda: bool(events) and isinstance(events[-1], EngineFailed))
-        assert said in str(events[-1])
+        assert message in str(events[-1])
         counts = [len(each.token_ids) for each in events if isinstance(each, TokensGenerated)]
         assert 0 < sum(counts) < 30
         world.server.go_wrong("no_ids", *faults)

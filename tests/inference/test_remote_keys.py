@@ -103,7 +103,7 @@ async def test_a_missing_key_is_named_by_its_setting(
 
 
 @pytest.mark.parametrize(
-    ("content", "mode", "said"),
+    ("content", "mode", "message"),
     [
         (None, 0o600, "cannot be read: No such file"),
         ("", 0o600, "is empty"),
@@ -118,7 +118,7 @@ async def test_a_missing_key_is_named_by_its_setting(
     ],
 )
 def test_a_file_that_cannot_hold_a_key_is_refused_with_the_remedy(
-    tmp_path: Path, content: str | None, mode: int, said: str
+    tmp_path: Path, content: str | None, mode: int, message: str
 ) -> None:
     path = tmp_path / "key"
     if content == "a directory":
@@ -129,7 +129,7 @@ def test_a_file_that_cannot_hold_a_key_is_refused_with_the_remedy(
         path.write_text(content)
         path.chmod(mode)
 
-    with pytest.raises(KeyUnusable, match=said) as refused:
+    with pytest.raises(KeyUnusable, match=message) as refused:
         KeyFile(path).header()
     assert str(path) in str(refused.value)
     assert KEY not in str(refused.value)
@@ -155,7 +155,9 @@ def test_a_key_is_read_again_when_its_file_changes_and_kept_when_it_breaks(
     assert len(caplog.records) == 2, "one warning a change"
 
 
-@pytest.mark.parametrize("name", ["Host", "grpc-timeout", "key-bin", "a b", "", "Content-Type"])
+@pytest.mark.parametrize(
+    "name", ["TorchWorker", "grpc-timeout", "key-bin", "a b", "", "Content-Type"]
+)
 def test_a_header_with_another_meaning_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="name of a header"):
         KeyFile(tmp_path / "key", name)
@@ -174,17 +176,17 @@ def test_each_target_of_a_fleet_has_its_own_key(tmp_path: Path, tiny: TinyCheckp
     targets = {"key_file": "key", "key_header": "api-key"}
     [replica] = build_serving(fleet(tmp_path, tiny, **targets)).engines["m"].replicas  # type: ignore[attr-defined]
     assert replica.engine._settings.key.header() == {"api-key": KEY}
-    for wrong, said in (
+    for wrong, message in (
         ({"key_file": "none"}, "the key of m for vllm://host:1: .*none cannot be read"),
         ({"key_header": "api-key"}, "key_header: needs a key_file"),
         ({"key_file": "key", "key_header": "host"}, "key_header: must be the name of a header"),
     ):
-        with pytest.raises(SettingInvalid, match=said):
+        with pytest.raises(SettingInvalid, match=message):
             build_serving(fleet(tmp_path, tiny, **wrong))
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"remote_key_files": {"other": Path("key")}}, "WEIR_REMOTE_KEY_FILES names other"),
         ({"remote_key_header": "te"}, "WEIR_REMOTE_KEY_HEADER must be the name of a header"),
@@ -192,7 +194,7 @@ def test_each_target_of_a_fleet_has_its_own_key(tmp_path: Path, tiny: TinyCheckp
     ],
 )
 def test_keys_that_cannot_be_used_prevent_the_start(
-    tmp_path: Path, tiny: TinyCheckpoint, changes: dict[str, Any], said: str
+    tmp_path: Path, tiny: TinyCheckpoint, changes: dict[str, Any], message: str
 ) -> None:
     usual = {"remote_key_files": {"m": key_file(tmp_path / "key", KEY)}}
     settings = Settings(
@@ -202,5 +204,5 @@ def test_keys_that_cannot_be_used_prevent_the_start(
         remote_targets={"m": "openai+https://host:1"},
         **(usual | changes),
     )
-    with pytest.raises(SettingInvalid, match=said):
+    with pytest.raises(SettingInvalid, match=message):
         build_serving(settings)

@@ -118,7 +118,7 @@ def test_an_archive_is_read_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (archive({"../tokenizer.json": b"{}"}), "directories"),
         (archive({"a/tokenizer.json": b"{}"}), "directories"),
@@ -126,8 +126,10 @@ def test_an_archive_is_read_whole() -> None:
         (b"no archive at all", "not a zip archive"),
     ],
 )
-def test_an_archive_that_is_not_what_it_should_be_is_not_unpacked(data: bytes, said: str) -> None:
-    with pytest.raises(ServerUnfit, match=said):
+def test_an_archive_that_is_not_what_it_should_be_is_not_unpacked(
+    data: bytes, message: str
+) -> None:
+    with pytest.raises(ServerUnfit, match=message):
         received(data).files()
 
 
@@ -201,7 +203,7 @@ def test_a_model_that_does_not_say_what_is_needed_is_refused(
 
 
 class Core:
-    told = EngineStatistics()
+    reported = EngineStatistics()
 
 
 @pytest.fixture
@@ -236,7 +238,7 @@ def apply(upkeep: Upkeep, *batches: common_pb2.KvEventBatch) -> None:
             pass
 
 
-def test_cache_events_from_the_beginning_tell_all(upkeep: Upkeep) -> None:
+def test_cache_events_from_the_beginning_report_all(upkeep: Upkeep) -> None:
     apply(upkeep, batch(1, stored(11, [1, 2, 3, 4]), stored(12, [5, 6, 7, 8], parent=11)))
     assert upkeep.knows_all_blocks
     assert upkeep.blocks.matched_token_count([1, 2, 3, 4, 5, 6, 7, 8, 9]) == 8
@@ -262,7 +264,7 @@ def test_a_lost_event_makes_all_doubtful_until_the_cache_is_cleared(upkeep: Upke
     assert upkeep.knows_all_blocks
 
 
-def test_events_of_a_server_that_was_there_before_do_not_tell_all(upkeep: Upkeep) -> None:
+def test_events_of_a_server_that_was_there_before_do_not_report_all(upkeep: Upkeep) -> None:
     apply(upkeep, batch(500, stored(11, [1, 2, 3, 4])))
 
     assert not upkeep.knows_all_blocks
@@ -314,8 +316,12 @@ def test_load_records_between_events_are_no_events(upkeep: Upkeep) -> None:
     apply(upkeep, batch(2, stored(12, [5, 6, 7, 8], parent=11)))
 
     assert upkeep.knows_all_blocks
-    told = upkeep.queue.reported
-    assert (told.kv_block_count_total, told.kv_block_count_held, told.kv_block_count_free) == (
+    reported = upkeep.queue.reported
+    assert (
+        reported.kv_block_count_total,
+        reported.kv_block_count_held,
+        reported.kv_block_count_free,
+    ) == (
         100,
         25,
         75,

@@ -99,7 +99,7 @@ async def parts_of(engine: RemoteEngine, request: GenerationRequest) -> dict[int
     return parts
 
 
-def asked(**fields: Any) -> GenerationRequest:
+def requested(**fields: Any) -> GenerationRequest:
     made = make_request((ASSISTANT_ID,), ignore_eos=False, **fields)
     return replace(made, splits_reasoning=True)
 
@@ -110,7 +110,9 @@ async def test_thinking_is_split_and_counted_wherever_an_output_is_cut(
     world: RemoteWorld, limit: int, choice_count: int
 ) -> None:
     async with connected(world) as engine:
-        parts = await parts_of(engine, asked(max_output_tokens=limit, choice_count=choice_count))
+        parts = await parts_of(
+            engine, requested(max_output_tokens=limit, choice_count=choice_count)
+        )
     thought = "".join(PIECES[1:3][: max(limit - 1, 0)])
     answer = "".join(PIECES[5:][: max(limit - 5, 0)])
     end = EngineFinishReason.LENGTH if limit < 8 else EngineFinishReason.STOP
@@ -123,7 +125,7 @@ async def test_thinking_is_split_and_counted_wherever_an_output_is_cut(
 
 async def test_a_stop_sequence_ends_the_answer_and_no_thought(world: RemoteWorld) -> None:
     async with connected(world) as engine:
-        [each] = (await parts_of(engine, asked(stop_sequences=("So", "four")))).values()
+        [each] = (await parts_of(engine, requested(stop_sequences=("So", "four")))).values()
     assert (each.reasoning, each.text) == ("Hm.So.", "It is ")
     assert (each.reasoning_token_count, len(each.token_ids)) == (4, 6)
     assert each.ends == {0: EngineFinishReason.STOP_SEQUENCE}
@@ -138,7 +140,7 @@ async def test_a_cancelled_thought_is_counted(world: RemoteWorld) -> None:
     events: list[Any] = []
     async with connected(world) as engine:
         sampling = SamplingParams(logit_bias=bias)
-        request = asked(max_output_tokens=1500, sampling=sampling)
+        request = requested(max_output_tokens=1500, sampling=sampling)
         request = replace(request, prompt_token_ids=(ASSISTANT_ID, opening))
         sequence = engine.submit(request, events.append)
         await until(lambda: sum(isinstance(each, TokensGenerated) for each in events) > 1)
@@ -159,7 +161,7 @@ async def test_a_grammar_begins_after_the_thinking_where_the_server_does_so(
     world.server.go_wrong("unsalted", "no_events", "reasoning_parser")
     opening, closing = [id_of(world, each) for each in ("<think>", "</think>")]
     is_testable = world.settings.target.service is not Service.TRTLLM
-    opened = asked(response_format=form, choice_count=2)
+    opened = requested(response_format=form, choice_count=2)
     opened = replace(
         opened, prompt_token_ids=(ASSISTANT_ID, opening), thinking=ThinkingStart.PROMPT
     )
@@ -195,7 +197,7 @@ async def test_a_grammar_and_thinking_are_refused_where_the_server_constrains_th
 ) -> None:
     opening = id_of(world, "<think>")
     opened = replace(
-        asked(response_format=form),
+        requested(response_format=form),
         prompt_token_ids=(ASSISTANT_ID, opening),
         thinking=ThinkingStart.PROMPT,
     )
@@ -246,7 +248,7 @@ async def test_thinking_that_a_server_splits_itself_has_the_count_of_the_server(
 ) -> None:
     splitting.server.go_wrong(*SPLITTING, *faults, *continuous)
     async with connected(splitting) as engine:
-        parts = await parts_of(engine, asked(max_output_tokens=20, choice_count=choice_count))
+        parts = await parts_of(engine, requested(max_output_tokens=20, choice_count=choice_count))
     reasoning, text, count = expected
     for each in parts.values():
         assert (each.reasoning, each.text.strip()) == (reasoning, text)
@@ -255,20 +257,20 @@ async def test_thinking_that_a_server_splits_itself_has_the_count_of_the_server(
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("reasoning_total", "9 of 8 output tokens were thinking"),
         ("reasoning_zero", "0 of 8 output tokens were thinking, and has sent 2 to"),
     ],
 )
 async def test_a_count_of_thinking_that_contradicts_the_output_fails_it(
-    splitting: RemoteWorld, fault: str, said: str
+    splitting: RemoteWorld, fault: str, message: str
 ) -> None:
     splitting.server.go_wrong(*SPLITTING, "reasoning_content")
     async with connected(splitting) as engine:
         splitting.server.go_wrong(*SPLITTING, "reasoning_content", fault)
-        with pytest.raises(EngineFailed, match=said):
-            await parts_of(engine, asked(max_output_tokens=20))
+        with pytest.raises(EngineFailed, match=message):
+            await parts_of(engine, requested(max_output_tokens=20))
         splitting.server.go_wrong(*SPLITTING, "reasoning_content")
 
 
@@ -277,6 +279,6 @@ async def test_a_thought_of_a_server_that_splits_is_counted_where_the_output_is_
 ) -> None:
     splitting.server.go_wrong(*SPLITTING, "reasoning_content")
     async with connected(splitting) as engine:
-        parts = await parts_of(engine, asked(max_output_tokens=2))
+        parts = await parts_of(engine, requested(max_output_tokens=2))
     [each] = parts.values()
     assert (each.reasoning, each.text, each.reasoning_token_count) == ("Hm.", "", 1)

@@ -42,7 +42,7 @@ def router(own_region: str = "eu") -> Router:
 
 
 @pytest.mark.parametrize(
-    ("asked", "billed", "served"),
+    ("requested", "billed", "served"),
     [
         ("code", "code", {"code"}),
         ("coder", "code", {"code"}),
@@ -53,12 +53,14 @@ def router(own_region: str = "eu") -> Router:
         ("chat-latest", "chat", {"chat@v1", "chat@v2"}),
     ],
 )
-def test_a_model_is_billed_by_its_canonical_name(asked: str, billed: str, served: set[str]) -> None:
-    routes = [router().route(asked, f"request {index}") for index in range(200)]
+def test_a_model_is_billed_by_its_canonical_name(
+    requested: str, billed: str, served: set[str]
+) -> None:
+    routes = [router().route(requested, f"request {index}") for index in range(200)]
 
     assert {route.model for route in routes} == {billed}
     assert {route.engine.model.name for route in routes} == served
-    assert router().canonical_name(asked) == billed
+    assert router().canonical_name(requested) == billed
 
 
 def test_a_request_gets_the_same_version_again_and_an_alias_draws_as_its_model_does() -> None:

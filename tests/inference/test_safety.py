@@ -202,17 +202,17 @@ class Found:
 
     def __init__(self, *verdicts: Verdict) -> None:
         self.verdicts = list(verdicts)
-        self.asked = 0
+        self.requested = 0
 
     async def check_prompt(self, text: str) -> str | None:
-        self.asked += 1
+        self.requested += 1
         return self.verdicts[0].hit
 
     def open_output(self) -> Found:
         return self
 
     async def push(self, text: str) -> Verdict:
-        self.asked += 1
+        self.requested += 1
         return self.verdicts.pop(0)
 
     async def finish(self) -> Verdict:
@@ -235,7 +235,7 @@ def test_of_several_checkers_the_strictest_counts() -> None:
     assert verdicts == [Verdict(2), Verdict(7), Verdict(7, "bad")]
 
 
-def test_after_the_first_hit_no_further_checker_is_asked() -> None:
+def test_after_the_first_hit_no_further_checker_is_requested() -> None:
     first, second = Found(Verdict(3, "word")), Found(Verdict(9))
     stage = SafetyStage([first, second])
     check = stage.open_output()
@@ -247,4 +247,4 @@ def test_after_the_first_hit_no_further_checker_is_asked() -> None:
     assert at_once(check.push("j")) == Verdict(0, "word")
     first.verdicts = [Verdict(0, "word")]
     assert at_once(stage.check_prompt("text")) == "word"
-    assert second.asked == 0
+    assert second.requested == 0

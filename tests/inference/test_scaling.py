@@ -10,12 +10,12 @@ from inference.engine import EngineCondition, EngineState, EngineStatistics, Mod
 from inference.routing.replica import Replica
 from inference.routing.scaling import FULL_S, Scaler
 
-PLACES = 4
+RUNNING_MAX = 4
 IDLE_S = 60.0
 
 
 @dataclass
-class Slot:
+class FakeEngine:
     """Engine of a replica with scripted reports."""
 
     state: EngineState = EngineState.COLD
@@ -34,9 +34,9 @@ class Slot:
         return EngineCondition(self.state)
 
     def statistics(self) -> EngineStatistics:
-        told = EngineStatistics(running_sequence_count_max=PLACES)
+        reported = EngineStatistics(running_sequence_count_max=RUNNING_MAX)
         return msgspec.structs.replace(
-            told, running_sequence_count=self.running, waiting_sequence_count=self.waiting
+            reported, running_sequence_count=self.running, waiting_sequence_count=self.waiting
         )
 
     def fits_now(self) -> bool:
@@ -55,17 +55,17 @@ class World:
     """Three slots, of which one is kept."""
 
     def __init__(self, min_count: int = 1) -> None:
-        self.slots = [
-            Slot(EngineState.READY if index == 0 else EngineState.COLD) for index in range(3)
+        self.engines = [
+            FakeEngine(EngineState.READY if index == 0 else EngineState.COLD) for index in range(3)
         ]
-        self.replicas = [Replica(f"m#{index}", slot) for index, slot in enumerate(self.slots)]  # type: ignore[arg-type]  # tells enough
+        self.replicas = [Replica(f"m#{index}", engine) for index, engine in enumerate(self.engines)]  # type: ignore[arg-type]  # tells enough
         self.scaler = Scaler(min_count, IDLE_S)
         self.now_s = 0.0
 
     def load(self, *counts: int) -> None:
         """Set the number of sequences on each replica; the excess is queued."""
-        for slot, replica, count in zip(self.slots, self.replicas, counts, strict=True):
-            slot.running, slot.waiting = min(count, PLACES), max(count - PLACES, 0)
+        for engine, replica, count in zip(self.engines, self.replicas, counts, strict=True):
+            engine.running, engine.waiting = min(count, RUNNING_MAX), max(count - RUNNING_MAX, 0)
             replica.live_sequence_count = count
 
     def after(self, seconds: float) -> str | None:
@@ -73,16 +73,16 @@ class World:
         chosen = None
         for _ in range(round(seconds * 2)):
             self.now_s += 0.5
-            found = self.scaler.look(self.replicas, self.now_s)
+            found = self.scaler.poll(self.replicas, self.now_s)
             if found is not None:
                 assert chosen is None, "one at a time"
                 chosen = found.name
         return chosen
 
     def ready(self, *names: str) -> None:
-        for replica, slot in zip(self.replicas, self.slots, strict=True):
+        for replica, engine in zip(self.replicas, self.engines, strict=True):
             if replica.name in names:
-                slot.state = EngineState.READY
+                engine.state = EngineState.READY
 
 
 def test_one_more_is_started_when_all_are_full_for_some_time() -> None:
@@ -95,7 +95,7 @@ def test_one_more_is_started_when_all_are_full_for_some_time() -> None:
     assert world.after(FULL_S) is None, "it began anew"
     assert world.after(0.5) == "m#1"
 
-    world.slots[1].state = EngineState.LOADING
+    world.engines[1].state = EngineState.LOADING
     assert world.after(5 * FULL_S) is None, "one is on its way"
     world.ready("m#1")
     world.load(6, 1, 0)
@@ -107,7 +107,7 @@ def test_one_more_is_started_when_all_are_full_for_some_time() -> None:
 def test_one_more_needs_free_memory() -> None:
     world = World()
     world.load(6, 0, 0)
-    world.slots[1].has_room = world.slots[2].has_room = False
+    world.engines[1].has_room = world.engines[2].has_room = False
     assert world.after(5 * FULL_S) is None
 
 
@@ -121,11 +121,11 @@ def test_the_last_one_goes_when_the_others_would_do_and_only_when_it_is_empty() 
     assert world.replicas[2].is_draining, "it gets nothing new"
     assert not world.replicas[1].is_draining, "one at a time"
     world.after(2.0)
-    assert world.slots[2].healthy(), "it still has a sequence"
+    assert world.engines[2].healthy(), "it still has a sequence"
 
     world.load(2, 1, 0)
     world.after(1.0)
-    assert world.slots[2].stopped_count == 1
+    assert world.engines[2].stopped_count == 1
     assert not world.replicas[2].is_draining, "it may come back"
 
     world.load(1, 1, 0)
@@ -133,10 +133,10 @@ def test_the_last_one_goes_when_the_others_would_do_and_only_when_it_is_empty() 
     assert world.replicas[1].is_draining
     world.load(1, 0, 0)
     world.after(1.0)
-    assert world.slots[1].stopped_count == 1
+    assert world.engines[1].stopped_count == 1
     world.load(0, 0, 0)
     world.after(3 * IDLE_S)
-    assert world.slots[0].healthy(), "the least stay"
+    assert world.engines[0].healthy(), "the least stay"
 
 
 def test_the_least_may_be_several() -> None:
@@ -144,7 +144,7 @@ def test_the_least_may_be_several() -> None:
     world.ready("m#1", "m#2")
     world.load(0, 0, 0)
     world.after(10 * IDLE_S)
-    assert [slot.stopped_count for slot in world.slots] == [0, 0, 1]
+    assert [engine.stopped_count for engine in world.engines] == [0, 0, 1]
 
 
 def test_one_that_was_to_go_stays_when_it_is_needed() -> None:
@@ -168,7 +168,7 @@ def test_a_load_that_needs_both_keeps_both_and_what_an_operator_drains_is_left_a
     world.replicas[1].is_drained = True
     world.load(0, 0, 0)
     world.after(10 * IDLE_S)
-    assert world.slots[1].stopped_count == 0
+    assert world.engines[1].stopped_count == 0
     assert world.replicas[1].is_draining
 
 
@@ -176,7 +176,7 @@ def test_one_takes_the_place_of_a_warm_one_that_is_drained() -> None:
     world = World()
     world.replicas[0].is_drained = True
     assert world.after(0.5) == "m#1"
-    world.slots[1].state = EngineState.LOADING
+    world.engines[1].state = EngineState.LOADING
     assert world.after(1.0) is None, "one is enough"
     world.ready("m#1")
     assert world.after(10 * FULL_S) is None
@@ -188,4 +188,4 @@ def test_nothing_is_stopped_without_an_idle_time() -> None:
     world.ready("m#1", "m#2")
     world.load(0, 0, 0)
     world.after(1000.0)
-    assert all(slot.healthy() for slot in world.slots)
+    assert all(engine.healthy() for engine in world.engines)

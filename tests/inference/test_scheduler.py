@@ -80,7 +80,7 @@ def test_a_long_prompt_does_not_stall_running_streams() -> None:
         assert plan.token_count == 64
 
 
-def test_the_youngest_gives_way_and_keeps_its_place_in_the_queue() -> None:
+def test_the_youngest_gives_way_and_keeps_its_position_in_the_queue() -> None:
     engine = ModelledEngine(block_count=8, limits=EngineLimits(128, owed_output_token_count_max=1))
     for number in range(3):
         engine.add(number, make_request([number] * 30, 60))
@@ -135,12 +135,12 @@ def test_a_lower_rank_overtakes_a_prompt_that_is_half_computed() -> None:
     assert engine.live[0, 0].computed_token_count == 64 + 28
 
 
-@pytest.mark.parametrize(("block_count", "places"), [(100, 2), (9, 8)])
+@pytest.mark.parametrize(("block_count", "indexes"), [(100, 2), (9, 8)])
 def test_a_sequence_far_ahead_displaces_the_last_one_at_little_cost(
-    block_count: int, places: int
+    block_count: int, indexes: int
 ) -> None:
     """Too few places and blocks; the displaced prefix is found in the cache again."""
-    limits = EngineLimits(128, running_sequence_count_max=places, owed_output_token_count_max=16)
+    limits = EngineLimits(128, running_sequence_count_max=indexes, owed_output_token_count_max=16)
     engine = ModelledEngine(block_count, limits)
     for number in range(2):
         engine.add(number, make_request([number] * 40, 40, rank=1000.0 + number))
@@ -155,7 +155,7 @@ def test_a_sequence_far_ahead_displaces_the_last_one_at_little_cost(
     assert engine.scheduler.waiting == (last,)
     while (2, 0) in engine.live:
         engine.step()
-    if places == 2:
+    if indexes == 2:
         while last in engine.scheduler.waiting:
             engine.step()
         assert last.computed_token_count >= 40, "full blocks were kept"

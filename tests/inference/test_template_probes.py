@@ -138,7 +138,7 @@ def load(tmp_path: Path) -> Load:
     return load
 
 
-def say(*turns: str) -> list[ChatMessage]:
+def conversation_of(*turns: str) -> list[ChatMessage]:
     """Return a conversation from texts like "user: Hi"."""
     split = (turn.split(": ", 1) for turn in turns)
     return [ChatMessage(role, content) for role, content in split]
@@ -185,7 +185,7 @@ def test_content_is_a_string_or_parts_as_the_template_reads_it(template: str, lo
     tokenizer = load(template)
 
     assert tokenizer.render_chat(TALK) == SHOWN
-    ids = tokenizer.encode_chat([*TALK, *say("assistant: <|end|>")])
+    ids = tokenizer.encode_chat([*TALK, *conversation_of("assistant: <|end|>")])
     assert tokenizer.decode(ids, skip_special_tokens=False) == f"{SHOWN}assistant=<|end|>;"
 
 
@@ -211,14 +211,14 @@ def test_a_system_message_that_only_a_last_question_shows_moves_to_the_question(
         "{% endfor %}"
     )
     made = call("a")
-    asked = say("system: S", "user: Q")
+    requested = conversation_of("system: S", "user: Q")
 
-    rendered = tokenizer.render_chat([*asked, called(made), result(made, "r")])
+    rendered = tokenizer.render_chat([*requested, called(made), result(made, "r")])
 
-    assert rendered.startswith(tokenizer.render_chat(asked) + "[")
+    assert rendered.startswith(tokenizer.render_chat(requested) + "[")
     assert rendered.startswith("[S\n\nQ][")
     with pytest.raises(ChatTemplateFailed, match="at the beginning only"):
-        tokenizer.render_chat(say("system: S", "user: Q", "system: S2", "assistant: A"))
+        tokenizer.render_chat(conversation_of("system: S", "user: Q", "system: S2", "assistant: A"))
 
 
 def test_text_that_a_template_repeats_is_refused(load: Load) -> None:
@@ -233,13 +233,13 @@ def test_only_the_conversations_that_lose_text_are_refused(load: Load) -> None:
     tokenizer = load(each("{% if m.role != 'system' or loop.first %}{{ m.content }}{% endif %}"))
 
     assert tokenizer.render_chat(TALK) == SHOWN
-    assert tokenizer.render_chat(say("system: a", "system: b", "user: c")) == (
+    assert tokenizer.render_chat(conversation_of("system: a", "system: b", "user: c")) == (
         "system=a\n\nb;user=c;"
     )
     for talk, index in (
-        (say("system: a", "user: c", "system: b"), 2),
-        (say("user: a", "system: b", "user: c"), 1),
-        ([*TALK, *say("user: u", "system: z")], 5),
+        (conversation_of("system: a", "user: c", "system: b"), 2),
+        (conversation_of("user: a", "system: b", "user: c"), 1),
+        ([*TALK, *conversation_of("user: u", "system: z")], 5),
     ):
         with pytest.raises(ChatTemplateFailed, match="at the beginning only") as refused:
             tokenizer.render_chat(talk)
@@ -264,26 +264,28 @@ def test_system_messages_at_the_beginning_are_joined_for_a_template_that_takes_o
 ) -> None:
     tokenizer = load(template)
 
-    rendered = tokenizer.render_chat(say("system: a", "system: b", "user: c"))
+    rendered = tokenizer.render_chat(conversation_of("system: a", "system: b", "user: c"))
 
     assert rendered == "system=a\n\nb;user=c;"
     with pytest.raises(ChatTemplateFailed, match="at the beginning only") as refused:
-        tokenizer.render_chat(say("system: a", "system: b", "user: c", "system: d"))
+        tokenizer.render_chat(conversation_of("system: a", "system: b", "user: c", "system: d"))
     assert refused.value.index == 3
 
 
 def test_a_developer_is_the_system_for_a_template_that_does_not_know_the_role(load: Load) -> None:
     tokenizer = load(ONE_SYSTEM["knows no developer"])
 
-    assert tokenizer.render_chat(say("developer: a", "user: b")) == "system=a;user=b;"
+    assert tokenizer.render_chat(conversation_of("developer: a", "user: b")) == "system=a;user=b;"
     for roles in (("system", "developer"), ("developer", "system"), ("developer", "developer")):
         talk = [ChatMessage(role, text) for role, text in zip(roles, "ab", strict=True)]
-        rendered = tokenizer.render_chat([*talk, *say("user: c")])
+        rendered = tokenizer.render_chat([*talk, *conversation_of("user: c")])
         assert rendered == "system=a\n\nb;user=c;"
 
 
 def test_several_system_messages_stay_as_they_are_where_a_template_takes_them(load: Load) -> None:
-    talk = say("system: a", "developer: b", "system: c", "user: d", "system: e", "user: f")
+    talk = conversation_of(
+        "system: a", "developer: b", "system: c", "user: d", "system: e", "user: f"
+    )
 
     rendered = load(each("{{ m.content }}")).render_chat(talk)
 
@@ -304,17 +306,17 @@ def test_several_system_messages_stay_as_they_are_where_a_template_takes_them(lo
 def test_turns_of_one_role_are_joined_where_a_template_wants_them_to_alternate(
     turns: Sequence[str], shown: str, load: Load
 ) -> None:
-    assert load(each(IN_TURN)).render_chat(say(*turns)) == shown
+    assert load(each(IN_TURN)).render_chat(conversation_of(*turns)) == shown
 
 
 def test_a_joined_turn_is_continued_and_others_stay_as_they_are(load: Load) -> None:
-    *before, last = say("user: a", "assistant: b", "assistant: c")
+    *before, last = conversation_of("user: a", "assistant: b", "assistant: c")
     talk = [*before, replace(last, is_unfinished=True)]
 
     assert load(each(IN_TURN)).render_chat(talk) == "user=a;assistant=b\n\nc"
     assert load(each("{{ m.content }}")).render_chat(talk) == "user=a;assistant=b;assistant=c"
     with pytest.raises(ChatTemplateFailed, match="roles must alternate"):
-        load(each(IN_TURN)).render_chat(say("assistant: a", "user: b"))
+        load(each(IN_TURN)).render_chat(conversation_of("assistant: a", "user: b"))
 
 
 @given(st.lists(st.sampled_from(["user", "assistant", "system"]), min_size=1, max_size=40))
@@ -382,10 +384,15 @@ def result(of: ToolCall, text: str) -> ChatMessage:
 def test_templates_that_demand_nine_characters_get_them(client_id: str, load: Load) -> None:
     tokenizer = load(calls_template(nine=True))
     first, second = call(client_id), call(client_id + "2")
-    talk = [*say("user: Q"), called(first, second), result(second, "r2"), result(first, "r1")]
+    talk = [
+        *conversation_of("user: Q"),
+        called(first, second),
+        result(second, "r2"),
+        result(first, "r1"),
+    ]
 
     rendered = tokenizer.render_chat(talk)
-    later = tokenizer.render_chat([*talk, *say("assistant: A", "user: Q2")])
+    later = tokenizer.render_chat([*talk, *conversation_of("assistant: A", "user: Q2")])
 
     ids = [part.split()[1] for part in rendered.split("[") if part[:1] in ("C", "R")]
     assert ids[:2] == ids[3:1:-1]
@@ -403,7 +410,9 @@ def test_templates_that_accept_any_id_get_the_clients(load: Load) -> None:
 
     for client_id in CLIENT_IDS:
         made = call(client_id)
-        rendered = tokenizer.render_chat([*say("user: Q"), called(made), result(made, "r")])
+        rendered = tokenizer.render_chat(
+            [*conversation_of("user: Q"), called(made), result(made, "r")]
+        )
 
         assert f"[C {client_id} f" in rendered
         assert f"[R {client_id} r]" in rendered
@@ -414,7 +423,13 @@ def test_templates_that_show_names_by_ids_only_get_ids_with_names(load: Load) ->
     tokenizer = load(calls_template().replace(" {{ call.function.name }}", ""))
     for ids in (["call_1", "toolu_2", "x" * 40], ["call_0", "call_1", "call_0"]):
         a, b, c = (call(each, name) for each, name in zip(ids, "fgh", strict=True))
-        talk = [*say("user: Q"), called(a, b), result(b, "rb"), result(a, "ra"), called(c)]
+        talk = [
+            *conversation_of("user: Q"),
+            called(a, b),
+            result(b, "rb"),
+            result(a, "ra"),
+            called(c),
+        ]
 
         rendered = tokenizer.render_chat([*talk, result(c, "rc")])
 
@@ -433,7 +448,7 @@ def test_thinking_text_and_a_call_are_shown_where_a_template_takes_two_of_them(l
     made = call("a")
     answer = ChatMessage("assistant", "Look:", (made,), reasoning="Hm")
 
-    rendered = tokenizer.render_chat([*say("user: Q"), answer, result(made, "r")])
+    rendered = tokenizer.render_chat([*conversation_of("user: Q"), answer, result(made, "r")])
 
     assert rendered == '[user Q][assistant Look:](thought)[C a f {"a": 1}][R a r]'
 
@@ -442,7 +457,11 @@ def test_thinking_is_left_out_where_a_template_refuses_it(load: Load) -> None:
     tokenizer = load(
         each("{% if m.reasoning %}{{ raise_exception('no thoughts') }}{% endif %}{{ m.content }}")
     )
-    talk = [*say("user: Q"), ChatMessage("assistant", "A", reasoning="Hm"), *say("user: Q2")]
+    talk = [
+        *conversation_of("user: Q"),
+        ChatMessage("assistant", "A", reasoning="Hm"),
+        *conversation_of("user: Q2"),
+    ]
 
     assert tokenizer.render_chat(talk) == "user=Q;assistant=A;user=Q2;"
 
@@ -452,7 +471,7 @@ def test_ids_are_not_cut_so_that_they_collide(cut: str, load: Load) -> None:
     shown = calls_template().replace(".id }}", f".id{cut} }}}}")
     tokenizer = load(shown.replace("tool_call_id }}", f"tool_call_id{cut} }}}}"))
     calls = [call(f"call_{'x' * 20}{index}{'y' * 20}") for index in range(4)]
-    talk = [*say("user: Q"), called(*calls), *[result(each, "r") for each in calls]]
+    talk = [*conversation_of("user: Q"), called(*calls), *[result(each, "r") for each in calls]]
 
     rendered = tokenizer.render_chat(talk)
 
@@ -491,11 +510,11 @@ def test_calls_become_turns_of_their_own_where_a_template_takes_one(
     tokenizer = load(calls_template(one=one, nine=nine))
     a, b, c = (call(each * 9, arguments=f'{{"{each}": 1}}') for each in "abc")
     talk = [
-        *say("user: Q"),
+        *conversation_of("user: Q"),
         called(a, b, c, text="Let me see."),
         result(c, "rc"),
         result(a, "ra"),
-        *say("assistant: A", "user: Q2"),
+        *conversation_of("assistant: A", "user: Q2"),
         called(b),
         result(b, "rb"),
     ]
@@ -513,7 +532,7 @@ def test_calls_become_turns_of_their_own_where_a_template_takes_one(
 
 def test_calls_stay_together_where_a_template_takes_several(load: Load) -> None:
     rendered = load(calls_template()).render_chat(
-        [*say("user: Q"), called(call("a"), call("b")), result(call("a"), "ra")]
+        [*conversation_of("user: Q"), called(call("a"), call("b")), result(call("a"), "ra")]
     )
 
     assert rendered == '[user Q][C a f {"a": 1}][C b f {"a": 1}][R a ra]'
@@ -524,7 +543,7 @@ def test_text_beside_calls_is_a_turn_where_the_template_would_drop_it(load: Load
     made = call("a")
 
     rendered = tokenizer.render_chat(
-        [*say("user: Q"), called(made, text="Let me see."), result(made, "r")]
+        [*conversation_of("user: Q"), called(made, text="Let me see."), result(made, "r")]
     )
 
     assert rendered == '[user Q][assistant Let me see.][C a f {"a": 1}][R a r]'
@@ -534,7 +553,7 @@ def test_text_beside_calls_goes_to_the_answer_where_turns_alternate(load: Load) 
     """Like Mistral: turns alternate, and a turn with calls has no text."""
     tokenizer = load(ALTERNATING + calls_template(text=""))
     one, two = call("a"), call("b", "g")
-    begun = [*say("user: Q"), called(one, text="Let me see."), result(one, "r")]
+    begun = [*conversation_of("user: Q"), called(one, text="Let me see."), result(one, "r")]
     more = [called(two, text="And this."), result(two, "s")]
     shown = '[C a f {"a": 1}][R a r]'
     shown_more = '[C b g {"a": 1}][R b s]'
@@ -543,15 +562,17 @@ def test_text_beside_calls_goes_to_the_answer_where_turns_alternate(load: Load) 
         return tokenizer.render_chat([*begun, *turns])
 
     assert rendered() == f"[user Q][assistant Let me see.]{shown}"
-    assert rendered(*say("user: Q2")) == f"[user Q][assistant Let me see.]{shown}[user Q2]"
-    assert tokenizer.render_chat([begun[0], called(one), begun[2], *say("user: Q2")]) == (
-        f"[user Q]{shown}[assistant ][user Q2]"
+    assert (
+        rendered(*conversation_of("user: Q2")) == f"[user Q][assistant Let me see.]{shown}[user Q2]"
     )
-    assert rendered(*say("assistant: A", "user: Q2")) == (
+    assert tokenizer.render_chat(
+        [begun[0], called(one), begun[2], *conversation_of("user: Q2")]
+    ) == (f"[user Q]{shown}[assistant ][user Q2]")
+    assert rendered(*conversation_of("assistant: A", "user: Q2")) == (
         f"[user Q]{shown}[assistant Let me see.\n\nA][user Q2]"
     )
     assert rendered(*more) == (f"[user Q][assistant Let me see.\n\nAnd this.]{shown}{shown_more}")
-    assert rendered(*more, *say("assistant: A")) == (
+    assert rendered(*more, *conversation_of("assistant: A")) == (
         f"[user Q]{shown}{shown_more}[assistant Let me see.\n\nAnd this.\n\nA]"
     )
 
@@ -565,7 +586,7 @@ def test_text_beside_calls_is_refused_where_no_form_shows_it(load: Load) -> None
 
     with pytest.raises(ChatTemplateFailed, match="leaves out text of the role 'assistant'"):
         tokenizer.render_chat(
-            [*say("user: Q"), called(made, text="Let me see."), result(made, "r")]
+            [*conversation_of("user: Q"), called(made, text="Let me see."), result(made, "r")]
         )
 
 
@@ -581,7 +602,7 @@ def test_arguments_are_objects_or_text_as_the_template_reads_them(name: str, loa
     tokenizer = load(calls_template(arguments=ARGUMENTS[name]))
     made = call("a", arguments='{"near": "Ulm"}')
 
-    rendered = tokenizer.render_chat([*say("user: Q"), called(made), result(made, "r")])
+    rendered = tokenizer.render_chat([*conversation_of("user: Q"), called(made), result(made, "r")])
 
     expected = {"text": '```{"near": "Ulm"}```', "items": "near: Ulm"}.get(name, made.arguments)
     assert f"[C a f {expected}]" in rendered
@@ -591,7 +612,7 @@ def test_turns_with_calls_have_null_content_where_the_template_tests_it(load: Lo
     """Like DeepSeek: a turn whose content is a string is an answer, and its calls are dropped."""
     template = calls_template().replace("elif m.tool_calls", "elif m.content is none")
     made = call("a")
-    talk = [*say("user: Q"), called(made), result(made, "r")]
+    talk = [*conversation_of("user: Q"), called(made), result(made, "r")]
 
     assert load(template).render_chat(talk) == '[user Q]None[C a f {"a": 1}][R a r]'
 
@@ -615,7 +636,7 @@ def test_calls_and_results_that_a_template_leaves_out_are_refused(lost: str, loa
     made = call("a")
 
     with pytest.raises(ChatTemplateFailed, match="no place for tool calls and their results"):
-        load(template).render_chat([*say("user: Q"), called(made), result(made, "r")])
+        load(template).render_chat([*conversation_of("user: Q"), called(made), result(made, "r")])
 
 
 @pytest.mark.parametrize("lost", ["name", "description", "parameters"])
@@ -646,7 +667,7 @@ def test_tools_that_are_shown_with_some_conversations_only_are_refused_with_othe
 
     assert '"f"' in tokenizer.render_chat(TALK, [tool])
     with pytest.raises(ChatTemplateFailed, match="leaves out a part of the tools"):
-        tokenizer.render_chat([*TALK, *say("assistant: A")], [tool])
+        tokenizer.render_chat([*TALK, *conversation_of("assistant: A")], [tool])
 
 
 def test_a_template_that_shows_everything_has_no_faults(load: Load) -> None:
@@ -672,7 +693,7 @@ def test_the_date_in_a_prompt_is_that_of_utc(zone: str, load: Load) -> None:
     )
 
     before = datetime.now(UTC)
-    day, seconds, _ = tokenizer.render_chat(say("user: Q")).split()
+    day, seconds, _ = tokenizer.render_chat(conversation_of("user: Q")).split()
     after = datetime.now(UTC)
 
     assert os.environ["TZ"] == zone
@@ -697,7 +718,7 @@ def test_one_prompt_has_one_moment(load: Load) -> None:
         "{% for i in range(5000) %}{{ strftime_now('%f') }} {% endfor %}{{ messages[0].content }}"
     )
 
-    assert len(set(tokenizer.render_chat(say("user: Q")).split())) == 2
+    assert len(set(tokenizer.render_chat(conversation_of("user: Q")).split())) == 2
 
 
 def test_a_template_that_draws_at_random_is_refused(load: Load) -> None:
@@ -707,4 +728,4 @@ def test_a_template_that_draws_at_random_is_refused(load: Load) -> None:
 
 def test_a_wide_date_is_refused(load: Load) -> None:
     with pytest.raises(ChatTemplateFailed, match="width or count"):
-        load("{{ strftime_now('%999999999Y') }}").render_chat(say("user: Q"))
+        load("{{ strftime_now('%999999999Y') }}").render_chat(conversation_of("user: Q"))

@@ -82,9 +82,9 @@ def test_published_recipes_load_unchanged(
         assert arguments[entry] == recipe[entry]
     assert arguments["num_postprocess_workers"] == 0, "counts of cached tokens would be missing"
     cache = arguments["kv_cache_config"]
-    told = recipe.get("kv_cache_config", {})
-    assert cache.dtype == told.get("dtype", "auto")
-    assert cache.free_gpu_memory_fraction == told.get(
+    reported = recipe.get("kv_cache_config", {})
+    assert cache.dtype == reported.get("dtype", "auto")
+    assert cache.free_gpu_memory_fraction == reported.get(
         "free_gpu_memory_fraction", recipe.get("kv_cache_free_gpu_memory_fraction", 0.9)
     )
     assert (cache.tokens_per_block, cache.event_buffer_max_size) == (32, 65_536)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bench import engine_streams as streams
 from common.processes import alive, command_line, descendants
 from inference.adapters.kv_events import KvCacheChange, KvEventIndex
-from inference.adapters.tensorrt_library import LOOK_EVERY_S
+from inference.adapters.tensorrt_library import POLL_EVERY_S
 from inference.adapters.tensorrt_settings import TENSORRT_LLM, TensorRtOptions
 from inference.adapters.tensorrt_worker import KvEventReader
 from inference.engine import (
@@ -84,7 +84,7 @@ async def test_a_helper_that_ends_is_not_taken_for_a_lost_worker(tiny: TinyCheck
         pid = engine.worker_pid
         assert pid is not None
         await until(lambda: descendants(pid) == ranks(pid))
-        await asyncio.sleep(3 * LOOK_EVERY_S)
+        await asyncio.sleep(3 * POLL_EVERY_S)
         await run(engine, make_request(prompt(1), 5))
         assert engine.worker_pid == pid
 

@@ -218,7 +218,7 @@ async def test_an_engine_that_does_nothing_is_given_up_though_its_health_is_good
     assert "silent" in world.broken[0]
 
 
-async def test_an_idle_engine_is_asked_for_a_token_now_and_then(
+async def test_an_idle_engine_is_requested_a_token_now_and_then(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with queue_world(
@@ -263,7 +263,7 @@ async def test_one_empty_answer_after_the_other_is_a_broken_cache(
     assert world.broken == ["4 answers in a row were empty"]
 
 
-async def test_no_more_are_submitted_than_have_a_place_in_the_batch(
+async def test_no_more_are_submitted_than_have_a_row_in_the_batch(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Aborts in the engine's queue are unanswered (NVIDIA/TensorRT-LLM#9628)."""
@@ -285,10 +285,10 @@ async def test_the_next_sequence_is_chosen_by_rank_with_bounded_overtaking(
     limits = replace(LIMITS, running_sequence_count_max=1, waiting_sequence_count_max=3)
     async with queue_world(tiny.directory, monkeypatch, limits=limits) as world:
         ends: list[int] = []
-        tell = world.tell
+        emit = world.emit
 
         def note(number: int, event: Any) -> None:
-            tell(number, event)
+            emit(number, event)
             if world.outcomes[number].finished is not None:
                 ends.append(number)
                 if number < 9:  # a flood of sequences that would always be next

@@ -319,8 +319,10 @@ def test_arguments_in_a_string_are_its_text(value: dict[str, Any], ascii_only: b
 def test_invalid_json_is_never_accepted_as_an_object(document: str) -> None:
     """Compared with the standard library for slightly damaged documents."""
     characters = (*'{}[]",:\\ue1-+.0tn x', "\n", "\t", "")
-    for place, length, character in itertools.product(range(1, len(document)), (0, 1), characters):
-        text = document[:place] + character + document[place + length :]
+    for position, length, character in itertools.product(
+        range(1, len(document)), (0, 1), characters
+    ):
+        text = document[:position] + character + document[position + length :]
         scanner = JsonScanner()
 
         end = next(
@@ -361,7 +363,10 @@ def test_where_one_call_is_wanted_what_comes_behind_it_is_text(
 ) -> None:
     """One step of an engine may include a second call."""
     parser = ToolCallParser(form, NAMES, single=True)
-    pieces = [output[place : place + piece_length] for place in range(0, len(output), piece_length)]
+    pieces = [
+        output[position : position + piece_length]
+        for position in range(0, len(output), piece_length)
+    ]
 
     parsed = [*map(parser.push, pieces), parser.finish()]
 

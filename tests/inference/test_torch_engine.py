@@ -291,7 +291,7 @@ async def test_cancelling_serve_takes_the_child_along(tiny: TinyCheckpoint) -> N
 
 
 @pytest.mark.usefixtures("executed_workers")
-async def test_loading_tells_its_progress_and_many_may_wait_for_it(tiny: TinyCheckpoint) -> None:
+async def test_loading_reports_its_progress_and_many_may_wait_for_it(tiny: TinyCheckpoint) -> None:
     async with serving(settings_for(tiny), started=False) as engine, asyncio.TaskGroup() as tasks:
         starts = [tasks.create_task(engine.start()) for _ in range(5)]
         fractions, stages = [], []
@@ -447,7 +447,7 @@ async def test_an_idle_worker_does_not_count_as_hung_while_its_output_is_unread(
             await until(lambda: not engine._owes_answers())
             engine._worker._watchdog._heard_at_s -= 1e6
             async with streams.stream(engine, make_request(prompt(2), 5)) as stream:
-                engine._worker._watchdog._look()
+                engine._worker._watchdog._poll()
                 later = await read_all(stream)
             earlier = await read_all(unread)
 

@@ -65,14 +65,14 @@ def a_watchdog(stalls: list[str], silences: list[float]) -> Watchdog:
     return dog
 
 
-def look(dog: Watchdog, monkeypatch: pytest.MonkeyPatch, *, after_s: float, late_s: float) -> None:
+def poll(dog: Watchdog, monkeypatch: pytest.MonkeyPatch, *, after_s: float, late_s: float) -> None:
     """Let it look so long after the last sign of life, and so long after its timer was due."""
     assert dog._timer is not None
     now_s = dog._timer.when() + late_s
     monkeypatch.setattr(Watchdog, "_now_s", staticmethod(lambda: now_s))
     monkeypatch.setattr(dog, "_heard_at_s", now_s - after_s)
     monkeypatch.setattr(dog, "_pulse", (now_s - after_s, Pulse(0.0, 0.1)))
-    dog._look()
+    dog._poll()
 
 
 async def test_a_worker_is_stalled_without_a_pulse_and_hangs_after_the_timeout(
@@ -83,16 +83,16 @@ async def test_a_worker_is_stalled_without_a_pulse_and_hangs_after_the_timeout(
     dog = a_watchdog(stalls, silences)
 
     for after_s in (PULSE_LOST_S - 0.5, PULSE_LOST_S + 0.5, 5.0, 0.0):
-        look(dog, monkeypatch, after_s=after_s, late_s=0.0)
-    told = list(stalls)
+        poll(dog, monkeypatch, after_s=after_s, late_s=0.0)
+    reported = list(stalls)
     dog.disarm()
 
-    assert told == ["", "no sign of life for 4 s", "no sign of life for 5 s", ""]
+    assert reported == ["", "no sign of life for 4 s", "no sign of life for 5 s", ""]
     assert silences == [pytest.approx(5.0)]
     assert stalls[-1] == "", "an ended worker is not stalled"
 
 
-async def test_a_late_look_judges_nothing_since_messages_may_wait_unread(
+async def test_a_late_poll_judges_nothing_since_messages_may_wait_unread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise each block of the loop would stall, or kill, every engine."""
@@ -100,8 +100,8 @@ async def test_a_late_look_judges_nothing_since_messages_may_wait_unread(
     silences: list[float] = []
     dog = a_watchdog(stalls, silences)
 
-    look(dog, monkeypatch, after_s=20.0, late_s=20.0)
-    told = list(stalls), list(silences)
+    poll(dog, monkeypatch, after_s=20.0, late_s=20.0)
+    reported = list(stalls), list(silences)
     dog.disarm()
 
-    assert told == ([], [])
+    assert reported == ([], [])

@@ -301,7 +301,7 @@ def test_adjacent_tensors_are_one_without_a_copy(tmp_path: Path) -> None:
     assert file.adjacent(["a.up", "a.gate"]) is None
 
 
-def test_a_weight_without_a_place_is_named(tmp_path: Path) -> None:
+def test_a_weight_without_a_target_is_named(tmp_path: Path) -> None:
     """A bias that the configuration does not announce would be ignored silently."""
     make_checkpoint(tmp_path)
     path = tmp_path / "model.safetensors"

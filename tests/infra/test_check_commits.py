@@ -98,10 +98,10 @@ def test_commits_since_the_start_are_checked(repository: Repository) -> None:
     bad = repository.commit("second", line_count=30)
     repository.commit("Reject control characters")
 
-    said = list(check(repository.root, start=repository.start))
+    message = list(check(repository.root, start=repository.start))
 
-    assert [line.partition(": ")[0] for line in said] == [f"{bad[:10]} 'second'"] * 2
-    assert "changes 30 lines and has no body" in said[1]
+    assert [line.partition(": ")[0] for line in message] == [f"{bad[:10]} 'second'"] * 2
+    assert "changes 30 lines and has no body" in message[1]
 
 
 def test_commits_up_to_the_start_are_never_checked(repository: Repository) -> None:
@@ -173,7 +173,7 @@ def test_a_history_without_the_start_is_checked_from_its_tag(repository: Reposit
     assert selected(repository.root, None, start="0" * 40) == commits[::-1]
 
 
-def test_it_is_said_that_only_the_last_commit_is_checked(
+def test_it_reports_that_only_the_last_commit_is_checked(
     repository: Repository, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     repository.commit("Reject control characters")

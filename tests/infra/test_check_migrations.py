@@ -82,7 +82,9 @@ def test_every_row_that_is_lost_or_changed_is_reported(
     found = list(migrated_rows.lost(connection, before, drawn, "then"))
 
     assert unharmed == []
-    assert [told for told in PLANTED.values() if not any(told in line for line in found)] == []
+    assert [
+        reported for reported in PLANTED.values() if not any(reported in line for line in found)
+    ] == []
 
 
 def test_rewrites_and_scans_of_large_tables_are_reported(
@@ -95,11 +97,13 @@ def test_rewrites_and_scans_of_large_tables_are_reported(
     connection.execute("CREATE INDEX slow ON usage_events (model)")
     connection.execute("ALTER TABLE ledger_entries ADD CONSTRAINT slow CHECK (id > 0)")
     connection.execute("ALTER TABLE meter_batches ADD CONSTRAINT quick CHECK (part < 9) NOT VALID")
-    found = {told for told, _ in migrated_rows.objects(connection, migrated_rows.MADE) - made}
+    found = {
+        reported for reported, _ in migrated_rows.objects(connection, migrated_rows.MADE) - made
+    }
 
     assert {"table holds is rewritten", "constraint slow of ledger_entries is checked"} < found
     assert "index usage_events_2026_09_model_idx of usage_events_2026_09 is built" in found
-    assert not any("quick" in told for told in found)
+    assert not any("quick" in reported for reported in found)
 
 
 def test_a_newer_schema_accepts_rows_of_earlier_processes(database_url: str) -> None:

@@ -37,7 +37,7 @@ from metering.tenants.api_keys import find_api_key
 from metering.tenants.tenants import find_organization
 from tests.conftest import new_home, remove_home
 from tests.infra.test_docs import BLOCK, OUTSIDE, PAGES, ROOT
-from tests.metering.books import Consumed, Customer, add_usage
+from tests.metering.usage import Consumed, Customer, add_usage
 from tests.scraped import scrape
 from tests.service import wait_for
 

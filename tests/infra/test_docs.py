@@ -214,7 +214,7 @@ def test_an_unknown_setting_would_be_missed() -> None:
     assert "WEIR_NO_SUCH_SETTING" not in reference.settings_page()
 
 
-def test_settings_outside_of_the_api_process_are_read_where_the_reference_says() -> None:
+def test_settings_beyond_the_api_process_are_read_where_the_reference_says() -> None:
     folders = {
         "api": "api",
         "worker": "metering",

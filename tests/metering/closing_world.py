@@ -22,7 +22,7 @@ from metering.plans.plans import PlanRules
 from metering.pricing.prices import ModelPrice, get_price
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
-from tests.metering.books import Consumed, Customer, add_usage
+from tests.metering.usage import Consumed, Customer, add_usage
 
 ISSUER = Issuer("Weir Operations GmbH", ("Brückenstraße 12",), payment=("IBAN DE02 1005",))
 LATER = datetime(2025, 12, 15, tzinfo=UTC)  # when the months of most tests are over

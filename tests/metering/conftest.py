@@ -6,7 +6,7 @@ import pytest
 
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
-from tests.metering.books import Customer, new_customer, new_price
+from tests.metering.usage import Customer, new_customer, new_price
 
 
 @pytest.fixture

@@ -134,7 +134,7 @@ class Scenario:
                 )
             case _:
                 operations = [self.operation(part.split()) for part in " ".join(words).split(" & ")]
-                return " & ".join(map(told, await self.execute(operations)))
+                return " & ".join(map(reported, await self.execute(operations)))
 
     async def execute(self, operations: list[HoldOperation]) -> list[HoldAnswer | Exception]:
         """Run one batch of the acting process."""
@@ -201,7 +201,7 @@ def numbers(form: str, text: str) -> tuple[int, ...]:
     return tuple(int(group or 0) for group in match.groups())
 
 
-def told(answer: HoldAnswer | Exception) -> str:
+def reported(answer: HoldAnswer | Exception) -> str:
     """Return an answer in a table's notation."""
     match answer:
         case Admitted() | Extended():

@@ -27,8 +27,8 @@ from metering.plans.prepaid import credit_balance, grant_credit, refresh, set_pr
 from metering.store.db import Sessions
 from metering.tenants.api_keys import create_api_key
 from metering.tenants.tenants import find_organization
-from tests.metering.books import Consumed, Customer
 from tests.metering.closing_world import ClosingWorld
+from tests.metering.usage import Consumed, Customer
 
 SEPTEMBER, OCTOBER, NOVEMBER = (datetime(2025, month, 10, 12, tzinfo=UTC) for month in (9, 10, 11))
 CENT = PICOS_PER_UNIT // 100
@@ -140,7 +140,7 @@ async def key_by(world: ClosingWorld, creator: str, name: str) -> str:
     return key.prefix
 
 
-async def test_two_keys_of_one_hand_are_not_two_people(world: ClosingWorld) -> None:
+async def test_two_keys_of_one_person_are_not_two_people(world: ClosingWorld) -> None:
     root = await key_by(world, "test", "root")
     ann, bob = await key_by(world, root, "ann"), await key_by(world, root, "bob")
     anns = await key_by(world, ann, "ann 2")

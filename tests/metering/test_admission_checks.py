@@ -29,7 +29,7 @@ async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
         yield opened
 
 
-async def asked(holds: HoldConnection, op: Admit) -> HoldAnswer | Exception:
+async def requested(holds: HoldConnection, op: Admit) -> HoldAnswer | Exception:
     """Return the answer to a room check."""
     [answer] = await holds.execute([replace(op, only_asks=True)])
     return answer
@@ -42,7 +42,7 @@ async def test_asking_takes_nothing_however_often(world: HoldWorld, holds: HoldC
     before = world.contents()
     op = admit(payer)
 
-    assert [await asked(holds, op) for _ in range(3)] == [Fits()] * 3
+    assert [await requested(holds, op) for _ in range(3)] == [Fits()] * 3
     assert {
         name: rows for name, rows in world.contents().items() if rows != before[name]
     }.keys() <= {"quota_counters"}
@@ -63,7 +63,7 @@ async def test_asking_is_refused_as_the_admission_is(
     op = admit(payer, least_tokens=20)
 
     [refused] = await holds.execute([op])
-    answer = await asked(holds, op)
+    answer = await requested(holds, op)
 
     assert isinstance(refused, QuotaExceeded)
     assert isinstance(answer, QuotaExceeded)
@@ -83,7 +83,7 @@ async def test_a_shadow_quota_refuses_no_request(world: HoldWorld, holds: HoldCo
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 0)
     world.execute("UPDATE quotas SET enforced = false WHERE id = %s", quota)
 
-    assert await asked(holds, admit(payer)) == Fits()
+    assert await requested(holds, admit(payer)) == Fits()
     assert world.one("SELECT coalesce(sum(would_refuse_count), 0)::int FROM quota_counters") == 0
 
 
@@ -92,30 +92,30 @@ async def test_a_raised_limit_is_in_force_for_the_caller(
 ) -> None:
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 0)
-    assert isinstance(await asked(holds, admit(payer)), QuotaExceeded)
+    assert isinstance(await requested(holds, admit(payer)), QuotaExceeded)
     raised = (
         "UPDATE quotas SET override_limit_value = 100, override_until = now() + interval '1 day',"
         " override_reason = 'r' WHERE id = %s"
     )
     world.execute(raised, quota)
 
-    assert await asked(holds, admit(payer)) == Fits()
+    assert await requested(holds, admit(payer)) == Fits()
 
 
-async def test_asking_tells_of_keys_and_ids_what_the_admission_does(
+async def test_asking_reports_of_keys_and_ids_what_the_admission_does(
     world: HoldWorld, holds: HoldConnection
 ) -> None:
     payer = world.tenant()
     op = admit(payer)
     await holds.execute([op])
 
-    assert isinstance(await asked(holds, op), RequestInFlight)
+    assert isinstance(await requested(holds, op), RequestInFlight)
     assert isinstance(
-        await asked(holds, replace(op, payload_hash=op.payload_hash[:4] + b"x" * 28)),
+        await requested(holds, replace(op, payload_hash=op.payload_hash[:4] + b"x" * 28)),
         RequestIdReused,
     )
     world.execute("UPDATE api_keys SET revoked_at = now() WHERE id = %s", payer.api_key_id)
-    assert isinstance(await asked(holds, admit(payer)), KeyInvalid)
+    assert isinstance(await requested(holds, admit(payer)), KeyInvalid)
 
 
 async def test_a_request_that_fits_by_the_cache_needs_no_query(

@@ -87,7 +87,7 @@ def acme(world: HoldWorld) -> Payer:
 
 
 @pytest.fixture
-async def books(world: HoldWorld, acme: Payer) -> AsyncIterator[Sessions]:
+async def sessions_of_acme(world: HoldWorld, acme: Payer) -> AsyncIterator[Sessions]:
     """Open sessions at the world's time."""
     engine = create_engine(world.url)
     yield create_sessions(engine)
@@ -100,30 +100,34 @@ async def there() -> AsyncIterator[Receiver]:
         yield made
 
 
-async def set_webhook(books: Sessions, url: str, organization: str = "acme") -> str:
-    async with books.begin() as session:
+async def set_webhook(sessions_of_acme: Sessions, url: str, organization: str = "acme") -> str:
+    async with sessions_of_acme.begin() as session:
         _, secret = await webhooks.set_webhook(
             session, organization=organization, url=url, private=True, actor="test"
         )
     return secret
 
 
-async def deliver(books: Sessions) -> Run:
+async def deliver(sessions_of_acme: Sessions) -> Run:
     """Deliver like a worker, with enough time for a slow machine."""
-    return await deliver_alerts(books, private=True, budget_s=60)
+    return await deliver_alerts(sessions_of_acme, private=True, budget_s=60)
 
 
-async def ask_for_test(books: Sessions, organization: str = "acme") -> uuid.UUID:
-    async with books.begin() as session:
+async def ask_for_test(sessions_of_acme: Sessions, organization: str = "acme") -> uuid.UUID:
+    async with sessions_of_acme.begin() as session:
         return await webhooks.try_webhook(session, organization=organization)
 
 
 async def test_an_alert_that_cannot_be_sent_delays_no_other(
-    world: HoldWorld, acme: Payer, books: Sessions, there: Receiver, monkeypatch: pytest.MonkeyPatch
+    world: HoldWorld,
+    acme: Payer,
+    sessions_of_acme: Sessions,
+    there: Receiver,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    await set_webhook(books, there.url)
-    bad = await ask_for_test(books)
-    good = await ask_for_test(books)
+    await set_webhook(sessions_of_acme, there.url)
+    bad = await ask_for_test(sessions_of_acme)
+    good = await ask_for_test(sessions_of_acme)
     find = find_alert
 
     async def fails(session: AsyncSession, alert_id: uuid.UUID) -> Any:
@@ -132,8 +136,8 @@ async def test_an_alert_that_cannot_be_sent_delays_no_other(
         return await find(session, alert_id)
 
     monkeypatch.setattr(webhooks, "find_alert", fails)
-    first = await deliver(books)
-    async with books.begin() as session:
+    first = await deliver(sessions_of_acme)
+    async with sessions_of_acme.begin() as session:
         [error, rests] = (
             await session.execute(
                 text(
@@ -144,7 +148,7 @@ async def test_an_alert_that_cannot_be_sent_delays_no_other(
             )
         ).one()
         await session.execute(text("UPDATE alert_webhooks SET paused_until = NULL"))
-    second = await deliver(books)
+    second = await deliver(sessions_of_acme)
 
     assert first.failed == [bad]
     assert [*first.delivered, *second.delivered] == [good]
@@ -152,12 +156,12 @@ async def test_an_alert_that_cannot_be_sent_delays_no_other(
 
 
 async def test_an_alert_is_posted_once_signed_and_says_what_was_used_of_what(
-    world: HoldWorld, acme: Payer, books: Sessions, there: Receiver
+    world: HoldWorld, acme: Payer, sessions_of_acme: Sessions, there: Receiver
 ) -> None:
-    secret = await set_webhook(books, there.url)
+    secret = await set_webhook(sessions_of_acme, there.url)
     bolt = world.tenant("bolt")
     for organization in ("acme", "bolt"):  # a tenant without a webhook causes no waiting
-        async with books.begin() as session:
+        async with sessions_of_acme.begin() as session:
             await set_quota(
                 session,
                 subject=QuotaSubject.ORGANIZATION,
@@ -171,9 +175,9 @@ async def test_an_alert_is_posted_once_signed_and_says_what_was_used_of_what(
         begun = admit(each, input_tokens=85, slice_tokens=0, least_tokens=0)
         await world.run(begun)
         await world.run(settle(begun.hold_id, 0, input_tokens=85))
-    await fire_due_alerts(books)
+    await fire_due_alerts(sessions_of_acme)
 
-    runs = [await deliver(books) for _ in range(2)]
+    runs = [await deliver(sessions_of_acme) for _ in range(2)]
 
     [post] = there.received
     content = json.loads(post.body)
@@ -216,23 +220,23 @@ def test_the_example_of_the_docs_knows_a_wrong_secret_another_time_and_nonsense(
 
 
 async def test_failed_posts_are_retried_with_growing_pauses_and_the_same_id_for_a_day(
-    world: HoldWorld, books: Sessions, there: Receiver
+    world: HoldWorld, sessions_of_acme: Sessions, there: Receiver
 ) -> None:
-    await set_webhook(books, there.url)
-    alert_id = await ask_for_test(books)
+    await set_webhook(sessions_of_acme, there.url)
+    alert_id = await ask_for_test(sessions_of_acme)
     there.answers = [BROKEN, REDIRECT]
 
     attempts = []
     for wait_s in (0.0, 1.0, 10.0, 20.0):  # rests are 5 to 10 s, then 10 to 20
         world.advance(wait_s)
-        run = await deliver(books)
+        run = await deliver(sessions_of_acme)
         attempts.append((len(run.failed), len(run.delivered)))
-    given_up = await ask_for_test(books)
+    given_up = await ask_for_test(sessions_of_acme)
     there.answers = [BROKEN] * 40
-    await deliver(books)
+    await deliver(sessions_of_acme)
     for _ in range(30):
         world.advance(RETRY_DELAY_S_MAX)
-        await deliver(books)
+        await deliver(sessions_of_acme)
 
     assert attempts == [(1, 0), (0, 0), (1, 0), (0, 1)]
     assert [json.loads(post.body)["id"] for post in there.received[:4]] == [str(alert_id)] * 3 + [
@@ -250,16 +254,16 @@ async def test_failed_posts_are_retried_with_growing_pauses_and_the_same_id_for_
 
 
 async def test_an_alert_that_is_refused_holds_up_no_other(
-    world: HoldWorld, books: Sessions, there: Receiver
+    world: HoldWorld, sessions_of_acme: Sessions, there: Receiver
 ) -> None:
-    await set_webhook(books, there.url)
-    refused = await ask_for_test(books)
+    await set_webhook(sessions_of_acme, there.url)
+    refused = await ask_for_test(sessions_of_acme)
     there.answers = [BROKEN]
-    await deliver(books)
+    await deliver(sessions_of_acme)
     world.advance(1)
-    other = await ask_for_test(books)  # this also ends the rest
+    other = await ask_for_test(sessions_of_acme)  # this also ends the rest
 
-    await deliver(books)
+    await deliver(sessions_of_acme)
 
     assert [json.loads(post.body)["id"] for post in there.received] == [
         str(each) for each in (refused, other, refused)
@@ -267,7 +271,7 @@ async def test_an_alert_that_is_refused_holds_up_no_other(
 
 
 async def test_a_receiver_that_hangs_or_sends_without_end_costs_its_timeout_and_delays_no_other(
-    world: HoldWorld, books: Sessions, there: Receiver
+    world: HoldWorld, sessions_of_acme: Sessions, there: Receiver
 ) -> None:
     world.tenant("bolt")
     there.answers = [HANG]
@@ -276,33 +280,33 @@ async def test_a_receiver_that_hangs_or_sends_without_end_costs_its_timeout_and_
         hung = send(there.url, "s", b"{}", private=True, attempt_s=0.2)
         answered = send(endless.url, "s", b"{}", private=True)
         async with asyncio.timeout(15):
-            told = await asyncio.gather(hung, answered)
+            reported = await asyncio.gather(hung, answered)
         endless.answers = [b"HTTP/1.1 200 OK\r\nX: "]  # a head without end
         head = await send(endless.url, "s", b"{}", private=True)
     for name, url in (("acme", "http://127.0.0.1:1/"), ("bolt", there.url)):
-        await set_webhook(books, url, name)
-        await ask_for_test(books, name)
-    run = await deliver(books)
+        await set_webhook(sessions_of_acme, url, name)
+        await ask_for_test(sessions_of_acme, name)
+    run = await deliver(sessions_of_acme)
 
-    assert tuple(told) == ("no answer within 0.2 s", "")
+    assert tuple(reported) == ("no answer within 0.2 s", "")
     assert head != ""
     assert endless.taken_count < 50_000_000
     assert (len(run.delivered), len(run.failed)) == (1, 1)
 
 
 async def test_concurrent_workers_post_each_alert_once_and_take_over_from_a_dead_one(
-    world: HoldWorld, books: Sessions, there: Receiver
+    world: HoldWorld, sessions_of_acme: Sessions, there: Receiver
 ) -> None:
-    await set_webhook(books, there.url)
-    ids = {await ask_for_test(books) for _ in range(3)}
+    await set_webhook(sessions_of_acme, there.url)
+    ids = {await ask_for_test(sessions_of_acme) for _ in range(3)}
     there.answers = [HANG]
-    dying = asyncio.create_task(deliver(books))
+    dying = asyncio.create_task(deliver(sessions_of_acme))
     await there.taken.wait()
     dying.cancel()
     with pytest.raises(asyncio.CancelledError):
         await dying
 
-    runs = await asyncio.gather(*(deliver(books) for _ in range(2)))
+    runs = await asyncio.gather(*(deliver(sessions_of_acme) for _ in range(2)))
 
     posted = [uuid.UUID(json.loads(post.body)["id"]) for post in there.received]
     assert sorted(each for run in runs for each in run.delivered) == sorted(ids)
@@ -311,22 +315,22 @@ async def test_concurrent_workers_post_each_alert_once_and_take_over_from_a_dead
 
 
 async def test_a_removed_webhook_drops_pending_alerts_and_its_secret_is_in_no_log(
-    world: HoldWorld, books: Sessions, there: Receiver
+    world: HoldWorld, sessions_of_acme: Sessions, there: Receiver
 ) -> None:
     first, second = (
-        await set_webhook(books, there.url),
-        await set_webhook(books, there.url + "/new"),
+        await set_webhook(sessions_of_acme, there.url),
+        await set_webhook(sessions_of_acme, there.url + "/new"),
     )
-    alert_id = await ask_for_test(books)
-    async with books.begin() as session:
+    alert_id = await ask_for_test(sessions_of_acme)
+    async with sessions_of_acme.begin() as session:
         [state] = await webhooks.list_webhooks(session, organization="acme")
         await webhooks.remove_webhook(session, organization="acme", actor="test")
     with pytest.raises(NotFound):
-        await ask_for_test(books)
+        await ask_for_test(sessions_of_acme)
 
-    await deliver(books)
+    await deliver(sessions_of_acme)
 
-    async with books() as session:
+    async with sessions_of_acme() as session:
         delivery = (await find_alert(session, alert_id)).delivery
     assert (state.pending_count, state.webhook.url) == (1, there.url + "/new")
     assert delivery is not None
@@ -393,11 +397,11 @@ async def test_a_name_of_an_internal_address_is_refused_each_time_and_the_checke
 ) -> None:
     """A name server may answer otherwise the second time."""
     port = int(there.url.rpartition(":")[2].partition("/")[0])
-    asked: list[str] = []
+    requested: list[str] = []
 
     def answer(addresses: list[str]) -> Any:
         def getaddrinfo(host: str, port: int, **_: Any) -> Any:
-            asked.append(host)
+            requested.append(host)
             return [
                 (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))
                 for address in addresses
@@ -408,14 +412,14 @@ async def test_a_name_of_an_internal_address_is_refused_each_time_and_the_checke
     monkeypatch.setattr(socket, "getaddrinfo", answer(["10.1.2.3", "127.0.0.1"]))
     refused = await send("https://inside.example/", "s", b"{}", private=False)
     monkeypatch.setattr(socket, "getaddrinfo", answer(["10.1.2.3", "8.8.8.8"]))
-    places = await resolve_allowed("mixed.example", 443, private=False)
+    indexes = await resolve_allowed("mixed.example", 443, private=False)
     monkeypatch.setattr(socket, "getaddrinfo", answer(["127.0.0.1"]))
     reached = await send(f"http://pinned.example:{port}/alerts", "s", b"{}", private=True)
     allowed_no_more = await send(there.url, "s", b"{}", private=False)
 
     assert refused == "inside.example does not resolve to a public address"
-    assert [place["host"] for place in places] == ["8.8.8.8"]
-    assert (reached, asked.count("pinned.example")) == ("", 1)
+    assert [index["host"] for index in indexes] == ["8.8.8.8"]
+    assert (reached, requested.count("pinned.example")) == ("", 1)
     assert there.received[0].headers["host"] == f"pinned.example:{port}"
     assert "must use https" in allowed_no_more
     with pytest.raises(AddressRefused):

@@ -32,7 +32,7 @@ WAITING = (
     "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%WITH"
     " windows%'"
 )
-LOOK_ONCE = "from metering.tasks import fire_alerts; fire_alerts()"
+POLL_ONCE = "from metering.tasks import fire_alerts; fire_alerts()"
 EXPLAIN, NO_SCANS = text(f"EXPLAIN {FIRE_CROSSED.text}"), text("SET LOCAL enable_seqscan = off")
 DAY, MONTH = QuotaDimension.TOKENS_PER_DAY, QuotaDimension.TOKENS_PER_MONTH
 
@@ -44,7 +44,7 @@ def world(database_url: str) -> Iterator[HoldWorld]:
 
 
 @pytest.fixture
-async def books(world: HoldWorld) -> AsyncIterator[Sessions]:
+async def sessions_of_acme(world: HoldWorld) -> AsyncIterator[Sessions]:
     """Open sessions at the world's time."""
     engine = create_engine(world.url)
     yield create_sessions(engine)
@@ -52,7 +52,7 @@ async def books(world: HoldWorld) -> AsyncIterator[Sessions]:
 
 
 async def limit(
-    books: Sessions,
+    sessions_of_acme: Sessions,
     value: int,
     dimension: QuotaDimension = DAY,
     *,
@@ -62,7 +62,7 @@ async def limit(
     ref: str = "acme",
 ) -> str:
     """Set a limit as an admin does; return its id."""
-    async with books.begin() as session:
+    async with sessions_of_acme.begin() as session:
         state = await set_quota(
             session,
             subject=subject,
@@ -93,14 +93,14 @@ def fired(world: HoldWorld) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("is_committed", [True, False])
 async def test_concurrent_workers_write_an_alert_once_and_held_amounts_do_not_count(
-    world: HoldWorld, books: Sessions, is_committed: bool
+    world: HoldWorld, sessions_of_acme: Sessions, is_committed: bool
 ) -> None:
     """An uncommitted row is invisible; another worker waits for its commit."""
     payer = world.tenant()
-    quota_id = await limit(books, 1000)
+    quota_id = await limit(sessions_of_acme, 1000)
     await use(world, payer, 499)
     await world.run(admit(payer, input_tokens=400))
-    held = await fire_due_alerts(books)
+    held = await fire_due_alerts(sessions_of_acme)
     await use(world, payer, 1)
 
     with psycopg.connect(psycopg_conninfo(world.url)) as other:
@@ -112,37 +112,37 @@ async def test_concurrent_workers_write_an_alert_once_and_held_amounts_do_not_co
             values,
         )
         async with asyncio.TaskGroup() as group:
-            looks = [group.create_task(fire_due_alerts(books)) for _ in range(3)]
+            polls = [group.create_task(fire_due_alerts(sessions_of_acme)) for _ in range(3)]
             await asyncio.to_thread(
                 wait_until, lambda: world.one(WAITING) == 3, "all to meet the row"
             )
             (other.commit if is_committed else other.rollback)()
-    again = await fire_due_alerts(books)
+    again = await fire_due_alerts(sessions_of_acme)
 
     assert held == 0
-    assert (sum(look.result() for look in looks), again) == (0 if is_committed else 1, 0)
+    assert (sum(poll.result() for poll in polls), again) == (0 if is_committed else 1, 0)
     assert fired(world) == [(50, 1000, 500)]
 
 
 async def test_workers_that_race_and_one_that_is_killed_in_the_middle_alert_once(
-    world: HoldWorld, books: Sessions
+    world: HoldWorld, sessions_of_acme: Sessions
 ) -> None:
     """The first is killed before its statement writes; then two race."""
     payer = world.tenant()
-    await limit(books, 1000)
+    await limit(sessions_of_acme, 1000)
     await use(world, payer, 1000)
     environment = {**os.environ, "WEIR_DATABASE_URL": world.url}
 
-    def look() -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-c", LOOK_ONCE], env=environment, cwd=Path.cwd())
+    def poll() -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", POLL_ONCE], env=environment, cwd=Path.cwd())
 
     with psycopg.connect(psycopg_conninfo(world.url)) as busy:
         busy.execute("LOCK TABLE alerts IN SHARE MODE")
-        killed = look()
+        killed = poll()
         wait_until(lambda: world.one(WAITING) == 1, "it to write")
         killed.kill()
         killed.wait()
-    racing = [look(), look()]  # the server may still be busy with what the first one asked
+    racing = [poll(), poll()]  # the server may still be busy with what the first one asked
     statuses = [each.wait() for each in racing]
 
     assert statuses == [0, 0]
@@ -150,13 +150,13 @@ async def test_workers_that_race_and_one_that_is_killed_in_the_middle_alert_once
 
 
 async def test_another_limit_alerts_again_and_the_same_one_never(
-    world: HoldWorld, books: Sessions
+    world: HoldWorld, sessions_of_acme: Sessions
 ) -> None:
     payer = world.tenant()
-    quota_id = await limit(books, 1000, alert_at=[80])
+    quota_id = await limit(sessions_of_acme, 1000, alert_at=[80])
     await use(world, payer, 900)
-    await fire_due_alerts(books)
-    async with books.begin() as session:
+    await fire_due_alerts(sessions_of_acme)
+    async with sessions_of_acme.begin() as session:
         await override_quota(
             session,
             quota_id=quota_id,
@@ -166,47 +166,47 @@ async def test_another_limit_alerts_again_and_the_same_one_never(
             actor="test",
         )
 
-    raised = await fire_due_alerts(books)
+    raised = await fire_due_alerts(sessions_of_acme)
     await use(world, payer, 700)
-    crossed = await fire_due_alerts(books)
+    crossed = await fire_due_alerts(sessions_of_acme)
     world.advance(3601)  # the raise is over, and the limit with its 80 % alert is back
-    fallen = await fire_due_alerts(books)
-    await limit(books, 1500)
-    lowered = await fire_due_alerts(books)
+    fallen = await fire_due_alerts(sessions_of_acme)
+    await limit(sessions_of_acme, 1500)
+    lowered = await fire_due_alerts(sessions_of_acme)
     world.advance(12 * 3600)
-    tomorrow = await fire_due_alerts(books)
+    tomorrow = await fire_due_alerts(sessions_of_acme)
     await use(world, payer, 1200)
-    next_window = await fire_due_alerts(books)
+    next_window = await fire_due_alerts(sessions_of_acme)
 
     assert (raised, crossed, fallen, lowered, tomorrow, next_window) == (0, 1, 0, 1, 0, 1)
     assert fired(world) == [(80, 1000, 900), (80, 2000, 1600), (80, 1500, 1600), (80, 1500, 1200)]
 
 
 async def test_a_worker_that_was_away_finds_what_it_missed_by_the_limit_of_then(
-    world: HoldWorld, books: Sessions
+    world: HoldWorld, sessions_of_acme: Sessions
 ) -> None:
     payer = world.tenant()
     day, month = (
-        await limit(books, 1000, alert_at=[50]),
-        await limit(books, 5000, MONTH, alert_at=[50]),
+        await limit(sessions_of_acme, 1000, alert_at=[50]),
+        await limit(sessions_of_acme, 5000, MONTH, alert_at=[50]),
     )
-    async with books.begin() as session:  # in force until after the day's end
+    async with sessions_of_acme.begin() as session:  # in force until after the day's end
         until = NOON + timedelta(hours=30)
         await override_quota(
             session, quota_id=day, limit_value=2000, until=until, reason="launch", actor="test"
         )
     await use(world, payer, 990)  # less than half of the raised limit
     world.set_time(until + timedelta(hours=1))
-    under_the_raise = await fire_due_alerts(books)
+    under_the_raise = await fire_due_alerts(sessions_of_acme)
     world.set_time(datetime(2026, 12, 1, 3, tzinfo=UTC))
     await use(world, payer, 600)
     world.set_time(datetime(2026, 12, 3, 3, tzinfo=UTC))
 
-    late = await fire_due_alerts(books)
+    late = await fire_due_alerts(sessions_of_acme)
     # On the first day, more than half of it was used, when the limit was 1000.
-    await limit(books, 800, alert_at=[50])
-    await limit(books, 1200, MONTH, alert_at=[50])
-    after_changes = await fire_due_alerts(books)
+    await limit(sessions_of_acme, 800, alert_at=[50])
+    await limit(sessions_of_acme, 1200, MONTH, alert_at=[50])
+    after_changes = await fire_due_alerts(sessions_of_acme)
 
     first = datetime(2026, 12, 1, tzinfo=UTC)
     found = world.rows(
@@ -217,33 +217,33 @@ async def test_a_worker_that_was_away_finds_what_it_missed_by_the_limit_of_then(
 
 
 async def test_an_enforced_limit_alerts_when_almost_used_up_and_a_shadow_limit_when_used_up(
-    world: HoldWorld, books: Sessions
+    world: HoldWorld, sessions_of_acme: Sessions
 ) -> None:
     payer = world.tenant()
-    await limit(books, 1000, alert_at=[100])
-    await limit(books, 1000, MONTH, alert_at=[100, 120], enforced=False)
+    await limit(sessions_of_acme, 1000, alert_at=[100])
+    await limit(sessions_of_acme, 1000, MONTH, alert_at=[100, 120], enforced=False)
 
     found = []
     for token_count in (994, 1):
         await use(world, payer, token_count)
-        found.append(await fire_due_alerts(books))
-    await limit(books, 2000, alert_at=[])
+        found.append(await fire_due_alerts(sessions_of_acme))
+    await limit(sessions_of_acme, 2000, alert_at=[])
     for token_count in (5, 200):
         await use(world, payer, token_count)
-        found.append(await fire_due_alerts(books))
+        found.append(await fire_due_alerts(sessions_of_acme))
 
     assert found == [0, 1, 1, 1]
     assert fired(world) == [(100, 1000, 995), (100, 1000, 1000), (120, 1000, 1200)]
 
 
 async def test_prepaid_credit_alerts_when_so_much_is_left_and_again_when_a_grant_was_used_up(
-    world: HoldWorld, books: Sessions
+    world: HoldWorld, sessions_of_acme: Sessions
 ) -> None:
     """Input tokens cost 3 picos. Monthly changes alert only once the limit is computed for them."""
     payer = world.tenant()
 
     async def grant(amount: int, first: date | None = None, last: date = date(2026, 12, 1)) -> None:
-        async with books.begin() as session:
+        async with sessions_of_acme.begin() as session:
             made = await grant_credit(
                 session,
                 organization="acme",
@@ -257,7 +257,7 @@ async def test_prepaid_credit_alerts_when_so_much_is_left_and_again_when_a_grant
                 session, made.organization_id, actor="test", granted_picos=made.amount_picos
             )
 
-    async with books.begin() as session:
+    async with sessions_of_acme.begin() as session:
         await set_prepaid(
             session, organization="acme", prepaid=True, alert_at=[150, 300], actor="test"
         )
@@ -267,32 +267,32 @@ async def test_prepaid_credit_alerts_when_so_much_is_left_and_again_when_a_grant
     found = []
     for token_count in (199, 1, 50):  # 303, 300 and 150 are left
         await use(world, payer, token_count)
-        found.append(await fire_due_alerts(books))
+        found.append(await fire_due_alerts(sessions_of_acme))
     await grant(450, last=date(2026, 11, 1))
-    found.append(await fire_due_alerts(books))
+    found.append(await fire_due_alerts(sessions_of_acme))
     await use(world, payer, 100)
-    found.append(await fire_due_alerts(books))
+    found.append(await fire_due_alerts(sessions_of_acme))
     world.set_time(datetime(2026, 12, 1, 0, 0, 1, tzinfo=UTC))
-    found.append(await fire_due_alerts(books))
-    await refresh_for_the_month(books)
-    found.append(await fire_due_alerts(books))
+    found.append(await fire_due_alerts(sessions_of_acme))
+    await refresh_for_the_month(sessions_of_acme)
+    found.append(await fire_due_alerts(sessions_of_acme))
 
     assert found == [0, 1, 1, 0, 1, 0, 0]
     assert sorted(fired(world)) == [(150, 900, 750), (300, 900, 600), (300, 1350, 1050)]
 
 
 async def test_alerts_of_keys_and_projects_are_their_organizations_and_read_page_by_page(
-    world: HoldWorld, books: Sessions
+    world: HoldWorld, sessions_of_acme: Sessions
 ) -> None:
     acme, bolt = world.tenant("acme"), world.tenant("bolt")
-    await limit(books, 100, subject=QuotaSubject.PROJECT, ref="acme/search")
-    await limit(books, 100, subject=QuotaSubject.API_KEY, ref=str(acme.api_key_id))
-    await limit(books, 100, ref="bolt", alert_at=[1])
+    await limit(sessions_of_acme, 100, subject=QuotaSubject.PROJECT, ref="acme/search")
+    await limit(sessions_of_acme, 100, subject=QuotaSubject.API_KEY, ref=str(acme.api_key_id))
+    await limit(sessions_of_acme, 100, ref="bolt", alert_at=[1])
     for payer in (acme, bolt):
         await use(world, payer, 85)
-    await fire_due_alerts(books)
+    await fire_due_alerts(sessions_of_acme)
 
-    async with books() as session:
+    async with sessions_of_acme() as session:
         pages = [await list_alerts(session, organization_id=acme.organization_id, page_size=3)]
         pages.append(
             await list_alerts(
@@ -315,7 +315,7 @@ async def test_alerts_of_keys_and_projects_are_their_organizations_and_read_page
 
 
 async def test_impossible_thresholds_are_refused_and_new_keys_copy_theirs(
-    world: HoldWorld, books: Sessions
+    world: HoldWorld, sessions_of_acme: Sessions
 ) -> None:
     world.tenant()
     wrong: list[tuple[QuotaDimension, Sequence[int], str]] = [
@@ -325,10 +325,10 @@ async def test_impossible_thresholds_are_refused_and_new_keys_copy_theirs(
         (DAY, [50, 50], "not repeat"),
         (DAY, range(1, 12), "at most 10"),
     ]
-    for dimension, alert_at, told in wrong:
-        with pytest.raises(InvalidValue, match=told):
-            await limit(books, 100, dimension, alert_at=alert_at)
-    async with books.begin() as session:
+    for dimension, alert_at, reported in wrong:
+        with pytest.raises(InvalidValue, match=reported):
+            await limit(sessions_of_acme, 100, dimension, alert_at=alert_at)
+    async with sessions_of_acme.begin() as session:
         set_again = partial(
             set_quota,
             session,
@@ -346,7 +346,7 @@ async def test_impossible_thresholds_are_refused_and_new_keys_copy_theirs(
     assert world.one("SELECT alert_at FROM quotas WHERE subject_id = %s", key.id) == [10, 90]
 
 
-def test_the_windows_of_a_look_end_where_the_next_begin() -> None:
+def test_the_windows_of_a_query_end_where_the_next_begin() -> None:
     windows = scanned_windows(datetime(2027, 3, 1, 5, tzinfo=UTC))
 
     days = [(starts_at, ends_at) for dimension, starts_at, ends_at in windows if dimension is DAY]
@@ -360,9 +360,9 @@ def test_the_windows_of_a_look_end_where_the_next_begin() -> None:
     assert months == [(date(2027, 3, 1), date(2027, 4, 1)), (date(2027, 2, 1), date(2027, 3, 1))]
 
 
-async def test_a_look_finds_counters_by_their_key(books: Sessions) -> None:
+async def test_a_query_finds_counters_by_their_key(sessions_of_acme: Sessions) -> None:
     """However many counters other limits have."""
-    async with books() as session:
+    async with sessions_of_acme() as session:
         await session.execute(NO_SCANS)
         parameters = {
             "dimensions": [str(DAY)],

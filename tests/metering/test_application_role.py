@@ -17,8 +17,8 @@ from metering.store import migrations_runner
 from metering.store.db import Sessions, create_engine, create_sessions, psycopg_conninfo
 from metering.store.migrations_runner import RoleUnfit, prepare_application_role
 from tests.conftest import APPLICATION_ROLE, as_application
-from tests.metering.books import Consumed, Customer
 from tests.metering.closing_world import ClosingWorld
+from tests.metering.usage import Consumed, Customer
 
 ROLE = "weir_test_other"
 SEPTEMBER, OCTOBER = (datetime(2025, month, 10, 12, tzinfo=UTC) for month in (9, 10))

@@ -47,7 +47,7 @@ async def test_every_secret_is_answered_by_the_same_statement_and_the_same_words
     sessions: Sessions, secrets: dict[str, str]
 ) -> None:
     seen: list[str] = []
-    told: dict[str, str] = {}
+    reported: dict[str, str] = {}
     async with sessions() as session:
         engine: Any = (await session.connection()).engine
 
@@ -61,11 +61,11 @@ async def test_every_secret_is_answered_by_the_same_statement_and_the_same_words
             try:
                 await authenticate(session, secret)
             except KeyInvalid as refusal:
-                told[name] = str(refusal)
+                reported[name] = str(refusal)
             statements[name] = tuple(seen)
         event.remove(engine.sync_engine, "before_cursor_execute", note)
 
-    assert told.keys() == secrets.keys() - {"good"}
-    assert len(set(told.values())) == 1
+    assert reported.keys() == secrets.keys() - {"good"}
+    assert len(set(reported.values())) == 1
     assert len(set(statements.values())) == 1
     assert [len(each) for each in statements.values()] == [1] * len(secrets)

@@ -30,10 +30,10 @@ from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions, psycopg_conninfo
 from metering.worker import record_worker_incidents
 from tests.common.test_incidents import Clock
-from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price
-from tests.metering.export_books import hours_ago, states, use_and_rate
+from tests.metering.exported_usage import hours_ago, states, use_and_rate
 from tests.metering.hold_world import HoldWorld, admit, hold_world
 from tests.metering.test_recovery import dead_process
+from tests.metering.usage import Consumed, Customer, add_usage, new_customer, new_price
 
 
 def with_clock(monkeypatch: pytest.MonkeyPatch, retries: Retries) -> Clock:
@@ -96,11 +96,11 @@ class RaisingExporter(FileExporter):
     def __init__(self, path: Path, bad: set[str]) -> None:
         super().__init__(path)
         self.bad = bad
-        self.asked: list[str] = []
+        self.requested: list[str] = []
 
     async def deliver(self, quantity: Quantity) -> Answer:
         """Implement `Exporter.deliver`."""
-        self.asked.append(quantity.identifier)
+        self.requested.append(quantity.identifier)
         if quantity.identifier in self.bad:
             raise ValueError("planted")
         return DELIVERED
@@ -133,7 +133,7 @@ async def test_a_batch_that_breaks_its_exporter_holds_up_no_other(
 
     assert (run.delivered_count, run.failure) == (8, None)
     assert await states(sessions) == {"delivered": 8, "sent": 1}
-    assert exporter.asked.count(bad) == 1
+    assert exporter.requested.count(bad) == 1
     async with sessions.begin() as session:
         error, rests = (
             await session.execute(
@@ -250,9 +250,9 @@ async def test_a_hold_that_cannot_be_swept_holds_up_no_other(
 
     async def fails(self: HoldConnection, batch: list[HoldOperation]) -> list[object]:
         answers = await execute(self, [op for op in batch if op.hold_id != bad])  # type: ignore[union-attr]
-        for place, op in enumerate(batch):
+        for index, op in enumerate(batch):
             if isinstance(op, Expire) and op.hold_id == bad:
-                answers.insert(place, InvariantViolated("planted"))
+                answers.insert(index, InvariantViolated("planted"))
         return answers  # type: ignore[return-value]
 
     monkeypatch.setattr(HoldConnection, "execute", fails)

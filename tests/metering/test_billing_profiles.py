@@ -21,8 +21,8 @@ from metering.tenants.billing_profiles import (
     checked_profile,
     set_billing_profile,
 )
-from tests.metering.books import Consumed, Customer
 from tests.metering.closing_world import ClosingWorld
+from tests.metering.usage import Consumed, Customer
 
 PROFILE = BillingProfile(
     emails=("billing@acme.example", "cfo@acme.example"),

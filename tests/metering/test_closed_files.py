@@ -25,9 +25,9 @@ from metering.reports.usage_reports import Grouping, UsageFilter, usage_page, us
 from metering.store.db import Sessions
 from metering.tenants.billing_profiles import BillingProfile, set_billing_profile
 from tests.metering import closing_world
-from tests.metering.books import Consumed, Customer
 from tests.metering.closing_world import ClosingWorld, draw_here
 from tests.metering.focus_rules import broken_rules, read
+from tests.metering.usage import Consumed, Customer
 
 OCTOBER, NOVEMBER = datetime(2025, 10, 7, 12, tzinfo=UTC), datetime(2025, 11, 3, 12, tzinfo=UTC)
 ISSUER = Issuer("Weir Operations GmbH")
@@ -77,13 +77,13 @@ async def test_focus_and_pdf_say_what_the_invoice_says(world: ClosingWorld, mont
         invoice.total_picos
     ).scaleb(-12)
     assert {row["InvoiceId"] for row in read(focus)} == {invoice.number}
-    said = [
+    lines = [
         line.strip()
         for page in PdfReader(io.BytesIO(pdf)).pages
         for line in page.extract_text().splitlines()
     ]
-    assert invoice.number in said
-    assert f"USD {Decimal(invoice.total_picos).scaleb(-12):.2f}" in said
+    assert invoice.number in lines
+    assert f"USD {Decimal(invoice.total_picos).scaleb(-12):.2f}" in lines
 
 
 async def test_late_usage_and_adjustments_stand_where_they_are_charged(world: ClosingWorld) -> None:
@@ -165,11 +165,11 @@ async def test_a_changed_document_is_an_error_that_says_what_differs(world: Clos
 
     await forget(world, "UPDATE issued_documents SET pdf = pdf || '!' WHERE name = '2025-10'")
 
-    said = rf"document 2025-10 .* was changed: .* and had {before.sha256} when it was issued"
-    with pytest.raises(InvariantViolated, match=said):
+    lines = rf"document 2025-10 .* was changed: .* and had {before.sha256} when it was issued"
+    with pytest.raises(InvariantViolated, match=lines):
         await exported(world, "2025-10", ISSUER)
     (difference,) = (await world.verify("2025-10")).differences
-    assert re.search(said, difference)
+    assert re.search(lines, difference)
     assert (await world.verify("2025-11")).differences == ()
 
 

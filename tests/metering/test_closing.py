@@ -28,11 +28,11 @@ from metering.proof.fsck import fsck
 from metering.proof.ledger_checks import LEDGER_CHECKS
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
-from tests.metering.books import Consumed, Customer, add_usage, new_customer
 from tests.metering.closing_world import ClosingWorld
 from tests.metering.hold_world import HoldWorld
 from tests.metering.invariants import check_invariants
 from tests.metering.test_fsck import unseen
+from tests.metering.usage import Consumed, Customer, add_usage, new_customer
 
 SEPTEMBER, OCTOBER, NOVEMBER = (datetime(2025, month, 10, 12, tzinfo=UTC) for month in (9, 10, 11))
 
@@ -511,7 +511,7 @@ async def test_an_invoice_may_have_more_lines_than_a_statement_has_parameters(
     assert not (await world.verify("2025-10")).differences
 
 
-async def test_a_month_before_the_customers_first_is_closed_only_if_that_is_said(
+async def test_a_month_before_the_customers_first_is_closed_only_if_that_is_stated(
     world: ClosingWorld,
 ) -> None:
     """Otherwise a mistyped year would close every empty month up to the first one."""
@@ -549,13 +549,13 @@ async def test_misstated_usage_is_billed_by_an_adjustment_that_two_people_agreed
         )
     wrong = await world.adjust(right - 1)
 
-    for adjustment, told in (
+    for adjustment, reported in (
         (str(proposed.id), "another person has to approve it"),
         (str(wrong.id), "is of 0.000008999999 USD, not of 0.000009 USD"),
         (str(uuid.uuid4()), "there is no adjustment"),
         ("everything", "there is no adjustment 'everything'"),
     ):
-        with pytest.raises(MonthNotClosable, match=told):
+        with pytest.raises(MonthNotClosable, match=reported):
             await world.close("2025-10", correcting=adjustment)
     async with world.sessions.begin() as session:
         approved = await approve(

@@ -17,8 +17,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from metering.invoicing.month_report import to_json
 from metering.ledger.rating import rate_all_pending
 from metering.store.db import Sessions, create_engine, create_sessions
-from tests.metering.books import Consumed, Customer
 from tests.metering.closing_world import ClosingWorld
+from tests.metering.usage import Consumed, Customer
 from tests.metering.workers import wait_until
 
 SEPTEMBER, OCTOBER, NOVEMBER = (datetime(2025, month, 10, 12, tzinfo=UTC) for month in (9, 10, 11))
@@ -68,7 +68,7 @@ def fault_at(engine: AsyncEngine, position: int) -> Iterator[list[str]]:
         event.remove(engine.sync_engine, "before_cursor_execute", count)
 
 
-async def books(world: ClosingWorld) -> tuple[object, ...]:
+async def database(world: ClosingWorld) -> tuple[object, ...]:
     """Return all rows that a close writes."""
     return await world.ask("""
         SELECT (SELECT count(*) FROM billing_months WHERE state = 'closed'),
@@ -107,13 +107,13 @@ async def test_a_close_that_fails_at_any_statement_changes_nothing_and_can_be_re
     failed: list[str] = []
 
     for position in range(STATEMENTS_MAX):
-        before = await books(world)
+        before = await database(world)
         with fault_at(engine, position) as sent:
             try:
                 closed = await faulty.close("2025-10")
             except Planted as fault:
                 failed.append(str(fault))
-                assert await books(world) == before == (0, 0, 0, 0, 0, 0, 0)
+                assert await database(world) == before == (0, 0, 0, 0, 0, 0, 0)
                 continue
         break
     else:
@@ -123,7 +123,7 @@ async def test_a_close_that_fails_at_any_statement_changes_nothing_and_can_be_re
     assert len(failed) == len(sent) > 20
     assert any("INSERT INTO invoice_lines" in statement for statement in failed)
     assert any("UPDATE billing_months" in statement for statement in failed)
-    assert await books(world) == (1, 1, 1, 4, 1, 1, 1)
+    assert await database(world) == (1, 1, 1, 4, 1, 1, 1)
     assert closed.report.closed is not None
     assert closed.report.closed.invoice_number == "INV-000001"
     assert (await world.verify("2025-10")).differences == ()
@@ -163,14 +163,14 @@ async def test_a_killed_close_leaves_nothing_behind_and_blocks_no_caller(
         finally:
             killed.kill()
             await killed.wait()
-    left = await books(world)
+    left = await database(world)
     [state] = await world.ask("SELECT state FROM billing_months")
     second = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    told, _ = await second.communicate()
+    reported, _ = await second.communicate()
 
     assert left == (0, 0, 0, 0, 0, 0, 0)
     assert state == "closing"
-    assert told == b"closed\n"
+    assert reported == b"closed\n"
     assert (await world.verify("2025-10")).differences == ()
     await assert_each_event_invoiced_once(world)
 

@@ -22,9 +22,9 @@ from metering.plans.plans import Allowance, LineKind, PlanRules, PriceStep, Sele
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
-from tests.metering.books import Consumed, Customer, balances
 from tests.metering.closing_world import ClosingWorld
 from tests.metering.invariants import check_invariants
+from tests.metering.usage import Consumed, Customer, balances
 
 YEAR = [date(2025, month, 1) for month in range(1, 13)]
 GRACIOUS = timedelta(hours=2)

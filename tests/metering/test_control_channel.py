@@ -27,8 +27,8 @@ from metering.control.live import (
 )
 from metering.core.models import AuditEntry
 from metering.store.db import Sessions, psycopg_conninfo
-from tests.metering.books import Customer
 from tests.metering.cutting_proxy import CuttingProxy
+from tests.metering.usage import Customer
 
 PATIENCE_S = 180.0
 
@@ -61,7 +61,7 @@ class Listener:
             report_replicas=lambda: self.replicas,
             broadcaster=self,
         )
-        self.to_tell: list[str] = []
+        self.to_report: list[str] = []
         self.has_heard: list[str] = []
         self.reported = 0
 
@@ -76,7 +76,7 @@ class Listener:
 
     def next_broadcast(self) -> str:
         """Implement `Broadcaster`."""
-        return self.to_tell.pop(0) if self.to_tell else ""
+        return self.to_report.pop(0) if self.to_report else ""
 
     def receive(self, text: str) -> None:
         """Implement `Broadcaster`."""
@@ -254,20 +254,20 @@ async def test_a_drain_applies_to_all_processes_and_later_ones_until_it_is_ended
     database_url: str, sessions: Sessions
 ) -> None:
     """It moves running requests only when its time has come."""
-    place = {"model": "chat@v1", "replica": "chat@v1#0"}
+    index = {"model": "chat@v1", "replica": "chat@v1#0"}
 
     async def drain(move_after_s: float | None) -> None:
         move_after = None if move_after_s is None else timedelta(seconds=move_after_s)
         async with sessions.begin() as session:
             await drain_replica(
-                session, **place, reason="new disks", move_after=move_after, actor="ops"
+                session, **index, reason="new disks", move_after=move_after, actor="ops"
             )
 
     async with listening(database_url) as first:
         await drain(3600.0)
         await until(lambda: first.drains, "the command")
         async with listening(database_url) as later:
-            assert later.drains == first.drains == [DrainCommand(**place, is_moving=False)]
+            assert later.drains == first.drains == [DrainCommand(**index, is_moving=False)]
             await drain(0.0)
             await until(
                 lambda: [each.is_moving for each in (*first.drains, *later.drains)] == [True, True],
@@ -275,8 +275,8 @@ async def test_a_drain_applies_to_all_processes_and_later_ones_until_it_is_ended
             )
             await drain(0.0)
             async with sessions.begin() as session:
-                assert await end_drain(session, **place, reason="done", actor="ops")
-                assert not await end_drain(session, **place, reason="done", actor="ops")
+                assert await end_drain(session, **index, reason="done", actor="ops")
+                assert not await end_drain(session, **index, reason="done", actor="ops")
             await until(lambda: first.drains == later.drains == [], "the end")
     async with sessions() as session:
         entries = list(await session.scalars(select(AuditEntry).order_by(AuditEntry.id)))
@@ -423,8 +423,8 @@ async def test_messages_between_processes_reach_all_listeners_and_are_not_stored
     monkeypatch.setattr(control_channel, "POLL_INTERVAL_S", 0.01)
     async with listening(database_url) as here, listening(database_url) as there:
         reported = there.reported
-        here.to_tell += ["first", "second"]
-        there.to_tell += ["third"]
+        here.to_report += ["first", "second"]
+        there.to_report += ["third"]
         await until(lambda: len(here.has_heard) == len(there.has_heard) == 3, "the texts")
         await send_command(sessions, customer)
         await there.got(1)
@@ -434,15 +434,15 @@ async def test_messages_between_processes_reach_all_listeners_and_are_not_stored
     assert there.reported == reported, "nobody has asked for a report"
 
 
-async def test_a_process_tells_no_more_than_one_text_in_each_interval(
+async def test_a_process_reports_no_more_than_one_text_in_each_interval(
     database_url: str, sessions: Sessions, customer: Customer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control_channel, "INTERVAL_S", 3600.0)
     async with listening(database_url) as here:
-        here.to_tell += ["first", "second"]
+        here.to_report += ["first", "second"]
         await until(lambda: here.has_heard, "the first text")
         for _ in range(3):
             await send_command(sessions, customer)  # each wakes the channel
         await here.got(3)
 
-    assert (here.has_heard, here.to_tell) == (["first"], ["second"])
+    assert (here.has_heard, here.to_report) == (["first"], ["second"])

@@ -155,7 +155,7 @@ async def test_an_attempt_to_connect_that_is_cancelled_closes_its_socket_at_once
     """Without a garbage collection: there may be hundreds of such attempts."""
     came, closed = asyncio.Event(), asyncio.Event()
 
-    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def accept_silently(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         came.set()
         await reader.read()
         closed.set()
@@ -165,7 +165,7 @@ async def test_an_attempt_to_connect_that_is_cancelled_closes_its_socket_at_once
     gc.disable()
     try:
         async with (
-            await asyncio.start_unix_server(say_nothing, tmp_path / ".s.PGSQL.5432"),
+            await asyncio.start_unix_server(accept_silently, tmp_path / ".s.PGSQL.5432"),
             asyncio.TaskGroup() as tasks,
         ):
             attempt = tasks.create_task(

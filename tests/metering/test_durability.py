@@ -32,7 +32,7 @@ def admin(database_url: str) -> Iterator[psycopg.Connection[tuple[str]]]:
     "scope", ["DATABASE {database}", "ROLE {role}", "ROLE {role} IN DATABASE {database}"]
 )
 @pytest.mark.parametrize(
-    ("asked", "had"),
+    ("requested", "had"),
     [
         ("off", "on"),
         ("local", "local"),
@@ -42,10 +42,10 @@ def admin(database_url: str) -> Iterator[psycopg.Connection[tuple[str]]]:
     ],
 )
 async def test_commits_are_durable_and_stronger_demands_stay(
-    database_url: str, admin: psycopg.Connection[tuple[str]], scope: str, asked: str, had: str
+    database_url: str, admin: psycopg.Connection[tuple[str]], scope: str, requested: str, had: str
 ) -> None:
     target = scope.format(database=admin.info.dbname, role=f'"{admin.info.user}"')
-    admin.execute(f"ALTER {target} SET synchronous_commit = {asked}".encode())
+    admin.execute(f"ALTER {target} SET synchronous_commit = {requested}".encode())
     try:
         engine = create_engine(database_url)
         async with create_sessions(engine)() as session:

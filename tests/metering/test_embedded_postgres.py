@@ -65,7 +65,7 @@ def test_a_server_that_is_just_dying_is_replaced(postgres_home: Path) -> None:
 
 
 @pytest.mark.faults
-def test_processes_that_start_and_migrate_at_once_take_turns(postgres_home: Path) -> None:
+def test_processes_that_start_and_migrate_at_once_alternate(postgres_home: Path) -> None:
     start_and_migrate = (
         "import sys; from pathlib import Path; from metering.store.embedded_postgres import start;"
         " from metering.store.migrations_runner import migrate; url = start(Path(sys.argv[1])).url;"

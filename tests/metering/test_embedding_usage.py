@@ -38,14 +38,14 @@ from metering.receipts.signing import Signer
 from metering.reports.focus import focus_csv
 from metering.reports.usage_reports import Grouping, UsageFilter, usage_page
 from metering.store.db import Sessions
-from tests.metering.books import Consumed, Customer, Rates
 from tests.metering.closing_world import ClosingWorld
-from tests.metering.export_books import check_delivered, hours_ago, use_and_rate
+from tests.metering.exported_usage import check_delivered, hours_ago, use_and_rate
 from tests.metering.focus_rules import broken_rules, read
 from tests.metering.hold_world import EMBEDDING_PICOS, HoldWorld, admit, hold_world, of_type, settle
 from tests.metering.invariants import check_export, check_invariants
 from tests.metering.receipt_reading import decode
 from tests.metering.test_fsck import unseen
+from tests.metering.usage import Consumed, Customer, Rates
 from tests.stripe_double.server import KEY, stripe_double
 
 OCTOBER = datetime(2025, 10, 10, 12, tzinfo=UTC)
@@ -359,7 +359,7 @@ async def test_embedded_tokens_have_a_meter_of_their_own_at_stripe(
     check_export(database_url)
 
 
-async def test_a_model_that_embeds_for_nothing_takes_no_place_in_a_subscription_until_it_does(
+async def test_a_model_that_embeds_for_nothing_takes_no_part_in_a_subscription_until_it_does(
     sessions: Sessions, customer: Customer
 ) -> None:
     async with sessions.begin() as session:

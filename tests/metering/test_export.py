@@ -39,8 +39,7 @@ from metering.ledger.ledger import take_posting_lock
 from metering.ledger.rating import rate_customer
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions, create_engine, create_sessions
-from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price
-from tests.metering.export_books import (
+from tests.metering.exported_usage import (
     check_delivered,
     hours_ago,
     known_to_stripe,
@@ -48,6 +47,7 @@ from tests.metering.export_books import (
     use_and_rate,
 )
 from tests.metering.invariants import check_export
+from tests.metering.usage import Consumed, Customer, add_usage, new_customer, new_price
 from tests.metering.workers import wait_until
 from tests.stripe_double.server import KEY, Fault, StripeDouble, stripe_double
 
@@ -313,7 +313,7 @@ async def test_a_call_that_fails_is_repeated_until_it_counts_once(
 
 
 @pytest.mark.faults
-async def test_an_answer_that_never_comes_is_waited_for_so_long_and_then_asked_for_again(
+async def test_an_answer_that_never_comes_is_waited_for_so_long_and_then_requested_again(
     sessions: Sessions,
     customer: Customer,
     price: ModelPrice,

@@ -110,7 +110,7 @@ def state(world: HoldWorld, payer: Payer) -> tuple[list[Any], list[Any]]:
     )
 
 
-def told(answer: HoldAnswer | Exception) -> object:
+def reported(answer: HoldAnswer | Exception) -> object:
     """Return the comparable part of an answer."""
     match answer:
         case Admitted() | Extended():
@@ -145,7 +145,7 @@ class Twins:
         )
         [answer] = await self.holds.execute([quick])
         [expected] = await self.world.run(slow)
-        assert told(answer) == told(expected)
+        assert reported(answer) == reported(expected)
         assert state(self.world, self.payers[0]) == state(self.world, self.payers[1])
         if isinstance(answer, Admitted | Extended):
             self.live[number] = (

@@ -21,8 +21,8 @@ from metering.plans.plans import LineKind, PlanLine
 from metering.pricing.prices import ModelPrice, TokenPrices
 from metering.reports.focus import COLUMNS, FocusMonth, UsageCharge, cell, csv_text, focus_csv
 from metering.store.db import Sessions
-from tests.metering.books import Consumed, Customer, add_usage
 from tests.metering.focus_rules import Row, broken_rules, read
+from tests.metering.usage import Consumed, Customer, add_usage
 
 FIRST = datetime(2026, 11, 1, tzinfo=UTC)
 CLOSED = Closed(datetime(2026, 12, 2, tzinfo=UTC), "test", "INV-000042")

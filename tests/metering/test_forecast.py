@@ -41,7 +41,7 @@ def test_weekends_are_distinguished_from_weekdays_after_two_of_each() -> None:
     assert "same weekday" in seen.method
 
 
-def test_of_less_than_two_weeks_one_mean_is_taken_and_said() -> None:
+def test_of_less_than_two_weeks_one_mean_is_taken_and_stated() -> None:
     seen = forecast(days_before(date(2026, 11, 16), 13), NOVEMBER, NOON_16TH)
 
     assert "weekday" not in seen.method

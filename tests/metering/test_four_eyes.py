@@ -26,7 +26,7 @@ from metering.tenants.api_keys import (
     update_api_key,
 )
 from metering.tenants.authentication import hash_of
-from tests.metering.books import Customer
+from tests.metering.usage import Customer
 from tests.metering.workers import wait_until
 
 UNRELATED = "Approve it with an unrelated, older key."
@@ -180,7 +180,7 @@ class Story:
                 secret_hash=hash_of(self.secrets[actor][secret]),
             )
 
-    async def tell(self, *lines: str) -> None:
+    async def emit(self, *lines: str) -> None:
         for line in lines:
             actor, act, *rest = line.split()
             match act:
@@ -201,7 +201,7 @@ class Story:
 @pytest.fixture
 async def story(sessions: Sessions, database_url: str, customer: Customer) -> Story:
     made = Story(sessions, database_url)
-    await made.tell("root creates ann", "root creates bob")
+    await made.emit("root creates ann", "root creates bob")
     return made
 
 
@@ -210,7 +210,7 @@ async def test_keys_of_the_same_hands_cannot_approve_and_the_one_cause_is_named(
     story: Story, case: str
 ) -> None:
     acts, cause = REFUSED[case]
-    await story.tell(*acts.split("; "))
+    await story.emit(*acts.split("; "))
 
     with pytest.raises(ApprovalRefused) as refusal:
         await story.approve("bob")
@@ -228,7 +228,7 @@ async def test_the_key_of_the_proposal_cannot_approve_it(story: Story) -> None:
 
 @pytest.mark.parametrize("case", ACCEPTED)
 async def test_keys_of_two_persons_approve(story: Story, case: str) -> None:
-    await story.tell(*ACCEPTED[case].split("; "))
+    await story.emit(*ACCEPTED[case].split("; "))
 
     await story.approve("bob")
 
@@ -238,7 +238,7 @@ async def test_keys_of_two_persons_approve(story: Story, case: str) -> None:
 )
 async def test_a_replaced_secret_that_is_older_still_approves(story: Story, rotation: str) -> None:
     """The secret that bob holds was neither made by ann nor after the proposal."""
-    await story.tell(*rotation.split("; "))
+    await story.emit(*rotation.split("; "))
 
     with pytest.raises(ApprovalRefused):
         await story.approve("bob")
@@ -247,7 +247,7 @@ async def test_a_replaced_secret_that_is_older_still_approves(story: Story, rota
 
 async def test_an_older_secret_of_another_rotation_is_judged_by_its_own_maker(story: Story) -> None:
     """Ann made the second of three secrets; the third came from it."""
-    await story.tell("ann rotates bob", "bob rotates bob", "ann proposes")
+    await story.emit("ann rotates bob", "bob rotates bob", "ann proposes")
 
     for secret in (1, 2):
         with pytest.raises(ApprovalRefused, match="rotated by"):
@@ -257,7 +257,7 @@ async def test_an_older_secret_of_another_rotation_is_judged_by_its_own_maker(st
 
 async def test_a_revoked_or_ended_secret_approves_nothing(story: Story) -> None:
     """The check of the caller may be some seconds old."""
-    await story.tell("ann proposes")
+    await story.emit("ann proposes")
     await story.rotate("bob", "bob", overlap=timedelta(0))
     with pytest.raises(KeyInvalid):
         await story.approve("bob", secret=0)
@@ -293,10 +293,10 @@ def lock_waits(story: Story) -> int:
     return int(row[0])
 
 
-async def test_the_organization_and_the_holder_are_told_of_each_change_that_gives_power(
+async def test_the_organization_and_the_holder_are_informed_of_each_change_that_gives_power(
     story: Story,
 ) -> None:
-    await story.tell("ann rotates bob", "ann narrows bob fewer", "ann widens bob scopes")
+    await story.emit("ann rotates bob", "ann narrows bob fewer", "ann widens bob scopes")
 
     assert await fire_due_alerts(story.sessions) == 2
     assert await fire_due_alerts(story.sessions) == 0, "each is reported once"
@@ -304,7 +304,7 @@ async def test_the_organization_and_the_holder_are_told_of_each_change_that_give
     ann, bob = story.keys["ann"], story.keys["bob"]
     async with story.sessions() as session:
         found, _ = await list_alerts(session, organization_id=None)
-        told = await latest_key_change(session, (await find_api_key(session, bob)).id)
+        reported = await latest_key_change(session, (await find_api_key(session, bob)).id)
         untouched = await latest_key_change(session, (await find_api_key(session, ann)).id)
     assert {(each.kind, f'"prefix": "{bob}"' in body_of(each).decode()) for each in found} == {
         ("key_rotated", True),
@@ -313,6 +313,6 @@ async def test_the_organization_and_the_holder_are_told_of_each_change_that_give
     texts = {each.kind: body_of(each).decode() for each in found}
     assert f"The API key {bob} (bob) was rotated by {ann} (secret)." in texts["key_rotated"]
     assert f"was given more rights by {ann} (scopes)." in texts["key_widened"]
-    assert told is not None
-    assert (told.act, told.actor) == ("widened", ann)
+    assert reported is not None
+    assert (reported.act, reported.actor) == ("widened", ann)
     assert untouched is None

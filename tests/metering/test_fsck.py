@@ -321,7 +321,7 @@ def unseen(
     """Return planted faults that no check found, each rolled back."""
     missed: list[tuple[str, object]] = []
     with psycopg.connect(psycopg_conninfo(world.url)) as connection:
-        for fault, told in faults:
+        for fault, reported in faults:
             # Without triggers and foreign keys.
             connection.execute("SET LOCAL session_replication_role = replica")
             connection.execute("DROP INDEX IF EXISTS uq_holds_request")
@@ -340,7 +340,7 @@ def unseen(
                 for each in run_check(connection, check, sample_max=1000).sample
             ]
             connection.rollback()
-            if not any(told in violation for violation in found):
+            if not any(reported in violation for violation in found):
                 missed.append((fault, found))
     return missed
 
@@ -466,7 +466,7 @@ async def test_each_fault_planted_in_the_schema_is_seen(world: HoldWorld) -> Non
     assert unseen(world, SCHEMA_FAULTS, Moment.ALWAYS) == []
 
 
-def test_the_guards_that_are_looked_for_are_those_of_a_migrated_database(world: HoldWorld) -> None:
+def test_the_guards_that_are_required_are_those_of_a_migrated_database(world: HoldWorld) -> None:
     """A new trigger belongs in `metering/proof/schema_checks.py`, so that its loss is detected."""
     query = """SELECT tgname, proname FROM pg_trigger t JOIN pg_proc p ON p.oid = tgfoid
                WHERE NOT tgisinternal AND tgparentid = 0"""

@@ -11,8 +11,8 @@ from metering.invoicing.months import changed_months
 from metering.proof.check import Moment
 from metering.proof.fsck import fsck, run_check, select_checks
 from metering.store.db import Sessions, psycopg_conninfo
-from tests.metering.books import Consumed, Customer
 from tests.metering.closing_world import ClosingWorld
+from tests.metering.usage import Consumed, Customer
 
 SEPTEMBER, OCTOBER = (datetime(2025, month, 10, 12, tzinfo=UTC) for month in (9, 10))
 OF_OCTOBER = "WHERE invoice_id = (SELECT id FROM invoices WHERE ordinal = 2)"
@@ -108,7 +108,7 @@ async def test_each_fault_planted_in_a_closed_month_is_seen(
 ) -> None:
     unseen = []
     with psycopg.connect(psycopg_conninfo(database_url)) as connection:
-        for fault, told in FAULTS:
+        for fault, reported in FAULTS:
             # Without triggers and foreign keys.
             connection.execute("SET LOCAL session_replication_role = replica")
             connection.execute("ALTER TABLE invoices DROP CONSTRAINT ck_invoices_adds_up")
@@ -121,8 +121,8 @@ async def test_each_fault_planted_in_a_closed_month_is_seen(
             ]
             connection.rollback()
             if not any(
-                told in violation
-                or (told == "is owed" and "invoices-match-receivables" in violation)
+                reported in violation
+                or (reported == "is owed" and "invoices-match-receivables" in violation)
                 for violation in found
             ):
                 unseen.append((fault, found))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from common.incidents import INCIDENT_COUNTS
 from metering.store import group_commit
-from metering.store.group_commit import GATHER_TURNS, Entry, GroupCommit, Patience
+from metering.store.group_commit import GATHER_TICKS, Entry, GroupCommit, Patience
 
 
 class Overflow(Exception):
@@ -101,7 +101,7 @@ async def running(
 
 async def settled_down() -> None:
     """Let every task run until it waits."""
-    for _ in range(5 * GATHER_TURNS):
+    for _ in range(5 * GATHER_TICKS):
         await asyncio.sleep(0)
 
 
@@ -121,11 +121,11 @@ async def test_operations_that_wait_for_a_batch_form_the_next_one() -> None:
     assert rig.commits.statistics().operation_count == 4
 
 
-async def test_a_small_batch_waits_for_what_the_next_turns_of_the_loop_bring(
+async def test_a_small_batch_waits_for_what_the_next_ticks_of_the_loop_bring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And no longer."""
-    monkeypatch.setattr(group_commit, "IDLE_TURN_S", 0.0)  # every turn counts as busy
+    monkeypatch.setattr(group_commit, "IDLE_TICK_S", 0.0)  # every turn counts as busy
     async with running() as rig:
         for op in (0, 2, 4):
             rig.commits.begin(op, None)
@@ -141,7 +141,7 @@ async def test_a_small_batch_waits_for_what_the_next_turns_of_the_loop_bring(
 async def test_a_small_batch_does_not_wait_for_an_idle_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(group_commit, "IDLE_TURN_S", math.inf)  # every turn counts as idle
+    monkeypatch.setattr(group_commit, "IDLE_TICK_S", math.inf)  # every turn counts as idle
     async with running() as rig:
         rig.commits.begin(0, None)
         for _ in range(3):
@@ -175,7 +175,7 @@ async def test_a_caller_that_gives_up_gets_an_error_and_its_late_answer_is_orpha
     assert last == 6
 
 
-async def test_a_caller_that_gave_up_takes_no_place_in_the_queue() -> None:
+async def test_a_caller_that_gave_up_does_not_enter_the_queue() -> None:
     """Also while a batch hangs: posted and mandatory operations keep their place and order."""
     rigged = running(
         waiting_count_max=3, patience=Patience(0.02, Late), droppable=lambda op: op < 10
@@ -230,7 +230,7 @@ async def test_a_batch_that_raises_fails_all_of_it_and_the_next_one_runs() -> No
         assert await rig.submit(4) == 4
 
 
-async def test_too_many_waiting_are_refused_at_the_door_unless_they_must_be_taken() -> None:
+async def test_too_many_waiting_are_refused_at_once_unless_they_must_be_taken() -> None:
     async with running(waiting_count_max=2, droppable=lambda op: op < 10) as rig:
         first = rig.submit(0)
         await rig.store.begun.acquire()
@@ -283,7 +283,7 @@ async def test_an_answer_is_not_lost_between_its_arrival_and_the_wake_up_of_its_
     assert rig.orphans == [(2, 2)]
 
 
-class Told:
+class Reported:
     """Answers that callbacks received, in order."""
 
     def __init__(self) -> None:
@@ -305,32 +305,32 @@ class Told:
 
 
 async def test_a_callback_is_called_once_and_never_inside_the_call_that_begins() -> None:
-    told = Told()
+    reported = Reported()
     refusals: list[Exception | None] = [None, None, Late()]
     async with running(waiting_count_max=1, refused=lambda: refusals.pop(0)) as rig:
-        rig.commits.begin(2, told.of(2))
-        rig.commits.begin(4, told.of(4))  # there is no room for it
-        refused = rig.commits.begin(6, told.of(6))
-        assert told.answers == []
+        rig.commits.begin(2, reported.of(2))
+        rig.commits.begin(4, reported.of(4))  # there is no room for it
+        refused = rig.commits.begin(6, reported.of(6))
+        assert reported.answers == []
 
         rig.store.may_answer.release()
         await settled_down()
         refused.abandon()
-    rig.commits.begin(8, told.of(8))
-    assert len(told.answers) == 3
+    rig.commits.begin(8, reported.of(8))
+    assert len(reported.answers) == 3
     await settled_down()
 
-    assert [op for op, _ in told.answers] == [4, 6, 2, 8]
-    assert [type(answer) for _, answer in told.answers] == [Overflow, Late, int, Closing]
+    assert [op for op, _ in reported.answers] == [4, 6, 2, 8]
+    assert [type(answer) for _, answer in reported.answers] == [Overflow, Late, int, Closing]
     assert rig.orphans == []
 
 
 async def test_an_operation_abandoned_before_its_batch_is_left_out_if_it_may_be() -> None:
-    told = Told()
+    reported = Reported()
     async with running(droppable=lambda op: op < 10) as rig:
-        rig.commits.begin(0, told.of(0))
+        rig.commits.begin(0, reported.of(0))
         await rig.store.begun.acquire()
-        waiting = [rig.commits.begin(op, told.of(op)) for op in (2, 12, 4)]
+        waiting = [rig.commits.begin(op, reported.of(op)) for op in (2, 12, 4)]
         for entry in (*waiting[:2], waiting[0]):
             entry.abandon()
         for _ in range(2):
@@ -338,78 +338,78 @@ async def test_an_operation_abandoned_before_its_batch_is_left_out_if_it_may_be(
         await settled_down()
 
     assert rig.store.batches == [[0], [12, 4]]
-    assert told.answers == [(0, 0), (4, 4)]
+    assert reported.answers == [(0, 0), (4, 4)]
     assert rig.orphans == [(12, 12)]
 
 
-@pytest.mark.parametrize("turns", range(6))
+@pytest.mark.parametrize("ticks", range(6))
 async def test_an_operation_abandoned_during_or_after_its_batch_is_answered_or_orphaned(
-    turns: int,
+    ticks: int,
 ) -> None:
     """After any number of turns of the event loop after the answer: exactly one of both."""
-    told = Told()
+    reported = Reported()
     async with running() as rig:
-        entry = rig.commits.begin(2, told.of(2))
+        entry = rig.commits.begin(2, reported.of(2))
         await rig.store.begun.acquire()
         rig.store.may_answer.release()
-        for _ in range(turns):
+        for _ in range(ticks):
             await asyncio.sleep(0)
-        was_told = bool(told.answers)
+        was_reported = bool(reported.answers)
         entry.abandon()
         await settled_down()
 
-    assert (told.answers, rig.orphans) == (([(2, 2)], []) if was_told else ([], [(2, 2)]))
-    if turns in (0, 5):
-        assert was_told == (turns == 5)
+    assert (reported.answers, rig.orphans) == (([(2, 2)], []) if was_reported else ([], [(2, 2)]))
+    if ticks in (0, 5):
+        assert was_reported == (ticks == 5)
 
 
 async def test_a_callback_that_raises_harms_no_other_of_its_batch() -> None:
-    told = Told()
+    reported = Reported()
     before = INCIDENT_COUNTS["batch_answers"]
 
     def break_down(_: object) -> None:
         raise RuntimeError("broken")
 
     async with running(patience=Patience(0.02, Late)) as rig:
-        for op, done in ((0, told.of(0)), (2, break_down), (4, told.of(4))):
+        for op, done in ((0, reported.of(0)), (2, break_down), (4, reported.of(4))):
             rig.commits.begin(op, done)
         rig.store.may_answer.release()
         await settled_down()
-        assert told.answers == [(0, 0), (4, 4)]
+        assert reported.answers == [(0, 0), (4, 4)]
 
-        for op, done in ((6, break_down), (8, told.of(8))):
+        for op, done in ((6, break_down), (8, reported.of(8))):
             rig.commits.begin(op, done)
-        await told.until(3)
+        await reported.until(3)
 
-    assert isinstance(told.answers[2][1], Late)
+    assert isinstance(reported.answers[2][1], Late)
     assert INCIDENT_COUNTS["batch_answers"] == before + 2
 
 
 async def test_a_callback_may_abandon_another_of_its_batch_and_begin_a_new_one() -> None:
-    told = Told()
+    reported = Reported()
     async with running(patience=Patience(0.02, Late)) as rig:
 
         def end_the_other(_: object) -> None:
             other.abandon()
-            rig.commits.begin(4, told.of(4))
+            rig.commits.begin(4, reported.of(4))
 
         rig.commits.begin(0, end_the_other)
-        other = rig.commits.begin(2, told.of(2))
+        other = rig.commits.begin(2, reported.of(2))
         for _ in range(2):
             rig.store.may_answer.release()
         await settled_down()
-        assert (told.answers, rig.orphans) == ([(4, 4)], [(2, 2)])
+        assert (reported.answers, rig.orphans) == ([(4, 4)], [(2, 2)])
 
         rig.commits.begin(0, end_the_other)  # also if both have waited too long
-        other = rig.commits.begin(2, told.of(2))
-        await told.until(2)
+        other = rig.commits.begin(2, reported.of(2))
+        await reported.until(2)
 
-    assert [op for op, _ in told.answers] == [4, 4]
-    assert isinstance(told.answers[1][1], Late)
+    assert [op for op, _ in reported.answers] == [4, 4]
+    assert isinstance(reported.answers[1][1], Late)
 
 
 async def test_a_postponed_operation_is_retried_until_it_is_answered() -> None:
-    told = Told()
+    reported = Reported()
     put_off: list[Entry[int]] = []
 
     def puts_off(entry: Entry[int], error: Exception) -> bool:
@@ -417,18 +417,18 @@ async def test_a_postponed_operation_is_retried_until_it_is_answered() -> None:
         return len(put_off) < 3
 
     async with running(put_off=puts_off) as rig:
-        rig.commits.begin(3, told.of(3))
+        rig.commits.begin(3, reported.of(3))
         for attempt in range(3):
             rig.store.may_answer.release()
             await settled_down()
             assert len(put_off) == attempt + 1
             assert rig.commits.statistics().waiting_count == 0
             if attempt < 2:
-                assert told.answers == []
+                assert reported.answers == []
                 rig.commits.again(put_off[-1])
 
     assert rig.store.batches == [[3]] * 3
-    assert [op for op, _ in told.answers] == [3]
+    assert [op for op, _ in reported.answers] == [3]
     assert rig.orphans == []
 
 
@@ -441,7 +441,7 @@ def answered(task: asyncio.Task[int]) -> bool:
 @settings(max_examples=150, deadline=None, print_blob=True)
 @given(
     ops=st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True),
-    cancel_after=st.dictionaries(st.integers(0, 5), st.integers(0, 3 * GATHER_TURNS), max_size=4),
+    cancel_after=st.dictionaries(st.integers(0, 5), st.integers(0, 3 * GATHER_TICKS), max_size=4),
     batch_size_max=st.integers(1, 3),
 )
 def test_every_answer_goes_to_its_caller_or_to_the_orphans_and_never_to_both(
@@ -452,9 +452,9 @@ def test_every_answer_goes_to_its_caller_or_to_the_orphans_and_never_to_both(
     async def scenario() -> None:
         async with running(batch_size_max=batch_size_max, droppable=lambda op: op < 5) as rig:
             tasks = [rig.submit(op) for op in ops]
-            for turn in range(20 * GATHER_TURNS):
+            for tick in range(20 * GATHER_TICKS):
                 for index, when in cancel_after.items():
-                    if when == turn and index < len(tasks):
+                    if when == tick and index < len(tasks):
                         tasks[index].cancel()
                 rig.store.may_answer.release()
                 await asyncio.sleep(0)

@@ -362,14 +362,14 @@ async def test_a_caller_cancelled_at_any_await_leaves_no_orphaned_hold(
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 1000)
     async with running_stores(world.url) as [store]:
-        for turns in range(40):
+        for ticks in range(40):
             op = admit(payer)
             # Otherwise every turn below could be one of waiting for the batch before.
             await until_idle(store, payer)
             if act != "admit":
                 await store.admit(op)
             task = asyncio.ensure_future(call(store, act, op))
-            for _ in range(turns + 1):
+            for _ in range(ticks + 1):
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait([task])
@@ -386,9 +386,9 @@ async def test_a_caller_cancelled_at_any_await_leaves_no_orphaned_hold(
     check_invariants(world.url, all_ended=True)
 
 
-@pytest.mark.parametrize("turns", range(0, 40, 3))
+@pytest.mark.parametrize("ticks", range(0, 40, 3))
 async def test_an_abandoned_admission_leaves_nothing_and_an_answered_one_its_hold(
-    world: HoldWorld, turns: int
+    world: HoldWorld, ticks: int
 ) -> None:
     """Abandoned at any turn: before, during or after its batch."""
     payer = world.tenant()
@@ -398,15 +398,15 @@ async def test_an_abandoned_admission_leaves_nothing_and_an_answered_one_its_hol
         for _ in range(3):  # the first opens the connection, the second takes the full path
             pending = store.begin_admit(admit(payer), answers.append)
             assert answers == []
-            for _ in range(turns):
+            for _ in range(ticks):
                 await asyncio.sleep(0.0001)
             pending.abandon()
             pending.abandon()
-            told = len(answers)
+            reported = len(answers)
             for admitted in of_type(Admitted, answers):
                 await store.void(admitted.hold_id)
             await until_idle(store, payer)
-            assert len(answers) == told
+            assert len(answers) == reported
             answers.clear()
 
         assert store.statistics().live_hold_count == 0
@@ -419,31 +419,31 @@ async def test_answers_arrive_by_calls_in_order_and_a_raising_callback_harms_no_
 ) -> None:
     payer = world.tenant()
     ops = [admit(payer) for _ in range(3)]
-    told: list[object] = []
+    reported: list[object] = []
 
     def break_down(_: object) -> None:
         raise RuntimeError("broken")
 
     async with running_stores(world.url) as [store]:
-        for op, done in zip(ops, (told.append, break_down, told.append), strict=True):
+        for op, done in zip(ops, (reported.append, break_down, reported.append), strict=True):
             store.begin_admit(op, done)
-        assert told == []
+        assert reported == []
         await until_idle(store, payer)
-        assert [answer.hold_id for answer in of_type(Admitted, told)] == [
+        assert [answer.hold_id for answer in of_type(Admitted, reported)] == [
             ops[0].hold_id,
             ops[2].hold_id,
         ]
 
-        told.clear()
-        store.begin_settle(settle(ops[0].hold_id, 3), told.append)
+        reported.clear()
+        store.begin_settle(settle(ops[0].hold_id, 3), reported.append)
         store.begin_settle(settle(ops[1].hold_id, 3), break_down)
-        store.begin_void(ops[2].hold_id, told.append)
+        store.begin_void(ops[2].hold_id, reported.append)
         await store.void(uuid.uuid4())
-        assert [type(answer) for answer in told] == [Settled, Ended]
+        assert [type(answer) for answer in reported] == [Settled, Ended]
 
-        store.begin_admit(admit(payer, request_id=ops[0].request_id), told.append)
+        store.begin_admit(admit(payer, request_id=ops[0].request_id), reported.append)
         await until_idle(store, payer)
-        assert isinstance(told[2], RequestSettled)
+        assert isinstance(reported[2], RequestSettled)
     assert len(world.events()) == 2
     check_invariants(world.url, all_ended=True)
 
@@ -480,12 +480,12 @@ async def test_after_run_has_ended_no_caller_blocks(world: HoldWorld) -> None:
         await store.settle(settle(op.hold_id, 1))
     with pytest.raises(MeteringError, match="shutting down"):
         await store.void(op.hold_id)
-    told: list[object] = []
-    store.begin_admit(op, told.append)
-    store.begin_settle(settle(op.hold_id, 1), told.append)
-    assert told == []
+    reported: list[object] = []
+    store.begin_admit(op, reported.append)
+    store.begin_settle(settle(op.hold_id, 1), reported.append)
+    assert reported == []
     await asyncio.sleep(0)
-    assert [type(error) for error in told] == [DatabaseUnavailable, DatabaseUnavailable]
+    assert [type(error) for error in reported] == [DatabaseUnavailable, DatabaseUnavailable]
 
 
 async def call(store: AwaitedStore, act: str, op: Admit) -> None:

@@ -205,28 +205,28 @@ async def test_ends_by_calls_are_tried_until_the_database_answers_or_the_process
     world: HoldWorld,
 ) -> None:
     ops = [admit(world.tenant(name)) for name in "abc"]
-    told: list[object] = []
+    reported: list[object] = []
     async with CuttingProxy(world.url).listening() as proxy:
         async with running_stores(proxy.url) as [store]:
             for op in ops:
                 await store.admit(op)
             proxy.refusing = True
             proxy.cut_now()
-            store.begin_settle(settle(ops[0].hold_id, 5), told.append)
-            store.begin_void(ops[1].hold_id, told.append)
+            store.begin_settle(settle(ops[0].hold_id, 5), reported.append)
+            store.begin_void(ops[1].hold_id, reported.append)
             await until(lambda: store.statistics().owed_end_count == 2)
-            assert told == []
+            assert reported == []
             proxy.refusing = False
-            await until(lambda: len(told) == 2)
-            assert sorted(type(answer).__name__ for answer in told) == ["Ended", "Settled"]
+            await until(lambda: len(reported) == 2)
+            assert sorted(type(answer).__name__ for answer in reported) == ["Ended", "Settled"]
             assert store.statistics().owed_end_count == 0
 
             proxy.refusing = True
             proxy.cut_now()
-            store.begin_settle(settle(ops[2].hold_id, 5), told.append)
+            store.begin_settle(settle(ops[2].hold_id, 5), reported.append)
             await until(lambda: store.statistics().owed_end_count == 1)
-        await until(lambda: len(told) == 3)
-        assert isinstance(told[2], DatabaseUnavailable)
+        await until(lambda: len(reported) == 3)
+        assert isinstance(reported[2], DatabaseUnavailable)
     await world.run(settle(ops[2].hold_id, 5))  # as recovery from the journal does
     check_invariants(world.url, all_ended=True)
 

@@ -363,7 +363,7 @@ async def test_expiry_recovery_and_a_late_settlement_in_any_order_record_the_sam
     check_invariants(world.url, all_ended=True)
 
 
-async def test_an_answer_repeated_tells_the_same_outcome(world: HoldWorld) -> None:
+async def test_an_answer_repeated_reports_the_same_outcome(world: HoldWorld) -> None:
     """The last part gives the outcome, not the first in the alphabet."""
     payer = world.tenant()
     op = admit(payer)
@@ -561,7 +561,7 @@ async def test_a_renewal_keeps_what_is_named_or_spared_and_voids_the_rest_of_tha
     check_invariants(world.url)
 
 
-async def test_a_renewal_tells_which_holds_it_moved(world: HoldWorld) -> None:
+async def test_a_renewal_reports_which_holds_it_moved(world: HoldWorld) -> None:
     """All but ended holds and those that are about to end elsewhere."""
     payer, owner = world.tenant(), uuid.uuid4()
     kept, ended, being_ended = (admit(payer) for _ in range(3))

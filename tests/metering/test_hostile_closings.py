@@ -8,7 +8,6 @@ import pytest
 
 from metering.store.db import Sessions
 from tests.conftest import new_database
-from tests.metering.books import Customer
 from tests.metering.closing_world import ClosingWorld
 from tests.metering.hostile import hostile
 
@@ -20,6 +19,7 @@ from tests.metering.test_closing import test_two_closers_at_once_issue_one_invoi
 from tests.metering.test_rating import (
     test_raters_at_the_same_time_share_the_work as test_raters,
 )
+from tests.metering.usage import Customer
 
 __all__ = ["test_closers", "test_many_customers", "test_raters"]
 

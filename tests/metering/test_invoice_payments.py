@@ -25,7 +25,7 @@ from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_inbox import handle_events, store_event
 from metering.export.stripe_sync import export_status
 from metering.store.db import Sessions
-from tests.metering.books import Customer, new_customer
+from tests.metering.usage import Customer, new_customer
 from tests.metering.webhook_double import receiver
 from tests.stripe_double.server import KEY, SECRET, StripeDouble, signature, stripe_double
 
@@ -110,7 +110,7 @@ OVERDUE, VOIDED, WRITTEN_OFF = (
 )
 
 
-async def tell(sessions: Sessions, gateway: StripeGateway, *events: dict[str, Any]) -> None:
+async def emit(sessions: Sessions, gateway: StripeGateway, *events: dict[str, Any]) -> None:
     """Deliver and process events one after the other."""
     for each in events:
         body = json.dumps(each).encode()
@@ -157,7 +157,7 @@ async def test_the_state_is_the_same_in_every_order_and_after_repetitions(
     for number, order in enumerate(itertools.permutations(events)):
         renamed = [json.loads(json.dumps(each).replace("in_1", f"in_{number}")) for each in order]
         unique = [each | {"id": f"{each['id']}_{number}"} for each in renamed]
-        await tell(sessions, gateway, *unique, *unique)
+        await emit(sessions, gateway, *unique, *unique)
         found = await payment(sessions, billed, f"in_{number}")
         assert (found.state, found.amount_due_picos, found.hosted_url) == (
             state,
@@ -170,9 +170,9 @@ async def test_each_kind_alerts_once_however_often_and_late_it_is_reported(
     sessions: Sessions, billed: Customer, gateway: StripeGateway
 ) -> None:
     again = FAILED | {"id": "evt_again"}
-    await tell(sessions, gateway, FINALIZED, FAILED, FAILED, again, FAILED_AGAIN)
+    await emit(sessions, gateway, FINALIZED, FAILED, FAILED, again, FAILED_AGAIN)
     failed = await alerts(sessions)
-    await tell(
+    await emit(
         sessions, gateway, PAID, PAID | {"id": "evt_paid_again"}, FAILED_AGAIN | {"id": "evt_late"}
     )
 
@@ -186,7 +186,7 @@ async def test_each_kind_alerts_once_however_often_and_late_it_is_reported(
 async def test_a_failure_reported_after_the_payment_sends_no_alert(
     sessions: Sessions, billed: Customer, gateway: StripeGateway
 ) -> None:
-    await tell(sessions, gateway, PAID, FAILED)
+    await emit(sessions, gateway, PAID, FAILED)
 
     assert [each.kind for each in await alerts(sessions)] == ["invoice_paid"]
     assert (await payment(sessions, billed)).state == "paid"
@@ -195,7 +195,7 @@ async def test_a_failure_reported_after_the_payment_sends_no_alert(
 async def test_an_invoice_of_zero_and_an_unknown_one_send_no_alert(
     sessions: Sessions, billed: Customer, gateway: StripeGateway
 ) -> None:
-    await tell(
+    await emit(
         sessions,
         gateway,
         event("paid", 1, due=0),
@@ -213,12 +213,12 @@ async def test_a_webhook_gets_each_alert_and_every_attempt_says_the_same(
             await webhooks.set_webhook(
                 session, organization="acme", url=there.url, private=True, actor="test"
             )
-        await tell(sessions, gateway, FINALIZED, FAILED)
+        await emit(sessions, gateway, FINALIZED, FAILED)
         [waiting] = await alerts(sessions)
         before = body_of(waiting)
-        await tell(sessions, gateway, event("payment_failed", 60, due=999))
+        await emit(sessions, gateway, event("payment_failed", 60, due=999))
         assert body_of((await alerts(sessions))[0]) == before
-        await tell(sessions, gateway, PAID)
+        await emit(sessions, gateway, PAID)
         delivered = await deliver_alerts(sessions, private=True, budget_s=60)
 
     posted = {body["type"]: body for body in (json.loads(each.body) for each in there.received)}
@@ -246,7 +246,7 @@ async def test_an_organization_sees_its_own_payments_alone(
     async with sessions.begin() as session:
         other = await new_customer(session, "bolt")
     await at_stripe(sessions, other, "cus_2")
-    await tell(
+    await emit(
         sessions, gateway, FINALIZED, event("paid", 1, id="in_2", customer="cus_2", paid=1_234)
     )
 
@@ -264,13 +264,13 @@ async def test_the_status_names_what_is_not_paid(
     database_url: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    await tell(sessions, gateway, FINALIZED, FAILED)
+    await emit(sessions, gateway, FINALIZED, FAILED)
     monkeypatch.setenv("WEIR_DATABASE_URL", database_url)
 
-    told = await asyncio.to_thread(CliRunner().invoke, app, ["stripe", "status"])
+    reported = await asyncio.to_thread(CliRunner().invoke, app, ["stripe", "status"])
     as_json = await asyncio.to_thread(CliRunner().invoke, app, ["stripe", "status", "--json"])
-    await tell(sessions, gateway, PAID)
+    await emit(sessions, gateway, PAID)
 
-    assert f"acme  2026-10  12.34 USD  payment failed: {URL}" in told.stdout
+    assert f"acme  2026-10  12.34 USD  payment failed: {URL}" in reported.stdout
     assert json.loads(as_json.stdout)["unpaid_invoices"][0]["state"] == "failed"
     assert (await export_status(sessions)).unpaid_invoices == ()

@@ -122,7 +122,7 @@ def pages_of(report: MonthReport, issuer: Issuer = ISSUER) -> list[str]:
 def test_an_invoice_shows_issuer_customer_charges_and_amount() -> None:
     (page,) = pages_of(REPORT)
 
-    said = page.splitlines()
+    page_lines = page.splitlines()
     for text in (
         "Invoice",
         "INV-000042",
@@ -131,7 +131,7 @@ def test_an_invoice_shows_issuer_customer_charges_and_amount() -> None:
         "acme",
         str(uuid.UUID(int=7)),
     ):
-        assert text in said
+        assert text in page_lines
     for text in (
         "2026-11-01 to 2026-11-30",
         "UTC",
@@ -140,17 +140,17 @@ def test_an_invoice_shows_issuer_customer_charges_and_amount() -> None:
         "IBAN DE02 1005",
         "Tax ID DE 123",
     ):
-        assert text in said
-    assert "not included" in said[said.index("Tax") + 1 : said.index("Tax") + 3]
-    assert "USD 3.23" in said
-    assert "Late usage of 2026-10 · demo" in said
+        assert text in page_lines
+    assert "not included" in page_lines[page_lines.index("Tax") + 1 : page_lines.index("Tax") + 3]
+    assert "USD 3.23" in page_lines
+    assert "Late usage of 2026-10 · demo" in page_lines
 
 
 def test_each_line_has_both_prices_the_quantity_and_both_amounts() -> None:
-    said = pages_of(REPORT)[0].splitlines()
+    page_lines = pages_of(REPORT)[0].splitlines()
 
-    start = said.index("batch")
-    assert said[start - 1 : start + 7] == [
+    start = page_lines.index("batch")
+    assert page_lines[start - 1 : start + 7] == [
         "output",
         "batch",
         "v2",
@@ -160,26 +160,26 @@ def test_each_line_has_both_prices_the_quantity_and_both_amounts() -> None:
         "0.005400009",
         "0.01",
     ]
-    assert "41,450,133" in said
-    assert "6.217519950" in said
+    assert "41,450,133" in page_lines
+    assert "6.217519950" in page_lines
 
 
 def test_each_model_with_several_lines_has_its_sums() -> None:
-    said = pages_of(REPORT)[0].splitlines()
+    page_lines = pages_of(REPORT)[0].splitlines()
 
-    demo = said.index("demo")
-    assert said[demo + 1 : demo + 4] == ["41,459,133", "6.222919959", "6.23"]
+    demo = page_lines.index("demo")
+    assert page_lines[demo + 1 : demo + 4] == ["41,459,133", "6.222919959", "6.23"]
     # A single line equals the sum.
-    assert said[said.index("Late usage of 2026-10 · demo") + 1] == "input"
-    every = said.index("All usage")
-    assert said[every + 1 : every + 4] == ["41,460,133", "6.223069959", "6.23"]
+    assert page_lines[page_lines.index("Late usage of 2026-10 · demo") + 1] == "input"
+    every = page_lines.index("All usage")
+    assert page_lines[every + 1 : every + 4] == ["41,460,133", "6.223069959", "6.23"]
 
 
 def test_plan_adjustment_credit_and_remainders_lead_to_the_total() -> None:
-    said = pages_of(REPORT)[0].splitlines()
+    page_lines = pages_of(REPORT)[0].splitlines()
 
-    summary = said[
-        said.index("Credit notes of this month: paid back apart, not part of the total") :
+    summary = page_lines[
+        page_lines.index("Credit notes of this month: paid back apart, not part of the total") :
     ]
     rows = {
         label: (exact, billed)
@@ -201,11 +201,20 @@ def test_lines_that_are_rounded_by_themselves_are_completed_by_the_rounding() ->
         replace(REPORT.lines[0], model=f"model-{n}", amount_picos=4_000_000_000) for n in range(4)
     )
 
-    said = pages_of(replace(REPORT, lines=lines, charges=(), carried_in_picos=0))[-1].splitlines()
+    page_lines = pages_of(replace(REPORT, lines=lines, charges=(), carried_in_picos=0))[
+        -1
+    ].splitlines()
 
-    assert said[said.index("Usage") : said.index("Usage") + 3] == ["Usage", "0.016", "0.00"]
-    assert said[said.index("Rounding") + 1] == "0.02"
-    assert said[said.index("Total") + 1 : said.index("Total") + 3] == ["0.020", "USD 0.02"]
+    assert page_lines[page_lines.index("Usage") : page_lines.index("Usage") + 3] == [
+        "Usage",
+        "0.016",
+        "0.00",
+    ]
+    assert page_lines[page_lines.index("Rounding") + 1] == "0.02"
+    assert page_lines[page_lines.index("Total") + 1 : page_lines.index("Total") + 3] == [
+        "0.020",
+        "USD 0.02",
+    ]
 
 
 def test_a_month_of_an_earlier_release_keeps_its_rounding() -> None:
@@ -214,11 +223,15 @@ def test_a_month_of_an_earlier_release_keeps_its_rounding() -> None:
     )
     old = replace(REPORT, lines=lines, charges=(), carried_in_picos=0, format_version=2)
 
-    said = pages_of(old)[-1].splitlines()
+    page_lines = pages_of(old)[-1].splitlines()
 
     assert old.rounded_parts_picos == (0, 10**10, 0, 10**10)
-    assert said[said.index("Usage") : said.index("Usage") + 3] == ["Usage", "0.016", "0.02"]
-    assert "Rounding" not in said
+    assert page_lines[page_lines.index("Usage") : page_lines.index("Usage") + 3] == [
+        "Usage",
+        "0.016",
+        "0.02",
+    ]
+    assert "Rounding" not in page_lines
 
 
 def test_the_same_report_is_the_same_bytes() -> None:
@@ -368,7 +381,7 @@ def test_a_long_name_that_no_font_shows_is_cut_with_an_ellipsis() -> None:
 def test_a_number_is_smaller_rather_than_broken_or_cut() -> None:
     huge = replace(REPORT.lines[0], amount_picos=-(10**26) - 1)
 
-    said = pages_of(replace(REPORT, lines=(huge,), charges=()))[0].splitlines()
+    page_lines = pages_of(replace(REPORT, lines=(huge,), charges=()))[0].splitlines()
 
-    assert "-100,000,000,000,000.000000000001" in said
-    assert "-100,000,000,000,000.00" in said
+    assert "-100,000,000,000,000.000000000001" in page_lines
+    assert "-100,000,000,000,000.00" in page_lines

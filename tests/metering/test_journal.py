@@ -148,7 +148,7 @@ def test_the_journal_of_a_living_process_is_left_alone(tmp_path: Path) -> None:
     assert recoverable(tmp_path) == {HOLDS[0]: 1}
 
 
-def test_one_recovery_at_a_time_looks_at_a_journal(tmp_path: Path) -> None:
+def test_one_recovery_at_a_time_reads_a_journal(tmp_path: Path) -> None:
     journal = UsageJournal(tmp_path, uuid.uuid4())
     journal.record([entry(0, 1)])
     journal.close()
@@ -371,17 +371,17 @@ def test_a_file_that_cannot_be_removed_neither_marks_its_owner_dead_nor_holds_ol
     journal = UsageJournal(tmp_path, uuid.uuid4(), rotate_bytes=FORMAT.record_size * 2)
     for delivered in range(1, 26):
         journal.record([entry(delivered % 2, delivered)])
-    while_it_lives = list(abandoned_journals(tmp_path))
+    while_it_runs = list(abandoned_journals(tmp_path))
     journal.close()
 
-    told = [
+    reported = [
         {one.hold_id: one.delivered_token_count for one in each.delivered()}
         for each in abandoned_journals(tmp_path)
     ]
 
-    assert while_it_lives == []
-    assert len(told) > 9
-    assert {tuple(sorted(each.items())) for each in told} == {((HOLDS[0], 24), (HOLDS[1], 25))}
+    assert while_it_runs == []
+    assert len(reported) > 9
+    assert {tuple(sorted(each.items())) for each in reported} == {((HOLDS[0], 24), (HOLDS[1], 25))}
 
 
 def test_files_of_an_unfinished_rotation_are_removed_with_the_journal(tmp_path: Path) -> None:
@@ -479,18 +479,18 @@ def test_a_process_killed_while_it_writes_and_rotates_loses_no_reported_tokens(
             journal.record([entry(step % 3, step)])
             os.write(writer, step.to_bytes(4))
     os.close(writer)
-    told = b""
-    while len(told) < 4 * 2_000:
-        told += os.read(reader, 4096)
+    reported = b""
+    while len(reported) < 4 * 2_000:
+        reported += os.read(reader, 4096)
     assert not list(abandoned_journals(directory)), "its owner lives"
 
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     while rest := os.read(reader, 65536):
-        told += rest
+        reported += rest
     os.close(reader)
 
-    last = int.from_bytes(told[len(told) // 4 * 4 - 4 : len(told) // 4 * 4])
+    last = int.from_bytes(reported[len(reported) // 4 * 4 - 4 : len(reported) // 4 * 4])
     found = recoverable(directory)
     for step in range(last - 2, last + 1):
         assert found[HOLDS[step % 3]] in (step, step + 3)

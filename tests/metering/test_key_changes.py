@@ -33,7 +33,7 @@ from metering.tenants.api_keys import (
 )
 from metering.tenants.authentication import authenticate
 from metering.tenants.tenants import create_organization
-from tests.metering.books import Customer
+from tests.metering.usage import Customer
 
 
 async def is_good(sessions: Sessions, secret: str) -> bool:
@@ -397,7 +397,7 @@ async def test_the_log_is_read_by_subject_actor_action_and_time(
         assert await actions(action_prefix="%") == []
 
 
-async def test_the_log_tells_until_when_a_replaced_secret_works(
+async def test_the_log_reports_until_when_a_replaced_secret_works(
     sessions: Sessions, customer: Customer
 ) -> None:
     for overlap in (timedelta(hours=2), timedelta(hours=1)):

@@ -21,7 +21,7 @@ from metering.tenants.api_keys import (
 )
 from metering.tenants.authentication import authenticate
 from metering.tenants.key_uses import KeyUses
-from tests.metering.books import Customer
+from tests.metering.usage import Customer
 
 
 class Clock:

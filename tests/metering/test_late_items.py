@@ -18,8 +18,8 @@ from metering.export.stripe_gateway import StripeGateway, minor_unit_picos
 from metering.export.stripe_sync import resend
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
-from tests.metering.books import Consumed, Customer
-from tests.metering.export_books import hours_ago, known_to_stripe, use_and_rate
+from tests.metering.exported_usage import hours_ago, known_to_stripe, use_and_rate
+from tests.metering.usage import Consumed, Customer
 from tests.stripe_double.server import StripeDouble, stripe_double
 
 USED = Consumed(output_token_count=12_345_678, settled_at=hours_ago(3))  # 7.4074068 dollars

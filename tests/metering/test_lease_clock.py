@@ -75,7 +75,7 @@ def test_the_clock_continues_in_sleep_and_cannot_be_set() -> None:
 
 
 @given(st.lists(STEP, max_size=30))
-def test_one_look_for_all_holds_misses_none_that_has_lapsed(
+def test_one_query_for_all_holds_misses_none_that_has_lapsed(
     steps: list[tuple[str, int, float]],
 ) -> None:
     clock, ids = Clock(), [uuid.UUID(int=number) for number in range(4)]

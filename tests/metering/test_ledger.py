@@ -26,7 +26,7 @@ from metering.ledger.ledger import (
 )
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
-from tests.metering.books import (
+from tests.metering.usage import (
     NOVEMBER,
     Consumed,
     Customer,

@@ -30,11 +30,11 @@ from metering.plans.plans import Allowance, PlanRules, Selector
 from metering.pricing.prices import ModelPrice
 from metering.proof.check import Moment
 from metering.store.db import Sessions
-from tests.metering.books import Consumed, Customer
 from tests.metering.closing_world import ClosingWorld
 from tests.metering.hold_world import HoldWorld
 from tests.metering.invariants import check_invariants
 from tests.metering.test_fsck import unseen
+from tests.metering.usage import Consumed, Customer
 from tests.stripe_double.server import StripeDouble, stripe_double
 
 NOW = datetime(2025, 12, 3, 12, tzinfo=UTC)  # at Stripe
@@ -257,7 +257,7 @@ async def test_an_item_whose_answer_was_lost_is_found_and_not_made_again(
 
 
 @pytest.mark.parametrize("finalizing", Finalizing)
-async def test_a_draft_of_usage_is_held_as_soon_as_stripe_tells_of_it(
+async def test_a_draft_of_usage_is_held_as_soon_as_stripe_reports_it(
     world: tuple[Billed, ModelPrice], finalizing: Finalizing
 ) -> None:
     billed, _ = world

@@ -21,9 +21,9 @@ from metering.export.reconciliation import (
 )
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
-from tests.metering.books import Consumed, Customer, add_usage, new_customer
 from tests.metering.closing_world import ClosingWorld
-from tests.metering.export_books import hours_ago, use_and_rate
+from tests.metering.exported_usage import hours_ago, use_and_rate
+from tests.metering.usage import Consumed, Customer, add_usage, new_customer
 
 # 600 uncached, 400 cached, 50 output tokens: 126 dollars of picos per million.
 USED = Consumed(1_000, 400, 50, settled_at=hours_ago(3))
@@ -209,7 +209,7 @@ async def test_where_nothing_was_ever_exported_nothing_is_missing_in_batches(
     ]
 
 
-async def test_only_the_organization_that_was_asked_for_is_compared(
+async def test_only_the_organization_that_was_requested_is_compared(
     sessions: Sessions, month: str, exported: Path
 ) -> None:
     async with sessions.begin() as session:

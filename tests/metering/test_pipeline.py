@@ -24,7 +24,7 @@ from metering.store import embedded_postgres
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.store.migrations_runner import migrate
 from tests.conftest import ask
-from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price
+from tests.metering.usage import Consumed, Customer, add_usage, new_customer, new_price
 from tests.metering.workers import redis_server, wait_until, worker
 
 Broker = dict[str, str]
@@ -57,7 +57,7 @@ async def use(sessions: Sessions, customer: Customer, price: ModelPrice, event_c
         await add_usage(session, customer, price, [Consumed(1025, 200, 150)] * event_count)
 
 
-class Books:
+class Ledger:
     """Current state of usage and ledger."""
 
     def __init__(self, database_url: str) -> None:
@@ -85,7 +85,7 @@ class Books:
         assert events == (event_count, *ledger)
 
 
-async def test_a_worker_drains_what_it_finds_and_ends_when_asked(
+async def test_a_worker_drains_what_it_finds_and_ends_when_requested(
     tmp_path: Path,
     broker: Broker,
     database_url: str,
@@ -94,17 +94,17 @@ async def test_a_worker_drains_what_it_finds_and_ends_when_asked(
     price: ModelPrice,
 ) -> None:
     await use(sessions, customer, price, 1_000)
-    books = Books(database_url)
+    database = Ledger(database_url)
 
     with worker(tmp_path, database_url, broker) as running:
-        wait_until(books.drained, "the worker to rate everything")
+        wait_until(database.drained, "the worker to rate everything")
         await use(sessions, customer, price, 10)
-        wait_until(books.drained, "the worker to come round again")
+        wait_until(database.drained, "the worker to come round again")
         began = time.monotonic()
         assert running.stop() == 0
         stopped_after_s = time.monotonic() - began
 
-    books.assert_posted_once(1_010)
+    database.assert_posted_once(1_010)
     assert stopped_after_s < 10
 
 
@@ -112,7 +112,7 @@ async def test_a_worker_drains_what_it_finds_and_ends_when_asked(
 async def test_a_worker_keeps_its_connection_and_replaces_a_cut_one(
     tmp_path: Path, database_url: str, sessions: Sessions, customer: Customer, price: ModelPrice
 ) -> None:
-    books = Books(database_url)
+    database = Ledger(database_url)
     await use(sessions, customer, price, 1)
     query = "SELECT pid, state_change FROM pg_stat_activity WHERE application_name = 'weir'"
     others = dict(ask(database_url, query))
@@ -134,10 +134,10 @@ async def test_a_worker_keeps_its_connection_and_replaces_a_cut_one(
             "later tasks on the same connection",
         )
         for pid in used():
-            books.ask(f"SELECT pg_terminate_backend({pid})")
+            database.ask(f"SELECT pg_terminate_backend({pid})")
         await use(sessions, customer, price, 10)
-        wait_until(books.drained, "the worker to rate on another connection")
-    books.assert_posted_once(11)
+        wait_until(database.drained, "the worker to rate on another connection")
+    database.assert_posted_once(11)
 
 
 @pytest.mark.faults
@@ -150,7 +150,7 @@ async def test_a_worker_killed_in_mid_batch_loses_and_doubles_nothing(
     price: ModelPrice,
 ) -> None:
     await use(sessions, customer, price, 300)
-    books = Books(database_url)
+    database = Ledger(database_url)
     waiting = (
         "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'ledger_entries'::regclass"
     )
@@ -160,14 +160,16 @@ async def test_a_worker_killed_in_mid_batch_loses_and_doubles_nothing(
         worker(tmp_path, database_url, broker, "killed") as running,
     ):
         blocking.execute("LOCK TABLE ledger_entries IN SHARE MODE")
-        wait_until(lambda: books.ask(waiting) != (0,), "the worker to be in the middle of a batch")
+        wait_until(
+            lambda: database.ask(waiting) != (0,), "the worker to be in the middle of a batch"
+        )
         running.kill()
-    posted = books.ask("SELECT count(*) FROM ledger_transactions")
+    posted = database.ask("SELECT count(*) FROM ledger_transactions")
     with worker(tmp_path, database_url, broker, "next"):
-        wait_until(books.drained, "the next worker to rate everything")
+        wait_until(database.drained, "the next worker to rate everything")
 
     assert posted == (0,)
-    books.assert_posted_once(300)
+    database.assert_posted_once(300)
 
 
 @pytest.mark.faults
@@ -181,7 +183,7 @@ async def test_redis_gives_the_task_of_a_killed_worker_to_the_next_and_nothing_i
 ) -> None:
     """Messages are acknowledged after their tasks: Redis keeps them if the worker is killed."""
     await use(sessions, customer, price, 300)
-    books = Books(database_url)
+    database = Ledger(database_url)
     waiting = (
         "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'ledger_entries'::regclass"
     )
@@ -195,18 +197,18 @@ async def test_redis_gives_the_task_of_a_killed_worker_to_the_next_and_nothing_i
         with psycopg.connect(database_url) as blocking, killed as running:
             blocking.execute("LOCK TABLE ledger_entries IN SHARE MODE")
             wait_until(
-                lambda: books.ask(waiting) != (0,), "the worker to be in the middle of a batch"
+                lambda: database.ask(waiting) != (0,), "the worker to be in the middle of a batch"
             )
             running.kill()
         left = {
             tag: json.loads(kept)[0]["headers"]["task"]
             for tag, kept in client.hgetall("unacked").items()
         }
-        posted = books.ask("SELECT count(*) FROM ledger_transactions")
+        posted = database.ask("SELECT count(*) FROM ledger_transactions")
         # Longer ago than any task runs.
         client.zadd("unacked_index", dict.fromkeys(left, 0))
         with worker(tmp_path, database_url, environment, "next"):
-            wait_until(books.drained, "the next worker to rate everything")
+            wait_until(database.drained, "the next worker to rate everything")
             wait_until(
                 lambda: not any(client.hexists("unacked", tag) for tag in left),
                 "the message to be delivered again",
@@ -214,7 +216,7 @@ async def test_redis_gives_the_task_of_a_killed_worker_to_the_next_and_nothing_i
 
     assert set(left.values()) == {"weir.rate_pending"}
     assert posted == (0,)
-    books.assert_posted_once(300)
+    database.assert_posted_once(300)
     assert not [verdict for verdict in fsck(database_url, LEDGER_CHECKS) if verdict.violation_count]
 
 
@@ -226,7 +228,7 @@ async def test_two_workers_at_once_post_each_event_once(
     customer: Customer,
     price: ModelPrice,
 ) -> None:
-    books = Books(database_url)
+    database = Ledger(database_url)
 
     with (
         worker(tmp_path, database_url, broker, "one"),
@@ -234,9 +236,9 @@ async def test_two_workers_at_once_post_each_event_once(
     ):
         for _ in range(3):
             await use(sessions, customer, price, 500)
-            wait_until(books.drained, "the workers to rate everything")
+            wait_until(database.drained, "the workers to rate everything")
 
-    books.assert_posted_once(1_500)
+    database.assert_posted_once(1_500)
 
 
 @pytest.mark.faults
@@ -248,20 +250,20 @@ async def test_a_redis_that_dies_and_comes_back_empty_holds_up_nothing(
     customer: Customer,
     price: ModelPrice,
 ) -> None:
-    books = Books(database_url)
+    database = Ledger(database_url)
 
-    with contextlib.ExitStack() as first_life:
-        environment = first_life.enter_context(redis_server(redis_home))
+    with contextlib.ExitStack() as first_worker:
+        environment = first_worker.enter_context(redis_server(redis_home))
         with worker(tmp_path, database_url, environment) as running:
             await use(sessions, customer, price, 10)
-            wait_until(books.drained, "the worker to rate everything")
-            first_life.close()
+            wait_until(database.drained, "the worker to rate everything")
+            first_worker.close()
             with redis_server(redis_home):
                 await use(sessions, customer, price, 10)
-                wait_until(books.drained, "the worker to find Redis and its work again")
+                wait_until(database.drained, "the worker to find Redis and its work again")
                 assert running.stop() == 0
 
-    books.assert_posted_once(20)
+    database.assert_posted_once(20)
 
 
 @pytest.mark.faults
@@ -275,7 +277,7 @@ async def test_a_worker_killed_at_any_write_of_a_batch_loses_and_doubles_nothing
     table: str,
 ) -> None:
     await use(sessions, customer, price, 300)
-    books = Books(database_url)
+    database = Ledger(database_url)
     waiting = f"SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = '{table}'::regclass"
 
     with (
@@ -283,12 +285,14 @@ async def test_a_worker_killed_at_any_write_of_a_batch_loses_and_doubles_nothing
         worker(tmp_path, database_url, {}, "killed") as running,
     ):
         blocking.execute(f"LOCK TABLE {table} IN SHARE MODE".encode())
-        wait_until(lambda: books.ask(waiting) != (0,), "the worker to be in the middle of a batch")
+        wait_until(
+            lambda: database.ask(waiting) != (0,), "the worker to be in the middle of a batch"
+        )
         running.kill()
     with worker(tmp_path, database_url, {}, "next"):
-        wait_until(books.drained, "the next worker to rate everything")
+        wait_until(database.drained, "the next worker to rate everything")
 
-    books.assert_posted_once(300)
+    database.assert_posted_once(300)
     assert not [verdict for verdict in fsck(database_url, LEDGER_CHECKS) if verdict.violation_count]
 
 
@@ -297,13 +301,13 @@ async def test_a_database_that_goes_away_is_waited_for(tmp_path: Path, postgres_
     server = embedded_postgres.start(postgres_home / "postgres")
     migrate(server.url)
     engine = create_engine(server.url)
-    books = Books(server.url)
+    database = Ledger(server.url)
 
     with worker(tmp_path, server.url, {}) as running:
         async with create_sessions(engine).begin() as session:
             customer, price = await new_customer(session, "acme"), await new_price(session)
             await add_usage(session, customer, price, [Consumed(1, 0, 1)])
-        wait_until(books.drained, "the worker to begin")
+        wait_until(database.drained, "the worker to begin")
         server.stop()
         wait_until(
             lambda: "the database is away" in running.log.read_text(), "the worker to notice"
@@ -311,12 +315,12 @@ async def test_a_database_that_goes_away_is_waited_for(tmp_path: Path, postgres_
         embedded_postgres.start(postgres_home / "postgres")
         async with create_sessions(engine).begin() as session:
             await add_usage(session, customer, price, [Consumed(1, 0, 1)] * 7)
-        wait_until(books.drained, "the worker to go on")
+        wait_until(database.drained, "the worker to go on")
         assert running.stop() == 0
 
     await engine.dispose()
     assert "Traceback" not in running.log.read_text()
-    books.assert_posted_once(8)
+    database.assert_posted_once(8)
 
 
 def test_no_message_is_given_to_another_worker_while_its_task_can_still_run() -> None:

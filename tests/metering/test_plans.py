@@ -133,11 +133,11 @@ def cost_by_token(rules: PlanRules, usage: list[MonthUsage]) -> tuple[int, Fract
             row for row in order if tiered.selector.matches(row.model, row.token_kind, row.tier)
         ]
         for position, row in enumerate(mine, start=1):
-            place = position if tiered.kind is LineKind.GRADUATED else len(mine)
+            tier = position if tiered.kind is LineKind.GRADUATED else len(mine)
             step = next(
                 each
                 for each in tiered.steps
-                if each.up_to_token_count is None or place <= each.up_to_token_count
+                if each.up_to_token_count is None or tier <= each.up_to_token_count
             )
             cost += (
                 step.price_picos

@@ -29,8 +29,8 @@ from metering.pricing.prices import (
 )
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, create_engine, create_sessions
-from tests.metering.books import Customer, Rates, new_customer
 from tests.metering.hold_world import MODEL, NOON, HoldWorld, admit, hold_world
+from tests.metering.usage import Customer, Rates, new_customer
 
 INTERACTIVE, BATCH = ServiceTier.INTERACTIVE, ServiceTier.BATCH
 
@@ -172,13 +172,13 @@ def in_force(
     """Return the price by the model, which follows the rule sentence by sentence."""
     for owner in (customer.organization_id, None):
         for each in dict.fromkeys((tier, INTERACTIVE)):
-            of_place = [
+            by_key = [
                 v
                 for v in versions
                 if v.organization_id == owner and v.tier is each and v.effective_at <= at  # type: ignore[operator]
             ]
-            if of_place:
-                last = max(of_place, key=lambda version: version.effective_at)
+            if by_key:
+                last = max(by_key, key=lambda version: version.effective_at)
                 if last.withdrawn:
                     break
                 return last
@@ -243,12 +243,16 @@ async def test_holds_and_lookups_agree_with_a_model_at_every_time(
                 found = await versions_in_force(
                     session, model=MODEL, organization_id=customer.organization_id
                 )
-                told = {
+                reported = {
                     each.tier: each.price
                     for each in customer_prices(found, customer.organization_id)
                 }
                 assert isinstance(answer, Admitted)
-                assert answer.prices.version == expected.prices.version == told[tier].prices.version
+                assert (
+                    answer.prices.version
+                    == expected.prices.version
+                    == reported[tier].prices.version
+                )
                 held = world.one("SELECT price_version_id FROM holds WHERE id = %s", op.hold_id)
                 assert held == expected.prices.version
                 own_count += expected.organization_id is not None

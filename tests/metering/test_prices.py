@@ -17,7 +17,7 @@ from metering.pricing.prices import (
     set_price,
 )
 from metering.store.db import Sessions
-from tests.metering.books import Rates
+from tests.metering.usage import Rates
 
 RATES = Rates(input_picos_per_token=3, cached_input_picos_per_token=2, output_picos_per_token=5)
 

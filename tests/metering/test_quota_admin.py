@@ -22,7 +22,7 @@ from metering.quotas.quota_admin import (
 from metering.quotas.quota_rules import QuotaState, window_start
 from metering.quotas.quota_states import list_quotas, quotas_for
 from metering.store.db import Sessions
-from tests.metering.books import Customer, new_customer
+from tests.metering.usage import Customer, new_customer
 
 
 async def test_a_limit_set_again_keeps_what_was_used(

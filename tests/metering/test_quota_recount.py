@@ -115,16 +115,16 @@ async def test_a_new_limit_counts_what_was_used_and_is_held_in_its_window(
         await set_limit(sessions, payer, dimension, subject=subject) for dimension in SETTABLE
     ]
 
-    told = {state.dimension: (state.used, state.held) for state in states}
+    reported = {state.dimension: (state.used, state.held) for state in states}
     # This minute: settled 10+7, expired with its lease 10+25, nothing of the voided one; the long
     # one posted 5 and holds 50-14 more; the live one 10+20. The day also has the one that expired
     # with its first lease, 10+20, and the long one's input and first 9.
-    assert told[QuotaDimension.CONCURRENT_REQUESTS] == (0, 2)
-    assert told[QuotaDimension.REQUESTS_PER_MINUTE] == (3, 0)
-    assert told[QuotaDimension.TOKENS_PER_MINUTE] == (17 + 35 + 5, 36 + 30)
-    assert told[QuotaDimension.INPUT_TOKENS_PER_MINUTE] == (10 + 10, 10)
-    assert told[QuotaDimension.OUTPUT_TOKENS_PER_MINUTE] == (7 + 25 + 5, 36 + 20)
-    assert told[QuotaDimension.TOKENS_PER_DAY] == (57 + 30 + 19, 66)
+    assert reported[QuotaDimension.CONCURRENT_REQUESTS] == (0, 2)
+    assert reported[QuotaDimension.REQUESTS_PER_MINUTE] == (3, 0)
+    assert reported[QuotaDimension.TOKENS_PER_MINUTE] == (17 + 35 + 5, 36 + 30)
+    assert reported[QuotaDimension.INPUT_TOKENS_PER_MINUTE] == (10 + 10, 10)
+    assert reported[QuotaDimension.OUTPUT_TOKENS_PER_MINUTE] == (7 + 25 + 5, 36 + 20)
+    assert reported[QuotaDimension.TOKENS_PER_DAY] == (57 + 30 + 19, 66)
     check_invariants(world.url)
 
 
@@ -322,14 +322,14 @@ async def test_of_many_admissions_during_the_making_of_a_limit_none_goes_uncount
 
 
 @pytest.mark.parametrize(
-    ("dimension", "told"), BETWEEN, ids=[dimension for dimension, _ in BETWEEN]
+    ("dimension", "reported"), BETWEEN, ids=[dimension for dimension, _ in BETWEEN]
 )
 async def test_changes_between_the_sums_without_and_with_the_lock_are_counted_once(
     world: HoldWorld,
     sessions: Sessions,
     monkeypatch: pytest.MonkeyPatch,
     dimension: QuotaDimension,
-    told: tuple[int, int],
+    reported: tuple[int, int],
 ) -> None:
     """Ends, extensions, admissions, a lapsed hold, a new project, a new minute."""
     payer = world.tenant()
@@ -361,7 +361,7 @@ async def test_changes_between_the_sums_without_and_with_the_lock_are_counted_on
     monkeypatch.setattr(quota_recount, "_sum_up", interrupted)
     state = await set_limit(sessions, payer, dimension)
 
-    assert (state.used, state.held) == told
+    assert (state.used, state.held) == reported
     check_invariants(world.url)
 
 
@@ -420,12 +420,12 @@ async def test_a_late_settlement_gives_back_to_what_was_made_after_the_expiry_to
     """Otherwise the lease of lost prepaid credit would never return."""
     payer, other = world.tenant(), world.tenant("other")
     before = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_DAY)
-    early, told, theirs = admit(payer), admit(payer), admit(other)
-    await world.run(early, told, theirs)
+    early, reported, theirs = admit(payer), admit(payer), admit(other)
+    await world.run(early, reported, theirs)
     await world.run(Extend(early.hold_id, 5, 4, 10))
     world.execute("UPDATE holds SET expires_at = now()")
-    await world.run(*(Expire(op.hold_id) for op in (early, told, theirs)))
-    await world.run(settle(told.hold_id, 8))
+    await world.run(*(Expire(op.hold_id) for op in (early, reported, theirs)))
+    await world.run(settle(reported.hold_id, 8))
     made = {
         "month": await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_MONTH),
         "key": await set_limit(
@@ -439,7 +439,7 @@ async def test_a_late_settlement_gives_back_to_what_was_made_after_the_expiry_to
 
     for _ in range(2):
         await world.run(
-            settle(early.hold_id, 7), settle(told.hold_id, 8), settle(theirs.hold_id, 1)
+            settle(early.hold_id, 7), settle(reported.hold_id, 8), settle(theirs.hold_id, 1)
         )
 
     assert [world.counters(state.quota_id) for state in (before, *made.values())] == [

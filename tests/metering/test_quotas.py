@@ -143,7 +143,7 @@ class Model:
     unheeded: list[Box] = field(default_factory=list)
 
     def used(self, at: Box) -> int:
-        return sum(amount for place, amount in self.postings if place == at)
+        return sum(amount for key, amount in self.postings if key == at)
 
     def held(self, at: Box) -> int:
         return sum(
@@ -160,15 +160,15 @@ class Model:
         """Return the rules without room for the charge with this lease."""
         found = []
         for rule in charge.rules:
-            asked = charge.holds(rule, leased)
+            requested = charge.holds(rule, leased)
             if rule.dimension is QuotaDimension.REQUESTS_PER_MINUTE:
-                asked = 1
+                requested = 1
             if extending and rule.dimension not in (*TOKEN_KINDS, *MONEY):
                 continue
-            if not (charge.weight(rule, 0, 0, 1) if extending else asked):
+            if not (charge.weight(rule, 0, 0, 1) if extending else requested):
                 continue  # an overdrawn limit does not refuse what it does not count
             assert rule.limit_value is not None
-            if self.used(box(rule, now)) + self.held(box(rule, now)) + asked > rule.limit_value:
+            if self.used(box(rule, now)) + self.held(box(rule, now)) + requested > rule.limit_value:
                 found.append(rule)
         return found
 
@@ -193,16 +193,16 @@ class Model:
     def expire(self, charge: ModelClaim, billed: tuple[int, int]) -> None:
         """Post the lease to its window; charge lifetime quotas the billed amount."""
         lasting = {box(rule, charge.charged_at): rule for rule in charge.rules if rule.is_lifetime}
-        undone = [(place, -amount) for place, amount in charge.postings if place in lasting]
+        undone = [(key, -amount) for key, amount in charge.postings if key in lasting]
         before = len(self.postings)
         self.post(charge, charge.sent, charge.leased)
         self.postings[before:] = [
             posting for posting in self.postings[before:] if posting[0] not in lasting
         ]
         self.postings += undone
-        for place, rule in lasting.items():
+        for key, rule in lasting.items():
             self.postings.append(
-                (place, charge.weight(rule, billed[0], min(charge.cached, billed[0]), billed[1]))
+                (key, charge.weight(rule, billed[0], min(charge.cached, billed[0]), billed[1]))
             )
 
 
@@ -252,7 +252,7 @@ class QuotaMachine(RuleBasedStateMachine):
         counters = Counters(self.now, rows)
         try:
             answer = do(counters)
-            self.unheeded += [self.place(key) for key in counters.would_refuse]
+            self.unheeded += [self.key(key) for key in counters.would_refuse]
             return answer
         except QuotaExceeded as refusal:
             assert counters.rows == before, "a refusal must change nothing"
@@ -404,7 +404,7 @@ class QuotaMachine(RuleBasedStateMachine):
             self.decide(
                 keys, lambda counters: quotas.void(counters, model.rules, model.charge or fail())
             )
-            self.model.postings += [(place, -amount) for place, amount in model.postings]
+            self.model.postings += [(key, -amount) for key, amount in model.postings]
             for rule in model.rules:
                 if rule.dimension is QuotaDimension.REQUESTS_PER_MINUTE:
                     self.model.postings.append((box(rule, model.admitted_at), -1))
@@ -434,7 +434,7 @@ class QuotaMachine(RuleBasedStateMachine):
             ),
         )
 
-    def place(self, key: CounterKey) -> Box:
+    def key(self, key: CounterKey) -> Box:
         """Return the quota and the window name of a counter."""
         number, start = key
         return next(box(rule, start) for rule in self.limits if rule.id.int == number)
@@ -444,22 +444,22 @@ class QuotaMachine(RuleBasedStateMachine):
         self.now += timedelta(seconds=by)
 
     @invariant()
-    def every_counter_is_what_the_model_says(self) -> None:
+    def every_counter_equals_the_model(self) -> None:
         """Check that held and used amounts equal the sums of charges."""
         if not hasattr(self, "model"):
             return
         seen = set()
         for (number, start), row in self.rows.items():
             [rule] = [rule for rule in self.limits if rule.id.int == number]
-            place = box(rule, start)
-            seen.add(place)
-            assert (row.used, row.held) == (self.model.used(place), self.model.held(place)), rule
+            key = box(rule, start)
+            seen.add(key)
+            assert (row.used, row.held) == (self.model.used(key), self.model.held(key)), rule
             assert rule.limit_value is not None
             assert (
                 row.used + row.held <= rule.limit_value or not rule.enforced or rule.id in self.over
             ), rule
         assert sorted(self.unheeded) == sorted(self.model.unheeded)
-        assert sum(amount for place, amount in self.model.postings if place not in seen) == 0
+        assert sum(amount for key, amount in self.model.postings if key not in seen) == 0
 
 
 def fail() -> Charge:

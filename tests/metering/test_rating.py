@@ -19,7 +19,7 @@ from metering.ledger.ledger import posting_lock_of, take_posting_lock
 from metering.ledger.rating import rate_all_pending, rate_batch
 from metering.pricing.prices import PRICE_MAX_PICOS, ModelPrice, set_price
 from metering.store.db import Sessions, create_engine, create_sessions
-from tests.metering.books import (
+from tests.metering.usage import (
     Consumed,
     Customer,
     add_usage,
@@ -32,7 +32,7 @@ EVENTS = text(
     "SELECT id, rated_at IS NOT NULL AS rated, ledger_transaction_id FROM usage_events ORDER BY id"
 )
 # Per transaction: the sums of its events and of its entries.
-BOOKS = text("""
+BALANCES = text("""
 SELECT t.id, t.organization_id, t.billing_month, t.effective_at, u.organization_ids, u.days, u.used,
        u.cost_picos, e.posted, e.revenue, e.owed
 FROM ledger_transactions t
@@ -54,11 +54,11 @@ async def assert_posted_once(sessions: Sessions, event_count: int) -> None:
     """Check that each event is in one transaction, of its organization and day, with equal sums."""
     async with sessions() as session:
         events = (await session.execute(EVENTS)).all()
-        books = (await session.execute(BOOKS)).all()
+        database = (await session.execute(BALANCES)).all()
     assert len(events) == event_count
     assert all(event.rated for event in events)
-    assert {event.ledger_transaction_id for event in events} == {row.id for row in books}
-    for row in books:
+    assert {event.ledger_transaction_id for event in events} == {row.id for row in database}
+    for row in database:
         assert (row.organization_ids, row.days) == ([row.organization_id], [row.effective_at])
         assert (row.posted, row.revenue, row.owed) == (row.used, row.cost_picos, row.cost_picos)
 
@@ -143,7 +143,7 @@ async def test_a_misstated_event_is_named_and_holds_up_no_other(
 
     async with sessions() as session:
         events = (await session.execute(EVENTS)).all()
-        posted = sum(row.posted for row in await session.execute(BOOKS))
+        posted = sum(row.posted for row in await session.execute(BALANCES))
     assert [event.id for event in events if event.rated] == right
     assert [event.id for event in events if not event.rated] == wrong
     assert posted == len(right)
@@ -235,11 +235,11 @@ async def test_a_transaction_is_of_one_customer_and_day_with_a_leg_per_price_and
                     ORDER BY 1, 4"""
             )
         )
-    told = [
+    reported = [
         (name, kind, month, day, sorted(entries or []))
         for name, kind, month, day, entries in transactions
     ]
-    assert told == [
+    assert reported == [
         (
             "acme",
             "usage",

@@ -29,7 +29,7 @@ from metering.pricing.prices import ModelPrice, set_price
 from metering.proof.fsck import fsck
 from metering.proof.ledger_checks import LEDGER_CHECKS
 from metering.store.db import Sessions, create_engine, create_sessions
-from tests.metering.books import Consumed, Customer, add_usage, new_customer
+from tests.metering.usage import Consumed, Customer, add_usage, new_customer
 
 EXAMPLES = int(os.environ.get("WEIR_RATING_EXAMPLES", "3"))
 NOVEMBER = datetime(2026, 11, 1, tzinfo=UTC)
@@ -81,7 +81,7 @@ async def attack(
     wrong = Consumed(1, cost_picos=0, settled_at=NOVEMBER)
     async with sessions.begin() as session:
         for whose, price in sorted({(whose, price) for whose, price, _ in used}):
-            own = [consumed for *place, consumed in used if place == [whose, price]]
+            own = [consumed for *index, consumed in used if index == [whose, price]]
             await add_usage(session, customers[whose], prices[price], own)
         await add_usage(session, customers[0], prices[0], [wrong])
 

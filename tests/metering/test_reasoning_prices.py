@@ -32,10 +32,10 @@ from metering.quotas.quotas import QuotaExceeded
 from metering.reports.focus import focus_csv
 from metering.reports.usage_reports import UsageFilter, usage_total
 from metering.store.db import Sessions
-from tests.metering.books import Consumed, Customer, add_usage
 from tests.metering.hold_world import CACHED_PICOS, INPUT_PICOS, HoldWorld, admit, settle
 from tests.metering.hold_world import hold_world as world_of
 from tests.metering.invariants import check_export, check_invariants
+from tests.metering.usage import Consumed, Customer, add_usage
 
 PRICES = [(7, 11), (7, 2), (7, 0), (0, 5), (7, None)]  # of output and reasoning
 MONEY = (
@@ -124,7 +124,7 @@ def test_the_largest_lease_for_some_room_is_the_largest_whose_charge_fits(
         assert charge.held_by(scale, largest) <= room < charge.held_by(scale, largest + 1)
 
 
-class Life:
+class Usage:
     """A request of a random workload."""
 
     def __init__(self, op: Admit, admitted: Admitted) -> None:
@@ -150,37 +150,37 @@ async def test_quotas_on_money_are_exact_and_never_exceeded_whatever_is_thinking
     payer = world.tenant()
     limits = {each: world.quota(payer, each, 2_000) for each in MONEY}
     world.quota(payer, QuotaDimension.TOKENS_PER_MINUTE, 10_000)
-    lives: list[Life] = []
+    usages: list[Usage] = []
     refused = 0
     async with HoldConnection(world.url, uuid.uuid4()) as owner:
         run = owner.execute if remembering else lambda ops: world.run(*ops)
         for step in range(60):
-            if len(lives) < 6:
+            if len(usages) < 6:
                 op = admit(payer, slice_tokens=chance.randint(1, 40))
                 [answer] = await run([op])
                 refused += isinstance(answer, QuotaExceeded)
                 if isinstance(answer, Admitted):
-                    lives.append(Life(op, answer))
-            for life in chance.sample(lives, min(3, len(lives))):
-                life.go_on(chance)
-                hold_id, act = life.op.hold_id, chance.random()
-                told = life.delivered, 4, chance.randint(1, 20), life.reasoning
-                if life.expired or act < 0.5:
-                    end = settle(hold_id, life.delivered, reasoning_tokens=life.reasoning)
+                    usages.append(Usage(op, answer))
+            for usage in chance.sample(usages, min(3, len(usages))):
+                usage.go_on(chance)
+                hold_id, act = usage.op.hold_id, chance.random()
+                reported = usage.delivered, 4, chance.randint(1, 20), usage.reasoning
+                if usage.expired or act < 0.5:
+                    end = settle(hold_id, usage.delivered, reasoning_tokens=usage.reasoning)
                     [answer] = await run([end])
                     assert isinstance(answer, Settled), answer
-                    lives.remove(life)
+                    usages.remove(usage)
                 elif act < 0.8:
-                    [answer] = await run([Extend(hold_id, *told)])
+                    [answer] = await run([Extend(hold_id, *reported)])
                     if isinstance(answer, Extended):
-                        life.leased = answer.leased_token_count
-                elif act < 0.9 and not life.delivered:
+                        usage.leased = answer.leased_token_count
+                elif act < 0.9 and not usage.delivered:
                     await run([Void(hold_id)])
-                    lives.remove(life)
+                    usages.remove(usage)
                 elif act > 0.95:
                     world.execute("UPDATE holds SET expires_at = now() WHERE id = %s", hold_id)
                     await world.run(Expire(hold_id))
-                    life.expired = True
+                    usage.expired = True
             if step % 6 == 0:
                 check_invariants(world.url)
             for dimension, quota_id in limits.items():

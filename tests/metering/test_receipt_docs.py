@@ -56,7 +56,7 @@ def test_the_verifier_of_the_docs_accepts_the_examples(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "reported"),
     [
         (
             {"cost_picos": 1},
@@ -71,7 +71,7 @@ def test_the_verifier_of_the_docs_accepts_the_examples(tmp_path: Path) -> None:
     ],
 )
 def test_the_verifier_of_the_docs_sees_planted_faults(
-    tmp_path: Path, fault: dict[str, object] | None, told: str
+    tmp_path: Path, fault: dict[str, object] | None, reported: str
 ) -> None:
     lines = json_lines().splitlines()
     if fault is None:
@@ -82,7 +82,7 @@ def test_the_verifier_of_the_docs_sees_planted_faults(
     done = verify(tmp_path, lines, root_of_vectors().hex())
 
     assert done.returncode == 1
-    assert told in done.stdout
+    assert reported in done.stdout
 
 
 def test_the_verifier_of_the_docs_misses_no_receipt_at_the_ends(tmp_path: Path) -> None:

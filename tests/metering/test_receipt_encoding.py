@@ -134,7 +134,9 @@ def test_a_batch_of_one_has_no_path() -> None:
 
 
 @given(st.lists(hashes, min_size=2, max_size=20, unique=True), st.data())
-def test_a_root_tells_its_leaves_and_their_order(leaves: list[bytes], data: st.DataObject) -> None:
+def test_a_root_reports_its_leaves_and_their_order(
+    leaves: list[bytes], data: st.DataObject
+) -> None:
     other = data.draw(st.permutations(leaves))
 
     assert (Tree(other).root == Tree(leaves).root) == (other == leaves)

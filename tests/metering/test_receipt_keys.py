@@ -65,11 +65,11 @@ def test_a_key_that_is_named_must_be_there_and_of_the_right_kind(tmp_path: Path)
         X25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     )
 
-    for path, told in (
+    for path, reported in (
         (tmp_path / "none", "cannot be read"),
         (text, "not contain a private key"),
         (other, "Ed25519"),
     ):
-        with pytest.raises(InvalidValue, match=told) as refused:
+        with pytest.raises(InvalidValue, match=reported) as refused:
             load_signer({"WEIR_RECEIPT_KEY_FILE": str(path)})
         assert refused.value.field == "WEIR_RECEIPT_KEY_FILE"

@@ -58,7 +58,7 @@ async def used(world: HoldWorld, payer: Payer, *times: datetime) -> list[IssuedR
     return receipts
 
 
-async def test_the_root_is_over_all_receipts_by_project_and_place(
+async def test_the_root_is_over_all_receipts_by_project_and_position(
     world: HoldWorld, sessions: Sessions
 ) -> None:
     payer, stranger = world.tenant(), world.tenant("stranger")
@@ -78,10 +78,10 @@ async def test_the_root_is_over_all_receipts_by_project_and_place(
         found = await receipt_month(session, payer.organization_id, NOVEMBER)
         december = await month_root(session, payer.organization_id, date(2026, 12, 24))
 
-    by_place = sorted(
+    by_index = sorted(
         kept, key=lambda receipt: (decode(receipt.encoded).project_id.bytes, receipt.sequence)
     )
-    assert found.root == root([receipt.hash for receipt in by_place])
+    assert found.root == root([receipt.hash for receipt in by_index])
     assert december == later[0].hash
     assert (found.receipt_count, found.missing_receipt_count) == (4, 0)
     spans = {

@@ -298,10 +298,10 @@ async def test_many_processes_write_one_chain(world: HoldWorld) -> None:
     answers: list[Settled] = []
 
     async def client(store: AwaitedStore, number: int) -> None:
-        for turn in range(6):
-            op = admit(payers[(number + turn) % 4 % 3])
+        for attempt in range(6):
+            op = admit(payers[(number + attempt) % 4 % 3])
             await store.admit(op)
-            answers.append(await store.settle(settle(op.hold_id, turn + 1)))
+            answers.append(await store.settle(settle(op.hold_id, attempt + 1)))
 
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(store.run()) for store in stores]
@@ -389,7 +389,7 @@ async def test_the_database_refuses_to_rewrite_receipts(world: HoldWorld, change
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "message"),
     [
         ("UPDATE usage_events SET cost_picos = cost_picos + 1", "has not the hash of what it says"),
         ("UPDATE usage_events SET receipt_sequence = 2", "are [2], its head is 1"),
@@ -408,7 +408,7 @@ async def test_the_database_refuses_to_rewrite_receipts(world: HoldWorld, change
     ],
 )
 async def test_the_checker_of_receipts_sees_planted_faults(
-    world: HoldWorld, fault: str, told: str
+    world: HoldWorld, fault: str, message: str
 ) -> None:
     op = admit(world.tenant())
     await world.run(op)
@@ -418,5 +418,5 @@ async def test_the_checker_of_receipts_sees_planted_faults(
     world.execute("SET session_replication_role = replica")  # without triggers
     world.execute(fault)
 
-    with pytest.raises(AssertionError, match=re.escape(told)):
+    with pytest.raises(AssertionError, match=re.escape(message)):
         check_receipts(world.url)

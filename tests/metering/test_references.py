@@ -38,15 +38,15 @@ def hold_of(world: HoldWorld, name: str = "acme") -> list[object]:
     return [payer.organization_id, payer.project_id, payer.api_key_id, world.price_version]
 
 
-@pytest.mark.parametrize("place", [0, 1, 2, 3], ids=["organization", "project", "key", "price"])
+@pytest.mark.parametrize("index", [0, 1, 2, 3], ids=["organization", "project", "key", "price"])
 def test_a_hold_of_parts_that_do_not_belong_together_is_refused(
-    world: HoldWorld, place: int
+    world: HoldWorld, index: int
 ) -> None:
     own, other = hold_of(world), [*hold_of(world, "other")[:3], 0]
     world.execute(PLANT_HOLD, *own)
 
     with pytest.raises(psycopg.errors.ForeignKeyViolation, match="must exist and belong together"):
-        world.execute(PLANT_HOLD, *own[:place], other[place], *own[place + 1 :])
+        world.execute(PLANT_HOLD, *own[:index], other[index], *own[index + 1 :])
 
 
 @pytest.mark.parametrize(

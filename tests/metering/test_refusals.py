@@ -20,9 +20,9 @@ from metering.holds import hold_connection
 from metering.holds.operations import Admitted
 from metering.store.db import Sessions, psycopg_conninfo
 from metering.store.refusals import ATTEMPTS_MAX, repeated
-from tests.metering.books import Customer
 from tests.metering.hold_world import admit, hold_world
 from tests.metering.invariants import check_invariants
+from tests.metering.usage import Customer
 from tests.metering.workers import wait_until
 
 RAISE = "DO $$ BEGIN RAISE EXCEPTION 'planted' USING ERRCODE = '{}'; END $$"

@@ -27,8 +27,8 @@ from metering.export.stripe_gateway import (
 from metering.export.stripe_sync import Sync, export_status, resend
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
-from tests.metering.books import Consumed, new_customer
 from tests.metering.test_month_items import NOW, Billed
+from tests.metering.usage import Consumed, new_customer
 from tests.stripe_double.server import StripeDouble, stripe_double
 
 OCTOBER, NOVEMBER = (datetime(2025, month, 20, 12, 20, tzinfo=UTC) for month in (10, 11))

@@ -202,7 +202,7 @@ def test_a_model_name_with_a_comma_stays_one_cell() -> None:
     assert rows[0]["model"] == 'a,"b"\r\nc'
 
 
-def test_json_tells_the_same_and_both_are_the_same_bytes_each_time() -> None:
+def test_json_reports_the_same_and_both_are_the_same_bytes_each_time() -> None:
     document = json.loads(to_json(REPORT))
 
     assert [line["amount"] for line in document["lines"]] == ["0.0045", "0.005400000001"]

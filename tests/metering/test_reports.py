@@ -15,7 +15,7 @@ from metering.ledger.ledger import month_bounds
 from metering.ledger.rating import rate_all_pending
 from metering.pricing.prices import ModelPrice, set_price
 from metering.store.db import Sessions
-from tests.metering.books import Consumed, Customer, add_usage, new_customer
+from tests.metering.usage import Consumed, Customer, add_usage, new_customer
 
 BEGINS, ENDS = datetime(2026, 11, 1, tzinfo=UTC), datetime(2026, 12, 1, tzinfo=UTC)
 INSTANT = timedelta(microseconds=1)

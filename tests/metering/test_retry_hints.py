@@ -23,17 +23,17 @@ from metering.quotas.quota_rules import Charge, CounterKey, QuotaRule, QuotaStat
 from metering.quotas.quotas import Counter, Counters, QuotaExceeded
 from metering.quotas.refusals import REFRESH_S, Refusals, Refused
 from metering.quotas.retry_hints import (
-    DOUBTED_PROMISES_MAX,
+    DOUBTED_RESERVATIONS_MAX,
     DURATION_UNKNOWN_S,
     HINT_S_MIN,
-    KEY_PROMISES_MAX,
-    ORGANIZATION_PROMISES_MAX,
+    KEY_RESERVATIONS_MAX,
+    ORGANIZATION_RESERVATIONS_MAX,
     Forecast,
     History,
     Requester,
     RetryReservations,
     RunningRequest,
-    promise,
+    reserve,
 )
 from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, of_type, settle
 from tests.metering.invariants import check_invariants
@@ -90,7 +90,7 @@ class Simulation:
     )
     running: dict[int, tuple[Charge, int]] = field(default_factory=dict)
     ended: list[tuple[float, int]] = field(default_factory=list)
-    looked_at: dict[int, datetime] = field(default_factory=dict)
+    polled_at: dict[int, datetime] = field(default_factory=dict)
     returned: list[bool] = field(default_factory=list)
     waits_s: list[float] = field(default_factory=list)
 
@@ -132,8 +132,8 @@ class Simulation:
     def hint_s(self, refusals: Refusals, process: int, refused: QuotaExceeded) -> float:
         """Return the hint of `Refusals.note` for simulated requests."""
         assert refused.retry_helps
-        if (self.now - self.looked_at.get(process, NOON)).total_seconds() >= REFRESH_S:
-            self.looked_at[process] = self.now
+        if (self.now - self.polled_at.get(process, NOON)).total_seconds() >= REFRESH_S:
+            self.polled_at[process] = self.now
             latest = self.ended[-64:]
             history = History([each[0] for each in latest], [each[1] for each in latest])
             running = [
@@ -143,7 +143,7 @@ class Simulation:
             processes = {process for _, process in self.running.values()}
             for rule in self.rules:
                 refusals.learn(rule, self.now, history, max(len(processes), 1), running)
-        refusals.promise(refused, self.now)
+        refusals.reserve(refused, self.now)
         return refused.retry_after_s
 
 
@@ -152,7 +152,7 @@ def a_rule(dimension: QuotaDimension, limit_value: int) -> QuotaRule:
 
 
 @pytest.mark.parametrize("case", NEWCOMERS)
-def test_newcomers_take_only_a_part_of_the_promised_room(case: str) -> None:
+def test_newcomers_take_only_a_part_of_the_reserved_room(case: str) -> None:
     """Twice the capacity arrives continuously; a retry-after alone reserves nothing."""
     assert simulated_share(NEWCOMERS[case], case)[0] >= 0.88
 
@@ -220,16 +220,16 @@ def forecast(
 
 
 def ask(
-    plan: Forecast, asked: int = 1, used: int = 0, held: int = 0, after_s: float = 0.0
+    plan: Forecast, requested: int = 1, used: int = 0, held: int = 0, after_s: float = 0.0
 ) -> float:
     """Return the retry-after. after_s: since the forecast."""
     state = QuotaState(plan.rule, used, held, NOON)
     charge = Charge(PRICES, SENT, 0, LEAST, 0, NOON, NOON)
-    return promise([(plan, state, asked)], charge, NOON.timestamp() + after_s)
+    return reserve([(plan, state, requested)], charge, NOON.timestamp() + after_s)
 
 
 def test_a_request_larger_than_the_limit_never_fits() -> None:
-    assert ask(forecast(a_rule(DAY, 100)), asked=101) == math.inf
+    assert ask(forecast(a_rule(DAY, 100)), requested=101) == math.inf
     assert ask(forecast(a_rule(CONCURRENT, 0))) == math.inf
 
 
@@ -250,10 +250,10 @@ def test_a_request_that_needs_an_override_never_fits_if_that_ends_before_there_i
             base_limit_value=100,
             override_until=until,
         )
-        assert math.isfinite(ask(forecast(rule), asked=200, used=450)) is fits
+        assert math.isfinite(ask(forecast(rule), requested=200, used=450)) is fits
 
 
-def test_places_are_promised_one_after_the_other_oldest_first() -> None:
+def test_rooms_are_reserved_one_after_the_other_oldest_first() -> None:
     history = History([4.0] * 64, [20] * 64)
     plan = forecast(a_rule(CONCURRENT, 3), 1.0, 3.0, 2.0, history=history)
 
@@ -264,7 +264,7 @@ def test_places_are_promised_one_after_the_other_oldest_first() -> None:
     assert hints == sorted(hints)
 
 
-def test_several_processes_promise_only_their_share() -> None:
+def test_several_processes_reserve_only_their_share() -> None:
     plan = forecast(
         a_rule(CONCURRENT, 4),
         0.0,
@@ -284,18 +284,18 @@ def test_without_any_history_a_hint_is_a_guess_and_not_nothing() -> None:
     )
 
 
-def test_a_place_that_is_overdue_is_never_promised_for_at_once() -> None:
+def test_room_that_is_overdue_is_never_reserved_at_once() -> None:
     """An overdue request still counts, so an immediate retry would fail."""
     plan = forecast(a_rule(CONCURRENT, 1), 3.9, history=History([4.0] * 64, [20] * 64))
 
     assert 0 < ask(plan, held=1, after_s=0.2) == pytest.approx(HINT_S_MIN, abs=1e-6)
 
 
-def test_promises_made_on_a_guess_do_not_delay_later_clients() -> None:
+def test_reservations_made_on_a_guess_do_not_delay_later_clients() -> None:
     guess = forecast(a_rule(CONCURRENT, 1), 0.0)
     guessed = [ask(guess, held=1) for _ in range(200)]
     known = forecast(guess.rule, 0.0, history=History([0.8] * 64, [20] * 64))
-    known = replace(known, promises=list(guess.promises))
+    known = replace(known, reservations=list(guess.reservations))
 
     hints = [ask(known, held=1) for _ in range(4)]
 
@@ -348,8 +348,8 @@ def test_a_client_that_makes_requests_and_never_returns_delays_others_only_brief
     # the same time.
     assert max(hints[-20:]) < 30
     assert (
-        len(asking.refusals._forecasts[asking.rule.id].promises)
-        <= KEY_PROMISES_MAX + DOUBTED_PROMISES_MAX
+        len(asking.refusals._forecasts[asking.rule.id].reservations)
+        <= KEY_RESERVATIONS_MAX + DOUBTED_RESERVATIONS_MAX
     )
 
 
@@ -358,10 +358,10 @@ def test_a_crowd_behind_one_key_that_comes_back_is_believed() -> None:
     asking, key = Asking(a_rule(CONCURRENT, 10)), uuid.uuid4()
     clients = [uuid.uuid4() for _ in range(300)]
     for _ in range(3):
-        told = sorted((asking.hint_s(key, client), client) for client in clients)
-        assert len({hint_s for hint_s, _ in told}) == len(clients)
+        reported = sorted((asking.hint_s(key, client), client) for client in clients)
+        assert len({hint_s for hint_s, _ in reported}) == len(clients)
         began = asking.now
-        for hint_s, client in told:
+        for hint_s, client in reported:
             asking.now = began + timedelta(seconds=hint_s)
             asking.refusals.on_admitted((asking.organization_id, client))
 
@@ -377,13 +377,13 @@ def test_many_keys_of_one_organization_are_bounded_together() -> None:
             reservations.add((uuid.uuid4(), uuid.uuid4()), requester, 0.0, 100.0)
     other = Requester(uuid.uuid4(), uuid.uuid4())
 
-    assert len(reservations._outstanding) == ORGANIZATION_PROMISES_MAX
+    assert len(reservations._outstanding) == ORGANIZATION_RESERVATIONS_MAX
     assert reservations.accepts(other, 0.0)
     reservations._note_broken(150.0)
     assert not reservations._outstanding
 
 
-def test_promises_that_are_given_again_with_another_time_leave_nothing_behind() -> None:
+def test_renewed_reservations_with_another_time_leave_nothing_behind() -> None:
     """A month may pass until the first one would expire."""
     reservations, requester = RetryReservations(), Requester(uuid.uuid4(), uuid.uuid4())
     requests = [(uuid.uuid4(), uuid.uuid4()) for _ in range(10)]
@@ -423,7 +423,7 @@ async def test_a_hint_that_cannot_be_computed_delays_no_answer(
     def fails(*arguments: object) -> float:
         raise AssertionError("a mistake in the forecast")
 
-    monkeypatch.setattr(refusals, "promise", fails)
+    monkeypatch.setattr(refusals, "reserve", fails)
     payer, other = world.tenant(), world.tenant("other")
     world.quota(payer, CONCURRENT, 1)
     answers = await world.run(admit(payer), admit(payer), admit(other))
@@ -493,7 +493,7 @@ async def test_clients_of_a_real_database_that_wait_the_retry_after_are_admitted
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_request_that_comes_too_early_keeps_its_place_and_takes_none_from_others(
+async def test_a_request_that_comes_too_early_keeps_its_reservation_and_takes_none_from_others(
     world: HoldWorld,
 ) -> None:
     payer = world.tenant()

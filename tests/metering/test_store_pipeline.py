@@ -147,12 +147,12 @@ async def test_a_connection_that_goes_away_is_watched_no_more(
     ) as lost:
         fd = lost.pgconn.socket
 
-        def read_and_look(watch: Any, **rest: Any) -> None:
+        def read_and_poll(watch: Any, **rest: Any) -> None:
             read(watch, **rest)
             if lost.pgconn.status == psycopg.pq.ConnStatus.BAD:
                 still_watched.append(loop.remove_reader(fd))
 
-        monkeypatch.setattr(pipeline, "_read", read_and_look)
+        monkeypatch.setattr(pipeline, "_read", read_and_poll)
         with pytest.raises(psycopg.OperationalError):
             await run_pipeline(lost, [("SELECT pg_terminate_backend(pg_backend_pid())", ())])
 

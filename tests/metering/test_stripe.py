@@ -54,9 +54,9 @@ from metering.store.db import Sessions
 from metering.tenants.billing_profiles import BillingProfile, set_billing_profile
 from metering.tenants.tenants import create_organization
 from tests.growth import HOLD_MAX_S, Call, as_in_service, check_growth, check_hold
-from tests.metering.books import Consumed, Customer, Rates, new_customer, new_price
-from tests.metering.export_books import check_delivered, hours_ago, states, use_and_rate
+from tests.metering.exported_usage import check_delivered, hours_ago, states, use_and_rate
 from tests.metering.invariants import check_export
+from tests.metering.usage import Consumed, Customer, Rates, new_customer, new_price
 from tests.stripe_double.account import MISSING_EMAIL
 from tests.stripe_double.form import SCHEMA
 from tests.stripe_double.server import KEY, SECRET, StripeDouble, signature, stripe_double
@@ -275,10 +275,10 @@ async def test_the_command_says_what_is_missing_and_fails(
     for name, value in {**double.environment, "WEIR_DATABASE_URL": database_url}.items():
         monkeypatch.setenv(name, value)
 
-    told = await asyncio.to_thread(CliRunner().invoke, app, ["stripe", "sync", *arguments])
+    reported = await asyncio.to_thread(CliRunner().invoke, app, ["stripe", "sync", *arguments])
 
-    assert told.exit_code == 1
-    assert "bolt has no billing e-mail address" in told.output
+    assert reported.exit_code == 1
+    assert "bolt has no billing e-mail address" in reported.output
     assert double.calls == {}
 
 
@@ -884,9 +884,9 @@ async def test_the_status_names_customers_unknown_to_stripe(
     await form_batches(sessions)
     monkeypatch.setenv("WEIR_DATABASE_URL", database_url)
 
-    told = await asyncio.to_thread(CliRunner().invoke, app, ["stripe", "status", "--json"])
+    reported = await asyncio.to_thread(CliRunner().invoke, app, ["stripe", "status", "--json"])
 
-    assert json.loads(told.stdout)["unknown_organizations"] == ["acme"]
+    assert json.loads(reported.stdout)["unknown_organizations"] == ["acme"]
 
 
 async def test_senders_that_never_finish_keep_no_event_away(

@@ -14,7 +14,7 @@ from metering.celery_app import app
 from metering.core.models import Hold
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
-from tests.metering.books import Consumed, Customer, add_usage
+from tests.metering.usage import Consumed, Customer, add_usage
 
 
 def test_everything_scheduled_is_a_task_and_expires() -> None:

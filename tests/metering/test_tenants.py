@@ -22,7 +22,7 @@ from metering.tenants.tenants import (
     list_organizations,
     list_projects,
 )
-from tests.metering.books import Customer, new_customer
+from tests.metering.usage import Customer, new_customer
 
 
 async def test_a_key_leads_to_its_principal_and_only_its_hash_is_stored(
@@ -71,14 +71,14 @@ async def test_unknown_revoked_and_expired_keys_are_refused_alike(
         await revoke_api_key(session, api_key=customer.key.prefix, actor="test")
     unknown = customer.secret[:-1] + ("a" if customer.secret[-1] != "a" else "b")
 
-    said = set()
+    messages = set()
     async with sessions() as session:
         for secret in (unknown, customer.secret, expired, "", "wk_", "x\0y", "wk_" + "a" * 100_000):
             with pytest.raises(KeyInvalid) as refusal:
                 await authenticate(session, secret)
-            said.add(str(refusal.value))
+            messages.add(str(refusal.value))
 
-    assert len(said) == 1
+    assert len(messages) == 1
 
 
 async def test_revoking_twice_changes_nothing(sessions: Sessions, customer: Customer) -> None:

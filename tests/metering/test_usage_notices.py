@@ -14,7 +14,7 @@ from metering.holds.usage_notices import CHANNEL, UsageNotices
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.worker import APPLICATION, TaskRequest, UsageListener
-from tests.metering.books import Consumed, Customer, add_usage
+from tests.metering.usage import Consumed, Customer, add_usage
 from tests.metering.workers import wait_until, worker
 
 LISTENING = (
@@ -71,22 +71,22 @@ async def test_notices_outlive_a_database_that_is_away(
     await away.dispose()
 
 
-def test_a_task_that_was_asked_for_is_not_asked_for_again_until_it_has_begun() -> None:
-    asked: list[int] = []
-    request = TaskRequest(lambda: asked.append(1), again_after_s=3600.0)
+def test_a_task_that_was_requested_is_not_requested_again_until_it_has_begun() -> None:
+    requested: list[int] = []
+    request = TaskRequest(lambda: requested.append(1), again_after_s=3600.0)
     for _ in range(3):
         request()
-    assert len(asked) == 1
+    assert len(requested) == 1
 
     request.begun()
     for _ in range(3):
         request()
-    assert len(asked) == 2
+    assert len(requested) == 2
 
-    impatient = TaskRequest(lambda: asked.append(1), again_after_s=0.0)
+    impatient = TaskRequest(lambda: requested.append(1), again_after_s=0.0)
     impatient()
     impatient()
-    assert len(asked) == 4
+    assert len(requested) == 4
 
 
 def test_the_listener_comes_back_when_its_connection_breaks(database_url: str) -> None:

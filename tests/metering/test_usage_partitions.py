@@ -17,7 +17,7 @@ from metering.ledger.rating import MONTHS_AHEAD, create_partitions, rate_all_pen
 from metering.pricing.prices import ModelPrice
 from metering.proof.fsck import CHECKS, fsck
 from metering.store.db import Sessions
-from tests.metering.books import NOVEMBER, Consumed, Customer, add_usage
+from tests.metering.usage import NOVEMBER, Consumed, Customer, add_usage
 
 INSTANT = timedelta(microseconds=1)
 WHERE = text("SELECT settled_at, tableoid::regclass::text FROM usage_events ORDER BY id")
@@ -209,8 +209,8 @@ async def test_a_part_of_a_hold_is_unique_in_all_months(
     async with sessions() as session:
         for part in (0, 1):
             for at in ("settled_at", "settled_at + interval '1 month'", "timestamptz '2099-01-01'"):
-                told = await refused(session, copy.format(part, at))
-                assert "has this part already" in told or "_pkey" in told
+                reported = await refused(session, copy.format(part, at))
+                assert "has this part already" in reported or "_pkey" in reported
         assert "has this part twice" in await refused(
             session,
             f"{copy.format(2, 'settled_at')} UNION ALL"

@@ -30,7 +30,7 @@ from metering.reports.usage_reports import (
 from metering.store.db import Sessions
 from metering.tenants.api_keys import create_api_key
 from metering.tenants.tenants import create_project
-from tests.metering.books import Consumed, Customer, add_usage, new_customer, new_price
+from tests.metering.usage import Consumed, Customer, add_usage, new_customer, new_price
 
 DAY = Grouping.DAY
 FIRST, SECOND = datetime(2026, 11, 1, tzinfo=UTC), datetime(2026, 11, 2, 23, 59, 59, tzinfo=UTC)
@@ -67,7 +67,7 @@ async def second_key(session: AsyncSession) -> Customer:
     return Customer(key.organization_id, "acme", key, secret)
 
 
-async def test_a_row_tells_tokens_by_kind_and_the_ways_requests_ended(
+async def test_a_row_reports_tokens_by_kind_and_the_ways_requests_ended(
     sessions: Sessions, customer: Customer, price: ModelPrice
 ) -> None:
     async with sessions.begin() as session:

@@ -366,12 +366,12 @@ async def _send(response: web.StreamResponse, message: dict[str, Any]) -> None:
     await response.write(b"data: " + json.dumps(message).encode() + b"\n\n")
 
 
-def _logprobs(told: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
+def _logprobs(reported: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
     return {
-        "tokens": [f"token_id:{each.chosen.token_id}" for each in told],
-        "token_logprobs": [each.chosen.logprob for each in told],
+        "tokens": [f"token_id:{each.chosen.token_id}" for each in reported],
+        "token_logprobs": [each.chosen.logprob for each in reported],
         "top_logprobs": [
             {f"token_id:{top.token_id}": top.logprob for top in (each.chosen, *each.top)}
-            for each in told
+            for each in reported
         ],
     }

@@ -229,22 +229,22 @@ def control(backend: Backend) -> Handler:
     """Return the handler of control calls."""
 
     async def do(order: bytes, context: Any) -> bytes:
-        asked = json.loads(order)
-        if "faults" in asked:
-            backend.go_wrong(asked["faults"])
-        if "key" in asked:
-            backend.key = None if asked["key"] is None else tuple(asked["key"])
-        if asked.get("clear"):
+        requested = json.loads(order)
+        if "faults" in requested:
+            backend.go_wrong(requested["faults"])
+        if "key" in requested:
+            backend.key = None if requested["key"] is None else tuple(requested["key"])
+        if requested.get("clear"):
             backend.publish_cleared()
-        if asked.get("remove"):
-            backend.publish_removed(tuple(asked["remove"]))
-        told = msgspec.structs.asdict(backend.engine.statistics())
-        told |= {
+        if requested.get("remove"):
+            backend.publish_removed(tuple(requested["remove"]))
+        reported = msgspec.structs.asdict(backend.engine.statistics())
+        reported |= {
             "aborted": backend.aborted,
             "seen": backend.seen_count,
             "bodies": backend.bodies[-3:],
             "subscribers": backend.subscriber_count,
         }
-        return json.dumps(told).encode()
+        return json.dumps(reported).encode()
 
     return do

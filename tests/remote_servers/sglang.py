@@ -134,16 +134,16 @@ class SglangServicer(VllmServicer):
 
 
 def _logprobs(
-    told: tuple[TokenLogprobs, ...], request: pb.GenerateRequest
+    reported: tuple[TokenLogprobs, ...], request: pb.GenerateRequest
 ) -> pb.OutputLogProbs | None:
     """Return log-probabilities like SGLang: the chosen token, and the top tokens apart."""
     if not request.return_logprob:
         return None
     found = pb.OutputLogProbs(
-        token_ids=[each.chosen.token_id for each in told],
-        token_logprobs=[each.chosen.logprob for each in told],
+        token_ids=[each.chosen.token_id for each in reported],
+        token_logprobs=[each.chosen.logprob for each in reported],
     )
-    for each in told:
+    for each in reported:
         if request.top_logprobs_num:
             found.top_logprobs.append(
                 pb.TopLogProbs(

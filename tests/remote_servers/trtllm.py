@@ -42,7 +42,7 @@ class TrtllmServicer:
         prompt_tokens = len(wanted.prompt_token_ids) + ("wrong_prompt" in self._backend.faults)
         ends = set(request.stop_token_ids)
         token_ids: list[int] = []
-        told: list[pb.TokenLogprob] = []
+        reported: list[pb.TokenLogprob] = []
         cached = last = 0
         async for event in self._backend.run(request.request_id, wanted, context):
             match event:
@@ -60,7 +60,7 @@ class TrtllmServicer:
                     ]
                     token_ids += new
                     last = event.token_ids[-1]
-                    told += map(_logprob, event.logprobs)
+                    reported += map(_logprob, event.logprobs)
                     if not new:
                         continue
                     chunk = pb.GenerateStreamChunk(
@@ -79,7 +79,7 @@ class TrtllmServicer:
                         completion_tokens=event.generated_token_count
                         - ("cut_end" in self._backend.faults),
                         cached_tokens=cached,
-                        logprobs=told,
+                        logprobs=reported,
                     )
                     if event.reason is EngineFinishReason.STOP and last != min(ends):
                         # The model's own first end token is not reported.
@@ -174,11 +174,11 @@ class TrtllmServicer:
         )
 
 
-def _logprob(told: TokenLogprobs) -> pb.TokenLogprob:
-    top = {each.token_id: each.logprob for each in (*told.top, told.chosen)}
+def _logprob(reported: TokenLogprobs) -> pb.TokenLogprob:
+    top = {each.token_id: each.logprob for each in (*reported.top, reported.chosen)}
     return pb.TokenLogprob(
-        token_id=told.chosen.token_id,
-        logprob=told.chosen.logprob,
+        token_id=reported.chosen.token_id,
+        logprob=reported.chosen.logprob,
         top_logprobs=[
             pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in top.items()
         ],

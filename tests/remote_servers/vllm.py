@@ -103,12 +103,12 @@ class VllmServicer:
         return pb.GetServerInfoResponse(server_type="vllm-grpc", block_size=BLOCK_TOKENS)
 
     async def GetLoads(self, request: Any, context: Context) -> Any:
-        told = self._backend.engine.statistics()
+        reported = self._backend.engine.statistics()
         load = self.messages.SchedulerLoad(
-            num_running_reqs=told.running_sequence_count,
-            num_waiting_reqs=told.waiting_sequence_count,
-            max_total_num_tokens=told.kv_block_count_total * BLOCK_TOKENS,
-            token_usage=told.kv_block_count_held / max(told.kv_block_count_total, 1),
+            num_running_reqs=reported.running_sequence_count,
+            num_waiting_reqs=reported.waiting_sequence_count,
+            max_total_num_tokens=reported.kv_block_count_total * BLOCK_TOKENS,
+            token_usage=reported.kv_block_count_held / max(reported.kv_block_count_total, 1),
         )
         return self.messages.GetLoadsResponse(dp_rank_count=1, loads=[load])
 
@@ -168,12 +168,12 @@ class VllmServicer:
         return "" if "unsalted" in self._backend.faults else uuid.uuid4().hex
 
 
-def _logprobs(told: Sequence[TokenLogprobs], top_count: int) -> pb.OutputLogProbs | None:
+def _logprobs(reported: Sequence[TokenLogprobs], top_count: int) -> pb.OutputLogProbs | None:
     """Return log-probabilities like vLLM: the chosen token, then top tokens."""
-    if not told:
+    if not reported:
         return None
     found = pb.OutputLogProbs()
-    for each in told:
+    for each in reported:
         found.token_ids.append(each.chosen.token_id)
         found.token_logprobs.append(each.chosen.logprob)
         if top_count:

@@ -56,7 +56,7 @@ def service(
             SHARED.add(service)
             yield service
             SHARED.stop()
-        assert service.books.held_hold_count() == 0
+        assert service.database.held_hold_count() == 0
 
 
 async def price_encoder(service: Service) -> None:

@@ -158,7 +158,7 @@ async def test_a_request_that_never_began_is_sent_again_with_the_same_id() -> No
     assert sent == [result.request_id, result.request_id]
 
 
-async def test_retries_end_after_the_number_asked_for() -> None:
+async def test_retries_end_after_the_requested_number() -> None:
     server = ScriptedInference(break_before_anything)
     async with (
         scripted.serve(server) as address,

@@ -44,7 +44,7 @@ async def deaf_to_cancels(stream: ServerStream) -> None:
             )
 
 
-async def test_leaving_the_block_cancels_and_tells_the_usage() -> None:
+async def test_leaving_the_block_cancels_and_reports_the_usage() -> None:
     server = ScriptedInference(until_cancelled)
     async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
         async with client.generate("demo", "Hi") as generation:

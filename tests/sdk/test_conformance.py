@@ -48,7 +48,7 @@ from tests.inference.encoder_checkpoints import DIMENSION
 from tests.sdk import scripted
 from tests.sdk.conftest import EMBEDDING_PICOS, ENCODER, TIGHT_KEEP_S, TOOL_MODEL
 from tests.sdk.scripted import ScriptedInference, ServerStream
-from tests.sdk.tcp_door import TcpDoor
+from tests.sdk.tcp_proxy import TcpProxy
 from tests.service import CACHED_PICOS, INPUT_PICOS, MODEL, OUTPUT_PICOS, POLL_S, Service, Tenant
 
 CONFORMANCE = Path(__file__).resolve().parents[2] / "sdk" / "conformance.json"
@@ -98,9 +98,9 @@ async def settled(client: AsyncClient, request_id: str) -> str:
     return recorded.outcome or recorded.state
 
 
-def test_each_promise_has_a_test_here() -> None:
-    promises = {each["id"].replace("-", "_") for each in json.loads(CONFORMANCE.read_text())}
-    assert promises <= {name.removeprefix("test_") for name in globals()}
+def test_each_statement_has_a_test_here() -> None:
+    statements = {each["id"].replace("-", "_") for each in json.loads(CONFORMANCE.read_text())}
+    assert statements <= {name.removeprefix("test_") for name in globals()}
 
 
 async def test_streams_in_order(client: AsyncClient) -> None:
@@ -117,7 +117,7 @@ async def test_streams_in_order(client: AsyncClient) -> None:
     assert result.admitted.input_token_count == 4
 
 
-async def test_tells_the_exact_bill(client: AsyncClient) -> None:
+async def test_reports_the_exact_bill(client: AsyncClient) -> None:
     result = await client.complete(MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True)
     usage = result.usage
     uncached = usage.input_token_count - usage.cached_input_token_count
@@ -205,7 +205,7 @@ async def test_names_the_wrong_field(client: AsyncClient) -> None:
         client.generate(MODEL, text="a", token_ids=(7,))
 
 
-async def test_tells_the_limit_that_was_hit(limited: AsyncClient) -> None:
+async def test_reports_the_limit_that_was_hit(limited: AsyncClient) -> None:
     with pytest.raises(QuotaExceeded) as caught:
         await limited.complete(MODEL, token_ids=(7,) * 50, max_output_tokens=5)
     quota = caught.value.quota
@@ -284,11 +284,11 @@ async def test_keeps_response_formats(client: AsyncClient) -> None:
 
 
 async def test_names_the_stop(client: AsyncClient) -> None:
-    asked = GenerateOptions(token_ids=(7, 8, 9), max_output_tokens=40, ignore_eos=True)
-    free = await client.complete(MODEL, **asked)
+    requested = GenerateOptions(token_ids=(7, 8, 9), max_output_tokens=40, ignore_eos=True)
+    free = await client.complete(MODEL, **requested)
     stop, token_id = free.text[3:7], free.token_ids[2]
-    stopped = await client.complete(MODEL, **(asked | GenerateOptions(stop=["never!", stop])))
-    ended = await client.complete(MODEL, **(asked | GenerateOptions(stop_token_ids=[token_id])))
+    stopped = await client.complete(MODEL, **(requested | GenerateOptions(stop=["never!", stop])))
+    ended = await client.complete(MODEL, **(requested | GenerateOptions(stop_token_ids=[token_id])))
     assert (free.stopped_by, stopped.stopped_by) == (None, stop)
     assert ended.choices[0].stopped_by == token_id
 
@@ -353,10 +353,10 @@ async def test_returns_choices_and_logprobs(client: AsyncClient) -> None:
 
 
 async def test_shows_running_usage(client: AsyncClient) -> None:
-    asked = client.generate(
+    requested = client.generate(
         MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True, usage_interval_tokens=4
     )
-    async with asked as generation:
+    async with requested as generation:
         counts = [
             event.usage.delivered_token_count
             async for event in generation.events()
@@ -407,15 +407,15 @@ async def test_counts_tools(client: AsyncClient) -> None:
 
 async def test_retries_what_was_not_taken(service: Service) -> None:
     tenant = await service.tenant()
-    door = TcpDoor(service.address)
-    door.shut_count = 1
-    async with door.open(), AsyncClient(door.address, tenant.secret, max_retries=5) as client:
+    proxy = TcpProxy(service.address)
+    proxy.closed_count = 1
+    async with proxy.open(), AsyncClient(proxy.address, tenant.secret, max_retries=5) as client:
         result = await client.complete(
             MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True
         )
-    assert door.come_count >= 2
+    assert proxy.come_count >= 2
     assert result.usage.delivered_token_count == 12
-    assert service.books.delivered(tenant) == {result.request_id: 12}
+    assert service.database.delivered(tenant) == {result.request_id: 12}
 
 
 async def test_makes_a_dropped_call_again() -> None:
@@ -435,19 +435,19 @@ async def test_makes_a_dropped_call_again() -> None:
 
 
 async def test_stops_waiting_at_close() -> None:
-    hours, asked = 3600.0, asyncio.Event()
+    hours, requested = 3600.0, asyncio.Event()
 
     async def refuse(stream: ServerStream) -> None:
         start = await stream.read_start()
         refusal = scripted.status("UNAVAILABLE", "not now", "OVERLOADED", retry_after_s=hours)
         await stream.send(scripted.failed(start.request_id, refusal))
-        asked.set()
+        requested.set()
         await stream.read_to_end()
 
     async with scripted.serve(ScriptedInference(refuse)) as address:
         async with AsyncClient(address, "key", retry_wait_max_s=2 * hours) as client:
             waiting = asyncio.create_task(client.complete(MODEL, "Hi", timeout=2 * hours))
-            await asked.wait()
+            await requested.wait()
         with pytest.raises(Cancelled):
             await waiting
         with pytest.raises(RuntimeError, match="is closed"):
@@ -455,8 +455,8 @@ async def test_stops_waiting_at_close() -> None:
 
 
 async def test_raises_unavailable_without_a_server() -> None:
-    async with TcpDoor("127.0.0.1:1").open() as door:
-        address = door.address
+    async with TcpProxy("127.0.0.1:1").open() as proxy:
+        address = proxy.address
     async with AsyncClient(address, "key", max_retries=0) as client:
         with pytest.raises(Unavailable):
             await client.complete(MODEL, token_ids=PROMPT)
@@ -486,11 +486,11 @@ async def streamed_over_breaks(
 
     Return the deltas, the news, and the request's id.
     """
-    door = TcpDoor(service.address)
+    proxy = TcpProxy(service.address)
     deltas: list[Delta] = []
     news: list[Resumed] = []
     cuts_done = 0
-    async with door.open(), AsyncClient(door.address, tenant.secret) as client:
+    async with proxy.open(), AsyncClient(proxy.address, tenant.secret) as client:
         generation = client.generate(
             MODEL,
             token_ids=PROMPT,
@@ -503,7 +503,7 @@ async def streamed_over_breaks(
                 deltas.append(event)
                 if cuts_done < cut_count and cuts_done == len(news):
                     cuts_done += 1
-                    door.cut()
+                    proxy.cut()
             elif isinstance(event, Resumed):
                 news.append(event)
         assert generation.result.text == "".join(delta.text for delta in deltas)
@@ -523,31 +523,31 @@ async def test_resumes_where_it_broke(service: Service, client: AsyncClient) -> 
 
 async def test_resumes_before_the_first_token(service: Service) -> None:
     tenant = await service.tenant()
-    door = TcpDoor(service.address)
-    async with door.open(), AsyncClient(door.address, tenant.secret, max_retries=5) as client:
-        asked = client.generate(MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True)
-        asked.start()
-        while door.come_count == 0:  # noqa: ASYNC110  # at the door
+    proxy = TcpProxy(service.address)
+    async with proxy.open(), AsyncClient(proxy.address, tenant.secret, max_retries=5) as client:
+        requested = client.generate(MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True)
+        requested.start()
+        while proxy.come_count == 0:  # noqa: ASYNC110  # at the door
             await asyncio.sleep(0)
-        door.cut()
+        proxy.cut()
         at_work = client.generate(MODEL, token_ids=PROMPT, max_output_tokens=12, ignore_eos=True)
         assert not isinstance(await anext(at_work.events()), Delta)
-        door.cut()
-        results = [await asked.wait(), await at_work.wait()]
+        proxy.cut()
+        results = [await requested.wait(), await at_work.wait()]
     assert [len(result.token_ids) for result in results] == [12, 12]
-    assert service.books.delivered(tenant) == {result.request_id: 12 for result in results}
+    assert service.database.delivered(tenant) == {result.request_id: 12 for result in results}
 
 
 async def test_bills_a_resumed_request_once(service: Service) -> None:
     tenant = await service.tenant()
     _, _, request_id = await streamed_over_breaks(service, tenant, 3)
-    assert service.books.delivered(tenant) == {request_id: 3000}
+    assert service.database.delivered(tenant) == {request_id: 3000}
 
 
-async def test_ends_with_its_connection_if_asked(service: Service) -> None:
+async def test_ends_with_its_connection_if_requested(service: Service) -> None:
     tenant = await service.tenant()
-    door = TcpDoor(service.address)
-    async with door.open(), AsyncClient(door.address, tenant.secret) as client:
+    proxy = TcpProxy(service.address)
+    async with proxy.open(), AsyncClient(proxy.address, tenant.secret) as client:
         generation = client.generate(
             MODEL,
             token_ids=PROMPT,
@@ -556,7 +556,7 @@ async def test_ends_with_its_connection_if_asked(service: Service) -> None:
             keep_on_disconnect=None,
         )
         await anext(generation)
-        door.cut()
+        proxy.cut()
         with pytest.raises(IncompleteGeneration) as caught:
             await generation.wait()
         assert caught.value.partial is not None
@@ -566,13 +566,13 @@ async def test_ends_with_its_connection_if_asked(service: Service) -> None:
 
 async def test_cancels_while_the_connection_is_broken(service: Service) -> None:
     tenant = await service.tenant()
-    door = TcpDoor(service.address)
-    async with door.open(), AsyncClient(door.address, tenant.secret) as client:
+    proxy = TcpProxy(service.address)
+    async with proxy.open(), AsyncClient(proxy.address, tenant.secret) as client:
         generation = client.generate(
             MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, keep_on_disconnect=500
         )
         await anext(generation)
-        door.cut()
+        proxy.cut()
         generation.cancel()
         result = await generation.wait()
         assert result.finish_reason is FinishReason.CANCELLED
@@ -598,9 +598,9 @@ async def test_receives_what_another_client_started(service: Service, client: As
             == attached.result.usage.delivered_token_count
             == 3000
         )
-        with pytest.raises(Aborted) as told:
+        with pytest.raises(Aborted) as reported:
             await started.wait()
-        assert told.value.reason == "ATTACHED_ELSEWHERE"
+        assert reported.value.reason == "ATTACHED_ELSEWHERE"
         again = await one.attach(started.request_id).wait()  # it is kept for a while after its end
         assert len(again.token_ids) == 3000
         with pytest.raises(NotFound):
@@ -611,8 +611,8 @@ async def test_receives_what_another_client_started(service: Service, client: As
 
 async def test_leaves_nothing_behind_at_close(service: Service) -> None:
     tenant = await service.tenant()
-    door = TcpDoor(service.address)
-    async with door.open(), AsyncClient(door.address, tenant.secret) as client:
+    proxy = TcpProxy(service.address)
+    async with proxy.open(), AsyncClient(proxy.address, tenant.secret) as client:
         kept = [
             client.generate(
                 MODEL,
@@ -625,7 +625,7 @@ async def test_leaves_nothing_behind_at_close(service: Service) -> None:
         ]
         for generation in kept:
             await anext(generation)
-        door.cut()
+        proxy.cut()
     async with AsyncClient(service.address, tenant.secret) as client:
         assert {await settled(client, generation.request_id) for generation in kept} == {
             "CANCELLED"
@@ -634,14 +634,14 @@ async def test_leaves_nothing_behind_at_close(service: Service) -> None:
 
 async def test_keeps_as_long_as_allowed(service: Service, tight: Service) -> None:
     tenant = await service.tenant()
-    door = TcpDoor(tight.address)
-    async with door.open(), AsyncClient(door.address, tenant.secret) as client:
+    proxy = TcpProxy(tight.address)
+    async with proxy.open(), AsyncClient(proxy.address, tenant.secret) as client:
         for _ in range(2):  # the second one is cached
             generation = client.generate(
                 MODEL, token_ids=PROMPT, max_output_tokens=1000, ignore_eos=True
             )
             await anext(generation)
-            door.cut()
+            proxy.cut()
             assert (await generation.wait()).usage.delivered_token_count == 1000
             assert generation.resume_count == 1
         with pytest.raises(InvalidRequest, match="keep_on_disconnect") as refused:
@@ -651,21 +651,21 @@ async def test_keeps_as_long_as_allowed(service: Service, tight: Service) -> Non
 
 async def test_says_when_output_is_gone(service: Service, tight: Service) -> None:
     tenant = await service.tenant()
-    door = TcpDoor(tight.address)
+    proxy = TcpProxy(tight.address)
     async with (
         AsyncClient(tight.address, tenant.secret) as direct,
-        door.open(),
-        AsyncClient(door.address, tenant.secret) as client,
+        proxy.open(),
+        AsyncClient(proxy.address, tenant.secret) as client,
     ):
         generation = client.generate(
             MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True
         )
         await anext(generation)
-        door.shut_count = 10**6
-        door.cut()
+        proxy.closed_count = 10**6
+        proxy.cut()
         # As many steps for both.
         await direct.complete(MODEL, token_ids=(20, 21), max_output_tokens=2000, ignore_eos=True)
-        door.shut_count = 0
+        proxy.closed_count = 0
         with pytest.raises(IncompleteGeneration, match="no longer kept") as caught:
             await generation.wait()
         recorded = await direct.get_generation(generation.request_id)
@@ -679,11 +679,11 @@ async def test_says_when_output_is_gone(service: Service, tight: Service) -> Non
 
 async def test_says_how_it_was_settled(service: Service, client: AsyncClient) -> None:
     tenant = await service.tenant()
-    door = TcpDoor(service.address)
+    proxy = TcpProxy(service.address)
     async with (
         AsyncClient(service.address, tenant.secret) as one,
-        door.open(),
-        AsyncClient(door.address, tenant.secret) as other,
+        proxy.open(),
+        AsyncClient(proxy.address, tenant.secret) as other,
     ):
         started = one.generate(
             MODEL,
@@ -695,11 +695,11 @@ async def test_says_how_it_was_settled(service: Service, client: AsyncClient) ->
         await anext(started)
         attached = other.attach(started.request_id, resume_s=60)
         await anext(attached)
-        door.shut_count = 10**6
-        door.cut()
+        proxy.closed_count = 10**6
+        proxy.cut()
         while not await is_forgotten(one, started.request_id):  # noqa: ASYNC110  # at the server
             await asyncio.sleep(POLL_S)
-        door.shut_count = 0
+        proxy.closed_count = 0
         with pytest.raises(IncompleteGeneration, match=r"settled \(cancelled\)") as caught:
             await attached.wait()
         recorded = await one.get_generation(started.request_id)
@@ -742,7 +742,7 @@ async def test_asks_again_while_the_owner_is_away(service: Service, tight: Servi
     assert isinstance(caught.value.__cause__, AlreadyExists)
 
 
-async def test_costs_no_more_than_asked(client: AsyncClient) -> None:
+async def test_costs_no_more_than_requested(client: AsyncClient) -> None:
     limit = Money("USD", 4 * INPUT_PICOS + 10 * OUTPUT_PICOS)
     result = await client.complete(
         MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True, max_cost=limit
@@ -781,9 +781,9 @@ async def test_changes_limits_while_it_runs(client: AsyncClient) -> None:
         await generation.update(max_output_tokens=10)
 
 
-async def test_reads_no_further_ahead_than_asked(service: Service, client: AsyncClient) -> None:
+async def test_reads_no_further_ahead_than_requested(service: Service, client: AsyncClient) -> None:
     whole = await client.complete(MODEL, token_ids=PROMPT, max_output_tokens=3000, ignore_eos=True)
-    asked = client.generate(
+    requested = client.generate(
         MODEL,
         token_ids=PROMPT,
         max_output_tokens=3000,
@@ -791,16 +791,16 @@ async def test_reads_no_further_ahead_than_asked(service: Service, client: Async
         prefetch_tokens=8,
         keep_on_disconnect=None,
     )
-    deltas = [await anext(asked)]
+    deltas = [await anext(requested)]
     # As many steps for both.
     beside = await client.complete(
         MODEL, token_ids=(20, 21), max_output_tokens=300, ignore_eos=True
     )
     assert beside.usage.delivered_token_count == 300
-    assert len(asked.partial.token_ids) <= len(deltas[0].token_ids) + 8
-    deltas += [delta async for delta in asked]
+    assert len(requested.partial.token_ids) <= len(deltas[0].token_ids) + 8
+    deltas += [delta async for delta in requested]
     assert [delta.seq for delta in deltas] == list(range(1, len(deltas) + 1))
-    assert asked.result.token_ids == whole.token_ids
+    assert requested.result.token_ids == whole.token_ids
     deltas, news, _ = await streamed_over_breaks(
         service, await service.tenant(), 2, prefetch_tokens=8
     )
@@ -812,7 +812,7 @@ async def test_reads_no_further_ahead_than_asked(service: Service, client: Async
 
 async def test_takes_nothing_behind_its_cancel(client: AsyncClient) -> None:
     for keep_s in (None, 500):
-        asked = client.generate(
+        requested = client.generate(
             MODEL,
             token_ids=PROMPT,
             max_output_tokens=3000,
@@ -820,11 +820,11 @@ async def test_takes_nothing_behind_its_cancel(client: AsyncClient) -> None:
             prefetch_tokens=8,
             keep_on_disconnect=keep_s,
         )
-        first = await anext(asked)
+        first = await anext(requested)
         # As many steps for both.
         await client.complete(MODEL, token_ids=(20, 21), max_output_tokens=300, ignore_eos=True)
-        asked.cancel()
-        result = await asked.wait()
+        requested.cancel()
+        result = await requested.wait()
         assert result.finish_reason is FinishReason.CANCELLED
         assert len(result.token_ids) <= len(first.token_ids) + 8
         assert (result.usage.delivered_token_count == len(result.token_ids)) is (keep_s is None)
@@ -833,7 +833,7 @@ async def test_takes_nothing_behind_its_cancel(client: AsyncClient) -> None:
 
 async def test_ends_a_stalled_reader(service: Service, tight: Service) -> None:
     async with AsyncClient(tight.address, (await service.tenant()).secret) as client:
-        asked = client.generate(
+        requested = client.generate(
             MODEL,
             token_ids=PROMPT,
             max_output_tokens=2000,
@@ -841,14 +841,14 @@ async def test_ends_a_stalled_reader(service: Service, tight: Service) -> None:
             prefetch_tokens=8,
             keep_on_disconnect=None,
         )
-        asked.start()
+        requested.start()
         while True:  # nothing is read meanwhile
             with contextlib.suppress(NotFound):
-                if await settled(client, asked.request_id) == "SLOW_CONSUMER":
+                if await settled(client, requested.request_id) == "SLOW_CONSUMER":
                     break
             await asyncio.sleep(POLL_S)
-        deltas = [delta async for delta in asked]
-    result = asked.result
+        deltas = [delta async for delta in requested]
+    result = requested.result
     assert result.finish_reason is FinishReason.SLOW_CONSUMER
     assert (
         result.usage.delivered_token_count

@@ -99,7 +99,7 @@ def test_client_certificates_come_as_files_from_the_environment_too(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         (
             {"root_certificates": "/no/such/roots.pem"},
@@ -112,8 +112,8 @@ def test_client_certificates_come_as_files_from_the_environment_too(
         ),
     ],
 )
-def test_unusable_certificates_are_reported_by_name(options: TlsOptions, told: str) -> None:
-    with pytest.raises(InvalidRequest, match=told):
+def test_unusable_certificates_are_reported_by_name(options: TlsOptions, reported: str) -> None:
+    with pytest.raises(InvalidRequest, match=reported):
         ConnectionSettings.resolve("127.0.0.1:1", "key", **options)
 
 

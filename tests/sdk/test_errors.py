@@ -105,7 +105,7 @@ async def test_an_invalid_request_names_its_fields() -> None:
     )
 
 
-async def test_a_quota_error_tells_which_how_much_is_left_and_when_to_return() -> None:
+async def test_a_quota_error_reports_which_how_much_is_left_and_when_to_return() -> None:
     refusal = scripted.quota_status(retry_after_s=31.5)
 
     async with scripted.serve(refusing(refusal)) as address, AsyncClient(address, "key") as client:
@@ -146,12 +146,12 @@ def test_a_status_that_grpcio_lost_counts_as_a_broken_stream_which_may_be_tried_
         grpc.aio.Metadata(),
         "Internal error from Core",
     )
-    told = grpc.aio.AioRpcError(
+    reported = grpc.aio.AioRpcError(
         grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "internal error"
     )
 
     assert isinstance(error_from_rpc(lost), Unavailable)
-    assert isinstance(error_from_rpc(told), Internal)
+    assert isinstance(error_from_rpc(reported), Internal)
 
 
 async def test_a_failure_in_the_middle_keeps_the_text_and_its_usage() -> None:

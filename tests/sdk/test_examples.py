@@ -93,16 +93,16 @@ def docstrings() -> list[doctest.DocTest]:
 def test_the_examples_of_docstrings_are_true(client: weir_client.Client) -> None:
     tests = docstrings()
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
-    said: list[str] = []
+    message: list[str] = []
 
     for test in tests:
         for example in test.examples:
             example.source = with_test_models(example.source)
         test.globs = {**vars(weir_client), "client": client}
-        runner.run(test, out=said.append)
+        runner.run(test, out=message.append)
 
     assert len(tests) >= 5
-    assert not runner.failures, "".join(said)
+    assert not runner.failures, "".join(message)
 
 
 def test_the_examples_of_the_typescript_readme_compile_and_run(

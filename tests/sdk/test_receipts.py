@@ -155,8 +155,8 @@ def test_any_changed_bit_of_any_field_is_caught_and_named(index: int, field: str
     elif field.endswith("_id"):
         now = str(uuid.UUID(int=uuid.UUID(was).int ^ (1 << bit % 128)))
     else:
-        place = bit % len(was)
-        now = was[:place] + chr(ord(was[place]) ^ 1) + was[place + 1 :]
+        at = bit % len(was)
+        now = was[:at] + chr(ord(was[at]) ^ 1) + was[at + 1 :]
     receipts[index] = replace(receipts[index], **{field: now})  # type: ignore[arg-type]
 
     problems = [
@@ -195,15 +195,17 @@ def flipped(data: bytes, bit: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("removed", "told"), [(1, "gap: receipt 2 is missing"), (2, "gap: receipt 3 is missing")]
+    ("removed", "message"), [(1, "gap: receipt 2 is missing"), (2, "gap: receipt 3 is missing")]
 )
-def test_a_missing_receipt_is_a_gap(removed: int, told: str) -> None:
+def test_a_missing_receipt_is_a_gap(removed: int, message: str) -> None:
     receipts = month()
     del receipts[removed]
 
     verdict = verify_receipts(receipts, KEYS, month="2026-11")
 
-    assert [problem.message for problem in verdict.problems] == [f"{told} of project {PROJECTS[0]}"]
+    assert [problem.message for problem in verdict.problems] == [
+        f"{message} of project {PROJECTS[0]}"
+    ]
     assert verify_receipts(receipts, KEYS).valid, "single receipts need not be complete"
 
 
@@ -216,7 +218,7 @@ def test_missing_receipts_at_the_ends_show_in_root_and_sums() -> None:
     assert faults([], root=root, totals=totals) == {Fault.ROOT_DIFFERS, Fault.TOTALS_DIFFER}
 
 
-def test_two_receipts_for_one_place_are_a_fork() -> None:
+def test_two_receipts_for_one_position_are_a_fork() -> None:
     """A server that was restored from a backup makes them, or a dishonest one."""
     receipts = month()
     other = signed(resealed(replace(receipts[-1], request_id=str(uuid.UUID(int=99)))))
@@ -291,7 +293,7 @@ def test_receipts_survive_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("[]", "a receipt is a JSON object"),
         ("{}", "version: None is not 1"),
@@ -302,15 +304,15 @@ def test_receipts_survive_json() -> None:
         ("no json", "Expecting value"),
     ],
 )
-def test_invalid_receipts_are_refused_by_field(text: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_invalid_receipts_are_refused_by_field(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Receipt.from_json(text)
 
 
 def test_fields_of_the_wrong_kind_are_refused_by_name() -> None:
     line = month()[0].to_json()
 
-    for wrong, told in (
+    for wrong, message in (
         (line.replace('"part":0', '"part":"0"'), "part: '0' is not a number"),
         (line.replace('"part":0', '"part":true'), "part: True is not a number"),
         (line.replace('"path":["R', '"path":["X'), "path: "),
@@ -325,7 +327,7 @@ def test_fields_of_the_wrong_kind_are_refused_by_name() -> None:
             "reasoning_token_count: None is not a number",
         ),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             Receipt.from_json(wrong)
 
 
@@ -348,12 +350,12 @@ def test_changed_timings_are_caught(name: str) -> None:
             verify_receipt(wrong, KEYS)
     line = receipt.to_json()
     number = f'"{name}":{getattr(receipt.timings, name)}'
-    for text, told in (
+    for text, message in (
         (line.replace(number, f'"{name}":1.5'), f"timings.{name}: 1.5 is not a number"),
         (line.replace(number, f'"other":{name!r}'.replace("'", '"')), "timings: must be an object"),
         (line.replace('"version":3', '"version":1'), "no such field in a receipt of version 1"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             Receipt.from_json(text)
 
 

@@ -138,7 +138,7 @@ async def test_a_request_larger_than_the_limit_is_refused_here_and_leaves_the_st
         assert (await client.complete("demo", "Hi")).text == "Hello"
 
 
-async def test_events_tell_admission_progress_and_running_usage() -> None:
+async def test_events_report_admission_progress_and_running_usage() -> None:
     async def script(stream: ServerStream) -> None:
         frame = await stream.read_start()
         request_id = frame.request_id

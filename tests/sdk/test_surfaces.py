@@ -112,7 +112,7 @@ def one_sided(name: str, theirs: set[str], ours: set[str]) -> set[str]:
     return {f"{name}.{member}" for member in theirs ^ ours}
 
 
-def test_both_clients_offer_and_tell_the_same_or_the_difference_has_a_reason() -> None:
+def test_both_clients_offer_and_report_the_same_or_the_difference_has_a_reason() -> None:
     differences = set()
     for name, theirs in interfaces().items():
         ours = in_python(name)
@@ -186,8 +186,8 @@ def test_values_and_errors_do_not_load_grpc() -> None:
         "import sys; from weir_client import ApiKey, Invoice, Money, NotFound, Result, UsageRow;"
         " print([name for name in ('grpc', 'google.protobuf') if name in sys.modules])"
     )
-    said = subprocess.run(
+    message = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout
 
-    assert said == "[]\n"
+    assert message == "[]\n"

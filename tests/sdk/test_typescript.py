@@ -146,8 +146,8 @@ def output(built: Path, service: Service, tight_process: Service) -> str:
             command, env=environment, capture_output=True, text=True, timeout=RUN_MAX_S
         )
     except subprocess.TimeoutExpired as late:
-        said = late.output.decode() if isinstance(late.output, bytes) else late.output
-        pytest.fail(f"Node was not done after {RUN_MAX_S} s:\n{said}", pytrace=False)
+        message = late.output.decode() if isinstance(late.output, bytes) else late.output
+        pytest.fail(f"Node was not done after {RUN_MAX_S} s:\n{message}", pytrace=False)
     return done.stdout + done.stderr
 
 
@@ -159,14 +159,14 @@ def report(output: str) -> dict[str, str]:
         output,
         re.M | re.S,
     )
-    return {name: "ok" if verdict == "ok" else said for verdict, name, said in found}
+    return {name: "ok" if verdict == "ok" else message for verdict, name, message in found}
 
 
 @pytest.mark.parametrize("promise", PROMISES)
 def test_the_typescript_client_keeps(promise: str, report: dict[str, str]) -> None:
-    said = report.get(promise, "no such test in sdk/typescript/tests")
-    if said != "ok":
-        pytest.fail(said, pytrace=False)
+    message = report.get(promise, "no such test in sdk/typescript/tests")
+    if message != "ok":
+        pytest.fail(message, pytrace=False)
 
 
 def test_every_test_of_the_typescript_client_is_a_promise(report: dict[str, str]) -> None:

@@ -192,10 +192,10 @@ def test_everything_that_a_client_returns_becomes_json(name: str) -> None:
 def test_plain_data_keeps_every_value() -> None:
     usage = wire.read(weir_client.Usage, types_pb2.Usage(input_token_count=3))
     now = datetime(2026, 11, 27, tzinfo=UTC)
-    told_as = {"money": Money.of("0.05", "USD"), "usage": usage, "at": now, "raw": b"\x00"}
+    reported_as = {"money": Money.of("0.05", "USD"), "usage": usage, "at": now, "raw": b"\x00"}
 
-    told = json.loads(json.dumps(plain(told_as)))
+    reported = json.loads(json.dumps(plain(reported_as)))
 
-    assert told["money"] == {"currency_code": "USD", "picos": 50_000_000_000}
-    assert told["usage"]["input_token_count"] == 3
-    assert (told["at"], told["raw"]) == ("2026-11-27T00:00:00+00:00", "AA==")
+    assert reported["money"] == {"currency_code": "USD", "picos": 50_000_000_000}
+    assert reported["usage"]["input_token_count"] == 3
+    assert (reported["at"], reported["raw"]) == ("2026-11-27T00:00:00+00:00", "AA==")

@@ -39,7 +39,7 @@ class Account:
     rounding: str = ROUND_HALF_UP  # of the lines of invoices
     reports: dict[str, Values] = field(default_factory=dict)  # error reports by event id
 
-    def run(self, operation: str, places: list[str], values: Values) -> Values:
+    def run(self, operation: str, indexes: list[str], values: Values) -> Values:
         """Run a call; return the object of its answer. Raises: Refused."""
         match operation:
             case "POST /v1/billing/meter_events":
@@ -47,12 +47,12 @@ class Account:
             case "POST /v1/billing/meter_event_adjustments":
                 return self.take_back(values)
             case "GET /v1/billing/meters/{id}/event_summaries":
-                return self.summaries(places[0], values)
+                return self.summaries(indexes[0], values)
             case "GET /v1/customers/search":
                 return self.search(values)
             case "POST /v1/customers/{customer}":
-                self.one("customers", places[0]).update(values)
-                return self.one("customers", places[0])
+                self.one("customers", indexes[0]).update(values)
+                return self.one("customers", indexes[0])
             case "POST /v1/billing_portal/sessions":
                 self.one("customers", values["customer"])
                 return {
@@ -60,16 +60,16 @@ class Account:
                     "url": "https://billing.stripe.com/p/session/test_1",
                 }
             case "POST /v1/invoices/{id}":
-                self.draft(places[0]).update(values)
-                return self.one("invoices", places[0])
+                self.draft(indexes[0]).update(values)
+                return self.one("invoices", indexes[0])
             case "POST /v1/invoices/{id}/finalize":
-                return self.finalize(places[0])
+                return self.finalize(indexes[0])
         verb, path = operation.split(" ")
         kind = path.removeprefix("/v1/").split("/{")[0]
         if verb == "POST":
             return self.create(kind, values)
-        if places:
-            return self.one(kind, places[0])
+        if indexes:
+            return self.one(kind, indexes[0])
         return self.listed(kind, values)
 
     def of(self, kind: str) -> dict[str, Values]:
@@ -247,13 +247,13 @@ class Account:
 
     def search(self, values: Values) -> Values:
         """Return objects by one metadata field."""
-        asked = re.fullmatch(r"metadata\['(\w+)'\]:'([\w-]+)'", values["query"])
-        if asked is None:
+        requested = re.fullmatch(r"metadata\['(\w+)'\]:'([\w-]+)'", values["query"])
+        if requested is None:
             raise Refused(400, "query is not understood", param="query")
         found = [
             each
             for each in self.of("customers").values()
-            if each.get("metadata", {}).get(asked[1]) == asked[2]
+            if each.get("metadata", {}).get(requested[1]) == requested[2]
         ]
         return {
             "object": "search_result",

@@ -40,11 +40,11 @@ def parsed(operation: str, form: str) -> dict[str, Any]:
     """Return the parameters as typed values. Raises: Refused by the schema."""
     tree: dict[str, Any] = {}
     for field, value in parse_qsl(form, keep_blank_values=True):
-        place = tree
+        index = tree
         *outer, last = PART.findall(field)
         for name in outer:
-            place = place.setdefault(name, {})
-        place[str(len(place)) if last == "[]" else last] = value
+            index = index.setdefault(name, {})
+        index[str(len(index)) if last == "[]" else last] = value
     schema = OPERATIONS[operation]
     values = typed(tree, schema)
     try:

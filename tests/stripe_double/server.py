@@ -80,7 +80,7 @@ class StripeDouble:
         try:
             if method == "GET" and path.startswith("/v2/core/events/"):
                 return 200, self.account.reports[path.rpartition("/")[2]], {}
-            operation, places = operation_of(method, path)
+            operation, indexes = operation_of(method, path)
             values = parsed(operation, form)
             self.calls[operation] += 1
             if operation == "POST /v1/billing/meter_events":
@@ -88,7 +88,7 @@ class StripeDouble:
             with self.lock:
                 if key and key in self.answered:
                     return *self.answered[key], {}
-                made = self.account.run(operation, places, values)
+                made = self.account.run(operation, indexes, values)
                 if key:
                     self.answered[key] = 200, made
                 if (
@@ -108,9 +108,9 @@ class StripeDouble:
         self, values: dict[str, Any], key: str
     ) -> tuple[int, dict[str, Any], dict[str, str]]:
         """Handle an event, one at a time per customer and meter, with the next fault."""
-        place = f"{values['event_name']} {values['payload'].get('stripe_customer_id')}"
+        index = f"{values['event_name']} {values['payload'].get('stripe_customer_id')}"
         with self.lock:
-            if place in self.busy:
+            if index in self.busy:
                 self.clashes += 1
                 return (
                     429,
@@ -125,7 +125,7 @@ class StripeDouble:
                 )
             if key in self.answered:
                 return *self.answered[key], {}
-            self.busy.add(place)
+            self.busy.add(index)
             fault = self.faults.popleft() if self.faults else None
         try:
             if fault is None or fault.accepted:
@@ -143,7 +143,7 @@ class StripeDouble:
             return fault.status, failure, fault.headers
         finally:
             with self.lock:
-                self.busy.discard(place)
+                self.busy.discard(index)
 
 
 @contextlib.contextmanager

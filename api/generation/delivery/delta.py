@@ -91,7 +91,7 @@ class PackedOutput:
         self._begun_token_count = self._counted_thought_count = 0
         self._has_text = self._has_calls = False  # since the last turn
         self._add_count = self._taken_add_count = 0
-        self._turns: deque[int] = deque()  # calls of `add` before output that begins a delta
+        self._ticks: deque[int] = deque()  # calls of `add` before output that begins a delta
         self.end: pb.ChoiceEnd | None = None
 
     def __len__(self) -> int:
@@ -113,7 +113,7 @@ class PackedOutput:
     ) -> None:
         """Append output. logprobs: one entry per token, or none."""
         if (thought[0] and (self._has_text or self._has_calls)) or (text and self._has_calls):
-            self._turns.append(self._add_count)
+            self._ticks.append(self._add_count)
             self._has_text = self._has_calls = False
         self._add_count += 1
         self._has_text |= bool(text)
@@ -139,8 +139,8 @@ class PackedOutput:
         number with its text. A delta without anything: the first token does not fit.
         """
         add_count_max = len(self._token_ends)
-        if self._turns:
-            add_count_max = self._turns[0] - self._taken_add_count
+        if self._ticks:
+            add_count_max = self._ticks[0] - self._taken_add_count
             end = self._token_ends[add_count_max - 1]
             token_count_max = min(token_count_max, end - self._taken_token_count)
         token_count = min(token_count_max, len(self._token_ids))
@@ -152,8 +152,8 @@ class PackedOutput:
         self._taken_token_count += token_count
         whole_count = min(bisect_right(self._token_ends, self._taken_token_count), add_count_max)
         self._taken_add_count += whole_count
-        if self._turns and self._turns[0] == self._taken_add_count:
-            self._turns.popleft()
+        if self._ticks and self._ticks[0] == self._taken_add_count:
+            self._ticks.popleft()
         reasoning_count = self._count_thoughts(whole_count)
         if whole_count:
             delta.calls = self._take_calls(whole_count)

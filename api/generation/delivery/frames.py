@@ -44,8 +44,8 @@ def admitted(
     """
     frame, quotas = _met_quotas(admission.quotas.rules)
     ends, counts = resets(admission.quotas.now), admission.quotas.counts
-    for place, status, limit_value, window in quotas:
-        used, held = counts[place]
+    for index, status, limit_value, window in quotas:
+        used, held = counts[index]
         status.used_value, status.held_value, status.remaining_value = (
             used,
             held,
@@ -54,12 +54,12 @@ def admitted(
         if (reset := ends[window]) is not None:
             delay = status.reset_delay
             status.reset_time.seconds, delay.seconds, delay.nanos = reset
-    said = frame.admitted
-    said.input_token_count = len(request.prompt_token_ids)
-    said.predicted_cached_token_count = predicted_cached_token_count
-    said.price_version = admission.prices.version
-    said.max_output_token_count = request.stop.max_output_tokens * request.choice_count
-    said.limited_by_key = limited_by_key
+    message = frame.admitted
+    message.input_token_count = len(request.prompt_token_ids)
+    message.predicted_cached_token_count = predicted_cached_token_count
+    message.price_version = admission.prices.version
+    message.max_output_token_count = request.stop.max_output_tokens * request.choice_count
+    message.limited_by_key = limited_by_key
     return frame
 
 
@@ -73,11 +73,11 @@ def _met_quotas(
     Only numbers are set again: setting a string would grow the message's memory each time.
     """
     frame = pb.ServerFrame()
-    places = sorted(range(len(rules)), key=lambda place: order(rules[place]))
-    frame.admitted.quotas.extend(quota_in_force(rules[place], "", "") for place in places)
-    found = zip(places, frame.admitted.quotas, strict=True)
+    order_of_rules = sorted(range(len(rules)), key=lambda index: order(rules[index]))
+    frame.admitted.quotas.extend(quota_in_force(rules[index], "", "") for index in order_of_rules)
+    found = zip(order_of_rules, frame.admitted.quotas, strict=True)
     return frame, [
-        (place, status, status.limit_value, rules[place].window) for place, status in found
+        (index, status, status.limit_value, rules[index].window) for index, status in found
     ]
 
 
@@ -170,13 +170,13 @@ def attached(after_seq: int, last_seq: int, so_far: UsageSoFar, *, running: bool
 
 
 def set_settlement(
-    settled: Settled, said: pb.FinishedFrame | pb.FailedFrame | pb.EmbedResponse
+    settled: Settled, message: pb.FinishedFrame | pb.FailedFrame | pb.EmbedResponse
 ) -> None:
     """Set the billed usage and the receipts in a response.
 
     Changes it in place, since assigning a message copies it.
     """
-    usage, cost = said.usage, said.cost
+    usage, cost = message.usage, message.cost
     usage.input_token_count = settled.input_token_count
     usage.cached_input_token_count = settled.cached_input_token_count
     usage.generated_token_count = settled.generated_token_count
@@ -188,7 +188,7 @@ def set_settlement(
     cost.currency_code = settled.currency_code
     cost.units, cost.picos = divmod(settled.cost_picos, wire.PICOS_PER_UNIT)
     for receipt in settled.receipts:
-        receipt_message(receipt, said.receipts.add)
+        receipt_message(receipt, message.receipts.add)
 
 
 def finished(
@@ -210,45 +210,45 @@ def finished(
     by its index.
     """
     frame = pb.ServerFrame()
-    said = frame.finished
-    said.reason = wire.finish_reason(outcome, called=0 in called_choices)
+    message = frame.finished
+    message.reason = wire.finish_reason(outcome, called=0 in called_choices)
     if settled is None:
-        said.usage.SetInParent()
-        said.cost.currency_code = currency_code
+        message.usage.SetInParent()
+        message.cost.currency_code = currency_code
     else:
-        set_settlement(settled, said)
+        set_settlement(settled, message)
     # Serialized: less than half the time of setting the fields.
     fields: list[float] = [0] * (2 * len(TIMING_TAGS))
     fields[::2], fields[1::2] = TIMING_TAGS, [timings.get(name, 0.0) for name in TIMING_NAMES]
-    said.timings.MergeFromString(TIMINGS.pack(*fields))
-    said.migration_count = migration_count
+    message.timings.MergeFromString(TIMINGS.pack(*fields))
+    message.migration_count = migration_count
     if detail:
-        said.detail = detail
+        message.detail = detail
     if exhausted:
-        said.exhausted_quotas.extend(quota_statuses(exhausted))
+        message.exhausted_quotas.extend(quota_statuses(exhausted))
     if 0 in stops:
-        set_stop(said, stops[0])
+        set_stop(message, stops[0])
     for index, end in sorted(choice_ends.items()):
         reason = wire.finish_reason(end, called=index in called_choices)
-        choice = said.choices.add(choice_index=index, reason=reason)
+        choice = message.choices.add(choice_index=index, reason=reason)
         if index in stops:
             set_stop(choice, stops[index])
     return frame
 
 
-def set_stop(said: pb.FinishedFrame | pb.ChoiceEnd, stop: StoppedBy) -> None:
+def set_stop(message: pb.FinishedFrame | pb.ChoiceEnd, stop: StoppedBy) -> None:
     """Set the stop that ended an output."""
     if isinstance(stop, str):
-        said.stop_sequence = stop
+        message.stop_sequence = stop
     elif stop is not None:
-        said.stop_token_id = stop
+        message.stop_token_id = stop
 
 
-def stop_of(said: pb.FinishedFrame | pb.ChoiceEnd) -> StoppedBy:
+def stop_of(message: pb.FinishedFrame | pb.ChoiceEnd) -> StoppedBy:
     """Return the stop that ended an output."""
-    if said.WhichOneof("stopped_by") == "stop_sequence":
-        return said.stop_sequence
-    return said.stop_token_id if said.HasField("stop_token_id") else None
+    if message.WhichOneof("stopped_by") == "stop_sequence":
+        return message.stop_sequence
+    return message.stop_token_id if message.HasField("stop_token_id") else None
 
 
 def failed(

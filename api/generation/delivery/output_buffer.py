@@ -200,7 +200,7 @@ class OutputBuffer(ABC):
         subscription: Subscription,
         model: str,
         flow: FlowControl,
-        life: EndDecision,
+        request_state: EndDecision,
         update: Callable[[pb.UpdateFrame], None],
     ) -> None:
         """model: name as sent by the client. update: changes the limits of the request."""
@@ -216,7 +216,7 @@ class OutputBuffer(ABC):
         self.usage_interval: UsageInterval | None = None
         self.flow = flow
         self.subscription: Subscription | None = subscription
-        self._life: EndDecision | None = life  # until the request has ended
+        self._request_state: EndDecision | None = request_state  # until the request has ended
         self._update = update
         self._last_seq = 0  # of the newest delta
         self._opening: list[bytes] = []  # frames that are sent again to a stream that attaches
@@ -341,9 +341,9 @@ class OutputBuffer(ABC):
             self._watch_reading(stall_max_s, now, last)
             return
         self._stall = None
-        if self._life is not None:
+        if self._request_state is not None:
             rate, time_s = self.flow.tokens_per_s_min, self.flow.stall_max_s
-            self._life.stop(Outcome.SLOW_CONSUMER, detail=read_too_slowly(rate, time_s))
+            self._request_state.stop(Outcome.SLOW_CONSUMER, detail=read_too_slowly(rate, time_s))
         self.discard()
         self._bill_stalled()
         self.moved()
@@ -358,9 +358,9 @@ class OutputBuffer(ABC):
 
     def lose(self, error: JournalUnavailable) -> None:
         """Fail the request: tokens were taken that cannot be journalled. The rest is discarded."""
-        if self._life is not None:
-            self._life.discards = True
-            self._life.stop(Outcome.FAILED, error)
+        if self._request_state is not None:
+            self._request_state.discards = True
+            self._request_state.stop(Outcome.FAILED, error)
         self.discard()
 
     @abstractmethod
@@ -383,7 +383,7 @@ class OutputBuffer(ABC):
         None: shutdown without a last frame. Drops all references to the request, so that it is
         freed without a garbage collection.
         """
-        self._end, self._life = frame, None
+        self._end, self._request_state = frame, None
         self.fence, self._update = may_always_send, _ended
         self.flow.close()
         if self._unattended is not None:
@@ -395,15 +395,15 @@ class OutputBuffer(ABC):
 
     def stop(self, outcome: Outcome) -> None:
         """Stop the request."""
-        if self._life is not None:
-            self._life.stop(outcome)
+        if self._request_state is not None:
+            self._request_state.stop(outcome)
 
     def grant(self, token_count: int) -> None:
         """Add credit. A number below 1 ends the request like a cancellation."""
         if token_count < 1:
             wrong = FieldViolation("credit.token_count", f"must be at least 1, got {token_count}")
-            if self._life is not None:
-                self._life.stop(Outcome.CANCELLED, InvalidRequest([wrong]))
+            if self._request_state is not None:
+                self._request_state.stop(Outcome.CANCELLED, InvalidRequest([wrong]))
             return
         self.count_write()  # the write may have begun before the credit ran out
         self.flow.grant(token_count)
@@ -419,8 +419,12 @@ class OutputBuffer(ABC):
 
         Raises: OutputGone; RequestInFlight if the request is just ending. Nothing has changed then.
         """
-        is_running = self._life is not None
-        if self._life is not None and self._life.end is not None and not self.is_kept:
+        is_running = self._request_state is not None
+        if (
+            self._request_state is not None
+            and self._request_state.end is not None
+            and not self.is_kept
+        ):
             raise RequestInFlight(
                 "the request with this request_id is just ending; retry in a moment"
             )
@@ -473,8 +477,8 @@ class OutputBuffer(ABC):
         """
         if self.subscription is not subscription:
             return
-        if self._life is not None:
-            self._life.stop(Outcome.CANCELLED, error)
+        if self._request_state is not None:
+            self._request_state.stop(Outcome.CANCELLED, error)
         else:
             self.detach()
             subscription.end(frames.failed(status_of(error), None))
@@ -483,7 +487,7 @@ class OutputBuffer(ABC):
         """Handle the close of the receiving stream: stop, or run on for `keep_s`."""
         if self.subscription is not subscription:
             return
-        if self._life is None:
+        if self._request_state is None:
             self.detach()
         elif self.keep_s is None:
             self.stop(outcome)
@@ -533,7 +537,7 @@ class OutputBuffer(ABC):
 
     def moved(self) -> None:
         """Handle that the transport took the output, or that the client is gone."""
-        then, life, subscription = self.then, self._life, self.subscription
+        then, request_state, subscription = self.then, self._request_state, self.subscription
         if then is None:
             return
         # A replay buffer takes delivery at once.
@@ -541,7 +545,7 @@ class OutputBuffer(ABC):
             not self.in_flight_token_count
             and (
                 (subscription is None or subscription.writer.is_abandoned)
-                or (life is None or life.discards)
+                or (request_state is None or request_state.discards)
                 or not (self._waits() or subscription.frames or subscription.in_flight_count)
             )
         ):
@@ -551,7 +555,7 @@ class OutputBuffer(ABC):
                 self._stall.cancel()
                 self._stall = None
             self._is_stopped = False
-        elif life is not None and life.discards and not self._is_stopped:
+        elif request_state is not None and request_state.discards and not self._is_stopped:
             self._is_stopped = True
             if self._stall is not None:
                 self._stall.cancel()
@@ -631,10 +635,10 @@ class SendBuffer(OutputBuffer):
         subscription: Subscription,
         model: str,
         flow: FlowControl,
-        life: EndDecision,
+        request_state: EndDecision,
         update: Callable[[pb.UpdateFrame], None],
     ) -> None:
-        super().__init__(subscription, model, flow, life, update)
+        super().__init__(subscription, model, flow, request_state, update)
         self._steps: list[Step] = []  # waiting, after the packed ones
         self._packed: dict[int, PackedOutput] = {}  # by choice
 
@@ -715,7 +719,7 @@ class SendBuffer(OutputBuffer):
                 parts.append(part)
                 end = len(parts)
                 into.entries.append((self, count, thought[1], end - 1, end))
-                if self._life is None:
+                if self._request_state is None:
                     self._send_end()
                 return
         self._take_packed(subscription, into, delta_max)
@@ -756,7 +760,7 @@ class SendBuffer(OutputBuffer):
             self._packed.clear()
         if not self._packed:
             self.ready_at = None
-        if self._life is None and not self._packed:
+        if self._request_state is None and not self._packed:
             self._send_end()
 
     def _pack(self) -> None:

@@ -46,12 +46,12 @@ class ReplayableBuffer(OutputBuffer):
         subscription: Subscription,
         model: str,
         flow: FlowControl,
-        life: EndDecision,
+        request_state: EndDecision,
         update: Callable[[pb.UpdateFrame], None],
         keep_s: float,
         buffer: ReplayBuffer,
     ) -> None:
-        super().__init__(subscription, model, flow, life, update)
+        super().__init__(subscription, model, flow, request_state, update)
         self.keep_s = keep_s
         self.buffer = buffer
         self._next_seq = 1  # first delta that was not handed to the subscription
@@ -148,7 +148,7 @@ class ReplayableBuffer(OutputBuffer):
         )
         if count and (new_count > 0 or new_reasoning_count > 0):
             into.replayed.append((self, max(new_count, 0), max(new_reasoning_count, 0)))
-        if self._life is None and not self._waits():
+        if self._request_state is None and not self._waits():
             self._send_end()
 
     def forget(self) -> None:
@@ -167,8 +167,8 @@ class ReplayableBuffer(OutputBuffer):
         data = delta_bytes(self._last_seq, choice_index, delta)
         unread_seq = self._next_seq if self.subscription is not None else self._last_seq + 1
         if not self.buffer.put(data, token_count, unread_seq, reasoning_token_count):
-            if self._life is not None:
-                self._life.stop(Outcome.SLOW_CONSUMER, detail=UNREAD_TOO_MUCH)
+            if self._request_state is not None:
+                self._request_state.stop(Outcome.SLOW_CONSUMER, detail=UNREAD_TOO_MUCH)
             self._skip()  # the request is over; output outside the buffer cannot be sent
 
     def _skip(self) -> None:

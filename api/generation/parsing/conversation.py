@@ -69,9 +69,9 @@ def _check_continued(conversation: pb.Conversation, wrong: Violations) -> None:
         " begin a new message",
     )
     for name in ("thinking", "reasoning_effort"):
-        asked = getattr(conversation, name)
+        value = getattr(conversation, name)
         wrong.check(
-            not asked or asked in NOT_THINKING,
+            not value or value in NOT_THINKING,
             f"conversation.{name}",
             "cannot be combined with an answer that has begun, before which the model would think:"
             " leave one of them out",
@@ -83,7 +83,7 @@ def check_messages(messages: Sequence[pb.Message], wrong: Violations) -> None:
     wrong.check(bool(messages), "conversation.messages", "must hold at least one message")
     if not wrong.check_count(len(messages), MESSAGE_COUNT_MAX, "conversation.messages"):
         return
-    call_counts = [len(turn.tool_calls) for turn in messages]
+    call_counts = [len(wait_for_share.tool_calls) for wait_for_share in messages]
     call_count = sum(call_counts)
     right = call_count <= CALL_COUNT_MAX
     wrong.check(
@@ -94,9 +94,11 @@ def check_messages(messages: Sequence[pb.Message], wrong: Violations) -> None:
     if not right:
         return
     call_ids: set[str] = set()
-    for index, (turn, count) in enumerate(zip(messages, call_counts, strict=True)):
-        role = turn.role
-        if role in PLAIN_ROLES and not (count or turn.tool_call_id or turn.reasoning):
+    for index, (wait_for_share, count) in enumerate(zip(messages, call_counts, strict=True)):
+        role = wait_for_share.role
+        if role in PLAIN_ROLES and not (
+            count or wait_for_share.tool_call_id or wait_for_share.reasoning
+        ):
             continue  # most turns
         field = f"conversation.messages[{index}]"
         wrong.check(
@@ -106,28 +108,28 @@ def check_messages(messages: Sequence[pb.Message], wrong: Violations) -> None:
         )
         if role == pb.ROLE_TOOL:
             wrong.check(
-                turn.tool_call_id in call_ids,
+                wait_for_share.tool_call_id in call_ids,
                 f"{field}.tool_call_id",
                 "must be the id of a call in an earlier message",
             )
-        elif turn.tool_call_id:
+        elif wait_for_share.tool_call_id:
             wrong.check(
                 False, f"{field}.tool_call_id", "is allowed for ROLE_TOOL only; leave it out"
             )
-        if turn.reasoning:
+        if wait_for_share.reasoning:
             wrong.check(
                 role == pb.ROLE_ASSISTANT,
                 f"{field}.reasoning",
                 "is allowed for ROLE_ASSISTANT only; leave it out",
             )
-        if turn.tool_calls:
+        if wait_for_share.tool_calls:
             wrong.check(
-                turn.role == pb.ROLE_ASSISTANT,
+                wait_for_share.role == pb.ROLE_ASSISTANT,
                 f"{field}.tool_calls",
                 "are allowed for ROLE_ASSISTANT only; leave them out",
             )
-            check_calls(turn.tool_calls, f"{field}.tool_calls", wrong)
-            call_ids.update(call.id for call in turn.tool_calls)
+            check_calls(wait_for_share.tool_calls, f"{field}.tool_calls", wrong)
+            call_ids.update(call.id for call in wait_for_share.tool_calls)
 
 
 def check_calls(calls: Sequence[pb.ToolCall], field: str, wrong: Violations) -> None:
@@ -185,16 +187,24 @@ def thinking_of(message: pb.StartFrame | pb.CountTokensRequest) -> Thinking:
 def _messages(turns: Sequence[pb.Message]) -> tuple[ChatMessage, ...]:
     messages: list[ChatMessage] = []
     calls: dict[str, ToolCall] = {}  # the latest of each id
-    for turn in turns:
-        if (role := turn.role) in CALLLESS_ROLES:
-            messages.append(ChatMessage(ROLES[role], turn.content))
+    for wait_for_share in turns:
+        if (role := wait_for_share.role) in CALLLESS_ROLES:
+            messages.append(ChatMessage(ROLES[role], wait_for_share.content))
             continue
         called = tuple(
             ToolCall(call.id, call.name, shown_arguments(call.arguments_json))
-            for call in turn.tool_calls
+            for call in wait_for_share.tool_calls
         )
         calls |= {call.id: call for call in called}
-        result_of = calls[turn.tool_call_id] if turn.role == pb.ROLE_TOOL else None
-        message = ChatMessage(ROLES[turn.role], turn.content, called, result_of, turn.reasoning)
+        result_of = (
+            calls[wait_for_share.tool_call_id] if wait_for_share.role == pb.ROLE_TOOL else None
+        )
+        message = ChatMessage(
+            ROLES[wait_for_share.role],
+            wait_for_share.content,
+            called,
+            result_of,
+            wait_for_share.reasoning,
+        )
         messages.append(message)
     return tuple(messages)

@@ -125,16 +125,16 @@ def parse_start(
         # Before they are copied: a million ids take a tenth of a second.
         raise PromptTooLong(count, None, window_tokens_max)
     # Absent fields are valid, and most frames lack most fields: check only present ones.
-    said = {field.name for field, _ in start.ListFields()}
+    present = {field.name for field, _ in start.ListFields()}
     wrong.check_text(start.model, "model", missing=MODEL_MISSING)
     check_prompt(start, wrong)
-    if not said.isdisjoint(DECODING_FIELDS):
+    if not present.isdisjoint(DECODING_FIELDS):
         check_decoding(start, wrong)
-    if not said.isdisjoint(STOP_FIELDS):
+    if not present.isdisjoint(STOP_FIELDS):
         check_stop(start, wrong)
-    if not said.isdisjoint(TOOL_FIELDS):
+    if not present.isdisjoint(TOOL_FIELDS):
         check_tool_use(start, wrong)
-    if not said.isdisjoint(LIMIT_FIELDS):
+    if not present.isdisjoint(LIMIT_FIELDS):
         check_limits(start, wrong)
     wrong.raise_if_any()
     return ValidStart(
@@ -143,25 +143,25 @@ def parse_start(
         payload_hash=payload_hash(start.SerializeToString(deterministic=True)),
         model=start.model,
         prompt=parse_prompt(start),
-        sampling=NO_OVERRIDES if said.isdisjoint(SAMPLING_FIELDS) else parse_sampling(start),
-        stop=NO_STOP_RULES if said.isdisjoint(STOP_FIELDS) else parse_stop(start),
-        response_format=parse_response_format(start) if "response_format" in said else None,
-        choice_count=start.choice_count if "choice_count" in said else 1,
-        beam_search=parse_beam_search(start) if "beam_search" in said else None,
+        sampling=NO_OVERRIDES if present.isdisjoint(SAMPLING_FIELDS) else parse_sampling(start),
+        stop=NO_STOP_RULES if present.isdisjoint(STOP_FIELDS) else parse_stop(start),
+        response_format=parse_response_format(start) if "response_format" in present else None,
+        choice_count=start.choice_count if "choice_count" in present else 1,
+        beam_search=parse_beam_search(start) if "beam_search" in present else None,
         usage_interval_tokens=start.usage_interval_tokens
-        if "usage_interval_tokens" in said
+        if "usage_interval_tokens" in present
         else None,
-        labels=dict(start.labels) if "labels" in said else {},
+        labels=dict(start.labels) if "labels" in present else {},
         tier=TIERS[start.tier],
-        start_timeout_s=seconds_of(start.start_timeout) if "start_timeout" in said else None,
-        keep_s=seconds_of(start.keep_on_disconnect) if "keep_on_disconnect" in said else None,
+        start_timeout_s=seconds_of(start.start_timeout) if "start_timeout" in present else None,
+        keep_s=seconds_of(start.keep_on_disconnect) if "keep_on_disconnect" in present else None,
         initial_credit_tokens=start.initial_credit_tokens
-        if "initial_credit_tokens" in said
+        if "initial_credit_tokens" in present
         else None,
-        max_cost=cost_of(start.max_cost) if "max_cost" in said else None,
+        max_cost=cost_of(start.max_cost) if "max_cost" in present else None,
         region=start.region,
-        tool_use=parse_tool_use(start) if "tools" in said else NO_TOOLS,
-        thinking=thinking_of(start) if "conversation" in said else None,
+        tool_use=parse_tool_use(start) if "tools" in present else NO_TOOLS,
+        thinking=thinking_of(start) if "conversation" in present else None,
     )
 
 

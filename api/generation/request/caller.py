@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from api.access.auth import payer
-from api.core.rate_limiter import VISIT
+from api.core.rate_limiter import CALL
 from api.observability.spans import NO_TRACE, TraceContext
 from metering.quotas.quota_rules import Payer
 from metering.tenants.authentication import NO_BOUNDS, Principal, TokenBounds
@@ -44,7 +44,7 @@ class Caller:
         trace: TraceContext,
     ) -> Caller:
         """Return the caller of a call that carries a single request."""
-        visit = VISIT.get()
+        call = CALL.get()
         return cls(
             payer(principal),
             auth_ms,
@@ -54,5 +54,5 @@ class Caller:
             bounds=principal.bounds,
             address=principal.address,
             secret_hash=principal.secret_hash,
-            on_admitted=(lambda: None) if visit is None else visit.on_admitted,
+            on_admitted=(lambda: None) if call is None else call.on_admitted,
         )

@@ -88,11 +88,11 @@ class Identity:
     def vouch(self, secret: str, address: Address) -> str:
         """Sign the address of the client with this secret, for the metadata of a call to another
         process."""
-        said = f"{self.process_id.hex} {time.time():.0f} {address}"
+        statement = f"{self.process_id.hex} {time.time():.0f} {address}"
         key = serialization.load_pem_private_key(self.private_key, None)
         assert isinstance(key, ec.EllipticCurvePrivateKey), "`make_certificate` makes an EC key"
-        signature = key.sign(_statement(said, secret), ec.ECDSA(hashes.SHA256()))
-        return f"{said} {signature.hex()}"
+        signature = key.sign(_statement(statement, secret), ec.ECDSA(hashes.SHA256()))
+        return f"{statement} {signature.hex()}"
 
 
 class PeerCertificates:
@@ -149,23 +149,26 @@ def vouched_address(text: str, secret: str, certificate: str, now: float) -> Add
 
     certificate: of the signing process. now: seconds since 1970.
     """
-    said, _, signature = text.rpartition(" ")
-    _, _, rest = said.partition(" ")
+    statement, _, signature = text.rpartition(" ")
+    _, _, rest = statement.partition(" ")
     made_at, _, address = rest.partition(" ")
     try:
         key = x509.load_pem_x509_certificate(certificate.encode()).public_key()
         assert isinstance(key, ec.EllipticCurvePublicKey), "`make_certificate` makes an EC key"
-        key.verify(bytes.fromhex(signature), _statement(said, secret), ec.ECDSA(hashes.SHA256()))
+        key.verify(
+            bytes.fromhex(signature), _statement(statement, secret), ec.ECDSA(hashes.SHA256())
+        )
         is_new = abs(now - int(made_at)) <= VOUCHER_LIFETIME_S
     except (InvalidSignature, ValueError):
         return None
     return parse_address(address) if is_new else None
 
 
-def _statement(said: str, secret: str) -> bytes:
+def _statement(statement: str, secret: str) -> bytes:
     """Return the text to sign. It is valid for one secret, which it does not reveal."""
     return (
-        f"weir voucher {said} ".encode() + hashlib.sha256(secret.encode(errors="replace")).digest()
+        f"weir voucher {statement} ".encode()
+        + hashlib.sha256(secret.encode(errors="replace")).digest()
     )
 
 

@@ -169,7 +169,7 @@ class RequestRegistry:
         Its bytes count as preparation meanwhile. Raises: PreparationLimit, Overloaded.
         """
         with self.text_work.permit(owner, byte_count):
-            await self.pace.turn(owner)
+            await self.pace.wait_for_share(owner)
             self.pace.read(owner, READ_S.get(), READ_BYTES.get())
 
     async def in_order(self, owner: Owner, size: int, call: Callable[[], Value]) -> Value:
@@ -179,7 +179,7 @@ class RequestRegistry:
         """
         lock = self._large.setdefault(owner.api_key_id.int, asyncio.Lock())
         async with lock:
-            await self.pace.turn(owner)
+            await self.pace.wait_for_share(owner)
             return await self.in_thread(owner, size, call)
 
     async def in_thread(self, payer: Payer, size: int, call: Callable[[], Value]) -> Value:

@@ -21,10 +21,10 @@ Keys = dict[str, yaml.Node]
 
 @dataclass(frozen=True, slots=True, order=True)
 class FileError:
-    """One error with its line and remedy. place: as in `organizations[0].quotas[2].limit`."""
+    """One error with its line and remedy. location: as in `organizations[0].quotas[2].limit`."""
 
     line: int
-    place: str
+    location: str
     message: str
 
 
@@ -97,13 +97,13 @@ class StrictReader:
         self.errors: list[FileError] = []
         self.meant: set[str] = set()
 
-    def wrong(self, node: yaml.Node | None, place: str, message: str) -> None:
+    def wrong(self, node: yaml.Node | None, location: str, message: str) -> None:
         self.errors.append(
-            FileError(1 if node is None else node.start_mark.line + 1, place, message)
+            FileError(1 if node is None else node.start_mark.line + 1, location, message)
         )
 
     def mapping(
-        self, node: yaml.Node | None, place: str, known: Collection[str] | None = None
+        self, node: yaml.Node | None, location: str, known: Collection[str] | None = None
     ) -> Keys:
         """Return the values of a mapping by key; keys merged in by `<<` are overridden by its own.
 
@@ -113,13 +113,13 @@ class StrictReader:
             expected = (
                 "of names to values" if known is None else f"with the keys {', '.join(known)}"
             )
-            self.wrong(node, place, f"write a mapping {expected}")
+            self.wrong(node, location, f"write a mapping {expected}")
             return {}
         found: Keys = {}
         for merged in (value for key, value in node.value if key.tag == MERGE):
             for source in merged.value if isinstance(merged, yaml.SequenceNode) else [merged]:
                 found |= (
-                    self.mapping(source, place, known)
+                    self.mapping(source, location, known)
                     if isinstance(source, yaml.MappingNode)
                     else {}
                 )
@@ -131,49 +131,51 @@ class StrictReader:
             if known is not None and name not in known:
                 near = similar_name(name, known, len(self.errors))
                 if near is not None:
-                    self.meant.add(joined(place, near))
+                    self.meant.add(joined(location, near))
                 hint = f"did you mean `{near}`?" if near else f"known are {', '.join(known)}"
-                self.wrong(key, joined(place, name), f"unknown key: {hint}")
+                self.wrong(key, joined(location, name), f"unknown key: {hint}")
             elif name in own:
                 self.wrong(
-                    key, joined(place, name), f"written before, in line {own[name]}: give it once"
+                    key,
+                    joined(location, name),
+                    f"written before, in line {own[name]}: give it once",
                 )
             else:
                 own[name] = key.start_mark.line + 1
                 found[name] = value
         return found
 
-    def require(self, node: yaml.Node | None, place: str, keys: Keys, *names: str) -> None:
+    def require(self, node: yaml.Node | None, location: str, keys: Keys, *names: str) -> None:
         """Record missing keys of a mapping."""
         for name in names:
-            if name not in keys and joined(place, name) not in self.meant:
-                self.wrong(node, place, f"`{name}` is missing")
+            if name not in keys and joined(location, name) not in self.meant:
+                self.wrong(node, location, f"`{name}` is missing")
 
-    def scalar(self, node: yaml.Node, place: str, parse: Callable[[str], Value]) -> Value | None:
+    def scalar(self, node: yaml.Node, location: str, parse: Callable[[str], Value]) -> Value | None:
         """Return a parsed scalar; None if it is wrong. parse: raises ValueError with the remedy."""
         if not isinstance(node, yaml.ScalarNode):
-            self.wrong(node, place, "write a single value")
+            self.wrong(node, location, "write a single value")
         elif node.tag.endswith(":null"):
-            self.wrong(node, place, "has no value: write one, or leave the key out")
+            self.wrong(node, location, "has no value: write one, or leave the key out")
         else:
             try:
                 return parse(node.value)
             except ValueError as wrong:
-                self.wrong(node, place, str(wrong))
+                self.wrong(node, location, str(wrong))
         return None
 
-    def items(self, node: yaml.Node, place: str) -> list[yaml.Node]:
+    def items(self, node: yaml.Node, location: str) -> list[yaml.Node]:
         """Return the entries of a list."""
         if isinstance(node, yaml.SequenceNode):
             return list(node.value)
         self.wrong(
             node,
-            place,
+            location,
             "write a list: each entry in a line of its own that begins with `- `; `[]` for none",
         )
         return []
 
 
-def joined(place: str, key: str) -> str:
+def joined(location: str, key: str) -> str:
     """Return the place of a key below another place."""
-    return f"{place}.{key}" if place else key
+    return f"{location}.{key}" if location else key

@@ -140,7 +140,7 @@ class LLM:
         self._orders: list[Any] = []
         self._changed = threading.Condition()
         self._next_id = 0
-        self._is_shut = False
+        self._is_closed = False
         self._wedged = False
         self._submitted = False
         self._statistics, self._events = IterationResult(), IterationResult()
@@ -182,7 +182,7 @@ class LLM:
         cache_salt: str | None = None,
     ) -> RequestOutput:
         """Submit and return at once. Changes the given parameters."""
-        if self._is_shut:
+        if self._is_closed:
             raise RuntimeError("LLM is shutting down")
         if not isinstance(inputs, list) or not all(isinstance(token, int) for token in inputs):
             raise TypeError("The inputs must be type list of int, but got something else.")
@@ -232,7 +232,7 @@ class LLM:
     def shutdown(self) -> None:
         """Shut down. May be called again."""
         with self._changed:
-            self._is_shut = True
+            self._is_closed = True
             self._changed.notify()
         self._thread.join()
         for process in filter(None, (self._worker, self._helper)):
@@ -241,7 +241,7 @@ class LLM:
 
     def _check_health(self) -> bool:
         """Return whether the engine runs; True for a dead engine, too."""
-        return not self._is_shut
+        return not self._is_closed
 
     def _change(self, sampling: Any) -> None:
         if sampling.end_id is None:
@@ -321,7 +321,7 @@ class LLM:
         return ((FIRST_FAVOURED + lora_request.lora_int_id, 50.0),)
 
     def _abort(self, result: RequestOutput) -> None:
-        assert not self._is_shut, "the executor is gone"
+        assert not self._is_closed, "the executor is gone"
         if self._faults.has("mute_abort"):
             return
         with self._changed:
@@ -329,24 +329,24 @@ class LLM:
             self._changed.notify()
 
     def _run(self) -> None:
-        while not self._is_shut:
+        while not self._is_closed:
             with self._changed:
-                while not self._orders and self._core.idle and not self._is_shut:
+                while not self._orders and self._core.idle and not self._is_closed:
                     self._changed.wait()
                 orders, self._orders = self._orders, []
             if self._wedged or (self._worker is not None and self._worker.poll() is not None):
                 return  # the thread dies, and all requests hang
             for order in orders:
-                self._obey(order)
+                self._handle(order)
             events = self._core.step()
             generating_count = sum(bool(each.token_ids) for each in self._running.values())
             ended_count = sum(isinstance(event, SequenceFinished) for _, event in events)
             for number, event in events:
                 if number in self._running:
-                    self._tell(number, self._running[number], event)
+                    self._emit(number, self._running[number], event)
             self._statistics.put(self._entry(generating_count, ended_count))
 
-    def _obey(self, order: Any) -> None:
+    def _handle(self, order: Any) -> None:
         if isinstance(order, RequestOutput):
             batch = itertools.islice(self._running, self.kwargs["max_batch_size"])
             if order.request_id not in batch:  # dropped from the queue without an answer
@@ -357,7 +357,7 @@ class LLM:
         self._running[result.request_id] = Running(result, sampling, result.prompt_token_ids)
         self._core.add(result.request_id, request)
 
-    def _tell(self, number: int, running: Running, event: Any) -> None:
+    def _emit(self, number: int, running: Running, event: Any) -> None:
         result, prompt = running.result, running.prompt
         match event:
             case Scheduled():
@@ -410,7 +410,7 @@ class LLM:
             )
             return True
         if self._faults.strikes("fatal", prompt) and count > 2:
-            self._is_shut = True
+            self._is_closed = True
             running.result.put(
                 Response(
                     [], [], 0, error=OSError("CUDA error: an illegal memory access was encountered")
@@ -467,18 +467,18 @@ class LLM:
         self._event_id += 1
 
     def _entry(self, generating_count: int, ended_count: int) -> dict[str, Any]:
-        told = self._core.statistics()
-        active_count = told.running_sequence_count + ended_count
+        reported = self._core.statistics()
+        active_count = reported.running_sequence_count + ended_count
         return {
-            "iter": told.step_count,
+            "iter": reported.step_count,
             "iterLatencyMS": 1.0,
             "numActiveRequests": active_count,
             "numCompletedRequests": ended_count,
-            "numQueuedRequests": told.waiting_sequence_count,
+            "numQueuedRequests": reported.waiting_sequence_count,
             "kvCacheStats": {
-                "maxNumBlocks": told.kv_block_count_total,
-                "freeNumBlocks": told.kv_block_count_total - told.kv_block_count_held,
-                "usedNumBlocks": told.kv_block_count_held,
+                "maxNumBlocks": reported.kv_block_count_total,
+                "freeNumBlocks": reported.kv_block_count_total - reported.kv_block_count_held,
+                "usedNumBlocks": reported.kv_block_count_held,
                 "tokensPerBlock": KV_BLOCK_TOKENS,
                 "cacheHitRate": 0.0,
             },

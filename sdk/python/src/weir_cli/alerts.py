@@ -11,7 +11,7 @@ from weir_client import AlertDeliveryState, QuotaDimension
 
 from weir_cli.commands import ExitCode
 from weir_cli.connection import OnlyOrganizationOption, Output, admin_client, billing_client, calls
-from weir_cli.render import JsonOption, note, print_json, table, tell_found
+from weir_cli.render import JsonOption, note, print_found, print_json, table
 from weir_cli.tenants import show_secret
 from weir_cli.texts import dimension_amount, money_text, thresholds_text, time_text
 
@@ -82,7 +82,7 @@ def send_test(
         time.sleep(POLL_S)
         latest = islice(client.list_alerts(organization, page_size=PAGE_SIZE), PAGE_SIZE)
         sent = next((each for each in latest if each.alert_id == sent.alert_id), sent)
-    tell_found(sent, f"test {sent.alert_id}: {delivery_text(sent)}", as_json=as_json)
+    print_found(sent, f"test {sent.alert_id}: {delivery_text(sent)}", as_json=as_json)
     if delivery is None or delivery.state is not AlertDeliveryState.DELIVERED:
         raise typer.Exit(
             ExitCode.FAILED

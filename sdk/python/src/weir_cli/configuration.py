@@ -145,7 +145,7 @@ def apply(
     if errors:
         if as_json:
             print_json({"applied": False, "changes": [], "kept": [], "errors": errors})
-        tell_errors(file, errors)
+        print_errors(file, errors)
     if secrets is not None:
         os.write(
             secrets,
@@ -156,7 +156,7 @@ def apply(
     if as_json:
         print_json(plan_document(applied, dry_run=dry_run, with_secrets=secrets is None))
     else:
-        tell(applied, dry_run=dry_run, prune=prune, with_secrets=secrets is None)
+        print_applied(applied, dry_run=dry_run, prune=prune, with_secrets=secrets is None)
     if exit_code and dry_run and applied.changes:
         raise typer.Exit(ExitCode.NOT_ALL_DONE)
 
@@ -215,11 +215,11 @@ def errors_of(document: Document, applied: AppliedConfiguration) -> list[FileErr
     )
 
 
-def tell_errors(file: Path, errors: list[FileError]) -> NoReturn:
+def print_errors(file: Path, errors: list[FileError]) -> NoReturn:
     """Print each error as `file:line: place: remedy`, and exit."""
     for each in errors:
         typer.secho(
-            f"{file}:{each.line}: {each.place and each.place + ': '}{each.message}",
+            f"{file}:{each.line}: {each.location and each.location + ': '}{each.message}",
             fg="red",
             err=True,
         )
@@ -228,7 +228,9 @@ def tell_errors(file: Path, errors: list[FileError]) -> NoReturn:
     raise typer.Exit(ExitCode.WRONG_USE)
 
 
-def tell(applied: AppliedConfiguration, *, dry_run: bool, prune: bool, with_secrets: bool) -> None:
+def print_applied(
+    applied: AppliedConfiguration, *, dry_run: bool, prune: bool, with_secrets: bool
+) -> None:
     """Print the differences, their summary, and the secrets of new keys."""
     if applied.changes:
         show(plan(applied.changes))

@@ -34,7 +34,7 @@ from weir_client import (
 )
 
 from weir_cli.commands import ExitCode
-from weir_cli.render import JsonOption, fail, tell_found
+from weir_cli.render import JsonOption, fail, print_found
 from weir_cli.texts import checked_month, dimension_amount, duration_text
 
 if TYPE_CHECKING:
@@ -424,7 +424,7 @@ def calls(
                 ]
                 output = function(*clients, **options)
                 if output is not None:
-                    tell_found(*output, as_json=as_json)
+                    print_found(*output, as_json=as_json)
 
         command.__doc__ = function.__doc__
         command.__annotations__ = {

@@ -193,8 +193,8 @@ class Document:
         found = path
         while found not in self.lines and found:
             found = found[: max(found.rfind("."), found.rfind("["), 0)]
-        line, place = self.lines.get(found, (1, ""))
-        return FileError(line, place, message)
+        line, location = self.lines.get(found, (1, ""))
+        return FileError(line, location, message)
 
 
 def read_document(content: str, *, prune: bool, section: Section = DOCUMENT) -> Document:
@@ -229,11 +229,11 @@ class Reader(StrictReader):
         self._prune = prune
 
     def section(
-        self, node: yaml.Node, section: Section, path: str, place: str, *, is_root: bool = False
+        self, node: yaml.Node, section: Section, path: str, location: str, *, is_root: bool = False
     ) -> dict[str, Json]:
         """Return one mapping by the contract's names. path: in the contract; place: in the file."""
-        self._enter(node, path, place)
-        nodes = self.mapping(node, place, [*section.keys, *(["version"] if is_root else [])])
+        self._enter(node, path, location)
+        nodes = self.mapping(node, location, [*section.keys, *(["version"] if is_root else [])])
         if not isinstance(node, yaml.MappingNode):
             return {}
         if (
@@ -242,14 +242,14 @@ class Reader(StrictReader):
             and version.value != VERSION
         ):
             self.wrong(version, "version", f"the supported version is {VERSION}")
-        self.require(node, place, nodes, *section.required)
+        self.require(node, location, nodes, *section.required)
         texts = {
             key: each.value for key, each in nodes.items() if isinstance(each, yaml.ScalarNode)
         }
         found: dict[str, Json] = {}
         for key, value in nodes.items():
             entry = section.keys[key]
-            at, shown = joined(path, entry.name), joined(place, key)
+            at, shown = joined(path, entry.name), joined(location, key)
             if not (isinstance(entry, Sections) and not entry.is_list):
                 self._enter(value, at, shown)
             match entry:
@@ -273,7 +273,7 @@ class Reader(StrictReader):
                         found[entry.prune] = True
         return found
 
-    def _words(self, node: yaml.Node, place: str, *, numeric: bool) -> list[str]:
+    def _words(self, node: yaml.Node, location: str, *, numeric: bool) -> list[str]:
         remedy = (
             "whole percentages, such as [50, 80, 100]; `[]` for none"
             if numeric
@@ -284,12 +284,12 @@ class Reader(StrictReader):
         if parts is None or not all(
             isinstance(each, yaml.ScalarNode) and fits(each.value) for each in parts
         ):
-            self.wrong(node, place, f"write a list of {remedy}")
+            self.wrong(node, location, f"write a list of {remedy}")
             return []
         return [each.value for each in parts]
 
-    def _enter(self, node: yaml.Node, path: str, place: str) -> None:
-        self.lines[path] = (node.start_mark.line + 1, place)
+    def _enter(self, node: yaml.Node, path: str, location: str) -> None:
+        self.lines[path] = (node.start_mark.line + 1, location)
 
 
 def _read(entry: Scalar, texts: Texts, given: str) -> Json:

@@ -31,7 +31,7 @@ from weir_client import (
 
 from weir_cli.commands import ExitCode
 from weir_cli.connection import AddressOption, KeyOption, Output, calls, inference_client
-from weir_cli.render import JsonOption, fail, make_console, note, print_json, table, tell_found
+from weir_cli.render import JsonOption, fail, make_console, note, print_found, print_json, table
 from weir_cli.tenants import quotas_table
 from weir_cli.texts import (
     dimension_amount,
@@ -123,8 +123,8 @@ def messages(
     content = question.rstrip("\n")
     if context is not None:
         content = f"{read_file(str(context)).rstrip()}\n\nQuestion: {content}"
-    said = [Message("user", content)]
-    return [Message("system", system), *said] if system else said
+    conversation = [Message("user", content)]
+    return [Message("system", system), *conversation] if system else conversation
 
 
 def read_file(path: str) -> str:
@@ -242,15 +242,15 @@ def quote(
         choice_count=choices,
         temperature=temperature,
     )
-    tell_quote(found, as_json=as_json)
+    print_quote(found, as_json=as_json)
 
 
-def tell_quote(found: Quote, *, as_json: bool) -> None:
+def print_quote(found: Quote, *, as_json: bool) -> None:
     """Show a quote. Raises: typer.Exit if the request would be refused."""
     from rich.text import Text
 
     quotas = [quotas_table(list(found.quotas), ids=False)] if found.quotas else []
-    tell_found(found, Text(quote_text(found)), *quotas, as_json=as_json)
+    print_found(found, Text(quote_text(found)), *quotas, as_json=as_json)
     if not found.would_admit:
         note(why_refused(found))
         raise typer.Exit(ExitCode.NOT_ALL_DONE)
@@ -320,11 +320,11 @@ def embed(
         raise typer.BadParameter("--model is missing; `weir models` lists embedding models")
     options: EmbedOptions = {"truncate": truncate, "tier": tier, "timeout": timeout}
     if ask:
-        tell_quote(client.quote_embed(model, given, **options), as_json=as_json)
+        print_quote(client.quote_embed(model, given, **options), as_json=as_json)
         return
     result = client.embed(model, given, **options)
     likeness = [likeness_table(result.vectors)] if 1 < len(given) <= LIKENESS_COUNT_MAX else []
-    tell_found(result, vectors_table(given, result), *likeness, as_json=as_json)
+    print_found(result, vectors_table(given, result), *likeness, as_json=as_json)
     note(usage_line(result.usage, result.cost, result.timings, result.request_id))
 
 

@@ -162,17 +162,17 @@ def usage_table(
     if UsageGrouping.REQUEST in by:
         return request_table(rows, total, title)
     shown = [*rows, *([total] if total else [])]
-    places, pending = row_places(shown), any(row.pending_amount.picos for row in shown)
+    decimals, pending = row_places(shown), any(row.pending_amount.picos for row in shown)
     numbers: dict[str, Callable[[UsageRow], Cell]] = {
         "requests": lambda row: row.request_count,
         **kinds_of(shown),
         "cancelled": lambda row: row.cancelled.request_count,
         "limited": lambda row: row.limited.request_count,
         "failed": lambda row: row.failed.request_count,
-        "amount": lambda row: decimal_text(row.amount.amount, places),
+        "amount": lambda row: decimal_text(row.amount.amount, decimals),
     }
     if pending:
-        numbers["pending"] = lambda row: decimal_text(row.pending_amount.amount, places)
+        numbers["pending"] = lambda row: decimal_text(row.pending_amount.amount, decimals)
     keys = {KEY_COLUMNS[each][0]: KEY_COLUMNS[each][1] for each in by}
     last, last_key = list(keys.items())[-1]
     keys[last] = lambda row: last_key(row) + (" (late)" if row.late else "")
@@ -195,10 +195,10 @@ def usage_table(
 
 def request_table(rows: Sequence[UsageRow], total: UsageRow | None, title: str) -> RenderableType:
     shown = [*rows, *([total] if total else [])]
-    places = row_places(shown)
+    decimals = row_places(shown)
     numbers: dict[str, Callable[[UsageRow], Cell]] = {
         **kinds_of(shown),
-        "amount": lambda row: decimal_text(total_of(row), places),
+        "amount": lambda row: decimal_text(total_of(row), decimals),
     }
     keys: dict[str, Callable[[UsageRow], Cell]] = {
         "settled": lambda row: row.settle_time,
@@ -375,7 +375,7 @@ def write_report(
     else:
         content = client.get_month_document(organization, month, DocumentFormat(form))
         write_content(output, content)
-    tell_check(report, form)
+    print_check(report, form)
 
 
 @month.command("forecast")
@@ -461,7 +461,7 @@ def write_content(target: Path | None, content: bytes) -> None:
         note(f"{target}: {len(content):,} bytes")
 
 
-def tell_check(report: MonthReport, form: Format) -> None:
+def print_check(report: MonthReport, form: Format) -> None:
     """Report usage that is not in a document yet. Exits if ledger and usage do not agree."""
     balanced = report.reconciliation.balanced
     if form != "table" and (report.unrated_event_count or not balanced):
@@ -580,7 +580,7 @@ def close_months(
                     print_closed(closed[-1], check=check)
         except one_failure(every) as error:
             refused += 1
-            tell_refusal(name, error)
+            print_refusal(name, error)
     if as_json:
         print_json(closed)
     if refused:
@@ -607,11 +607,11 @@ def verify_months(
             found.append(client.verify_month(name, month))
         except one_failure(every) as error:
             failed += 1
-            tell_refusal(name, error)
+            print_refusal(name, error)
             continue
         failed += not found[-1].reproduced
         if not as_json:
-            tell_verified(found[-1])
+            print_verified(found[-1])
     if as_json:
         print_json(found)
     if failed:
@@ -670,7 +670,7 @@ def print_closed(result: ClosedMonth, *, check: bool) -> None:
     typer.echo(f"{closed.organization_name} {closed.month}: {how}: {invoice}")
 
 
-def tell_refusal(organization: str, error: WeirError) -> None:
+def print_refusal(organization: str, error: WeirError) -> None:
     """Print each obstacle on a line of stderr."""
     reasons = [f"{each.kind}: {each.description}" for each in error.details.preconditions] or [
         error.message
@@ -679,7 +679,7 @@ def tell_refusal(organization: str, error: WeirError) -> None:
         typer.secho(f"{organization}: {each}", fg="red", err=True)
 
 
-def tell_verified(found: MonthVerification) -> None:
+def print_verified(found: MonthVerification) -> None:
     month = found.month
     if found.reproduced:
         typer.echo(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weir_cli.configuration import content_of, tell_errors
+from weir_cli.configuration import content_of, print_errors
 from weir_cli.connection import OnlyOrganizationOption, Output, admin_client, calls
 from weir_cli.render import JsonOption, csv_of, put, table
 from weir_cli.texts import (
@@ -168,7 +168,7 @@ def read_proposal(file: Path) -> dict[str, Any]:
 
     document = read_document(content_of(file), prune=False, section=PROPOSAL)
     if document.errors:
-        tell_errors(file, document.errors)
+        print_errors(file, document.errors)
     return document.configuration
 
 

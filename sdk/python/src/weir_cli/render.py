@@ -125,7 +125,7 @@ def wrong_use(message: str) -> NoReturn:
     fail(message, ExitCode.WRONG_USE)
 
 
-def tell_found(value: Any, *parts: RenderableType, as_json: bool) -> None:
+def print_found(value: Any, *parts: RenderableType, as_json: bool) -> None:
     """Print a command's output: one JSON document, or tables on stdout and remarks on stderr."""
     if as_json:
         print_json(value)

@@ -27,7 +27,7 @@ from weir_cli.connection import (
     inference_client,
     resolve,
 )
-from weir_cli.render import JsonOption, make_console, table, tell_found
+from weir_cli.render import JsonOption, make_console, print_found, table
 from weir_cli.texts import Cell, duration_text, time_text, usage_line
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def kill_request(
 ) -> None:
     """End a request in any process. Delivered output is settled. Idempotent."""
     killed = client.kill_request(request_id, project=project, reason=reason)
-    tell_found(killed, killed_text(request_id, killed), as_json=as_json)
+    print_found(killed, killed_text(request_id, killed), as_json=as_json)
     if killed.result is KillResult.PENDING:
         raise typer.Exit(ExitCode.NOT_ALL_DONE)
 
@@ -147,14 +147,14 @@ def stuck_requests(
         if end
         else []
     )
-    tell_found(found, *ended, *stuck_parts(view), as_json=as_json)
+    print_found(found, *ended, *stuck_parts(view), as_json=as_json)
     if view.request_count:
         raise typer.Exit(ExitCode.NOT_ALL_DONE)
 
 
 def print_view(view: LiveView, *, wide: bool, as_json: bool) -> None:
     has_content = view.request_count or view.unresponsive_process_ids
-    tell_found(
+    print_found(
         view,
         live_tables(view, wide=wide) if has_content else "no running requests",
         as_json=as_json,
@@ -298,7 +298,7 @@ def trace(
     A key can show the requests of its own project, an admin key those of all projects.
     """
     generation, record = look_up(request_id, project, address, api_key)
-    tell_found(
+    print_found(
         generation if record is None else record, traced(generation, record), as_json=as_json
     )
 
@@ -427,7 +427,7 @@ def drain_replica(
         f"{drain_text(drained.drain)}; {taken_text(drained.replicas)}, {running_count} requests"
         " still run in it"
     )
-    tell_found(drained, summary, *silence(drained.unresponsive_process_ids), as_json=as_json)
+    print_found(drained, summary, *silence(drained.unresponsive_process_ids), as_json=as_json)
     if drained.unresponsive_process_ids:
         raise typer.Exit(ExitCode.NOT_ALL_DONE)
 
@@ -445,7 +445,7 @@ def undrain_replica(
     undrained = client.undrain_replica(model, replica, reason=reason)
     was = "is back in service" if undrained.undrained else "was not drained"
     summary = f"replica {replica} {was}; {taken_text(undrained.replicas)}"
-    tell_found(undrained, summary, *silence(undrained.unresponsive_process_ids), as_json=as_json)
+    print_found(undrained, summary, *silence(undrained.unresponsive_process_ids), as_json=as_json)
     if undrained.unresponsive_process_ids:
         raise typer.Exit(ExitCode.NOT_ALL_DONE)
 

@@ -260,14 +260,14 @@ def month_report(report: MonthReport) -> RenderableType:
     title = f"{report.organization_name} · {report.month} (UTC) · {about}"
     numbers = ("requests", "tokens", "cancelled", "rate", "amount")  # fits 80 columns
     lines = Sheet("model", "price", "kind", *numbers, right=numbers, title=title)
-    places = money_places([*(line.amount for line in report.lines), report.total])
+    decimals = money_places([*(line.amount for line in report.lines), report.total])
     for line in report.lines:
         late = f", late usage of {line.late_month}" if line.late_month else ""
         what = line.model, f"v{line.price_version}", line.token_kind.value.replace("-", " ") + late
         counts = line.request_count, line.token_count, line.cancelled_token_count
         price, amount = (
             decimal_text(per_million(line.unit_price_picos)),
-            decimal_text(line.amount.amount, places),
+            decimal_text(line.amount.amount, decimals),
         )
         lines.add_row(*what, *counts, price, amount)
     for charge in report.charges:
@@ -279,7 +279,7 @@ def month_report(report: MonthReport) -> RenderableType:
             charge.token_count or "",
             "",
             "",
-            decimal_text(charge.amount.amount, places),
+            decimal_text(charge.amount.amount, decimals),
         )
     lines.add_section()
     sums = (
@@ -287,7 +287,7 @@ def month_report(report: MonthReport) -> RenderableType:
         sum(line.cancelled_token_count for line in report.lines),
     )
     lines.add_row(
-        "sum", "", "", "", *sums, "", decimal_text(report.total.amount, places), style="bold"
+        "sum", "", "", "", *sums, "", decimal_text(report.total.amount, decimals), style="bold"
     )
     return Group(lines, *_month_footer(report))
 
@@ -335,7 +335,7 @@ def bill_table(
     currency = total.currency_code
     carried_in, carried_out = carried[0], Money(currency, -carried[1].picos)
     exact, rounded = [each.exact for each in lines], [each.rounded for each in lines]
-    places, least = (
+    decimals, least = (
         money_places((*column, total))
         for column in ((*exact, carried_in, carried_out), (*rounded, rounding))
     )
@@ -343,7 +343,7 @@ def bill_table(
     for line in lines:
         made.add_row(
             line.label,
-            decimal_text(line.exact.amount, places),
+            decimal_text(line.exact.amount, decimals),
             decimal_text(line.rounded.amount, least),
         )
     made.add_section()
@@ -352,11 +352,14 @@ def bill_table(
         ("rounding carried to the next month", carried_out),
     ):
         if amount.picos:
-            made.add_row(label, decimal_text(amount.amount, places), "")
+            made.add_row(label, decimal_text(amount.amount, decimals), "")
     if rounding.picos:
         made.add_row("rounding", "", decimal_text(rounding.amount, least))
     made.add_row(
-        "total", decimal_text(total.amount, places), decimal_text(total.amount, least), style="bold"
+        "total",
+        decimal_text(total.amount, decimals),
+        decimal_text(total.amount, least),
+        style="bold",
     )
     return made
 

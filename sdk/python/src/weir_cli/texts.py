@@ -58,10 +58,10 @@ def duration_text(seconds: float) -> str:
     return f"{-int(-seconds // 86_400)} d"
 
 
-def decimal_text(value: Decimal, places: int = 2) -> str:
-    """Format an exact number with thousands separators and at least `places` decimals."""
+def decimal_text(value: Decimal, decimals: int = 2) -> str:
+    """Format an exact number with thousands separators and at least `decimals` decimals."""
     whole, _, fraction = f"{value:,f}".partition(".")
-    fraction = fraction.rstrip("0").ljust(places, "0")
+    fraction = fraction.rstrip("0").ljust(decimals, "0")
     return f"{whole}.{fraction}" if fraction else whole
 
 

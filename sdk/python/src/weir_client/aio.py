@@ -170,9 +170,9 @@ class AsyncClient(LazyClient):
         )
         if max_retries is not None:
             retry = RetryPolicy(max_retries, retry.wait_max_s)
-        asked = "keep_on_disconnect" in options
+        is_set = "keep_on_disconnect" in options
         check_seconds("keep_on_disconnect", options.get("keep_on_disconnect"))
-        if asked:
+        if is_set:
             keep_s = options["keep_on_disconnect"] or None
         else:  # at most the caller's timeout and the server's known limit
             longest_s = min(
@@ -186,7 +186,7 @@ class AsyncClient(LazyClient):
             timeout_s,
             retry,
             keep_s,
-            keep_is_asked=asked,
+            keep_is_requested=is_set,
             prefetch_tokens=options.get("prefetch_tokens"),
         )
 
@@ -219,8 +219,8 @@ class AsyncClient(LazyClient):
             raise errors.InvalidRequest(
                 "give exactly one of: a prompt, text=", reason="FIELD_INVALID"
             )
-        asked = None if prompt is None else conversation(prompt)
-        fields = {"model": model, "conversation": asked, "text": text, "tools": tools_shown(tools)}
+        is_set = None if prompt is None else conversation(prompt)
+        fields = {"model": model, "conversation": is_set, "text": text, "tools": tools_shown(tools)}
         request = written(pb.CountTokensRequest, fields)
         response = await self._opened().call(self._stub.CountTokens, request, timeout=timeout)
         return TokenCount(response.input_token_count, response.context_window_tokens)

@@ -20,7 +20,7 @@ from weir_client.money import Money
 from weir_client.prompt import update_frame
 from weir_client.resumption import OUTPUT_GONE, Resumption
 from weir_client.stream import SharedStream
-from weir_client.terms import Terms, asked_differently
+from weir_client.terms import Terms, requested_differently
 from weir_client.values import Admitted, Delta, Event, Limits, Partial, Result
 
 
@@ -42,7 +42,7 @@ class AsyncGeneration:
         self._deadline: float | None = None
         self._attempt: Attempt | None = None
         self._retry_count = 0
-        self._cancel_asked = asyncio.Event()
+        self._cancel_requested = asyncio.Event()
         self._failure: errors.WeirError | None = None  # of the previous attempt
         self._error: errors.WeirError | None = None  # the final one
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -105,7 +105,7 @@ class AsyncGeneration:
 
     def cancel(self) -> None:
         """Ask the server to stop, without waiting. Iteration ends after the output until then."""
-        self._cancel_asked.set()
+        self._cancel_requested.set()
         if self._attempt is not None:
             self._attempt.cancel()
 
@@ -257,8 +257,8 @@ class AsyncGeneration:
         """
         again = (
             None
-            if self._cancel_asked.is_set()
-            else asked_differently(self._frame, self._terms, error, self._failure)
+            if self._cancel_requested.is_set()
+            else requested_differently(self._frame, self._terms, error, self._failure)
         )
         if again is not None:
             self._frame, self._terms = again
@@ -279,9 +279,9 @@ class AsyncGeneration:
         self._failure = error
         self._retry_count += 1
         try:
-            with self._stream.woken_at_close(self._cancel_asked):
+            with self._stream.woken_at_close(self._cancel_requested):
                 async with asyncio.timeout(wait_s):
-                    await self._cancel_asked.wait()
+                    await self._cancel_requested.wait()
         except TimeoutError:
             self._begin_attempt()
         except asyncio.CancelledError:
@@ -299,7 +299,7 @@ class AsyncGeneration:
         assert attempt is not None
         assert loop is not None
         billed = error.partial is not None and error.partial.usage is not None
-        if self._cancel_asked.is_set() or attempt.delivered or billed:
+        if self._cancel_requested.is_set() or attempt.delivered or billed:
             return None
         wait_s = self._terms.retry.wait_s(error, self._retry_count)
         if wait_s is None or (

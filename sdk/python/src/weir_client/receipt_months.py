@@ -269,12 +269,12 @@ def totals_of(receipts: Iterable[Receipt]) -> Counter[tuple[str, ...]]:
 def total_problems(ordered: Sequence[Receipt], totals: Totals) -> Iterator[ReceiptProblem]:
     """Yield differences between the report's sums and the receipts'."""
     found = totals_of(ordered)
-    for place in sorted({*found, *(place for place, total in totals.items() if total)}):
-        if found[place] != totals.get(place, 0):
-            model, price_version, *kind = place
+    for key in sorted({*found, *(key for key, total in totals.items() if total)}):
+        if found[key] != totals.get(key, 0):
+            model, price_version, *kind = key
             what = f"{kind[0].replace('_', ' ')} tokens" if kind else "picos"
             text = (
-                f"{model}, price version {price_version}: the receipts add up to {found[place]:,}"
-                f" {what}, the report says {totals.get(place, 0):,}"
+                f"{model}, price version {price_version}: the receipts add up to {found[key]:,}"
+                f" {what}, the report says {totals.get(key, 0):,}"
             )
             yield ReceiptProblem(Fault.TOTALS_DIFFER, text)

@@ -21,7 +21,9 @@ class Terms:
     retry: RetryPolicy
     # Time to resume a broken stream, for which the server keeps the request; None: not at all
     keep_s: float | None
-    keep_is_asked: bool = True  # explicit wish of the caller: a refusal is not retried without it
+    keep_is_requested: bool = (
+        True  # explicit wish of the caller: a refusal is not retried without it
+    )
     prefetch_tokens: int | None = None  # limit of unread output; None: unlimited
 
 
@@ -33,7 +35,7 @@ def set_keep(start: pb.StartFrame, keep_s: float | None) -> None:
         start.keep_on_disconnect.FromNanoseconds(round(keep_s * 1e9))
 
 
-def asked_differently(
+def requested_differently(
     frame: pb.ClientFrame, terms: Terms, error: errors.WeirError, failure: errors.WeirError | None
 ) -> tuple[pb.ClientFrame, Terms] | None:
     """Return the frame and terms to retry with after the server's refusal; None: no change.
@@ -44,7 +46,7 @@ def asked_differently(
         return None
     if failure is not None and error.reason in (REQUEST_SETTLED, REQUEST_IN_FLIGHT):
         return pb.ClientFrame(request_id=frame.request_id, attach=pb.AttachFrame()), terms
-    if terms.keep_is_asked or {each.field for each in error.details.field_violations} != {
+    if terms.keep_is_requested or {each.field for each in error.details.field_violations} != {
         KEEP_FIELD
     }:
         return None

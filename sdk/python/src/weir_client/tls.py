@@ -65,12 +65,12 @@ def resolve_tls(options: TlsOptions, *, scheme: bool | None, local: bool) -> Tls
     enabled = options.get("tls")
     if enabled is None:
         enabled = scheme
-    if enabled is None and (said := os.environ.get("WEIR_TLS")):
-        if said not in ("0", "1"):
+    if enabled is None and (value := os.environ.get("WEIR_TLS")):
+        if value not in ("0", "1"):
             raise errors.InvalidRequest(
-                f"WEIR_TLS={said!r}: must be 1 or 0", reason="FIELD_INVALID"
+                f"WEIR_TLS={value!r}: must be 1 or 0", reason="FIELD_INVALID"
             )
-        enabled = said == "1"
+        enabled = value == "1"
     if enabled is None:
         given = (
             options.get("root_certificates") is not None

@@ -13,7 +13,7 @@ from metering.core.models import TokenKind
 from metering.ledger.rating import rate_all_pending
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions, psycopg_conninfo
-from tests.metering.books import Consumed, Customer, add_usage
+from tests.metering.usage import Consumed, Customer, add_usage
 from tests.stripe_double.account import Account
 
 

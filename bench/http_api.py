@@ -2,7 +2,7 @@
 
 Measures server CPU per token of a streamed chat and per request, and the time to the first token.
 
-    python -m bench.door [--seconds 4] [--chats 1,50,200] [--directory /dev/shm] [--profile FILE]
+    python -m bench.http_api [--seconds 4] [--chats 1,50,200] [--directory DIR] [--profile FILE]
 
 One api process on a core of its own; on another core PostgreSQL, the worker of the simulated engine
 and the client. Each chat has its own connection, with one token per engine step. Concurrent probes
@@ -23,7 +23,7 @@ from bench import streams
 from bench.harness import MODEL, Server, Site, Table, create_keys, new_site, options_of, run_load
 from bench.streams import PROMPT_TOKENS, WARM_UP_S, Case, scale, step_s
 
-LOAD = "bench.door_load"
+LOAD = "bench.http_api_load"
 SHORT_STREAMS = 50
 # For unstreamed answers. All at one rate, since constant background work weighs more on fewer
 # requests.

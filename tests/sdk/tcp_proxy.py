@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class TcpDoor:
+class TcpProxy:
     """Proxy on loopback that forwards bytes at once."""
 
     def __init__(self, behind: str) -> None:
@@ -16,7 +16,7 @@ class TcpDoor:
         self._port = int(port)
         self._writers: set[asyncio.StreamWriter] = set()
         self.address = ""
-        self.shut_count = 0  # this many further connections are closed at once
+        self.closed_count = 0  # this many further connections are closed at once
         self.come_count = 0
         self.cut_count = 0
 
@@ -27,7 +27,7 @@ class TcpDoor:
             writer.transport.abort()
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[TcpDoor]:
+    async def open(self) -> AsyncIterator[TcpProxy]:
         """Run the proxy during the block."""
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.address = "{}:{}".format(*server.sockets[0].getsockname())
@@ -40,8 +40,8 @@ class TcpDoor:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.come_count += 1
-        if self.shut_count:
-            self.shut_count -= 1
+        if self.closed_count:
+            self.closed_count -= 1
             writer.transport.abort()
             return
         there_reader, there_writer = await asyncio.open_connection(self._host, self._port)

@@ -1,9 +1,9 @@
-"""Both ends of the wire for `bench.door`, in separate processes.
+"""Both ends of the wire for `bench.http_api`, in separate processes.
 
 A client reads paced event streams of chats; an aiohttp server sends the same events at the same
 pace without a backend.
 
-    python -m bench.door_load client '{"host": …}' | echo '{"step_s": …}'
+    python -m bench.http_api_load client '{"host": …}' | echo '{"step_s": …}'
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class Client:
             open_stream: Any = channel.stream_stream(METHOD)
             call = open_stream(metadata=(("authorization", f"Bearer {load.api_key}"),))
             while True:
-                asked = pb.ClientFrame(request_id=str(uuid.uuid4()), start=start)
-                await call.write(pb.GenerateRequest(frames=[asked]).SerializeToString())
+                requested = pb.ClientFrame(request_id=str(uuid.uuid4()), start=start)
+                await call.write(pb.GenerateRequest(frames=[requested]).SerializeToString())
                 ended = False
                 while not ended:
                     for frame in pb.GenerateResponse.FromString(await call.read()).frames:
@@ -212,12 +212,12 @@ class Echo:
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one chat."""
-        asked = json.loads(await request.read())
+        requested = json.loads(await request.read())
         await self._step.wait()  # the current step began before this chat
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         with contextlib.suppress(ConnectionError):  # the run is over
             await response.prepare(request)
-            for _ in range(asked["max_tokens"]):
+            for _ in range(requested["max_tokens"]):
                 await self._step.wait()
                 await response.write(EVENT)
             await response.write(DONE)
