@@ -39,7 +39,8 @@ from api.access.scopes import SCOPES
 from api.core import settings, wire
 from api.core.errors import Cause
 from api.core.statuses import KINDS
-from api.generation.endings import CAUSES, PHASES, SIBLING, TABLE, WAYS, Action, Cell
+from api.generation.charges import Action, Cell
+from api.generation.endings import CAUSES, PHASES, SIBLING, TABLE, WAYS
 from api.generation.parsing import conversation, decoding, tools
 from api.metrics import operator_http
 from api.openai import dialects, embeddings, formats, parameters, tolerance

@@ -511,21 +511,6 @@ def test_constants_at_the_head_and_sql_are_not_reported(text: str) -> None:
     assert list(architecture.constants_are_at_the_head(Source("api/x.py", text))) == []
 
 
-def test_every_known_finding_is_needed(sources: list[Source]) -> None:
-    late = {
-        source.path: len(architecture.late_constants(source))
-        for source in sources
-        if source.is_python
-    }
-
-    assert {
-        path: count for path, count in late.items() if count > architecture.LATE_CONSTANTS_MAX
-    } == architecture.KNOWN_LATE_CONSTANTS
-    assert {
-        module for module, _, _ in architecture.cyclic_imports(sources)
-    } == architecture.KNOWN_CYCLES
-
-
 @pytest.mark.parametrize(
     ("border", "lost"),
     [

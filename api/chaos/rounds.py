@@ -113,6 +113,10 @@ LOAD_TIMEOUT_S = 90.0  # for the requests of a round
 AT_WORK_SHARE = 0.85
 
 
+# All processes share the journals' directory.
+LOGS, JOURNALS, EXPORT_FILE = "logs", "journal", "usage.jsonl"
+
+
 def crash_postgres(server: EmbeddedPostgres) -> None:
     """Kill the postmaster, if it runs, with SIGKILL, and wait until its children have exited."""
     pid = server.pid
@@ -125,10 +129,6 @@ def crash_postgres(server: EmbeddedPostgres) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"children of the killed server {pid} are still there")
         time.sleep(CHILD_POLL_S)
-
-
-# All processes share the journals' directory.
-LOGS, JOURNALS, EXPORT_FILE = "logs", "journal", "usage.jsonl"
 
 
 @dataclass(slots=True)

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 
 import msgspec
 
 from api.core import errors
 from api.core.errors import Cause
+from api.generation.charges import Action, Cell, EndCharge, EndPhase, Way
 from inference import errors as engine_errors
 from inference.routing import router
 from metering.core import errors as metering_errors
@@ -40,17 +39,6 @@ OUTCOMES: Mapping[Cause, Outcome] = {
 }
 
 
-class EndPhase(StrEnum):
-    """Progress of a request when it ended."""
-
-    BEFORE_HOLD = "before the hold"
-    HELD = "held"
-    PREFILLING = "prefilling"
-    GENERATING = "generating"
-    DELIVERING = "delivering"
-    SETTLED = "settled"
-
-
 PHASES: Mapping[EndPhase, str] = {
     EndPhase.BEFORE_HOLD: "The request is checked and tokenized, or its hold is being taken.",
     EndPhase.HELD: "It has a hold, and waits for an engine, its turn, or its grammar.",
@@ -61,41 +49,12 @@ PHASES: Mapping[EndPhase, str] = {
 }
 
 
-class Action(StrEnum):
-    """Action on the hold at an end."""
-
-    NONE = "no hold"
-    SETTLE = "settle"
-    VOID = "void"
-    UNCHANGED = "unchanged"
-
-
-@dataclass(frozen=True, slots=True)
-class Charge:
-    """Charge of an end.
-
-    Tokens are billed and counted in quotas alike; money and prepaid credit follow.
-    """
-
-    action: Action
-    bills_input: bool = False
-    bills_output: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One cell of the table. test: the test that covers it, besides the test of all cells."""
-
-    charge: Charge
-    test: str
-
-
-NOTHING = Charge(Action.NONE)
-FREE = Charge(Action.VOID)
-REQUEST_ALONE = Charge(Action.SETTLE)
-INPUT = Charge(Action.SETTLE, bills_input=True)
-INPUT_AND_DELIVERED = Charge(Action.SETTLE, bills_input=True, bills_output=True)
-AS_SETTLED = Charge(Action.UNCHANGED)
+NOTHING = EndCharge(Action.NONE)
+FREE = EndCharge(Action.VOID)
+REQUEST_ALONE = EndCharge(Action.SETTLE)
+INPUT = EndCharge(Action.SETTLE, bills_input=True)
+INPUT_AND_DELIVERED = EndCharge(Action.SETTLE, bills_input=True, bills_output=True)
+AS_SETTLED = EndCharge(Action.UNCHANGED)
 
 P, C = EndPhase, Cause
 # Only failures of the service are free, and only before the first token is delivered: delivered
@@ -133,21 +92,6 @@ TABLE: Mapping[tuple[EndPhase, Cause], Cell] = {
     (P.SETTLED, C.OPERATOR): Cell(AS_SETTLED, WALK),
     (P.SETTLED, C.SERVICE): Cell(AS_SETTLED, "tests/metering/test_recovery.py"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to end.
-
-    response: what the client receives. outcomes, errors: those by which the code recognizes it; an
-    error takes precedence over an outcome.
-    """
-
-    name: str
-    cause: Cause
-    response: str
-    outcomes: tuple[Outcome, ...] = ()
-    errors: tuple[type[Exception], ...] = ()
 
 
 # The first match decides; an end without a match is a failure of the service.
@@ -360,6 +304,6 @@ def cause_of(outcome: Outcome | None, error: BaseException | None) -> Cause:
     return next((way.cause for way in WAYS if isinstance(error, way.errors)), Cause.SERVICE)
 
 
-def charge_of(phase: EndPhase, cause: Cause) -> Charge:
+def charge_of(phase: EndPhase, cause: Cause) -> EndCharge:
     """Return the charge of an end."""
     return TABLE[phase, cause].charge

@@ -23,15 +23,13 @@ from api.core.errors import (
     SiblingEnded,
 )
 from api.core.statuses import CODES_BY_CLASS
+from api.generation.charges import Action, EndCharge, EndPhase
 from api.generation.endings import (
     CAUSES,
     OUTCOMES,
     PHASES,
     TABLE,
     WAYS,
-    Action,
-    Charge,
-    EndPhase,
     UsageSoFar,
     cause_of,
     charge_of,
@@ -121,7 +119,7 @@ def used(world: HoldWorld, payer: Payer) -> dict[str, int]:
     return {dimension: amount for dimension, amount, _ in rows if amount}
 
 
-def charged(charge: Charge, delivered: int) -> dict[str, int]:
+def charged(charge: EndCharge, delivered: int) -> dict[str, int]:
     """Return the expected use of quotas after a request of 10 input tokens, 4 of them cached."""
     sent, received = 10 * charge.bills_input, delivered * charge.bills_output
     picos = charge.bills_input * (6 * 3 + 4 * 1) + received * 7
@@ -230,7 +228,7 @@ async def test_requests_that_end_before_their_hold_leave_no_trace(
                 await rig.admission.admit(requested, UsageSoFar())
             assert cause_of(None, caught.value) is cause
 
-        assert charge_of(EndPhase.BEFORE_HOLD, cause) == Charge(Action.NONE)
+        assert charge_of(EndPhase.BEFORE_HOLD, cause) == EndCharge(Action.NONE)
         assert world.contents() == before
 
 
@@ -251,7 +249,7 @@ async def test_a_settlement_is_never_changed(
         )
         await sweep_expired_holds(world.url)
 
-        assert charge_of(EndPhase.SETTLED, cause) == Charge(Action.UNCHANGED)
+        assert charge_of(EndPhase.SETTLED, cause) == EndCharge(Action.UNCHANGED)
         assert not any(isinstance(answer, Exception) for answer in again)
         assert world.contents() == before
 

@@ -18,7 +18,8 @@ import structlog
 
 from api.core.errors import Draining, Overloaded
 from api.core.settings import Settings
-from api.generation.endings import OUTCOMES, Action, UsageSoFar, cause_of, charge_of, phase_of
+from api.generation.charges import Action
+from api.generation.endings import OUTCOMES, UsageSoFar, cause_of, charge_of, phase_of
 from metering.core.errors import MeteringError
 from metering.core.models import Outcome
 from metering.holds.holds import HoldStore
