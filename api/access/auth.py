@@ -336,7 +336,7 @@ def ignore_refusal(_: Exception) -> None:
 class StreamKey:
     """Key of an open stream, as last checked.
 
-    A refusal applies to new requests; running ones continue.
+    A refusal applies to new requests. Running ones of a revoked key are stopped by a command.
     """
 
     def __init__(
@@ -355,8 +355,8 @@ class StreamKey:
         self._read_at = clock()
         self._is_stale = False
         self._refusal: Exception | None = None
-        # called if the key may no longer be used from this address
-        self.on_revoked: Callable[[Exception], None] = ignore_refusal
+        # Called when the secret of the stream has ended, or its address is no longer allowed.
+        self.on_excluded: Callable[[Exception], None] = ignore_refusal
 
     async def refresh(self) -> None:
         """Check the key again if the last check is too old. `check` raises the result."""
@@ -384,10 +384,10 @@ class StreamKey:
         principal = self.principal
         if principal.secret_hash in ended_secrets:
             self._refusal = KeyRevokedMidway(SECRET_REPLACED)
-            self.on_revoked(self._refusal)
+            self.on_excluded(self._refusal)
         elif not allows(networks, principal.address):
             self._refusal = AddressNotAllowed(principal.address)
-            self.on_revoked(self._refusal)
+            self.on_excluded(self._refusal)
 
     def check(self) -> None:
         """Raise if a request may not start: Unauthenticated, KeyInvalid, PermissionDenied."""
@@ -422,7 +422,7 @@ class StreamKeys:
             held.discard(key)
             # Breaks a reference cycle, so that an ended stream is freed without a garbage
             # collection.
-            key.on_revoked = ignore_refusal
+            key.on_excluded = ignore_refusal
             if not held:
                 del self._open[api_key_id]
 

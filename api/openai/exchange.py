@@ -117,7 +117,7 @@ class Exchange:
 
     def __init__(
         self,
-        process: RequestRegistry,
+        registry: RequestRegistry,
         http: web.BaseRequest,
         arrival: Arrival,
         parsed: ParsedRequest,
@@ -126,19 +126,19 @@ class Exchange:
         headers: Mapping[str, str],
     ) -> None:
         """starts: one for each prompt. headers: of the response, beside those of every response."""
-        self._process = process
+        self._registry = registry
         self._http = http
         self._arrival = arrival
         self.parsed = parsed
         self._answer = answer
-        journal = process.admission.journal
+        journal = registry.admission.journal
         whole = (
             None
             if parsed.streams
             else WholeAnswerWriter(journal, len(parsed.starts), self._stop_siblings)
         )
         self._writer: StreamWriter = whole or StreamWriter(
-            journal, process.admission.holds.may_have_lapsed
+            journal, registry.admission.holds.may_have_lapsed
         )
         self._starts = starts
         self._live: list[LiveRequest] = []
@@ -178,7 +178,7 @@ class Exchange:
             left_as = Outcome.CANCELLED
             raise
         except TimeoutError:
-            settings = self._process.settings
+            settings = self._registry.settings
             detail = read_too_slowly(settings.client_tokens_per_s_min, settings.client_stall_max_s)
             request_id = str(self._arrival.request_id)
             log.info("http_client_stalled", request_id=request_id, detail=detail)
@@ -203,7 +203,7 @@ class Exchange:
         """Start all requests or none. Raises: RequestInFlight, RequestUnderWay."""
         caller = self._arrival.caller
         for start in starts:
-            if self._process.same_request(caller.payer.project_id, start) is not None:
+            if self._registry.same_request(caller.payer.project_id, start) is not None:
                 raise RequestInFlight(
                     "this request is already running: its output goes to the first client that"
                     " sent it"
@@ -214,13 +214,13 @@ class Exchange:
             )
         for start in starts:
             subscription = self._subscriptions[start.given_id]
-            self._live.append(begin(self._process, caller, start, subscription))
+            self._live.append(begin(self._registry, caller, start, subscription))
 
     def on_end(self, subscription: Subscription) -> None:
         """Handle the end of a request."""
         del self._subscriptions[subscription.given_id]
         if subscription.is_refused:
-            self._process.charge_refusal(self._arrival.caller.payer, subscription)
+            self._registry.charge_refusal(self._arrival.caller.payer, subscription)
         if not self._subscriptions:
             self._writer.close()
 
@@ -272,13 +272,13 @@ class Exchange:
             await self._send(self._answer.ping)
             return
         waited_s = time.monotonic() - self._arrival.caller.received_at
-        after_s = self._process.settings.http_padding_after_s
+        after_s = self._registry.settings.http_padding_after_s
         is_due = waited_s >= after_s > 0 or self._connection.is_half_closed
         if is_due and self._admitted_count == len(self._live) and not self._is_open:
             await self._send(PADDING)
 
     def _on_half_close(self) -> None:
-        if self.parsed.streams or self._process.settings.http_padding_after_s:
+        if self.parsed.streams or self._registry.settings.http_padding_after_s:
             self._writer.break_silence_within(HALF_CLOSED_SILENCE_S)
         else:  # it cannot be told from a disconnect
             self._connection.force_close()
@@ -406,10 +406,10 @@ class Exchange:
         if count <= LOGPROBS_AT_ONCE:
             return make()
         payer = self._arrival.caller.payer
-        body, work_s = await self._process.text_work.run(
+        body, work_s = await self._registry.text_work.run(
             payer.organization_id, LOGPROB_COST * count, make
         )
-        self._process.pace.charge(payer, work_s)
+        self._registry.pace.charge(payer, work_s)
         return body
 
     async def _close(self) -> web.StreamResponse:

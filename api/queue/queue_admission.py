@@ -164,7 +164,8 @@ class QueueAdmission:
             known = self.reservations.find(arrival.key) is not None
             own += self.reservations.count(arrival.tenant_id) - known
             free -= len(self.reservations) - known
-            # Each place that the tenant gives back is one less and leaves one more free.
+            # It must have fewer waiting requests than there are free positions. Each one that ends
+            # changes both by one, so half of the excess must end.
             over_share = (own + 2 - free) // 2
             over = max(own + 1 - own_max, over_share)
             if is_half_empty:

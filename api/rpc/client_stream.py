@@ -1,8 +1,8 @@
 """Bidirectional stream: client frames in, server frames out, for any number of requests.
 
 Each stream has one reader and one writer. It does not own its requests; it may only receive and
-stop them (see `Source`). A request runs in this process (`live.py`), has ended here (`replay.py`),
-or runs in another process (`relay.py`).
+stop them (see `Source`). A request runs in this process (`live_request.py`), has ended here
+(`replay.py`), or runs in another process (`relay.py`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ClientStream:
 
     def __init__(
         self,
-        process: RequestRegistry,
+        registry: RequestRegistry,
         key: StreamKey,
         auth_ms: float,
         *,
@@ -89,14 +89,14 @@ class ClientStream:
         that do not name one themselves.
         """
         self._trace = trace
-        self._process = process
+        self._registry = registry
         self._key = key
         self._secret = secret
         self._is_relayed = is_relayed
         self._auth_ms = auth_ms
-        self._frames_max = process.settings.frames_per_message_max
+        self._frames_max = registry.settings.frames_per_message_max
         self._writer = StreamWriter(
-            process.admission.journal, process.admission.holds.may_have_lapsed
+            registry.admission.journal, registry.admission.holds.may_have_lapsed
         )
         # Keys: request ids as integers, because UUIDs are hashed in Python
         self._running: dict[int, FrameSubscription] = {}
@@ -113,7 +113,7 @@ class ClientStream:
         self._lookup_s = 0.0
         call = CALL.get()
         self._on_admitted: Callable[[], None] = (lambda: None) if call is None else call.on_admitted
-        key.on_revoked = self._revoke
+        key.on_excluded = self._revoke
 
     async def serve(self, requests: AsyncIterator[pb.GenerateRequest], context: Context) -> None:
         """Serve until the client has half-closed and every request has ended.
@@ -187,9 +187,9 @@ class ClientStream:
         Raises: PreparationLimit, Overloaded, and the errors of parsing.
         """
         principal = self._key.principal
-        permit = self._process.text_work.permit(principal, size)
+        permit = self._registry.text_work.permit(principal, size)
         with contextlib.nullcontext() if self._running else permit:
-            return await self._process.in_order(principal, size, parse)
+            return await self._registry.in_order(principal, size, parse)
 
     def _on_gone(self, context: Context, granted_s: float | None) -> None:
         self._leave(outcome_of_leaving(granted_s, remaining_s(context)))
@@ -214,10 +214,10 @@ class ClientStream:
         await self._key.refresh()
         auth_ms = (time.monotonic() - received_at) * 1000
         self._auth_ms = 0.0  # only requests of the first message waited for authentication
-        pace, principal = self._process.pace, self._key.principal
+        pace, principal = self._registry.pace, self._key.principal
         if IS_COSTLY.get():
-            parse = partial(starts_of, batch, self._process.window_tokens_max)
-            self._parsed = await self._process.in_order(principal, READ_BYTES.get(), parse)
+            parse = partial(starts_of, batch, self._registry.window_tokens_max)
+            self._parsed = await self._registry.in_order(principal, READ_BYTES.get(), parse)
         index = 0
         while index < len(batch):
             if await pace.wait_for_share(principal):
@@ -245,7 +245,7 @@ class ClientStream:
             held_s = read_s + time.thread_time() - began_at - self._begun_s
             CURRENT.work, CURRENT.stage = None, ""
             transport_s = 0.0 if index_before else MESSAGE_COST_S + READ_BYTES.get() * BYTE_COST_S
-            self._process.pace.charge(self._key.principal, self._lookup_s + transport_s, held_s)
+            self._registry.pace.charge(self._key.principal, self._lookup_s + transport_s, held_s)
         return index
 
     def _handle(
@@ -289,12 +289,12 @@ class ClientStream:
             if isinstance(parsed, Exception):
                 raise parsed
             start = parsed or parse_start(
-                frame.request_id, frame.start, self._process.window_tokens_max
+                frame.request_id, frame.start, self._registry.window_tokens_max
             )
             principal, number = self._key.principal, start.request_id.int
-            self._process.check_rights(principal, start)
+            self._registry.check_rights(principal, start)
             received = self._running.get(number)
-            running = self._process.same_request(principal.project_id, start, received)
+            running = self._registry.same_request(principal.project_id, start, received)
             if received is not None:
                 return  # this stream receives the same request
             subscription = self._subscribe(frame.request_id, number)
@@ -315,7 +315,7 @@ class ClientStream:
                     self._on_admitted,
                 )
                 read_at = time.thread_time()
-                begin(self._process, caller, start, subscription, running)
+                begin(self._registry, caller, start, subscription, running)
             except BaseException:
                 self._forget(number)
                 raise
@@ -325,7 +325,7 @@ class ClientStream:
                     min(read_at - began_at, START_FREE_S) + time.thread_time() - read_at
                 )
         except Exception as error:
-            self._process.observer.start_refused(error)
+            self._registry.observer.start_refused(error)
             self._refuse(frame.request_id, error)
 
     def _attach(self, frame: pb.ClientFrame) -> None:
@@ -337,7 +337,7 @@ class ClientStream:
                     [FieldViolation("attach.after_seq", f"must be at least 0, got {after_seq}")]
                 )
             key = self._key.principal.project_id, request_id
-            source, relays = self._source(key), None if self._is_relayed else self._process.relays
+            source, relays = self._source(key), None if self._is_relayed else self._registry.relays
             before = self._running.get(request_id.int)
             subscription = self._subscribe(frame.request_id, request_id.int)
             try:
@@ -377,20 +377,20 @@ class ClientStream:
 
     def _source(self, key: Key) -> Source | None:
         """Return the source of a request, if this process knows it. Raises: ModelNotAllowed."""
-        if (running := self._process.find(key)) is not None:
+        if (running := self._registry.find(key)) is not None:
             check_model(
-                self._key.principal, self._process.router.canonical_name(running.start.model)
+                self._key.principal, self._registry.router.canonical_name(running.start.model)
             )
             return running.output
-        if (kept := self._process.replays.find(key)) is not None:
-            check_model(self._key.principal, self._process.router.canonical_name(kept.model))
+        if (kept := self._registry.replays.find(key)) is not None:
+            check_model(self._key.principal, self._registry.router.canonical_name(kept.model))
             return kept
         subscription = self._running.get(key[1].int)  # set if it is relayed
         return None if subscription is None else subscription.source
 
     def _subscribe(self, given_id: str, number: int) -> FrameSubscription:
         """Note that this stream receives a request from now on. Raises: Overloaded."""
-        limit = self._process.settings.requests_per_stream_max
+        limit = self._registry.settings.requests_per_stream_max
         if number not in self._running and len(self._running) >= limit:
             raise Overloaded(
                 f"this stream is at its limit of {limit} requests; wait for one to end"
@@ -419,7 +419,7 @@ class ClientStream:
         if self._running.get(number) is not subscription:
             return  # this stream receives it again
         if subscription.is_refused:
-            self._process.charge_refusal(self._key.principal, subscription)
+            self._registry.charge_refusal(self._key.principal, subscription)
         self._ended[number] = None
         if len(self._ended) > ENDED_IDS_REMEMBERED:
             self._ended.popitem(last=False)

@@ -333,7 +333,7 @@ def extend(
     requested_token_count: int,
     reasoning_token_count: int = 0,
 ) -> Charge:
-    """Post delivered tokens to the window they were charged to; move the rest to the current one.
+    """Count delivered tokens as used in their window, and hold the rest in the current one.
 
     reasoning_token_count: delivered tokens known to be thinking. Grants as many of
     `requested_token_count` as fit, at least one; output that a quota does not count always fits.

@@ -513,7 +513,7 @@ class LiveRequest:
             processor = phase.admitted.processor
             if isinstance(event, TokensGenerated):
                 self._watch.first_token()
-                self._charge(phase.admitted)
+                self._report_service(phase.admitted)
                 processor.take(event)
                 self._unchecked_until = min(
                     processor.unchecked_until, output.appended_token_count + TOKENS_PER_CHARGE
@@ -541,7 +541,7 @@ class LiveRequest:
             usage.input_token_count, event.cached_token_count if event.is_final else None
         )
 
-    def _charge(self, admitted: AdmittedGeneration) -> None:
+    def _report_service(self, admitted: AdmittedGeneration) -> None:
         """Report generated tokens to the queue."""
         count = self.output.usage.generated_token_count - admitted.charged_token_count
         if count > 0:
@@ -648,7 +648,7 @@ class LiveRequest:
             admitted.begin_timer.cancel()
         if isinstance(phase, Sequenced):
             phase.sequence.close()
-        self._charge(admitted)
+        self._report_service(admitted)
         admitted.entry.leave()  # the engine is free again; settlement does not hold up the queue
         # On every path: output delivered after the settlement would not be billed.
         admitted.processor.flush(partial(self._settle, flushing))
