@@ -47,10 +47,12 @@ LOST = (*AWAY, OSError)
 
 
 class Broadcaster(Protocol):
-    """Broadcasts of one process, and its receiver of all broadcasts, including its own."""
+    """Source and receiver of broadcasts of one process. It also receives its own."""
 
     def next_broadcast(self) -> str:
-        """Remove and return news since the last call, at most `BYTES_MAX`; empty for none."""
+        """Remove and return the text to broadcast, at most `BYTES_MAX` bytes; empty if there is
+        none.
+        """
         ...
 
     def receive(self, text: str) -> None:
@@ -103,7 +105,10 @@ log = structlog.get_logger(__name__)
 
 
 class ControlChannel:
-    """Control channel of one process. Commands and reports need its `run`."""
+    """Channel on which this process gets cancel and drain commands and reports its requests.
+
+    Nothing is received or sent unless `run` runs.
+    """
 
     def __init__(
         self,
@@ -119,13 +124,13 @@ class ControlChannel:
         report_replicas: Callable[[], Sequence[dict[str, Any]]],
         broadcaster: Broadcaster | None = None,
     ) -> None:
-        """stop: applies a command; called once per command. report: returns the running requests as
-        JSON values.
+        """Prepare the channel; `run` connects.
 
-        drain: called at each poll with all drained replicas. report_replicas: returns the states of
-        all replicas. peer: "host:port" at which other processes reach this one, and its certificate
-        there. peers: called with the certificates of all processes when one was added. broadcaster:
-        broadcasts over the same connection; None to neither send nor receive any.
+        `stop` applies a cancel command and is called once per command. `report` returns the running
+        requests as JSON values, `report_replicas` the states of all replicas. `drain` is called at
+        each poll with all drained replicas. `peer` is the "host:port" at which other processes
+        reach this one, and the certificate it shows there. `peers` is called with the certificates
+        of all processes when one is added. `broadcaster` None disables broadcasts.
         """
         self._conninfo = psycopg_conninfo(database_url)
         self._owner = (process_id, process_name, *peer)
@@ -144,9 +149,9 @@ class ControlChannel:
         self.connected = False
 
     async def run(self) -> None:
-        """Listen until cancelled. Reconnect with backoff whenever the connection breaks.
+        """Receive commands until cancelled; reconnect with backoff when the connection breaks.
 
-        An unexpected error is an incident and costs at most a connection.
+        An unexpected error is counted as an incident and at most breaks the connection.
         """
         backoff = Backoff(RECONNECT_MIN_S, RECONNECT_MAX_S)
         while True:
@@ -216,7 +221,7 @@ class ControlChannel:
             await connection.execute("SELECT pg_notify(%s, %s)", (BROADCAST_CHANNEL, text))
 
     async def _write_report(self, connection: BoundedConnection) -> None:
-        """Write the report of running requests, without any request that PostgreSQL rejects."""
+        """Write the report of running requests, leaving out any that PostgreSQL rejects."""
         replicas = json.dumps(self._report_replicas())
         requests = [each for each in self._report() if self._retries.is_due(each.get("request_id"))]
         try:
@@ -238,7 +243,9 @@ class ControlChannel:
             await connection.execute("SELECT pg_notify(%s, %s)", (CHANNEL, PEERS))
 
     async def _apply(self, connection: BoundedConnection) -> None:
-        """Apply the commands issued since the last poll, not those from before this process."""
+        """Apply the commands issued since the last poll. Commands older than this process are
+        ignored.
+        """
         if self._floor is None:
             row = await (await connection.execute(SELECT_FLOOR.encode())).fetchone()
             assert row is not None, "an aggregate has one row"

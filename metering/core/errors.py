@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class ObstacleKind(StrEnum):
-    """Kind of an obstacle to closing a month."""
+    """Reason why a month cannot be closed."""
 
     MONTH_NOT_OVER = "MONTH_NOT_OVER"
     EARLIER_MONTH_OPEN = "EARLIER_MONTH_OPEN"
@@ -25,7 +25,7 @@ class ObstacleKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """One obstacle; the description includes the remedy."""
+    """One reason why a month cannot be closed; the description says what to do."""
 
     kind: ObstacleKind
     description: str

@@ -42,15 +42,15 @@ D = TypeVar("D")
 
 
 def insertion(name: str, values: Mapping[str, Any]) -> Insert:
-    """Return an INSERT of one row into a table without a mapped class."""
+    """Build an INSERT of one row into a table that has no mapped class."""
     return insert(table(name, *map(column, values))).values(values)
 
 
 def record_of(kind: type[D], source: object, /, **values: Any) -> D:
-    """Return a dataclass with the source's attributes of the same names, overridden by `values`.
+    """Build a dataclass from the source's attributes of the same names, overridden by `values`.
 
-    Values are converted to int, enumeration or tuple as the field requires. None keeps a field's
-    default.
+    Values are converted to int, enumeration or tuple where the field's type requires it. Where the
+    source has None, the field keeps its default, if any.
     """
     checked: Any = kind
     for name, (has_default, convert) in _conversions(checked).items():
@@ -63,7 +63,7 @@ def record_of(kind: type[D], source: object, /, **values: Any) -> D:
 
 @functools.cache
 def _conversions(kind: Any) -> dict[str, tuple[bool, Callable[[Any], Any] | None]]:
-    """Return for each field of a dataclass whether it has a default, and its conversion."""
+    """Determine for each field of a dataclass whether it has a default, and its conversion."""
     hints = get_type_hints(kind)
     conversions: dict[str, tuple[bool, Callable[[Any], Any] | None]] = {}
     for each in fields(kind):
@@ -78,7 +78,9 @@ def _conversions(kind: Any) -> dict[str, tuple[bool, Callable[[Any], Any] | None
 
 
 class Base(DeclarativeBase):
-    """Fixed constraint names, and one mapping from Python types to column types."""
+    """Base of the mapped classes: fixes constraint names and the column type of each Python
+    type.
+    """
 
     metadata = MetaData(
         naming_convention={
@@ -132,7 +134,7 @@ class Project(Base):
 
 
 class ApiKey(Base):
-    """A credential. Only the SHA-256 of the secret is stored: 256 random bits need no slow hash."""
+    """An API key. Only the SHA-256 of the secret is stored: 256 random bits need no slow hash."""
 
     __tablename__ = "api_keys"
 
@@ -158,7 +160,7 @@ class ApiKey(Base):
 
 
 class ApiKeyUse(Base):
-    """Last use of a key; an unused key has no row. `tenants/key_uses.py` writes it."""
+    """Time of a key's last use; a key never used has no row. Written by `tenants/key_uses.py`."""
 
     __tablename__ = "api_key_uses"
 
@@ -167,7 +169,7 @@ class ApiKeyUse(Base):
 
 
 class AuditEntry(Base):
-    """A change and its author. Written in the transaction of the change."""
+    """A change and its actor, written in the transaction of the change."""
 
     __tablename__ = "audit_log"
 
@@ -181,7 +183,7 @@ class AuditEntry(Base):
 
 
 class ServiceTier(StrEnum):
-    """Service tier of a request: a client waits for it, or it uses spare capacity."""
+    """Service tier of a request: `interactive` if a client waits, `batch` to use spare capacity."""
 
     __hash__ = str.__hash__  # an Enum's own hash is implemented in Python, at ten times the cost
 
@@ -200,13 +202,13 @@ class TokenKind(StrEnum):
 
 
 class PriceVersion(Base):
-    """Prices of a model and service tier from a time on, in picos per token. Immutable; a
-    correction is a later version.
+    """Prices of a model and service tier from `effective_at` on, in picos per token.
 
-    organization_id: customer with this price of its own; None for the list. multiplier_milli:
-    thousandths of the interactive prices from which these were computed, for display. withdrawn:
-    from then on the organization pays the list price again; no usage is charged by this row.
-    reasoning_picos_per_token: None if it is not stated: reasoning then has the output price.
+    Rows are immutable; a correction is a later row. `organization_id` is the customer that has its
+    own price, None for the price list. `multiplier_milli` shows the factor, in thousandths, by
+    which the interactive prices were multiplied. A `withdrawn` row ends a customer's own price: the
+    list price applies from then on. If `reasoning_picos_per_token` is None, reasoning has the
+    output price.
     """
 
     __tablename__ = "price_versions"
@@ -252,18 +254,18 @@ class QuotaDimension(StrEnum):
 
     @property
     def spelling(self) -> str:
-        """Name outside the database, the same on every way out: `cost-per-month`."""
+        """Name in the API, the CLI and documents, such as `cost-per-month`."""
         return self.value.replace("_picos", "").replace("_", "-")
 
 
 class Quota(Base):
-    """One limit. `model` is empty for all models together. Removed limits are kept for the holds
-    charged to them.
+    """One limit. `model` is empty for all models together.
 
-    Weights are thousandths per token of a kind, for quotas on tokens. A temporary override replaces
-    the limit until `override_until`. A quota that is not enforced counts but refuses nothing. One
-    for new keys limits nothing itself: each key created under its subject gets a copy. `alert_at`:
-    percent of the limit used, or picos of prepaid credit left (`quotas/quota_rules.py`).
+    For quotas on tokens, weights are the thousandths that a token of each kind counts. An override
+    replaces the limit until `override_until`. A quota that is not enforced counts but refuses
+    nothing. With `for_new_keys` it limits nothing itself: each key created under its subject gets a
+    copy. `alert_at` is in percent of the limit, or in picos of prepaid credit left
+    (`quotas/quota_rules.py`). Removed limits are kept for the holds charged to them.
     """
 
     __tablename__ = "quotas"
@@ -289,10 +291,9 @@ class Quota(Base):
 
 
 class QuotaCounter(Base):
-    """Used and held amounts of one quota in one window. Equal to the sums over holds and usage
-    events (tested by fsck).
+    """Used and held amounts of one quota in one window: the sums over its holds and usage events.
 
-    would_refuse_count: admissions that a quota which is not enforced would have refused.
+    `would_refuse_count` counts admissions that an unenforced quota would have refused.
     """
 
     __tablename__ = "quota_counters"
@@ -436,7 +437,7 @@ class Outcome(StrEnum):
 
 
 class SupersededSecret(Base):
-    """A secret replaced by a rotation, which identifies the same key until `expires_at`."""
+    """Secret replaced by a rotation. It still authenticates its key until `expires_at`."""
 
     __tablename__ = "superseded_secrets"
 

@@ -159,7 +159,9 @@ UNKNOWN_TOO_LONG = (
 
 
 async def form_batches(sessions: Sessions) -> int:
-    """Form the missing batches of completed hours and of late usage; return their number."""
+    """Form the missing batches of completed hours, including late usage, and return their
+    number.
+    """
     formed = 0
     async with sessions.begin() as session:
         await session.execute(BEGIN, {"back_to": BACK_TO})
@@ -189,7 +191,10 @@ async def form(
     ends: datetime,
     organization_id: uuid.UUID | None = None,
 ) -> int:
-    """Form the missing parts of a range's hours, of one organization or all; return their count."""
+    """Form the missing batches of the hours in [begins, ends), of one organization or all.
+
+    Returns the number of batches.
+    """
     parameters = {"begins": begins, "ends": ends, "organization_id": organization_id}
     result = await session.execute(FORM, parameters)
     return int(getattr(result, "rowcount", 0))
@@ -306,7 +311,9 @@ WHERE failure_count > 0
 
 @dataclass(slots=True)
 class Run:
-    """State of one run of `deliver_pending`. A failure of the biller ends the run for all."""
+    """Progress of one call of `deliver_pending`. `failure` is the biller's failure that ended
+    it.
+    """
 
     sessions: Sessions
     exporter: Exporter
@@ -318,14 +325,18 @@ class Run:
 
     @property
     def may_continue(self) -> bool:
-        """True if another batch may be claimed."""
+        """True until the biller fails or the time budget is used up."""
         return self.failure is None and time.monotonic() < self.deadline
 
 
 async def deliver_pending(
     sessions: Sessions, exporter: Exporter, budget_s: float = BUDGET_S
 ) -> Run:
-    """Deliver pending batches until none is left, or time or biller ends it. Runs may overlap."""
+    """Deliver pending batches until none is left, the biller fails, or `budget_s` seconds have
+    passed.
+
+    Concurrent runs are safe: each stream is locked by one of them.
+    """
     run = Run(sessions, exporter, time.monotonic() + budget_s)
     async with sessions() as session:
         if await session.scalar(PAUSED):
@@ -383,7 +394,9 @@ async def _deliver_stream(run: Run, stream: Stream) -> None:
 
 
 async def _claim(run: Run, stream: Stream) -> Row[Any] | None:
-    """Claim the next batch, or park it if it is too old; return the columns of `CLAIM_BATCH`."""
+    """Claim a stream's next batch and return the columns of `CLAIM_BATCH`; park one that is too
+    old.
+    """
     parameters = {
         "organization_id": stream.organization_id,
         "price_version": stream.price_version,
@@ -424,7 +437,7 @@ async def _record(
 
 
 def state_after(was: str, answer: Answer) -> BatchState:
-    """Return the new state of a batch that was in state `was` when it was claimed."""
+    """Return the new state of a batch, from its state `was` when it was claimed and the answer."""
     # An earlier attempt may have been counted, whatever this answer says.
     in_doubt = was == BatchState.SENT
     match answer.verdict:
@@ -437,12 +450,12 @@ def state_after(was: str, answer: Answer) -> BatchState:
 
 
 def retry_delay_s(attempt_count: int) -> float:
-    """Return the seconds until the next attempt, with jitter."""
+    """Compute the seconds until the next attempt, with jitter."""
     return backoff_s(attempt_count, BACKOFF_S_MIN, BACKOFF_S_MAX) * random.uniform(0.5, 1.0)
 
 
 async def _note(run: Run) -> None:
-    """Pause the export after a failure of the biller, and end the pause after a success."""
+    """Pause the export after a failure of the biller; end the pause after a success."""
     if run.failure is None and not run.delivered_count:
         return
     async with run.sessions.begin() as session:
@@ -467,8 +480,8 @@ export_retries = Retries("usage_export", passing=(DatabaseUnavailable,))  # by s
 async def export_usage(sessions: Sessions, environment: Mapping[str, str]) -> None:
     """Form batches, deliver them and handle Stripe's events. Does nothing if the export is off.
 
-    A stage that fails unexpectedly is retried later, and the others continue. Raises: InvalidValue
-    naming a setting.
+    If a stage fails unexpectedly, it is retried later and the others run. Raises: InvalidValue with
+    the name of an invalid setting.
     """
     settings = export_settings(environment)
     if settings.destination is Destination.OFF:
