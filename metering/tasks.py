@@ -63,7 +63,7 @@ def sweep() -> None:
 
 @task("weir.delete_past_counters")
 def delete_past_counters() -> None:
-    """Delete past counters of quotas."""
+    """Delete quota counters of past windows."""
     run(quota_admin.delete_all_past_counters)
 
 
@@ -80,13 +80,13 @@ async def _keep_partitions(sessions: Sessions) -> None:
 
 @task("weir.refresh_prepaid")
 def refresh_prepaid() -> None:
-    """Enable credit that begins with a new month for prepaid organizations."""
+    """Enable prepaid credit that begins with a new month."""
     run(refresh_for_the_month)
 
 
 @task("weir.fire_alerts")
 def fire_alerts() -> None:
-    """Find crossed alert thresholds and deliver the alerts."""
+    """Create and deliver the alerts that are due."""
     try:
         private = allows_private(os.environ)
     except InvalidValue as error:
@@ -117,7 +117,7 @@ _kept: tuple[asyncio.Runner, AsyncEngine] | None = None
 
 @worker_process_init.connect  # type: ignore[untyped-decorator]
 def keep_connections(**_: Any) -> None:
-    """Keep loop and connections between tasks. Pools of threads do not send the signal."""
+    """Keep event loop and connections between tasks. Thread pools do not send the signal."""
     global _kept
     _kept = new_context()
 
@@ -127,8 +127,9 @@ def new_context() -> tuple[asyncio.Runner, AsyncEngine]:
 
 
 def run(work: Callable[[Sessions], Awaitable[object]]) -> None:
-    """Run a task's work, again after a conflict. No connection outlives work that failed, and no
-    lock that it held.
+    """Run a task's work, and repeat it after a conflict.
+
+    After a failure, its connections are closed, which releases its locks.
     """
     runner, engine = _kept or new_context()
 

@@ -314,10 +314,7 @@ async def fire_invoice_alert(
     event: InvoiceEvent,
     facts: InvoiceFacts,
 ) -> None:
-    """Insert an alert about an invoice and queue its delivery, unless it was inserted before.
-
-    The caller commits.
-    """
+    """Insert an invoice alert and queue it, unless it was inserted before. The caller commits."""
     # Picos are strings: not every JSON reader supports integers of their size.
     fields = asdict(facts) | {
         "amount_due_picos": str(facts.amount_due_picos),

@@ -42,19 +42,19 @@ class LeaseClock:
         return len(self.deadlines)
 
     def begin(self, hold_ids: Iterable[uuid.UUID], sent_at: float) -> None:
-        """Set the deadlines of holds taken by a statement sent at `sent_at`, in clock seconds."""
+        """Set the deadlines of holds taken by a statement sent at `sent_at` (clock seconds)."""
         deadline = sent_at + self._span_s
         self._first_deadline = min(self._first_deadline, deadline)
         for hold_id in hold_ids:
             self.deadlines[hold_id.int] = hold_id, deadline
 
     def extend(self, hold_id: uuid.UUID, sent_at: float) -> None:
-        """Move the deadline of an extended hold, unless the hold has ended in this process."""
+        """Postpone the deadline of an extended hold, unless it has ended in this process."""
         if hold_id.int in self.deadlines:
             self.begin((hold_id,), sent_at)
 
     def renew(self, hold_ids: Iterable[uuid.UUID], sent_at: float) -> None:
-        """Move the deadlines of renewed holds, except those that had passed at `sent_at`."""
+        """Postpone the deadlines of renewed holds, except those that had passed at `sent_at`."""
         deadlines = self.deadlines
         self.begin(
             [
@@ -71,7 +71,7 @@ class LeaseClock:
             self.deadlines.pop(hold_id.int, None)
 
     def may_have_lapsed(self) -> bool:
-        """Return whether any hold may have lapsed. Usually costs one reading of the clock."""
+        """Return True if any hold may have lapsed. Usually costs one reading of the clock."""
         now = self.now()
         if now >= self._first_deadline:  # may be outdated by a renewal
             self._first_deadline = min(
