@@ -173,9 +173,7 @@ class Listener(bootsteps.StartStopStep):  # type: ignore[misc]
 
 
 def task(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Register a function as a Celery task. After an unexpected failure, it is skipped for a
-    while.
-    """
+    """Register a function as a Celery task. After an unexpected failure it is paused."""
 
     def register(function: Callable[[], None]) -> Callable[[], None]:
         def attempt() -> None:

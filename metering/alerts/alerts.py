@@ -412,8 +412,7 @@ WITH windows AS (
 
 
 async def fire_due_alerts(sessions: Sessions) -> int:
-    """Insert an alert for every threshold newly crossed and every key newly rotated or given
-    rights.
+    """Insert alerts for newly crossed thresholds and for keys that were rotated or widened.
 
     Returns the number of alerts. Concurrent scans are safe.
     """

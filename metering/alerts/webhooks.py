@@ -212,9 +212,7 @@ async def resolve(host: str, port: int) -> Resolution:
 
 @dataclass(frozen=True, slots=True)
 class WebhookState:
-    """A webhook, the number of its pending deliveries, and the error of the latest failed
-    attempt.
-    """
+    """A webhook, the number of pending deliveries, and the error of the latest failed attempt."""
 
     webhook: AlertWebhook
     organization: Organization
@@ -292,9 +290,7 @@ async def list_webhooks(session: AsyncSession, *, organization: str = "") -> lis
 
 
 async def try_webhook(session: AsyncSession, *, organization: str) -> uuid.UUID:
-    """Queue a test alert, end any pause of the webhook, and return the alert's id. Raises:
-    NotFound.
-    """
+    """Queue a test alert, end any pause, and return the alert's id. Raises: NotFound."""
     owner = await find_organization(session, organization)
     webhook = await _locked(session, owner.id)
     if webhook is None:

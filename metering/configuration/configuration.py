@@ -197,8 +197,7 @@ class OrganizationSpec:
 
 @dataclass(frozen=True, slots=True)
 class PriceSpec:
-    """Desired price of a model, on the price list or for one organization. None keeps the present
-    value.
+    """Desired price of a model, on the list or one customer's own. None keeps the present value.
 
     `reasoning_picos_per_token` None means the output price. `currency_code` may be empty: the
     organization's currency, or USD. `effective_at` None or in the past means now.
@@ -261,9 +260,7 @@ class ConfigurationViolation:
 def stated_thresholds(
     dimension: QuotaDimension, thresholds: Iterable[int]
 ) -> tuple[int, ...] | None:
-    """Sort the alert thresholds of a limit; return None if they are the default of its
-    dimension.
-    """
+    """Sort the alert thresholds of a limit; return None if they are its dimension's default."""
     alert_at = tuple(sorted(thresholds))
     return None if alert_at == usual_thresholds(dimension) else alert_at
 
@@ -347,9 +344,7 @@ class Attempts:
     uncounted: list[Uncounted] = field(default_factory=list)
 
     async def apply(self, configuration: Configuration) -> None:
-        """Apply the whole configuration and fill `changes`. If `violations` is not empty, roll
-        back.
-        """
+        """Apply the whole configuration and fill `changes`; on violations, roll back."""
         self._check_names(
             "organizations", "name", [each.name for each in configuration.organizations]
         )
@@ -403,9 +398,7 @@ class Attempts:
             raise TooManyViolations
 
     async def _made(self, path: str, name: str, create: Callable[[str], Awaitable[Made]]) -> Made:
-        """Create an object. If its name is invalid, record that and use a random name, to check the
-        rest.
-        """
+        """Create an object; if that is refused, use a random name, so that the rest is checked."""
         made = await self._attempt(path, lambda: create(name))
         if made is None:
             made = await create(f"x{uuid.uuid4().hex}")
@@ -455,9 +448,7 @@ class Attempts:
         ]
 
     def _currency(self, path: str, code: str) -> str:
-        """Validate a currency code. If it is invalid, record a violation and return USD, to check
-        the rest.
-        """
+        """Validate a currency code; if invalid, record a violation and return USD."""
         try:
             return checked_currency(code)
         except InvalidValue as refusal:
@@ -673,9 +664,7 @@ class Attempts:
         desired: OrganizationSpec | ProjectSpec | KeySpec,
         defaults: Collection[QuotaKey] = (),
     ) -> None:
-        """Create, update and remove the limits of one subject. Those in `defaults` are never
-        removed.
-        """
+        """Create, update and remove the limits of a subject; those in `defaults` are kept."""
         query = limits_of([subject.id]).execution_options(populate_existing=True)
         rows = {key_of(row): row for row in await self.session.scalars(query)}
         self._check_names(f"{subject.path}.quotas", "dimension", [key for key, _ in desired.quotas])
@@ -861,9 +850,7 @@ async def apply_configuration(
 async def price_specs(
     session: AsyncSession, names: dict[uuid.UUID, str], *, listed: bool
 ) -> tuple[PriceSpec, ...]:
-    """List the prices in force of the organizations in `names`, and those of the price list if
-    `listed`.
-    """
+    """List the prices in force of the organizations in `names` and, if `listed`, of the list."""
     found = await versions_in_force(session, all_customers=True)
     versions_of: dict[tuple[str, str, uuid.UUID | None], list[ModelPrice]] = {}
     for each in found:
@@ -890,9 +877,7 @@ async def price_specs(
 
 
 def spec_of(versions: list[ModelPrice], priced: PriceSpec) -> PriceSpec | None:
-    """Merge the price versions of both tiers of one model; None if there is no interactive
-    price.
-    """
+    """Merge the price versions of both tiers of a model; None without an interactive price."""
     tiers = {each.tier: each for each in versions}
     if ServiceTier.INTERACTIVE not in tiers:
         return None
@@ -920,9 +905,7 @@ Quotas = Mapping[uuid.UUID, tuple[tuple[QuotaKey, QuotaSpec], ...]]
 
 
 async def present_state(session: AsyncSession, *, organization: str | None = None) -> Configuration:
-    """Read the stored configuration of all organizations or of one, by its name. Raises:
-    NotFound.
-    """
+    """Read the stored configuration, of one organization or all. Raises: NotFound."""
     owners = select(Organization).order_by(Organization.name)
     if organization:
         owners = owners.where(

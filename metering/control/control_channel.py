@@ -50,9 +50,7 @@ class Broadcaster(Protocol):
     """Source and receiver of broadcasts of one process. It also receives its own."""
 
     def next_broadcast(self) -> str:
-        """Remove and return the text to broadcast, at most `BYTES_MAX` bytes; empty if there is
-        none.
-        """
+        """Remove and return text to broadcast, at most `BYTES_MAX` bytes; empty for none."""
         ...
 
     def receive(self, text: str) -> None:
@@ -243,9 +241,7 @@ class ControlChannel:
             await connection.execute("SELECT pg_notify(%s, %s)", (CHANNEL, PEERS))
 
     async def _apply(self, connection: BoundedConnection) -> None:
-        """Apply the commands issued since the last poll. Commands older than this process are
-        ignored.
-        """
+        """Apply the commands issued since the last poll, but none older than this process."""
         if self._floor is None:
             row = await (await connection.execute(SELECT_FLOOR.encode())).fetchone()
             assert row is not None, "an aggregate has one row"

@@ -66,9 +66,7 @@ class CancelCommand:
 
 @dataclass(frozen=True, slots=True)
 class DrainCommand:
-    """Command to drain a replica of a model. `is_moving` also moves its running requests
-    elsewhere.
-    """
+    """Command to drain a replica. `is_moving` also moves its running requests elsewhere."""
 
     model: str
     replica: str
@@ -309,9 +307,7 @@ class LiveView:
 
 @dataclass(frozen=True, slots=True)
 class ProjectRequest:
-    """A project with a request of the id searched for. `is_held` is True if the request is
-    running.
-    """
+    """A project with a request of the given id. `is_held` is True if the request is running."""
 
     project_id: uuid.UUID
     is_held: bool
@@ -433,8 +429,7 @@ DRAIN = text("SELECT * FROM replica_drains WHERE model = :model AND replica = :r
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """Replicas of the processes that answered, as rows of `SELECT_REPLICAS`, and the silent
-    processes.
+    """Replicas of the processes that answered (rows of `SELECT_REPLICAS`), and silent processes.
 
     A row's `model` is `name` or `name@version`, its `state` that of the model registry.
     """
@@ -460,9 +455,7 @@ async def replica_view(sessions: Sessions) -> ReplicaView:
 
 
 async def list_drains(session: AsyncSession) -> Sequence[LiveRow]:
-    """List all drains. Running requests are moved `move_after_ms` milliseconds after the drain
-    began.
-    """
+    """List all drains. Requests are moved `move_after_ms` milliseconds after a drain begins."""
     return (await session.execute(DRAINS)).all()
 
 

@@ -78,9 +78,7 @@ def _conversions(kind: Any) -> dict[str, tuple[bool, Callable[[Any], Any] | None
 
 
 class Base(DeclarativeBase):
-    """Base of the mapped classes: fixes constraint names and the column type of each Python
-    type.
-    """
+    """Base of mapped classes: fixes constraint names and each Python type's column type."""
 
     metadata = MetaData(
         naming_convention={

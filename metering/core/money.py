@@ -55,8 +55,7 @@ def minor_unit(currency_code: str) -> int:
 
 
 def round_to_minor_unit(amount_picos: int, currency_code: str) -> int:
-    """Round an amount in picos to whole minor units, still in picos: the only rounding in the
-    system.
+    """Round an amount in picos to whole minor units, in picos: the only rounding in the system.
 
     Half a minor unit is rounded away from zero, so that a credit note of the same amount cancels an
     invoice exactly. Carry the amount minus the result.
@@ -103,9 +102,7 @@ def to_decimal(amount_picos: int) -> Decimal:
 
 
 def exact_text(amount_picos: int, currency_code: str) -> str:
-    """Format an amount with all its digits, at least the currency's: `0.00012345`, `1.50`,
-    `-3.00`.
-    """
+    """Format an amount with all significant digits: `0.00012345`, `1.50`, `-3.00`."""
     units, picos = divmod(abs(amount_picos), PICOS_PER_UNIT)
     fraction = f"{picos:0{PICO_DIGITS}d}".rstrip("0").ljust(minor_digits(currency_code), "0")
     sign = "-" if amount_picos < 0 else ""

@@ -36,9 +36,7 @@ def page_values(token: str, *readers: Callable[[str], object]) -> list[Any]:
 
 
 def utc_time(text: str) -> datetime:
-    """Parse an ISO 8601 time with offset and convert it to UTC. Raises: ValueError,
-    OverflowError.
-    """
+    """Parse an ISO 8601 time with offset as UTC. Raises: ValueError, OverflowError."""
     return datetime.fromisoformat(text).astimezone(UTC)
 
 

@@ -159,9 +159,7 @@ UNKNOWN_TOO_LONG = (
 
 
 async def form_batches(sessions: Sessions) -> int:
-    """Form the missing batches of completed hours, including late usage, and return their
-    number.
-    """
+    """Form the missing batches of completed hours, late usage included; return their number."""
     formed = 0
     async with sessions.begin() as session:
         await session.execute(BEGIN, {"back_to": BACK_TO})
@@ -311,9 +309,7 @@ WHERE failure_count > 0
 
 @dataclass(slots=True)
 class Run:
-    """Progress of one call of `deliver_pending`. `failure` is the biller's failure that ended
-    it.
-    """
+    """Progress of one `deliver_pending`. `failure` is the biller's failure that ended it."""
 
     sessions: Sessions
     exporter: Exporter
@@ -332,8 +328,7 @@ class Run:
 async def deliver_pending(
     sessions: Sessions, exporter: Exporter, budget_s: float = BUDGET_S
 ) -> Run:
-    """Deliver pending batches until none is left, the biller fails, or `budget_s` seconds have
-    passed.
+    """Deliver pending batches until none is left, the biller fails, or `budget_s` is over.
 
     Concurrent runs are safe: each stream is locked by one of them.
     """
@@ -394,9 +389,7 @@ async def _deliver_stream(run: Run, stream: Stream) -> None:
 
 
 async def _claim(run: Run, stream: Stream) -> Row[Any] | None:
-    """Claim a stream's next batch and return the columns of `CLAIM_BATCH`; park one that is too
-    old.
-    """
+    """Claim a stream's next batch (columns of `CLAIM_BATCH`), or park it if it is too old."""
     parameters = {
         "organization_id": stream.organization_id,
         "price_version": stream.price_version,

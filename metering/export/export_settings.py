@@ -44,9 +44,7 @@ class Collection(StrEnum):
 
 
 class Finalizing(StrEnum):
-    """Trigger that finalizes Stripe's invoices: our close of the month, or an hour after its
-    end.
-    """
+    """Trigger that finalizes Stripe's invoices: our close, or one hour after the month ends."""
 
     CLOSE = "close"
     STRIPE = "stripe"

@@ -102,9 +102,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """Tokens of one stream in the hour that starts at `hour`. `customer` is the biller's customer
-    id.
-    """
+    """Tokens of one stream in the hour from `hour` on. `customer` is the biller's customer id."""
 
     identifier: str
     stream: Stream
@@ -115,9 +113,7 @@ class Quantity:
 
     @property
     def at(self) -> datetime:
-        """Timestamp sent to the biller: the middle of the hour, far from the borders of billing
-        periods.
-        """
+        """Timestamp for the biller: the middle of the hour, far from period borders."""
         return self.hour + HALF_AN_HOUR
 
 
@@ -126,15 +122,11 @@ class Exporter(Protocol):
 
     @property
     def account(self) -> str:
-        """Biller's account that must know customers and meters (`stripe_objects`); empty if
-        none.
-        """
+        """Biller's account that has the customers and meters; empty if none are needed."""
 
     @property
     def remembers_for(self) -> timedelta:
-        """Time after the first attempt in which the biller recognizes a retry, so it cannot count
-        twice.
-        """
+        """Time after the first attempt in which the biller recognizes a retry."""
 
     async def deliver(self, quantity: Quantity) -> Answer:
         """Deliver a quantity. Failures of the biller are returned in the answer, never raised."""

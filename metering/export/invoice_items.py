@@ -218,10 +218,9 @@ async def invoice_late_usage(sessions: Sessions, gateway: StripeGateway) -> int:
 async def last_finalized(
     sessions: Sessions, gateway: StripeGateway, row: Row[Any]
 ) -> tuple[bool, datetime | None]:
-    """Check whether all Stripe invoices of a period are final, and since when (None without
-    invoices).
+    """Check whether all Stripe invoices of a period are final, and since when.
 
-    Raises: StripeFailed.
+    The time is None if there are no invoices. Raises: StripeFailed.
     """
     async with sessions() as session:
         known = {"account": gateway.account, "ref": str(row.organization_id)}
@@ -250,9 +249,7 @@ async def make_item(session: AsyncSession, row: Row[Any]) -> None:
 
 
 async def create_items(sessions: Sessions, gateway: StripeGateway) -> int:
-    """Create the recorded items that Stripe does not have. A failed item is retried in a later
-    run.
-    """
+    """Create the recorded items that Stripe does not have. Later runs retry failed ones."""
     async with sessions() as session:
         waiting = (await session.execute(UNINVOICED, {"account": gateway.account})).all()
     created = 0
@@ -585,9 +582,7 @@ async def owe(session: AsyncSession, month: Row[Any], facts: Mapping[str, Any]) 
 
 
 async def charges(session: AsyncSession, month: Row[Any]) -> list[tuple[str, int]]:
-    """List the charges of a month besides usage, as label and Stripe's minor units, without
-    zeros.
-    """
+    """List a month's charges besides usage as label and Stripe's minor units, without zeros."""
     invoice = await invoice_of_month(session, month.organization_id, month.month)
     if invoice is None:
         return []
@@ -640,9 +635,7 @@ async def create_month_items(
 
 
 async def hold_draft(gateway: StripeGateway, invoice_id: str) -> bool:
-    """Keep Stripe from finalizing a draft of usage; return False if the invoice is something
-    else.
-    """
+    """Keep Stripe from finalizing an invoice; return False if it is not a draft of usage."""
     invoice = await gateway.find(f"/v1/invoices/{invoice_id}")
     if (
         invoice is None

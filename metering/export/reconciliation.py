@@ -437,10 +437,10 @@ def settled(row: Row[Any]) -> Iterator[Difference]:
 
 
 def invoiced(row: Row[Any]) -> Iterator[Difference]:
-    """Compare the biller's invoices with the usage delivered before they were final; report later
-    usage.
+    """Compare the biller's invoices with usage delivered before they became final.
 
-    Stripe rounds each line, so a difference of half a minor unit per line is normal.
+    Later usage is reported too. Stripe rounds each line, so a difference of half a minor unit per
+    line is normal.
     """
     minor_picos = minor_unit_picos(row.currency_code)
     due_picos, late = row.amount_due_minor * minor_picos, int(row.late_picos)
@@ -635,9 +635,7 @@ def counting(ours: OurMonth, counted: Sequence[int], biller: str) -> Iterator[Di
 async def stuck(
     session: AsyncSession, ours: OurMonth, organization_id: uuid.UUID, organization: str
 ) -> list[Difference]:
-    """Find the batches that the biller does not count, or may not count, and return them as
-    differences.
-    """
+    """Find the batches that the biller does not count, or may not, and return differences."""
     parameters = {"organization_id": organization_id, "begins": ours.begins, "until": ours.until}
     sums: Mapping[tuple[int, str], StageSum] = {
         (each.price_version, each.token_kind): each

@@ -263,9 +263,7 @@ def minor_unit_picos(currency_code: str) -> int:
 
 
 def in_steps(amount_minor: int, currency_code: str) -> int:
-    """Truncate an amount in minor units to a step that Stripe takes; the caller carries the
-    rest.
-    """
+    """Truncate an amount in minor units to Stripe's step; the caller carries the rest."""
     step = AMOUNT_STEPS.get(currency_code, 1)
     return amount_minor // step * step if amount_minor >= 0 else -(-amount_minor // step * step)
 

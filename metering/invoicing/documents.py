@@ -128,9 +128,7 @@ async def keep_document(
 async def kept_document(
     session: AsyncSession, organization_id: uuid.UUID, name: str
 ) -> IssuedDocument | None:
-    """Read a stored document; None if there is none. Raises: InvariantViolated if it was
-    altered.
-    """
+    """Read a stored document; None if there is none. Raises: InvariantViolated if altered."""
     key = {"organization_id": organization_id, "name": name}
     row = (await session.execute(KEPT, key)).one_or_none()
     return None if row is None else _checked(row)

@@ -363,9 +363,7 @@ async def first_open_month(session: AsyncSession, organization_id: uuid.UUID) ->
 
 
 def month_bounds(month: str) -> tuple[datetime, datetime]:
-    """Parse `YYYY-MM` to the first moments of that month and the next, UTC. Raises:
-    InvalidValue.
-    """
+    """Convert `YYYY-MM` to its first moment and that of the next month. Raises: InvalidValue."""
     parts = MONTH_FORM.fullmatch(month)
     if parts is None or month == "9999-12":
         raise InvalidValue("month", f"{month[:64]!r} is not a month: write it as YYYY-MM")

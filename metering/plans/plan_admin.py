@@ -244,7 +244,7 @@ async def assign_plan(
 
 
 async def list_assignments(session: AsyncSession, *, organization: str = "") -> list[Assignment]:
-    """List the assignments in force, of one organization or all."""
+    """List the assignments of one organization or all, without those that were replaced."""
     owner_id = (await find_organization(session, organization)).id if organization else None
     return [
         await _assignment(session, row)

@@ -133,9 +133,7 @@ class TokenPrices:
 
 @functools.lru_cache(maxsize=4096)
 def embedding_terms(prices: TokenPrices) -> TokenPrices:
-    """Return prices for a request with embedded input, which is charged the embedding price
-    only.
-    """
+    """Return prices for embedded input, which is charged the embedding price only."""
     each = prices.embedding_picos_per_token
     return replace(prices, input_picos_per_token=each, cached_input_picos_per_token=each)
 

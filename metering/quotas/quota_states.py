@@ -123,7 +123,7 @@ async def narrowed_by(session: AsyncSession, state: QuotaState) -> uuid.UUID | N
 
 
 def _narrowed_by(state: QuotaState, others: Iterable[QuotaState]) -> uuid.UUID | None:
-    """Find the tightest enforced limit of a wider scope that always runs out before this one."""
+    """Find the tightest enforced limit of a wider scope that always runs out no later."""
     rank = SUBJECT_ORDER.index(state.subject), state.model != ""
     above = [
         other
@@ -142,7 +142,7 @@ def _narrowed_by(state: QuotaState, others: Iterable[QuotaState]) -> uuid.UUID |
 
 
 def narrows(parent: QuotaRule, child: QuotaRule) -> bool:
-    """Return True if `parent`, which counts all that `child` counts, always runs out first.
+    """Return True if `parent`, which counts all that `child` counts, runs out no later.
 
     That is so if each kind of token uses at least as large a share of the parent's limit as of the
     child's.

@@ -43,10 +43,10 @@ NO_LIMIT = -1  # of a row that may be incremented regardless of its usage
 class QuotaExceeded(MeteringError):
     """The request does not fit its limits. `QuotaFailure` lists them, the first to reset in front.
 
-    `requested` has the amount requested of each failing limit. `charge` is that of an admission
-    with its whole first slice. `met` has every enforced limit that applies, with the amount
-    requested of it. `hint_s` is the time in seconds until the request fits, if it was computed
-    (`retry_hints.py`); infinite if it never will.
+    requested: the amount requested of each failing limit. charge: that of an admission with its
+    whole first slice; None if there is none. met: every enforced limit that applies, with the
+    amount requested of it. hint_s: seconds until the request fits, infinite if it never will; None
+    if not computed (`retry_hints.py`).
     """
 
     reason = "QUOTA_EXCEEDED"

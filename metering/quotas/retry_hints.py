@@ -127,9 +127,7 @@ class RetryReservations:
             self._drop_past()
 
     def note_retry(self, request: RequestKey, now_s: float) -> None:
-        """Record that a request was retried or admitted. A retry before its time keeps no
-        promise.
-        """
+        """Record that a request was retried or admitted. An early retry keeps no promise."""
         at_s, requester = self._outstanding.get(request, (None, None))
         if at_s is not None and requester is not None and now_s >= at_s:
             self._forget(request)
@@ -401,12 +399,11 @@ def reserve(
     now_s: float,
     api_key_id: uuid.UUID | None = UNKNOWN_KEY,
 ) -> float:
-    """Promise room for a charge; return the seconds, above 0, until all quotas have it, or
-    infinity.
+    """Promise room for a charge; return the seconds until all quotas have it, or infinity.
 
-    `demands` has each enforced quota that applies, and the minimum amount requested of it. `charge`
-    has the requested lease. `api_key_id` None reserves nothing, so that the next request gets the
-    same time.
+    The result is more than 0. `demands` has each enforced quota that applies, and the minimum
+    amount requested of it. `charge` has the requested lease. `api_key_id` None reserves nothing, so
+    that the next request gets the same time.
     """
     at = now_s + HINT_S_MIN
     needs = [

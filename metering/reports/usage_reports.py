@@ -416,7 +416,7 @@ async def daily_costs(
 
 
 def checked_groups(by: Sequence[Grouping], of: UsageFilter) -> tuple[Grouping, ...]:
-    """Validate groupings; without one organization, put it first. Raises: InvalidValue."""
+    """Validate groupings; put ORGANIZATION first if the filter names none. Raises: InvalidValue."""
     if len(set(by)) < len(by):
         raise InvalidValue("group_by", "must not contain a grouping twice")
     groups = (

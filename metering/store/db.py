@@ -231,9 +231,7 @@ Sessions = async_sessionmaker[AsyncSession]
 
 
 class DatabaseUrlInvalid(ValueError):
-    """The URL is not that of a PostgreSQL database. The message omits it: it may hold a
-    password.
-    """
+    """The URL is not of a PostgreSQL database. It is not shown, since it may hold a password."""
 
 
 def sqlalchemy_url(database_url: str) -> URL:
@@ -288,8 +286,7 @@ def psycopg_conninfo(database_url: str) -> str:
 def create_engine(
     database_url: str, *, pool_size: int = POOL_SIZE, gate: StoreGate | None = None
 ) -> AsyncEngine:
-    """Create an asyncio engine with a bounded pool and a statement timeout. The caller disposes of
-    it.
+    """Create an asyncio engine with a bounded pool and a statement timeout. Dispose of it.
 
     Its sessions raise DatabaseUnavailable if the database is away or does not answer in time.
     `gate` is shared by all connections of this process to the same database; None creates one.

@@ -193,8 +193,7 @@ class GroupCommit(Generic[Op, Result]):
         self._answer(batch, [error] * len(batch))
 
     def _answer_overdue(self, patience: Patience) -> None:
-        """Answer overdue operations. One timer serves all: one each would cost as much as
-        answering.
+        """Answer overdue operations. All share one timer: one each would cost as much as answering.
 
         Answered operations leave the queue, so that later checks skip them and they occupy no
         place.

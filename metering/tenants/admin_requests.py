@@ -128,9 +128,7 @@ async def ensure_organization(
 async def ensure_project(
     session: AsyncSession, *, organization: str, name: str, actor: str
 ) -> tuple[Project, bool]:
-    """Create a project unless it exists; also return whether it did. Raises: NotFound,
-    InvalidValue.
-    """
+    """Create a project unless it exists; return whether it did. Raises: NotFound, InvalidValue."""
     checked_name(name)
     try:
         return (

@@ -469,9 +469,7 @@ def _key_record(
 
 
 async def subject_ids(session: AsyncSession, ref: str) -> list[str]:
-    """Find the ids of an organization, project or key and all below it; `ref` itself is
-    included.
-    """
+    """Find the ids of an organization, project or key and all below it; include `ref` itself."""
     ids: set[uuid.UUID] = set()
     finders: tuple[
         Callable[[AsyncSession, str], Awaitable[Organization | Project | KeyRecord]], ...
