@@ -147,7 +147,7 @@ class ClockThread(threading.Thread):
 
 
 class Clock(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Worker step of the option `--clock`: runs the scheduler thread."""
+    """Worker step that runs the scheduler thread if the worker has the option `--clock`."""
 
     def __init__(self, worker: Any, clock: bool = False, **options: Any) -> None:
         self.enabled = clock

@@ -36,7 +36,7 @@ CONNECTIONS = 3
 
 @task("weir.rate_pending")
 def rate_pending() -> None:
-    """Post new usage to the ledger."""
+    """Post usage that is not rated yet to the ledger."""
     rating_request.begun()
     run(_rate_pending)
 
@@ -52,7 +52,7 @@ async def _rate_pending(sessions: Sessions) -> None:
 
 @task("weir.sweep_expired_holds")
 def sweep() -> None:
-    """Settle the holds whose owners are gone."""
+    """Expire the holds whose processes no longer renew them."""
     try:
         signer = load_signer(os.environ)
     except InvalidValue as error:
@@ -103,7 +103,7 @@ def fire_alerts() -> None:
 
 @task("weir.export_usage")
 def export() -> None:
-    """Export rated usage, if an exporter is configured."""
+    """Export rated usage if a destination is configured."""
     try:
         run(lambda sessions: export_usage(sessions, os.environ))
     except InvalidValue as error:

@@ -62,7 +62,7 @@ class DeliveryState(StrEnum):
 
 
 class InvoiceEvent(StrEnum):
-    """Payment event of an invoice at Stripe."""
+    """Payment event of an invoice at Stripe that causes an alert."""
 
     PAYMENT_FAILED = "invoice_payment_failed"
     PAID = "invoice_paid"

@@ -150,7 +150,7 @@ def literal(host: str) -> Address | None:
 
 
 def is_public(address: Address) -> bool:
-    """Return True if an address is publicly routable, and so is any IPv4 address embedded in it."""
+    """Return True if an address, and any IPv4 address embedded in it, is publicly routable."""
     if address in NAT64:  # leads to the embedded address
         return is_public(ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF))
     if (

@@ -54,7 +54,7 @@ class Broadcaster(Protocol):
         ...
 
     def receive(self, text: str) -> None:
-        """Process a broadcast. Never raises."""
+        """Process a broadcast of any process. Never raises."""
         ...
 
 
@@ -211,7 +211,7 @@ class ControlChannel:
                         requested.add(notice.payload)
 
     async def _broadcast(self, connection: BoundedConnection) -> None:
-        """Send a broadcast if there is news and the interval has passed."""
+        """Send a broadcast if there is one and the interval has passed."""
         if self._broadcaster is None or time.monotonic() - self._sent_at < INTERVAL_S:
             return
         if text := self._broadcaster.next_broadcast():

@@ -121,7 +121,7 @@ class Organization(Base):
 
 
 class Project(Base):
-    """A part of an organization with its own keys and request ids."""
+    """Part of an organization that has its own keys and request ids."""
 
     __tablename__ = "projects"
 
@@ -190,7 +190,7 @@ class ServiceTier(StrEnum):
 
 
 class TokenKind(StrEnum):
-    """Billing category of a token."""
+    """Kind of token; each kind has its own price."""
 
     INPUT = "input"
     CACHED_INPUT = "cached_input"
@@ -236,7 +236,7 @@ class QuotaSubject(StrEnum):
 
 
 class QuotaDimension(StrEnum):
-    """Quantity that a quota counts, with its calendar window (UTC)."""
+    """Quantity that a quota limits, with its calendar window (UTC)."""
 
     CONCURRENT_REQUESTS = "concurrent_requests"
     REQUESTS_PER_MINUTE = "requests_per_minute"
@@ -317,12 +317,13 @@ class Hold(Base):
 
     For token quotas it holds input + leased output - posted tokens, all in the window of
     `charged_at`; an extension posts the delivered tokens to the window they were charged to and
-    moves the rest into the current window. `quota_ids`: the quotas charged. `posted_minutes`: a
-    pair for each minute (since 1970) that the charge has left: the minute, and the tokens posted up
+    moves the rest into the current window. `quota_ids` are the quotas charged. `posted_minutes` has
+    a pair for each minute that the charge has left: the minute since 1970, and the tokens posted up
     to its end, so that the usage of any window can be computed later. For an `embedding` the input
     is the embedded text: quotas on tokens count it as input, those on money at its own price.
-    `reasoning_token_count`: those of the delivered tokens that are known to be thinking. A
-    trigger on INSERT checks that key, project, organization and price version exist and belong
+    `reasoning_token_count` are delivered tokens known to be thinking.
+
+    A trigger on INSERT checks that key, project, organization and price version exist and belong
     together, at a fraction of the cost of foreign keys.
     """
 
@@ -356,27 +357,27 @@ class Hold(Base):
 
 
 class UsageEvent(Base):
-    """Consumption of one request: the billed row. Written in the transaction that ends the hold.
+    """Usage of one request: the row that is billed. Written in the transaction that ends the hold.
 
-    Embedded tokens are counted separately, and an event with some has no others. `part` 0 is the
-    settlement. `part` 1 exists only if a hold had expired before its owner's journal was found, and
-    carries the tokens beyond part 0, so that the parts of a hold add up to the delivered tokens. A
-    trigger on INSERT checks that the hold exists, has ended and has the same key and price version,
-    and that no month has the part already; it adds the event to `unrated_usage`. Rating sets
-    `rated_at` and `ledger_transaction_id` together, once; a trigger checks that the transaction
-    exists, belongs to the same organization, and debits the cost of its events. `receipt_hash` is
-    that of the event's receipt, whose other fields are the other columns; events older than
-    receipts have none. `migration_count`: how often the request moved to another engine after its
-    first token; it is not billed, and unknown for requests recovered from a dead process.
-    `journalled_token_count`: output tokens that were written to the journal to be sent; those
-    beyond the delivered ones are credited. 0 in events of earlier versions.
-    `reasoning_token_count`: those of the delivered tokens that are the model's thinking.
-    `billed_reasoning_token_count`: those of the billed tokens that have the reasoning price; the
-    others have the output price. 0 in events of earlier versions, which billed thinking as output.
-    `receipt_is_timed`: the receipt has the timings; False in events of earlier versions.
+    `part` 0 is the settlement. `part` 1 exists only if a hold had expired before its owner's
+    journal was found; it has the tokens beyond part 0, so that the parts add up to the delivered
+    tokens. An event with embedded tokens has no others. A trigger on INSERT checks that the hold
+    exists, has ended and has the same key and price version, and that no month has the part
+    already; it adds the event to `unrated_usage`. Rating sets `rated_at` and
+    `ledger_transaction_id` together, once; a trigger checks that the transaction exists, belongs to
+    the same organization, and debits the cost of its events.
 
-    One partition per month of `settled_at` (UTC), which PostgreSQL therefore requires in the
-    primary key; `id` has no index and gives the order of writing. Pages are half free for the
+    `receipt_hash` is the hash of the receipt, whose other fields are the other columns; events
+    older than receipts have none. `receipt_is_timed` is True if the receipt has the timings.
+    `migration_count` counts moves to another engine after the first token; it is unknown for
+    requests recovered from a dead process. `journalled_token_count` are output tokens that were
+    written to the journal to be sent; those beyond the delivered ones are credited.
+    `reasoning_token_count` are delivered tokens of the model's thinking, and
+    `billed_reasoning_token_count` those billed at the reasoning price. Events of earlier versions
+    have 0 or False in the last four.
+
+    There is one partition per month of `settled_at` (UTC), which PostgreSQL therefore requires in
+    the primary key; `id` has no index and gives the order of writing. Pages are half free for the
     columns set by rating (`usage_by_month`).
     """
 

@@ -80,7 +80,7 @@ class Stage(StrEnum):
 class Difference:
     """Tokens or picos that a stage lacks; negative if it has too many.
 
-    `since` is the time of the oldest missing usage, None if unknown.
+    `since` is the time from which the difference has existed, None if unknown.
     """
 
     stage: Stage

@@ -116,7 +116,7 @@ class Metered:
 
     @property
     def ref(self) -> str:
-        """Key in `stripe_objects`."""
+        """Key of the meter and the price in `stripe_objects`."""
         return f"{self.version}:{self.token_kind}"
 
     @property

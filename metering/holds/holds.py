@@ -182,13 +182,13 @@ class HoldStore:
         )
 
     def _fair_share(self) -> int:
-        """Return half of the open operations: one half runs while the other half is answered."""
+        """Compute half of the open operations: one half runs while the other is answered."""
         return max(
             (self._commits.open_count + self._admissions.open_count + 1) // 2, WORTHWHILE_COUNT
         )
 
     async def run(self) -> None:
-        """Run batches and renew holds until cancelled; the rest gets `DatabaseUnavailable`."""
+        """Run batches and renew holds until cancelled, then answer `DatabaseUnavailable`."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 loops: dict[str, Callable[[], Awaitable[None]]] = {
@@ -219,9 +219,9 @@ class HoldStore:
     def begin_admit(self, op: Admit, done: Callable[[Admitted | Exception], None]) -> Pending:
         """Take a hold in the database, or a pre-authorized one during an outage.
 
-        done: called, never inside this call, with `Admitted` or with QuotaExceeded, PriceMissing,
-        KeyInvalid, RequestIdReused, RequestInFlight, RequestSettled or DatabaseUnavailable.
-        Abandoning the answer voids the hold.
+        `done` is called later, never during this call, with `Admitted` or with QuotaExceeded,
+        PriceMissing, KeyInvalid, RequestIdReused, RequestInFlight, RequestSettled or
+        DatabaseUnavailable. Abandoning the answer voids the hold.
         """
         if self._preauthorized is None:
             return self._admissions.begin(op, done)
@@ -232,8 +232,9 @@ class HoldStore:
     def begin_settle(self, op: Settle, done: Callable[[Settled | Exception], None]) -> None:
         """End a hold with its usage. Retries until the database answers.
 
-        done: called, never inside this call, with `Settled`, InvariantViolated or HoldEnded; with
-        DatabaseUnavailable only after `run` has ended: journal recovery settles the hold then.
+        `done` is called later, never during this call, with `Settled`, InvariantViolated or
+        HoldEnded. It gets DatabaseUnavailable only after `run` has ended: journal recovery then
+        settles the hold.
         """
         self._commits.begin(op, done)
 
@@ -303,7 +304,7 @@ class HoldStore:
                 await released.wait()
 
     def statistics(self) -> HoldStatistics:
-        """Return the current counts. Never blocks."""
+        """Count the holds, operations and refusals. Never blocks."""
         unbound_count = self._preauthorized.unbound_count if self._preauthorized else 0
         commits = self._commits.statistics().plus(self._admissions.statistics())
         open_count, owed_count = (
@@ -505,7 +506,7 @@ class HoldStore:
                 self._admissions.begin(PROBE, None)
 
     async def _tend_regularly(self, preauthorized: PreauthorizedHolds) -> None:
-        """Keep pre-authorized holds for each key in use."""
+        """Take pre-authorized holds for each key in use, and void surplus ones."""
         while True:
             await asyncio.sleep(TEND_INTERVAL_S)
             if self.gate.away_s is not None:

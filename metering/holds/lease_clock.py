@@ -24,7 +24,7 @@ boot_time_s = functools.partial(time.clock_gettime, BOOT_CLOCK)  # seconds on th
 
 
 class LeaseClock:
-    """Deadlines of the holds of one process."""
+    """Deadlines of this process's holds: a hold not renewed by then has lapsed."""
 
     def __init__(self, expiry_s: float, clock: Callable[[], float] = boot_time_s) -> None:
         self.now = clock
@@ -80,6 +80,6 @@ class LeaseClock:
         return now >= self._first_deadline
 
     def left_s(self, hold_id: uuid.UUID) -> float:
-        """Return the seconds left until the hold's deadline; 0 if it has lapsed or ended."""
+        """Compute the seconds until the hold's deadline; 0 if it has lapsed or ended."""
         entry = self.deadlines.get(hold_id.int)
         return 0.0 if entry is None else max(entry[1] - self.now(), 0.0)

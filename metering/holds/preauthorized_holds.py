@@ -68,7 +68,7 @@ class Bindings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GraceTerms:
-    """Number and size of the pre-authorized holds for each key and model in use."""
+    """Number of pre-authorized holds per key and model in use, and their size in tokens."""
 
     hold_count: int
     input_token_count: int

@@ -93,7 +93,7 @@ LOCK_INVOICE = text("SELECT * FROM invoices WHERE id = :id FOR UPDATE")
 
 
 class AdjustmentState(StrEnum):
-    """State of an adjustment."""
+    """State of an adjustment; `approved` and `rejected` are final."""
 
     PROPOSED = "proposed"
     APPROVED = "approved"
@@ -290,7 +290,7 @@ def check_currency(code: str, expected: str) -> None:
 
 
 async def check_credit_left(session: AsyncSession, invoice: Row[Any], amount_picos: int) -> None:
-    """Raise InvalidValue if the amount exceeds what is still refundable of an invoice."""
+    """Raise InvalidValue if the amount exceeds the part of an invoice not refunded yet."""
     left = int(invoice.total_picos) - await credited_picos(session, invoice.id)
     if amount_picos > left:
         total, rest = (

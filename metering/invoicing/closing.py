@@ -194,7 +194,7 @@ async def _document_obstacles(session: AsyncSession, request: CloseRequest) -> l
 
 
 def _before_first(month: date, first: date) -> Obstacle:
-    """Build the obstacle for a month before the customer's first, probably a typing error."""
+    """Build the obstacle for a month before the customer's first, which is probably a typo."""
     empty = (first.year - month.year) * 12 + first.month - month.month
     reason = (
         f"{month_text(month)} is before the customer's first month, {month_text(first)}: closing it"

@@ -184,9 +184,9 @@ async def document_of_month(
 async def document_of_credit_note(
     session: AsyncSession, note: AdjustmentRecord, issuer: Issuer, draw: Draw
 ) -> IssuedDocument:
-    """Return the document of an approved credit note; draw and store it at the first call.
+    """Return the document of an approved credit note; the first call draws and stores it.
 
-    `issuer` is printed on a new document; if it is incomplete, the corrected invoice's issuer is.
+    `issuer` is printed on a new document, or the corrected invoice's issuer if it is incomplete.
     """
     found = await kept_document(session, note.organization_id, note.credit_note_number)
     if found is not None:

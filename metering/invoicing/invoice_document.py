@@ -240,7 +240,7 @@ def usage(report: MonthReport) -> Iterator[TokenGroup]:
 
 
 def sections(report: MonthReport) -> Iterator[tuple[str, tuple[AmountLine, ...]]]:
-    """Yield plan, adjustments and credit, then the credit notes, which are refunded separately."""
+    """Yield headed amounts: plan, adjustments, credit, then credit notes (refunded separately)."""
     headed: dict[str, list[AmountLine]] = {
         heading: [] for heading in (PLAN_HEADING, *HEADINGS.values())
     }

@@ -74,7 +74,7 @@ class ReportLine:
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """Number of requests with usage, by outcome."""
+    """Number of requests with usage in a month, in total and by outcome."""
 
     total_count: int
     completed_count: int

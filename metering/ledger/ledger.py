@@ -61,7 +61,7 @@ class AccountKind(StrEnum):
 
 
 class TransactionKind(StrEnum):
-    """Reason for a ledger transaction."""
+    """Reason for a ledger transaction. A source is posted at most once per reason."""
 
     USAGE = "usage"
     PLAN = "plan"

@@ -115,7 +115,7 @@ def _selector_of(document: Document) -> Selector:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One version of a plan."""
+    """One version of a plan. Versions are immutable; customers keep the one they were assigned."""
 
     id: int
     name: str

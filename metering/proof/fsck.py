@@ -123,7 +123,7 @@ def run_check(
     since: datetime | None = None,
     sample_max: int = SAMPLE_MAX,
 ) -> Verdict:
-    """Run one check in the connection's transaction."""
+    """Run one check in the connection's transaction, with at most `sample_max` samples."""
     began_at = time.monotonic()
     query = f"""
         SELECT count(*) OVER (), subject, problem

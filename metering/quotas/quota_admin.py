@@ -274,7 +274,7 @@ async def find_subject(
 ) -> tuple[uuid.UUID, uuid.UUID]:
     """Look up a subject; return its id and its organization's id. Raises: NotFound.
 
-    `ref` is an id or: an organization's name, "organization/project", or a key's prefix.
+    `ref` is an id, an organization's name, "organization/project", or a key's prefix.
     """
     match subject:
         case QuotaSubject.ORGANIZATION:

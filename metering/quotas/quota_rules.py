@@ -45,7 +45,7 @@ class Unit(StrEnum):
 
 
 class Kind(StrEnum):
-    """Kind of charge that a quota counts."""
+    """Unit that a quota charges: concurrent requests, requests, tokens or money."""
 
     CONCURRENCY = "concurrency"
     REQUESTS = "requests"
@@ -81,20 +81,20 @@ UNITS = (None, *Unit)  # in the order of `window_starts`
 
 @functools.lru_cache(maxsize=4096)  # a batch asks for the same few times repeatedly
 def window_starts(at: datetime) -> tuple[datetime, ...]:
-    """Return the starts of the windows (UTC) around `at`: lifetime, minute, day, month."""
+    """Compute when the windows (UTC) around `at` start: lifetime, minute, day, month."""
     minute = at.astimezone(UTC).replace(second=0, microsecond=0)
     day = minute.replace(hour=0, minute=0)
     return NO_WINDOW, minute, day, day.replace(day=1)
 
 
 def window_start(dimension: QuotaDimension, at: datetime) -> datetime:
-    """Return the start of the calendar window (UTC) that contains `at`."""
+    """Compute when the calendar window (UTC) that contains `at` starts."""
     return window_starts(at)[UNITS.index(DIMENSIONS[dimension][1])]
 
 
 @functools.lru_cache(maxsize=4096)
 def window_ends(at: datetime) -> tuple[datetime | None, ...]:
-    """Return the ends of the windows of `window_starts`; None for the lifetime."""
+    """Compute when the windows of `window_starts` end; None for the lifetime."""
     _, minute, day, month = window_starts(at)
     return (
         None,
@@ -105,7 +105,7 @@ def window_ends(at: datetime) -> tuple[datetime | None, ...]:
 
 
 def window_end(dimension: QuotaDimension, at: datetime) -> datetime | None:
-    """Return the end of the window that contains `at`; None if it never ends."""
+    """Compute when the window that contains `at` ends; None if it never does."""
     return window_ends(at)[UNITS.index(DIMENSIONS[dimension][1])]
 
 

@@ -95,7 +95,7 @@ async def states(session: AsyncSession, query: Select[Quota]) -> list[QuotaState
 
 
 def effective(quotas: Sequence[QuotaState]) -> list[EffectiveQuota]:
-    """Compare limits on the same requests with each other, except those for new keys."""
+    """Compare limits on the same requests with each other; those for new keys are left out."""
     applied = [state for state in quotas if not state.for_new_keys]
     binding: dict[QuotaDimension, QuotaState] = {}
     for state in applied:

@@ -87,7 +87,7 @@ class QuotaExceeded(MeteringError):
 class InsufficientCredit(QuotaExceeded):
     """The prepaid credit does not cover the least that the request costs. Waiting does not help.
 
-    failing: the credit in front, as a quota, followed by the other limits that the request exceeds.
+    failing: the credit quota in front, followed by the other limits that the request exceeds.
     """
 
     reason = "INSUFFICIENT_CREDIT"
@@ -182,7 +182,7 @@ class Counters:
         return rule.limit_value - row.used - row.held
 
     def row(self, key: CounterKey) -> Counter:
-        """Return a row. Raises: Undecided if the row is unknown."""
+        """Look up a counter. Raises: Undecided if its row is unknown."""
         try:
             return self.rows[key]
         except KeyError:

@@ -83,7 +83,7 @@ class RetryRecord:
 
     @property
     def is_doubted(self) -> bool:
-        """True if the key's requests mostly do not return."""
+        """True if most of the key's requests do not return after a promise."""
         return self.broken > self.kept + MISSED_RESERVATIONS_MAX
 
 
@@ -110,7 +110,7 @@ class RetryReservations:
         return within and self._by_key[requester.api_key_id] < maximum
 
     def is_doubted(self, api_key_id: uuid.UUID) -> bool:
-        """Return True if this key's requests mostly do not return after a promise."""
+        """Return True if most of this key's requests do not return after a promise."""
         record = self._records.get(api_key_id)
         return record is not None and record.is_doubted
 
@@ -206,7 +206,7 @@ class History:
 
 
 def late(values: Sequence[N]) -> N:
-    """Return the `LATE_SHARE` quantile of sorted values."""
+    """Return the `LATE_SHARE` quantile of sorted values: few are larger."""
     return values[math.ceil(LATE_SHARE * len(values)) - 1]
 
 

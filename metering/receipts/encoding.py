@@ -83,7 +83,7 @@ def texts(currency_code: str, model: str, outcome: str) -> bytes:
 def parts_of(
     encoded: bytes,
 ) -> tuple[bytes, tuple[int, ...], bytes, tuple[str, ...], tuple[int, ...]]:
-    """Decode a receipt to ids, numbers, hash, texts, times, as in `encode`. Raises: ValueError."""
+    """Decode a receipt into ids, numbers, previous hash, texts and times. Raises: ValueError."""
     if encoded.startswith(MAGIC_TIMED) and len(encoded) >= FIXED_TIMED.size:
         _, ids, *values = FIXED_TIMED.unpack_from(encoded)
         found = texts_in(encoded[FIXED_TIMED.size :])

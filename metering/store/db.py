@@ -194,7 +194,7 @@ class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
 
     @classmethod
     async def connect(cls, *args: Any, **parameters: Any) -> Self:
-        """Connect, and require durable commits. Raises: psycopg.OperationalError."""
+        """Open a connection that commits durably. Raises: psycopg.OperationalError."""
         try:
             connection = await super().connect(*args, **parameters)
         except BaseException as error:
@@ -403,7 +403,7 @@ async def try_lock(locks: AsyncSession, name: str) -> bool:
 
 
 async def database_now(session: AsyncSession) -> datetime:
-    """Return the database's time at the start of the transaction."""
+    """Read the time at which the transaction started, by the database's clock."""
     now: datetime = (await session.execute(text("SELECT now()"))).scalar_one()
     return now
 

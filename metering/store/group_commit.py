@@ -49,7 +49,7 @@ class Entry(msgspec.Struct, Generic[Op], eq=False):
     is_abandoned: bool = False
 
     def abandon(self) -> None:
-        """Discard the answer: `done` is not called, and the result is released."""
+        """Discard the answer: `done` is not called; a result goes to `orphaned`."""
         self.done = None
         self.is_abandoned = True
 
@@ -84,7 +84,7 @@ class Patience:
 
 
 class Pending(Protocol):
-    """An operation whose answer is pending."""
+    """An operation that has not been answered."""
 
     def abandon(self) -> None:
         """Discard the answer: `done` is not called, and the result is released."""
@@ -268,7 +268,7 @@ class GroupCommit(Generic[Op, Result]):
         return len(self._queue) + len(self._under_way)
 
     def statistics(self) -> GroupCommitStatistics:
-        """Return counts and peaks so far."""
+        """Collect counts and peaks since the start."""
         self._note_peak()
         return GroupCommitStatistics(
             operation_count=self._operation_count,

@@ -60,7 +60,7 @@ EXPIRY_MIN, EXPIRY_MAX = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, 
 
 
 class KeyTerms(TypedDict, total=False):
-    """Terms of a new key. By default: inference, all models and networks, tolerant, no expiry."""
+    """Terms of a new key. The defaults allow inference with every model from every network."""
 
     scopes: Collection[str]
     models: Collection[str]

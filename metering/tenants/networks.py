@@ -77,7 +77,7 @@ def _normalized(text: str) -> str:
 
 @lru_cache(maxsize=KNOWN_LISTS_MAX)
 def networks_of(texts: tuple[str, ...]) -> tuple[Network, ...]:
-    """Parse networks that were validated before."""
+    """Parse networks that are known to be valid."""
     return tuple(map(parse_network, texts))
 
 
