@@ -28,7 +28,7 @@ from metering.store.refusals import AWAY, is_conflict, repeated
 
 log = logging.getLogger(__name__)
 alerts = Retries("alert_look", passing=(DatabaseUnavailable,))
-misstated_retries = Retries("misstated_usage")  # by the message, which names the events
+misstated_retries = Retries("misstated_usage")  # per message, which names the events
 
 # Of alerts and export one holds the locks; the others take turns, for a millisecond at a time.
 CONNECTIONS = 3

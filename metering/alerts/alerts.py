@@ -48,7 +48,7 @@ MONTHS_BACK = 1
 # Requests that an enforced limit refuses exceed its rest, so that a limit is hardly ever used to
 # the last unit.
 USED_UP_MILLI = 995
-# Of a threshold in percent: a float filter with some margin, before the exact integer test.
+# Test of a threshold in percent: a float filter with some margin, before the exact integer test.
 NEARLY = 0.0099
 CREDIT = QuotaDimension.PREPAID_CREDIT_PICOS
 

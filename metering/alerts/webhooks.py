@@ -95,7 +95,7 @@ BUDGET_S = 3.0
 GIVE_UP_AFTER = timedelta(hours=24)
 RETRY_DELAY_S_MIN = 10.0
 RETRY_DELAY_S_MAX = 3600.0
-DOUBLINGS_MAX = 20  # keeps the power small
+DOUBLINGS_MAX = 20  # caps the exponent of the backoff
 
 
 class AddressRefused(Exception):
@@ -151,7 +151,7 @@ def literal(host: str) -> Address | None:
 
 def is_public(address: Address) -> bool:
     """Return True if an address, and any IPv4 address embedded in it, is publicly routable."""
-    if address in NAT64:  # leads to the embedded address
+    if address in NAT64:  # the embedded IPv4 address decides
         return is_public(ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF))
     if (
         not address.is_global
@@ -496,7 +496,7 @@ def text_of(listed: ListedAlert) -> str:
 
 
 log = logging.getLogger(__name__)
-retries = Retries("alert_delivery", passing=(DatabaseUnavailable,))  # by organization, and by alert
+retries = Retries("alert_delivery", passing=(DatabaseUnavailable,))  # per organization and alert
 
 
 # Webhooks without a failure first, then the longest waiting.

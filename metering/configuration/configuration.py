@@ -82,7 +82,7 @@ OVERRIDE_FIELDS = {
     "expire_time": "override_end_time",
     "reason": "override_reason",
 }
-# Terms of a key.
+# Fields of a key that can be set.
 KEY_FIELDS = (
     "scopes",
     "models",

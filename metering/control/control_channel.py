@@ -226,7 +226,7 @@ class ControlChannel:
             cursor = await connection.execute(
                 WRITE_REPORT, (*self._owner, json.dumps(requests), replicas)
             )
-        # JSON that PostgreSQL, or Python, cannot write.
+        # A value that PostgreSQL or Python cannot write as JSON.
         except (psycopg.DataError, TypeError, ValueError):
             accepted = []
             for each in requests:

@@ -148,9 +148,9 @@ STREAMS_AT_ONCE = 8
 CANDIDATES_MAX = 64
 BUDGET_S = 3.0  # per run: rating shares the worker and should not wait long
 BACKOFF_S_MIN = 5.0
-BACKOFF_S_MAX = 3600.0  # of one batch
+BACKOFF_S_MAX = 3600.0  # maximum pause of one batch
 PAUSE_S_MAX = 600.0  # of all deliveries, while the biller does not answer
-BACKOFF_DOUBLINGS_MAX = 20  # keeps the power small
+BACKOFF_DOUBLINGS_MAX = 20  # caps the exponent of the backoff
 ERROR_LENGTH_MAX = 500
 UNKNOWN_TOO_LONG = (
     "it is unknown whether it was counted, and the biller may have forgotten its identifier:"
@@ -222,7 +222,7 @@ async def _lock_progress(session: AsyncSession) -> Row[Any] | None:
 
 
 log = logging.getLogger(__name__)
-retries = Retries("usage_delivery", passing=(DatabaseUnavailable,))  # by stream, and by batch
+retries = Retries("usage_delivery", passing=(DatabaseUnavailable,))  # per stream and batch
 
 
 # Streams with batches to deliver, the oldest first; where the biller has customers and meters, only
@@ -467,7 +467,7 @@ async def _note(run: Run) -> None:
     log.warning("the export is paused: %s", run.failure.reason)
 
 
-export_retries = Retries("usage_export", passing=(DatabaseUnavailable,))  # by stage
+export_retries = Retries("usage_export", passing=(DatabaseUnavailable,))  # per stage
 
 
 async def export_usage(sessions: Sessions, environment: Mapping[str, str]) -> None:

@@ -60,7 +60,7 @@ METADATA = "weir_late_item"
 LOCK_NAME = "late invoice items"
 
 log = logging.getLogger(__name__)
-retries = Retries("late_items", passing=(DatabaseUnavailable,))  # by organization, and by item
+retries = Retries("late_items", passing=(DatabaseUnavailable,))  # per organization and item
 
 # Invoices older than these items may have been corrected by hand and are left alone. Subscriptions
 # to metered prices end with the calendar month: an invoice that ends otherwise is for something
@@ -279,7 +279,7 @@ async def create_items(sessions: Sessions, gateway: StripeGateway) -> int:
     return created
 
 
-month_retries = Retries("month_items", passing=(DatabaseUnavailable,))  # by organization and month
+month_retries = Retries("month_items", passing=(DatabaseUnavailable,))  # per organization, month
 
 # Closed months that are not settled, the oldest of each customer. Months closed before such items
 # existed are left alone.

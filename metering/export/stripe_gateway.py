@@ -41,7 +41,7 @@ TOO_MANY_REQUESTS, CONFLICT, SERVER_ERROR = 429, 409, 500
 DECIMALS_MAX = 12  # fraction digits of an amount in minor units that Stripe keeps
 # Digits of Stripe's minor unit: those of ISO 4217, except of these three currencies.
 STRIPE_DIGITS = MINOR_DIGITS | {"MGA": 0, "ISK": 2, "UGX": 2}
-NOT_BILLED = frozenset({"CLF", "IQD", "LYD", "UYI", "UYW"})  # by Stripe
+NOT_BILLED = frozenset({"CLF", "IQD", "LYD", "UYI", "UYW"})  # Stripe bills none
 # Stripe refuses other amounts than multiples of these minor units: three decimals end in 0, and two
 # currencies without decimals are written with two.
 AMOUNT_STEPS = dict.fromkeys(("BHD", "JOD", "KWD", "OMR", "TND"), 10) | {"ISK": 100, "UGX": 100}
@@ -324,7 +324,10 @@ async def create_item(
 async def usage_invoices(
     gateway: StripeGateway, customer: str, ends: datetime, *, with_void: bool = False
 ) -> list[Invoice]:
-    """Fetch a customer's usage invoices for the month that ends at `ends`."""
+    """Fetch a customer's usage invoices for the month that ends at `ends`. Raises: StripeFailed.
+
+    Void invoices are left out unless `with_void`.
+    """
     subscriptions = await gateway.list_all("/v1/subscriptions", customer=customer, status="all")
     ours = {
         each["id"]

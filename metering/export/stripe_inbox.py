@@ -95,7 +95,7 @@ log = logging.getLogger(__name__)
 # Aiohttp logs a traceback for each request that is not HTTP.
 http_log = logging.getLogger(f"{__name__}.http")
 http_log.setLevel(logging.CRITICAL)
-retries = Retries("stripe_events", passing=(DatabaseUnavailable,))  # by event
+retries = Retries("stripe_events", passing=(DatabaseUnavailable,))  # per event
 
 UNHANDLED = text("""
 SELECT id, type

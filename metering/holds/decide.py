@@ -234,7 +234,7 @@ class BatchReads:
     events: dict[int, EventSums] = field(default_factory=dict)  # by hold
     # By hold; receipts of this batch are added when it is written.
     receipts: dict[int, list[IssuedReceipt]] = field(default_factory=dict)
-    # By project and request.
+    # Keys: ids of project and request.
     same_requests: dict[tuple[int, int], SameRequest] = field(default_factory=dict)
     live_keys: set[int] = field(default_factory=set)
     terms: Mapping[TermsKey, AdmissionTerms] = field(default_factory=dict)
@@ -263,7 +263,7 @@ class Decisions:
     reads: BatchReads
     counters: Counters
     writes: BatchWrites = field(default_factory=BatchWrites)
-    added: dict[int, list[Settled]] = field(default_factory=dict)  # usage by hold
+    added: dict[int, list[Settled]] = field(default_factory=dict)  # usage by hold id
 
     def decide(self, op: HoldOperation) -> HoldAnswer:
         """Decide one operation and return its answer. A refusal raises and changes nothing."""

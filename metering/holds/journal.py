@@ -37,7 +37,7 @@ from metering.holds.bindings import BINDINGS_SUFFIX, Bind, BindingLog, read_bind
 # Owner and segment.
 NAME_FORM = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.[0-9]+\.journal2?", re.ASCII)
 UNFINISHED_SUFFIX = ".new"
-TAKEN_BITS = 32  # of a mark, below the reasoning tokens
+TAKEN_BITS = 32  # bits of a mark's token count; reasoning is above
 MARKS_AT_FIRST = 2048  # requests with output at once; more make the file grow
 # Written and removed to find out whether the disk takes data again: more than a block, since the
 # rest of the last block of a file is free even on a full disk.

@@ -111,7 +111,7 @@ class PreauthorizedHolds:
         self._users: OrderedDict[UserKey, User] = OrderedDict()  # least recently used first
         self._surplus: list[uuid.UUID] = []  # holds to void
         self._pending_binds: dict[uuid.UUID, Bind] = {}  # by hold
-        # By project and request.
+        # Keys: ids of project and request.
         self._running: dict[tuple[uuid.UUID, uuid.UUID], tuple[uuid.UUID, bytes]] = {}
         self._request_of: dict[uuid.UUID, tuple[uuid.UUID, uuid.UUID]] = {}  # by hold
 
@@ -219,7 +219,7 @@ class PreauthorizedHolds:
         return surplus
 
     def release_all(self) -> list[uuid.UUID]:
-        """Return all unbound holds, to be voided at shutdown. `due` returns nothing afterwards."""
+        """Return all unbound holds, to be voided at shutdown. No more are requested."""
         for user in self._users.values():
             self._clear(user)
         self._users.clear()

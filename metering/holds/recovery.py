@@ -26,7 +26,7 @@ from metering.store.db import CONNECT_TIMEOUT_S, StoreGate, connection_options, 
 
 log = structlog.get_logger(__name__)
 
-# By the journal's process.
+# Keys: ids of the processes of journals.
 retries = Retries("journal_recovery", passing=(DatabaseUnavailable, OSError))
 
 
@@ -147,7 +147,7 @@ def settlement(
     )
 
 
-sweep_retries = Retries("hold_sweep")  # by hold
+sweep_retries = Retries("hold_sweep")  # per hold
 
 
 async def sweep_expired_holds(

@@ -62,7 +62,7 @@ INK, GREY, RULE, PALE = (
     HexColor("#f1f3f4"),
 )
 AMBER = HexColor("#a04b00")
-LINES_MAX, REASON_LINES_MAX = 4, 12  # of a text, and of a reason that a person wrote
+LINES_MAX, REASON_LINES_MAX = 4, 12  # in a text; in a reason that a person wrote
 LINE_SIZE = 7.8  # points of the text in the lines
 CELL_PADDING = 3  # of the first and the last column
 PADDED = [

@@ -326,7 +326,7 @@ async def read_month(
         report,
         charges=charges,
         credit=credit,
-        # Posted by closes only.
+        # Only closes post these.
         carried_in_picos=int((await session.execute(CARRIED, of_month)).scalar_one()),
         billing_profile=await billing_profile(session, owner.id),
     )

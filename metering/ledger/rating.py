@@ -242,7 +242,7 @@ FROM unrated_usage
 WHERE ctid > CAST(:after AS tid) AND event_id <> ALL(CAST(:paused AS bigint[]))
 LIMIT 1
 """)
-retries = Retries("rating", passing=(DatabaseUnavailable,))  # by usage event
+retries = Retries("rating", passing=(DatabaseUnavailable,))  # per usage event
 
 
 @dataclass(frozen=True, slots=True)

@@ -280,7 +280,7 @@ def _posting(
 
 
 log = logging.getLogger(__name__)
-retries = Retries("prepaid_refresh", passing=(DatabaseUnavailable,))  # by organization
+retries = Retries("prepaid_refresh", passing=(DatabaseUnavailable,))  # per organization
 
 # Amounts owed, by billing month: usage of that month and of earlier ones, and other charges.
 # Unrated usage will be billed in its month or the first open one after it. Credit notes are paid

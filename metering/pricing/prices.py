@@ -246,7 +246,7 @@ async def set_price(
 
     `currency_code` may be empty: the organization's, or USD for the list. `organization` is the
     name or id of the customer that gets its own price; empty for the list. `batch_multiplier_milli`
-    is the batch tier's share of these prices in thousandths; None keeps the multiplier in force
+    is what the batch tier pays, in thousandths of these prices; None keeps the multiplier in force
     then. `embedding_picos_per_token` None keeps the price in force then, or 0.
     `reasoning_picos_per_token` None means the output price. Raises: NotFound; InvalidValue, also
     for a past time; AlreadyExists if another version starts at that time.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 NODE = b"\1"
-EMPTY_ROOT = sha256(b"").digest()  # of no hashes at all
+EMPTY_ROOT = sha256(b"").digest()  # root of an empty tree
 
 
 # Of a path to the root: whether the neighbor is on the left, and its hash.

@@ -180,7 +180,10 @@ class GroupCommit(Generic[Op, Result]):
             )
 
     async def submit(self, op: Op) -> Result:
-        """Run one operation in the next batch; return its answer or raise its error."""
+        """Run one operation in the next batch; return its answer or raise its error.
+
+        If the caller is cancelled, the operation is abandoned.
+        """
         result: Result = await awaited(partial(self.begin, op), partial(self._orphaned, op))
         return result
 

@@ -26,7 +26,7 @@ import metering
 from metering.store.db import connection_options, psycopg_conninfo, sqlalchemy_url
 from metering.store.refusals import is_conflict
 
-MIGRATION_LOCK_ID = 7_355_608  # an arbitrary fixed number
+MIGRATION_LOCK_ID = 7_355_608  # arbitrary, but never to be changed
 REPEATED_AFTER_S = (0.5, 2.0)  # long enough for a request's transaction to end
 SCRIPTS = Path(metering.__file__).resolve().parent.parent / "migrations"
 # Development revisions before 0.1.0 had numbers that releases use again. Column numbers never

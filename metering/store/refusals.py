@@ -42,7 +42,7 @@ AWAY = (
     errors.TransactionTimeout,
     errors.ReadOnlySqlTransaction,
 )
-LOST = (*AWAY, OSError)  # of a connection; OSError includes the timeout
+LOST = (*AWAY, OSError)  # a connection was lost; TimeoutError is an OSError
 
 # Causes that an operator can remove, the first match wins. All others: no answer.
 CAUSES: tuple[tuple[tuple[type[psycopg.Error], ...], str], ...] = (

@@ -51,7 +51,7 @@ EARLIER = text("SELECT * FROM admin_requests WHERE request_id = :request_id")
 MADE = text("UPDATE admin_requests SET subject_id = :subject_id WHERE request_id = :request_id")
 KEPT_FOR = timedelta(days=7)  # a script repeated after a weekend still finds its own call
 
-CHANGES_LOCK_ID = 7_355_609  # an arbitrary fixed number
+CHANGES_LOCK_ID = 7_355_609  # arbitrary, but never to be changed
 # Below the statement timeout, so that a lock wait differs from a database that hangs.
 WAIT_MAX_S = 5.0
 
