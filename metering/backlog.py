@@ -66,13 +66,13 @@ FROM (
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Backlog at one time. Counts end at `COUNTED_MAX`; ages are those of the oldest counted row, 0
-    if there is none.
+    """Work that waits in the database, as of one query.
 
-    overdue_hold_count: holds that expired so long ago that the sweep should have ended them.
-    unexported_batch_count: batches not known to be counted by a biller. unhandled_event_count: of
-    Stripe's events. undelivered_alert_count: pending webhook deliveries. worker_count: workers
-    that listen for usage. worker_incidents: of all workers since the first, by source.
+    Counts stop at `COUNTED_MAX`. Ages are in seconds, of the oldest row counted, or 0.
+    `overdue_hold_count` counts expired holds that the sweep has missed, `unexported_batch_count`
+    batches not known to be counted by the biller, `unhandled_event_count` events from Stripe,
+    `worker_count` connected billing workers. `worker_incidents` counts incidents of all workers
+    since the first start, by source.
     """
 
     unrated_event_count: int
@@ -89,7 +89,7 @@ class Backlog:
 
     @property
     def billing_fault(self) -> str:
-        """Why usage is not billed at present; empty if it is."""
+        """Reason why usage is not being billed; empty if it is."""
         if not self.worker_count:
             return "no billing worker is connected to the database"
         if self.unrated_age_s > LATE_AFTER_S:
@@ -98,6 +98,6 @@ class Backlog:
 
 
 async def read_backlog(sessions: Sessions) -> Backlog:
-    """Read the backlog. Raises: DatabaseUnavailable."""
+    """Query the backlog. Raises: DatabaseUnavailable."""
     async with sessions() as session:
         return Backlog(*(await session.execute(BACKLOG)).one())

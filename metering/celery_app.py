@@ -72,7 +72,7 @@ clock_retries = Retries("worker_clock", longest_s=RETRY_DELAY_S_MAX)
 
 
 def configuration(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return Celery's settings for an environment."""
+    """Build Celery's configuration from environment variables."""
     return {
         # Without a broker a worker sends messages to itself. Those lost at its death are sent
         # again by the schedule of the next worker.
@@ -113,7 +113,7 @@ def configuration(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 class ClockThread(threading.Thread):
-    """Scheduler thread. Celery's own `--beat` is a process that outlives its killed worker."""
+    """Thread of Celery's scheduler. Its own `--beat` is a process that outlives a killed worker."""
 
     def __init__(self, app: Celery) -> None:
         super().__init__(name="clock", daemon=True)
@@ -140,14 +140,14 @@ class ClockThread(threading.Thread):
                 self._stopping.wait(clock_retries.wait_s())
 
     def stop(self) -> None:
-        """Ask the thread to stop; otherwise it ends with the process."""
+        """Stop the scheduler. Without a call, the thread ends with the process."""
         self._stopping.set()
         if self._service is not None:
             self._service.stop()
 
 
 class Clock(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Worker step of the option `--clock`: runs the scheduler thread."""
+    """Worker step that runs the scheduler thread if the worker has the option `--clock`."""
 
     def __init__(self, worker: Any, clock: bool = False, **options: Any) -> None:
         self.enabled = clock
@@ -158,7 +158,7 @@ class Clock(bootsteps.StartStopStep):  # type: ignore[misc]
 
 
 def request_rating() -> None:
-    """Send the rating task, ahead of its schedule."""
+    """Send the rating task now instead of at its scheduled time."""
     app.send_task("weir.rate_pending", expires=10 * RATE_EVERY_S)
 
 
@@ -173,7 +173,7 @@ class Listener(bootsteps.StartStopStep):  # type: ignore[misc]
 
 
 def task(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Register a function as a task; it pauses after an unexpected failure."""
+    """Register a function as a Celery task. After an unexpected failure it is paused."""
 
     def register(function: Callable[[], None]) -> Callable[[], None]:
         def attempt() -> None:
@@ -190,7 +190,7 @@ def task(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 @worker_init.connect  # type: ignore[untyped-decorator]
 def refuse_without_database(**_: Any) -> None:
-    """Exit if the database URL is missing or a setting of the export is invalid."""
+    """Exit the worker if `WEIR_DATABASE_URL` is not set or an export setting is invalid."""
     if not os.environ.get("WEIR_DATABASE_URL"):
         raise SystemExit("WEIR_DATABASE_URL is not set: name the database of this worker")
     try:
@@ -201,7 +201,7 @@ def refuse_without_database(**_: Any) -> None:
 
 @worker_ready.connect  # type: ignore[untyped-decorator]
 def report_readiness(**_: Any) -> None:
-    """Write the pid file that tells `weir up` that this worker accepts tasks."""
+    """Write the pid file by which `weir up` detects that this worker accepts tasks."""
     if path := os.environ.get(READY_FILE):
         Path(path).write_text(str(os.getpid()))
 

@@ -28,7 +28,7 @@ from metering.store.refusals import AWAY, is_conflict, repeated
 
 log = logging.getLogger(__name__)
 alerts = Retries("alert_look", passing=(DatabaseUnavailable,))
-misstated_retries = Retries("misstated_usage")  # by the message, which names the events
+misstated_retries = Retries("misstated_usage")  # per message, which names the events
 
 # Of alerts and export one holds the locks; the others take turns, for a millisecond at a time.
 CONNECTIONS = 3
@@ -36,7 +36,7 @@ CONNECTIONS = 3
 
 @task("weir.rate_pending")
 def rate_pending() -> None:
-    """Post new usage to the ledger."""
+    """Post usage that is not rated yet to the ledger."""
     rating_request.begun()
     run(_rate_pending)
 
@@ -52,7 +52,7 @@ async def _rate_pending(sessions: Sessions) -> None:
 
 @task("weir.sweep_expired_holds")
 def sweep() -> None:
-    """Settle the holds whose owners are gone."""
+    """Expire the holds whose processes no longer renew them."""
     try:
         signer = load_signer(os.environ)
     except InvalidValue as error:
@@ -63,7 +63,7 @@ def sweep() -> None:
 
 @task("weir.delete_past_counters")
 def delete_past_counters() -> None:
-    """Delete past counters of quotas."""
+    """Delete quota counters of past windows."""
     run(quota_admin.delete_all_past_counters)
 
 
@@ -80,13 +80,13 @@ async def _keep_partitions(sessions: Sessions) -> None:
 
 @task("weir.refresh_prepaid")
 def refresh_prepaid() -> None:
-    """Enable credit that begins with a new month for prepaid organizations."""
+    """Enable prepaid credit that begins with a new month."""
     run(refresh_for_the_month)
 
 
 @task("weir.fire_alerts")
 def fire_alerts() -> None:
-    """Find crossed alert thresholds and deliver the alerts."""
+    """Create and deliver the alerts that are due."""
     try:
         private = allows_private(os.environ)
     except InvalidValue as error:
@@ -103,7 +103,7 @@ def fire_alerts() -> None:
 
 @task("weir.export_usage")
 def export() -> None:
-    """Export rated usage, if an exporter is configured."""
+    """Export rated usage if a destination is configured."""
     try:
         run(lambda sessions: export_usage(sessions, os.environ))
     except InvalidValue as error:
@@ -117,7 +117,7 @@ _kept: tuple[asyncio.Runner, AsyncEngine] | None = None
 
 @worker_process_init.connect  # type: ignore[untyped-decorator]
 def keep_connections(**_: Any) -> None:
-    """Keep loop and connections between tasks. Pools of threads do not send the signal."""
+    """Keep event loop and connections between tasks. Thread pools do not send the signal."""
     global _kept
     _kept = new_context()
 
@@ -127,8 +127,9 @@ def new_context() -> tuple[asyncio.Runner, AsyncEngine]:
 
 
 def run(work: Callable[[Sessions], Awaitable[object]]) -> None:
-    """Run a task's work, again after a conflict. No connection outlives work that failed, and no
-    lock that it held.
+    """Run a task's work, and repeat it after a conflict.
+
+    After a failure, its connections are closed, which releases its locks.
     """
     runner, engine = _kept or new_context()
 

@@ -30,11 +30,11 @@ APPLICATION = "weir-usage-listener"
 
 
 def worker_command() -> list[str]:
-    """Return the command line of a worker that also sends the scheduled tasks. Its settings come
-    from the environment.
+    """Build the command line of a billing worker that also schedules the tasks.
 
-    Any number of workers may run: a task may run twice, and any scheduler replaces the others.
-    SIGTERM ends a worker within three seconds; kill -9 leaves no process behind and loses nothing.
+    Its settings come from the environment. You can run any number of workers: a task may run twice,
+    and any scheduler replaces the others. SIGTERM ends a worker within three seconds; kill -9
+    leaves no process behind and loses nothing.
     """
     return [
         *(sys.executable, "-m", "celery", "--quiet", "--app=metering.celery_app", "worker"),
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class UsageListener(threading.Thread):
-    """Thread that calls `request` at each notification of usage, and when it starts to listen."""
+    """Thread that calls `request` at each usage notification, and when it begins to listen."""
 
     def __init__(self, database_url: str, request: Callable[[], None]) -> None:
         super().__init__(name="usage listener", daemon=True)
@@ -84,7 +84,7 @@ class UsageListener(threading.Thread):
             delay_s = max(backoff.next_s(), self._retries.wait_s())
 
     def stop(self) -> None:
-        """Ask the thread to stop; otherwise it ends with the process."""
+        """Stop listening. Without a call, the thread ends with the process."""
         self._stopping.set()
 
     def _listen(self, connection: psycopg.Connection[tuple[object, ...]]) -> None:
@@ -95,7 +95,7 @@ class UsageListener(threading.Thread):
 
 
 class TaskRequest:
-    """Requests a task at most once until it begins, or until it should have begun long ago."""
+    """Request for a task, sent once until the task begins or should have begun long ago."""
 
     def __init__(self, ask: Callable[[], None], again_after_s: float) -> None:
         self._ask = ask
@@ -110,7 +110,7 @@ class TaskRequest:
             self._ask()
 
     def begun(self) -> None:
-        """Record that the task has begun: later usage needs another request."""
+        """Record that the task has begun. Later usage needs another request."""
         self._requested_at = None
 
 
@@ -125,10 +125,9 @@ _recorded: dict[str, int] = {}  # counts of `INCIDENT_COUNTS` that the database 
 
 
 def record_worker_incidents(environment: Mapping[str, str]) -> None:
-    """Add the incidents since the last call, at first 0 for each source, since alerts compare
-    counts.
+    """Store the incidents since the last call; if the database is unavailable, the next call does.
 
-    If the database is unavailable, the next call adds them.
+    The first call stores 0 for each source, because alerts compare counts.
     """
     counts = dict(INCIDENT_COUNTS)
     new = {

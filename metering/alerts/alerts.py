@@ -48,13 +48,13 @@ MONTHS_BACK = 1
 # Requests that an enforced limit refuses exceed its rest, so that a limit is hardly ever used to
 # the last unit.
 USED_UP_MILLI = 995
-# Of a threshold in percent: a float filter with some margin, before the exact integer test.
+# Test of a threshold in percent: a float filter with some margin, before the exact integer test.
 NEARLY = 0.0099
 CREDIT = QuotaDimension.PREPAID_CREDIT_PICOS
 
 
 class DeliveryState(StrEnum):
-    """State of an alert's delivery to a webhook: `pending`, then one of the final states."""
+    """State of an alert's delivery to a webhook; `delivered` and `failed` are final."""
 
     PENDING = "pending"
     DELIVERED = "delivered"
@@ -62,19 +62,18 @@ class DeliveryState(StrEnum):
 
 
 class InvoiceEvent(StrEnum):
-    """Payment event of an invoice at Stripe."""
+    """Payment event of an invoice at Stripe that causes an alert."""
 
     PAYMENT_FAILED = "invoice_payment_failed"
     PAID = "invoice_paid"
 
 
 class Alert(Base):
-    """A crossed threshold of a quota or of prepaid credit, a payment event from Stripe, a change of
-    a key, or a test.
+    """Alert about a quota, prepaid credit, a payment event at Stripe or a changed key; or a test.
 
-    threshold: percent of the limit used, or picos of credit left, as in the quota's `alert_at`.
-    limit_value, used: at the scan that found it. organization_id: of the quota's subject. invoice:
-    facts at the time of firing, as `alerts.py` writes them.
+    `threshold` is the percentage of the limit that was used or, for prepaid credit, the remaining
+    picos. `limit_value` and `used` are those that the scan read. `organization_id` owns the quota's
+    subject. `invoice` has the fields of `InvoiceFacts`.
     """
 
     __tablename__ = "alerts"
@@ -95,10 +94,10 @@ class Alert(Base):
 
 
 class AlertWebhook(Base):
-    """Webhook for an organization's alerts. secret: signing key, shown once and never logged.
+    """Webhook that receives an organization's alerts.
 
-    failure_count: failed attempts since the last success; paused_until: earliest time of the next
-    attempt.
+    `secret` signs the requests; it is shown once and never logged. `failure_count` counts the
+    failed attempts since the last success, and no attempt is made before `paused_until`.
     """
 
     __tablename__ = "alert_webhooks"
@@ -130,9 +129,10 @@ class AlertDelivery(Base):
 
 @dataclass(frozen=True, slots=True)
 class ListedAlert:
-    """An alert with its organization. quota, entry: the limit, or the change of a key, it is about.
+    """An alert with its organization.
 
-    delivery: None if the organization had no webhook.
+    `quota` is the limit it is about, `entry` the audit entry of a changed key; at most one is set.
+    `delivery` is None if the organization had no webhook when the alert fired.
     """
 
     alert: Alert
@@ -144,7 +144,7 @@ class ListedAlert:
 
     @property
     def kind(self) -> str:
-        """`quota`, `credit`, `test`, the event of an invoice, `key_rotated` or `key_widened`."""
+        """Type of the alert for webhooks, such as `quota`, `credit`, `test` or `key_rotated`."""
         if self.alert.invoice_event is not None:
             return self.alert.invoice_event
         if self.entry is not None:
@@ -170,7 +170,11 @@ async def list_alerts(
     page_size: int = 100,
     page_token: str = "",
 ) -> tuple[list[ListedAlert], str]:
-    """Return a page and the token of the next one, empty at the end. Raises: InvalidValue."""
+    """List alerts, the newest first, of one organization or, with None, of all.
+
+    Returns a page and the token of the next page, empty on the last one. Raises: InvalidValue for
+    an invalid page size or token.
+    """
     if not 1 <= page_size <= PAGE_SIZE_MAX:
         raise InvalidValue("page_size", f"must be between 1 and {PAGE_SIZE_MAX}")
     query = LISTED.order_by(Alert.fired_at.desc(), Alert.id.desc()).limit(page_size + 1)
@@ -188,7 +192,7 @@ async def list_alerts(
 
 
 async def find_alert(session: AsyncSession, alert_id: uuid.UUID) -> ListedAlert:
-    """Return an alert by its id. Raises: NotFound."""
+    """Look up an alert by its id. Raises: NotFound."""
     row = (await session.execute(LISTED.where(Alert.id == alert_id))).one_or_none()
     if row is None:
         raise NotFound("alert", str(alert_id))
@@ -231,7 +235,10 @@ WITH fired AS (
 
 @dataclass(frozen=True, slots=True)
 class KeyChange:
-    """Change of a key in an alert. changed_by: name of the actor in the audit log."""
+    """Change of an API key that an alert reports.
+
+    `changed_by` is the actor's name in the audit log, `changed` the names of the changed fields.
+    """
 
     id: str
     prefix: str
@@ -247,7 +254,7 @@ class KeyChange:
 
     @property
     def text(self) -> str:
-        """One sentence for people."""
+        """Describe the change in one English sentence."""
         what = "rotated" if self.changed == ("secret",) else "given more rights"
         return (
             f"The API key {self.prefix} ({self.name}) was {what} by {self.changed_by}"
@@ -256,7 +263,7 @@ class KeyChange:
 
 
 async def latest_key_change(session: AsyncSession, api_key_id: uuid.UUID) -> KeyAct | None:
-    """Return the latest reported rotation or widening of a key; None if there was none."""
+    """Find the latest rotation or widening of a key that was alerted; None if there was none."""
     reported = (
         select(AuditEntry)
         .join(Alert, Alert.audit_entry_id == AuditEntry.id)
@@ -290,7 +297,7 @@ WITH fired AS (
 
 @dataclass(frozen=True, slots=True)
 class InvoiceFacts:
-    """Facts of an invoice in an alert, stored so that all delivery attempts send the same."""
+    """Content of an invoice alert, stored so that every delivery attempt sends the same."""
 
     stripe_number: str
     month: str
@@ -307,7 +314,7 @@ async def fire_invoice_alert(
     event: InvoiceEvent,
     facts: InvoiceFacts,
 ) -> None:
-    """Write an alert and queue it for the webhook, unless it was fired before. Never commits."""
+    """Insert an invoice alert and queue it, unless it was inserted before. The caller commits."""
     # Picos are strings: not every JSON reader supports integers of their size.
     fields = asdict(facts) | {
         "amount_due_picos": str(facts.amount_due_picos),
@@ -405,9 +412,9 @@ WITH windows AS (
 
 
 async def fire_due_alerts(sessions: Sessions) -> int:
-    """Write an alert for each new crossing and each change of a key that gave it power.
+    """Insert alerts for newly crossed thresholds and for keys that were rotated or widened.
 
-    Return their number. Scans may overlap.
+    Returns the number of alerts. Concurrent scans are safe.
     """
     fired_count = 0
     for _ in range(STATEMENTS_MAX):
@@ -431,7 +438,7 @@ async def fire_due_alerts(sessions: Sessions) -> int:
 
 
 def scanned_windows(now: datetime) -> list[tuple[QuotaDimension, datetime, datetime]]:
-    """Return the windows to scan for each dimension that alerts, with their ends. Pure."""
+    """Compute the quota windows to scan, as tuples of dimension, start and end."""
     windows = [
         (QuotaDimension.PREPAID_CREDIT_PICOS, NO_WINDOW, datetime.max.replace(tzinfo=now.tzinfo))
     ]

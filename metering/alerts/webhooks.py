@@ -95,15 +95,15 @@ BUDGET_S = 3.0
 GIVE_UP_AFTER = timedelta(hours=24)
 RETRY_DELAY_S_MIN = 10.0
 RETRY_DELAY_S_MAX = 3600.0
-DOUBLINGS_MAX = 20  # keeps the power small
+DOUBLINGS_MAX = 20  # caps the exponent of the backoff
 
 
 class AddressRefused(Exception):
-    """A webhook's address is not allowed."""
+    """A webhook's host resolves to no address that may be called."""
 
 
 def allows_private(environment: Mapping[str, str]) -> bool:
-    """Return whether webhooks may use private networks and plain http. Raises: InvalidValue."""
+    """Read whether webhooks may use private networks and plain HTTP. Raises: InvalidValue."""
     text = environment.get(PRIVATE_ALLOWED, "0").lower()
     if text not in ("", "0", "1", "false", "true"):
         raise InvalidValue(PRIVATE_ALLOWED, "must be 1 or 0")
@@ -111,7 +111,10 @@ def allows_private(environment: Mapping[str, str]) -> bool:
 
 
 def checked_url(url: str, *, private: bool) -> str:
-    """Validate a webhook URL without resolving its name; return it. Raises: InvalidValue."""
+    """Validate a webhook URL and return it unchanged. The host name is not resolved.
+
+    `private` also allows plain HTTP and private addresses. Raises: InvalidValue.
+    """
     if not url.isascii() or not url.isprintable() or " " in url or len(url) > URL_CHARS_MAX:
         raise InvalidValue(
             "url", f"must have at most {URL_CHARS_MAX} printable ASCII characters without spaces"
@@ -139,7 +142,7 @@ def checked_url(url: str, *, private: bool) -> str:
 
 
 def literal(host: str) -> Address | None:
-    """Parse a host as an address; return None for a name."""
+    """Parse a host as an IP address; return None if it is a name."""
     try:
         return ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -147,8 +150,8 @@ def literal(host: str) -> Address | None:
 
 
 def is_public(address: Address) -> bool:
-    """Return whether an address is publicly reachable, including any address embedded in it."""
-    if address in NAT64:  # leads to the embedded address
+    """Return True if an address, and any IPv4 address embedded in it, is publicly routable."""
+    if address in NAT64:  # the embedded IPv4 address decides
         return is_public(ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF))
     if (
         not address.is_global
@@ -166,7 +169,10 @@ def is_public(address: Address) -> bool:
 
 
 async def resolve_allowed(host: str, port: int, *, private: bool) -> list[ResolveResult]:
-    """Resolve a host and return the allowed addresses. Raises: AddressRefused, OSError."""
+    """Resolve a host and return the addresses that a webhook may call.
+
+    `private` allows all addresses. Raises: AddressRefused if none is allowed; OSError.
+    """
     resolved = [
         ResolveResult(hostname=host, host=str(at[0]), port=port, family=family, proto=0, flags=0)
         for family, _, _, _, at in await resolve(host, port)
@@ -185,7 +191,7 @@ Resolution = list[tuple[int, int, int, str, tuple[object, ...]]]
 
 
 async def resolve(host: str, port: int) -> Resolution:
-    """Resolve a name in a thread that can be abandoned if it hangs, unlike those of a pool.
+    """Resolve a host name in a thread of its own, which can be abandoned if the resolver hangs.
 
     Raises: OSError.
     """
@@ -206,7 +212,7 @@ async def resolve(host: str, port: int) -> Resolution:
 
 @dataclass(frozen=True, slots=True)
 class WebhookState:
-    """A webhook and the state of its deliveries. last_error: of the latest failed attempt."""
+    """A webhook, the number of pending deliveries, and the error of the latest failed attempt."""
 
     webhook: AlertWebhook
     organization: Organization
@@ -226,9 +232,10 @@ LIMIT 1
 async def set_webhook(
     session: AsyncSession, *, organization: str, url: str, private: bool, actor: str
 ) -> tuple[WebhookState, str]:
-    """Set the URL for an organization's alerts; return the state and the secret, shown only here.
+    """Create or replace an organization's webhook and its signing secret.
 
-    Pending alerts of a previous webhook are sent there, too. Raises: NotFound, InvalidValue.
+    Returns the webhook's state and the secret, which cannot be read again. Alerts pending for a
+    previous URL are sent to the new one. Raises: NotFound, InvalidValue.
     """
     checked_url(url, private=private)
     owner = await find_organization(session, organization)
@@ -255,7 +262,7 @@ async def set_webhook(
 
 
 async def remove_webhook(session: AsyncSession, *, organization: str, actor: str) -> None:
-    """Remove the webhook. Its pending alerts are given up. Raises: NotFound."""
+    """Delete an organization's webhook and mark its pending alerts as failed. Raises: NotFound."""
     owner = await find_organization(session, organization)
     webhook = await _locked(session, owner.id)
     if webhook is None:
@@ -272,7 +279,7 @@ async def remove_webhook(session: AsyncSession, *, organization: str, actor: str
 
 
 async def list_webhooks(session: AsyncSession, *, organization: str = "") -> list[WebhookState]:
-    """Return all webhooks, or that of one organization, by its name. Raises: NotFound."""
+    """List all webhooks, or only that of the named organization. Raises: NotFound."""
     query = select(AlertWebhook, Organization).join(Organization).order_by(Organization.name)
     if organization:
         query = query.where(Organization.id == (await find_organization(session, organization)).id)
@@ -283,7 +290,7 @@ async def list_webhooks(session: AsyncSession, *, organization: str = "") -> lis
 
 
 async def try_webhook(session: AsyncSession, *, organization: str) -> uuid.UUID:
-    """Queue a test alert, ending any pause; return its id. Raises: NotFound."""
+    """Queue a test alert, end any pause, and return the alert's id. Raises: NotFound."""
     owner = await find_organization(session, organization)
     webhook = await _locked(session, owner.id)
     if webhook is None:
@@ -300,7 +307,7 @@ async def try_webhook(session: AsyncSession, *, organization: str) -> uuid.UUID:
 
 
 async def _locked(session: AsyncSession, organization_id: uuid.UUID) -> AlertWebhook | None:
-    """Return the webhook, locked against changes and recorded attempts."""
+    """Load the webhook and lock its row, so that no attempt is recorded meanwhile."""
     return await session.get(
         AlertWebhook, organization_id, with_for_update=True, populate_existing=True
     )
@@ -316,7 +323,7 @@ async def _state(session: AsyncSession, webhook: AlertWebhook, owner: Organizati
 
 
 class Resolved(AbstractResolver):
-    """Resolver that returns the checked addresses for any name."""
+    """aiohttp resolver that returns the addresses checked before, whatever the name."""
 
     def __init__(self, addresses: list[ResolveResult]) -> None:
         self._addresses = addresses
@@ -333,7 +340,10 @@ class Resolved(AbstractResolver):
 async def send(
     url: str, secret: str, body: bytes, *, private: bool, attempt_s: float = ATTEMPT_S
 ) -> str:
-    """Make one attempt; return an error text, empty for a 2xx response."""
+    """Send one request to a webhook and return the error as text, empty for a 2xx response.
+
+    Never raises for failures of the receiver. `attempt_s` limits the whole attempt, including DNS.
+    """
     try:
         checked_url(url, private=private)
         async with asyncio.timeout(attempt_s):
@@ -376,7 +386,7 @@ async def _post(
 
 
 def signed_headers(secret: str, body: bytes, at_s: int) -> dict[str, str]:
-    """Return the headers of an attempt at a time in seconds, signed with the body."""
+    """Build the headers of an attempt, with a signature over `at_s` (Unix time) and the body."""
     return {
         "Content-Type": "application/json",
         "User-Agent": f"weir/{version('weir-server')}",
@@ -385,7 +395,7 @@ def signed_headers(secret: str, body: bytes, at_s: int) -> dict[str, str]:
 
 
 def signature(secret: str, body: bytes, at_s: int) -> str:
-    """Return the hexadecimal HMAC-SHA256 of the time, a point and the body."""
+    """Compute the HMAC-SHA256, in hexadecimal, of the Unix time, a full stop and the body."""
     return hmac.new(secret.encode(), f"{at_s}.".encode() + body, hashlib.sha256).hexdigest()
 
 
@@ -486,7 +496,7 @@ def text_of(listed: ListedAlert) -> str:
 
 
 log = logging.getLogger(__name__)
-retries = Retries("alert_delivery", passing=(DatabaseUnavailable,))  # by organization, and by alert
+retries = Retries("alert_delivery", passing=(DatabaseUnavailable,))  # per organization and alert
 
 
 # Webhooks without a failure first, then the longest waiting.
@@ -548,7 +558,7 @@ RETURNING alert_id, last_error
 
 @dataclass(slots=True)
 class Run:
-    """One run of `deliver_alerts` and its results."""
+    """Progress of one call of `deliver_alerts`: the alerts delivered and those that failed."""
 
     sessions: Sessions
     private: bool
@@ -558,14 +568,17 @@ class Run:
 
     @property
     def may_continue(self) -> bool:
-        """True if another attempt may begin."""
+        """True until the time budget is used up."""
         return time.monotonic() < self.deadline
 
 
 async def deliver_alerts(
     sessions: Sessions, *, private: bool = False, budget_s: float = BUDGET_S
 ) -> Run:
-    """Deliver pending alerts until none is left or the time is over. Runs may overlap."""
+    """Deliver pending alerts until none is left or `budget_s` seconds have passed.
+
+    Concurrent runs are safe: each organization is locked by one of them.
+    """
     run = Run(sessions, private, time.monotonic() + budget_s)
     async with sessions.begin() as session:
         for alert_id, error in await session.execute(GIVE_UP, {"after": GIVE_UP_AFTER}):
@@ -594,7 +607,7 @@ async def _lock(locks: AsyncSession) -> list[uuid.UUID]:
 
 
 async def _deliver_to(run: Run, organization_id: uuid.UUID) -> None:
-    """Send alerts one after the other, until one fails."""
+    """Send an organization's pending alerts in order, and stop at the first failure."""
     with retries.survive(organization_id):
         while run.may_continue:
             async with run.sessions.begin() as session:

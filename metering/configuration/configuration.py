@@ -82,7 +82,7 @@ OVERRIDE_FIELDS = {
     "expire_time": "override_end_time",
     "reason": "override_reason",
 }
-# Terms of a key.
+# Fields of a key that can be set.
 KEY_FIELDS = (
     "scopes",
     "models",
@@ -95,7 +95,7 @@ KEY_FIELDS = (
 
 
 class Action(StrEnum):
-    """Change made to an object."""
+    """Effect of applying a configuration on an object."""
 
     CREATE = "create"
     UPDATE = "update"
@@ -108,7 +108,7 @@ CheckProfile = Callable[[BillingProfile], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class QuotaKey:
-    """Identity of a limit within its subject."""
+    """Fields that identify a limit among those of its subject. `model` is empty for all models."""
 
     dimension: QuotaDimension
     model: str = ""
@@ -117,7 +117,11 @@ class QuotaKey:
 
 @dataclass(frozen=True, slots=True)
 class QuotaSpec:
-    """Settings of a limit. alert_at: None for the default. An override has three fields or none."""
+    """Desired settings of a limit.
+
+    `alert_at` None means the default thresholds. The three override fields are set together or not
+    at all.
+    """
 
     limit_value: int
     enforced: bool = True
@@ -131,13 +135,13 @@ class QuotaSpec:
 
     @classmethod
     def of(cls, quota: Quota, now: datetime) -> QuotaSpec:
-        """Return the present settings of a limit, without an expired override."""
+        """Read the settings of a stored limit, ignoring an expired override."""
         spec = cls(**{each.name: getattr(quota, each.name) for each in fields(cls)})
         stated = stated_thresholds(QuotaDimension(quota.dimension), quota.alert_at)
         return replace(spec, alert_at=stated).without_past_override(now)
 
     def without_past_override(self, now: datetime) -> QuotaSpec:
-        """Return the settings without an expired override."""
+        """Return a copy without the override if it has expired at `now`."""
         if self.override_until is None or self.override_until > now:
             return self
         return replace(self, override_limit_value=None, override_until=None, override_reason=None)
@@ -145,7 +149,11 @@ class QuotaSpec:
 
 @dataclass(frozen=True, slots=True)
 class KeySpec:
-    """A key. prefix: empty if its name identifies it. The terms are named as its columns."""
+    """Desired state of an API key, with fields named like the columns of `ApiKey`.
+
+    `prefix` is empty if the name identifies the key. `prune_quotas` removes limits that are not
+    listed.
+    """
 
     name: str
     prefix: str = ""
@@ -162,7 +170,7 @@ class KeySpec:
 
 @dataclass(frozen=True, slots=True)
 class ProjectSpec:
-    """A project with its keys."""
+    """Desired state of a project. `prune_keys` and `prune_quotas` remove what is not listed."""
 
     name: str
     quotas: tuple[tuple[QuotaKey, QuotaSpec], ...] = ()
@@ -173,9 +181,10 @@ class ProjectSpec:
 
 @dataclass(frozen=True, slots=True)
 class OrganizationSpec:
-    """A customer with its projects. currency_code: empty for any, and USD for a new one.
+    """Desired state of an organization and its projects.
 
-    billing_profile: None leaves it as it is.
+    An empty `currency_code` keeps the currency, and means USD for a new organization.
+    `billing_profile` None keeps the profile.
     """
 
     name: str
@@ -188,10 +197,10 @@ class OrganizationSpec:
 
 @dataclass(frozen=True, slots=True)
 class PriceSpec:
-    """Price of a model: on the list, or one customer's own. None keeps the present value.
+    """Desired price of a model, on the list or one customer's own. None keeps the present value.
 
-    reasoning_picos_per_token: None for the price of output. currency_code: empty for the
-    organization's, or USD. effective_at: None or a past time for now.
+    `reasoning_picos_per_token` None means the output price. `currency_code` may be empty: the
+    organization's currency, or USD. `effective_at` None or in the past means now.
     """
 
     model: str
@@ -208,7 +217,7 @@ class PriceSpec:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """Content of a document."""
+    """Content of a configuration document."""
 
     organizations: tuple[OrganizationSpec, ...] = ()
     prices: tuple[PriceSpec, ...] = ()
@@ -216,7 +225,7 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class FieldChange:
-    """A changed field. None for a missing value."""
+    """A field that changes. The value before or after is None if there is none."""
 
     name: str
     before: Value
@@ -225,7 +234,11 @@ class FieldChange:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A difference. path: "acme/search/laptop", "acme" for its limits, the model for a price."""
+    """A change to one object.
+
+    `path` is "acme/search/laptop" for a key, "acme" for the organization or its limits, and the
+    model's name for a price. `secret` is that of a new key.
+    """
 
     action: Action
     kind: str
@@ -238,7 +251,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class ConfigurationViolation:
-    """An error in the document, by its path: "organizations[0].projects[2].name"."""
+    """Error in a configuration document, at a path such as "organizations[0].projects[2].name"."""
 
     path: str
     message: str
@@ -247,7 +260,7 @@ class ConfigurationViolation:
 def stated_thresholds(
     dimension: QuotaDimension, thresholds: Iterable[int]
 ) -> tuple[int, ...] | None:
-    """Return the sorted alert thresholds of a limit; None for the default."""
+    """Sort the alert thresholds of a limit; return None if they are its dimension's default."""
     alert_at = tuple(sorted(thresholds))
     return None if alert_at == usual_thresholds(dimension) else alert_at
 
@@ -255,7 +268,10 @@ def stated_thresholds(
 def differences(
     before: object | None, after: object, names: Collection[str]
 ) -> tuple[FieldChange, ...]:
-    """Return the named fields in which two values differ, or that a new object has set."""
+    """Compare the named fields of two objects.
+
+    If `before` is None, only the fields that `after` sets are returned.
+    """
     pairs = ((name, value_of(before, name), value_of(after, name)) for name in names)
     return tuple(
         FieldChange(name, old, new)
@@ -265,7 +281,7 @@ def differences(
 
 
 def value_of(thing: object | None, name: str) -> Value:
-    """Return a field as a JSON value; times in UTC with `Z`."""
+    """Convert a field to a JSON value; times become UTC with `Z`. None if `thing` is None."""
     match None if thing is None else getattr(thing, name):
         case datetime() as at:
             return at.astimezone(UTC).isoformat().replace("+00:00", "Z")
@@ -280,7 +296,7 @@ def value_of(thing: object | None, name: str) -> Value:
 
 
 class TooManyViolations(Exception):
-    """The document has as many violations as are reported at once."""
+    """The number of violations has reached the maximum that is reported; checking stops."""
 
 
 Answer = TypeVar("Answer")
@@ -293,7 +309,10 @@ UNLIMITED = QuotaSpec(limit_value=-1)
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Subject of limits: its path in the document, display name, kind and id."""
+    """Object that limits apply to.
+
+    `path` is its place in the document, `shown` its name in messages.
+    """
 
     path: str
     shown: str
@@ -303,12 +322,12 @@ class Subject:
 
 @dataclass(slots=True)
 class Attempts:
-    """Application of one configuration: the changes made, and the violations.
+    """Application of one configuration: collects the changes and violations.
 
-    now: time of the transaction. models: served models. own_key_id: the caller's key, used from
-    `own_address`, which the configuration must not lock out. check_profile: see
-    `apply_configuration`. created: new subjects of limits.
-    uncounted: limits without past usage yet.
+    `now` is the transaction's time, `models` the served models. `own_key_id` is the caller's key,
+    used from `own_address`; the configuration must not lock it out. `created` has the ids of new
+    objects, `uncounted` the limits whose past usage is still to be counted. `check_profile` is
+    explained at `apply_configuration`.
     """
 
     session: AsyncSession
@@ -325,7 +344,7 @@ class Attempts:
     uncounted: list[Uncounted] = field(default_factory=list)
 
     async def apply(self, configuration: Configuration) -> None:
-        """Apply everything. The result is in `changes`; on errors the caller must roll back."""
+        """Apply the whole configuration and fill `changes`; on violations, roll back."""
         self._check_names(
             "organizations", "name", [each.name for each in configuration.organizations]
         )
@@ -336,10 +355,9 @@ class Attempts:
             await self._price(f"prices[{index}]", price)
 
     async def count_past(self) -> None:
-        """Count past usage for new limits, last of all, since no request is admitted from here to
-        the end.
+        """Count the past usage of new limits on objects that existed before.
 
-        New subjects have no past usage.
+        Call it last: it blocks admissions until the transaction ends.
         """
         await recount(
             self.session,
@@ -349,7 +367,7 @@ class Attempts:
     async def _attempt(
         self, path: str, act: Callable[[], Awaitable[Answer]], names: dict[str, str] | None = None
     ) -> Answer | None:
-        """Return the result of an action; None if it was refused, which is recorded."""
+        """Run an action in a savepoint. If it is refused, record a violation and return None."""
         try:
             async with self.session.begin_nested():
                 return await act()
@@ -380,7 +398,7 @@ class Attempts:
             raise TooManyViolations
 
     async def _made(self, path: str, name: str, create: Callable[[str], Awaitable[Made]]) -> Made:
-        """Create an object, with a valid name if its own is refused; that is rolled back."""
+        """Create an object; if that is refused, use a random name, so that the rest is checked."""
         made = await self._attempt(path, lambda: create(name))
         if made is None:
             made = await create(f"x{uuid.uuid4().hex}")
@@ -430,7 +448,7 @@ class Attempts:
         ]
 
     def _currency(self, path: str, code: str) -> str:
-        """Return the currency; for an invalid one record a violation and return a valid one."""
+        """Validate a currency code; if invalid, record a violation and return USD."""
         try:
             return checked_currency(code)
         except InvalidValue as refusal:
@@ -507,10 +525,11 @@ class Attempts:
         left: dict[str, ApiKey],
         of_name: list[str],
     ) -> None:
-        """Apply one key. left: keys of the project not named so far, by prefix; the key is removed
-        from them.
+        """Create or update one key.
 
-        of_name: prefixes of the keys with its name that are not named by prefix.
+        `left` has the project's keys that the document has not named so far, by prefix; the key is
+        removed from it. `of_name` lists the prefixes of keys with this name that are not named by
+        prefix.
         """
         for model in sorted(set(desired.models) - set(self.models)):
             self._wrong(
@@ -645,7 +664,7 @@ class Attempts:
         desired: OrganizationSpec | ProjectSpec | KeySpec,
         defaults: Collection[QuotaKey] = (),
     ) -> None:
-        """Apply the limits of one subject. defaults: limits that stay although not named."""
+        """Create, update and remove the limits of a subject; those in `defaults` are kept."""
         query = limits_of([subject.id]).execution_options(populate_existing=True)
         rows = {key_of(row): row for row in await self.session.scalars(query)}
         self._check_names(f"{subject.path}.quotas", "dimension", [key for key, _ in desired.quotas])
@@ -678,7 +697,7 @@ class Attempts:
     async def _quota(
         self, path: str, subject: Subject, key: QuotaKey, desired: QuotaSpec, row: Quota | None
     ) -> None:
-        """Apply one limit. row: its present row, if any."""
+        """Create or update one limit. `row` is the stored limit, None if it is new."""
         existing = None if row is None else QuotaSpec.of(row, self.now)
         # Without an override in the document, a present one stays.
         left_out = OVERRIDE if desired.override_until is None else ()
@@ -728,7 +747,7 @@ class Attempts:
         self.changes.append(Change(action, "quota", subject.shown, changes, quota=key))
 
     async def _price(self, path: str, desired: PriceSpec) -> None:
-        """Apply one price, from its time on or from now. Unset values stay."""
+        """Set one price from `effective_at` on. Values that are None keep the present price."""
         at = (
             None
             if desired.effective_at is None or desired.effective_at <= self.now
@@ -785,8 +804,10 @@ class Attempts:
 
 
 def limits_of(subject_ids: Collection[uuid.UUID]) -> Select[Quota]:
-    """Select the limits of subjects in the order of creation, except prepaid credit, which follows
-    from grants."""
+    """Select the limits of subjects in order of creation.
+
+    Prepaid credit is left out: it is set by grants.
+    """
     return (
         select(Quota)
         .where(Quota.subject_id.in_(subject_ids), Quota.deleted_at.is_(None))
@@ -810,11 +831,12 @@ async def apply_configuration(
     check_profile: CheckProfile | None = None,
     dry_run: bool = False,
 ) -> Attempts:
-    """Apply a configuration; return changes, kept objects and violations. On violations roll back.
+    """Apply a configuration and return the changes, the kept objects and the violations.
 
-    own_key_id: the caller's key, used from `own_address`. models: served models. check_profile:
-    raises InvalidValue for a profile that documents cannot show. dry_run: the caller rolls back in
-    any case, so past usage is not counted and no request has to wait.
+    If there are violations, the caller must roll back. `own_key_id` is the caller's key, used from
+    `own_address`: the configuration must not lock it out. `models` are the served models.
+    `check_profile` raises InvalidValue for a billing profile that documents cannot show. With
+    `dry_run` the caller always rolls back, so past usage is not counted and no request is blocked.
     """
     now = await database_now(session)
     work = Attempts(session, actor, now, models, own_key_id, own_address, check_profile)
@@ -828,7 +850,7 @@ async def apply_configuration(
 async def price_specs(
     session: AsyncSession, names: dict[uuid.UUID, str], *, listed: bool
 ) -> tuple[PriceSpec, ...]:
-    """Return the prices in force: those of the named organizations, and of the list if `listed`."""
+    """List the prices in force of the organizations in `names` and, if `listed`, of the list."""
     found = await versions_in_force(session, all_customers=True)
     versions_of: dict[tuple[str, str, uuid.UUID | None], list[ModelPrice]] = {}
     for each in found:
@@ -855,7 +877,7 @@ async def price_specs(
 
 
 def spec_of(versions: list[ModelPrice], priced: PriceSpec) -> PriceSpec | None:
-    """Merge versions of one model, currency and owner, one per tier; None without a price."""
+    """Merge the price versions of both tiers of a model; None without an interactive price."""
     tiers = {each.tier: each for each in versions}
     if ServiceTier.INTERACTIVE not in tiers:
         return None
@@ -874,7 +896,7 @@ def spec_of(versions: list[ModelPrice], priced: PriceSpec) -> PriceSpec | None:
 
 
 def own_reasoning_price(prices: PriceSpec | TokenPrices) -> int | None:
-    """Return the price of reasoning; None if it is that of output."""
+    """Return the reasoning price if it differs from the output price, else None."""
     reasoning = prices.reasoning_picos_per_token
     return None if reasoning == prices.output_picos_per_token else reasoning
 
@@ -883,7 +905,7 @@ Quotas = Mapping[uuid.UUID, tuple[tuple[QuotaKey, QuotaSpec], ...]]
 
 
 async def present_state(session: AsyncSession, *, organization: str | None = None) -> Configuration:
-    """Return the present configuration, of all or of one organization. Raises: NotFound."""
+    """Read the stored configuration, of one organization or all. Raises: NotFound."""
     owners = select(Organization).order_by(Organization.name)
     if organization:
         owners = owners.where(
@@ -925,7 +947,7 @@ async def present_state(session: AsyncSession, *, organization: str | None = Non
 
 
 def key_specs(keys: Iterable[ApiKey], quotas: Quotas) -> tuple[KeySpec, ...]:
-    """Return the keys of one project; keys that share a name have their prefix set."""
+    """Describe the keys of one project. Keys that share a name are identified by prefix."""
     keys = list(keys)
     count = Counter(key.name for key in keys)
     return tuple(
@@ -943,7 +965,7 @@ def key_specs(keys: Iterable[ApiKey], quotas: Quotas) -> tuple[KeySpec, ...]:
 
 
 async def quotas_of(session: AsyncSession, subject_ids: list[uuid.UUID], now: datetime) -> Quotas:
-    """Return the limits of each subject, in the order of creation."""
+    """Load the limits of each subject, in order of creation."""
     found: dict[uuid.UUID, list[tuple[QuotaKey, QuotaSpec]]] = defaultdict(list)
     for quota in await session.scalars(limits_of(subject_ids)):
         found[quota.subject_id].append((key_of(quota), QuotaSpec.of(quota, now)))

@@ -47,14 +47,14 @@ LOST = (*AWAY, OSError)
 
 
 class Broadcaster(Protocol):
-    """Broadcasts of one process, and its receiver of all broadcasts, including its own."""
+    """Source and receiver of broadcasts of one process. It also receives its own."""
 
     def next_broadcast(self) -> str:
-        """Remove and return news since the last call, at most `BYTES_MAX`; empty for none."""
+        """Remove and return text to broadcast, at most `BYTES_MAX` bytes; empty for none."""
         ...
 
     def receive(self, text: str) -> None:
-        """Process a broadcast. Never raises."""
+        """Process a broadcast of any process. Never raises."""
         ...
 
 
@@ -103,7 +103,10 @@ log = structlog.get_logger(__name__)
 
 
 class ControlChannel:
-    """Control channel of one process. Commands and reports need its `run`."""
+    """Channel on which this process gets cancel and drain commands and reports its requests.
+
+    Nothing is received or sent unless `run` runs.
+    """
 
     def __init__(
         self,
@@ -119,13 +122,13 @@ class ControlChannel:
         report_replicas: Callable[[], Sequence[dict[str, Any]]],
         broadcaster: Broadcaster | None = None,
     ) -> None:
-        """stop: applies a command; called once per command. report: returns the running requests as
-        JSON values.
+        """Prepare the channel; `run` connects.
 
-        drain: called at each poll with all drained replicas. report_replicas: returns the states of
-        all replicas. peer: "host:port" at which other processes reach this one, and its certificate
-        there. peers: called with the certificates of all processes when one was added. broadcaster:
-        broadcasts over the same connection; None to neither send nor receive any.
+        `stop` applies a cancel command and is called once per command. `report` returns the running
+        requests as JSON values, `report_replicas` the states of all replicas. `drain` is called at
+        each poll with all drained replicas. `peer` is the "host:port" at which other processes
+        reach this one, and the certificate it shows there. `peers` is called with the certificates
+        of all processes when one is added. `broadcaster` None disables broadcasts.
         """
         self._conninfo = psycopg_conninfo(database_url)
         self._owner = (process_id, process_name, *peer)
@@ -144,9 +147,9 @@ class ControlChannel:
         self.connected = False
 
     async def run(self) -> None:
-        """Listen until cancelled. Reconnect with backoff whenever the connection breaks.
+        """Receive commands until cancelled; reconnect with backoff when the connection breaks.
 
-        An unexpected error is an incident and costs at most a connection.
+        An unexpected error is counted as an incident and at most breaks the connection.
         """
         backoff = Backoff(RECONNECT_MIN_S, RECONNECT_MAX_S)
         while True:
@@ -208,7 +211,7 @@ class ControlChannel:
                         requested.add(notice.payload)
 
     async def _broadcast(self, connection: BoundedConnection) -> None:
-        """Send a broadcast if there is news and the interval has passed."""
+        """Send a broadcast if there is one and the interval has passed."""
         if self._broadcaster is None or time.monotonic() - self._sent_at < INTERVAL_S:
             return
         if text := self._broadcaster.next_broadcast():
@@ -216,14 +219,14 @@ class ControlChannel:
             await connection.execute("SELECT pg_notify(%s, %s)", (BROADCAST_CHANNEL, text))
 
     async def _write_report(self, connection: BoundedConnection) -> None:
-        """Write the report of running requests, without any request that PostgreSQL rejects."""
+        """Write the report of running requests, leaving out any that PostgreSQL rejects."""
         replicas = json.dumps(self._report_replicas())
         requests = [each for each in self._report() if self._retries.is_due(each.get("request_id"))]
         try:
             cursor = await connection.execute(
                 WRITE_REPORT, (*self._owner, json.dumps(requests), replicas)
             )
-        # JSON that PostgreSQL, or Python, cannot write.
+        # A value that PostgreSQL or Python cannot write as JSON.
         except (psycopg.DataError, TypeError, ValueError):
             accepted = []
             for each in requests:
@@ -238,7 +241,7 @@ class ControlChannel:
             await connection.execute("SELECT pg_notify(%s, %s)", (CHANNEL, PEERS))
 
     async def _apply(self, connection: BoundedConnection) -> None:
-        """Apply the commands issued since the last poll, not those from before this process."""
+        """Apply the commands issued since the last poll, but none older than this process."""
         if self._floor is None:
             row = await (await connection.execute(SELECT_FLOOR.encode())).fetchone()
             assert row is not None, "an aggregate has one row"

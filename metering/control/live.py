@@ -47,11 +47,11 @@ MOVE_AFTER_MAX = timedelta(days=30)
 
 @dataclass(frozen=True, slots=True)
 class CancelCommand:
-    """Command to cancel one request of a project, or all requests of a key. reason: may be empty.
+    """Command to cancel requests: one request of a project, or all requests of a key.
 
-    changed_key_id: check that key again and cancel its requests from outside `allowed_networks`, or
-    none if that is empty. ended_secrets: hashes of the key's secrets that have ended; requests
-    started with one of them are cancelled as well.
+    `reason` may be empty. `changed_key_id` names a key to check again: its requests from outside
+    `allowed_networks` are cancelled (an empty tuple allows all networks), and those that used a
+    secret whose hash is in `ended_secrets`.
     """
 
     command_id: int
@@ -66,7 +66,7 @@ class CancelCommand:
 
 @dataclass(frozen=True, slots=True)
 class DrainCommand:
-    """Command to drain a replica of a model. is_moving: its running requests move elsewhere."""
+    """Command to drain a replica. `is_moving` also moves its running requests elsewhere."""
 
     model: str
     replica: str
@@ -76,12 +76,12 @@ class DrainCommand:
 async def cancel_request(
     session: AsyncSession, *, project_id: uuid.UUID, request_id: uuid.UUID, reason: str
 ) -> None:
-    """Make the process that runs the request cancel it, after the commit."""
+    """Write a command to cancel a request. It takes effect when the caller commits."""
     await _command(session, project_id=project_id, request_id=request_id, reason=reason)
 
 
 async def cancel_requests_of_key(session: AsyncSession, api_key_id: uuid.UUID) -> None:
-    """Make every process cancel the key's requests, after the commit."""
+    """Write a command to cancel all requests of a key. It takes effect when the caller commits."""
     await _command(session, api_key_id=api_key_id)
 
 
@@ -91,9 +91,10 @@ async def recheck_key(
     allowed_networks: Sequence[str],
     ended_secrets: Sequence[bytes] = (),
 ) -> None:
-    """Make every process check the key after the commit, and cancel requests from other networks.
+    """Write a command to check a key again and cancel requests that it no longer permits.
 
-    ended_secrets: hashes of secrets whose requests are cancelled as well.
+    These come from outside `allowed_networks`, or used a secret whose hash is in `ended_secrets`.
+    The command takes effect when the caller commits.
     """
     networks, secrets = list(allowed_networks), list(ended_secrets) or None
     await _command(
@@ -128,10 +129,10 @@ LIMIT 1
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Process that owns a request. is_held: the request has a live hold.
+    """Process that runs or ran a request.
 
-    address: "host:port" at which other processes reach it, and certificate: the one it shows there;
-    empty if it has gone.
+    `is_held` is True if the request has a live hold. `address` is the "host:port" at which other
+    processes reach it, `certificate` what it shows there; both are empty if the process is gone.
     """
 
     process_id: uuid.UUID
@@ -141,7 +142,7 @@ class Owner:
 
 
 async def certificate_of(session: AsyncSession, process_id: uuid.UUID) -> str:
-    """Return the certificate that a process shows to the others; empty if there is none."""
+    """Read the certificate that a process shows to other processes; empty if there is none."""
     certificate = await session.scalar(
         text("SELECT peer_certificate FROM live_reports WHERE process_id = :id"), {"id": process_id}
     )
@@ -151,7 +152,7 @@ async def certificate_of(session: AsyncSession, process_id: uuid.UUID) -> str:
 async def find_owner(
     session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID
 ) -> Owner | None:
-    """Return the owner of a request; None if no request of this id was admitted in the project."""
+    """Find the process that owns a request; None if the project never admitted this request id."""
     of_request = {"project_id": project_id, "request_id": request_id}
     row = (await session.execute(SELECT_OWNER, of_request)).one_or_none()
     return None if row is None else record_of(Owner, row)
@@ -287,11 +288,12 @@ WHERE CAST(:project_id AS uuid) IS NULL OR p.id = :project_id
 
 @dataclass(frozen=True, slots=True)
 class LiveView:
-    """Running requests: at most one page, the oldest first, and sums of all by organization.
+    """Running requests of all processes.
 
-    requests: rows of `SELECT_REQUESTS`; the phase is empty if the process has not reported, times
-    are None without a hold. organizations: rows of `SELECT_ORGANIZATIONS`; held_token_count is
-    input and leased output of the holds.
+    `requests` has at most one page of rows of `SELECT_REQUESTS`, the oldest first; the phase is
+    empty if the process has not reported, times are None without a hold. `organizations` has sums
+    over all requests, rows of `SELECT_ORGANIZATIONS`; `held_token_count` adds input and leased
+    output tokens.
     """
 
     requests: tuple[LiveRow, ...]
@@ -305,7 +307,7 @@ class LiveView:
 
 @dataclass(frozen=True, slots=True)
 class ProjectRequest:
-    """A project that has a request of an id. is_held: the request is running."""
+    """A project with a request of the given id. `is_held` is True if the request is running."""
 
     project_id: uuid.UUID
     is_held: bool
@@ -318,9 +320,10 @@ async def live_view(
     page_size: int = 200,
     stuck_only: bool = False,
 ) -> LiveView:
-    """Return the running requests of all processes. stuck_only: overdue holds not swept yet.
+    """List the running requests of all processes, of one organization or all.
 
-    Asks every process and waits for reports, at most `REPORT_WAIT_S`. Raises: InvalidValue.
+    Asks every process for a report and waits at most `REPORT_WAIT_S` seconds. `stuck_only` lists
+    only overdue holds that the sweep has not ended. Raises: InvalidValue for an invalid page size.
     """
     if not 1 <= page_size <= PAGE_SIZE_MAX:
         raise InvalidValue("page_size", f"must be between 1 and {PAGE_SIZE_MAX}")
@@ -339,7 +342,10 @@ async def live_view(
 async def find_project_requests(
     session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None = None
 ) -> list[ProjectRequest]:
-    """Return the projects whose holds or commands name a request; waiting requests have none."""
+    """Find the projects in which a hold or a cancel command names this request id.
+
+    Requests that wait in a queue have neither: `find_waiting` finds them.
+    """
     rows = await session.execute(
         SELECT_PROJECT_REQUESTS, {"request_id": request_id, "project_id": project_id}
     )
@@ -349,9 +355,9 @@ async def find_project_requests(
 async def find_request_owners(
     session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None = None
 ) -> Sequence[LiveRow]:
-    """Return the projects with a request of this id, with names of organization, project and key.
+    """Find the requests with this id, with the names of organization, project and key.
 
-    Requests that ended with nothing to bill are left out.
+    Requests that ended with nothing to bill are not found.
     """
     of_request = {"request_id": request_id, "project_id": project_id}
     return (await session.execute(SELECT_OWNERS, of_request)).all()
@@ -360,7 +366,7 @@ async def find_request_owners(
 async def find_waiting(
     sessions: Sessions, request_id: uuid.UUID, project_id: uuid.UUID | None = None
 ) -> list[ProjectRequest]:
-    """Return the projects in which a request of this id waits without a hold."""
+    """Ask all processes for the projects in which this request id waits without a hold."""
     requested_at, _ = await ask_all(sessions)
     async with sessions() as session:
         values = {"asked_at": requested_at, "request_id": request_id, "project_id": project_id}
@@ -371,9 +377,10 @@ async def find_waiting(
 
 
 async def ask_all(sessions: Sessions) -> tuple[datetime, set[uuid.UUID]]:
-    """Ask all processes for reports and wait; return the time they count from, and the silent ones.
+    """Ask all processes for reports and wait for them at most `REPORT_WAIT_S` seconds.
 
-    A process reads all commands before it reports.
+    Returns the time of asking, after which the reports were written, and the ids of the processes
+    that did not answer. A process applies all earlier commands before it reports.
     """
     async with sessions.begin() as session:
         requested_at = (await session.scalars(select(func.clock_timestamp()))).one()
@@ -422,9 +429,9 @@ DRAIN = text("SELECT * FROM replica_drains WHERE model = :model AND replica = :r
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """All replicas of the processes that answered, rows of `SELECT_REPLICAS`, and silent processes.
+    """Replicas of the processes that answered (rows of `SELECT_REPLICAS`), and silent processes.
 
-    model: `name` or `name@version`. state: as reported by the model registry.
+    A row's `model` is `name` or `name@version`, its `state` that of the model registry.
     """
 
     replicas: tuple[LiveRow, ...]
@@ -435,12 +442,12 @@ class ReplicaView:
 
 
 def is_of(served: str, model: str) -> bool:
-    """Return whether a served name is that of a model or of one of its versions."""
+    """Return True if a served name is the model itself or one of its versions (`model@version`)."""
     return served == model or served.startswith(model + VERSION_MARK)
 
 
 async def replica_view(sessions: Sessions) -> ReplicaView:
-    """Return the replicas of all processes, which have read earlier commands if they answer."""
+    """Ask all processes for their replicas. Those that answer have applied all earlier commands."""
     requested_at, silent = await ask_all(sessions)
     async with sessions() as session:
         rows = (await session.execute(SELECT_REPLICAS, {"asked_at": requested_at})).all()
@@ -448,12 +455,12 @@ async def replica_view(sessions: Sessions) -> ReplicaView:
 
 
 async def list_drains(session: AsyncSession) -> Sequence[LiveRow]:
-    """Return all drains, which last until deleted; requests move `move_after_ms` later."""
+    """List all drains. Requests are moved `move_after_ms` milliseconds after a drain begins."""
     return (await session.execute(DRAINS)).all()
 
 
 async def find_drain(session: AsyncSession, model: str, replica: str) -> LiveRow | None:
-    """Return the drain of a replica, locked for a change."""
+    """Load and lock the drain of a replica; None if there is none."""
     return (await session.execute(DRAIN, {"model": model, "replica": replica})).one_or_none()
 
 
@@ -466,9 +473,10 @@ async def drain_replica(
     move_after: timedelta | None,
     actor: str,
 ) -> LiveRow:
-    """Drain a replica from now on, or change its drain, which keeps its time; return it.
+    """Start to drain a replica, or change its drain, which keeps its start time; return its row.
 
-    Raises: InvalidValue.
+    Running requests are moved after `move_after`; with None they finish where they are. Raises:
+    InvalidValue if `move_after` is out of range.
     """
     if move_after is not None and not timedelta(0) <= move_after <= MOVE_AFTER_MAX:
         raise InvalidValue(
@@ -498,7 +506,7 @@ async def drain_replica(
 async def end_drain(
     session: AsyncSession, *, model: str, replica: str, reason: str, actor: str
 ) -> bool:
-    """End the drain of a replica; return False if there is none."""
+    """End the drain of a replica; return False if there was none."""
     before = await find_drain(session, model, replica)
     if before is None:
         return False

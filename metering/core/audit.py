@@ -22,7 +22,7 @@ Snapshot = dict[str, Any]
 
 
 def snapshot(row: Base | Row[Any]) -> Snapshot:
-    """Return the columns of a row as JSON values."""
+    """Convert a row to a dict of JSON values, without the columns that are never logged."""
     names = (
         row._fields
         if isinstance(row, Row)
@@ -40,7 +40,7 @@ async def record_change(
     before: Snapshot | None = None,
     after: Snapshot | None = None,
 ) -> None:
-    """Add an entry. before: None for a new object; after: None for a deleted one."""
+    """Add an audit entry. `before` is None for a new object, `after` None for a deleted one."""
     entry = {"actor": actor, "action": action, "subject_id": subject_id}
     await session.execute(insert(AuditEntry).values(entry | {"before": before, "after": after}))
 
@@ -56,10 +56,12 @@ async def list_audit_entries(
     start_at: datetime | None = None,
     end_at: datetime | None = None,
 ) -> Sequence[AuditEntry]:
-    """Return entries, the newest first; with ids below `before_entry_id` unless that is 0.
+    """List audit entries, the newest first.
 
-    subject_ids: only changes of these objects or of objects that refer to them (`OWNER_COLUMNS`).
-    action_prefix: as in "api_key.". start_at: inclusive; end_at: exclusive. Raises: InvalidValue.
+    `before_entry_id` lists only entries with lower ids; 0 starts with the newest. `subject_ids`
+    selects changes of these objects and of objects that refer to them (`OWNER_COLUMNS`).
+    `action_prefix` is a prefix such as "api_key.". `start_at` is inclusive, `end_at` exclusive.
+    Raises: InvalidValue.
     """
     if not 1 <= page_size <= PAGE_SIZE_MAX:
         raise InvalidValue("page_size", f"must be between 1 and {PAGE_SIZE_MAX}")

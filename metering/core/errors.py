@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class ObstacleKind(StrEnum):
-    """Kind of an obstacle to closing a month."""
+    """Reason why a month cannot be closed."""
 
     MONTH_NOT_OVER = "MONTH_NOT_OVER"
     EARLIER_MONTH_OPEN = "EARLIER_MONTH_OPEN"
@@ -25,7 +25,7 @@ class ObstacleKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """One obstacle; the description includes the remedy."""
+    """One reason why a month cannot be closed; the description says what to do."""
 
     kind: ObstacleKind
     description: str
@@ -83,7 +83,7 @@ class NotFound(MeteringError):
 
 
 class AlreadyExists(MeteringError):
-    """`kind` `ref` exists already. detail: end of the sentence, such as a remedy."""
+    """`kind` `ref` exists already. detail: the end of the message's sentence, such as a remedy."""
 
     reason = "ALREADY_EXISTS"
 
@@ -94,7 +94,7 @@ class AlreadyExists(MeteringError):
 
 
 class InvalidValue(MeteringError):
-    """An invalid value of `field`. remedy: the values that are accepted."""
+    """An invalid value of `field`. remedy: the end of the message, which says what is allowed."""
 
     reason = "FIELD_INVALID"
 
@@ -175,7 +175,7 @@ class MonthClosed(MeteringError):
 
 
 class MonthNotClosable(MeteringError):
-    """A month cannot be closed now. obstacles: all reasons, each with its remedy."""
+    """A month cannot be closed now. obstacles: every reason why not, each with its remedy."""
 
     reason = "MONTH_NOT_CLOSABLE"
 
@@ -205,7 +205,7 @@ class InvariantViolated(MeteringError):
 class BillingDetailsMissing(MeteringError):
     """Stripe would refuse to bill these organizations. Complete their billing profiles.
 
-    missing: a sentence for each, with the remedy.
+    missing: one sentence for each organization, with the remedy.
     """
 
     reason = "BILLING_DETAILS_MISSING"

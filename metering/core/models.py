@@ -42,15 +42,15 @@ D = TypeVar("D")
 
 
 def insertion(name: str, values: Mapping[str, Any]) -> Insert:
-    """Return an INSERT of one row into a table without a mapped class."""
+    """Build an INSERT of one row into a table that has no mapped class."""
     return insert(table(name, *map(column, values))).values(values)
 
 
 def record_of(kind: type[D], source: object, /, **values: Any) -> D:
-    """Return a dataclass with the source's attributes of the same names, overridden by `values`.
+    """Build a dataclass from the source's attributes of the same names, overridden by `values`.
 
-    Values are converted to int, enumeration or tuple as the field requires. None keeps a field's
-    default.
+    Values are converted to int, enumeration or tuple where the field's type requires it. Where the
+    source has None, the field keeps its default, if any.
     """
     checked: Any = kind
     for name, (has_default, convert) in _conversions(checked).items():
@@ -63,7 +63,7 @@ def record_of(kind: type[D], source: object, /, **values: Any) -> D:
 
 @functools.cache
 def _conversions(kind: Any) -> dict[str, tuple[bool, Callable[[Any], Any] | None]]:
-    """Return for each field of a dataclass whether it has a default, and its conversion."""
+    """Determine for each field of a dataclass whether it has a default, and its conversion."""
     hints = get_type_hints(kind)
     conversions: dict[str, tuple[bool, Callable[[Any], Any] | None]] = {}
     for each in fields(kind):
@@ -78,7 +78,7 @@ def _conversions(kind: Any) -> dict[str, tuple[bool, Callable[[Any], Any] | None
 
 
 class Base(DeclarativeBase):
-    """Fixed constraint names, and one mapping from Python types to column types."""
+    """Base of mapped classes: fixes constraint names and each Python type's column type."""
 
     metadata = MetaData(
         naming_convention={
@@ -121,7 +121,7 @@ class Organization(Base):
 
 
 class Project(Base):
-    """A part of an organization with its own keys and request ids."""
+    """Part of an organization that has its own keys and request ids."""
 
     __tablename__ = "projects"
 
@@ -132,7 +132,7 @@ class Project(Base):
 
 
 class ApiKey(Base):
-    """A credential. Only the SHA-256 of the secret is stored: 256 random bits need no slow hash."""
+    """An API key. Only the SHA-256 of the secret is stored: 256 random bits need no slow hash."""
 
     __tablename__ = "api_keys"
 
@@ -158,7 +158,7 @@ class ApiKey(Base):
 
 
 class ApiKeyUse(Base):
-    """Last use of a key; an unused key has no row. `tenants/key_uses.py` writes it."""
+    """Time of a key's last use; a key never used has no row. Written by `tenants/key_uses.py`."""
 
     __tablename__ = "api_key_uses"
 
@@ -167,7 +167,7 @@ class ApiKeyUse(Base):
 
 
 class AuditEntry(Base):
-    """A change and its author. Written in the transaction of the change."""
+    """A change and its actor, written in the transaction of the change."""
 
     __tablename__ = "audit_log"
 
@@ -181,7 +181,7 @@ class AuditEntry(Base):
 
 
 class ServiceTier(StrEnum):
-    """Service tier of a request: a client waits for it, or it uses spare capacity."""
+    """Service tier of a request: `interactive` if a client waits, `batch` to use spare capacity."""
 
     __hash__ = str.__hash__  # an Enum's own hash is implemented in Python, at ten times the cost
 
@@ -190,7 +190,7 @@ class ServiceTier(StrEnum):
 
 
 class TokenKind(StrEnum):
-    """Billing category of a token."""
+    """Kind of token; each kind has its own price."""
 
     INPUT = "input"
     CACHED_INPUT = "cached_input"
@@ -200,13 +200,13 @@ class TokenKind(StrEnum):
 
 
 class PriceVersion(Base):
-    """Prices of a model and service tier from a time on, in picos per token. Immutable; a
-    correction is a later version.
+    """Prices of a model and service tier from `effective_at` on, in picos per token.
 
-    organization_id: customer with this price of its own; None for the list. multiplier_milli:
-    thousandths of the interactive prices from which these were computed, for display. withdrawn:
-    from then on the organization pays the list price again; no usage is charged by this row.
-    reasoning_picos_per_token: None if it is not stated: reasoning then has the output price.
+    Rows are immutable; a correction is a later row. `organization_id` is the customer that has its
+    own price, None for the price list. `multiplier_milli` shows the factor, in thousandths, by
+    which the interactive prices were multiplied. A `withdrawn` row ends a customer's own price: the
+    list price applies from then on. If `reasoning_picos_per_token` is None, reasoning has the
+    output price.
     """
 
     __tablename__ = "price_versions"
@@ -236,7 +236,7 @@ class QuotaSubject(StrEnum):
 
 
 class QuotaDimension(StrEnum):
-    """Quantity that a quota counts, with its calendar window (UTC)."""
+    """Quantity that a quota limits, with its calendar window (UTC)."""
 
     CONCURRENT_REQUESTS = "concurrent_requests"
     REQUESTS_PER_MINUTE = "requests_per_minute"
@@ -252,18 +252,18 @@ class QuotaDimension(StrEnum):
 
     @property
     def spelling(self) -> str:
-        """Name outside the database, the same on every way out: `cost-per-month`."""
+        """Name in the API, the CLI and documents, such as `cost-per-month`."""
         return self.value.replace("_picos", "").replace("_", "-")
 
 
 class Quota(Base):
-    """One limit. `model` is empty for all models together. Removed limits are kept for the holds
-    charged to them.
+    """One limit. `model` is empty for all models together.
 
-    Weights are thousandths per token of a kind, for quotas on tokens. A temporary override replaces
-    the limit until `override_until`. A quota that is not enforced counts but refuses nothing. One
-    for new keys limits nothing itself: each key created under its subject gets a copy. `alert_at`:
-    percent of the limit used, or picos of prepaid credit left (`quotas/quota_rules.py`).
+    For quotas on tokens, weights are the thousandths that a token of each kind counts. An override
+    replaces the limit until `override_until`. A quota that is not enforced counts but refuses
+    nothing. With `for_new_keys` it limits nothing itself: each key created under its subject gets a
+    copy. `alert_at` is in percent of the limit, or in picos of prepaid credit left
+    (`quotas/quota_rules.py`). Removed limits are kept for the holds charged to them.
     """
 
     __tablename__ = "quotas"
@@ -289,10 +289,9 @@ class Quota(Base):
 
 
 class QuotaCounter(Base):
-    """Used and held amounts of one quota in one window. Equal to the sums over holds and usage
-    events (tested by fsck).
+    """Used and held amounts of one quota in one window: the sums over its holds and usage events.
 
-    would_refuse_count: admissions that a quota which is not enforced would have refused.
+    `would_refuse_count` counts admissions that an unenforced quota would have refused.
     """
 
     __tablename__ = "quota_counters"
@@ -318,12 +317,13 @@ class Hold(Base):
 
     For token quotas it holds input + leased output - posted tokens, all in the window of
     `charged_at`; an extension posts the delivered tokens to the window they were charged to and
-    moves the rest into the current window. `quota_ids`: the quotas charged. `posted_minutes`: a
-    pair for each minute (since 1970) that the charge has left: the minute, and the tokens posted up
+    moves the rest into the current window. `quota_ids` are the quotas charged. `posted_minutes` has
+    a pair for each minute that the charge has left: the minute since 1970, and the tokens posted up
     to its end, so that the usage of any window can be computed later. For an `embedding` the input
     is the embedded text: quotas on tokens count it as input, those on money at its own price.
-    `reasoning_token_count`: those of the delivered tokens that are known to be thinking. A
-    trigger on INSERT checks that key, project, organization and price version exist and belong
+    `reasoning_token_count` are delivered tokens known to be thinking.
+
+    A trigger on INSERT checks that key, project, organization and price version exist and belong
     together, at a fraction of the cost of foreign keys.
     """
 
@@ -357,27 +357,27 @@ class Hold(Base):
 
 
 class UsageEvent(Base):
-    """Consumption of one request: the billed row. Written in the transaction that ends the hold.
+    """Usage of one request: the row that is billed. Written in the transaction that ends the hold.
 
-    Embedded tokens are counted separately, and an event with some has no others. `part` 0 is the
-    settlement. `part` 1 exists only if a hold had expired before its owner's journal was found, and
-    carries the tokens beyond part 0, so that the parts of a hold add up to the delivered tokens. A
-    trigger on INSERT checks that the hold exists, has ended and has the same key and price version,
-    and that no month has the part already; it adds the event to `unrated_usage`. Rating sets
-    `rated_at` and `ledger_transaction_id` together, once; a trigger checks that the transaction
-    exists, belongs to the same organization, and debits the cost of its events. `receipt_hash` is
-    that of the event's receipt, whose other fields are the other columns; events older than
-    receipts have none. `migration_count`: how often the request moved to another engine after its
-    first token; it is not billed, and unknown for requests recovered from a dead process.
-    `journalled_token_count`: output tokens that were written to the journal to be sent; those
-    beyond the delivered ones are credited. 0 in events of earlier versions.
-    `reasoning_token_count`: those of the delivered tokens that are the model's thinking.
-    `billed_reasoning_token_count`: those of the billed tokens that have the reasoning price; the
-    others have the output price. 0 in events of earlier versions, which billed thinking as output.
-    `receipt_is_timed`: the receipt has the timings; False in events of earlier versions.
+    `part` 0 is the settlement. `part` 1 exists only if a hold had expired before its owner's
+    journal was found; it has the tokens beyond part 0, so that the parts add up to the delivered
+    tokens. An event with embedded tokens has no others. A trigger on INSERT checks that the hold
+    exists, has ended and has the same key and price version, and that no month has the part
+    already; it adds the event to `unrated_usage`. Rating sets `rated_at` and
+    `ledger_transaction_id` together, once; a trigger checks that the transaction exists, belongs to
+    the same organization, and debits the cost of its events.
 
-    One partition per month of `settled_at` (UTC), which PostgreSQL therefore requires in the
-    primary key; `id` has no index and gives the order of writing. Pages are half free for the
+    `receipt_hash` is the hash of the receipt, whose other fields are the other columns; events
+    older than receipts have none. `receipt_is_timed` is True if the receipt has the timings.
+    `migration_count` counts moves to another engine after the first token; it is unknown for
+    requests recovered from a dead process. `journalled_token_count` are output tokens that were
+    written to the journal to be sent; those beyond the delivered ones are credited.
+    `reasoning_token_count` are delivered tokens of the model's thinking, and
+    `billed_reasoning_token_count` those billed at the reasoning price. Events of earlier versions
+    have 0 or False in the last four.
+
+    There is one partition per month of `settled_at` (UTC), which PostgreSQL therefore requires in
+    the primary key; `id` has no index and gives the order of writing. Pages are half free for the
     columns set by rating (`usage_by_month`).
     """
 
@@ -436,7 +436,7 @@ class Outcome(StrEnum):
 
 
 class SupersededSecret(Base):
-    """A secret replaced by a rotation, which identifies the same key until `expires_at`."""
+    """Secret replaced by a rotation. It still authenticates its key until `expires_at`."""
 
     __tablename__ = "superseded_secrets"
 

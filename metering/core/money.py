@@ -33,7 +33,7 @@ MINOR_DIGITS = {
 
 
 def checked_currency(code: str) -> str:
-    """Validate an active ISO 4217 code and return it. Raises: InvalidValue."""
+    """Validate an active ISO 4217 code and return it unchanged. Raises: InvalidValue."""
     if code not in MINOR_DIGITS:
         raise InvalidValue(
             "currency_code",
@@ -44,21 +44,21 @@ def checked_currency(code: str) -> str:
 
 
 def minor_digits(currency_code: str) -> int:
-    """Return the fraction digits of the currency's minor unit: 2 for USD, 0 for JPY, 3 for KWD."""
+    """Return the decimal places of a currency: 2 for USD, 0 for JPY, 3 for KWD."""
     return MINOR_DIGITS.get(currency_code, 2)
 
 
 def minor_unit(currency_code: str) -> int:
-    """Return the minor unit of a currency, in picos."""
+    """Return a currency's minor unit in picos, such as one cent for USD."""
     coin: int = 10 ** (PICO_DIGITS - minor_digits(currency_code))
     return coin
 
 
 def round_to_minor_unit(amount_picos: int, currency_code: str) -> int:
-    """Return the amount in whole minor units, as picos: the only rounding in the system.
+    """Round an amount in picos to whole minor units, in picos: the only rounding in the system.
 
-    Half a minor unit is rounded up in magnitude, so that a credit note of the same amount cancels
-    an invoice exactly. The remainder to carry is the amount minus the result.
+    Half a minor unit is rounded away from zero, so that a credit note of the same amount cancels an
+    invoice exactly. Carry the amount minus the result.
     """
     step = minor_unit(currency_code)
     magnitude = (abs(amount_picos) + step // 2) // step * step
@@ -66,9 +66,9 @@ def round_to_minor_unit(amount_picos: int, currency_code: str) -> int:
 
 
 def round_total(exact_picos: int, carried_picos: int, currency_code: str) -> int:
-    """Return an exact sum with the previous carry in whole minor units, as picos.
+    """Add the previous carry to an exact sum and round it to whole minor units; all in picos.
 
-    A sum of zero owes nothing and passes on the carry. The new carry is the exact sum plus the
+    An exact sum of zero returns 0 and keeps the carry. The new carry is the exact sum plus the
     previous carry minus the result.
     """
     return round_to_minor_unit(exact_picos + carried_picos, currency_code) if exact_picos else 0
@@ -77,9 +77,10 @@ def round_total(exact_picos: int, carried_picos: int, currency_code: str) -> int
 def round_parts(
     amounts_picos: Iterable[int], carried_picos: int, currency_code: str
 ) -> tuple[int, ...]:
-    """Split the rounded total among amounts: each part is the growth of the running total.
+    """Split the rounded total among amounts so that the parts add up to it.
 
-    A part is within one minor unit of its amount, and may differ from its own rounding.
+    Each part is the growth of the rounded running total. It is within one minor unit of its amount,
+    and may differ from the amount rounded alone.
     """
     parts: list[int] = []
     exact = rounded = 0
@@ -92,13 +93,16 @@ def round_parts(
 
 
 def to_decimal(amount_picos: int) -> Decimal:
-    """Return the exact amount in units (arithmetic on it follows the decimal context)."""
+    """Convert picos to an exact Decimal in currency units.
+
+    Arithmetic on the result follows the decimal context and may round.
+    """
     digits = tuple(int(digit) for digit in str(abs(amount_picos)))
     return Decimal((int(amount_picos < 0), digits, -PICO_DIGITS))
 
 
 def exact_text(amount_picos: int, currency_code: str) -> str:
-    """Return all significant digits, at least the minor unit's: `0.00012345`, `1.50`, `-3.00`."""
+    """Format an amount with all significant digits: `0.00012345`, `1.50`, `-3.00`."""
     units, picos = divmod(abs(amount_picos), PICOS_PER_UNIT)
     fraction = f"{picos:0{PICO_DIGITS}d}".rstrip("0").ljust(minor_digits(currency_code), "0")
     sign = "-" if amount_picos < 0 else ""

@@ -14,12 +14,12 @@ ROW_ID_MAX = 2**63 - 1
 
 
 def page_token(*values: object) -> str:
-    """Return the token of a row, from its sort values."""
+    """Encode a row's sort values as a page token."""
     return base64.urlsafe_b64encode(json.dumps([str(value) for value in values]).encode()).decode()
 
 
 def page_values(token: str, *readers: Callable[[str], object]) -> list[Any]:
-    """Return the values in a token, one per reader. Raises: InvalidValue for a forged one."""
+    """Decode a page token with one reader per value. Raises: InvalidValue for a forged token."""
     try:
         texts = json.loads(base64.urlsafe_b64decode(token.encode()))
         values = [read(text) for read, text in zip(readers, texts, strict=True)]
@@ -36,12 +36,12 @@ def page_values(token: str, *readers: Callable[[str], object]) -> list[Any]:
 
 
 def utc_time(text: str) -> datetime:
-    """Parse a time with its offset and return it in UTC. Raises: ValueError, OverflowError."""
+    """Parse an ISO 8601 time with offset as UTC. Raises: ValueError, OverflowError."""
     return datetime.fromisoformat(text).astimezone(UTC)
 
 
 def row_id(text: str) -> int:
-    """Parse the id of a row. Raises: ValueError for a value that no column holds."""
+    """Parse a row id. Raises: ValueError if it is negative or too large for the column."""
     value = int(text)
     if not 0 <= value <= ROW_ID_MAX:
         raise ValueError(f"{text[:64]!r} is not a row id")

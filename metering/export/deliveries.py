@@ -148,9 +148,9 @@ STREAMS_AT_ONCE = 8
 CANDIDATES_MAX = 64
 BUDGET_S = 3.0  # per run: rating shares the worker and should not wait long
 BACKOFF_S_MIN = 5.0
-BACKOFF_S_MAX = 3600.0  # of one batch
+BACKOFF_S_MAX = 3600.0  # maximum pause of one batch
 PAUSE_S_MAX = 600.0  # of all deliveries, while the biller does not answer
-BACKOFF_DOUBLINGS_MAX = 20  # keeps the power small
+BACKOFF_DOUBLINGS_MAX = 20  # caps the exponent of the backoff
 ERROR_LENGTH_MAX = 500
 UNKNOWN_TOO_LONG = (
     "it is unknown whether it was counted, and the biller may have forgotten its identifier:"
@@ -159,7 +159,7 @@ UNKNOWN_TOO_LONG = (
 
 
 async def form_batches(sessions: Sessions) -> int:
-    """Form the missing batches of completed hours and of late usage; return their number."""
+    """Form the missing batches of completed hours, late usage included; return their number."""
     formed = 0
     async with sessions.begin() as session:
         await session.execute(BEGIN, {"back_to": BACK_TO})
@@ -189,7 +189,10 @@ async def form(
     ends: datetime,
     organization_id: uuid.UUID | None = None,
 ) -> int:
-    """Form the missing parts of a range's hours, of one organization or all; return their count."""
+    """Form the missing batches of the hours in [begins, ends), of one organization or all.
+
+    Returns the number of batches.
+    """
     parameters = {"begins": begins, "ends": ends, "organization_id": organization_id}
     result = await session.execute(FORM, parameters)
     return int(getattr(result, "rowcount", 0))
@@ -219,7 +222,7 @@ async def _lock_progress(session: AsyncSession) -> Row[Any] | None:
 
 
 log = logging.getLogger(__name__)
-retries = Retries("usage_delivery", passing=(DatabaseUnavailable,))  # by stream, and by batch
+retries = Retries("usage_delivery", passing=(DatabaseUnavailable,))  # per stream and batch
 
 
 # Streams with batches to deliver, the oldest first; where the biller has customers and meters, only
@@ -306,7 +309,7 @@ WHERE failure_count > 0
 
 @dataclass(slots=True)
 class Run:
-    """State of one run of `deliver_pending`. A failure of the biller ends the run for all."""
+    """Progress of one `deliver_pending`. `failure` is the biller's failure that ended it."""
 
     sessions: Sessions
     exporter: Exporter
@@ -318,14 +321,17 @@ class Run:
 
     @property
     def may_continue(self) -> bool:
-        """True if another batch may be claimed."""
+        """True until the biller fails or the time budget is used up."""
         return self.failure is None and time.monotonic() < self.deadline
 
 
 async def deliver_pending(
     sessions: Sessions, exporter: Exporter, budget_s: float = BUDGET_S
 ) -> Run:
-    """Deliver pending batches until none is left, or time or biller ends it. Runs may overlap."""
+    """Deliver pending batches until none is left, the biller fails, or `budget_s` is over.
+
+    Concurrent runs are safe: each stream is locked by one of them.
+    """
     run = Run(sessions, exporter, time.monotonic() + budget_s)
     async with sessions() as session:
         if await session.scalar(PAUSED):
@@ -383,7 +389,7 @@ async def _deliver_stream(run: Run, stream: Stream) -> None:
 
 
 async def _claim(run: Run, stream: Stream) -> Row[Any] | None:
-    """Claim the next batch, or park it if it is too old; return the columns of `CLAIM_BATCH`."""
+    """Claim a stream's next batch (columns of `CLAIM_BATCH`), or park it if it is too old."""
     parameters = {
         "organization_id": stream.organization_id,
         "price_version": stream.price_version,
@@ -424,7 +430,7 @@ async def _record(
 
 
 def state_after(was: str, answer: Answer) -> BatchState:
-    """Return the new state of a batch that was in state `was` when it was claimed."""
+    """Return the new state of a batch, from its state `was` when it was claimed and the answer."""
     # An earlier attempt may have been counted, whatever this answer says.
     in_doubt = was == BatchState.SENT
     match answer.verdict:
@@ -437,12 +443,12 @@ def state_after(was: str, answer: Answer) -> BatchState:
 
 
 def retry_delay_s(attempt_count: int) -> float:
-    """Return the seconds until the next attempt, with jitter."""
+    """Compute the seconds until the next attempt, with jitter."""
     return backoff_s(attempt_count, BACKOFF_S_MIN, BACKOFF_S_MAX) * random.uniform(0.5, 1.0)
 
 
 async def _note(run: Run) -> None:
-    """Pause the export after a failure of the biller, and end the pause after a success."""
+    """Pause the export after a failure of the biller; end the pause after a success."""
     if run.failure is None and not run.delivered_count:
         return
     async with run.sessions.begin() as session:
@@ -461,14 +467,14 @@ async def _note(run: Run) -> None:
     log.warning("the export is paused: %s", run.failure.reason)
 
 
-export_retries = Retries("usage_export", passing=(DatabaseUnavailable,))  # by stage
+export_retries = Retries("usage_export", passing=(DatabaseUnavailable,))  # per stage
 
 
 async def export_usage(sessions: Sessions, environment: Mapping[str, str]) -> None:
     """Form batches, deliver them and handle Stripe's events. Does nothing if the export is off.
 
-    A stage that fails unexpectedly is retried later, and the others continue. Raises: InvalidValue
-    naming a setting.
+    If a stage fails unexpectedly, it is retried later and the others run. Raises: InvalidValue with
+    the name of an invalid setting.
     """
     settings = export_settings(environment)
     if settings.destination is Destination.OFF:

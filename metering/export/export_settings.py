@@ -44,7 +44,7 @@ class Collection(StrEnum):
 
 
 class Finalizing(StrEnum):
-    """Finalization of Stripe's invoices: when our month is closed, or an hour after it ends."""
+    """Trigger that finalizes Stripe's invoices: our close, or one hour after the month ends."""
 
     CLOSE = "close"
     STRIPE = "stripe"
@@ -52,7 +52,7 @@ class Finalizing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StripeSettings:
-    """Settings of Stripe. namespace: prefix of all objects that are created there."""
+    """Settings of the export to Stripe. `namespace` is the prefix of all objects created there."""
 
     api_key: str = field(repr=False)
     namespace: str = "weir"
@@ -62,18 +62,18 @@ class StripeSettings:
 
     @property
     def finalizes(self) -> bool:
-        """True if drafts are held until their month is closed, and finalized then."""
+        """True if Weir holds Stripe's drafts until it closes the month, and then finalizes them."""
         return self.finalizing is Finalizing.CLOSE
 
     @property
     def account(self) -> str:
-        """Mode of the key, `test` or `live`."""
+        """Mode of the API key: `test` or `live`."""
         return self.api_key.split("_")[1]
 
 
 @dataclass(frozen=True, slots=True)
 class ExportSettings:
-    """Values of `WEIR_EXPORT` and its companions."""
+    """Settings of the export. `stripe` is None unless the destination is Stripe."""
 
     destination: Destination
     file: Path
@@ -82,7 +82,7 @@ class ExportSettings:
 
 @dataclass(frozen=True, slots=True)
 class WebhookSettings:
-    """Listener of Stripe's events, with a signing secret for each endpoint at Stripe."""
+    """Settings of the listener for Stripe's events; `secrets` has a signing secret per endpoint."""
 
     secrets: tuple[str, ...] = field(repr=False)
     listen_host: str = "127.0.0.1"
@@ -90,7 +90,10 @@ class WebhookSettings:
 
 
 def export_settings(environment: Mapping[str, str]) -> ExportSettings:
-    """Return the export settings. Raises: InvalidValue naming the variable."""
+    """Read the export's settings from environment variables.
+
+    Raises: InvalidValue with the name of the invalid variable.
+    """
     destination = choice(environment, "WEIR_EXPORT", Destination.OFF)
     home = Path(environment.get("WEIR_HOME") or Path.home() / ".weir")
     file = Path(environment.get("WEIR_EXPORT_FILE") or home / "usage.jsonl").expanduser()
@@ -102,7 +105,10 @@ def export_settings(environment: Mapping[str, str]) -> ExportSettings:
 
 
 def stripe_settings(environment: Mapping[str, str]) -> StripeSettings:
-    """Return the settings of Stripe. Raises: InvalidValue naming the variable."""
+    """Read Stripe's settings from environment variables.
+
+    Raises: InvalidValue with the name of the invalid variable.
+    """
     key = secret(environment, "STRIPE_API_KEY")
     if not KEY_FORM.fullmatch(key):
         raise InvalidValue(
@@ -131,7 +137,10 @@ def stripe_settings(environment: Mapping[str, str]) -> StripeSettings:
 
 
 def webhook_settings(environment: Mapping[str, str]) -> WebhookSettings | None:
-    """Return the webhook's settings; None without a secret. Raises: InvalidValue."""
+    """Read the settings of the listener for Stripe's events; None if no signing secret is set.
+
+    Raises: InvalidValue with the name of the invalid variable.
+    """
     if not (
         secrets := tuple(
             secret(environment, "WEIR_STRIPE_WEBHOOK_SECRET").replace(",", " ").split()
@@ -147,7 +156,7 @@ def webhook_settings(environment: Mapping[str, str]) -> WebhookSettings | None:
 
 
 def choice(environment: Mapping[str, str], name: str, default: Choice) -> Choice:
-    """Return a variable's value as a member of an enumeration. Raises: InvalidValue."""
+    """Read a variable as a member of the enumeration of `default`. Raises: InvalidValue."""
     word = environment.get(name) or default
     if word not in set(type(default)):
         raise InvalidValue(name, f"must be {' or '.join(type(default))}, got {word!r}")
@@ -155,7 +164,10 @@ def choice(environment: Mapping[str, str], name: str, default: Choice) -> Choice
 
 
 def secret(environment: Mapping[str, str], name: str) -> str:
-    """Return a secret from its variable or the file in `<name>_FILE`. Raises: InvalidValue."""
+    """Read a secret from the variable `name` or the file that `<name>_FILE` names; empty if unset.
+
+    Raises: InvalidValue if the file cannot be read.
+    """
     if value := environment.get(name):
         return value.strip()
     if not (path := environment.get(f"{name}_FILE")):

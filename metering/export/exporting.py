@@ -33,19 +33,19 @@ HALF_AN_HOUR = timedelta(minutes=30)
 
 
 def derived_id(*parts: str) -> str:
-    """Return SQL of a UUID derived from SQL expressions: 16 bytes of their SHA-256."""
+    """Build SQL that derives a UUID from SQL expressions: the first 16 bytes of their SHA-256."""
     digest = f"sha256(convert_to(concat_ws(':', {', '.join(parts)}), 'UTF8'))"
     versioned = f"set_byte(substr({digest}, 1, 16), 6, get_byte({digest}, 6) & 15 | 128)"
     return f"encode(set_byte({versioned}, 8, get_byte({digest}, 8) & 63 | 128), 'hex')::uuid"
 
 
 class BatchState(StrEnum):
-    """State of a batch of tokens, in `meter_batches`.
+    """State of an exported batch of tokens (`meter_batches`).
 
-    pending: certainly not counted by the biller. sent: sent, with an unknown answer. delivered:
-    counted. rejected: refused for good. parked: possibly counted, and sending it again could count
-    it twice; an operator decides. cancelling: being cancelled at the biller. cancelled: certainly
-    not counted, and its tokens are in a later part.
+    pending: the biller has certainly not counted it. sent: sent, and the answer is unknown.
+    delivered: counted. rejected: refused permanently. parked: possibly counted, so sending it again
+    might count it twice; an operator decides. cancelling: being cancelled at the biller. cancelled:
+    certainly not counted, and its tokens are in a later part.
     """
 
     PENDING = "pending"
@@ -60,8 +60,8 @@ class BatchState(StrEnum):
 class Verdict(StrEnum):
     """Outcome of delivering a quantity.
 
-    delivered: it is counted, now or before. refused: it never will be. later: try again. blocked:
-    no quantity is accepted until an operator changes the configuration.
+    delivered: counted, by this attempt or an earlier one. refused: never will be counted. later:
+    retry. blocked: nothing is accepted until an operator changes the configuration.
     """
 
     DELIVERED = "delivered"
@@ -72,7 +72,11 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Verdict and its reason. certain: an undelivered quantity was certainly not counted."""
+    """Outcome of a delivery and its reason.
+
+    `certain` is False if an undelivered quantity may have been counted. `retry_after_s` is the
+    delay that the biller asks for, None if it names none.
+    """
 
     verdict: Verdict
     reason: str = ""
@@ -85,7 +89,7 @@ DELIVERED = Answer(Verdict.DELIVERED)
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Unit of sequential delivery, one meter: a customer's tokens of one kind at one price."""
+    """Tokens of one kind at one price for one customer: one meter, delivered in order."""
 
     organization_id: uuid.UUID
     price_version: int
@@ -98,7 +102,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """Tokens of one stream in the hour that starts at `hour`. customer: the biller's id."""
+    """Tokens of one stream in the hour from `hour` on. `customer` is the biller's customer id."""
 
     identifier: str
     stream: Stream
@@ -114,22 +118,25 @@ class Quantity:
 
 
 class Exporter(Protocol):
-    """Delivers quantities to a biller."""
+    """Destination of exported usage: delivers quantities to a biller."""
 
     @property
     def account(self) -> str:
-        """Account whose customers and meters are required (`stripe_objects`); empty if none are."""
+        """Biller's account that has the customers and meters; empty if none are needed."""
 
     @property
     def remembers_for(self) -> timedelta:
-        """Time after the first attempt during which a retry is safe: the identifier is known."""
+        """Time after the first attempt in which the biller recognizes a retry."""
 
     async def deliver(self, quantity: Quantity) -> Answer:
-        """Deliver a quantity. Never raises for answers or failures of the biller."""
+        """Deliver a quantity. Failures of the biller are returned in the answer, never raised."""
 
 
 class FileExporter:
-    """Exporter to one file; a file that is moved away takes its known lines with it."""
+    """Exporter that appends to one file, which has each quantity once.
+
+    If you move the file away, the exporter starts a new one and forgets the lines of the old one.
+    """
 
     account = ""
     remembers_for = timedelta(days=36_500)  # the file is never truncated
@@ -143,7 +150,7 @@ class FileExporter:
         self._lock = Lock()
 
     async def deliver(self, quantity: Quantity) -> Answer:
-        """Append the quantity's line and sync it, unless the file has it already."""
+        """Append a quantity as a JSON line and fsync the file, unless it already has the line."""
         try:
             await asyncio.to_thread(self._write, quantity)
         except OSError as error:
@@ -173,7 +180,7 @@ class FileExporter:
                 sync_directory(self._path.parent)
 
     def _read_new_lines(self, file: IO[bytes]) -> bool:
-        """Read lines added since the last call; return whether the file was replaced."""
+        """Read the lines added since the last call; return True if the file was replaced."""
         file.seek(self._read_until - len(self._last_line))
         is_another = self._read_until == 0 or file.read(len(self._last_line)) != self._last_line
         if is_another:
@@ -193,7 +200,7 @@ class FileExporter:
 
 
 def counted(path: Path, begins: datetime, ends: datetime) -> Counter[Stream]:
-    """Return the tokens of each stream in the file for hours, without a torn last line."""
+    """Sum the tokens of each stream for hours in [begins, ends), ignoring a torn last line."""
     totals: Counter[Stream] = Counter()
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:
@@ -224,7 +231,7 @@ def line_of(quantity: Quantity) -> bytes:
 
 
 def sync_directory(path: Path) -> None:
-    """Sync a directory, so that its names survive a crash of the machine."""
+    """Fsync a directory, so that new file names in it survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -60,7 +60,7 @@ METADATA = "weir_late_item"
 LOCK_NAME = "late invoice items"
 
 log = logging.getLogger(__name__)
-retries = Retries("late_items", passing=(DatabaseUnavailable,))  # by organization, and by item
+retries = Retries("late_items", passing=(DatabaseUnavailable,))  # per organization and item
 
 # Invoices older than these items may have been corrected by hand and are left alone. Subscriptions
 # to metered prices end with the calendar month: an invoice that ends otherwise is for something
@@ -177,7 +177,10 @@ MONTH_ITEM_ID = derived_id(
 
 
 async def invoice_late_usage(sessions: Sessions, gateway: StripeGateway) -> int:
-    """Create missing items; return the number at Stripe. One worker at a time."""
+    """Create Stripe items for usage that came after its invoice; return how many were created.
+
+    Only one worker does this at a time; the others return 0.
+    """
     async with lock_holder(sessions) as locks:
         if not await try_lock(locks, LOCK_NAME):
             return 0
@@ -215,7 +218,10 @@ async def invoice_late_usage(sessions: Sessions, gateway: StripeGateway) -> int:
 async def last_finalized(
     sessions: Sessions, gateway: StripeGateway, row: Row[Any]
 ) -> tuple[bool, datetime | None]:
-    """Return whether a period's Stripe invoices are final, and since when. Raises: StripeFailed."""
+    """Check whether all Stripe invoices of a period are final, and since when.
+
+    The time is None if there are no invoices. Raises: StripeFailed.
+    """
     async with sessions() as session:
         known = {"account": gateway.account, "ref": str(row.organization_id)}
         customer = str(await session.scalar(CUSTOMER, known))
@@ -225,7 +231,7 @@ async def last_finalized(
 
 
 async def make_item(session: AsyncSession, row: Row[Any]) -> None:
-    """Record an item for the unpaid late usage of one period, together with its batches."""
+    """Record an invoice item and its batches for a period's late usage that is not invoiced yet."""
     minor_picos = minor_unit_picos(row.currency_code)
     owner = {"organization_id": row.organization_id, "currency_code": row.currency_code}
     carried = int(await session.scalar(CARRIED, owner | {"minor_picos": minor_picos}) or 0)
@@ -243,7 +249,7 @@ async def make_item(session: AsyncSession, row: Row[Any]) -> None:
 
 
 async def create_items(sessions: Sessions, gateway: StripeGateway) -> int:
-    """Create recorded items that Stripe does not have; later runs retry failures."""
+    """Create the recorded items that Stripe does not have. Later runs retry failed ones."""
     async with sessions() as session:
         waiting = (await session.execute(UNINVOICED, {"account": gateway.account})).all()
     created = 0
@@ -273,7 +279,7 @@ async def create_items(sessions: Sessions, gateway: StripeGateway) -> int:
     return created
 
 
-month_retries = Retries("month_items", passing=(DatabaseUnavailable,))  # by organization and month
+month_retries = Retries("month_items", passing=(DatabaseUnavailable,))  # per organization, month
 
 # Closed months that are not settled, the oldest of each customer. Months closed before such items
 # existed are left alone.
@@ -415,9 +421,9 @@ WHERE organization_id = :organization_id AND month = :month
 
 @dataclass(frozen=True, slots=True)
 class StripeMonth:
-    """Stripe invoices of one month: their number, the drafts among them, and the usage billed.
+    """Stripe's invoices of one customer's month.
 
-    usage_minor: in minor units of the currency.
+    `drafts` are those not final yet, `usage_minor` the usage billed in minor units of the currency.
     """
 
     invoice_count: int
@@ -426,7 +432,10 @@ class StripeMonth:
 
 
 async def settle_months(sessions: Sessions, gateway: StripeGateway) -> int:
-    """Settle each customer's oldest month; return their number. One worker at a time."""
+    """Settle the oldest unsettled month of each customer; return how many months were settled.
+
+    Only one worker does this at a time; the others return 0.
+    """
     async with lock_holder(sessions) as locks:
         if not await try_lock(locks, MONTHS_LOCK_NAME):
             return 0
@@ -453,7 +462,10 @@ async def settle_months(sessions: Sessions, gateway: StripeGateway) -> int:
 
 
 async def settle_month(sessions: Sessions, gateway: StripeGateway, month: Row[Any]) -> bool:
-    """Make missing items and finalize drafts; return whether the month is settled."""
+    """Create the items that make Stripe's total equal ours, and finalize the drafts.
+
+    Returns True once the month is settled.
+    """
     facts = {
         name: month._mapping[name]
         for name in ("organization_id", "month", "currency_code", "begins", "ends")
@@ -487,9 +499,9 @@ async def settle_month(sessions: Sessions, gateway: StripeGateway, month: Row[An
 
 
 async def check_no_invoice(session: AsyncSession, facts: Mapping[str, Any]) -> None:
-    """Raise StripeFailed unless Stripe never makes an invoice of the month.
+    """Raise StripeFailed unless it is certain that Stripe never makes an invoice for the month.
 
-    Items for the whole amount then go on the customer's next invoice.
+    The whole amount is then put on the customer's next invoice.
     """
     known = (await session.execute(INVOICE_KNOWN, {**facts, "grace": NO_INVOICE_AFTER})).one()
     if known.is_final_elsewhere:
@@ -507,7 +519,7 @@ async def check_no_invoice(session: AsyncSession, facts: Mapping[str, Any]) -> N
 async def read_stripe_month(
     sessions: Sessions, gateway: StripeGateway, month: Row[Any], facts: Mapping[str, Any]
 ) -> StripeMonth:
-    """Read Stripe's invoices of the month; drafts get our usage, as Stripe recounts them."""
+    """Read Stripe's invoices of a month. Drafts get our usage, because Stripe recounts theirs."""
     invoices = [
         each
         for each in await usage_invoices(gateway, month.customer, month.ends, with_void=True)
@@ -532,7 +544,10 @@ async def read_stripe_month(
 async def make_items(
     session: AsyncSession, month: Row[Any], facts: Mapping[str, Any], difference_minor: int
 ) -> int:
-    """Record items for the missing difference, named as our charges; return their number."""
+    """Record invoice items for the amount missing at Stripe, named after our charges.
+
+    `difference_minor` is in Stripe's minor units. Returns the number of items.
+    """
     made = (await session.execute(MADE, facts)).one()
     missing = difference_minor - made.minor
     if not in_steps(missing, month.currency_code) and made.item_count:
@@ -554,7 +569,7 @@ async def make_items(
 
 
 async def owe(session: AsyncSession, month: Row[Any], facts: Mapping[str, Any]) -> int:
-    """Record the total of our invoice of the month in Stripe's minor units, once."""
+    """Record the total of our invoice in Stripe's minor units, once per month, and return it."""
     minor_picos = minor_unit_picos(month.currency_code)
     invoice = await invoice_of_month(session, month.organization_id, month.month)
     total = 0 if invoice is None else int(invoice.total_picos)
@@ -567,7 +582,7 @@ async def owe(session: AsyncSession, month: Row[Any], facts: Mapping[str, Any]) 
 
 
 async def charges(session: AsyncSession, month: Row[Any]) -> list[tuple[str, int]]:
-    """Return label and whole minor units of the charges besides usage, without zeros."""
+    """List a month's charges besides usage as label and Stripe's minor units, without zeros."""
     invoice = await invoice_of_month(session, month.organization_id, month.month)
     if invoice is None:
         return []
@@ -584,7 +599,7 @@ async def charges(session: AsyncSession, month: Row[Any]) -> list[tuple[str, int
 
 
 def whole_units(amount_picos: int, currency_code: str) -> int:
-    """Return an amount in Stripe's minor units, truncated towards zero."""
+    """Round an amount in picos and convert it to Stripe's minor units, truncated towards zero."""
     unit = minor_unit_picos(currency_code)
     rounded = round_to_minor_unit(amount_picos, currency_code)
     return rounded // unit if rounded >= 0 else -(-rounded // unit)
@@ -593,7 +608,10 @@ def whole_units(amount_picos: int, currency_code: str) -> int:
 async def create_month_items(
     sessions: Sessions, gateway: StripeGateway, month: Row[Any], draft: str
 ) -> None:
-    """Create missing items at Stripe, on the draft or the next invoice. Raises: StripeFailed."""
+    """Create the recorded items at Stripe, on the draft or, if `draft` is empty, the next invoice.
+
+    Raises: StripeFailed.
+    """
     async with sessions() as session:
         waiting = (await session.execute(WAITING, {"organization_id": month.organization_id})).all()
     if not waiting:
@@ -617,7 +635,7 @@ async def create_month_items(
 
 
 async def hold_draft(gateway: StripeGateway, invoice_id: str) -> bool:
-    """Keep Stripe from finalizing a draft of usage; return whether it is one."""
+    """Keep Stripe from finalizing an invoice; return False if it is not a draft of usage."""
     invoice = await gateway.find(f"/v1/invoices/{invoice_id}")
     if (
         invoice is None

@@ -17,7 +17,7 @@ from metering.export.stripe_gateway import minor_unit_picos
 
 
 class PaymentState(StrEnum):
-    """Payment state of an invoice at Stripe. See the contract, `PaymentState`."""
+    """Payment state of an invoice at Stripe, explained by the contract's `PaymentState`."""
 
     OPEN = "open"
     FAILED = "failed"
@@ -55,7 +55,7 @@ ONE_INVOICE = text(f"{INVOICES} WHERE i.id = :id")
 
 @dataclass(frozen=True, slots=True)
 class InvoicePayment:
-    """One invoice at Stripe. month: its billing month, `YYYY-MM`."""
+    """Payment of one invoice at Stripe. `month` is the billing month as `YYYY-MM`."""
 
     stripe_invoice_id: str
     stripe_number: str
@@ -84,7 +84,7 @@ async def payments_by_month(
 
 
 async def unpaid_invoices(session: AsyncSession, limit: int) -> list[InvoicePayment]:
-    """Return invoices of all organizations that need an operator's attention, the oldest first."""
+    """List the unpaid invoices that need an operator, the oldest first, at most `limit`."""
     return [
         payment_of(row)
         for row in await session.execute(UNPAID_INVOICES, {"states": UNPAID, "limit": limit})

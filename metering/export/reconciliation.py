@@ -64,7 +64,7 @@ COUNT_REMEDIES = {
 
 
 class Stage(StrEnum):
-    """Pair of stages between which a difference lies."""
+    """Step of billing between two counts that reconciliation compares."""
 
     RATING = "usage to ledger"
     INVOICING = "ledger to invoice"
@@ -78,7 +78,10 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Amount missing at a stage, in tokens or picos; negative if too large. since: its age."""
+    """Tokens or picos that a stage lacks; negative if it has too many.
+
+    `since` is the time from which the difference has existed, None if unknown.
+    """
 
     stage: Stage
     organization_id: uuid.UUID
@@ -180,12 +183,12 @@ SELECT coalesce(
 
 @dataclass(frozen=True, slots=True)
 class StageSum:
-    """Tokens used in a month by one customer, price version and kind, at each stage.
+    """Tokens of one customer, price version and kind in a month, counted at each stage.
 
-    billed: posted tokens of closed months. invoiced: tokens on the invoices of these, whichever
-    month billed them. due: used tokens of hours that should have been exported. waiting, rejected:
-    in batches that the biller does not count, or not certainly. unrated_since: time of the oldest
-    usage event not yet posted.
+    `billed` are posted tokens of closed months, `invoiced` those on these months' invoices, `due`
+    those of hours that should have been exported. `waiting` and `rejected` are in batches that the
+    biller does not count, or may not count. `unrated_since` is the time of the oldest usage event
+    that is not posted.
     """
 
     organization_id: uuid.UUID
@@ -208,7 +211,7 @@ class StageSum:
 
 @dataclass(frozen=True, slots=True)
 class OurMonth:
-    """Our sums of a month at every stage. until: earlier hours are due for export."""
+    """Token sums of a month at every stage. Hours before `until` are due for export."""
 
     begins: datetime
     ends: datetime
@@ -219,7 +222,10 @@ class OurMonth:
 async def our_month(
     session: AsyncSession, month: str, organization_ids: Sequence[uuid.UUID] = ()
 ) -> OurMonth:
-    """Return the month of these organizations, or of all. Raises: InvalidValue."""
+    """Compute the sums of a month for these organizations, or for all if none is given.
+
+    Raises: InvalidValue for an invalid month.
+    """
     begins, ends = month_bounds(month)
     closed_until = await session.scalar(CLOSED_UNTIL, {"close_delay": CLOSE_DELAY})
     assert isinstance(closed_until, datetime)
@@ -241,7 +247,7 @@ async def our_month(
 
 
 async def stripe_counts(sessions: Sessions, gateway: StripeGateway, ours: OurMonth) -> list[int]:
-    """Return Stripe's count of each sum, in their order. Raises: StripeFailed."""
+    """Ask Stripe for its count of each sum, in the order of `ours.sums`. Raises: StripeFailed."""
     calls = asyncio.Semaphore(CALLS_AT_ONCE)
 
     async def counted(each: StageSum) -> int:
@@ -381,7 +387,7 @@ ORDER BY o.name
 async def invoice_differences(
     session: AsyncSession, ours: OurMonth, organization_id: uuid.UUID | None
 ) -> list[Difference]:
-    """Return the invoice differences of one organization or all, as reported by the biller."""
+    """Compare the biller's invoices with our usage, for one organization or all."""
     parameters = {"begins": ours.begins, "ends": ours.ends, "organization_id": organization_id}
     differences = [
         each for row in await session.execute(INVOICED, parameters) for each in invoiced(row)
@@ -392,7 +398,7 @@ async def invoice_differences(
 
 
 def settled(row: Row[Any]) -> Iterator[Difference]:
-    """Compare our invoice of a closed month with the biller's, and its late items."""
+    """Compare our invoice of a closed month with the biller's total, including late items."""
     unit = minor_unit_picos(row.currency_code)
     ours = int(row.total_picos)
     name = f"invoice {row.number}" if row.number else "a month without an invoice"
@@ -431,9 +437,10 @@ def settled(row: Row[Any]) -> Iterator[Difference]:
 
 
 def invoiced(row: Row[Any]) -> Iterator[Difference]:
-    """Compare the biller's invoices with the usage delivered by then, and report later usage.
+    """Compare the biller's invoices with usage delivered before they became final.
 
-    Stripe rounds each line, so a difference of half a minor unit per line is normal.
+    Later usage is reported too. Stripe rounds each line, so a difference of half a minor unit per
+    line is normal.
     """
     minor_picos = minor_unit_picos(row.currency_code)
     due_picos, late = row.amount_due_minor * minor_picos, int(row.late_picos)
@@ -496,7 +503,10 @@ EXPORTED = text("SELECT EXISTS (SELECT FROM export_progress)")  # once any custo
 
 @dataclass(frozen=True, slots=True)
 class MonthReconciliation:
-    """A month at every stage. counted: the biller's counts of `ours.sums`; None if unknown."""
+    """Reconciliation of a month at every stage.
+
+    `counted` has the biller's count of each of `ours.sums`, None if it was not asked.
+    """
 
     month: str
     ours: OurMonth
@@ -512,7 +522,7 @@ class MonthReconciliation:
 async def local_differences(
     session: AsyncSession, ours: OurMonth, organization_id: uuid.UUID | None = None
 ) -> list[Difference]:
-    """Return the differences between the stages after the ledger, without asking the biller."""
+    """Find differences in the stages after the ledger, without asking the biller."""
     differences = list(batching(ours))
     for each in sorted({(each.organization_id, each.organization) for each in ours.sums}):
         differences += await stuck(session, ours, *each)
@@ -522,9 +532,9 @@ async def local_differences(
 async def reconcile_locally(
     session: AsyncSession, month: str, organization_id: uuid.UUID
 ) -> tuple[MonthReconciliation, bool]:
-    """Return one customer's month and whether usage is exported at all, without asking the biller.
+    """Reconcile one organization's month without asking the biller.
 
-    Raises: InvalidValue for an invalid month.
+    Also returns whether usage is exported at all. Raises: InvalidValue for an invalid month.
     """
     ours = await our_month(session, month, (organization_id,))
     is_exported = bool(await session.scalar(EXPORTED))
@@ -539,10 +549,10 @@ def conclude(
     counted: Sequence[int] | None = None,
     biller: str = "",
 ) -> MonthReconciliation:
-    """Return every difference of the month, sorted by stage.
+    """Combine all differences of a month, sorted by stage.
 
-    local: differences between the stages after the ledger. counted: the biller's count of each sum;
-    None if it was not asked. biller: name of the export's destination, empty if the export is off.
+    `local` are the differences in the stages after the ledger. `counted` has the biller's count of
+    each sum, None if it was not asked. `biller` names the destination, empty if the export is off.
     """
     differences = [
         *rating(ours),
@@ -583,7 +593,7 @@ def rating(ours: OurMonth) -> Iterator[Difference]:
 
 
 def invoicing(ours: OurMonth) -> Iterator[Difference]:
-    """Yield tokens posted to closed months that are on none of their invoices."""
+    """Yield a difference for tokens posted to closed months but missing on their invoices."""
     for each in ours.sums:
         if each.billed != each.invoiced:
             detail = (
@@ -598,7 +608,7 @@ def invoicing(ours: OurMonth) -> Iterator[Difference]:
 
 
 def batching(ours: OurMonth) -> Iterator[Difference]:
-    """Yield tokens used in completed hours that are in no batch."""
+    """Yield a difference for tokens used in completed hours but missing in batches."""
     for each in ours.sums:
         if each.due != each.batched:
             detail = (
@@ -625,7 +635,7 @@ def counting(ours: OurMonth, counted: Sequence[int], biller: str) -> Iterator[Di
 async def stuck(
     session: AsyncSession, ours: OurMonth, organization_id: uuid.UUID, organization: str
 ) -> list[Difference]:
-    """Return the batches that the biller does not count, or not certainly, as differences."""
+    """Find the batches that the biller does not count, or may not, and return differences."""
     parameters = {"organization_id": organization_id, "begins": ours.begins, "until": ours.until}
     sums: Mapping[tuple[int, str], StageSum] = {
         (each.price_version, each.token_kind): each

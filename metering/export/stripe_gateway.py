@@ -41,7 +41,7 @@ TOO_MANY_REQUESTS, CONFLICT, SERVER_ERROR = 429, 409, 500
 DECIMALS_MAX = 12  # fraction digits of an amount in minor units that Stripe keeps
 # Digits of Stripe's minor unit: those of ISO 4217, except of these three currencies.
 STRIPE_DIGITS = MINOR_DIGITS | {"MGA": 0, "ISK": 2, "UGX": 2}
-NOT_BILLED = frozenset({"CLF", "IQD", "LYD", "UYI", "UYW"})  # by Stripe
+NOT_BILLED = frozenset({"CLF", "IQD", "LYD", "UYI", "UYW"})  # Stripe bills none
 # Stripe refuses other amounts than multiples of these minor units: three decimals end in 0, and two
 # currencies without decimals are written with two.
 AMOUNT_STEPS = dict.fromkeys(("BHD", "JOD", "KWD", "OMR", "TND"), 10) | {"ISK": 100, "UGX": 100}
@@ -51,14 +51,17 @@ PICOS_PER_TOKEN = PRICE_OF_KIND.format("b.token_kind")
 
 @dataclass(frozen=True, slots=True)
 class MeterErrors:
-    """Error report. error_count may exceed the number of named errors, which are samples."""
+    """Errors that Stripe reports for meter events.
+
+    `by_identifier` has samples, so `error_count` may be larger.
+    """
 
     error_count: int
     by_identifier: Mapping[str, str]
 
 
 class StripeGateway:
-    """Client of one Stripe account. Safe to use from many tasks."""
+    """Client of one Stripe account. It is safe for concurrent tasks."""
 
     remembers_for = REMEMBERS_FOR
 
@@ -73,20 +76,20 @@ class StripeGateway:
 
     @property
     def account(self) -> str:
-        """Mode of the account, `test` or `live`."""
+        """Mode of the account: `test` or `live`."""
         return self.settings.account
 
     def event_name(self, price_version: int, token_kind: TokenKind) -> str:
-        """Return the event name of a meter, of which each price version and kind has one."""
+        """Build the event name of the meter for a price version and token kind."""
         return f"{self.settings.namespace}_{price_version}_{token_kind}"
 
     async def deliver(self, quantity: Quantity) -> Answer:
-        """Send the meter event.
+        """Send a quantity as a meter event.
 
-        Each attempt has its own idempotency key: Stripe repeats its first answer to a key for a
-        day, even a failure of its own. The identifier ensures that an attempt is counted once. The
-        key contains the quantity: a batch formed again after a failover may have another one, and
-        Stripe refuses a known key with other parameters.
+        Each attempt has its own idempotency key, because Stripe repeats its first answer to a key
+        for a day, even a failure of its own. The identifier ensures that the attempts count once.
+        The key contains the quantity: a batch formed again after a failover may have another
+        quantity, and Stripe refuses a known key with other parameters.
         """
         stream = quantity.stream
         return await answered(
@@ -104,7 +107,7 @@ class StripeGateway:
         )
 
     async def take_back(self, identifier: str, event_name: str) -> Answer:
-        """Cancel a meter event. Delivered means that it is no longer counted.
+        """Cancel a meter event. The verdict `delivered` means that it no longer counts.
 
         All attempts share one idempotency key: a cancellation has no identifier by which Stripe
         detects a repeat.
@@ -118,7 +121,7 @@ class StripeGateway:
     async def call(
         self, method: str, path: str, /, idempotency_key: str = "", **parameters: Any
     ) -> dict[str, Any]:
-        """Make one administrative call and return its answer as JSON. Raises: StripeFailed."""
+        """Send a request to the administrative API and return its JSON. Raises: StripeFailed."""
         options: dict[str, Any] = {"idempotency_key": idempotency_key} if idempotency_key else {}
         try:
             answer = await asyncio.to_thread(
@@ -131,7 +134,7 @@ class StripeGateway:
         return body
 
     async def find(self, path: str) -> dict[str, Any] | None:
-        """Return one object; None if its id does not exist. Raises: StripeFailed."""
+        """Fetch the object at a path; None if there is none (404). Raises: StripeFailed."""
         try:
             return await self.call("get", path)
         except StripeFailed as failed:
@@ -143,7 +146,7 @@ class StripeGateway:
             raise
 
     async def list_all(self, path: str, **parameters: Any) -> list[dict[str, Any]]:
-        """Return every object of a list, reading all pages. Raises: StripeFailed."""
+        """Fetch all pages of a list and return its objects. Raises: StripeFailed."""
         objects: list[dict[str, Any]] = []
         while True:
             page = await self.call("get", path, limit=PAGE_SIZE, **parameters)
@@ -153,7 +156,7 @@ class StripeGateway:
             parameters["starting_after"] = page["data"][-1]["id"]
 
     async def meter_errors(self, event_id: str) -> MeterErrors:
-        """Return the errors of a report by identifier. Raises: StripeFailed."""
+        """Fetch an error report by the id of its event. Raises: StripeFailed."""
         reason = (await self.call("get", f"/v2/core/events/{event_id}"))["data"]["reason"]
         named = {
             sample["request"]["identifier"]: f"{kind['code']}: {sample['error_message']}"
@@ -164,7 +167,7 @@ class StripeGateway:
 
 
 def verify_signature(body: bytes, header: str, secrets: Sequence[str]) -> None:
-    """Raise InvalidValue unless a secret signed this body within the last five minutes."""
+    """Verify a webhook signature, which must be at most five minutes old. Raises: InvalidValue."""
     if not header.isascii():
         raise InvalidValue("Stripe-Signature", "must be ASCII text: t=TIME,v1=SIGNATURE")
     for secret in secrets:
@@ -182,7 +185,7 @@ def verify_signature(body: bytes, header: str, secrets: Sequence[str]) -> None:
 
 
 async def answered(create: Callable[..., object], *arguments: object) -> Answer:
-    """Make a call about a meter event and return its answer."""
+    """Call Stripe's meter API in a thread and convert the result to an `Answer`."""
     try:
         await asyncio.to_thread(create, *arguments)
     except stripe.StripeError as error:
@@ -191,7 +194,7 @@ async def answered(create: Callable[..., object], *arguments: object) -> Answer:
 
 
 def classified(error: stripe.StripeError) -> Answer:
-    """Return the answer that an error of the SDK means for a meter event."""
+    """Convert an SDK error about a meter event to an `Answer`."""
     reason = described(error)
     status = error.http_status
     if isinstance(error, stripe.APIConnectionError):
@@ -208,20 +211,20 @@ def classified(error: stripe.StripeError) -> Answer:
 
 
 def described(error: stripe.StripeError) -> str:
-    """Return status, error class and Stripe's message on one line; Stripe masks keys in it."""
+    """Format an error on one line: status, class and Stripe's message, which masks keys."""
     status = f"HTTP {error.http_status}, " if error.http_status else ""
     return f"{status}{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def never_connected(error: BaseException) -> bool:
-    """Return whether a connection error happened before anything could be sent."""
+    """Return True if the connection failed before anything could be sent."""
     return any(
         isinstance(each, (NewConnectionError, ConnectTimeoutError)) for each in causes(error)
     )
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and all its causes: `requests` hides them in the arguments and in `reason`."""
+    """Yield an error and all errors behind it. `requests` hides some in `args` and `reason`."""
     waiting, seen = [error], set[int]()
     while waiting:
         each = waiting.pop()
@@ -234,7 +237,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds of the header `Retry-After`; None if missing or invalid."""
+    """Parse the header `Retry-After`, capped, in seconds; None if it is missing or not a number."""
     value = next((value for name, value in headers.items() if name.lower() == "retry-after"), "")
     try:
         seconds = float(value)
@@ -244,7 +247,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 def stripe_digits(currency_code: str) -> int:
-    """Return the digits of Stripe's minor unit. Raises: InvalidValue if it bills none."""
+    """Return the decimal places of Stripe's minor unit. Raises: InvalidValue if it bills none."""
     if currency_code in NOT_BILLED or currency_code not in STRIPE_DIGITS:
         raise InvalidValue(
             "currency_code",
@@ -254,21 +257,21 @@ def stripe_digits(currency_code: str) -> int:
 
 
 def minor_unit_picos(currency_code: str) -> int:
-    """Return the picos of Stripe's minor unit. Raises: InvalidValue if it bills none."""
+    """Return Stripe's minor unit in picos. Raises: InvalidValue if Stripe bills none."""
     picos: int = 10 ** (PICO_DIGITS - stripe_digits(currency_code))
     return picos
 
 
 def in_steps(amount_minor: int, currency_code: str) -> int:
-    """Return an amount that Stripe takes, truncated towards zero; the caller carries the rest."""
+    """Truncate an amount in minor units to Stripe's step; the caller carries the rest."""
     step = AMOUNT_STEPS.get(currency_code, 1)
     return amount_minor // step * step if amount_minor >= 0 else -(-amount_minor // step * step)
 
 
 def unit_amount_decimal(picos_per_token: int, currency_code: str) -> str:
-    """Return the price of one token in minor units: 150,000 picos of USD are `0.000015`.
+    """Convert a price per token to Stripe's minor units: 150,000 picos of USD are `0.000015`.
 
-    Raises: InvalidValue if Stripe cannot keep every digit.
+    Raises: InvalidValue if Stripe cannot store every digit.
     """
     shift = PICO_DIGITS - stripe_digits(currency_code)
     amount = Decimal((0, tuple(map(int, str(picos_per_token))), -shift))
@@ -287,9 +290,9 @@ Invoice = Mapping[str, Any]
 
 
 async def known_items(gateway: StripeGateway, label: str, customer: str) -> dict[str, str]:
-    """Return a customer's invoice items by our ids in their metadata, also after lost answers.
+    """Map our ids, kept in the metadata `label`, to the customer's invoice items at Stripe.
 
-    Raises: StripeFailed.
+    This finds items whose creation was never answered. Raises: StripeFailed.
     """
     items = await gateway.list_all("/v1/invoiceitems", customer=customer)
     return {
@@ -307,7 +310,10 @@ async def create_item(
     currency_code: str,
     **terms: Any,
 ) -> str:
-    """Create an invoice item with our id; return its Stripe id. Raises: StripeFailed."""
+    """Create an invoice item with our id in its metadata `label`, and return Stripe's id.
+
+    Raises: StripeFailed.
+    """
     metadata = {label: str(item_id)}
     item = await gateway.call(
         "post", "/v1/invoiceitems", key, currency=currency_code.lower(), metadata=metadata, **terms
@@ -318,7 +324,10 @@ async def create_item(
 async def usage_invoices(
     gateway: StripeGateway, customer: str, ends: datetime, *, with_void: bool = False
 ) -> list[Invoice]:
-    """Return a customer's invoices of usage for the month that ends at `ends`."""
+    """Fetch a customer's usage invoices for the month that ends at `ends`. Raises: StripeFailed.
+
+    Void invoices are left out unless `with_void`.
+    """
     subscriptions = await gateway.list_all("/v1/subscriptions", customer=customer, status="all")
     ours = {
         each["id"]
@@ -340,18 +349,18 @@ async def usage_invoices(
 
 
 def subscription_of(invoice: Invoice) -> str:
-    """Return the subscription of an invoice; empty if it has none."""
+    """Return the id of an invoice's subscription; empty if it has none."""
     details = (invoice.get("parent") or {}).get("subscription_details") or {}
     return str(details.get("subscription") or "")
 
 
 def begins_within(invoice: Invoice, begins: datetime) -> bool:
-    """Return whether the invoice's period begins at or after `begins`."""
+    """Return True if the invoice's period begins at or after `begins`."""
     return int(invoice["period_start"]) >= int(begins.timestamp())
 
 
 def finalized_at(invoices: Iterable[Invoice]) -> datetime | None:
-    """Return the time at which the last invoice became final; None if one is not."""
+    """Return when the last of the invoices became final; None if any is not final."""
     times = [(each.get("status_transitions") or {}).get("finalized_at") for each in invoices]
     known = [each for each in times if each is not None]
     return datetime.fromtimestamp(max(known), UTC) if known and len(known) == len(times) else None

@@ -76,10 +76,9 @@ RETURNING id
 
 
 async def alert_on_payment(session: AsyncSession, stripe_invoice_id: str, kind: str) -> None:
-    """Fire the alert of a stored event. kind: the event's type. Never commits.
+    """Insert the alert for a stored payment event of the type `kind`. The caller commits.
 
-    A failure reported after the payment is obsolete and fires none, and neither does an invoice of
-    zero.
+    A failure that a payment has made obsolete and an invoice of zero cause no alert.
     """
     invoice = (await session.execute(ONE_INVOICE, {"id": stripe_invoice_id})).one_or_none()
     event = ALERT_OF_EVENT.get(kind)
@@ -96,7 +95,7 @@ log = logging.getLogger(__name__)
 # Aiohttp logs a traceback for each request that is not HTTP.
 http_log = logging.getLogger(f"{__name__}.http")
 http_log.setLevel(logging.CRITICAL)
-retries = Retries("stripe_events", passing=(DatabaseUnavailable,))  # by event
+retries = Retries("stripe_events", passing=(DatabaseUnavailable,))  # per event
 
 UNHANDLED = text("""
 SELECT id, type
@@ -175,7 +174,10 @@ RETURNING id
 async def store_event(
     sessions: Sessions, body: bytes, signature: str, secrets: Sequence[str]
 ) -> bool:
-    """Store an event; return whether it is new. Raises: InvalidValue if it is not Stripe's."""
+    """Verify and store an event from Stripe; return False if it was stored before.
+
+    Raises: InvalidValue if the signature or the body is not valid.
+    """
     try:
         values = parsed_event(body, signature, secrets)
         async with sessions.begin() as session:
@@ -186,7 +188,7 @@ async def store_event(
 
 
 def parsed_event(body: bytes, signature: str, secrets: Sequence[str]) -> dict[str, Any]:
-    """Parse an event into parameters of its row. Raises: InvalidValue if it is not Stripe's."""
+    """Verify an event and convert it to the parameters of its row. Raises: InvalidValue."""
     verify_signature(body, signature, secrets)
     try:
         payload = json.loads(body)
@@ -199,7 +201,7 @@ def parsed_event(body: bytes, signature: str, secrets: Sequence[str]) -> dict[st
 
 
 async def handle_events(sessions: Sessions, gateway: StripeGateway) -> int:
-    """Handle stored events; return their number. One that fails is retried later."""
+    """Handle the stored events and return how many succeeded. Failed ones are retried later."""
     async with sessions() as session:
         waiting = (
             await session.execute(UNHANDLED, {"attempts": ATTEMPTS_MAX, "limit": EVENTS_MAX})
@@ -229,7 +231,7 @@ async def handle_events(sessions: Sessions, gateway: StripeGateway) -> int:
 
 
 async def _hold(sessions: Sessions, gateway: StripeGateway, event_id: str) -> None:
-    """Keep a draft of usage open until its month closes. Raises: StripeFailed and lookup errors."""
+    """Keep a draft of usage open until its month closes. Raises: StripeFailed, KeyError."""
     async with sessions() as session:
         payload = await session.scalar(PAYLOAD, {"id": event_id})
     if payload is not None:
@@ -259,7 +261,7 @@ async def _handle(
 
 
 async def _reject(session: AsyncSession, errors: MeterErrors) -> str:
-    """Reject the batches named in a report. It holds samples: `weir reconcile` shows the others."""
+    """Reject the batches that a report names as samples; `weir reconcile` finds the others."""
     rejected = 0
     for identifier, reason in errors.by_identifier.items():
         batch_id = batch_of(identifier)
@@ -275,7 +277,7 @@ async def _reject(session: AsyncSession, errors: MeterErrors) -> str:
 
 
 def batch_of(identifier: str) -> uuid.UUID | None:
-    """Return the batch of a report's identifier or idempotency key; None if not ours."""
+    """Extract the batch id from an identifier or idempotency key; None if it is not ours."""
     try:
         return uuid.UUID(identifier[:UUID_LENGTH])
     except ValueError:
@@ -283,7 +285,7 @@ def batch_of(identifier: str) -> uuid.UUID | None:
 
 
 def invoice_facts(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an invoice event to parameters of its row. Raises: KeyError, TypeError."""
+    """Convert an invoice event to the parameters of its row. Raises: KeyError, TypeError."""
     invoice, event_at = payload["data"]["object"], datetime.fromtimestamp(payload["created"], UTC)
     times = dict.fromkeys(INVOICE_TIMES.values()) | {INVOICE_TIMES[kind]: event_at}
     return times | {
@@ -302,9 +304,9 @@ def invoice_facts(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class EventServer(web.Server):
-    """Server for Stripe's events with bounds: one path, one method, one request per connection.
+    """HTTP server for Stripe's events: one path, one method, one request per connection.
 
-    A reverse proxy terminates TLS.
+    The number of connections is limited. A reverse proxy terminates TLS.
     """
 
     def __init__(self, sessions: Sessions, secrets: Sequence[str]) -> None:
@@ -374,7 +376,7 @@ class EventServer(web.Server):
 
 @contextlib.asynccontextmanager
 async def webhook_server(sessions: Sessions, settings: WebhookSettings) -> AsyncIterator[str]:
-    """Listen for events within the context; yield the URL."""
+    """Listen for Stripe's events while the context is open; yields the URL."""
     events = EventServer(sessions, settings.secrets)
     server = await asyncio.get_running_loop().create_server(
         events, settings.listen_host, settings.listen_port
@@ -390,7 +392,7 @@ async def webhook_server(sessions: Sessions, settings: WebhookSettings) -> Async
 async def serve_webhooks(
     sessions: Sessions, settings: WebhookSettings, report: Callable[[str], None]
 ) -> None:
-    """Serve the webhook until SIGTERM or SIGINT."""
+    """Serve Stripe's events until SIGTERM or SIGINT. `report` is called with the URL."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)

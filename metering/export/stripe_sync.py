@@ -105,7 +105,7 @@ ATTENTION_MAX = 50  # batches named; the counts include all
 
 @dataclass(frozen=True, slots=True)
 class Metered:
-    """One kind of token at one price, which has its own meter and price at Stripe."""
+    """One kind of token of a price version; it has a meter and a price at Stripe."""
 
     version: int
     model: str
@@ -116,7 +116,7 @@ class Metered:
 
     @property
     def ref(self) -> str:
-        """Key in `stripe_objects`."""
+        """Key of the meter and the price in `stripe_objects`."""
         return f"{self.version}:{self.token_kind}"
 
     @property
@@ -131,7 +131,7 @@ class Metered:
 
 @dataclass(frozen=True, slots=True)
 class PriceBook:
-    """Target state of Stripe. subscribed: prices of each organization's subscriptions."""
+    """Objects that Stripe should have. `subscribed` has each organization's prices there."""
 
     organizations: tuple[tuple[uuid.UUID, str, str], ...]
     profiles: dict[uuid.UUID, BillingProfile]
@@ -141,10 +141,11 @@ class PriceBook:
 
 @dataclass(slots=True)
 class Sync:
-    """One pass. created, updated: descriptions of objects; in a dry run, of those it would change.
+    """One synchronization with Stripe.
 
-    without_payment_method: names of organizations that Stripe cannot charge; unused where invoices
-    are sent.
+    `created` and `updated` describe the changed objects; in a dry run, those that would change.
+    `without_payment_method` names the organizations that Stripe cannot charge; it stays empty if
+    invoices are sent.
     """
 
     sessions: Sessions
@@ -156,10 +157,10 @@ class Sync:
     without_payment_method: list[str] = field(default_factory=list)
 
     async def run(self) -> list[str]:
-        """Synchronize all objects; return the descriptions of those created.
+        """Create and update all objects at Stripe; return the descriptions of those created.
 
-        Raises: BillingDetailsMissing before anything is sent; StripeFailed, InvalidValue for a
-        price that Stripe cannot represent, AlreadyExists for an object that differs.
+        Raises: BillingDetailsMissing before anything is sent; StripeFailed; InvalidValue for a
+        price that Stripe cannot represent; AlreadyExists for an object that differs.
         """
         book = await read_book(self.sessions)
         if missing := missing_details(book, self.gateway.settings.collection):
@@ -206,7 +207,7 @@ class Sync:
     async def _customer(
         self, organization_id: uuid.UUID, name: str, profile: BillingProfile | None
     ) -> tuple[str, str]:
-        """Return the customer's id and its default payment method or an empty string."""
+        """Create or update a customer; return its id and default payment method or ""."""
         ref, namespace = str(organization_id), self.gateway.settings.namespace
         stripe_id = self.known.get(("customer", ref), "")
         found = await self.gateway.find(f"/v1/customers/{stripe_id}") if stripe_id else None
@@ -306,8 +307,9 @@ class Sync:
         return prices
 
     async def _subscriptions(self, name: str, customer: str, missing: list[str]) -> str:
-        """Put every missing price in one subscription item, in existing subscriptions first; return
-        the payment method of a subscription, or an empty string.
+        """Add each missing price to a subscription that has room, or to a new one.
+
+        Returns the payment method of a subscription, or an empty string.
         """
         room: list[tuple[str, int]] = []
         payment_method = ""
@@ -351,7 +353,7 @@ class Sync:
 
 
 def missing_details(book: PriceBook, collection: Collection) -> list[str]:
-    """Return the reasons for which Stripe would refuse a subscription, by organization."""
+    """List, by organization, the billing details without which Stripe refuses a subscription."""
     if collection is not Collection.SEND_INVOICE:
         return []
     return [
@@ -364,7 +366,7 @@ def missing_details(book: PriceBook, collection: Collection) -> list[str]:
 
 
 def customer_details(name: str, profile: BillingProfile | None) -> dict[str, Any]:
-    """Return a customer's details for Stripe; an absent profile changes none there."""
+    """Build Stripe's customer fields. Without a profile, only the name is set."""
     if profile is None:
         return {"name": name}
     address = {part: getattr(profile, ADDRESS_FIELDS[part]) for part in ADDRESS_FIELDS}
@@ -377,7 +379,7 @@ def customer_details(name: str, profile: BillingProfile | None) -> dict[str, Any
 
 
 def detail_of(customer: Mapping[str, Any] | None, name: str) -> Any:
-    """Return a detail of Stripe's customer in the form of `customer_details`."""
+    """Convert a field of Stripe's customer for comparison with `customer_details`."""
     value: Any = (customer or {}).get(name) or ""
     if name == "address" and value:
         address = {part: value.get(part) or "" for part in ADDRESS_FIELDS}
@@ -386,7 +388,7 @@ def detail_of(customer: Mapping[str, Any] | None, name: str) -> Any:
 
 
 def payment_method_of(customer: Mapping[str, Any] | None) -> str:
-    """Return the payment method that Stripe charges for a customer; empty if there is none."""
+    """Return the id of the payment method that Stripe charges; empty if there is none."""
     known = customer or {}
     default = (known.get("invoice_settings") or {}).get("default_payment_method") or known.get(
         "default_source"
@@ -395,7 +397,10 @@ def payment_method_of(customer: Mapping[str, Any] | None) -> str:
 
 
 async def payment_method_page(sessions: Sessions, gateway: StripeGateway, organization: str) -> str:
-    """Return the URL of Stripe's page for the default payment method. Raises: NotFound."""
+    """Create a Stripe page on which the customer sets the payment method; return its URL.
+
+    Raises: NotFound; InvalidValue if the organization has no customer at Stripe; StripeFailed.
+    """
     async with sessions() as session:
         owner = await find_organization(session, organization)
         rows = await session.execute(KNOWN, {"account": gateway.account})
@@ -415,7 +420,7 @@ async def payment_method_page(sessions: Sessions, gateway: StripeGateway, organi
 
 
 def check_price(expected: Metered, key: str, found: dict[str, Any], meter: str) -> None:
-    """Raise AlreadyExists if Stripe's price of this name differs from our price book."""
+    """Compare Stripe's price with our price book. Raises: AlreadyExists if they differ."""
     # Stripe may write an amount with other zeros, so the numbers are compared.
     actual = (Decimal(found["unit_amount_decimal"]), found["currency"], found["recurring"]["meter"])
     if actual != (Decimal(expected.unit_amount), expected.currency_code.lower(), meter):
@@ -428,7 +433,7 @@ def check_price(expected: Metered, key: str, found: dict[str, Any], meter: str) 
 
 
 def subscription_terms(collection: Collection, now: datetime) -> dict[str, Any]:
-    """Return terms for whole calendar months in UTC, the first one included."""
+    """Build parameters of a subscription billed by calendar month (UTC), from this month on."""
     begins, ends = month_bounds(f"{now:%Y-%m}")
     terms: dict[str, Any] = {
         "collection_method": str(collection),
@@ -442,7 +447,7 @@ def subscription_terms(collection: Collection, now: datetime) -> dict[str, Any]:
 
 
 async def read_book(sessions: Sessions) -> PriceBook:
-    """Read our organizations, profiles and prices at one time. Raises: InvalidValue."""
+    """Read organizations, profiles and prices in one transaction. Raises: InvalidValue."""
     async with sessions() as session:
         organizations = tuple(
             (row.id, row.name, row.currency_code) for row in await session.execute(ORGANIZATIONS)
@@ -562,7 +567,7 @@ UNHANDLED = text("SELECT count(*) FROM stripe_events WHERE handled_at IS NULL")
 
 @dataclass(frozen=True, slots=True)
 class StateCount:
-    """Number of batches and tokens in one state."""
+    """Number of batches in one state, and of their tokens."""
 
     state: str
     batch_count: int
@@ -571,7 +576,7 @@ class StateCount:
 
 @dataclass(frozen=True, slots=True)
 class StuckBatch:
-    """A batch that needs an operator: `weir stripe resend` if rejected, `settle` if parked."""
+    """Batch that needs an operator: `weir stripe resend` if rejected, `settle` if parked."""
 
     id: uuid.UUID
     state: str
@@ -584,12 +589,12 @@ class StuckBatch:
 
 @dataclass(frozen=True, slots=True)
 class ExportStatus:
-    """Export status at one time. closed_until: earlier hours have batches; None if there is none.
+    """State of the export.
 
-    unsettled_months: organization and month whose Stripe invoices do not equal ours yet.
-    changed_profiles, without_payment_method: names of organizations, as of the last `weir stripe
-    sync`. unpaid_invoices: invoices whose charge failed, that are overdue, or that were marked as
-    uncollectible.
+    All hours before `closed_until` have batches; it is None before the first batch.
+    `unsettled_months` has the organization and month of Stripe invoices that do not equal ours yet.
+    `changed_profiles` and `without_payment_method` name organizations, as of the last `weir stripe
+    sync`. `unpaid_invoices` are those that are overdue, uncollectible, or whose charge failed.
     """
 
     states: tuple[StateCount, ...]
@@ -640,8 +645,8 @@ WHERE id = :id
 async def resend(sessions: Sessions, gateway: StripeGateway, batch_id: uuid.UUID) -> None:
     """Cancel a delivered batch at Stripe, or give up a rejected one, and queue its tokens again.
 
-    May be repeated after an interruption. Raises: NotFound, StripeFailed, InvalidValue if its state
-    or age forbids it.
+    It is safe to repeat after an interruption. Raises: NotFound; StripeFailed; InvalidValue if the
+    batch's state or age forbids it.
     """
     async with sessions.begin() as session:
         batch = await _locked(session, batch_id)
@@ -694,7 +699,10 @@ async def resend(sessions: Sessions, gateway: StripeGateway, batch_id: uuid.UUID
 
 
 async def settle(sessions: Sessions, batch_id: uuid.UUID, *, counted: bool) -> None:
-    """Record whether Stripe counts a parked batch; if not, queue its tokens again."""
+    """Record whether Stripe has counted a parked batch; if not, queue its tokens again.
+
+    Raises: NotFound; InvalidValue if the batch is not parked.
+    """
     async with sessions.begin() as session:
         batch = await _locked(session, batch_id)
         if batch.state != BatchState.PARKED:
@@ -714,6 +722,6 @@ async def _locked(session: AsyncSession, batch_id: uuid.UUID) -> Row[Any]:
 
 
 async def _give_up(session: AsyncSession, batch: Row[Any]) -> None:
-    """Cancel a batch and form its successor in one transaction: no token is missing."""
+    """Cancel a batch and queue its tokens in a new one, in the same transaction."""
     await session.execute(MOVE, {"id": batch.id, "state": "cancelled", "error": batch.last_error})
     await form(session, batch.hour, batch.hour + timedelta(hours=1), batch.organization_id)

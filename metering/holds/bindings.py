@@ -24,7 +24,7 @@ BINDINGS_SUFFIX = ".bindings"
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """Assignment of a pre-authorized hold to a request, which uses the given part of it."""
+    """Assignment of a pre-authorized hold to a request, with the tokens that the request uses."""
 
     hold_id: uuid.UUID
     payer: Payer
@@ -36,7 +36,7 @@ class Bind:
 
 
 class BindingLog:
-    """Bindings file of this process. Not thread-safe: one event loop writes."""
+    """File of this process's bindings. Not thread-safe: use it from one event loop."""
 
     def __init__(
         self,
@@ -44,7 +44,10 @@ class BindingLog:
         process_id: uuid.UUID,
         failed: Callable[[OSError], JournalUnavailable] = lambda _: JournalUnavailable(),
     ) -> None:
-        """failed: notes that the disk refuses, and returns the error for it."""
+        """Prepare the log; the first record creates the file.
+
+        `failed` is called when the disk refuses a write, and returns the error to raise.
+        """
         self._path = directory / f"{process_id}{BINDINGS_SUFFIX}"
         self._failed = failed
         self._fd = -1
@@ -53,7 +56,7 @@ class BindingLog:
         self._open: set[uuid.UUID] = set()
 
     def record(self, bind: Bind) -> None:
-        """Append a binding; tokens may then be sent under it.
+        """Append a binding. Only then may tokens be sent under it.
 
         Raises: JournalUnavailable if the disk refuses; the file is then unchanged.
         """
@@ -82,13 +85,13 @@ class BindingLog:
         self._torn = False
 
     def forget(self, hold_id: uuid.UUID) -> None:
-        """Drop a binding that the database has stored. Dropping the last one removes the file."""
+        """Drop a binding that the database has stored. After the last one, the file is removed."""
         self._open.discard(hold_id)
         if not self._open:
             self.close(keep=False)
 
     def close(self, *, keep: bool) -> None:
-        """Close the file. keep: leave it for recovery instead of removing it. Idempotent."""
+        """Close the file and, unless `keep` leaves it for recovery, remove it. Idempotent."""
         if self._fd >= 0:
             if not keep:
                 self._path.unlink(missing_ok=True)
@@ -97,7 +100,7 @@ class BindingLog:
 
 
 def encode_binding(bind: Bind) -> bytes:
-    """Encode a binding as a line of the file: checksum and record."""
+    """Encode a binding as one line: CRC-32 and JSON."""
     payer = bind.payer
     body = json.dumps(
         {
@@ -119,7 +122,7 @@ def encode_binding(bind: Bind) -> bytes:
 
 
 def read_bindings(directory: Path, process_id: uuid.UUID) -> list[Bind]:
-    """Read the bindings of a dead process up to a torn line, under which nothing was sent."""
+    """Read a dead process's bindings up to a torn line. Nothing was sent under a torn one."""
     try:
         data = (directory / f"{process_id}{BINDINGS_SUFFIX}").read_bytes()
     except FileNotFoundError:
@@ -128,7 +131,7 @@ def read_bindings(directory: Path, process_id: uuid.UUID) -> list[Bind]:
 
 
 def decode_bindings(data: bytes) -> Iterator[Bind]:
-    """Yield the records of a file up to the first torn one."""
+    """Decode the bindings of a file up to the first torn line."""
     for line in data.splitlines(keepends=True):
         head, _, body = line.rstrip(b"\n").partition(b" ")
         if not line.endswith(b"\n") or head != b"%08x" % zlib.crc32(body):

@@ -65,10 +65,11 @@ TermsKey = tuple[int, str, str, ServiceTier, bool]  # key, currency, model, tier
 
 @dataclass(slots=True, eq=False)
 class HoldTerms:
-    """Payer, prices and quotas that all holds of one key for one model share.
+    """Payer, prices and quotas shared by all holds of one key for one model.
 
-    payer_ids: organization, project and key in the encoding of receipts, 48 bytes. quota_ids: as
-    integers. charged: prices that money quotas count. packed_quota_ids: elements of a packed array.
+    `payer_ids` are the ids of organization, project and key as in receipts, 48 bytes. `charged` are
+    the prices that quotas on money count. `packed_quota_ids` are the ids as elements of a packed
+    array.
     """
 
     payer_ids: bytes
@@ -82,7 +83,7 @@ class HoldTerms:
     packed_quota_ids: list[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Compute the derived fields once; every batch reads them."""
+        """Compute the derived fields once, because every batch reads them."""
         self.charged = embedding_terms(self.prices) if self.embedding else self.prices
         self.money = money_scale(self.charged)
         self.project_id = self.payer_ids[16:32]
@@ -91,7 +92,10 @@ class HoldTerms:
 
 @dataclass(slots=True, eq=False)
 class AdmissionTerms:
-    """Terms of admission of a key for a model, tier and kind of request. until: None: no end."""
+    """Terms on which a key is admitted for a model, tier and kind of request.
+
+    They apply until the time `until`; None means without end.
+    """
 
     payer: Payer
     common: HoldTerms
@@ -100,10 +104,11 @@ class AdmissionTerms:
 
 
 class Hold(msgspec.Struct, eq=False):
-    """A hold; decisions change it in place. rules: quotas that it is charged to.
+    """A hold in memory; decisions change it in place. `rules` are the quotas that it is charged to.
 
-    posted_cost_picos: cost of its posted tokens, with output at the lower of its two prices; set by
-    each extension. reasoning_token_count: delivered tokens known to be thinking.
+    `posted_cost_picos` is the cost of its posted tokens, with output at the lower of its two
+    prices; each extension sets it. `reasoning_token_count` counts the delivered tokens known to be
+    thinking.
     """
 
     id: uuid.UUID
@@ -125,14 +130,14 @@ class Hold(msgspec.Struct, eq=False):
 
     @property
     def unbound(self) -> bool:
-        """True if the hold was taken in advance, without a request (`preauthorized_holds.py`)."""
+        """True if the hold is pre-authorized and has no request yet (`preauthorized_holds.py`)."""
         return self.request_id.int == self.id.int  # comparing UUIDs costs several times as much
 
     def charge(self, cached_input_token_count: int = 0) -> Charge:
-        """Build the hold's charge to its quotas.
+        """Build the charge of this hold to its quotas.
 
-        A larger `cached_input_token_count` replaces the hold's own, unless the input was already
-        posted: the windows it was posted to may be over.
+        A larger `cached_input_token_count` replaces the hold's own unless the input is already
+        posted, because the windows it was posted to may be over.
         """
         cached = self.cached_input_token_count
         if cached_input_token_count > cached and not self.posted_token_count:
@@ -150,10 +155,9 @@ class Hold(msgspec.Struct, eq=False):
         )
 
     def corrected_cached_tokens(self, op: Settle) -> int | None:
-        """Return the cached tokens to charge if the settlement has more than the posted input.
+        """Return the cached tokens to charge if a settlement has more than were posted; else None.
 
-        They only lower what was charged: where cached input is dearer, the posted count is kept.
-        None: nothing to correct.
+        The correction only lowers the charge: where cached input is dearer, the posted count stays.
         """
         cached = min(op.cached_input_token_count, op.input_token_count, self.input_token_count)
         if not self.posted_token_count or cached <= self.cached_input_token_count:
@@ -164,7 +168,7 @@ class Hold(msgspec.Struct, eq=False):
 
 
 class EventSums(NamedTuple):
-    """Sums of the usage events of one hold; all zero if it has none."""
+    """Sums over the usage events of one hold; all zero if it has none."""
 
     part_count: int = 0
     input_token_count: int = 0
@@ -181,22 +185,22 @@ class EventSums(NamedTuple):
 
     @property
     def sent_token_count(self) -> int:
-        """Input tokens of the request, whether for generation or for embedding."""
+        """Input tokens of the request, for generation or embedding."""
         return self.input_token_count + self.embedding_token_count
 
     @property
     def charged(self) -> Tokens:
-        """Tokens that quotas count."""
+        """Tokens that quotas count: input, billed output, and reasoning as part of output."""
         return self.sent_token_count, self.billed_token_count, self.billed_reasoning_token_count
 
     def settled(
         self, hold_id: uuid.UUID, currency_code: str, receipts: list[IssuedReceipt]
     ) -> Settled:
-        """Return the recorded usage as an answer."""
+        """Build the answer `Settled` from the recorded usage."""
         return Settled(hold_id, *self[1:7], currency_code, *self[7:], receipts=receipts)
 
     def plus(self, part: Settled) -> EventSums:
-        """Return the sums with one more part added."""
+        """Add one usage event and return the new sums."""
         return EventSums(
             self.part_count + 1,
             self.input_token_count + part.input_token_count,
@@ -222,7 +226,7 @@ SameRequest = tuple[bytes, Settled | None]
 
 @dataclass(slots=True)
 class BatchReads:
-    """Rows read at the beginning of a batch, by integer ids for the reason in `CounterKey`."""
+    """Rows that a batch reads before it decides, keyed by integer ids (`CounterKey` says why)."""
 
     now: datetime
     chains: Chains = field(default_factory=Chains)
@@ -230,7 +234,7 @@ class BatchReads:
     events: dict[int, EventSums] = field(default_factory=dict)  # by hold
     # By hold; receipts of this batch are added when it is written.
     receipts: dict[int, list[IssuedReceipt]] = field(default_factory=dict)
-    # By project and request.
+    # Keys: ids of project and request.
     same_requests: dict[tuple[int, int], SameRequest] = field(default_factory=dict)
     live_keys: set[int] = field(default_factory=set)
     terms: Mapping[TermsKey, AdmissionTerms] = field(default_factory=dict)
@@ -238,10 +242,11 @@ class BatchReads:
 
 @dataclass(slots=True)
 class BatchWrites:
-    """All changes of a batch except counters.
+    """Changes that a batch writes, except those of counters.
 
-    holds: new holds, each with its admission. extensions: by hold, with the lease before. ends: by
-    hold. events: usage to insert as (hold, usage, part number, settlement, whether recovered).
+    `holds` has new holds with their admissions. `extensions` has, by hold id, the hold and its
+    previous lease. `ends` has ended holds by id. `events` has tuples of hold, usage, part number,
+    settlement, and whether it was recovered.
     """
 
     holds: list[tuple[Admit, Hold]] = field(default_factory=list)
@@ -253,15 +258,15 @@ class BatchWrites:
 
 @dataclass(slots=True)
 class Decisions:
-    """State of a batch whose operations are decided one after the other."""
+    """Working state of a batch, whose operations are decided one after the other."""
 
     reads: BatchReads
     counters: Counters
     writes: BatchWrites = field(default_factory=BatchWrites)
-    added: dict[int, list[Settled]] = field(default_factory=dict)  # usage by hold
+    added: dict[int, list[Settled]] = field(default_factory=dict)  # usage by hold id
 
     def decide(self, op: HoldOperation) -> HoldAnswer:
-        """Return the answer to one operation. Raises: its refusal, with nothing changed."""
+        """Decide one operation and return its answer. A refusal raises and changes nothing."""
         match op:
             case Admit():
                 return self.admit(op)
@@ -278,9 +283,10 @@ class Decisions:
                 return Renewed(frozenset())  # the write returns the ids
 
     def admit(self, op: Admit, terms: AdmissionTerms | None = None) -> Admitted | Fits:
-        """Take a hold, or refuse and change nothing. With `only_asks`, take nothing: return `Fits`.
+        """Take a hold or raise a refusal. With `only_asks`, take none and return `Fits`.
 
-        terms: the entry of `reads.terms` if the caller has already looked it up.
+        `terms` is the entry of `reads.terms`, if the caller has already looked it up. Raises:
+        KeyInvalid, PriceMissing, QuotaExceeded, RequestIdReused, RequestInFlight, RequestSettled.
         """
         reads, counters, payer = self.reads, self.counters, op.payer
         if terms is None:
@@ -321,7 +327,7 @@ class Decisions:
         return Admitted(op.hold_id, lease, common.prices, QuotaStates(rules, counts, now), now)
 
     def extend(self, op: Extend) -> Extended:
-        """Extend the lease, or refuse and leave it unchanged."""
+        """Extend a lease, or raise a refusal and leave it unchanged."""
         hold = self.live(op.hold_id)
         if not hold.delivered_token_count <= op.delivered_token_count <= hold.leased_token_count:
             raise InvariantViolated(
@@ -357,9 +363,10 @@ class Decisions:
         return Extended(charge.leased_token_count)
 
     def settle(self, op: Settle) -> Settled:
-        """End the hold with its usage event.
+        """End a hold and record its usage.
 
-        A settled hold returns its recorded usage; an expired one records usage beyond its expiry's.
+        For a settled hold, return the recorded usage. For an expired one, record the usage that its
+        expiry did not bill.
         """
         number = op.hold_id.int
         hold = self.reads.holds.get(number)
@@ -426,7 +433,7 @@ class Decisions:
     def settle_late(self, hold: Hold, op: Settle) -> Settled:
         """Record usage of an expired hold that its expiry did not bill; return the unused lease.
 
-        Happens once: the usage event, even one without tokens, marks it as done.
+        This happens once: the usage event, even one without tokens, marks it as done.
         """
         known = self.sums_of(hold.id)
         if known.part_count > (1 if hold.delivered_token_count else 0):
@@ -453,7 +460,10 @@ class Decisions:
         return self.recorded_usage(hold)
 
     def void(self, hold_id: uuid.UUID) -> Ended:
-        """End a hold without usage and undo its charges."""
+        """End a hold without usage and undo its charges.
+
+        Raises: InvariantViolated if tokens were delivered.
+        """
         hold = self.reads.holds.get(hold_id.int)
         if hold is None or hold.state != HoldState.HELD:
             return Ended(done=False)
@@ -468,7 +478,7 @@ class Decisions:
         return Ended(done=True)
 
     def expire(self, hold_id: uuid.UUID) -> Ended:
-        """End a hold whose expiry has passed; bill the tokens delivered by its last extension."""
+        """End a hold whose expiry has passed; bill the tokens reported by its last extension."""
         hold = self.reads.holds.get(hold_id.int)
         if hold is None or hold.state != HoldState.HELD or hold.expires_at > self.reads.now:
             return Ended(done=False)
@@ -493,7 +503,7 @@ class Decisions:
         return Ended(done=True)
 
     def record(self, hold: Hold, op: Settle, *, recovered: bool) -> Settled:
-        """Add the next usage event of a hold and return its usage; writing it adds the receipt.
+        """Add a usage event to a hold and return its usage; the receipt is added when written.
 
         Delivered tokens are billed, except those of an unbound hold, whose request is billed under
         another hold. The input of an embedding counts as embedding tokens.
@@ -530,19 +540,19 @@ class Decisions:
         return part
 
     def sums_of(self, hold_id: uuid.UUID) -> EventSums:
-        """Return the sums of the hold's usage events, including those of this batch."""
+        """Sum the hold's usage events, including those of this batch."""
         sums = self.reads.events.get(hold_id.int, NOTHING_USED)
         for part in self.added.get(hold_id.int, ()):
             sums = sums.plus(part)
         return sums
 
     def recorded_usage(self, hold: Hold) -> Settled:
-        """Return the recorded usage of the hold as an answer with its receipts."""
+        """Build the answer `Settled` from a hold's recorded usage and receipts."""
         receipts = self.reads.receipts.setdefault(hold.id.int, [])
         return self.sums_of(hold.id).settled(hold.id, hold.terms.prices.currency_code, receipts)
 
     def live(self, hold_id: uuid.UUID) -> Hold:
-        """Return the hold. Raises: NotFound; HoldEnded if it has ended."""
+        """Return a hold that has not ended. Raises: NotFound, HoldEnded."""
         hold = self.reads.holds.get(hold_id.int)
         if hold is None:
             raise NotFound("hold", str(hold_id))
@@ -552,7 +562,10 @@ class Decisions:
 
 
 def same_request_error(op: Admit, payload_hash: bytes, settled: Settled | None) -> MeteringError:
-    """Return the error for a request id used again. payload_hash, settled: of the first request."""
+    """Return the error for a repeated request id.
+
+    `payload_hash` and `settled` are those of the first request; `settled` is None while it runs.
+    """
     if is_other_payload(payload_hash, op.payload_hash):
         return RequestIdReused(
             "this request_id was used before with another payload: mint a new one for a new request"

@@ -67,9 +67,9 @@ NEEDS_SLOW_PATH = (MeteringError, Undecided)
 
 @dataclass(slots=True)
 class FastBatch:
-    """Decided operations of a fast path; valid if the transaction begins in [since, until).
+    """Operations decided from the cache, valid if the transaction begins in [since, until).
 
-    decided: each operation with its index in the batch and its answer.
+    `decided` has each operation with its index in the batch and its answer.
     """
 
     decisions: Decisions
@@ -81,9 +81,10 @@ class FastBatch:
 def plan_admissions(
     cache: HoldCache, own: OwnHolds, batch: Sequence[HoldOperation]
 ) -> FastBatch | None:
-    """Plan the admissions that fit by the cache; None if there are none, or other operations.
+    """Decide the admissions that fit by the cache.
 
-    Other operations may release room that the admissions need.
+    Returns None if none fits, or if the batch has other operations: they may release room that the
+    admissions need.
     """
     fast = new_fast_batch(cache)
     if fast is None or not batch or {*map(type, batch)} != {Admit}:
@@ -106,7 +107,7 @@ def plan_admissions(
 
 
 def terms_of(cache: HoldCache, op: Admit) -> AdmissionTerms | None:
-    """Return the cached terms of an admission, or None."""
+    """Look up the cached terms of an admission; None if they are not cached."""
     terms = cache.terms.get(
         (op.payer.api_key_id.int, op.payer.currency_code, op.model, op.tier, op.embedding)
     )
@@ -119,7 +120,10 @@ def terms_of(cache: HoldCache, op: Admit) -> AdmissionTerms | None:
 
 
 def attach_rules(cache: HoldCache, own: OwnHolds, batch: Sequence[HoldOperation]) -> set[int]:
-    """Set cached rules of own holds that are ended or extended; return the numbers not cached."""
+    """Set the rules of own holds that the batch ends or extends, from the cache.
+
+    Returns the numbers of the rules that are not cached.
+    """
     missing: set[int] = set()
     for op in batch:
         if isinstance(op, Settle | Extend) and (hold := own.get(op.hold_id.int)) is not None:
@@ -133,9 +137,9 @@ def attach_rules(cache: HoldCache, own: OwnHolds, batch: Sequence[HoldOperation]
 def plan_settlements(
     cache: HoldCache, own: OwnHolds, batch: Sequence[HoldOperation]
 ) -> FastBatch | None:
-    """Plan the settlements of own holds; None if there are none, or a renewal (affects all holds).
+    """Decide the settlements of own holds. Every hold that the batch ends is removed from `own`.
 
-    Removes every hold that the batch ends from `own`.
+    Returns None if there are none, or if the batch has a renewal, which affects all holds.
     """
     ended = [
         (index, op, own.pop(op.hold_id.int, None))
@@ -163,7 +167,7 @@ def plan_settlements(
 def plan_extensions(
     cache: HoldCache, own: OwnHolds, batch: Sequence[HoldOperation]
 ) -> FastBatch | None:
-    """Plan the extensions of own holds that fit by the cache; None if none, or a renewal."""
+    """Decide the extensions of own holds that fit by the cache; None if none, or with a renewal."""
     extended = [(index, op) for index, op in enumerate(batch) if isinstance(op, Extend)]
     fast = new_fast_batch(cache) if extended and Renew not in map(type, batch) else None
     if fast is None:
@@ -190,7 +194,7 @@ def plan_extensions(
 
 
 def seems_to_fit(cache: HoldCache, op: Admit) -> bool:
-    """Return whether an admission fits by the cache, which may be outdated. Changes nothing."""
+    """Return True if an admission fits by the cache, which may be outdated. Changes nothing."""
     now, terms = cache.now(), terms_of(cache, op)
     if now is None or terms is None or (terms.until is not None and terms.until <= now):
         return False
@@ -204,7 +208,7 @@ def seems_to_fit(cache: HoldCache, op: Admit) -> bool:
 
 
 def new_fast_batch(cache: HoldCache) -> FastBatch | None:
-    """Start a batch without operations; return None if the cache is empty or too old."""
+    """Create a batch without operations; None if the cache is empty or too old."""
     now = cache.now()
     if now is None or cache.snapshot is None:
         return None
@@ -228,7 +232,8 @@ async def write_batch(
 ) -> None:
     """Write the decisions in one round trip and complete the answers.
 
-    Raises: the database's error if a cached assumption does not hold; nothing is written then.
+    Raises: the database's error if something assumed from the cache is wrong; nothing is written
+    then.
     """
     writes, counters = fast.decisions.writes, fast.decisions.counters
     keys, increments = counter_increments(counters.all_increments(), counters.limits)
@@ -325,7 +330,7 @@ async def write_settlements(
 
 
 def assumption_check(cache: HoldCache, fast: FastBatch) -> Statement:
-    """Build CHECK_ASSUMPTIONS with the values that the batch assumes."""
+    """Build the statement that verifies what the batch assumed from the cache."""
     requests = [
         (hold.terms.project_id, op.request_id.int.to_bytes(16, "big"))
         for op, hold in fast.decisions.writes.holds
@@ -346,9 +351,10 @@ async def execute_fast(
     signer: BatchSigner | None,
     drop: Callable[[], Awaitable[None]],
 ) -> list[HoldAnswer | Exception]:
-    """Write a batch; return no answers, with nothing committed, if it needs the slow path.
+    """Write a batch decided from the cache and return its answers.
 
-    drop: closes the connection after an error that no assumption explains.
+    Returns an empty list, with nothing committed, if the batch needs the slow path. `drop` closes
+    the connection after an error that no wrong assumption explains.
     """
     try:
         await write_batch(

@@ -41,7 +41,7 @@ OwnHolds = dict[int, Hold]
 
 
 def store_holds(own: OwnHolds, holds: Iterable[Hold]) -> None:
-    """Add holds that were taken or extended to `own`."""
+    """Add new and extended holds to `own`, except pre-authorized ones."""
     for hold in holds:
         number = hold.id.int
         if hold.request_id.int != number:  # as `Hold.unbound`
@@ -50,10 +50,11 @@ def store_holds(own: OwnHolds, holds: Iterable[Hold]) -> None:
 
 @dataclass(slots=True)
 class HoldCache:
-    """Cache of one connection.
+    """Cache of one connection, kept between batches.
 
-    counters: last values read; they never decide alone. charged: results of `rules_of`. heads: of
-    receipt chains, each with whether no other connection has extended it since the last batch.
+    `counters` are the last values read; the database checks each decision made from them. `charged`
+    has results of `rules_of`. `heads` are receipt chain heads, each with whether this connection
+    alone has extended the chain since the last batch.
     """
 
     clock: Callable[[], float] = boot_time_s
@@ -70,7 +71,7 @@ class HoldCache:
     _rules_of: dict[int, set[int]] = field(default_factory=dict)
 
     def now(self) -> datetime | None:
-        """Return the estimated database time; None if the cache is older than AGE_MAX."""
+        """Estimate the database's time; None if the cache is older than `AGE_MAX`."""
         if self._changes_read_at is None:
             return None
         passed = timedelta(seconds=self.clock() - self._changes_read_at_s)
@@ -79,7 +80,7 @@ class HoldCache:
     def apply_changes(
         self, now: datetime, snapshot: str, changes: Iterable[uuid.UUID | None]
     ) -> None:
-        """Apply a result of SELECT_CHANGES. now: by the database's clock."""
+        """Drop the entries named by a result of SELECT_CHANGES. `now` is the database's time."""
         if self._changes_read_at is not None and abs(now - self._changes_read_at) >= AGE_MAX:
             self._forget_all()
         for subject_id in changes:
@@ -90,7 +91,7 @@ class HoldCache:
         self._changes_read_at, self._changes_read_at_s, self.snapshot = now, self.clock(), snapshot
 
     def rules_of(self, terms: HoldTerms) -> tuple[QuotaRule, ...]:
-        """Return the cached rules that holds with these terms are charged to; may lack some."""
+        """Look up the rules that holds with these terms are charged to; some may be missing."""
         rules = tuple([rule for rule in map(self.rules.get, terms.quota_ids) if rule is not None])
         if len(self.charged) > COUNT_MAX:
             self.charged.clear()
@@ -98,7 +99,7 @@ class HoldCache:
         return rules
 
     def add_rules(self, rules: Iterable[QuotaRule]) -> None:
-        """Add rules that were read after `apply_changes`."""
+        """Add rules. They must have been read after `apply_changes`."""
         if len(self.rules) > COUNT_MAX:
             self._forget_all()
         self.charged.clear()
@@ -107,7 +108,7 @@ class HoldCache:
             self._rules_of.setdefault(rule.subject_id.int, set()).add(rule.number)
 
     def add_terms(self, key: TermsKey, terms: AdmissionTerms) -> None:
-        """Add terms of admissions that were read after `apply_changes`."""
+        """Add terms of admission. They must have been read after `apply_changes`."""
         if len(self.terms) > COUNT_MAX:
             self._forget_all()
         self.terms[key] = terms
@@ -115,16 +116,16 @@ class HoldCache:
             self._terms_of.setdefault(subject_id.int, set()).add(key)
 
     def store_counters(self, counters: Mapping[CounterKey, Counter]) -> None:
-        """Store counters that were just committed."""
+        """Store the values of counters that were just committed."""
         if len(self.counters) > COUNT_MAX:
             self.counters.clear()
         self.counters |= counters
 
     def store_heads(self, locked: Mapping[bytes, int], heads: Mapping[bytes, ChainHead]) -> None:
-        """Cache the chain heads just committed.
+        """Store the receipt chain heads that were just committed.
 
-        locked: the sequence numbers read under the lock, which show whether another connection has
-        extended a chain since.
+        `locked` has the sequence numbers read under the lock: they show whether another connection
+        has extended a chain since.
         """
         if len(self.heads) > COUNT_MAX:
             self.heads.clear()
@@ -139,7 +140,7 @@ class HoldCache:
     def rules_for(
         self, numbers: Iterable[int], now: datetime
     ) -> tuple[dict[int, QuotaRule], set[int]]:
-        """Return cached rules, and numbers to read: of missing rules and of ended overrides."""
+        """Look up rules; also return the numbers to read, of missing rules and ended overrides."""
         cached: dict[int, QuotaRule] = {}
         missing: set[int] = set()
         for number in numbers:
@@ -170,7 +171,7 @@ _caches: weakref.WeakKeyDictionary[Connection, HoldCache] = weakref.WeakKeyDicti
 
 
 def cache_of(connection: Connection) -> HoldCache:
-    """Return the cache of this connection."""
+    """Return the connection's cache; create it if needed."""
     cache = _caches.get(connection)
     if cache is None:
         cache = _caches[connection] = HoldCache()

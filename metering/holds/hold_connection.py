@@ -90,7 +90,7 @@ Answers = Coroutine[Any, Any, list[HoldAnswer | Exception]]
 
 
 class HoldConnection:
-    """Connection that runs one batch at a time. Use as a context manager, or call `close`."""
+    """Connection for batches of hold operations, one at a time. Close it, or use it in `with`."""
 
     def __init__(
         self,
@@ -104,8 +104,8 @@ class HoldConnection:
     ) -> None:
         """Store the parameters; the first batch connects.
 
-        gate: shared by all connections of this process to the same database. signer: of receipts;
-        None: unsigned. own: shared by all connections that act for the same owner.
+        `gate` is shared by all connections of this process to the same database. `signer` signs
+        receipts; with None they are unsigned. `own` is shared by all connections of the same owner.
         """
         self._conninfo = psycopg_conninfo(database_url)
         self._process_id = process_id
@@ -130,11 +130,14 @@ class HoldConnection:
         await self.close()
 
     def seems_to_fit(self, op: Admit) -> bool:
-        """Return whether an admission fits by the cache, which may be outdated. Sends no query."""
+        """Return True if an admission fits by the cache, which may be outdated. Sends no query."""
         return self._cache is not None and seems_to_fit(self._cache, op)
 
     async def execute(self, batch: Sequence[HoldOperation]) -> list[HoldAnswer | Exception]:
-        """Return answers in order. An operation with `DatabaseUnavailable` may be committed."""
+        """Execute a batch and return the answers in order, errors included.
+
+        An operation answered with `DatabaseUnavailable` may have been committed.
+        """
         if self._cache is not None and (missing := attach_rules(self._cache, self._own, batch)):
             await self._execute(partial(self._read_rules, missing), [])
             if self._cache is not None:
@@ -177,7 +180,7 @@ class HoldConnection:
     async def _lock_and_decide(
         self, connection: Connection, operations: Sequence[HoldOperation]
     ) -> list[HoldAnswer | Exception]:
-        """Run a batch on the slow path."""
+        """Execute operations on the slow path: lock and read the rows, then decide."""
         return await execute_slow(
             connection,
             operations,
@@ -202,11 +205,11 @@ class HoldConnection:
         return []
 
     async def bind(self, binds: Sequence[Bind], renewal: Renew) -> list[HoldAnswer | Exception]:
-        """Bind holds to requests that were admitted during an outage; return the answers in order.
+        """Bind holds to requests admitted during an outage; return the answers in order.
 
-        renewal: of all holds that the owner knows. Runs first, because it voids holds of the same
-        request ids whose answers were lost; no other operation may run meanwhile. If a request id
-        is still in use, both run once more: a frozen server may have committed late.
+        `renewal` renews all holds that the owner knows. It runs first, because it voids holds of
+        the same request ids whose answers were lost; run no other operation meanwhile. If a request
+        id is still in use, both run once more: a frozen server may have committed late.
         """
         answers: list[HoldAnswer | Exception] = []
         for _ in range(2):
@@ -256,10 +259,10 @@ class HoldConnection:
         return [WriteConflict(cause)] * len(batch)
 
     async def end_other_connections(self) -> None:
-        """Terminate all other connections of the same owner, which must be dead.
+        """Terminate all other connections of the same owner, whose process must be dead.
 
-        The server still runs what a process sent before it died: a batch that waits for a lock
-        commits later. After this call nothing more of it commits. Raises: DatabaseUnavailable.
+        The server may still run what that process sent, such as a batch that waits for a lock.
+        After this call, nothing more of it commits. Raises: DatabaseUnavailable.
         """
         [ended] = await self._execute(self._terminate_others, [None])
         if isinstance(ended, Exception):
@@ -274,7 +277,7 @@ class HoldConnection:
         return [DatabaseUnavailable("a connection of a dead process is still open")]
 
     async def close(self) -> None:
-        """Drop the connection. The next batch opens a new one."""
+        """Close the connection. The next batch opens a new one."""
         connection, self._connection, self._cache = self._connection, None, None
         if connection is not None:
             await connection.close()
@@ -282,7 +285,7 @@ class HoldConnection:
     async def _execute_in_time(
         self, run: Callable[[Connection, Sequence[Op]], Answers], batch: Sequence[Op]
     ) -> list[HoldAnswer | Exception]:
-        """Run one attempt; report an outage to the gate if it times out.
+        """Run one attempt with a time limit; if it times out, report an outage to the gate.
 
         A broken connection alone is not an outage: the database may have been restarted.
         """

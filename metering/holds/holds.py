@@ -80,10 +80,10 @@ log = structlog.get_logger(__name__)
 class HoldStatistics:
     """Counts of a hold store.
 
-    live_hold_count: holds of this process. preauthorized_hold_count: those without a request.
-    open_operation_count: operations that wait or run. owed_end_count: unanswered operations that
-    will be retried. refusals: admissions refused by quotas since the start, by the dimension and
-    subject of the first quota.
+    `live_hold_count` counts this process's holds, `preauthorized_hold_count` those without a
+    request, `open_operation_count` operations that wait or run, `owed_end_count` unanswered
+    operations to be retried. `refusals` counts admissions refused since the start, by dimension and
+    subject of the first quota that refused.
     """
 
     live_hold_count: int
@@ -98,11 +98,11 @@ Execute = Callable[[Sequence[HoldOperation]], Awaitable[Sequence[HoldAnswer | Ex
 
 
 class HoldStore:
-    """Hold store of this process; all its hold operations pass here. Answers only while `run` runs.
+    """Entry point of this process for all hold operations. They are answered only while `run` runs.
 
-    Admissions have a separate connection, so that a batch of them runs beside a batch of other
-    operations. The answers keep the store's state current: live holds, their deadlines, and whether
-    the database is available.
+    Admissions have a connection of their own, so that a batch of them runs beside a batch of other
+    operations. From the answers the store knows the live holds, their deadlines, and whether the
+    database is available.
     """
 
     def __init__(
@@ -120,11 +120,12 @@ class HoldStore:
     ) -> None:
         """Prepare the connections; the first batch connects.
 
-        gate: shared by all connections of this process to the same database. answer_wait_s: longest
-        wait of an admission or extension for the database. grace: pre-authorized holds per key, and
-        the log of their bindings; None: refuse requests during outages. signer: of receipts; None:
-        unsigned. used: called after usage was written; must not block. measured: called after each
-        batch with its operation count and seconds.
+        `gate` is shared by all connections of this process to the same database. An admission or
+        extension waits at most `answer_wait_s` for the database. `grace` has the number and size of
+        pre-authorized holds and the log of their bindings; with None, requests are refused during
+        outages. `signer` signs receipts; with None they are unsigned. `used` is called after usage
+        was written and must not block. `measured` is called after each batch with its operation
+        count and seconds.
         """
         self.process_id = process_id
         self.gate = gate or StoreGate()
@@ -181,13 +182,13 @@ class HoldStore:
         )
 
     def _fair_share(self) -> int:
-        """Return half of the open operations: one half runs while the other is answered."""
+        """Compute half of the open operations: one half runs while the other is answered."""
         return max(
             (self._commits.open_count + self._admissions.open_count + 1) // 2, WORTHWHILE_COUNT
         )
 
     async def run(self) -> None:
-        """Run batches and renew holds until cancelled; the rest gets `DatabaseUnavailable`."""
+        """Run batches and renew holds until cancelled, then answer `DatabaseUnavailable`."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 loops: dict[str, Callable[[], Awaitable[None]]] = {
@@ -218,9 +219,9 @@ class HoldStore:
     def begin_admit(self, op: Admit, done: Callable[[Admitted | Exception], None]) -> Pending:
         """Take a hold in the database, or a pre-authorized one during an outage.
 
-        done: called, never inside this call, with `Admitted` or with QuotaExceeded, PriceMissing,
-        KeyInvalid, RequestIdReused, RequestInFlight, RequestSettled or DatabaseUnavailable.
-        Abandoning the answer voids the hold.
+        `done` is called later, never during this call, with `Admitted` or with QuotaExceeded,
+        PriceMissing, KeyInvalid, RequestIdReused, RequestInFlight, RequestSettled or
+        DatabaseUnavailable. Abandoning the answer voids the hold.
         """
         if self._preauthorized is None:
             return self._admissions.begin(op, done)
@@ -231,20 +232,22 @@ class HoldStore:
     def begin_settle(self, op: Settle, done: Callable[[Settled | Exception], None]) -> None:
         """End a hold with its usage. Retries until the database answers.
 
-        done: called, never inside this call, with `Settled`, InvariantViolated or HoldEnded; with
-        DatabaseUnavailable only after `run` has ended: journal recovery settles the hold then.
+        `done` is called later, never during this call, with `Settled`, InvariantViolated or
+        HoldEnded. It gets DatabaseUnavailable only after `run` has ended: journal recovery then
+        settles the hold.
         """
         self._commits.begin(op, done)
 
     def begin_void(self, hold_id: uuid.UUID, done: Callable[[Ended | Exception], None]) -> None:
-        """Void a hold. Retries until the database answers. done: gets `Ended` or an error."""
+        """Void a hold; retries until the database answers. `done` gets `Ended` or an error."""
         self._commits.begin(Void(hold_id), done)
 
     async def check_room(self, op: Admit) -> None:
-        """Raise the refusal that the admission would get now; take no hold.
+        """Raise the refusal that an admission would get now. Takes no hold.
 
-        Asks the database only if the cache says that the admission is unlikely to fit. During an
-        outage nothing is raised if this process pre-authorizes holds. Raises: as `begin_admit`.
+        Asks the database only if the cache suggests that the admission does not fit. During an
+        outage, nothing is raised if this process pre-authorizes holds. Raises the errors of
+        `begin_admit`.
         """
         if self._has_pending_binds() or not self._admission_connection.seems_to_fit(op):
             await awaited(
@@ -277,7 +280,7 @@ class HoldStore:
         return self.gate.away_s if self.has_answered else self._leases.now() - self._began_at
 
     def lapse(self, hold_id: uuid.UUID) -> HoldEnded | DatabaseUnavailable | None:
-        """Return the error that ends delivery under a hold not renewed in time; None if live."""
+        """Return the error that must end a request whose hold was not renewed in time, or None."""
         entry = self._leases.deadlines.get(hold_id.int)  # as `left_s`, without the call
         if entry is not None and entry[1] > self._leases.now():
             return None
@@ -291,7 +294,7 @@ class HoldStore:
         )
 
     async def release_preauthorized(self) -> None:
-        """Void all pre-authorized holds and take no more; waits up to `answer_wait_s`."""
+        """Void all pre-authorized holds and take no more. Waits up to `answer_wait_s`."""
         if self._preauthorized is None:
             return
         with contextlib.suppress(TimeoutError, DatabaseUnavailable):
@@ -301,7 +304,7 @@ class HoldStore:
                 await released.wait()
 
     def statistics(self) -> HoldStatistics:
-        """Return the current counts. Never blocks."""
+        """Count the holds, operations and refusals. Never blocks."""
         unbound_count = self._preauthorized.unbound_count if self._preauthorized else 0
         commits = self._commits.statistics().plus(self._admissions.statistics())
         open_count, owed_count = (
@@ -318,7 +321,7 @@ class HoldStore:
         )
 
     def _void_all(self, hold_ids: Sequence[uuid.UUID], then: Callable[[], None]) -> None:
-        """Void holds; call `then` once they ended or time is up, never inside this call."""
+        """Void holds and call `then` when they ended or time is up, but never during this call."""
         left = len(hold_ids)
 
         def ended(_: object) -> None:
@@ -338,7 +341,7 @@ class HoldStore:
         timer = asyncio.get_running_loop().call_later(wait_s, give_up)
 
     def _puts_off(self, entry: Entry[HoldOperation], error: Exception) -> bool:
-        """Schedule a retry of an unanswered end or extension; return whether one is scheduled."""
+        """Schedule a retry of an unanswered end or extension; return False if it is not retried."""
         op = entry.op
         if (
             not isinstance(error, DatabaseUnavailable)
@@ -406,7 +409,7 @@ class HoldStore:
         return answers
 
     def _note_answer(self) -> None:
-        """Update whether the database is available; start the follow-up work when it is back."""
+        """Update whether the database is available; start the follow-up work after an outage."""
         if self.gate.away_s is not None:
             self._is_answering = False
             return
@@ -422,7 +425,7 @@ class HoldStore:
         answers: Sequence[HoldAnswer | Exception],
         sent_at: float,
     ) -> None:
-        """Update the live holds and their deadlines from the answers of a batch."""
+        """Update live holds and deadlines from the answers of a batch."""
         begun: list[uuid.UUID] = []
         ended: list[uuid.UUID] = []
         has_used = False
@@ -449,11 +452,11 @@ class HoldStore:
             self._used()
 
     def _renewal(self) -> Renew:
-        """Return a renewal of all live holds."""
+        """Build a renewal of all live holds."""
         return Renew(self.process_id, frozenset(self._leases.hold_ids), frozenset(self._spared))
 
     def _has_pending_binds(self) -> bool:
-        """Return whether requests were admitted that the database does not know of yet."""
+        """Return True if requests were admitted that the database does not know yet."""
         return self._preauthorized is not None and bool(self._preauthorized.pending_binds)
 
     async def _bind(self) -> bool:
@@ -483,7 +486,7 @@ class HoldStore:
             self._commits.begin(Renew(self.process_id, frozenset()), None)
 
     def _came_back(self) -> None:
-        """Renew all holds at once after an outage; this voids holds whose answers were lost."""
+        """Renew all holds right after an outage, which also voids holds whose answers were lost."""
         self._admissions.begin(PROBE, None)  # detects a broken connection before a request uses it
         self._try_again_now()
         self._commits.begin(Renew(self.process_id, frozenset()), None)
@@ -503,7 +506,7 @@ class HoldStore:
                 self._admissions.begin(PROBE, None)
 
     async def _tend_regularly(self, preauthorized: PreauthorizedHolds) -> None:
-        """Keep pre-authorized holds for each key in use."""
+        """Take pre-authorized holds for each key in use, and void surplus ones."""
         while True:
             await asyncio.sleep(TEND_INTERVAL_S)
             if self.gate.away_s is not None:
@@ -520,7 +523,7 @@ class HoldStore:
                         preauthorized.taken(op, answer)
 
     def _orphaned(self, op: HoldOperation, answer: HoldAnswer | Exception) -> None:
-        """Handle an answer without a caller: void an admission's hold, log a refused settlement."""
+        """Handle an answer without a caller: void an admitted hold, log a refused settlement."""
         if isinstance(answer, Admitted):
             # Dropped here too: a renewal then voids it before its request is bound elsewhere.
             self._leases.end((answer.hold_id,))

@@ -37,7 +37,7 @@ from metering.holds.bindings import BINDINGS_SUFFIX, Bind, BindingLog, read_bind
 # Owner and segment.
 NAME_FORM = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.[0-9]+\.journal2?", re.ASCII)
 UNFINISHED_SUFFIX = ".new"
-TAKEN_BITS = 32  # of a mark, below the reasoning tokens
+TAKEN_BITS = 32  # bits of a mark's token count; reasoning is above
 MARKS_AT_FIRST = 2048  # requests with output at once; more make the file grow
 # Written and removed to find out whether the disk takes data again: more than a block, since the
 # rest of the last block of a file is free even on a full disk.
@@ -49,11 +49,11 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Format of the files of a process.
+    """File format of a journal.
 
-    counts: of a record before its crc32: hold id; input, cached, generated, delivered token counts,
-    and reasoning ones where the format has them. mark: hold id; output tokens that the transport
-    has taken, and in the upper half those of them that are reasoning.
+    `counts` packs a record before its CRC-32: hold id; input, cached, generated and delivered token
+    counts; and reasoning tokens where the format has them. `mark` packs a hold id and the output
+    tokens that the transport has taken, with the reasoning tokens among them in the upper half.
     """
 
     suffix: str
@@ -82,7 +82,7 @@ FORMAT = FORMATS[".journal2"]
 
 
 class Delivered(msgspec.Struct, frozen=True, gc=False):
-    """Token totals of one hold so far, including those of the message to be sent."""
+    """Token totals of a hold so far, including the tokens of the message to be sent."""
 
     hold_id: uuid.UUID
     input_token_count: int
@@ -93,9 +93,9 @@ class Delivered(msgspec.Struct, frozen=True, gc=False):
 
 
 class UsageJournal:
-    """Journal of this process. Not thread-safe: one event loop writes.
+    """Journal of this process. Not thread-safe: use it from one event loop.
 
-    fault: why the disk refuses, for the log; empty while it can be written.
+    `fault` is the reason why the disk refuses writes, empty while it accepts them.
     """
 
     def __init__(
@@ -121,16 +121,16 @@ class UsageJournal:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the current segment."""
+        """Size of the current segment file."""
         return self._size_bytes
 
     @property
     def unsettled_count(self) -> int:
-        """Requests with delivered tokens that are not settled yet."""
+        """Number of requests with delivered tokens that are not settled."""
         return len(self._live)
 
     def record(self, entries: Sequence[Delivered]) -> None:
-        """Append new totals of holds; the tokens they count may then be sent.
+        """Append new totals of holds. Only then may the tokens that they count be sent.
 
         Raises: JournalUnavailable if the disk refuses; the file is then unchanged, and nothing may
         be sent.
@@ -169,27 +169,27 @@ class UsageJournal:
                 self._rotate_at_bytes = self._size_bytes + self._rotate_bytes
 
     def took(self, hold_id: uuid.UUID, token_count: int, reasoning_token_count: int = 0) -> None:
-        """Mark the totals of tokens that the transport has taken.
+        """Mark how many tokens of a hold the transport has taken.
 
-        One store of a word into the page cache: a killed process leaves both totals or neither.
+        One store of a word into the page cache, so a killed process leaves both totals or neither.
         """
         if (offset := self._offsets.get(hold_id.int)) is not None:
             self._marks[offset] = token_count | reasoning_token_count << TAKEN_BITS
 
     def failed(self, error: OSError) -> JournalUnavailable:
-        """Note that the disk refuses; logs the first refusal. Return the error for the caller."""
+        """Record that the disk refuses, log it the first time, and return the error to raise."""
         if not self.fault:
             log.error("journal_failed", cause=str(error))
         self.fault = str(error) or type(error).__name__
         return JournalUnavailable()
 
     def check(self) -> None:
-        """Raise JournalUnavailable while the disk refuses: no request may start."""
+        """Raise JournalUnavailable while the disk refuses writes, so that no request starts."""
         if self.fault:
             raise JournalUnavailable()
 
     def can_write(self) -> bool:
-        """Return whether the journal can be written. After a failure, try a new segment."""
+        """Return True if the journal can be written. After a failure, this tries a new segment."""
         if self.fault:
             try:
                 if not self._free_marks:
@@ -210,13 +210,13 @@ class UsageJournal:
         self._torn = False
 
     def forget(self, hold_id: uuid.UUID) -> None:
-        """Drop the totals of a settled hold."""
+        """Drop the totals of a hold that is settled."""
         self._live.pop(hold_id.int, None)
         if (offset := self._offsets.pop(hold_id.int, None)) is not None:
             self._free_marks.append(offset - FORMAT.mark_words + 1)
 
     def close(self) -> None:
-        """Close the file; keep it for recovery if it has unsettled totals. Idempotent."""
+        """Close the files; leave them for recovery if totals are unsettled. Idempotent."""
         self.bindings.close(keep=bool(self._live))
         if self._fd >= 0:
             self._remove_outlived()
@@ -229,9 +229,9 @@ class UsageJournal:
                 os.close(fd)
 
     def _add_marks(self, count: int) -> None:
-        """Let the file of marks grow. Raises: OSError.
+        """Grow the file of marks. Raises: OSError.
 
-        Allocates it, since a store to a page without space on the disk would end the process.
+        Space is allocated, because a store to a page without disk space would kill the process.
         """
         before = len(self._marks) // FORMAT.mark_words
         fd = os.open(self._marks_path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -247,9 +247,9 @@ class UsageJournal:
         self._free_marks += reversed(words)
 
     def _rotate(self) -> None:
-        """Begin a new segment with all unsettled totals, then remove the old one. Raises: OSError.
+        """Start a new segment with all unsettled totals and remove the old one.
 
-        Nothing has changed then.
+        Raises: OSError; nothing has changed then.
         """
         old = self._fd, self._path
         self._fd, self._path = self._create_segment(self._live.values())
@@ -260,7 +260,7 @@ class UsageJournal:
         self._remove_outlived()
 
     def _remove_outlived(self) -> None:
-        """Remove old segments; one that remains stays locked, or it would be recovered."""
+        """Remove old segments. One that remains stays locked, or it would be recovered."""
         for fd, path in list(self._outlived):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -284,9 +284,9 @@ class UsageJournal:
 
 
 def check_locks(directory: Path) -> None:
-    """Raise OSError if file locks have no effect in the directory: recovery relies on them.
+    """Raise OSError if file locks have no effect in the directory, because recovery relies on them.
 
-    A lock belongs to the open file, so two locks of one process conflict as those of two processes.
+    Two locks of one process conflict like those of two processes: a lock belongs to the open file.
     """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = directory / f"{uuid.uuid4()}.locktest"
@@ -311,13 +311,13 @@ def check_locks(directory: Path) -> None:
 
 
 def segment_of(path: Path) -> int:
-    """Return the segment number in a journal's file name, higher for newer files, or -1."""
+    """Parse the segment number of a journal's file name, higher for newer files; -1 if none."""
     number = path.name.split(".")[1]
     return int(number) if number.isdecimal() else -1
 
 
 def encode(entry: Delivered) -> bytes:
-    """Encode an entry as a record with its crc32."""
+    """Encode an entry as a record with its CRC-32."""
     body = FORMAT.counts.pack(
         entry.hold_id.int.to_bytes(16, "big"),
         entry.input_token_count,
@@ -330,7 +330,7 @@ def encode(entry: Delivered) -> bytes:
 
 
 def decode(data: bytes, form: Format = FORMAT) -> Iterator[Delivered]:
-    """Yield the records up to the first torn one; tokens of a torn record were never sent."""
+    """Decode the records up to the first torn one. Tokens of a torn record were never sent."""
     size = form.record_size
     for offset in range(0, len(data) - size + 1, size):
         body, crc = data[offset : offset + size - 4], data[offset + size - 4 : offset + size]
@@ -341,14 +341,14 @@ def decode(data: bytes, form: Format = FORMAT) -> Iterator[Delivered]:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all data, in several writes if needed. Raises: OSError if the disk is full."""
+    """Write all data, in several writes if needed. Raises: OSError, such as for a full disk."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
 class AbandonedJournal:
-    """Journal of a dead process, locked by this one. Use as a context manager."""
+    """Journal of a dead process, locked by this process. Use it as a context manager."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
@@ -363,7 +363,7 @@ class AbandonedJournal:
         os.close(self._fd)
 
     def delivered(self) -> list[Delivered]:
-        """Return the last totals of each hold from all segments of the owner."""
+        """Read the last totals of each hold from all segments."""
         last: dict[uuid.UUID, Delivered] = {}
         for path in sorted(self._segments(), key=segment_of):
             with contextlib.suppress(FileNotFoundError):  # removed by another recovery
@@ -372,7 +372,7 @@ class AbandonedJournal:
         return list(last.values())
 
     def taken(self) -> Mapping[uuid.UUID, tuple[int, int]]:
-        """Return the tokens of each hold that the transport had taken, and the reasoning ones."""
+        """Read how many tokens of each hold the transport took, and its reasoning tokens."""
         mark = self._format.mark
         try:
             data = self._marks_path.read_bytes()
@@ -392,11 +392,11 @@ class AbandonedJournal:
         return self.path.with_name(f"{self.process_id}{self._format.marks_suffix}")
 
     def bindings(self) -> list[Bind]:
-        """Return the requests that the owner admitted during an outage, in order."""
+        """Read the requests that the dead process admitted during an outage, in order."""
         return read_bindings(self.path.parent, self.process_id)
 
     def remove(self) -> None:
-        """Remove the journal, its unfinished segments and its bindings, after all was settled."""
+        """Delete the journal's segments and bindings. Call it once everything is settled."""
         self.path.with_name(f"{self.process_id}{BINDINGS_SUFFIX}").unlink(missing_ok=True)
         for unfinished in self.path.parent.glob(f"{self.process_id}.*{UNFINISHED_SUFFIX}"):
             unfinished.unlink(missing_ok=True)
@@ -405,18 +405,18 @@ class AbandonedJournal:
             self._marks_path.unlink(missing_ok=True)
 
     def set_aside(self) -> None:
-        """Rename a journal with refused entries, for manual inspection; recovery skips it then."""
+        """Rename a journal with refused entries for manual inspection; recovery skips it."""
         self.path.rename(self.path.with_suffix(".refused"))
 
 
 def journal_files(directory: Path) -> Iterator[Path]:
-    """Yield the files of journals of all formats."""
+    """Yield the journal files of all formats in a directory."""
     for suffix in FORMATS:
         yield from directory.glob(f"*{suffix}")
 
 
 def abandoned_journals(directory: Path) -> Iterator[AbandonedJournal]:
-    """Yield the journals of dead owners in the directory, each locked until the next one."""
+    """Yield the journals of dead processes. Each is locked until the next is requested."""
     for path in sorted(journal_files(directory)):
         if NAME_FORM.fullmatch(path.name) is None:
             continue  # not a journal
@@ -437,7 +437,7 @@ def abandoned_journals(directory: Path) -> Iterator[AbandonedJournal]:
 
 
 class JournalBacklog(NamedTuple):
-    """Counts of journals that await recovery, with the oldest one's age, and of refused ones."""
+    """Number of journals that await recovery, the age of the oldest, and the number set aside."""
 
     abandoned_count: int
     oldest_age_s: float
@@ -445,7 +445,7 @@ class JournalBacklog(NamedTuple):
 
 
 def journal_backlog(directory: Path) -> JournalBacklog:
-    """Return the backlog. Takes locks briefly: a concurrent recovery may skip a file once."""
+    """Count the journals. The brief locks may make a concurrent recovery skip a file once."""
     ages_s = []
     for path in journal_files(directory):
         # Removed meanwhile, or its owner is alive.

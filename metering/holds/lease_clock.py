@@ -24,7 +24,7 @@ boot_time_s = functools.partial(time.clock_gettime, BOOT_CLOCK)  # seconds on th
 
 
 class LeaseClock:
-    """Deadlines of the holds of one process."""
+    """Deadlines of this process's holds: a hold not renewed by then has lapsed."""
 
     def __init__(self, expiry_s: float, clock: Callable[[], float] = boot_time_s) -> None:
         self.now = clock
@@ -42,19 +42,19 @@ class LeaseClock:
         return len(self.deadlines)
 
     def begin(self, hold_ids: Iterable[uuid.UUID], sent_at: float) -> None:
-        """Set the deadlines of holds taken by a statement sent at `sent_at`, in clock seconds."""
+        """Set the deadlines of holds taken by a statement sent at `sent_at` (clock seconds)."""
         deadline = sent_at + self._span_s
         self._first_deadline = min(self._first_deadline, deadline)
         for hold_id in hold_ids:
             self.deadlines[hold_id.int] = hold_id, deadline
 
     def extend(self, hold_id: uuid.UUID, sent_at: float) -> None:
-        """Move the deadline of an extended hold, unless the hold has ended in this process."""
+        """Postpone the deadline of an extended hold, unless it has ended in this process."""
         if hold_id.int in self.deadlines:
             self.begin((hold_id,), sent_at)
 
     def renew(self, hold_ids: Iterable[uuid.UUID], sent_at: float) -> None:
-        """Move the deadlines of renewed holds, except those that had passed at `sent_at`."""
+        """Postpone the deadlines of renewed holds, except those that had passed at `sent_at`."""
         deadlines = self.deadlines
         self.begin(
             [
@@ -71,7 +71,7 @@ class LeaseClock:
             self.deadlines.pop(hold_id.int, None)
 
     def may_have_lapsed(self) -> bool:
-        """Return whether any hold may have lapsed. Usually costs one reading of the clock."""
+        """Return True if any hold may have lapsed. Usually costs one reading of the clock."""
         now = self.now()
         if now >= self._first_deadline:  # may be outdated by a renewal
             self._first_deadline = min(
@@ -80,6 +80,6 @@ class LeaseClock:
         return now >= self._first_deadline
 
     def left_s(self, hold_id: uuid.UUID) -> float:
-        """Return the seconds left until the hold's deadline; 0 if it has lapsed or ended."""
+        """Compute the seconds until the hold's deadline; 0 if it has lapsed or ended."""
         entry = self.deadlines.get(hold_id.int)
         return 0.0 if entry is None else max(entry[1] - self.now(), 0.0)

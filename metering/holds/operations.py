@@ -26,22 +26,22 @@ VERSION_AND_VARIANT = 7 << 76 | 2 << 62
 
 
 def is_other_payload(first: bytes, second: bytes) -> bool:
-    """Return whether two hashes are of different payloads; hashes of different keys count as equal.
+    """Return True if two hashes differ in payload; hashes of different keys count as equal.
 
-    So a repeated request is still recognized after the key has changed. A request id reused for
-    another payload after such a change gets the first request's result.
+    A repeated request is thus recognized even after the key has changed; but an id reused for
+    another payload after a key change gets the first request's result.
     """
     n = PAYLOAD_KEY_NAME_BYTES
     return first[:n] == second[:n] and first != second
 
 
 class Admit(msgspec.Struct):
-    """Take a hold for a new request. Answers `Admitted`.
+    """Operation that takes a hold for a new request. Answer: `Admitted`.
 
-    payload_hash: 32 bytes over all fields that define the request (`is_other_payload`).
-    first_slice_token_count: output tokens to lease first if they fit; otherwise fewer, but at
-    least `least_slice_token_count`. tier: decides the price. embedding: charge the embedding
-    price; both slices are 0. only_asks: take nothing and answer `Fits` if the hold would fit;
+    `payload_hash` has 32 bytes over all fields that define the request (`is_other_payload`). It
+    leases `first_slice_token_count` output tokens if they fit, otherwise fewer, but at least
+    `least_slice_token_count`. `tier` decides the price. With `embedding` the embedding price is
+    charged and both slices are 0. With `only_asks` nothing is taken and the answer is `Fits`;
     refusals are the same and are counted.
     """
 
@@ -60,13 +60,13 @@ class Admit(msgspec.Struct):
 
 
 class Fits(msgspec.Struct, frozen=True):
-    """A hold could be taken now; none was."""
+    """Answer: a hold could be taken now, and none was."""
 
 
 class Extend(msgspec.Struct, frozen=True):
-    """Lease at least one more output token. Answers `Extended`. Counts are current totals.
+    """Operation that leases at least one more output token. Answer: `Extended`. Counts are totals.
 
-    reasoning_token_count: delivered tokens known to be thinking.
+    `reasoning_token_count` counts the delivered tokens known to be thinking.
     """
 
     hold_id: uuid.UUID
@@ -77,12 +77,12 @@ class Extend(msgspec.Struct, frozen=True):
 
 
 class Settle(msgspec.Struct, frozen=True):
-    """End a hold with its delivered tokens; write the usage event. Answers `Settled`; idempotent.
+    """Operation that ends a hold and writes its usage event. Idempotent. Answer: `Settled`.
 
-    input_token_count: prompt tokens to bill, 0 if the engine never began; of an embedding the
-    embedded tokens, which the usage event keeps apart from input. journalled_token_count: output
-    tokens written to be sent, at least the delivered ones. migration_count: moves to another engine
-    after the first token. reasoning_token_count: delivered tokens of thinking.
+    `input_token_count` are the prompt tokens to bill, 0 if the engine never began; for an embedding
+    they are the embedded tokens. `journalled_token_count` are the output tokens written to be sent,
+    at least the delivered ones. `migration_count` counts moves to another engine after the first
+    token. `reasoning_token_count` counts the delivered tokens of thinking.
     """
 
     hold_id: uuid.UUID
@@ -99,31 +99,31 @@ class Settle(msgspec.Struct, frozen=True):
 
 
 class Void(msgspec.Struct, frozen=True):
-    """End a hold that bills nothing and undo its charges. Answers `Ended`.
+    """Operation that ends a hold without usage and undoes its charges. Answer: `Ended`.
 
-    Charges posted by its extensions are reversed in the windows they were posted to. Refused if
-    the hold has delivered tokens, which must be settled.
+    Charges posted by its extensions are reversed in the windows they were posted to. A hold with
+    delivered tokens is refused: it must be settled.
     """
 
     hold_id: uuid.UUID
 
 
 class Expire(msgspec.Struct, frozen=True):
-    """End a hold whose expiry has passed. Answers `Ended`; no effect if it is not due.
+    """Operation that ends a hold whose expiry has passed. Answer: `Ended`; no effect if not due.
 
     Bills the tokens delivered by the last extension. Quotas with a window keep the whole lease as
-    used: more may have been delivered, and a limit must not be exceeded. Lifetime quotas keep the
-    billed tokens.
+    used, since more may have been delivered and a limit must not be exceeded. Lifetime quotas keep
+    the billed tokens.
     """
 
     hold_id: uuid.UUID
 
 
 class Renew(msgspec.Struct, frozen=True):
-    """Extend the expiry of an owner's live holds. Answers `Renewed`.
+    """Operation that extends the expiry of an owner's live holds. Answer: `Renewed`.
 
-    Other holds of the owner are voided, except `spared_ids`: their admissions were committed, but
-    the answers were lost. spared_ids: holds with delivered tokens whose settlement was refused;
+    Holds of the owner that are in neither set are voided: their admissions were committed, but the
+    answers were lost. `spared_ids` are holds with delivered tokens whose settlement was refused;
     they end by expiry.
     """
 
@@ -136,7 +136,7 @@ HoldOperation = Admit | Extend | Settle | Void | Expire | Renew
 
 
 class Admitted(msgspec.Struct):
-    """A new hold. quotas: every limit that applies, including this hold."""
+    """Answer: a new hold. `quotas` are the states of all limits that apply, including this hold."""
 
     hold_id: uuid.UUID
     leased_token_count: int
@@ -146,14 +146,17 @@ class Admitted(msgspec.Struct):
 
 
 class Extended(msgspec.Struct, frozen=True):
-    """A larger lease. leased_token_count: output tokens that may be delivered in total."""
+    """Answer: a larger lease. `leased_token_count` output tokens may be delivered in total."""
 
     leased_token_count: int
 
 
 @dataclass(slots=True)
 class Settled:
-    """Recorded usage of a request. cost_picos: of `currency_code`, exact. receipts: one a part."""
+    """Answer: the recorded usage of a request.
+
+    `cost_picos` is the exact cost in `currency_code`. `receipts` has one per part.
+    """
 
     hold_id: uuid.UUID
     input_token_count: int
@@ -185,13 +188,13 @@ class RequestSettled(MeteringError):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """Answer to an operation without a result. done: whether it had an effect."""
+    """Answer to an operation without a result. `done` is True if it had an effect."""
 
     done: bool
 
 
 class Renewed(msgspec.Struct, frozen=True):
-    """Holds whose expiry was extended. The other holds have ended or are being ended."""
+    """Answer: the holds whose expiry was extended. Others have ended or are being ended."""
 
     hold_ids: frozenset[uuid.UUID]
 
@@ -200,7 +203,7 @@ HoldAnswer = Admitted | Fits | Extended | Settled | Ended | Renewed
 
 
 def new_hold_id() -> uuid.UUID:
-    """Return a UUID v7: milliseconds since 1970, their fraction in 4096ths, 62 random bits."""
+    """Generate a UUID v7: milliseconds since 1970, their fraction in 4096ths, 62 random bits."""
     milliseconds, rest = divmod(time.time_ns(), NANOSECONDS)
     random = int.from_bytes(os.urandom(8), "big") >> 2
     return uuid.UUID(

@@ -57,10 +57,10 @@ LEFT_LEAST_S = 1.0  # a hold that lapses sooner would end its request before its
 
 
 class Bindings(Protocol):
-    """Durable log of bindings (`BindingLog`)."""
+    """Durable log of bindings, implemented by `BindingLog`."""
 
     def record(self, bind: Bind) -> None:
-        """Write a binding before it takes effect. Raises: JournalUnavailable."""
+        """Write a binding to disk before it takes effect. Raises: JournalUnavailable."""
 
     def forget(self, hold_id: uuid.UUID) -> None:
         """Drop a binding that the database has stored."""
@@ -68,7 +68,7 @@ class Bindings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GraceTerms:
-    """Number and size of the pre-authorized holds for each key and model in use."""
+    """Number of pre-authorized holds per key and model in use, and their size in tokens."""
 
     hold_count: int
     input_token_count: int
@@ -77,7 +77,7 @@ class GraceTerms:
 
 @dataclass(frozen=True, slots=True)
 class UnboundHold:
-    """Pre-authorized hold without a request. taken_at: seconds of the lease clock."""
+    """Pre-authorized hold without a request. `taken_at` is in seconds of the lease clock."""
 
     admitted: Admitted
     input_token_count: int
@@ -86,9 +86,10 @@ class UnboundHold:
 
 @dataclass(slots=True)
 class User:
-    """Key, model, tier and kind of request that has pre-authorized holds.
+    """Key, model, tier and kind of request for which holds are pre-authorized.
 
-    used_at: last admission, seconds of the lease clock. has_room: no limit is half used.
+    `used_at` is the time of the last admission in seconds of the lease clock. `has_room` is True if
+    no enforced limit is half used.
     """
 
     payer: Payer
@@ -101,7 +102,7 @@ class User:
 
 
 class PreauthorizedHolds:
-    """Pre-authorized holds of this process, and their bindings not yet in the database."""
+    """Pre-authorized holds of this process, and bindings that the database does not have yet."""
 
     def __init__(self, terms: GraceTerms, bindings: Bindings, leases: LeaseClock) -> None:
         self._terms = terms
@@ -110,7 +111,7 @@ class PreauthorizedHolds:
         self._users: OrderedDict[UserKey, User] = OrderedDict()  # least recently used first
         self._surplus: list[uuid.UUID] = []  # holds to void
         self._pending_binds: dict[uuid.UUID, Bind] = {}  # by hold
-        # By project and request.
+        # Keys: ids of project and request.
         self._running: dict[tuple[uuid.UUID, uuid.UUID], tuple[uuid.UUID, bytes]] = {}
         self._request_of: dict[uuid.UUID, tuple[uuid.UUID, uuid.UUID]] = {}  # by hold
 
@@ -125,7 +126,7 @@ class PreauthorizedHolds:
         return sum(self._lasts(hold) for user in self._users.values() for hold in user.unbound)
 
     def admitted(self, op: Admit, answer: Admitted) -> None:
-        """Note an admission by the database: its key is in use, and its quotas' state is known."""
+        """Record an admission by the database: the key is in use, its quotas' state known."""
         self._runs(op)
         user = self._users.setdefault(
             user_key(op), User(op.payer, op.model, op.tier, op.embedding, 0.0, has_room=False)
@@ -138,7 +139,7 @@ class PreauthorizedHolds:
             self._clear(self._users.popitem(last=False)[1])
 
     def taken(self, op: Admit, answer: Admitted) -> None:
-        """Add a hold that was requested by `due`."""
+        """Add a hold taken for an admission that `due` returned."""
         user = self._users.get(user_key(op))
         if user is None or not has_room(answer):
             self._surplus.append(answer.hold_id)
@@ -196,7 +197,7 @@ class PreauthorizedHolds:
         return Admitted(hold_id, leased, admitted.prices, admitted.quotas, admitted.admitted_at)
 
     def release(self, organization_id: uuid.UUID) -> list[uuid.UUID]:
-        """Return the organization's holds, to void at once because a request exceeded a quota."""
+        """Return the organization's holds to void at once, because a request exceeded a quota."""
         for user in self._users.values():
             if user.payer.organization_id == organization_id:
                 user.has_room = False
@@ -204,7 +205,7 @@ class PreauthorizedHolds:
         return self.surplus()
 
     def surplus(self) -> list[uuid.UUID]:
-        """Return holds to void, including old ones and those of unused keys. Returns each once."""
+        """Return holds to void, such as old ones and those of unused keys. Each comes once."""
         now = self._leases.now()
         for user in self._users.values():
             kept = [
@@ -218,14 +219,14 @@ class PreauthorizedHolds:
         return surplus
 
     def release_all(self) -> list[uuid.UUID]:
-        """Return all holds, to void before the process ends; none are requested afterwards."""
+        """Return all unbound holds, to be voided at shutdown. No more are requested."""
         for user in self._users.values():
             self._clear(user)
         self._users.clear()
         return self.surplus()
 
     def due(self) -> list[Admit]:
-        """Return the admissions that complete the holds of each key in use."""
+        """Build the admissions that refill the holds of each key in use."""
         now = self._leases.now()
         return [
             self._admit(user)
@@ -295,7 +296,7 @@ class BackedAdmission:
         op: Admit,
         done: Answered,
     ) -> None:
-        """Submit the admission. begin: submits it. void_all: voids holds, then calls back."""
+        """Submit the admission with `begin`. `void_all` voids holds and then calls back."""
         self._preauthorized = preauthorized
         self._begin = begin
         self._void_all = void_all
@@ -332,12 +333,12 @@ class BackedAdmission:
 
 
 def user_key(op: Admit) -> UserKey:
-    """Return the user of an admission; tier and embedding count because prices differ."""
+    """Return the key of an admission's `User`. Tier and embedding are part of it: prices differ."""
     return op.payer.api_key_id, op.model, op.tier, op.embedding
 
 
 def has_room(admitted: Admitted) -> bool:
-    """Return whether no enforced limit that counts the request is half used."""
+    """Return True if no enforced limit that counts the request is more than half used."""
     prices = admitted.prices
     return all(
         state.remaining * 2 >= state.limit_value
@@ -367,11 +368,11 @@ WHERE h.id = v.id
 async def execute_binds(
     connection: Connection, binds: Sequence[Bind]
 ) -> list[HoldAnswer | Exception]:
-    """Bind the holds in one transaction; answer each, in order, with whether it is now bound.
+    """Bind holds to requests in one transaction; answer for each, in order, whether it is bound.
 
-    A hold that is bound already is left unchanged. If another hold has the request id, it stays
-    unbound: its settlement records the delivered tokens without billing them. Raises: errors of the
-    database.
+    A hold that is already bound is unchanged. If another hold has the request id, the hold stays
+    unbound: its settlement records the delivered tokens without billing them. Raises:
+    psycopg.Error.
     """
     reads = await read_and_lock(connection, {bind.hold_id for bind in binds})
     keys = {key for hold in reads.holds.values() for key in bound_keys(reads, hold)}
@@ -402,12 +403,12 @@ async def execute_binds(
 
 
 def bound_keys(reads: BatchReads, hold: Hold) -> set[CounterKey]:
-    """Return the keys of the counters that include the hold's charge."""
+    """Return the keys of all counters that include the hold's charge."""
     return quotas.touched_keys(hold.rules, hold.charge(), reads.now, extends=False)
 
 
 def shrink(counters: Counters, hold: Hold, bind: Bind) -> None:
-    """Reduce the hold's charge to that of the request."""
+    """Reduce a hold's charge to the tokens of the request that it is bound to."""
     rules, before = hold.rules, hold.charge()
     if hold.state == HoldState.EXPIRED:
         charged, granted = (
@@ -429,7 +430,7 @@ def shrink(counters: Counters, hold: Hold, bind: Bind) -> None:
 
 
 def bind_columns(binds: Sequence[Bind]) -> tuple[Value, ...]:
-    """Pack bindings as the values of BIND_HOLDS, one array per column."""
+    """Pack bindings into the array parameters of BIND_HOLDS."""
     return (
         id_array(bind.hold_id for bind in binds),
         id_array(bind.request_id for bind in binds),

@@ -60,10 +60,10 @@ NO_IDS = id_array(())
 
 
 class RuleCache:
-    """Cache of rules by row version and whether an override is in force; building a rule is slow.
+    """Cache of rules by row version and override state, because building a rule is slow.
 
-    The row's id and the transaction that wrote it identify each version that a server commits. A
-    restored server may reuse them for another version, so each connection has its own cache.
+    The row's id and the transaction that wrote it identify a version. A restored server may reuse
+    them for another version, so each connection has its own cache.
     """
 
     def __init__(self, count_max: int) -> None:
@@ -71,7 +71,7 @@ class RuleCache:
         self._rules: dict[str, QuotaRule] = {}
 
     def of(self, row: Row) -> QuotaRule:
-        """Return the rule of a row of RULE_COLUMNS; the same object for the same version."""
+        """Convert a row of RULE_COLUMNS to a rule; the same version gives the same object."""
         rule = self._rules.get(row[0])
         if rule is None:
             if len(self._rules) >= self._count_max:
@@ -81,7 +81,7 @@ class RuleCache:
 
 
 def rules_of_rows(connection: Connection, rows: Iterable[Row]) -> dict[int, QuotaRule]:
-    """Return rules by number, from rows of RULE_COLUMNS that this connection has read."""
+    """Convert rows of RULE_COLUMNS, read by this connection, to rules by number."""
     cache = RULES.get(connection)
     if cache is None:
         cache = RULES[connection] = RuleCache(RULE_COUNT_MAX)
@@ -102,7 +102,7 @@ def rule_of(
     base_limit_value: int,
     override_until: datetime | None,
 ) -> QuotaRule:
-    """Return the rule of a row of RULE_COLUMNS without its version."""
+    """Build a rule from the columns RULE_COLUMNS, without the version."""
     weights = Weights(input_weight, cached_input_weight, output_weight)
     key = (QuotaSubject(subject), subject_id, model, QuotaDimension(dimension))
     return QuotaRule(
@@ -212,7 +212,7 @@ FOR UPDATE
 
 
 class HoldRow(NamedTuple):
-    """Row of SELECT_HOLDS. receipt_ids: organization, project, key and request, 64 bytes."""
+    """Row of SELECT_HOLDS. `receipt_ids` are organization, project, key and request, 64 bytes."""
 
     id: uuid.UUID
     state: str
@@ -234,7 +234,7 @@ class HoldRow(NamedTuple):
     reasoning_token_count: int
 
     def hold(self, terms: HoldTerms, rules: Sequence[QuotaRule]) -> Hold:
-        """Return the hold with its terms and rules."""
+        """Build the hold with these terms and rules."""
         return Hold(
             self.id,
             self.request_id,
@@ -260,11 +260,11 @@ async def read_and_lock(
     admits: Sequence[Admit] = (),
     billed_ids: Collection[uuid.UUID] = (),
 ) -> BatchReads:
-    """Begin the transaction, lock the holds and read the inputs of all decisions.
+    """Begin the transaction, lock the holds and read what all decisions need.
 
-    billed_ids: holds that may get a usage event with a receipt: locks their projects' chains. Each
-    statement sees the rows locked by earlier ones. If a hold has expired, begins again with the
-    shared lock of admissions.
+    `billed_ids` are the holds that may get a usage event and a receipt; their projects' receipt
+    chains are locked. Each statement sees the rows locked by earlier ones. If a hold has expired,
+    the transaction begins again with the shared lock of admissions.
     """
     cache = cache_of(connection)
     statements: list[Statement] = [("BEGIN", ())]
@@ -315,9 +315,9 @@ async def read_and_lock(
 
 
 async def take_holds(connection: Connection, reads: BatchReads, rows: Sequence[HoldRow]) -> None:
-    """Add locked holds to `reads`, with their rules and prices from the cache or the database.
+    """Add locked holds to `reads`, with rules and prices from the cache or the database.
 
-    An expired hold also gets the rules created after it: they have counted its expired charge.
+    An expired hold also gets the rules created after it, which have counted its expired charge.
     """
     cache = cache_of(connection)
     rules, missing = cache.rules_for(
@@ -393,7 +393,7 @@ def admission_reads(admits: Sequence[Admit]) -> list[Statement]:
 def take_admission_reads(
     connection: Connection, reads: BatchReads, admits: Sequence[Admit], answers: Sequence[list[Row]]
 ) -> list[Row]:
-    """Store the results of `admission_reads` in `reads` and the cache.
+    """Store the results of `admission_reads` in `reads` and in the cache.
 
     Returns the rows of SELECT_SAME_REQUEST.
     """
@@ -440,7 +440,7 @@ def take_admission_reads(
 
 
 def same_request(row: Row, events: Mapping[int, EventSums]) -> SameRequest:
-    """Return the first use of a request id, by a row of SELECT_SAME_REQUEST and ended holds."""
+    """Build the first use of a request id from a row of SELECT_SAME_REQUEST and ended holds."""
     _, _, state, payload_hash, hold_id, currency_code = row
     settled = (
         None
@@ -453,7 +453,7 @@ def same_request(row: Row, events: Mapping[int, EventSums]) -> SameRequest:
 async def lock_counters(
     connection: Connection, now: datetime, keys: Collection[CounterKey]
 ) -> Counters:
-    """Lock the counter rows in order; insert missing rows of new windows."""
+    """Lock the counter rows in a fixed order; insert those of new windows."""
     counters = Counters(now)
     if not keys:
         return counters

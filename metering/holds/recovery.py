@@ -26,13 +26,13 @@ from metering.store.db import CONNECT_TIMEOUT_S, StoreGate, connection_options, 
 
 log = structlog.get_logger(__name__)
 
-# By the journal's process.
+# Keys: ids of the processes of journals.
 retries = Retries("journal_recovery", passing=(DatabaseUnavailable, OSError))
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Counts of a recovery: processed journals, holds settled from them, delivered tokens."""
+    """Result of a recovery: journals processed, holds settled, and tokens delivered under them."""
 
     journal_count: int = 0
     settled_hold_count: int = 0
@@ -45,13 +45,11 @@ async def recover_journals(
     gate: StoreGate | None = None,
     signer: BatchSigner | None = None,
 ) -> Recovered:
-    """Settle the holds of all dead processes of this machine; void those without delivered tokens.
+    """Settle the holds of all dead processes on this machine; void those without delivered tokens.
 
-    Delivered are the journalled tokens that the transport had taken.
-
-    gate: shared by all connections of this process to the same database. signer: of receipts; None:
-    unsigned. Raises: DatabaseUnavailable if the database is unavailable; the journals are kept
-    then.
+    Journalled tokens count as delivered if the transport had taken them. `gate` is shared by all
+    connections of this process to the same database. `signer` signs receipts; with None they are
+    unsigned. Raises: DatabaseUnavailable; the journals are kept then.
     """
     done = Recovered()
     for journal in abandoned_journals(directory):
@@ -76,7 +74,7 @@ async def recover_journals(
 
 
 async def recover(holds: HoldConnection, journal: AbandonedJournal) -> Recovered:
-    """Settle the holds of one journal, void its owner's other holds, and remove the journal."""
+    """Settle the holds of one journal, void the owner's other holds, and delete the journal."""
     await holds.end_other_connections()
     taken = journal.taken()
     settlements = [
@@ -130,10 +128,10 @@ async def bind(holds: HoldConnection, binds: Sequence[Bind], renewal: Renew) -> 
 def settlement(
     entry: Delivered, taken_token_count: int, taken_reasoning_token_count: int = 0
 ) -> Settle:
-    """Return the settlement of a request whose server died: failed, billed as delivered.
+    """Build the settlement of a request whose server died: failed, billed as delivered.
 
-    Without delivered tokens nothing is billed, the input neither. A mark is above the journal only
-    after a crash of the machine that lost its end.
+    Without delivered tokens nothing is billed, not even the input. A mark exceeds the journal only
+    if the machine crashed and lost the journal's end.
     """
     delivered_token_count = min(taken_token_count, entry.delivered_token_count)
     return Settle(
@@ -149,16 +147,16 @@ def settlement(
     )
 
 
-sweep_retries = Retries("hold_sweep")  # by hold
+sweep_retries = Retries("hold_sweep")  # per hold
 
 
 async def sweep_expired_holds(
     database_url: str, *, limit: int = 1000, signer: BatchSigner | None = None
 ) -> int:
-    """Expire up to `limit` overdue holds; return how many ended. Safe to run concurrently.
+    """Expire up to `limit` overdue holds and return how many ended. Concurrent calls are safe.
 
-    signer: of receipts; None: unsigned. Raises: psycopg.OperationalError or DatabaseUnavailable if
-    the database is unavailable.
+    `signer` signs receipts; with None they are unsigned. Raises: psycopg.OperationalError or
+    DatabaseUnavailable.
     """
     async with await psycopg.AsyncConnection.connect(
         psycopg_conninfo(database_url),

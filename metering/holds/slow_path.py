@@ -62,12 +62,13 @@ async def execute_slow(
     signer: BatchSigner | None = None,
     own: OwnHolds | None = None,
 ) -> list[HoldAnswer | Exception]:
-    """Run the operations in one transaction; return each one's result or refusal, in order.
+    """Execute operations in one transaction; return the result or refusal of each, in order.
 
-    connection: in autocommit mode, for exclusive use. refusals: counts admissions that quotas
-    refuse, and sets their retry-after. signer: of receipts; None: unsigned. own: receives the holds
-    taken and extended. A refused operation changes nothing. Raises: errors of the database; then
-    the batch may or may not be committed, and the caller must drop the connection.
+    `connection` is in autocommit mode and for exclusive use. `refusals` counts admissions that
+    quotas refuse and sets their retry-after. `signer` signs receipts; with None they are unsigned.
+    `own` receives the holds taken and extended. A refused operation changes nothing. Raises:
+    psycopg.Error; the batch may or may not be committed then, and the caller must close the
+    connection.
     """
     orphans = await find_orphans(connection, operations)
     batch = [*operations, *(Void(hold_id) for hold_id in orphans)]
@@ -104,7 +105,8 @@ async def decide_and_commit(
 ) -> tuple[BatchReads, BatchWrites, dict[int, HoldAnswer | Exception]]:
     """Decide and write a batch in one transaction.
 
-    unread: allows incrementing counters unread. Raises: GuardFailed if a counter row is missing.
+    `unread` allows counters to be incremented without reading them. Raises: GuardFailed if a
+    counter row is missing.
     """
     admits = [op for op in batch if isinstance(op, Admit)]
     hold_ids = {op.hold_id for op in batch if not isinstance(op, Admit | Renew)}
@@ -149,7 +151,7 @@ async def decide_and_commit(
 
 
 def only_gives_back(reads: BatchReads, batch: Sequence[HoldOperation]) -> bool:
-    """Return whether all decisions of the batch are independent of the values of counters."""
+    """Return True if no decision of the batch depends on the value of a counter."""
     if any(isinstance(op, Admit | Extend) for op in batch) or any(
         h.state == HoldState.EXPIRED for h in reads.holds.values()
     ):
@@ -158,7 +160,7 @@ def only_gives_back(reads: BatchReads, batch: Sequence[HoldOperation]) -> bool:
 
 
 def undone_ids(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[uuid.UUID]:
-    """Return the holds whose end changes what their extensions have posted."""
+    """Find the holds whose end changes amounts that their extensions have posted."""
     return {
         hold.id
         for op in batch
@@ -172,7 +174,7 @@ def undone_ids(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[uuid.UU
 async def find_orphans(
     connection: Connection, operations: Sequence[HoldOperation]
 ) -> list[uuid.UUID]:
-    """Return the holds of renewing owners that they do not know of, because the answer was lost."""
+    """Find the holds that renewing owners do not know, because the answer was lost."""
     orphans: list[uuid.UUID] = []
     for op in operations:
         if isinstance(op, Renew):
@@ -186,7 +188,7 @@ async def find_orphans(
 
 
 def counter_keys(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[CounterKey]:
-    """Return the keys of all counters that the batch may change."""
+    """Collect the keys of all counters that the batch may change."""
     keys: set[CounterKey] = set()
     extended_ids = {op.hold_id for op in batch if isinstance(op, Extend)}
     undone = undone_ids(reads, batch)
@@ -202,7 +204,7 @@ def counter_keys(reads: BatchReads, batch: Sequence[HoldOperation]) -> set[Count
 def refused_of(
     operations: Sequence[HoldOperation], answers: Mapping[int, HoldAnswer | Exception]
 ) -> list[Refused]:
-    """Return the admissions of a batch that exceed a quota."""
+    """Collect the admissions of a batch that exceeded a quota."""
     refused: list[Refused] = []
     for index, op in enumerate(operations):
         if isinstance(op, Admit) and isinstance(answer := answers[index], QuotaExceeded):

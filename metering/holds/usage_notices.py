@@ -18,7 +18,7 @@ log = structlog.get_logger(__name__)
 
 
 class UsageNotices:
-    """Usage notices of one process. Sends only while `run` runs."""
+    """Sender of usage notices of one process. It sends only while `run` runs."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions

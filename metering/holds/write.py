@@ -180,7 +180,7 @@ INCREMENT = _increment_form.format(which="i.ordinal = 1")
 
 
 def renewals(writes: BatchWrites, expiry_s: float) -> list[Statement]:
-    """Build statements that extend the expiry of holds; each returns the ids of its holds."""
+    """Build statements that extend the expiry of holds; each returns the ids of those extended."""
     return [
         (RENEW_HOLDS, (expiry_s, str(process_id), id_array(hold_ids)))
         for process_id, hold_ids in writes.renewed
@@ -188,7 +188,7 @@ def renewals(writes: BatchWrites, expiry_s: float) -> list[Statement]:
 
 
 def changed_holds(writes: BatchWrites, expiry_s: float) -> list[Statement]:
-    """Build statements that extend and end holds; they fail with GuardFailed."""
+    """Build the statements that extend and end holds; GuardFailed if a hold has changed."""
     statements: list[Statement] = []
     if writes.extensions:
         extended = [writes.extensions[number] for number in sorted(writes.extensions)]
@@ -227,7 +227,7 @@ def changed_holds(writes: BatchWrites, expiry_s: float) -> list[Statement]:
 
 
 def new_holds(writes: BatchWrites, owner: str, expiry_s: float) -> list[Statement]:
-    """Build the statement that inserts holds; none without holds."""
+    """Build the statement that inserts new holds; an empty list if there are none."""
     if not writes.holds:
         return []
     indexes: dict[HoldTerms, int] = {}
@@ -283,9 +283,10 @@ def usage_writes(
     events: Iterable[tuple[Hold, Settled, int, Settle, bool]],
     signer: BatchSigner | None,
 ) -> list[Statement]:
-    """Issue and sign receipts, and return statements that insert them with their usage events.
+    """Issue and sign receipts, and build the statements that insert them with their usage events.
 
-    events: see `BatchWrites`. The statements fail with GuardFailed if a chain has been continued.
+    `events` is as in `BatchWrites`. The statements fail with GuardFailed if another connection has
+    extended a chain.
     """
     rows = []
     for hold, usage, part, op, recovered in events:
@@ -352,22 +353,22 @@ def usage_writes(
 
 @functools.lru_cache(maxsize=64)  # nearly all requests have the same stages
 def _json_format(names: tuple[str, ...]) -> str:
-    """Return a `%` format of a JSON object with numbers under these names."""
+    """Build a `%` format for a JSON object of numbers with these names."""
     return "{" + ", ".join(json.dumps(name).replace("%", "%%") + ": %s" for name in names) + "}"
 
 
 def key_columns(keys: Collection[CounterKey]) -> tuple[Packed, Packed]:
-    """Pack counter keys as two array columns."""
+    """Pack counter keys into two array parameters."""
     return id_number_array([number for number, _ in keys]), time_array([start for _, start in keys])
 
 
 def counter_increments(
     increments: Mapping[CounterKey, tuple[int, int]], limits: Mapping[CounterKey, int]
 ) -> tuple[list[CounterKey], list[Statement]]:
-    """Build a statement that increments counters within their limits, and the keys in its order.
+    """Build a statement that increments counters within their limits; return the keys too.
 
-    If any counter has a limit, its rows are (1-based index of the key, used, held) of each. It
-    fails with GuardFailed if a limit has no room or a counter row is missing.
+    If a counter has a limit, the statement returns rows of the key's 1-based index, used and held.
+    It fails with GuardFailed if a limit has no room or a counter row is missing.
     """
     if not increments:
         return [], []
@@ -382,7 +383,7 @@ def counter_increments(
 
 
 def counter_writes(counters: Counters) -> list[Statement]:
-    """Build statements that write the decided values of counters."""
+    """Build the statements that write the decided values of counters."""
     if counters.unlocked:
         return counter_increments(counters.all_increments(), counters.limits)[1]
     statements: list[Statement] = []

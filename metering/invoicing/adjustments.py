@@ -93,7 +93,7 @@ LOCK_INVOICE = text("SELECT * FROM invoices WHERE id = :id FOR UPDATE")
 
 
 class AdjustmentState(StrEnum):
-    """State of an adjustment."""
+    """State of an adjustment; `approved` and `rejected` are final."""
 
     PROPOSED = "proposed"
     APPROVED = "approved"
@@ -102,7 +102,7 @@ class AdjustmentState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdjustmentRecord:
-    """An adjustment and its decision. amount_picos: additional amount owed by the customer."""
+    """An adjustment and its decision. `amount_picos` is added to what the customer owes."""
 
     id: uuid.UUID
     organization_id: uuid.UUID
@@ -128,9 +128,9 @@ async def create_adjustment(
     reason: str,
     actor: str,
 ) -> AdjustmentRecord:
-    """Propose a change of the amount on a customer's next invoice. Raises: NotFound, InvalidValue.
+    """Propose to change the amount of a customer's next invoice. Raises: NotFound, InvalidValue.
 
-    Zero is allowed only for misstated usage whose tokens cost nothing.
+    Zero is allowed only to correct misstated usage whose tokens cost nothing.
     """
     owner = await find_organization(session, organization)
     if abs(amount_picos) > AMOUNT_MAX_PICOS:
@@ -156,7 +156,7 @@ async def create_credit_note(
     reason: str,
     actor: str,
 ) -> AdjustmentRecord:
-    """Propose to refund all or part of an invoice. amount_picos: above 0.
+    """Propose to refund all or part of an invoice: `amount_picos`, more than 0.
 
     Raises: NotFound, InvalidValue.
     """
@@ -189,11 +189,11 @@ async def approve(
     secret_hash: bytes = b"",
     now: datetime | None = None,
 ) -> AdjustmentRecord:
-    """Approve another person's proposal and post it; the same approver may repeat it.
+    """Approve another person's proposal and post it. The same approver may repeat the call.
 
-    secret_hash: of the approver's secret in use. now: time of the approval, by default the
-    database's. Raises: NotFound; ApprovalRefused for the author and for a decided proposal;
-    InvalidValue if the credit note exceeds the amount of its invoice that is still refundable.
+    `secret_hash` is that of the secret the approver uses. `now` is the time of approval, by default
+    the database's. Raises: NotFound; ApprovalRefused for the author or a decided proposal;
+    InvalidValue if a credit note exceeds the part of its invoice that is still refundable.
     """
     row = await _locked(session, adjustment_id)
     record = await find_adjustment(session, row.id)
@@ -249,7 +249,7 @@ async def reject(
 
 
 async def find_adjustment(session: AsyncSession, adjustment_id: uuid.UUID) -> AdjustmentRecord:
-    """Return an adjustment by its id. Raises: NotFound."""
+    """Look up an adjustment by its id. Raises: NotFound."""
     row = (await session.execute(ONE, {"id": adjustment_id})).one_or_none()
     if row is None:
         raise NotFound("adjustment", str(adjustment_id))
@@ -257,7 +257,7 @@ async def find_adjustment(session: AsyncSession, adjustment_id: uuid.UUID) -> Ad
 
 
 async def find_credit_note(session: AsyncSession, number: str) -> AdjustmentRecord:
-    """Return an approved credit note by its number. Raises: NotFound."""
+    """Look up an approved credit note by its number. Raises: NotFound."""
     row = (await session.execute(OF_NUMBER, {"number": number})).one_or_none()
     if row is None:
         raise NotFound("credit note", number)
@@ -271,7 +271,7 @@ async def list_adjustments(
     undecided_only: bool = False,
     invoice_id: uuid.UUID | None = None,
 ) -> list[AdjustmentRecord]:
-    """Return adjustments and credit notes, the latest first. invoice_id: only of this invoice."""
+    """List adjustments and credit notes, the latest first; only those of `invoice_id` if given."""
     filters = {
         "organization_id": organization_id,
         "undecided_only": undecided_only,
@@ -281,7 +281,7 @@ async def list_adjustments(
 
 
 def check_currency(code: str, expected: str) -> None:
-    """Raise InvalidValue for a currency other than the expected one; an empty code is accepted."""
+    """Raise InvalidValue unless the code is empty or the expected currency."""
     if code not in ("", expected):
         raise InvalidValue(
             "amount.currency_code",
@@ -290,7 +290,7 @@ def check_currency(code: str, expected: str) -> None:
 
 
 async def check_credit_left(session: AsyncSession, invoice: Row[Any], amount_picos: int) -> None:
-    """Raise InvalidValue if the amount exceeds the part of an invoice that is not refunded yet."""
+    """Raise InvalidValue if the amount exceeds the part of an invoice not refunded yet."""
     left = int(invoice.total_picos) - await credited_picos(session, invoice.id)
     if amount_picos > left:
         total, rest = (
@@ -305,7 +305,7 @@ async def check_credit_left(session: AsyncSession, invoice: Row[Any], amount_pic
 
 
 def refuse_decided(record: AdjustmentRecord) -> None:
-    """Raise ApprovalRefused for a proposal that was approved or rejected."""
+    """Raise ApprovalRefused if the proposal has been approved or rejected."""
     if record.state is not AdjustmentState.PROPOSED:
         raise ApprovalRefused(
             f"adjustment {record.id} was {record.state} by {record.decided_by}: propose a new one"
@@ -344,7 +344,7 @@ async def _propose(
 async def _decided(
     session: AsyncSession, adjustment_id: uuid.UUID, actor: str, action: str
 ) -> AdjustmentRecord:
-    """Return the current record after writing it to the audit log."""
+    """Write the decision to the audit log and return the current record."""
     record = await find_adjustment(session, adjustment_id)
     after = {
         "organization_id": str(record.organization_id),
@@ -362,7 +362,7 @@ async def _decided(
 
 
 async def _locked(session: AsyncSession, adjustment_id: str) -> Row[Any]:
-    """Return the row, locked against concurrent decisions. Raises: NotFound."""
+    """Load an adjustment's row and lock it against concurrent decisions. Raises: NotFound."""
     key = as_uuid(adjustment_id)
     if key is None or (row := (await session.execute(LOCK, {"id": key})).one_or_none()) is None:
         raise NotFound("adjustment", adjustment_id)
@@ -370,7 +370,7 @@ async def _locked(session: AsyncSession, adjustment_id: str) -> Row[Any]:
 
 
 async def _billing_month(session: AsyncSession, organization_id: uuid.UUID, now: datetime) -> date:
-    """Return the month that is invoiced next. It cannot be closed before this transaction ends."""
+    """Find the month that is invoiced next, and keep it open until the transaction ends."""
     await share_posting_locks(session, [organization_id])
     present = month_of(now.date())
     until_now = {"organization_id": organization_id, "present": present}

@@ -108,9 +108,9 @@ INSTANT = timedelta(microseconds=1)
 async def find_obstacles(
     session: AsyncSession, request: CloseRequest, *, all_rated: bool
 ) -> list[Obstacle]:
-    """Return the obstacles to closing a month. all_rated: no backlog of usage is left.
+    """Find the obstacles to closing a month. `all_rated` is True if no usage waits for rating.
 
-    Usage that arrives later is not an obstacle: it is late usage.
+    Usage that arrives after the close is not an obstacle: it is late usage.
     """
     organization_id, month, now = request.organization_id, request.month, await request.now(session)
     ends = month_end(month)
@@ -170,7 +170,7 @@ async def find_obstacles(
 
 
 async def _document_obstacles(session: AsyncSession, request: CloseRequest) -> list[Obstacle]:
-    """Return the obstacles to the month's document: an invoice needs its issuer, a name a font."""
+    """Find obstacles to the month's document: an incomplete issuer, a character without a font."""
     owner = await session.get_one(Organization, request.organization_id)
     obstacles = []
     missing = request.issuer.missing
@@ -194,7 +194,7 @@ async def _document_obstacles(session: AsyncSession, request: CloseRequest) -> l
 
 
 def _before_first(month: date, first: date) -> Obstacle:
-    """Return the obstacle to closing a month before the first one, such as a typing error."""
+    """Build the obstacle for a month before the customer's first, which is probably a typo."""
     empty = (first.year - month.year) * 12 + first.month - month.month
     reason = (
         f"{month_text(month)} is before the customer's first month, {month_text(first)}: closing it"
@@ -233,7 +233,7 @@ async def _misstated(
 
 
 def named(ids: list[str]) -> str:
-    """Return the first ids and the number of further ones."""
+    """Format the first ids and the number of further ones."""
     more = f" and {len(ids) - NAMED_MAX} more" if len(ids) > NAMED_MAX else ""
     return ", ".join(ids[:NAMED_MAX]) + more
 
@@ -247,7 +247,7 @@ def spent_credit(draft: MonthReport) -> list[CreditApplication]:
 
 
 def close_postings(draft: MonthReport, month: date, invoice_id: uuid.UUID) -> list[Posting]:
-    """Return the postings of a close: the plan's lines, the credit applied, and the rounding."""
+    """Build the ledger postings of a close: plan lines, applied credit, and rounding."""
     discount, commitment, spent = (
         sum(each.amount_picos for each in draft.charges if each.kind in kinds)
         for kinds in (DISCOUNTS, (LineKind.COMMITMENT,), (LineKind.CREDIT,))
@@ -287,12 +287,12 @@ Clock = Callable[[AsyncSession], Awaitable[datetime]]
 
 @dataclass(frozen=True, slots=True)
 class CloseRequest:
-    """A month to close and the person who closes it. month: its first day.
+    """A month to close, by its first day, and the person who closes it.
 
-    leave_running: ignore running requests that were admitted in the month. before_first: allow a
-    month before the customer's first one, so that the empty months between them have to be closed
-    too. correcting: the id of an approved adjustment for the cost of misstated usage, or empty.
-    issuer: on the month's document, which `draw` makes a PDF.
+    `leave_running` ignores running requests that were admitted in the month. `before_first` allows
+    a month before the customer's first; all months between must then be closed too. `correcting` is
+    the id of an approved adjustment for misstated usage, or empty. `issuer` is printed on the
+    document, which `draw` renders as PDF.
     """
 
     organization_id: uuid.UUID
@@ -308,7 +308,7 @@ class CloseRequest:
 
     @property
     def key(self) -> dict[str, object]:
-        """Organization and month, as parameters of statements."""
+        """Organization and month as query parameters."""
         return {"organization_id": self.organization_id, "month": self.month}
 
     async def now(self, session: AsyncSession) -> datetime:
@@ -318,14 +318,14 @@ class CloseRequest:
 
 @dataclass(frozen=True, slots=True)
 class CloseResult:
-    """Final report, and whether the month had been closed before."""
+    """Final report of a month. `already_closed` is True if an earlier call closed it."""
 
     report: MonthReport
     already_closed: bool
 
 
 class CloseTerms(TypedDict, total=False):
-    """Options of a close: see `CloseRequest`."""
+    """Options of a close, explained at `CloseRequest`."""
 
     leave_running: bool
     before_first: bool
@@ -341,7 +341,8 @@ async def close_month(
 ) -> CloseResult:
     """Rate pending usage, close a month `YYYY-MM`, and issue its invoice unless it is empty.
 
-    organization: name or id. Raises: NotFound, InvalidValue; MonthNotClosable with all obstacles.
+    `organization` is a name or id. Raises: NotFound; InvalidValue; MonthNotClosable with all
+    obstacles.
     """
     request = await _request(sessions, organization, month, actor, **terms)
     await _rate(sessions)
@@ -358,7 +359,7 @@ async def close_month(
 async def check_month(
     sessions: Sessions, *, organization: str, month: str, **terms: Unpack[CloseTerms]
 ) -> list[Obstacle]:
-    """Return the obstacles to a close now; none for a closed month. Rates pending usage first.
+    """Rate pending usage and find the obstacles to closing a month; none if it is closed.
 
     Raises: NotFound, InvalidValue.
     """
@@ -389,7 +390,7 @@ async def _is_closed(session: AsyncSession, request: CloseRequest) -> bool:
 
 
 async def _obstacles(session: AsyncSession, request: CloseRequest) -> list[Obstacle]:
-    """Lock the customer's ledger, rate its usage, return the obstacles; none for a closed month."""
+    """Lock the customer's ledger, rate its usage, and find obstacles; none for a closed month."""
     await allow_long_reads(session)
     await take_posting_lock(session, request.organization_id)
     if await _is_closed(session, request):
@@ -404,13 +405,13 @@ async def _refuse_obstacles(session: AsyncSession, request: CloseRequest) -> Non
 
 
 async def _mark_closing(session: AsyncSession, request: CloseRequest) -> None:
-    """Record the start of the close and its actor. An earlier record is kept."""
+    """Record when and by whom the close was started, unless it is recorded already."""
     begun = {"at": await request.now(session), "by": request.actor}
     await session.execute(BEGIN, begun | request.key)
 
 
 async def _close(session: AsyncSession, request: CloseRequest) -> CloseResult:
-    """Close the month, with the organization's ledger locked in the whole transaction."""
+    """Close the month. The organization's ledger stays locked until the transaction ends."""
     await _refuse_obstacles(session, request)
     owner = await session.get_one(Organization, request.organization_id)
     if await _is_closed(session, request):
@@ -453,7 +454,7 @@ async def _freeze(
     pdf_sha256: str,
     now: datetime,
 ) -> None:
-    """Record the facts and digests that later readings need, and close the month."""
+    """Store the facts and digests that later reads need, and mark the month as closed."""
     digest = digests(report)
     facts = request.key | {
         "organization_name": report.organization_name,

@@ -51,7 +51,7 @@ LONG_PAUSE = text(f"SET LOCAL idle_in_transaction_session_timeout = '{PAUSE_S:.0
 
 @dataclass(frozen=True, slots=True)
 class IssuedDocument:
-    """A PDF and the issuer on it, as kept."""
+    """A stored PDF and the issuer printed on it."""
 
     issuer: Issuer
     pdf: bytes
@@ -62,11 +62,11 @@ class IssuedDocument:
 
 
 class DrawingFailed(RuntimeError):
-    """Failure of the drawing process, with its error output."""
+    """The process that draws a PDF failed; the message has its error output."""
 
 
 class Drawer:
-    """Renderer of documents, one at a time."""
+    """Renderer that draws one document at a time, each in a child process."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Semaphore(1)
@@ -115,9 +115,9 @@ WHERE i.organization_id = :organization_id AND i.month = :month
 async def keep_document(
     session: AsyncSession, organization_id: uuid.UUID, name: str, issuer: Issuer, pdf: bytes
 ) -> IssuedDocument:
-    """Keep a document by its name, unless there is one; return the one kept.
+    """Store a document by name unless one is stored; return the stored one.
 
-    name: a month `YYYY-MM`, or the number of a credit note.
+    `name` is a month `YYYY-MM` or the number of a credit note.
     """
     values = {"issuer": Jsonb(issuer.as_json()), "pdf": pdf, "sha256": hashlib.sha256(pdf).digest()}
     key = {"organization_id": organization_id, "name": name}
@@ -128,7 +128,7 @@ async def keep_document(
 async def kept_document(
     session: AsyncSession, organization_id: uuid.UUID, name: str
 ) -> IssuedDocument | None:
-    """Read a kept document. Raises: InvariantViolated if its bytes have changed since."""
+    """Read a stored document; None if there is none. Raises: InvariantViolated if altered."""
     key = {"organization_id": organization_id, "name": name}
     row = (await session.execute(KEPT, key)).one_or_none()
     return None if row is None else _checked(row)
@@ -148,7 +148,7 @@ def _checked(row: Row[Any]) -> IssuedDocument:
 async def issue_month(
     session: AsyncSession, report: MonthReport, issuer: Issuer, draw: Draw
 ) -> IssuedDocument:
-    """Draw and keep the document of a month in the transaction that closes it."""
+    """Draw and store a month's document in the transaction that closes the month."""
     await session.execute(LONG_PAUSE)
     pdf = await draw(invoice_document(report, issuer))
     return await keep_document(session, report.organization_id, report.month, issuer, pdf)
@@ -157,10 +157,10 @@ async def issue_month(
 async def document_of_month(
     sessions: Sessions, report: MonthReport, issuer: Issuer, draw: Draw
 ) -> IssuedDocument:
-    """Return the document of a month: as kept of a closed one, else drawn now.
+    """Return a month's document: the stored one if the month is closed, else drawn now.
 
-    issuer: of documents that are not kept yet. A closed month without a document, from an earlier
-    release, gets it here, unless its invoice lacks an issuer.
+    `issuer` is printed on documents that are not stored yet. A month closed by an earlier release
+    without a document gets one here, unless its invoice lacks an issuer.
     """
     key = {
         "organization_id": report.organization_id,
@@ -184,9 +184,9 @@ async def document_of_month(
 async def document_of_credit_note(
     session: AsyncSession, note: AdjustmentRecord, issuer: Issuer, draw: Draw
 ) -> IssuedDocument:
-    """Return the document of an approved credit note; draw and keep it if there is none.
+    """Return the document of an approved credit note; the first call draws and stores it.
 
-    issuer: of a new document; if it is incomplete, the issuer of the corrected invoice.
+    `issuer` is printed on a new document, or the corrected invoice's issuer if it is incomplete.
     """
     found = await kept_document(session, note.organization_id, note.credit_note_number)
     if found is not None:
@@ -205,13 +205,13 @@ async def document_of_credit_note(
 
 
 async def characters_not_shown(texts: tuple[str, ...], issuer: Issuer) -> str:
-    """Return the characters that the issuer's fonts lack, each once. Raises: InvalidValue."""
+    """Find the characters that the issuer's fonts lack, each once. Raises: InvalidValue."""
     shows = await asyncio.to_thread(_shown_by, issuer) if issuer.font else shown_by_helvetica
     return "".join(dict.fromkeys(each for each in "".join(texts) if not shows(each)))
 
 
 async def check_shown(profile: BillingProfile, issuer: Issuer) -> None:
-    """Raise InvalidValue for the first field whose characters the issuer's fonts lack."""
+    """Raise InvalidValue for the first field with characters that the issuer's fonts lack."""
     for name in ("legal_name", *ADDRESS_FIELDS, "tax_id"):
         if missing := await characters_not_shown((getattr(profile, name),), issuer):
             shown = ", ".join(f"{each} (U+{ord(each):04X})" for each in missing[:SHOWN_MAX])

@@ -38,11 +38,11 @@ PLAN_HEADING = "Plan"
 
 @dataclass(frozen=True, slots=True)
 class Issuer:
-    """Sender of the invoice, in letterhead and foot. Without a name the document is a statement.
+    """Sender of invoices, in letterhead and foot. Without a name, documents are statements.
 
-    payment: payment instructions, one per line. font, bold_font: TrueType files for names beyond
-    Western European letters; None for Helvetica. They are not kept with a document, which has
-    their glyphs.
+    `payment` has payment instructions, one per line. `font` and `bold_font` are TrueType files for
+    characters beyond Western European ones; None means Helvetica. They are not stored with a
+    document, because the PDF embeds their glyphs.
     """
 
     name: str = ""
@@ -55,7 +55,7 @@ class Issuer:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Settings without which no invoice is issued, if they are not set."""
+        """Names of the settings that are needed to issue invoices and are not set."""
         needed = {
             "WEIR_ISSUER_NAME": self.name,
             "WEIR_ISSUER_ADDRESS": self.address,
@@ -74,9 +74,9 @@ class Issuer:
 
 @dataclass(frozen=True, slots=True)
 class TokenGroup:
-    """Lines of one model, each with its rounded picos.
+    """Lines of one model, each with its amount rounded to minor units, in picos.
 
-    late_month: the month of use, if it was closed before the usage was posted.
+    `late_month` is the month of use if it was closed before the usage was posted, else empty.
     """
 
     model: str
@@ -86,9 +86,9 @@ class TokenGroup:
 
 @dataclass(frozen=True, slots=True)
 class AmountLine:
-    """An amount and its reason: a discount, an adjustment, a credit. detail: small print below.
+    """A discount, adjustment or credit with its amount. `detail` is small print below it.
 
-    billed_picos: rounded; None if it is not part of the total.
+    `billed_picos` is the rounded amount; None if it is not part of the total.
     """
 
     description: str
@@ -99,9 +99,10 @@ class AmountLine:
 
 @dataclass(frozen=True, slots=True)
 class SummaryRow:
-    """A row of the sums at the end; each column adds up to the amount owed. strong: that amount.
+    """A row of the sums at the end; the `strong` row is the amount owed.
 
-    exact_picos, billed_picos: before and after rounding; None if not in the column.
+    `exact_picos` and `billed_picos` are the amounts before and after rounding, None if the row is
+    not in that column. Each column adds up to the amount owed.
     """
 
     label: str
@@ -113,12 +114,11 @@ class SummaryRow:
 
 @dataclass(frozen=True, slots=True)
 class InvoiceDocument:
-    """One invoice, draft, statement or credit note.
+    """Content of an invoice, draft, statement or credit note.
 
-    mark: warning on every page; empty on a final invoice. facts: label and text, beside the
-    customer. usage: None on a credit note. sections: amounts of one kind with their heading.
-    summary: sums, the amount owed last.
-    customer_lines: address, tax id and e-mail of the customer.
+    `mark` is a warning on every page, empty on a final invoice. `facts` are labels and texts beside
+    the customer. `usage` is None on a credit note. `sections` are headings with amounts. `summary`
+    ends with the amount owed. `customer_lines` are the customer's address, tax id and e-mail.
     """
 
     title: str
@@ -137,7 +137,7 @@ class InvoiceDocument:
 
 
 def grouped(text: str) -> str:
-    """Return a decimal number with thousands separators before the point: `-1,234.5`."""
+    """Insert thousands separators before the decimal point: `-1,234.5`."""
     sign, digits = ("-", text[1:]) if text.startswith("-") else ("", text)
     whole, point, fraction = digits.partition(".")
     assert len(fraction) <= PICO_DIGITS
@@ -145,7 +145,7 @@ def grouped(text: str) -> str:
 
 
 def shown_by_helvetica(character: str) -> bool:
-    """Return whether PDF's built-in fonts have the character: the letters of Western Europe."""
+    """Return True if PDF's built-in fonts have the character; they cover Western Europe."""
     return character >= " " and character.encode("cp1252", errors="ignore") != b""
 
 
@@ -210,14 +210,14 @@ def credit_note_document(
 
 
 def title(report: MonthReport, issuer: Issuer) -> str:
-    """Return the title: without an issuer and a number, the document is a statement."""
+    """Choose the title: "Statement" unless there are an issuer and an invoice number."""
     if report.closed is None:
         return "Draft invoice" if issuer.name else "Draft statement"
     return "Invoice" if issuer.name and report.closed.invoice_number else "Statement"
 
 
 def facts(report: MonthReport, number: str) -> Iterator[tuple[str, str]]:
-    """Yield the facts shown beside the customer, the period first."""
+    """Yield the labels and texts shown beside the customer, the period first."""
     begins, ends = month_bounds(report.month)
     yield "Billing period", f"{begins:%Y-%m-%d} to {ends - timedelta(days=1):%Y-%m-%d}"
     yield "Time zone", "UTC"
@@ -231,7 +231,7 @@ def facts(report: MonthReport, number: str) -> Iterator[tuple[str, str]]:
 
 
 def usage(report: MonthReport) -> Iterator[TokenGroup]:
-    """Yield the lines by model, in the report's order: the month's own usage, then late usage."""
+    """Group the lines by model, in the report's order: the month's own usage, then late usage."""
     groups: dict[tuple[str, str], list[tuple[ReportLine, int]]] = defaultdict(list)
     for line, billed_picos in zip(report.lines, report.rounded_parts_picos, strict=False):
         groups[line.late_month, line.model].append((line, billed_picos))
@@ -240,7 +240,7 @@ def usage(report: MonthReport) -> Iterator[TokenGroup]:
 
 
 def sections(report: MonthReport) -> Iterator[tuple[str, tuple[AmountLine, ...]]]:
-    """Yield plan, adjustments and credit, then the credit notes, which are refunded separately."""
+    """Yield headed amounts: plan, adjustments, credit, then credit notes (refunded separately)."""
     headed: dict[str, list[AmountLine]] = {
         heading: [] for heading in (PLAN_HEADING, *HEADINGS.values())
     }
@@ -267,7 +267,7 @@ def sections(report: MonthReport) -> Iterator[tuple[str, tuple[AmountLine, ...]]
 
 
 def summary(report: MonthReport) -> Iterator[SummaryRow]:
-    """Yield the rows from the lines to the amount owed. Empty rows are left out."""
+    """Yield the rows from the usage to the amount owed, leaving out empty ones."""
     sums: dict[str, tuple[int, int]] = {"Usage": (0, 0)}
     labels = (
         *("Late usage of earlier months" if line.late_month else "Usage" for line in report.lines),

@@ -62,7 +62,7 @@ INK, GREY, RULE, PALE = (
     HexColor("#f1f3f4"),
 )
 AMBER = HexColor("#a04b00")
-LINES_MAX, REASON_LINES_MAX = 4, 12  # of a text, and of a reason that a person wrote
+LINES_MAX, REASON_LINES_MAX = 4, 12  # in a text; in a reason that a person wrote
 LINE_SIZE = 7.8  # points of the text in the lines
 CELL_PADDING = 3  # of the first and the last column
 PADDED = [
@@ -83,7 +83,7 @@ HEAD = 10 * mm  # reserved on later pages for the running head
 
 
 class Words(Paragraph):
-    """Text of at most `lines_max` lines; a longer one is cut and ends with an ellipsis."""
+    """Paragraph of at most `lines_max` lines; longer text is cut and ends with an ellipsis."""
 
     markup_of: Callable[[str], str] | None = None  # None in the parts of a paragraph on two pages
     source = ""
@@ -113,7 +113,7 @@ class Words(Paragraph):
 
 
 class Figure(Paragraph):
-    """A number on one line, in a smaller size where its column is too narrow."""
+    """Number on one line, set smaller where its column is too narrow."""
 
     def wrap(self, available_width: float, available_height: float) -> tuple[float, float]:
         style = self.style
@@ -129,14 +129,14 @@ class Figure(Paragraph):
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """The two faces of a document, and the characters that they can show."""
+    """Regular and bold typeface of a document, and a test of the characters they have."""
 
     regular: str
     bold: str
     shows: Callable[[str], bool]
 
     def text(self, text: str) -> str:
-        """Return paragraph text, with escaped markup and code points for missing characters."""
+        """Escape paragraph markup, and replace characters that the font lacks by code points."""
         return escape(
             "".join(each if self.shows(each) else f"[U+{ord(each):04X}]" for each in text)
         )
@@ -151,20 +151,17 @@ class Type:
         color: Color = INK,
         lines_max: int = LINES_MAX,
     ) -> Paragraph:
-        """Return a paragraph; long words are broken instead of overflowing their column.
-
-        size: in points.
-        """
+        """Build a paragraph of `size` points. Long words are broken to fit their column."""
         made = Words(self.text(text), self._style(size, bold, right, color))
         made.markup_of, made.source, made.lines_max = self.text, text, lines_max
         return made
 
     def figure(self, text: str, size: float = LINE_SIZE, *, bold: bool = False) -> Paragraph:
-        """Return a number, at the right of its column. size: in points, at most."""
+        """Build a right-aligned number of at most `size` points."""
         return Figure(self.text(text), self._style(size, bold, True, INK))
 
     def cell(self, text: str, width: float) -> str | Paragraph:
-        """Return a word or number of a line: as text if it fits, which is much faster."""
+        """Build a table cell: plain text if it fits, which is much faster, else a paragraph."""
         fits = stringWidth(text, self.regular, LINE_SIZE) < width - CELL_PADDING
         return text if fits else self.figure(text)
 
@@ -181,7 +178,7 @@ class Type:
 
 
 def load_type(issuer: Issuer) -> Type:
-    """Return the issuer's fonts, or Helvetica. Raises: InvalidValue for other than TrueType."""
+    """Load the issuer's fonts, or Helvetica. Raises: InvalidValue for files other than TrueType."""
     if issuer.font is None:
         return Type("Helvetica", "Helvetica-Bold", shown_by_helvetica)
     faces = {"WeirRegular": issuer.font, "WeirBold": issuer.bold_font or issuer.font}
@@ -211,7 +208,7 @@ def plain_table(
     *,
     repeat: int = 0,
 ) -> Table:
-    """Return a table without padding except where `style` sets it."""
+    """Build a table without padding except where `style` sets it."""
     bare = [("LEFTPADDING", (0, 0), (-1, -1), 0), ("RIGHTPADDING", (0, 0), (-1, -1), 0)]
     bare += [("TOPPADDING", (0, 0), (-1, -1), 0), ("BOTTOMPADDING", (0, 0), (-1, -1), 0)]
     return Table(
@@ -224,7 +221,7 @@ def plain_table(
 
 
 def lines(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
-    """Yield the table of usage, by model with sums; the head repeats on every page."""
+    """Yield the table of usage by model, with sums. Its head repeats on every page."""
     if document.usage is None:
         return
     if not document.usage:
@@ -302,21 +299,21 @@ def sum_cells(
 def parts(
     usage: Sequence[TokenGroup],
 ) -> Iterator[tuple[TokenGroup, int, tuple[tuple[ReportLine, int], ...]]]:
-    """Yield each group in runs that fit a page, with the index of the run."""
+    """Split each group into runs of lines that fit a page; yield them with the run's index."""
     for group in usage:
         for part, start in enumerate(range(0, len(group.lines), TOGETHER_LINES_MAX)):
             yield group, part, group.lines[start : start + TOGETHER_LINES_MAX]
 
 
 def heading(group: TokenGroup, part: int) -> str:
-    """Return the model, with the month of use of late usage."""
+    """Build a group's heading: the model and, for late usage, the month of use."""
     late = f"Late usage of {group.late_month} · " if group.late_month else ""
     return f"{late}{group.model}{' (continued)' if part else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Fraction digits in each column of exact numbers, as many as the finest one needs."""
+    """Decimal places in each column of exact amounts, as many as its finest amount needs."""
 
     million: int
     token: int
@@ -324,7 +321,7 @@ class Positions:
 
 
 def decimal_places(document: InvoiceDocument) -> Positions:
-    """Return the fraction digits that the lines of the usage need."""
+    """Compute the decimal places that the usage lines need."""
     of = [line for group in document.usage or () for line, _ in group.lines]
     amounts = [line.amount_picos for line in of]
     return Positions(
@@ -335,12 +332,12 @@ def decimal_places(document: InvoiceDocument) -> Positions:
 
 
 def needed(amounts: Iterable[int], currency: str) -> int:
-    """Return the number of fraction digits of the finest amount."""
+    """Return the number of decimal places of the finest amount."""
     return max(len(exact_text(picos, currency).partition(".")[2]) for picos in amounts)
 
 
 def aligned(picos: int, decimals: int) -> str:
-    """Return an exact amount, padded to the number of fraction digits."""
+    """Format an exact amount, padded with zeros to `decimals` places."""
     whole, _, fraction = exact_text(picos, "").partition(".")
     fraction = fraction.ljust(decimals, "0")[: max(decimals, len(fraction.rstrip("0")))]
     return grouped(f"{whole}.{fraction}" if fraction else whole)
@@ -371,7 +368,7 @@ def sections(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
 
 
 def section_table(heading: str, amounts: Sequence[AmountLine], currency: str, type_: Type) -> Table:
-    """Return a table of amounts and reasons; the heading repeats on the next page."""
+    """Build a table of amounts and reasons. Its heading repeats on the next page."""
     rows: list[list[Any]] = [[type_.paragraph(heading, 8.5, bold=True), "", ""]]
     for line in amounts:
         reason = [type_.paragraph(line.description, 8, lines_max=REASON_LINES_MAX)]
@@ -397,7 +394,7 @@ def section_table(heading: str, amounts: Sequence[AmountLine], currency: str, ty
 
 
 def closing(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
-    """Yield the sums, unsplit and the amount owed last, then payment instructions and notes."""
+    """Yield the sums on one page, then payment instructions and notes."""
     exact = [row.exact_picos for row in document.summary if row.exact_picos is not None]
     decimals = needed(exact, document.currency_code)
     heads = [
@@ -435,7 +432,7 @@ def closing(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
 
 
 def summary_cells(row: SummaryRow, decimals: int, currency: str, type_: Type) -> list[Any]:
-    """Return the cells of a sum: its exact and its rounded amount, or its text."""
+    """Build the cells of a summary row: exact and rounded amount, or text."""
     size = 10.5 if row.strong else 8.5
     exact = "" if row.exact_picos is None else aligned(row.exact_picos, decimals)
     billed = row.text
@@ -453,7 +450,7 @@ FOOT, BOTTOM = 10 * mm, 10 * mm  # height of the foot, and the margin below it
 
 
 def render_pdf(document: InvoiceDocument) -> bytes:
-    """Return the document as PDF 1.4, A4. Raises: InvalidValue for an unusable font."""
+    """Render the document as PDF 1.4, A4. Raises: InvalidValue for an unusable font."""
     type_ = load_type(document.issuer)
     target = io.BytesIO()
     template = BaseDocTemplate(
@@ -486,7 +483,7 @@ def render_pdf(document: InvoiceDocument) -> bytes:
 
 
 def numbered_canvas(document: InvoiceDocument, type_: Type) -> type[Canvas]:
-    """Return a canvas class that draws page numbers once their total is known."""
+    """Build a canvas class that draws page numbers once the page count is known."""
 
     class Numbered(Canvas):
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -530,7 +527,7 @@ def draw_foot(canvas: Canvas, document: InvoiceDocument, type_: Type, page: str)
 def running_head(
     document: InvoiceDocument, type_: Type
 ) -> Callable[[Canvas, BaseDocTemplate], None]:
-    """Return a function that draws title, reference, customer and period on later pages."""
+    """Build a function that draws title, reference, customer and period on later pages."""
 
     def draw(canvas: Canvas, _: BaseDocTemplate) -> None:
         text = " · ".join(
@@ -592,7 +589,7 @@ def parties(document: InvoiceDocument, type_: Type) -> Iterator[Flowable]:
 
 
 def main() -> None:
-    """Render the parent process's document at a lower priority."""
+    """Render the document on standard input to a PDF on standard output, at low priority."""
     os.nice(NICENESS)
     document = pickle.load(sys.stdin.buffer)
     assert isinstance(document, InvoiceDocument)

@@ -31,7 +31,7 @@ TOKENS_PER_PRICE = 10**6  # prices are set and shown per million tokens
 
 
 class Series(StrEnum):
-    """A gapless series of document numbers; the value is their prefix."""
+    """Gapless series of document numbers; the value is their prefix."""
 
     INVOICE = "INV"
     CREDIT_NOTE = "CN"
@@ -39,9 +39,10 @@ class Series(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InvoiceLine:
-    """One line. exact_picos: before rounding; amount_picos: payable amount in whole minor units.
+    """A line of an invoice.
 
-    The line of the rounding has no exact amount.
+    `exact_picos` is the amount before rounding, `amount_picos` the payable one in whole minor
+    units. The line of the rounding has no exact amount.
     """
 
     kind: LineKind
@@ -59,7 +60,7 @@ class InvoiceLine:
 
 @dataclass(frozen=True, slots=True)
 class Invoice:
-    """Amount owed for a month, in picos; total = exact + carried in - carried out."""
+    """Invoice of one month. Amounts are in picos; total = exact + carried in - carried out."""
 
     number: str
     organization_id: uuid.UUID
@@ -77,7 +78,7 @@ class Invoice:
 
 
 def document_number(series: Series, ordinal: int) -> str:
-    """Return a number such as `INV-000001`: six digits or more, so that numbers sort as text."""
+    """Format a number such as `INV-000001`. Six digits or more, so that numbers sort as text."""
     return f"{series}-{ordinal:06d}"
 
 
@@ -105,7 +106,7 @@ def invoice_lines(report: MonthReport) -> tuple[InvoiceLine, ...]:
 
 
 def usage_description(line: ReportLine, currency_code: str) -> str:
-    """Return a text such as `demo, output tokens, USD 0.60 per million (price 3)`."""
+    """Describe a line, as in `demo, output tokens, USD 0.60 per million (price 3)`."""
     late = f"late usage of {line.late_month}: " if line.late_month else ""
     price = exact_text(line.unit_price_picos * TOKENS_PER_PRICE, currency_code)
     tier = "" if line.tier is ServiceTier.INTERACTIVE else f"{line.tier} "
@@ -141,7 +142,7 @@ WHERE a.invoice_id = :invoice_id AND d.approved
 
 
 async def draw_number(session: AsyncSession, series: Series) -> tuple[int, str]:
-    """Draw the next ordinal and number; blocks other draws until the commit."""
+    """Take the next ordinal and number of a series. Other calls wait until the commit."""
     ordinal: int = (await session.execute(NUMBER, {"series": series})).scalar_one()
     return ordinal, document_number(series, ordinal)
 
@@ -162,7 +163,7 @@ async def write_invoice(
     issued_at: datetime,
     issued_by: str,
 ) -> str:
-    """Insert the rows of a month's invoice from its report; return its number."""
+    """Insert a month's invoice and its lines; return the invoice number."""
     ordinal, number = await draw_number(session, Series.INVOICE)
     lines = invoice_lines(report)
     row = {
@@ -194,7 +195,7 @@ def _line_values(invoice_id: uuid.UUID, position: int, line: InvoiceLine) -> dic
 
 
 async def find_invoice_row(session: AsyncSession, number: str) -> Row[Any]:
-    """Return an invoice's row by its number. Raises: NotFound."""
+    """Look up an invoice's row by its number. Raises: NotFound."""
     if (row := (await session.execute(OF_NUMBER, {"number": number})).one_or_none()) is None:
         raise NotFound("invoice", number)
     return row
@@ -203,14 +204,14 @@ async def find_invoice_row(session: AsyncSession, number: str) -> Row[Any]:
 async def invoice_of_month(
     session: AsyncSession, organization_id: uuid.UUID, month: date
 ) -> Row[Any] | None:
-    """Return the invoice of a closed month; None if open or without an amount."""
+    """Look up a month's invoice; None if the month is open or has nothing to invoice."""
     return (
         await session.execute(OF_MONTH, {"organization_id": organization_id, "month": month})
     ).one_or_none()
 
 
 async def read_invoice(session: AsyncSession, row: Row[Any]) -> Invoice:
-    """Read the whole invoice with the sum of its credit notes."""
+    """Read an invoice with its lines and the sum of its credit notes."""
     lines, credited = await read_lines(session, row.id), await credited_picos(session, row.id)
     return record_of(
         Invoice, row, month=month_text(row.month), lines=lines, credited_picos=credited
@@ -225,5 +226,5 @@ async def read_lines(session: AsyncSession, invoice_id: uuid.UUID) -> tuple[Invo
 
 
 async def credited_picos(session: AsyncSession, invoice_id: uuid.UUID) -> int:
-    """Return the sum of an invoice's approved credit notes."""
+    """Sum the approved credit notes of an invoice."""
     return int((await session.execute(CREDITED, {"invoice_id": invoice_id})).scalar_one())

@@ -54,9 +54,9 @@ CSV_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class ReportLine:
-    """Tokens of one kind, model and price. cancelled_token_count: those of cancelled requests.
+    """Tokens of one kind, model and price; `cancelled_token_count` are of cancelled requests.
 
-    late_month: the month `YYYY-MM` of use, if it was closed before the usage was posted; otherwise
+    `late_month` is the month of use, `YYYY-MM`, if it was closed before the usage was posted; else
     empty.
     """
 
@@ -74,7 +74,7 @@ class ReportLine:
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """Number of requests with usage, by outcome."""
+    """Number of requests with usage in a month, in total and by outcome."""
 
     total_count: int
     completed_count: int
@@ -85,7 +85,7 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True)
 class Reconciliation:
-    """Tokens of all kinds: in usage events, in the ledger, and in events not yet rated."""
+    """Token counts, of all kinds, in usage events, in the ledger, and in unrated events."""
 
     usage_token_count: int
     ledger_token_count: int
@@ -93,13 +93,13 @@ class Reconciliation:
 
     @property
     def balanced(self) -> bool:
-        """True if every token used is in the ledger or waits for rating."""
+        """True if every used token is in the ledger or waits for rating."""
         return self.usage_token_count == self.ledger_token_count + self.unrated_token_count
 
 
 @dataclass(frozen=True, slots=True)
 class CreditNoteIssued:
-    """Credit note of the month. Its amount is positive, refunded, and in no invoice's total."""
+    """Credit note of the month. The positive amount is refunded and in no invoice's total."""
 
     number: str
     invoice_number: str
@@ -109,7 +109,7 @@ class CreditNoteIssued:
 
 @dataclass(frozen=True, slots=True)
 class PrepaidCredit:
-    """Prepaid credit of the month in picos: granted, expired, and left at its end."""
+    """Prepaid credit of a month, in picos: granted, expired, and remaining at the month's end."""
 
     granted_picos: int = 0
     expired_picos: int = 0
@@ -118,7 +118,7 @@ class PrepaidCredit:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Close of a month. invoice_number, receipts_root: empty if there is none."""
+    """Close of a month. `invoice_number` and `receipts_root` are empty if there are none."""
 
     closed_at: datetime
     closed_by: str
@@ -128,12 +128,11 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class MonthReport:
-    """One calendar month (UTC) of one organization. Lines are sorted by month of use, model, price
-    and token kind.
+    """One calendar month (UTC) of an organization. For an open month, the invoice as of now.
 
-    For an open month it shows the invoice as it would be now. carried_in_picos: rounding carried
-    from previous months. billing_profile: addressee of the documents; for a closed month as of the
-    close.
+    Lines are sorted by month of use, model, price and token kind. `carried_in_picos` is the
+    rounding carried from previous months. `billing_profile` is the recipient of the documents, for
+    a closed month as of the close.
     """
 
     organization_name: str
@@ -154,12 +153,12 @@ class MonthReport:
 
     @property
     def state(self) -> str:
-        """`closed`, or `open` if its numbers may change."""
+        """`closed`, or `open` while the numbers may change."""
         return "open" if self.closed is None else "closed"
 
     @property
     def is_billable(self) -> bool:
-        """True if the close issues an invoice, even one of zero."""
+        """True if closing the month issues an invoice, even one of zero."""
         return bool(self.lines or self.charges)
 
     @property
@@ -169,19 +168,19 @@ class MonthReport:
 
     @property
     def rounded_parts_picos(self) -> tuple[int, ...]:
-        """Each line, then each charge, in whole minor units, each rounded by itself."""
+        """Amounts of lines, then charges, each rounded to whole minor units by itself."""
         if self.format_version == FORMAT_OF_PARTS:
             return round_parts(self.amounts_picos, self.carried_in_picos, self.currency_code)
         return tuple(round_to_minor_unit(picos, self.currency_code) for picos in self.amounts_picos)
 
     @property
     def rounding_picos(self) -> int:
-        """Amount that completes the rounded lines and charges to the total."""
+        """Difference between the total and the sum of the rounded lines and charges."""
         return self.total_rounded_picos - sum(self.rounded_parts_picos)
 
     @property
     def total_rounded_picos(self) -> int:
-        """Amount owed, with carried rounding, in whole minor units, rounded once."""
+        """Amount owed, including carried rounding, rounded once to whole minor units."""
         return round_total(self.total_picos, self.carried_in_picos, self.currency_code)
 
     @property
@@ -199,14 +198,14 @@ class MonthReport:
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """SHA-256 of a report's two documents."""
+    """SHA-256 digests of a report as JSON and as CSV."""
 
     json_sha256: bytes
     csv_sha256: bytes
 
 
 def digests(report: MonthReport) -> Digests:
-    """Return the digests of the report as it is written now, in UTF-8."""
+    """Compute the digests of the report's JSON and CSV, in UTF-8."""
     json_sha256, csv_sha256 = (
         hashlib.sha256(text.encode()).digest() for text in (to_json(report), to_csv(report))
     )
@@ -214,7 +213,7 @@ def digests(report: MonthReport) -> Digests:
 
 
 def check_format(report: MonthReport) -> None:
-    """Raise InvalidValue for a version unknown to this release."""
+    """Raise InvalidValue if this release does not know the report's format version."""
     if report.format_version not in (FORMAT_OF_PARTS, REPORT_FORMAT):
         raise InvalidValue(
             "report_format",
@@ -223,7 +222,7 @@ def check_format(report: MonthReport) -> None:
 
 
 def to_json(report: MonthReport) -> str:
-    """Return the whole report. Amounts are exact decimal strings in units of the currency."""
+    """Serialize the report. Amounts are exact decimal strings in currency units."""
     check_format(report)
     parts = iter(report.rounded_parts_picos)
     document = {
@@ -261,13 +260,13 @@ def to_json(report: MonthReport) -> str:
 
 
 def rounding_field(report: MonthReport) -> dict[str, str]:
-    """Return the rounding; in the format before, the lines need none."""
+    """Build the rounding field; the earlier format has none, since its parts add up."""
     of_parts = report.format_version == FORMAT_OF_PARTS
     return {} if of_parts else {"rounding": _text(report, report.rounding_picos)}
 
 
 def identity(report: MonthReport) -> dict[str, Any]:
-    """Return format, organization, month, currency and state."""
+    """Build the fields for format, organization, month, currency and state."""
     return {
         "report_format": report.format_version,
         "organization_name": report.organization_name,
@@ -280,7 +279,7 @@ def identity(report: MonthReport) -> dict[str, Any]:
 
 
 def closing_facts(report: MonthReport) -> dict[str, str | None]:
-    """Return time, actor, invoice number and receipts root of the close; null for an open month."""
+    """Build the fields of the close: time, actor, invoice number, receipts root; null if open."""
 
     closed = report.closed
     return {
@@ -321,11 +320,11 @@ def charge_fields(report: MonthReport, charge: PlanLine, rounded_picos: int) -> 
 
 
 def to_csv(report: MonthReport) -> str:
-    """Return RFC 4180 CSV with a header: `usage` and `late_usage` rows, charges by kind, then sums.
+    """Serialize as RFC 4180 CSV with a header: `usage` and `late_usage`, charges by kind, sums.
 
-    Both columns of amounts add up to `total_rounded`, the amount owed: exact amounts by `total`,
-    their sum, `carried_in` and `carried_out`; rounded ones by `rounding`. `credit_note` and
-    `prepaid_credit_…` rows are informational and not part of any sum.
+    Both amount columns add up to `total_rounded`, the amount owed: exact amounts by way of `total`,
+    `carried_in` and `carried_out`, rounded ones by `rounding`. `credit_note` and `prepaid_credit_…`
+    rows are informational and in no sum.
     """
     check_format(report)
     text_file = io.StringIO()

@@ -144,9 +144,9 @@ REQUESTS = ", ".join(
 async def draft_charges(
     session: AsyncSession, organization_id: uuid.UUID, month: date, lines: Sequence[ReportLine]
 ) -> tuple[PlanLine, ...]:
-    """Return the present charges in the order of the invoice: plan, adjustments, credit applied.
+    """Compute the present charges in invoice order: plan, adjustments, applied credit.
 
-    The plan applies to late usage too. Adjustments are in the order of posting, credit grants by
+    The plan applies to late usage too. Adjustments are in order of posting, credit grants by
     earliest end.
     """
     versions = select(PriceVersion).where(
@@ -182,13 +182,13 @@ async def draft_charges(
 async def prepaid_credit_of(
     session: AsyncSession, organization_id: uuid.UUID, month: date
 ) -> PrepaidCredit:
-    """Return the posted prepaid credit: granted and expired in a month, and left at its end."""
+    """Read the prepaid credit posted for a month, and the credit remaining at its end."""
     of_month = {"organization_id": organization_id, "month": month}
     return record_of(PrepaidCredit, (await session.execute(PREPAID, of_month)).one())
 
 
 def _qualified(row: str, count: str) -> str:
-    """Return the SQL of an event's tokens, with the table alias before each column."""
+    """Prefix each column in the SQL of a token count with a table alias."""
     return re.sub(r"[a-z_]+", lambda column: f"{row}.{column[0]}", count)
 
 
@@ -277,13 +277,13 @@ LEFT JOIN lines ON true
 async def allow_long_reads(session: AsyncSession) -> None:
     """Raise this transaction's statement timeout to `LONG_READ_S`.
 
-    For months of millions of events; call it within `patience(LONG_READ_S)`.
+    Needed for months of millions of events. Call it within `patience(LONG_READ_S)`.
     """
     await session.execute(LONG_STATEMENTS)
 
 
 async def month_report(session: AsyncSession, *, organization: str, month: str) -> MonthReport:
-    """Return the report of a month `YYYY-MM`. Raises: NotFound, InvalidValue."""
+    """Build the report of a month `YYYY-MM`. Raises: NotFound, InvalidValue."""
     begins, _ = month_bounds(month)
     return await read_month(session, await find_organization(session, organization), begins.date())
 
@@ -291,10 +291,9 @@ async def month_report(session: AsyncSession, *, organization: str, month: str) 
 async def read_month(
     session: AsyncSession, owner: Organization, month: date, *, to_close: bool = False
 ) -> MonthReport:
-    """Return the report of a month, by its first day; of a closed one, from immutable data only.
+    """Build the report of the month that begins on `month`; if closed, from immutable data only.
 
-    to_close: leave unrated usage to the next month, as a close does.
-
+    `to_close` leaves unrated usage to the next month, as a close does.
     """
     of_month = {"organization_id": owner.id, "month": month}
     closing = (await session.execute(CLOSING, of_month)).one_or_none()
@@ -327,14 +326,14 @@ async def read_month(
         report,
         charges=charges,
         credit=credit,
-        # Posted by closes only.
+        # Only closes post these.
         carried_in_picos=int((await session.execute(CARRIED, of_month)).scalar_one()),
         billing_profile=await billing_profile(session, owner.id),
     )
 
 
 async def _as_closed(session: AsyncSession, report: MonthReport, closing: Row[Any]) -> MonthReport:
-    """Return the report with values frozen by the close in place of those that may have changed."""
+    """Replace values that may have changed since the close by those it stored."""
     invoice = await invoice_of_month(session, closing.organization_id, closing.month)
     lines = () if invoice is None else await read_lines(session, invoice.id)
     return replace(
@@ -365,7 +364,7 @@ async def _as_closed(session: AsyncSession, report: MonthReport, closing: Row[An
 async def _usage(
     session: AsyncSession, owner: Organization, month: date, *, with_unrated: bool
 ) -> tuple[tuple[ReportLine, ...], Row[Any]]:
-    """Return the lines and counts of a month. Raises: InvariantViolated for mixed currencies."""
+    """Read a month's lines and request counts. Raises: InvariantViolated for mixed currencies."""
     begins, ends = month_bounds(month_text(month))
     parameters = {
         "organization_id": owner.id,
@@ -444,7 +443,7 @@ ORDER BY 1 DESC
 
 @dataclass(frozen=True, slots=True)
 class MonthEntry:
-    """State of one month. Digests are hexadecimal. total_picos: of the invoice, or None."""
+    """State of one month. Digests are hexadecimal; `total_picos` is None without an invoice."""
 
     organization_id: uuid.UUID
     organization_name: str
@@ -465,12 +464,12 @@ class MonthEntry:
 
 
 async def list_months(session: AsyncSession, organization: Organization) -> list[MonthEntry]:
-    """Return all months of an organization, the latest first."""
+    """List all months of an organization, the latest first."""
     return await _read(session, organization, None)
 
 
 async def month_entry(session: AsyncSession, organization: Organization, month: str) -> MonthEntry:
-    """Return one month `YYYY-MM`, even if it is empty. Raises: InvalidValue."""
+    """Read the state of a month `YYYY-MM`, even of an empty one. Raises: InvalidValue."""
     return (await _read(session, organization, month_bounds(month)[0].date()))[0]
 
 
@@ -508,7 +507,8 @@ WHERE t.organization_id = :organization_id AND t.billing_month = :month
 class Verification:
     """Result of recomputing a closed month.
 
-    differences: deviations from the figures stored at the close; empty if there is none.
+    `differences` lists every deviation from the figures stored at the close; empty if there is
+    none.
     """
 
     report: MonthReport
@@ -517,7 +517,7 @@ class Verification:
 
 
 async def changed_months(session: AsyncSession) -> AsyncIterator[tuple[str, str, str]]:
-    """Yield each difference of a closed month: organization name, month and description."""
+    """Verify all closed months; yield organization name, month and description per difference."""
     for organization_id, month in (await session.execute(ALL_CLOSED)).all():
         owner = await session.get_one(Organization, organization_id)
         for difference in (await verify_month(session, owner, month_text(month))).differences:
@@ -527,7 +527,7 @@ async def changed_months(session: AsyncSession) -> AsyncIterator[tuple[str, str,
 async def verify_month(
     session: AsyncSession, organization: Organization, month: str
 ) -> Verification:
-    """Compare a month `YYYY-MM` with its close. Raises: InvalidValue, MonthOpen."""
+    """Recompute a closed month `YYYY-MM` and compare it. Raises: InvalidValue, MonthOpen."""
     first_day = month_bounds(month)[0].date()
     of_month = {"organization_id": organization.id, "month": first_day}
     closing = (await session.execute(CLOSING, of_month)).one_or_none()

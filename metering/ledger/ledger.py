@@ -61,7 +61,7 @@ class AccountKind(StrEnum):
 
 
 class TransactionKind(StrEnum):
-    """Reason for a ledger transaction."""
+    """Reason for a ledger transaction. A source is posted at most once per reason."""
 
     USAGE = "usage"
     PLAN = "plan"
@@ -73,7 +73,7 @@ class TransactionKind(StrEnum):
 
 
 class MonthState(StrEnum):
-    """State of a customer's month. Open and closing months accept postings, closed ones do not."""
+    """State of a customer's month. Open and closing months accept postings; closed ones do not."""
 
     OPEN = "open"
     CLOSING = "closing"
@@ -109,7 +109,7 @@ FIND_POSTING_MONTH = text(
 
 
 def posting_lock_of(organization_id: uuid.UUID) -> int:
-    """Return the number of the lock that this organization's postings share."""
+    """Return the number of the posting lock that the organization uses."""
     return organization_id.bytes[-1] % POSTING_LOCK_COUNT
 
 
@@ -122,7 +122,7 @@ def month_after(month: date) -> date:
 
 
 def month_end(month: date) -> datetime:
-    """Return the first moment after a month, UTC."""
+    """Return the end of a month: the first moment of the next one, in UTC."""
     return datetime.combine(month_after(month), time(), UTC)
 
 
@@ -134,23 +134,20 @@ def month_text(month: date) -> str:
 async def share_posting_locks(
     session: AsyncSession, organization_ids: Collection[uuid.UUID]
 ) -> None:
-    """Keep the months of these organizations from being closed until the commit.
-
-    Waits for a running close.
-    """
+    """Keep the organizations' months from being closed until the commit. Waits for a close."""
     await session.execute(
         SHARE_LOCKS, {"numbers": sorted({posting_lock_of(each) for each in organization_ids})}
     )
 
 
 async def try_posting_locks(session: AsyncSession) -> list[int]:
-    """Share the posting locks that no close holds, without waiting, and return their numbers."""
+    """Share the posting locks that no close holds, without waiting; return their numbers."""
     numbers: list[int] = (await session.execute(TRY_LOCKS)).scalar_one()
     return numbers
 
 
 async def take_posting_lock(session: AsyncSession, organization_id: uuid.UUID) -> None:
-    """Wait for running postings to this organization, and block others until the commit.
+    """Wait for running postings to an organization and block new ones until the commit.
 
     A close calls it before it reads.
     """
@@ -158,15 +155,15 @@ async def take_posting_lock(session: AsyncSession, organization_id: uuid.UUID) -
 
 
 async def current_month(session: AsyncSession) -> date:
-    """Return the month of the transaction's start, UTC, by the database's clock."""
+    """Return the first day of the month (UTC) in which the transaction began."""
     today: datetime = (await session.scalars(select(func.timezone("UTC", func.now())))).one()
     return month_of(today.date())
 
 
 async def posting_month(session: AsyncSession, organization_id: uuid.UUID, month: date) -> date:
-    """Return the month for a posting of `month`: itself, or the first open one after it.
+    """Find the month that takes a posting for `month`: itself, or the next open one.
 
-    Months are given by their first day. The returned month stays open until the transaction ends.
+    Months are given by their first day. The month found stays open until the transaction ends.
     """
     await share_posting_locks(session, (organization_id,))
     # A separate statement, which sees months closed while the lock was waited for.
@@ -179,7 +176,7 @@ async def posting_month(session: AsyncSession, organization_id: uuid.UUID, month
 
 @dataclass(frozen=True, slots=True)
 class AccountKey:
-    """Identity of an account."""
+    """Organization, kind and currency that identify an account."""
 
     organization_id: uuid.UUID
     kind: AccountKind
@@ -188,10 +185,10 @@ class AccountKey:
 
 @dataclass(frozen=True, slots=True)
 class Posting:
-    """A ledger transaction to write. billing_month: first day of the month.
+    """A ledger transaction to write. `billing_month` is the first day of the month.
 
-    source_id: origin of the amounts, posted once per kind. entries: amounts by account of the
-    organization. Debits are positive: a customer's debt is positive, our revenue negative.
+    `source_id` is the origin of the amounts, which can be posted once per kind. `entries` has
+    amounts by account. Debits are positive: a customer's debt is positive, revenue negative.
     """
 
     kind: TransactionKind
@@ -245,7 +242,7 @@ SELECT * FROM unnest(
 
 
 async def post(session: AsyncSession, postings: Sequence[Posting]) -> list[int]:
-    """Write transactions, creating new accounts, and return their ids in order.
+    """Write transactions, create missing accounts, and return the transaction ids in order.
 
     Waits for a running close of these organizations. If it raises, the caller must roll back.
     Raises: InvariantViolated if a posting does not balance; MonthClosed; AlreadyExists for a source
@@ -319,7 +316,7 @@ ON CONFLICT DO NOTHING
 async def open_accounts(
     session: AsyncSession, keys: Collection[AccountKey]
 ) -> Mapping[AccountKey, int]:
-    """Return the ids of accounts, creating missing ones in an order without deadlocks."""
+    """Return the ids of accounts; create missing ones in an order that prevents deadlocks."""
     identities = sorted((key.organization_id, str(key.kind), key.currency_code) for key in keys)
     names = ("organization_ids", "kinds", "currency_codes")
     columns = map(list, zip(*identities, strict=True))
@@ -356,7 +353,7 @@ WHERE organization_id = :organization_id AND state = 'closed'
 
 
 async def first_open_month(session: AsyncSession, organization_id: uuid.UUID) -> date | None:
-    """Return the month to close next, by its first day; None for a customer without postings."""
+    """Find the month to close next, by its first day; None if the customer has no postings."""
     month: date | None = (
         (await session.execute(CLOSED_AND_OPEN, {"organization_id": organization_id}))
         .one()
@@ -366,7 +363,7 @@ async def first_open_month(session: AsyncSession, organization_id: uuid.UUID) ->
 
 
 def month_bounds(month: str) -> tuple[datetime, datetime]:
-    """Return the first moment of a month `YYYY-MM` and of the next, UTC. Raises: InvalidValue."""
+    """Convert `YYYY-MM` to its first moment and that of the next month. Raises: InvalidValue."""
     parts = MONTH_FORM.fullmatch(month)
     if parts is None or month == "9999-12":
         raise InvalidValue("month", f"{month[:64]!r} is not a month: write it as YYYY-MM")

@@ -86,9 +86,9 @@ FIRST_POSITION = "(0,0)"
 
 @dataclass(frozen=True, slots=True)
 class UsagePartitions:
-    """Result of `create_partitions`. created: months, as `YYYY-MM`.
+    """Result of `create_partitions`. `created` lists months as `YYYY-MM`.
 
-    in_default: number of usage events still in the default partition, by month.
+    `in_default` counts, by month, the usage events still in the default partition.
     """
 
     created: tuple[str, ...]
@@ -96,9 +96,9 @@ class UsagePartitions:
 
 
 async def create_partitions(session: AsyncSession) -> UsagePartitions:
-    """Create missing partitions: of this month, the next ones, and those with rows in the default.
+    """Create missing partitions: this month, the next ones, and months with rows in the default.
 
-    Logs the created partitions, and as an error the rows left in the default one. Raises:
+    Logs the created partitions, and as an error the rows that remain in the default one. Raises:
     sqlalchemy.exc.OperationalError if a lock is not acquired within `LOCK_TIMEOUT`.
     """
     await session.execute(
@@ -242,14 +242,15 @@ FROM unrated_usage
 WHERE ctid > CAST(:after AS tid) AND event_id <> ALL(CAST(:paused AS bigint[]))
 LIMIT 1
 """)
-retries = Retries("rating", passing=(DatabaseUnavailable,))  # by usage event
+retries = Retries("rating", passing=(DatabaseUnavailable,))  # per usage event
 
 
 @dataclass(frozen=True, slots=True)
 class RatedBatch:
-    """Result of one batch. last_position: the next batch continues after it.
+    """Result of one batch. The next batch continues after `last_position`.
 
-    misstated: ids of events whose stored cost differs from that of their tokens; they stay unrated.
+    `misstated` has the ids of events whose stored cost is not that of their tokens; they stay
+    unrated.
     """
 
     seen_count: int
@@ -259,9 +260,9 @@ class RatedBatch:
 
 
 async def rate_all_pending(sessions: Sessions) -> int:
-    """Rate all pending events, one transaction per batch; return their number.
+    """Rate all pending events, one transaction per batch, and return how many were rated.
 
-    An event that makes its batch fail is retried later, and the others are rated. Raises:
+    If an event makes its batch fail, it is retried later and the others are rated. Raises:
     InvariantViolated at the end, naming misstated events; all others are rated by then.
     """
     rated_count = 0
@@ -298,9 +299,9 @@ async def rate_all_pending(sessions: Sessions) -> int:
 
 
 async def rate_customer(session: AsyncSession, organization_id: uuid.UUID) -> bool:
-    """Rate a customer's events in a transaction with its posting lock; return whether none is left.
+    """Rate a customer's events while holding its posting lock; return True if none is left.
 
-    Waits for concurrent workers, unlike `rate_batch`. After True each event is rated or misstated.
+    Waits for concurrent workers, unlike `rate_batch`. After True, each event is rated or misstated.
     """
     await session.execute(LOCK_CUSTOMER, {"organization_id": organization_id})
     position = FIRST_POSITION
@@ -322,9 +323,9 @@ async def rate_batch(
     organization_id: uuid.UUID | None = None,
     paused: Sequence[int] = (),
 ) -> RatedBatch:
-    """Price, post and mark pending events after a position, except those locked by other workers.
+    """Price, post and mark events after a position, except those locked by other workers.
 
-    organization_id: only events of this customer. paused: ids of events to leave out.
+    `organization_id` selects one customer's events. `paused` has ids of events to skip.
     """
     await session.execute(RATING_SETTINGS)
     parameters = {
@@ -392,7 +393,7 @@ FROM removed
 
 @dataclass(frozen=True, slots=True)
 class Misstated:
-    """Ids of misstated usage events, and the cost of their tokens."""
+    """Ids of misstated usage events, and what their tokens cost in total."""
 
     ids: tuple[int, ...]
     token_cost_picos: int
@@ -400,14 +401,14 @@ class Misstated:
 
     @property
     def cost_of_tokens(self) -> str:
-        """Cost as text with its currency."""
+        """Cost of the tokens as text with its currency."""
         return f"{exact_text(self.token_cost_picos, self.currency_code)} {self.currency_code}"
 
 
 async def misstated_usage(
     session: AsyncSession, organization_id: uuid.UUID, ends: datetime
 ) -> Misstated | None:
-    """Return a customer's misstated usage before a time; None if there is none."""
+    """Find a customer's misstated usage before `ends`; None if there is none."""
     before = {"organization_id": organization_id, "ends": ends}
     rows = (await session.execute(MISSTATED_USAGE, before)).all()
     if not rows:
@@ -419,7 +420,7 @@ async def misstated_usage(
 async def unratable_usage(
     session: AsyncSession, organization_id: uuid.UUID, ends: datetime
 ) -> list[int]:
-    """Return the ids of earlier events without a price in the customer's currency."""
+    """Find the ids of events before `ends` that have no price in the customer's currency."""
     before = {"organization_id": organization_id, "ends": ends}
     return list(await session.scalars(UNRATABLE_USAGE, before))
 
@@ -427,7 +428,7 @@ async def unratable_usage(
 async def correction_refusal(
     session: AsyncSession, organization_id: uuid.UUID, usage: Misstated, adjustment: str
 ) -> str:
-    """Return the reason for which an adjustment cannot correct the usage; empty if it can."""
+    """Explain why an adjustment cannot correct the misstated usage; empty if it can."""
     number = as_uuid(adjustment)
     row = (
         None
@@ -453,7 +454,7 @@ async def correction_refusal(
 async def correct(
     session: AsyncSession, organization_id: uuid.UUID, usage: Misstated, adjustment: str, actor: str
 ) -> None:
-    """Bill the usage by the adjustment, and exclude it from rating permanently."""
+    """Link misstated usage to the adjustment that bills it, and exclude it from rating for good."""
     parameters = {
         "organization_id": organization_id,
         "ids": list(usage.ids),

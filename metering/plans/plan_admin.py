@@ -54,7 +54,7 @@ NO_PLAN = PlanRules()
 
 
 class PrepaidOrganization(Base):
-    """A prepaid organization: its quota on credit, and the month of its last refresh."""
+    """A prepaid organization, its credit quota, and the month in which it was last refreshed."""
 
     __tablename__ = "prepaid_organizations"
 
@@ -69,7 +69,7 @@ Document = dict[str, Any]
 
 
 def rules_document(rules: PlanRules) -> Document:
-    """Return the rules in a fixed order, so that equal rules give equal documents."""
+    """Convert rules to a document in a fixed order, so that equal rules give equal documents."""
     return {
         "allowances": [
             asdict(each.selector) | {"token_count": each.token_count}
@@ -115,7 +115,7 @@ def _selector_of(document: Document) -> Selector:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One version of a plan."""
+    """One version of a plan. Versions are immutable; customers keep the one they were assigned."""
 
     id: int
     name: str
@@ -127,7 +127,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The plan of an organization from a month on; None for no plan."""
+    """Plan of an organization from `first_month` on. `plan` None means no plan."""
 
     id: int
     organization_id: uuid.UUID
@@ -140,10 +140,10 @@ class Assignment:
 async def create_plan(
     session: AsyncSession, *, name: str, currency_code: str = "USD", rules: PlanRules, actor: str
 ) -> tuple[Plan, bool]:
-    """Return a plan or its next version, and whether its latest version is the same already.
+    """Create a plan or its next version, unless the latest version has these rules already.
 
-    Customers keep their assigned version. Raises: InvalidValue; AlreadyExists for a concurrent
-    creation.
+    Returns the version, and True if it existed. Customers keep their assigned version. Raises:
+    InvalidValue; AlreadyExists after a concurrent creation.
     """
     document = rules_document(rules)
     latest = next(iter(await _plans(session, checked_name(name))), None)
@@ -169,12 +169,12 @@ async def create_plan(
 
 
 async def list_plans(session: AsyncSession, *, name: str = "") -> list[Plan]:
-    """Return all plan versions, or those of one plan, by name with the latest version first."""
+    """List plan versions, or those of one plan, by name with the latest version first."""
     return [_plan(row) for row in await _plans(session, name)]
 
 
 async def find_plan(session: AsyncSession, name: str, version: int = 0) -> Plan:
-    """Return a version of a plan, 0 for the latest. Raises: NotFound."""
+    """Look up a version of a plan; 0 means the latest. Raises: NotFound."""
     if not (rows := await _plans(session, name, version)):
         raise NotFound("plan", f"{name} version {version}" if version else name)
     return _plan(rows[0])
@@ -189,10 +189,11 @@ async def assign_plan(
     first_month: date | None = None,
     actor: str,
 ) -> tuple[Assignment, bool]:
-    """Assign a plan from a month on, by default the present one; return whether it was so already.
+    """Assign a plan from a month on, by default the present one.
 
-    plan: empty for none. Earlier months keep theirs, as do later months with an assignment. Raises:
-    NotFound, InvalidValue; MonthClosed if a month from there on is closed or closing.
+    An empty `plan` means no plan. Earlier months keep theirs, as do later months with their own
+    assignment. Also returns whether it was assigned already. Raises: NotFound; InvalidValue;
+    MonthClosed if an affected month is closed or closing.
     """
     owner = await find_organization(session, organization)
     chosen = await find_plan(session, plan, version) if plan else None
@@ -243,7 +244,7 @@ async def assign_plan(
 
 
 async def list_assignments(session: AsyncSession, *, organization: str = "") -> list[Assignment]:
-    """Return the assignments of one organization or all, without replaced ones."""
+    """List the assignments of one organization or all, without those that were replaced."""
     owner_id = (await find_organization(session, organization)).id if organization else None
     return [
         await _assignment(session, row)
@@ -254,13 +255,13 @@ async def list_assignments(session: AsyncSession, *, organization: str = "") -> 
 async def plan_in_force(
     session: AsyncSession, organization_id: uuid.UUID, month: date
 ) -> Plan | None:
-    """Return the plan of an organization in a month; None for no plan."""
+    """Look up an organization's plan in a month; None if it has none."""
     row = await _latest(session, organization_id, month)
     return None if row is None else (await _assignment(session, row)).plan
 
 
 async def has_plan_from(session: AsyncSession, organization_id: uuid.UUID, month: date) -> str:
-    """Return the name of a plan with rules from a month on; empty if there is none."""
+    """Return the name of a plan with rules that applies from a month on; empty if there is none."""
     months = (
         row.first_month
         for row in await session.execute(ASSIGNED, {"organization_id": organization_id})
@@ -291,7 +292,7 @@ async def _assignment(session: AsyncSession, row: Row[Any]) -> Assignment:
 async def _plans(
     session: AsyncSession, name: str = "", version: int = 0, plan_id: int = 0
 ) -> Sequence[Row[Any]]:
-    """Return plan versions that match the arguments; the latest of each plan first."""
+    """Query plan versions; the latest of each plan comes first."""
     return (await session.execute(PLANS, {"id": plan_id, "name": name, "version": version})).all()
 
 

@@ -46,7 +46,7 @@ TIER_ORDER = {tier: index for index, tier in enumerate(ServiceTier)}
 
 
 class LineKind(StrEnum):
-    """Kind of a bill's line: usage of this or an earlier month, a charge, or the rounding."""
+    """Kind of an invoice line: usage of this or an earlier month, a charge, or the rounding."""
 
     USAGE = "usage"
     LATE_USAGE = "late_usage"
@@ -60,15 +60,15 @@ class LineKind(StrEnum):
 
     @property
     def is_charge(self) -> bool:
-        """True unless the line is usage or rounding."""
+        """True unless the line is for usage or rounding."""
         return self not in (LineKind.USAGE, LineKind.LATE_USAGE, LineKind.ROUNDING)
 
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Tokens that a rule applies to; None and the empty model match all.
+    """Tokens that a rule applies to. None and an empty model match everything.
 
-    A rule on output applies to reasoning too: it is part of the output that requests report.
+    A rule on output applies to reasoning too, which is part of the output that requests report.
     """
 
     model: str = ""
@@ -76,7 +76,7 @@ class Selector:
     tier: ServiceTier | None = None
 
     def matches(self, model: str, token_kind: TokenKind, tier: ServiceTier) -> bool:
-        """Return whether the rule applies to these tokens."""
+        """Return True if the rule applies to these tokens."""
         return (
             self.model in ("", model)
             and self.token_kind in (None, token_kind, CONTAINING.get(token_kind))
@@ -84,7 +84,7 @@ class Selector:
         )
 
     def overlaps(self, other: Selector) -> bool:
-        """Return whether some tokens match both selectors."""
+        """Return True if any token could match both selectors."""
         kinds = [self.token_kind, other.token_kind]
         if {*kinds} == {TokenKind.OUTPUT, TokenKind.REASONING}:
             kinds = [None, None]
@@ -93,7 +93,7 @@ class Selector:
 
     @property
     def order(self) -> tuple[object, ...]:
-        """Sort key: the most specific first; a fixed order among equals."""
+        """Sort key: the most specific first, then a fixed order."""
         return (
             -(bool(self.model) + (self.token_kind is not None) + (self.tier is not None)),
             self.token_kind not in CONTAINING,
@@ -103,7 +103,7 @@ class Selector:
         )
 
     def __str__(self) -> str:
-        """Return the text for a line of the bill: "all models, output, batch"."""
+        """Format the selector for an invoice line: "all models, output, batch"."""
         return ", ".join(
             [
                 self.model or "all models",
@@ -114,7 +114,7 @@ class Selector:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """Number of free tokens per month."""
+    """Free tokens per month."""
 
     selector: Selector
     token_count: int
@@ -122,9 +122,9 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True)
 class PriceStep:
-    """A price up to a number of tokens of the month, inclusive; None for no upper bound.
+    """Price up to a number of tokens in the month, inclusive; None means no upper bound.
 
-    The price is either whole picos per token or thousandths of the price at admission.
+    Either whole picos per token, or thousandths of the price at admission.
     """
 
     up_to_token_count: int | None
@@ -132,7 +132,7 @@ class PriceStep:
     price_milli: int | None = None
 
     def charge_milli(self, token_count: int, unit_price_picos: int) -> int:
-        """Return the difference to the list price for some tokens, in thousandths of a pico."""
+        """Compute the difference to the list price, in thousandths of a pico."""
         if self.price_picos is not None:
             return token_count * (self.price_picos - unit_price_picos) * LIST_PRICE_MILLI
         assert self.price_milli is not None
@@ -141,7 +141,7 @@ class PriceStep:
 
 @dataclass(frozen=True, slots=True)
 class TieredPrice:
-    """Prices by the usage of a month. kind: graduated or volume."""
+    """Price that depends on the month's usage. `kind` is graduated or volume."""
 
     kind: LineKind
     selector: Selector
@@ -150,14 +150,14 @@ class TieredPrice:
 
 @dataclass(frozen=True, slots=True)
 class PlanRules:
-    """The rules of one plan version. Raises: InvalidValue for rules that contradict each other."""
+    """Rules of one plan version. Raises: InvalidValue for rules that contradict each other."""
 
     allowances: tuple[Allowance, ...] = ()
     tiered_prices: tuple[TieredPrice, ...] = ()
     commitment_picos: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse ambiguous rules."""
+        """Raise InvalidValue for ambiguous rules."""
         if self.commitment_picos < 0:
             raise InvalidValue("commitment", "must be 0 or more")
         for index, allowance in enumerate(self.allowances):
@@ -209,7 +209,7 @@ def _check_steps(field: str, tiered: TieredPrice) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MonthUsage:
-    """Tokens of one kind in a month, at one price. effective_at: start of the price version."""
+    """Tokens of one kind in a month at one price, which is in force from `effective_at` on."""
 
     model: str
     price_version: int
@@ -221,13 +221,13 @@ class MonthUsage:
 
     @property
     def amount_picos(self) -> int:
-        """Exact amount at the price of admission."""
+        """Exact amount at the price at admission."""
         return self.token_count * self.unit_price_picos
 
 
 @dataclass(frozen=True, slots=True)
 class PlanLine:
-    """A line besides usage; negative if it reduces the bill. source_id: of its cause."""
+    """Invoice line besides usage; negative if it reduces the total. `source_id` is its cause."""
 
     kind: LineKind
     description: str
@@ -240,7 +240,7 @@ class PlanLine:
 
 @dataclass(frozen=True, slots=True)
 class UsableGrant:
-    """Prepaid credit usable for a month: remaining amount and last month of validity."""
+    """Grant of prepaid credit that a month can use: remaining amount and last valid month."""
 
     grant_id: uuid.UUID
     last_month: date
@@ -256,7 +256,7 @@ class CreditApplication:
 
 
 def plan_lines(rules: PlanRules, usage: Iterable[MonthUsage]) -> tuple[PlanLine, ...]:
-    """Compute the lines of a plan for a month; rows of equal price are merged."""
+    """Compute a plan's invoice lines for a month. Rows of equal price are merged."""
     rows = _merged(usage)
     total_picos = sum(row.amount_picos for row in rows)
     lines: list[PlanLine] = []
@@ -279,7 +279,7 @@ def plan_lines(rules: PlanRules, usage: Iterable[MonthUsage]) -> tuple[PlanLine,
 def apply_credit(
     grants: Iterable[UsableGrant], amount_due_picos: int
 ) -> tuple[CreditApplication, ...]:
-    """Return the amounts spent from each grant, the earliest-ending first."""
+    """Spend grants on an amount, the earliest-ending first; return the amounts spent."""
     applications: list[CreditApplication] = []
     due = max(amount_due_picos, 0)
     for grant in sorted(grants, key=lambda each: (each.last_month, each.grant_id)):
@@ -291,7 +291,7 @@ def apply_credit(
 
 
 def whole_picos(charge_milli: int, carried_milli: int) -> tuple[int, int]:
-    """Divide thousandths into whole picos, and the rest to carry to the next line, 0 to 999.
+    """Convert thousandths of a pico to picos; return them and the rest to carry, 0 to 999.
 
     The only division of a plan; exact: `1000 * picos + rest` equals the input.
     """
@@ -299,10 +299,10 @@ def whole_picos(charge_milli: int, carried_milli: int) -> tuple[int, int]:
 
 
 def shared(total: int, weights: Sequence[int]) -> list[int]:
-    """Split a total into whole parts in proportion to weights, at most its weight each if possible.
+    """Split a total into whole parts in proportion to weights.
 
-    The parts add up to the total: the remainder of the division goes to the largest fractions, the
-    first among equals.
+    The parts add up to the total: the remainder goes to the largest fractions, the first among
+    equals. No part exceeds its weight unless the total exceeds their sum.
     """
     whole = sum(weights)
     if not whole:
@@ -317,12 +317,12 @@ def shared(total: int, weights: Sequence[int]) -> list[int]:
 
 
 def group_of(row: MonthUsage) -> tuple[str, TokenKind, ServiceTier]:
-    """Return the attributes that selectors match."""
+    """Return the attributes of a row that selectors match."""
     return row.model, row.token_kind, row.tier
 
 
 def _merged(usage: Iterable[MonthUsage]) -> list[MonthUsage]:
-    """Return one row per model, kind, tier and version, ordered by these and time."""
+    """Merge rows of the same model, kind, tier and version, and sort them by these and time."""
     counts: defaultdict[MonthUsage, int] = defaultdict(int)
     for row in usage:
         counts[replace(row, token_count=0)] += row.token_count
@@ -372,7 +372,7 @@ def _allowed(
 def _stepped(
     tiered: TieredPrice, rows: Sequence[MonthUsage]
 ) -> Iterator[tuple[PriceStep, int, int]]:
-    """Yield steps with their tokens and price difference in thousandths of a pico."""
+    """Yield each step with its tokens and its price difference in thousandths of a pico."""
     ordered = sorted(
         rows,
         key=lambda row: (

@@ -115,7 +115,7 @@ LIMIT_MAX = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Prepaid credit. spent: by closed months. Amounts in picos."""
+    """Grant of prepaid credit. Amounts are in picos; `spent_picos` was spent by closed months."""
 
     id: uuid.UUID
     organization_id: uuid.UUID
@@ -131,11 +131,11 @@ class Grant:
 
     @property
     def remaining_picos(self) -> int:
-        """Amount left by closed months."""
+        """Amount that closed months have left."""
         return self.amount_picos - self.spent_picos - self.expired_picos
 
     def usable_in(self, month: date) -> bool:
-        """Return whether the grant may pay for charges of a month."""
+        """Return True if the grant may pay for a month's charges."""
         return self.first_month <= month <= self.last_month
 
 
@@ -149,7 +149,7 @@ async def grant_credit(
     reason: str,
     actor: str,
 ) -> Grant:
-    """Grant and post credit for charges from a month, by default the present one, to `last_month`.
+    """Grant and post credit for charges from `first_month`, by default this one, to `last_month`.
 
     Raises: NotFound, InvalidValue.
     """
@@ -196,20 +196,20 @@ async def grant_credit(
 
 
 async def list_grants(session: AsyncSession, *, organization: str = "") -> list[Grant]:
-    """Return the grants of one organization or all, the earliest-ending first. Raises: NotFound."""
+    """List the grants of one organization or all, the earliest-ending first. Raises: NotFound."""
     owner_id = (await find_organization(session, organization)).id if organization else None
     return await grants_of(session, owner_id)
 
 
 async def grants_of(session: AsyncSession, organization_id: uuid.UUID | None) -> list[Grant]:
-    """Return the grants of an organization by its id; None for all."""
+    """List the grants of an organization by its id; None lists all."""
     return [
         Grant(*row) for row in await session.execute(GRANTS, {"organization_id": organization_id})
     ]
 
 
 async def find_grant(session: AsyncSession, grant_id: uuid.UUID) -> Grant:
-    """Return a grant by its id. Raises: NotFound."""
+    """Look up a grant by its id. Raises: NotFound."""
     if (row := (await session.execute(GRANT, {"grant_id": grant_id})).one_or_none()) is None:
         raise NotFound("credit grant", str(grant_id))
     return Grant(*row)
@@ -218,7 +218,7 @@ async def find_grant(session: AsyncSession, grant_id: uuid.UUID) -> Grant:
 async def usable_grants(
     session: AsyncSession, organization_id: uuid.UUID, month: date
 ) -> list[UsableGrant]:
-    """Return the grants usable for a month, in the order of spending."""
+    """List the grants usable for a month, in the order in which they are spent."""
     grants = [
         each
         for each in await grants_of(session, organization_id)
@@ -228,7 +228,7 @@ async def usable_grants(
 
 
 async def spend(session: AsyncSession, month: date, spent: Sequence[CreditApplication]) -> None:
-    """Record what grants pay for a month. The database refuses excess and repetition."""
+    """Record what grants pay for a month. The database rejects excess and repetition."""
     if spent:
         amounts = [each.amount_picos for each in spent]
         await session.execute(
@@ -240,9 +240,9 @@ async def spend(session: AsyncSession, month: date, spent: Sequence[CreditApplic
 async def expire(
     session: AsyncSession, organization_id: uuid.UUID, month: date, *, at: datetime
 ) -> list[Grant]:
-    """Post the expiry of grants that end with a month or before; return them as they were.
+    """Post the expiry of grants that end with a month or before. Idempotent.
 
-    at: effective time, within the month. Idempotent.
+    Returns the grants as they were. `at` is the effective time, within the month.
     """
     ended = [
         each
@@ -265,7 +265,7 @@ def _posting(
     amount_picos: int,
     moved: tuple[AccountKind, AccountKind],
 ) -> Posting:
-    """Return a posting from the second account to the first: debits are positive."""
+    """Build a posting from the second account in `moved` to the first, which is debited."""
     debited, credited = moved
     return Posting(
         kind=kind,
@@ -280,7 +280,7 @@ def _posting(
 
 
 log = logging.getLogger(__name__)
-retries = Retries("prepaid_refresh", passing=(DatabaseUnavailable,))  # by organization
+retries = Retries("prepaid_refresh", passing=(DatabaseUnavailable,))  # per organization
 
 # Amounts owed, by billing month: usage of that month and of earlier ones, and other charges.
 # Unrated usage will be billed in its month or the first open one after it. Credit notes are paid
@@ -338,7 +338,7 @@ WHERE organization_id = :organization_id AND state = '{MonthState.CLOSED}'
 
 @dataclass(frozen=True, slots=True)
 class Owed:
-    """Amounts billed by one month. before: earlier usage; other: charges except usage."""
+    """Amounts of one invoice: usage, late usage of earlier months, and other charges."""
 
     month: date
     usage_picos: int
@@ -352,9 +352,9 @@ class Owed:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Limit of the quota: permanent, and until the end of this month.
+    """Limit of a credit quota: permanent, and until the end of this month.
 
-    eventual: the largest limit that credit granted for later months can lead to.
+    `eventual_picos` is the largest limit that credit granted for later months can lead to.
     """
 
     lasting_picos: int
@@ -364,11 +364,11 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class CreditBalance:
-    """Credit at present, in picos of the organization's currency.
+    """Present credit, in picos of the organization's currency.
 
-    left: grants usable this month or later, less the spending of closed months. unbilled: usage and
-    other charges of open months so far. available: amount that this month may still spend; for a
-    prepaid organization less the amounts held by running requests.
+    `remaining_picos` are grants usable this month or later, less the spending of closed months.
+    `unbilled_picos` are usage and other charges of open months. `available_picos` may still be
+    spent this month; for a prepaid organization, running requests are subtracted.
     """
 
     organization: Organization
@@ -389,8 +389,8 @@ async def set_prepaid(
 ) -> tuple[Organization, bool]:
     """Limit an organization to its credit, or end that; also return whether it was so already.
 
-    alert_at: picos of remaining credit; None keeps the present thresholds, at first none. Running
-    requests count at once. Raises: NotFound; InvalidValue if it has a plan.
+    `alert_at` lists amounts of remaining credit in picos; None keeps the thresholds, at first none.
+    Running requests count at once. Raises: NotFound; InvalidValue if it has a plan.
     """
     thresholds = None if alert_at is None else list(checked_credit_thresholds(alert_at))
     if thresholds and not prepaid:
@@ -437,11 +437,11 @@ async def refresh(
     actor: str,
     granted_picos: int | None = None,
 ) -> None:
-    """Set the limit of a prepaid organization to its present credit; do nothing for any other.
+    """Set the limit of a prepaid organization to its present credit; do nothing for others.
 
-    granted_picos: credit granted by this transaction, 0 when the organization becomes prepaid. It
-    is refused if the limit cannot express it, now or in a later month. If None, credit beyond the
-    maximum is logged as an error and cannot be used. Raises: InvalidValue.
+    `granted_picos` is the credit that this transaction grants, 0 when the organization becomes
+    prepaid. It is refused if the limit cannot express it now or in a later month. With None, credit
+    beyond the maximum is logged as an error and unusable. Raises: InvalidValue.
     """
     await lock_subject(session, QuotaSubject.ORGANIZATION, organization_id)
     prepaid = await session.get(PrepaidOrganization, organization_id, populate_existing=True)
@@ -475,7 +475,7 @@ async def refresh(
 
 
 def _check_expressible(owner: Organization, granted_picos: int, excess_picos: int) -> None:
-    """Raise InvalidValue for credit that the limit cannot express."""
+    """Raise InvalidValue if the limit cannot express the credit."""
     if excess_picos <= 0:
         return
     code, maximum = owner.currency_code, f"{to_decimal(LIMIT_MAX):,.0f} {owner.currency_code}"
@@ -504,7 +504,7 @@ async def _change(
 
 
 async def refresh_for_the_month(sessions: Sessions) -> int:
-    """Refresh prepaid organizations not refreshed this month; return their number."""
+    """Refresh the prepaid organizations not refreshed this month; return how many there were."""
     async with sessions() as session:
         month = await current_month(session)
         stale = select(PrepaidOrganization.organization_id).where(PrepaidOrganization.month < month)
@@ -519,7 +519,7 @@ async def refresh_for_the_month(sessions: Sessions) -> int:
 
 
 async def allowance(session: AsyncSession, organization_id: uuid.UUID, month: date) -> Allowed:
-    """Return the quota's limit for a month, without a maximum."""
+    """Compute the limit of a credit quota for a month, without a maximum."""
     owed, closed = await _owed(session, organization_id, month)
     grants = await grants_of(session, organization_id)
     left = left_for(
@@ -544,7 +544,7 @@ async def allowance(session: AsyncSession, organization_id: uuid.UUID, month: da
 def left_for(
     month: date, grants: Sequence[Grant], open_before: Sequence[Owed]
 ) -> list[tuple[Grant, int]]:
-    """Return the rest of each grant after earlier open months have closed in order. Pure."""
+    """Compute what each grant has left for a month once earlier open months have closed."""
     left = {each.id: each.remaining_picos for each in grants}
     for each in sorted(open_before, key=lambda owed: owed.month):
         usable = [
@@ -556,7 +556,7 @@ def left_for(
 
 
 async def credit_balance(session: AsyncSession, *, organization: str) -> CreditBalance:
-    """Return the credit balance of an organization. Raises: NotFound."""
+    """Compute an organization's credit balance. Raises: NotFound."""
     owner = await find_organization(session, organization)
     month = await current_month(session)
     owed, closed = await _owed(session, owner.id, month)
@@ -580,7 +580,7 @@ async def credit_balance(session: AsyncSession, *, organization: str) -> CreditB
 async def _owed(
     session: AsyncSession, organization_id: uuid.UUID, month: date
 ) -> tuple[list[Owed], set[date]]:
-    """Return the amounts billed by each month so far, and the closed months."""
+    """Read the amounts that each month bills so far, and which months are closed."""
     begins = datetime.combine(month, time(), UTC)
     rows = await session.execute(OWED, {"organization_id": organization_id, "begins": begins})
     owed = [record_of(Owed, row) for row in rows]

@@ -64,9 +64,9 @@ RATE_OF = {kind: RATES.index(price) for kind, (_, price) in COUNTS_OF_EVENT.item
 
 @dataclass(frozen=True, slots=True)
 class ProposedPrice:
-    """Price for a month, on the list or a customer's own. batch_multiplier_milli: None keeps it.
+    """Proposed price for a month, on the price list or for one organization.
 
-    rates: in the order of `prices.RATES`.
+    `rates` are in the order of `prices.RATES`. `batch_multiplier_milli` None keeps the present one.
     """
 
     model: str
@@ -78,7 +78,7 @@ class ProposedPrice:
 
 @dataclass(frozen=True, slots=True)
 class ProposedPlan:
-    """A plan for some customers. organizations: their names; empty for all in its currency."""
+    """Proposed plan. `organizations` has names; empty means all with the plan's currency."""
 
     name: str
     currency_code: str
@@ -88,7 +88,7 @@ class ProposedPlan:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCustomer:
-    """Actual and simulated amount of a month for one customer, in picos, with plan lines."""
+    """A customer's actual and simulated amount for a month, including plan lines, in picos."""
 
     organization_id: uuid.UUID
     organization_name: str
@@ -112,9 +112,10 @@ async def simulate(
     plans: Sequence[ProposedPlan] = (),
     organization: str = "",
 ) -> list[SimulatedCustomer]:
-    """Return customers with usage in a month `YYYY-MM`, by name. Terms that are not proposed stay.
+    """Recompute a month `YYYY-MM` with proposed prices and plans, for customers with usage.
 
-    Raises: NotFound; InvalidValue for a value that could not be set, naming the proposal.
+    Everything else stays as it was. Customers are sorted by name. Raises: NotFound; InvalidValue,
+    naming the proposal, for a value that could not be set.
     """
     begins, ends = month_bounds(month)
     owner = await find_organization(session, organization) if organization else None
@@ -158,9 +159,9 @@ async def simulate(
 def repriced(
     row: MonthUsage, organization: str, currency_code: str, prices: Prices, own: Container[int]
 ) -> MonthUsage:
-    """Return usage at the proposed price: own before list, its tier before interactive. Pure.
+    """Apply a proposed price to usage: own before list, its tier before interactive.
 
-    own: price versions of the customer's own, which a proposal for the list does not change.
+    `own` has the price versions of the customer's own, which a proposal for the list leaves alone.
     """
     for owner in (organization,) if row.price_version in own else (organization, ""):
         for tier in dict.fromkeys((row.tier, ServiceTier.INTERACTIVE)):
@@ -170,14 +171,14 @@ def repriced(
 
 
 def month_amount(rules: PlanRules, usage: Sequence[MonthUsage]) -> int:
-    """Return the month's total, including plan lines."""
+    """Compute the month's total, including plan lines."""
     return sum(row.amount_picos for row in usage) + sum(
         line.amount_picos for line in plan_lines(rules, usage)
     )
 
 
 def plan_for(name: str, currency_code: str, plans: Sequence[ProposedPlan]) -> ProposedPlan | None:
-    """Return the proposed plan of a customer: one that names it before one for all. Pure."""
+    """Choose the proposed plan of a customer: one that names it before one for all."""
     fitting = [each for each in plans if each.currency_code == currency_code]
     named = [each for each in fitting if name in each.organizations]
     return next(iter(named or [each for each in fitting if not each.organizations]), None)
@@ -210,7 +211,7 @@ async def _checked_prices(session: AsyncSession, prices: Sequence[ProposedPrice]
 
 
 async def _multiplier(session: AsyncSession, model: str, currency_code: str) -> int:
-    """Return the present batch multiplier of the list price, in thousandths."""
+    """Read the present batch multiplier of the list price, in thousandths."""
     versions = await versions_in_force(session, model=model, currency_code=currency_code)
     batch = (each.multiplier_milli for each in versions if each.tier is ServiceTier.BATCH)
     return next(batch, MULTIPLIER_SCALE)

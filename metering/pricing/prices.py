@@ -81,9 +81,9 @@ _KEY = (
 
 @dataclass(frozen=True, slots=True)
 class TokenPrices:
-    """One price version of one model: picos (1e-12 of the currency unit) per token and kind.
+    """Prices of one version in picos (1e-12 of the currency unit) per token of each kind.
 
-    reasoning_picos_per_token: the price of output if the version states none.
+    `reasoning_picos_per_token` is the output price unless the version has its own.
     """
 
     version: int
@@ -95,13 +95,13 @@ class TokenPrices:
     reasoning_picos_per_token: int = -1  # a negative number: as output
 
     def __post_init__(self) -> None:
-        """Fill in the price of reasoning."""
+        """Set the reasoning price to the output price if it is not given."""
         if self.reasoning_picos_per_token < 0:
             object.__setattr__(self, "reasoning_picos_per_token", self.output_picos_per_token)
 
     @property
     def dearest_output_picos_per_token(self) -> int:
-        """The higher price of an output token, which may be thinking or not."""
+        """Highest price of an output token, whether reasoning or not."""
         return max(self.output_picos_per_token, self.reasoning_picos_per_token)
 
     def cost_picos(
@@ -112,10 +112,10 @@ class TokenPrices:
         embedding_token_count: int = 0,
         reasoning_token_count: int = 0,
     ) -> int:
-        """Return the exact cost.
+        """Compute the exact cost in picos.
 
-        Cached tokens are part of the input, reasoning tokens of the output; both are priced
-        separately.
+        Cached tokens are part of the input and reasoning tokens part of the output; each kind is
+        charged at its own price.
         """
         return (
             (input_token_count - cached_input_token_count) * self.input_picos_per_token
@@ -126,14 +126,14 @@ class TokenPrices:
         )
 
     def worst_cost_picos(self, input_token_count: int, output_token_count: int) -> int:
-        """Return the highest cost of so many tokens, whatever is cached or thinking."""
+        """Compute the highest possible cost, whichever tokens are cached or reasoning."""
         each = max(self.input_picos_per_token, self.cached_input_picos_per_token)
         return input_token_count * each + output_token_count * self.dearest_output_picos_per_token
 
 
 @functools.lru_cache(maxsize=4096)
 def embedding_terms(prices: TokenPrices) -> TokenPrices:
-    """Return the version for a request with embedded input, which pays the embedding price only."""
+    """Return prices for embedded input, which is charged the embedding price only."""
     each = prices.embedding_picos_per_token
     return replace(prices, input_picos_per_token=each, cached_input_picos_per_token=each)
 
@@ -144,7 +144,7 @@ PriceKey = tuple[str, str, int | None, str]
 
 @dataclass(slots=True)
 class PriceBook:
-    """Versions in force at one time, and the choice of a request's version.
+    """Prices in force at one time, from which the price of a request is chosen.
 
     A customer's own price takes precedence over the list's; within each, a tier without its own
     version uses the interactive one. A withdrawn own price is stored as None.
@@ -167,7 +167,7 @@ class PriceBook:
     def find(
         self, model: str, currency_code: str, organization_id: uuid.UUID, tier: str
     ) -> TokenPrices | None:
-        """Return the price for the customer; None if there is none."""
+        """Choose the price for a customer's request; None if there is none."""
         get = self.in_force.get
         for owner in (organization_id.int, None):
             for each in (
@@ -181,9 +181,10 @@ class PriceBook:
 
 
 def multiplied_rates(rates: Sequence[int], multiplier_milli: int) -> list[int]:
-    """Return prices times a multiplier in thousandths, exactly.
+    """Multiply prices by a multiplier in thousandths, exactly.
 
-    Raises: InvalidValue if a fraction of a pico would be left; names the nearest valid multipliers.
+    Raises: InvalidValue if a fraction of a pico would be left; it names the nearest valid
+    multipliers.
     """
     if not 0 <= multiplier_milli <= MULTIPLIER_MAX_MILLI:
         raise InvalidValue(FIELD, f"must be between 0 and {MULTIPLIER_MAX_MILLI} thousandths")
@@ -205,8 +206,8 @@ Row = dict[str, object]  # column values of one version
 class ModelPrice:
     """A price version with its model, tier, customer and start.
 
-    organization_id: None for the list. multiplier_milli: thousandths of the interactive prices from
-    which it was computed. withdrawn: the version ends the customer's own price.
+    `organization_id` is None for the price list. `multiplier_milli` is the factor, in thousandths,
+    on the interactive prices. A `withdrawn` version ends the customer's own price.
     """
 
     model: str
@@ -220,7 +221,7 @@ class ModelPrice:
 
 @dataclass(frozen=True, slots=True)
 class CustomerPrice:
-    """Price of a model and tier for one customer. price: may be the interactive tier's."""
+    """Price of a model and tier for one customer; `price` may be the interactive tier's."""
 
     tier: ServiceTier
     price: ModelPrice
@@ -241,13 +242,13 @@ async def set_price(
     effective_at: datetime | None = None,
     actor: str,
 ) -> ModelPrice:
-    """Add a version that applies from `effective_at` on, or from now; return the interactive one.
+    """Add a price that applies from `effective_at` on, or from now; return the interactive version.
 
-    currency_code: empty for the organization's currency, or USD for the list. organization: name or
-    id of the customer with this price of its own; empty for the list. batch_multiplier_milli:
-    thousandths of these prices that the batch tier pays; None keeps the multiplier in force then,
-    if any. embedding_picos_per_token: None keeps the price in force then, or 0.
-    reasoning_picos_per_token: None for the price of output. Raises: NotFound; InvalidValue, also
+    `currency_code` may be empty: the organization's, or USD for the list. `organization` is the
+    name or id of the customer that gets its own price; empty for the list. `batch_multiplier_milli`
+    is what the batch tier pays, in thousandths of these prices; None keeps the multiplier in force
+    then. `embedding_picos_per_token` None keeps the price in force then, or 0.
+    `reasoning_picos_per_token` None means the output price. Raises: NotFound; InvalidValue, also
     for a past time; AlreadyExists if another version starts at that time.
     """
     owner = await find_organization(session, organization) if organization else None
@@ -310,7 +311,7 @@ async def withdraw_price(
     effective_at: datetime | None = None,
     actor: str,
 ) -> list[ModelPrice]:
-    """End a customer's own price of a model: the list price applies from a time on, or from now.
+    """End a customer's own price from `effective_at` on, or from now; the list price applies then.
 
     Raises: NotFound if it has no own price then; InvalidValue for a past time; AlreadyExists.
     """
@@ -346,7 +347,7 @@ async def price_in_force(
     tier: ServiceTier = ServiceTier.INTERACTIVE,
     at: datetime | None = None,
 ) -> TokenPrices:
-    """Return the price at a time, of a customer or of the list. Raises: PriceMissing."""
+    """Look up the price of a customer, or of the list, at a time. Raises: PriceMissing."""
     versions = await versions_in_force(
         session, model=model, currency_code=currency_code, organization_id=organization_id, at=at
     )
@@ -357,14 +358,14 @@ async def price_in_force(
 
 
 async def get_price(session: AsyncSession, version: int) -> ModelPrice:
-    """Return a version by its number. Raises: NotFound."""
+    """Look up a price version by its number. Raises: NotFound."""
     if (row := await session.get(PriceVersion, version)) is None:
         raise NotFound("price version", str(version))
     return _model_price(row)
 
 
 async def versions_of_change(session: AsyncSession, price: ModelPrice) -> list[ModelPrice]:
-    """Return the versions that one call added: one per tier of a model, customer, time."""
+    """Find the versions added by the same call: one per tier of the model."""
     of_owner = PriceVersion.organization_id.is_not_distinct_from(price.organization_id)
     query = select(PriceVersion).where(
         PriceVersion.model == price.model,
@@ -378,10 +379,7 @@ async def versions_of_change(session: AsyncSession, price: ModelPrice) -> list[M
 async def list_current_prices(
     session: AsyncSession, *, currency_code: str | None = None
 ) -> list[ModelPrice]:
-    """Return the list's interactive versions in force, sorted by model and currency.
-
-    currency_code: only prices in this currency.
-    """
+    """List the interactive list prices in force, in one currency or all, by model and currency."""
     versions = await versions_in_force(session, currency_code=currency_code)
     return [price for price in versions if price.tier is ServiceTier.INTERACTIVE]
 
@@ -395,10 +393,10 @@ async def versions_in_force(
     all_customers: bool = False,
     at: datetime | None = None,
 ) -> list[ModelPrice]:
-    """Return the versions in force of the list and of one customer or all, also withdrawn ones.
+    """List the versions in force, of the price list and of one customer or all; withdrawn ones too.
 
-    Sorted by model, currency, list before own price, and tier. organization_id: add the own prices
-    of this customer. all_customers: add the own prices of all customers. at: by default now.
+    Sorted by model, currency, list before own price, and tier. `organization_id` adds this
+    customer's own prices, `all_customers` those of all. `at` is by default now.
     """
     query = _select_versions(
         model, currency_code, organization_id, all_customers=all_customers
@@ -415,9 +413,9 @@ async def price_history(
     currency_code: str | None = None,
     organization_id: uuid.UUID | None = None,
 ) -> list[ModelPrice]:
-    """Return all past, current and future versions of the list, and of a customer if one is passed.
+    """List all past, present and future versions of the list and, if given, of a customer.
 
-    Sorted as `versions_in_force`, then by start.
+    Sorted as in `versions_in_force`, then by start.
     """
     rows = await session.scalars(_select_versions(model, currency_code, organization_id))
     return sorted(map(_model_price, rows), key=lambda price: (*_order(price), price.effective_at))
@@ -426,9 +424,9 @@ async def price_history(
 def customer_prices(
     versions: Sequence[ModelPrice], organization_id: uuid.UUID | None, model: str | None = None
 ) -> list[CustomerPrice]:
-    """Return the price of each model and tier for a customer, from versions in force.
+    """Choose a customer's price of each model and tier from the versions in force.
 
-    organization_id: None for a customer without prices of its own.
+    `organization_id` is None for a customer without prices of its own.
     """
     book, by_version = PriceBook(), {each.prices.version: each for each in versions}
     for each in versions:
@@ -468,7 +466,7 @@ def _select_versions(
     *,
     all_customers: bool = False,
 ) -> Select[PriceVersion]:
-    """Select versions of the list, and of one customer or all."""
+    """Build the query for versions of the list, and of one customer or all."""
     conditions = [
         or_(PriceVersion.organization_id.is_(None), PriceVersion.organization_id == organization_id)
     ]

@@ -28,7 +28,7 @@ class Moment(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Invariant of the database, as a sentence, and SQL that selects its violations."""
+    """Invariant of the database: a sentence, and SQL that selects its violations."""
 
     name: str
     proves: str
@@ -37,10 +37,10 @@ class Check:
 
 
 def violations_sql(subject: str, source: str, problems: Mapping[str, str]) -> str:
-    """Return SQL that selects the rows of `source` that meet a condition, a key of `problems`; its
-    value is the SQL of the problem's text.
+    """Build SQL that selects the rows of `source` that meet a condition, with their problems.
 
-    Texts are built for those rows only, so that a check costs what its conditions cost.
+    `problems` maps conditions to SQL of the problem's text. Texts are built for those rows only, so
+    that a check costs no more than its conditions.
     """
     texts = ",\n        ".join(
         f"CASE WHEN {condition} THEN {problem} END" for condition, problem in problems.items()

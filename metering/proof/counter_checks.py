@@ -79,9 +79,10 @@ def weighted_sql(
     reasoning_count: str = "0",
     w_output: str = "w_output",
 ) -> str:
-    """Return SQL of the charge for some tokens, rounded up to an integer.
+    """Build SQL of the charge for tokens, rounded up to an integer.
 
-    reasoning_count: output tokens known to be thinking. w_output: weight of the others.
+    `reasoning_count` is the part of the output known to be thinking, `w_output` the weight of the
+    rest.
     """
     return (
         f"(({input_count} - {cached_count}) * w_input + {cached_count} * w_cached"
@@ -91,12 +92,12 @@ def weighted_sql(
 
 
 def window_start_sql(unit: str, at: str) -> str:
-    """Return SQL of the start of the calendar window around a time: the epoch without a unit."""
+    """Build SQL of the start of the calendar window around a time; the epoch if `unit` is null."""
     return f"CASE WHEN {unit} IS NULL THEN 'epoch' ELSE date_trunc({unit}, {at}, 'UTC') END"
 
 
 def charges_sql(hold_condition: str, rule_condition: str) -> str:
-    """Return SQL that selects pairs of a hold and a quota that counts it, with their weights.
+    """Build SQL that selects each hold with each quota that counts it, and the weights.
 
     An expired hold is charged its whole lease until its owner reports, in a further usage event,
     the tokens that it delivered. OFFSET 0 keeps the planner, which does not know how many quotas a
@@ -137,7 +138,7 @@ def charges_sql(hold_condition: str, rule_condition: str) -> str:
 
 
 def final_charge_sql() -> str:
-    """Return SQL of the charge of a hold that has ended.
+    """Build SQL of the charge of a hold that has ended.
 
     A lifetime quota, which has no unit, does not keep the lease of an expired hold: that credit
     would be lost for ever.
@@ -158,7 +159,7 @@ END"""
 
 
 def posted_charge_sql() -> str:
-    """Return SQL of the part of a live hold's charge that its extensions have posted."""
+    """Build SQL of the part of a live hold's charge that its extensions have posted."""
     return f"""CASE
     WHEN posted > 0 AND state = 'held'
         THEN {weighted_sql("sent", "cached", "(posted - sent)", w_output=LOWER)}
@@ -167,7 +168,7 @@ END"""
 
 
 def held_charge_sql() -> str:
-    """Return SQL of the part of a live hold's charge that is still held."""
+    """Build SQL of the part of a live hold's charge that is still held."""
     return f"""CASE
     WHEN state <> 'held' THEN 0
     WHEN charge = 'running' THEN 1
@@ -183,7 +184,7 @@ END"""
 
 
 def uncertain_charge_sql() -> str:
-    """Return SQL of the charge that a counter may lack: released while the quota was created."""
+    """Build SQL of the charge that a counter may lack because it ended as the quota was created."""
     return f"""CASE
     WHEN reported_late AND NOT is_charged AND charge IN ('tokens', 'money')
         THEN {weighted_sql("sent", "0", "leased_token_count", w_output=HIGHER)}

@@ -27,7 +27,7 @@ GROUP BY 1, 2, 3, 4
 
 
 def rated_usage_sql(condition: str = "true") -> str:
-    """Return SQL of rated tokens by customer, price version, hour and kind."""
+    """Build SQL of rated tokens by customer, price version, hour and kind."""
     return f"""
     SELECT organization_id, price_version_id, hour, token_kind, token_count AS used
     FROM (
@@ -45,7 +45,7 @@ def rated_usage_sql(condition: str = "true") -> str:
 
 
 def missing_export_sql(condition: str = "true") -> str:
-    """Return SQL of closed hours with fewer exported than used tokens."""
+    """Build SQL of the completed hours in which fewer tokens were exported than used."""
     return violations_sql(
         BATCH_SUBJECT,
         f"""

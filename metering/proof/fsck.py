@@ -52,7 +52,7 @@ Connection = psycopg.Connection[Any]
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """Row that breaks an invariant, and the problem with it."""
+    """Row that violates an invariant, and a description of the problem."""
 
     subject: str
     problem: str
@@ -63,7 +63,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of one check. sample: the first of `violation_count` violations."""
+    """Result of one check. `sample` has the first of `violation_count` violations."""
 
     check: Check
     violation_count: int
@@ -74,7 +74,7 @@ class Verdict:
 def select_checks(
     names: Collection[str] = (), moments: Collection[Moment] = (Moment.ALWAYS, Moment.SOON)
 ) -> tuple[Check, ...]:
-    """Return the checks with these names or, without names, those of these moments.
+    """Select the checks with these names or, without names, those of these moments.
 
     Raises: InvalidValue if a name is unknown.
     """
@@ -96,10 +96,10 @@ def fsck(
     since: datetime | None = None,
     sample_max: int = SAMPLE_MAX,
 ) -> Iterator[Verdict]:
-    """Run checks one after the other, all on the database as it is when the first begins.
+    """Run checks one after the other on one snapshot of the database; yield each result.
 
-    since: reads only rows written from then on; sums begin with the month or hour of that time.
-    Raises: psycopg.Error.
+    With `since`, reads only rows written from then on; sums begin with that month or hour. Raises:
+    psycopg.Error.
     """
     with psycopg.connect(
         psycopg_conninfo(database_url),
@@ -123,7 +123,7 @@ def run_check(
     since: datetime | None = None,
     sample_max: int = SAMPLE_MAX,
 ) -> Verdict:
-    """Run one check in the connection's transaction."""
+    """Run one check in the connection's transaction, with at most `sample_max` samples."""
     began_at = time.monotonic()
     query = f"""
         SELECT count(*) OVER (), subject, problem

@@ -96,15 +96,16 @@ async def set_quota(
     actor: str,
     later: list[Uncounted] | None = None,
 ) -> QuotaState:
-    """Set one limit. One of the same subject, model and dimension keeps its id and its usage.
+    """Set one limit. An existing one with the same subject, model and dimension keeps its usage.
 
-    subject_ref: as in `find_subject`. model: empty for all models together. weights: of input,
-    cached input and output tokens, in thousandths. alert_at: in percent. For weights, enforced and
-    alert_at, None keeps the present value; a new limit weighs all tokens as 1, is enforced and has
-    the default alerts. for_new_keys: the limit does not apply to the subject, but is copied to each
-    key created under it from then on. A new limit includes what was already used in its window.
-    later: list to which the limit is added for a `recount` at the end of the transaction. A
-    temporary override that does not exceed the new limit ends. Raises: NotFound, InvalidValue.
+    `subject_ref` is as in `find_subject`. An empty `model` means all models together. `weights` are
+    those of input, cached input and output tokens, in thousandths; `alert_at` is in percent. For
+    `weights`, `enforced` and `alert_at`, None keeps the present value; a new limit counts every
+    token once, is enforced and has the default alerts. With `for_new_keys` the limit does not apply
+    to the subject, but is copied to each key created under it from then on. A new limit includes
+    the past usage of its window, counted now or, if the list `later` is given, by a `recount` at
+    the end of the transaction. A temporary override that does not exceed the new limit ends.
+    Raises: NotFound, InvalidValue.
     """
     _check_values(subject, dimension, limit_value, for_new_keys=for_new_keys)
     if model:
@@ -171,7 +172,7 @@ async def override_quota(
     reason: str,
     actor: str,
 ) -> QuotaState:
-    """Set a higher limit until a time of the database's clock; without a time, end the override.
+    """Raise a limit until a time of the database's clock; `until` None ends the override.
 
     Raises: NotFound, InvalidValue.
     """
@@ -208,23 +209,23 @@ async def override_quota(
 
 
 async def delete_quota(session: AsyncSession, *, quota_id: str, actor: str) -> None:
-    """Remove one limit; running requests are no longer held to it. Raises: NotFound."""
+    """Remove one limit, even for running requests. Raises: NotFound."""
     await retire_quota(session, await _existing(session, quota_id), actor)
 
 
 async def retire_quota(session: AsyncSession, quota: Quota, actor: str) -> None:
-    """Mark a quota as deleted: its row is kept for the holds charged to it."""
+    """Mark a quota as deleted. Its row is kept for the holds charged to it."""
     before = snapshot(quota)
     await session.execute(update(Quota).where(Quota.id == quota.id).values(deleted_at=func.now()))
     await record_change(session, actor, "quota.delete", str(quota.id), before=before)
 
 
 async def delete_past_counters(session: AsyncSession, limit: int = PAST_COUNTERS_MAX) -> int:
-    """Delete at most `limit` counters of past windows without holds; return the number deleted.
+    """Delete up to `limit` counters of past windows without holds; return how many were deleted.
 
-    Counters of minutes and days are kept for two days and those of months for 93 days: no request
-    runs that long. Records of rule changes that no process asks for any more (`holds/known.py`) are
-    deleted as well.
+    Counters of minutes and days are kept for two days, those of months for 93 days: no request runs
+    that long. Records of rule changes that no process needs any more (`holds/known.py`) are deleted
+    as well.
     """
     await session.execute(
         text("DELETE FROM rule_changes WHERE changed_at < now() - :kept"), {"kept": PAST_DAYS_KEPT}
@@ -254,9 +255,9 @@ async def delete_past_counters(session: AsyncSession, limit: int = PAST_COUNTERS
 
 
 async def delete_all_past_counters(sessions: Sessions, limit: int = PAST_COUNTERS_MAX) -> int:
-    """Delete past counters in a bounded number of transactions; return the number deleted.
+    """Delete past counters in a bounded number of transactions; return how many were deleted.
 
-    An interrupted run is continued by the next one.
+    If it is interrupted, the next run continues.
     """
     deleted_count = 0
     for _ in range(PAST_COUNTER_BATCHES_MAX):
@@ -271,10 +272,9 @@ async def delete_all_past_counters(sessions: Sessions, limit: int = PAST_COUNTER
 async def find_subject(
     session: AsyncSession, subject: QuotaSubject, ref: str
 ) -> tuple[uuid.UUID, uuid.UUID]:
-    """Return the ids of a subject and of its organization.
+    """Look up a subject; return its id and its organization's id. Raises: NotFound.
 
-    An organization is named by name or id, a project by "organization/project" or id, a key by
-    prefix or id. Raises: NotFound.
+    `ref` is an id, an organization's name, "organization/project", or a key's prefix.
     """
     match subject:
         case QuotaSubject.ORGANIZATION:
@@ -289,7 +289,7 @@ async def find_subject(
 
 
 def in_units(dimension: QuotaDimension) -> str:
-    """Return the largest limit in units of money for a dimension of money, or an empty string."""
+    """Format the largest limit in currency units, for error messages; empty unless it is money."""
     if DIMENSIONS[dimension][0] is not Kind.MONEY:
         return ""
     return (
@@ -357,7 +357,7 @@ async def _existing(session: AsyncSession, quota_id: str) -> Quota:
 async def change_quota(
     session: AsyncSession, quota: Quota, values: dict[str, object], *, action: str, actor: str
 ) -> None:
-    """Set columns of a quota, and write the audit log if they change."""
+    """Set columns of a quota; write the audit log if anything changes."""
     before = snapshot(quota)
     after = snapshot(await _update(session, quota.id, values))
     if before != after:
@@ -384,14 +384,14 @@ async def lock_subject(session: AsyncSession, subject: QuotaSubject, subject_id:
 
 
 def usual_thresholds(dimension: QuotaDimension) -> tuple[int, ...]:
-    """Return the default alert thresholds of a new limit."""
+    """Return the default alert thresholds of a dimension."""
     return USUAL_PERCENTS if dimension in ALERTING_DIMENSIONS else ()
 
 
 def checked_percent_thresholds(
     dimension: QuotaDimension, thresholds: Sequence[int]
 ) -> tuple[int, ...]:
-    """Validate thresholds of a limit and sort them; empty for no alerts. Raises: InvalidValue."""
+    """Validate and sort alert thresholds in percent; empty for no alerts. Raises: InvalidValue."""
     if thresholds and dimension not in ALERTING_DIMENSIONS:
         alerting = ", ".join(str(each) for each in QuotaDimension if each in ALERTING_DIMENSIONS)
         raise InvalidValue(
@@ -402,7 +402,7 @@ def checked_percent_thresholds(
 
 
 def checked_credit_thresholds(thresholds: Sequence[int]) -> tuple[int, ...]:
-    """Validate thresholds of prepaid credit and sort them. Raises: InvalidValue."""
+    """Validate and sort alert thresholds of prepaid credit, in picos. Raises: InvalidValue."""
     return _checked_thresholds(thresholds, LEFT_MAX_PICOS, "picos of remaining credit")
 
 

@@ -78,9 +78,9 @@ NO_HEAD = 0, datetime(1970, 1, 1, tzinfo=UTC)  # of a newly created project
 
 
 def amount(sent: str, cached: str, output: str) -> str:
-    """Return the SQL of a weighted sum, rounded up as in `quota_rules.Scale.amount`.
+    """Build SQL of a weighted token sum, rounded up as in `quota_rules.Scale.amount`.
 
-    output: the weighted sum of the output.
+    `output` is SQL of the weighted sum of the output.
     """
     return (
         f"(({sent} - {cached}) * w_input + {cached} * w_cached + {output} + divisor - 1) / divisor"
@@ -88,17 +88,17 @@ def amount(sent: str, cached: str, output: str) -> str:
 
 
 def exact(output: str, reasoning: str) -> str:
-    """Return the SQL of the weighted sum of output tokens, those of reasoning among them."""
+    """Build SQL of the weighted sum of output tokens, including reasoning."""
     return f"(({output} - {reasoning}) * w_output + {reasoning} * w_reasoning)"
 
 
 def posted_output(output: str) -> str:
-    """Return the SQL of the weighted sum that extensions post for output tokens."""
+    """Build SQL of the weighted sum that extensions post for output tokens."""
     return f"({output} * least(w_output, w_reasoning))"
 
 
 def posted_at(border: str) -> str:
-    """Return the SQL of the amount charged to a hold before a window border."""
+    """Build SQL of the amount charged to a hold before a window border."""
     return f"""CASE
         WHEN charged_at < {border} THEN total
         WHEN admitted_at >= {border} THEN 0
@@ -304,10 +304,10 @@ Heads = dict[uuid.UUID, tuple[int, datetime]]
 
 @dataclass(slots=True)
 class Recount:
-    """Recount of one quota: its windows, used and held amounts by window, and live holds.
+    """Recount of one quota: used and held amounts by window, and live holds.
 
-    number: index among the quotas counted together. early: windows whose early settlements are all
-    in the sums.
+    `number` is the index among the quotas counted together. `early` are the windows whose early
+    settlements are all in the sums.
     """
 
     number: int
@@ -337,7 +337,7 @@ class Recount:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Part of the charges to sum: settled holds up to or beyond the chains' heads, or the rest."""
+    """Part of the charges to sum: settled holds up to or beyond the chain heads, or the rest."""
 
     settled: bool
     beyond: bool
@@ -348,8 +348,7 @@ class Share:
 async def recount(session: AsyncSession, uncounted: Sequence[Uncounted]) -> None:
     """Rewrite the counters of quotas, delete past ones, and charge live holds to the quotas.
 
-    No request is admitted from here to the end of the transaction, so recount last, and all quotas
-    at once.
+    Admissions are blocked until the transaction ends: call it last, once for all quotas.
     """
     if not uncounted:
         return
@@ -393,7 +392,7 @@ async def recount(session: AsyncSession, uncounted: Sequence[Uncounted]) -> None
 
 
 async def _find_live(session: AsyncSession, recounts: Sequence[Recount], *, lock: bool) -> None:
-    """Record the live holds of all subjects, and their windows. lock: also lock the holds."""
+    """Record the live holds of all subjects and their windows. `lock` also locks the holds."""
     by_subject: defaultdict[uuid.UUID, list[Recount]] = defaultdict(list)
     for each in recounts:
         by_subject[each.quota.subject_id].append(each)
@@ -432,7 +431,7 @@ async def _find_live(session: AsyncSession, recounts: Sequence[Recount], *, lock
 
 
 async def _chain_heads(session: AsyncSession, recounts: Sequence[Recount]) -> Heads:
-    """Return the heads of the receipt chains of all projects."""
+    """Read the receipt chain heads of all projects of these organizations."""
     organization_ids = list({each.organization_id for each in recounts})
     rows = await session.execute(SELECT_HEADS, {"organization_ids": organization_ids})
     return {
@@ -444,7 +443,7 @@ async def _chain_heads(session: AsyncSession, recounts: Sequence[Recount]) -> He
 async def _sum_up(
     session: AsyncSession, requested: Iterable[tuple[Recount, Collection[Window]]], share: Share
 ) -> None:
-    """Add a share of the charges in the given windows."""
+    """Add up a share of the charges in these windows."""
     groups: defaultdict[tuple[str, Unit | None], list[tuple[Recount, Collection[Window]]]] = (
         defaultdict(list)
     )
@@ -469,7 +468,7 @@ async def _sum_up(
 
 
 def _values(group: Sequence[tuple[Recount, Collection[Window]]]) -> dict[str, Any]:
-    """Return the parameters of CHARGES for these quotas."""
+    """Build the parameters of CHARGES for these quotas."""
     quotas = [each.quota for each, _ in group]
     scales = [token_scale(each.dimension, weights_of(each.quota)) for each, _ in group]
     windows = [(each.number, start, end) for each, of_each in group for start, end in of_each]
@@ -513,7 +512,7 @@ async def _write(session: AsyncSession, recounts: Sequence[Recount]) -> None:
 
 
 async def _clock(session: AsyncSession) -> datetime:
-    """Return the database's present time, not that of the start of the transaction."""
+    """Read the database's clock, not the time at which the transaction began."""
     now: datetime = (await session.scalars(select(func.clock_timestamp()))).one()
     return now
 
@@ -523,5 +522,5 @@ def _window(dimension: QuotaDimension, at: datetime) -> Window:
 
 
 def _windows_about(dimension: QuotaDimension, now: datetime) -> set[Window]:
-    """Return the current window, and the previous one as long as a batch may still count in it."""
+    """Return the current window, and the previous one while a batch may still count in it."""
     return {_window(dimension, now), _window(dimension, now - BORDER_AGE)}

@@ -45,7 +45,7 @@ class Unit(StrEnum):
 
 
 class Kind(StrEnum):
-    """Kind of charge that a quota counts."""
+    """Unit that a quota charges: concurrent requests, requests, tokens or money."""
 
     CONCURRENCY = "concurrency"
     REQUESTS = "requests"
@@ -81,20 +81,20 @@ UNITS = (None, *Unit)  # in the order of `window_starts`
 
 @functools.lru_cache(maxsize=4096)  # a batch asks for the same few times repeatedly
 def window_starts(at: datetime) -> tuple[datetime, ...]:
-    """Return the starts of the windows (UTC) around `at`: lifetime, minute, day, month."""
+    """Compute when the windows (UTC) around `at` start: lifetime, minute, day, month."""
     minute = at.astimezone(UTC).replace(second=0, microsecond=0)
     day = minute.replace(hour=0, minute=0)
     return NO_WINDOW, minute, day, day.replace(day=1)
 
 
 def window_start(dimension: QuotaDimension, at: datetime) -> datetime:
-    """Return the start of the calendar window (UTC) that contains `at`."""
+    """Compute when the calendar window (UTC) that contains `at` starts."""
     return window_starts(at)[UNITS.index(DIMENSIONS[dimension][1])]
 
 
 @functools.lru_cache(maxsize=4096)
 def window_ends(at: datetime) -> tuple[datetime | None, ...]:
-    """Return the ends of the windows of `window_starts`; None for the lifetime."""
+    """Compute when the windows of `window_starts` end; None for the lifetime."""
     _, minute, day, month = window_starts(at)
     return (
         None,
@@ -105,13 +105,13 @@ def window_ends(at: datetime) -> tuple[datetime | None, ...]:
 
 
 def window_end(dimension: QuotaDimension, at: datetime) -> datetime | None:
-    """Return the end of the window that contains `at`; None if it never ends."""
+    """Compute when the window that contains `at` ends; None if it never does."""
     return window_ends(at)[UNITS.index(DIMENSIONS[dimension][1])]
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Weights of a sum, in picos or thousandths per token, and its divisor."""
+    """Weights of input, cached input and output tokens, and the divisor of their sum."""
 
     input: int
     cached_input: int
@@ -125,7 +125,7 @@ class Scale:
     cheapest_output: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Compute the values that every charge needs once."""
+        """Compute once the values that every charge needs."""
         if self.reasoning < 0:
             object.__setattr__(self, "reasoning", self.output)
         object.__setattr__(self, "dearest_input", max(self.input, self.cached_input))
@@ -144,7 +144,10 @@ class Scale:
         output_token_count: int,
         reasoning_token_count: int = 0,
     ) -> int:
-        """Return the sum in units of the quota, rounded up. Reasoning is part of the output."""
+        """Compute the amount of tokens in units of the quota, rounded up.
+
+        Cached tokens are part of the input, reasoning tokens part of the output.
+        """
         return self.rounded(
             (input_token_count - cached_input_token_count) * self.input
             + cached_input_token_count * self.cached_input
@@ -153,13 +156,13 @@ class Scale:
         )
 
     def rounded(self, total: int) -> int:
-        """Return a weighted sum in units of the quota, rounded up."""
+        """Divide a weighted sum into units of the quota, rounded up."""
         return total if self.divisor == 1 else -(-total // self.divisor)
 
 
 @functools.lru_cache(maxsize=4096)
 def token_scale(dimension: QuotaDimension, weights: Weights) -> Scale | None:
-    """Return the weights of a quota on tokens; None for any other quota."""
+    """Build the scale of a quota on tokens; None for any other quota."""
     kind, _, counts_input, counts_output = DIMENSIONS[dimension]
     if kind is not Kind.TOKENS:
         return None
@@ -180,7 +183,7 @@ def token_scale(dimension: QuotaDimension, weights: Weights) -> Scale | None:
 
 @functools.lru_cache(maxsize=4096)
 def money_scale(prices: TokenPrices) -> Scale:
-    """Return the weights of a quota on money."""
+    """Build the scale of a quota on money from prices."""
     return Scale(
         prices.input_picos_per_token,
         prices.cached_input_picos_per_token,
@@ -194,10 +197,9 @@ def money_scale(prices: TokenPrices) -> Scale:
 class QuotaRule:
     """One limit as it is enforced. Repeated reads return the same object: compare by identity.
 
-    limit_value: the limit in force, including a temporary override; None for a quota that was
-    removed while holds were charged to it. enforced: whether the quota refuses requests; otherwise
-    it only counts. base_limit_value: the limit without the override. override_until: end of the
-    override while it is in force.
+    `limit_value` is the limit in force, including an override; None for a quota that was removed
+    while holds were charged to it. If `enforced` is False, it counts but refuses nothing.
+    `base_limit_value` is the limit without the override, which ends at `override_until`.
     """
 
     id: uuid.UUID
@@ -221,7 +223,7 @@ class QuotaRule:
     counts_tokens: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Compute the values that every request needs once."""
+        """Compute once the values that every request needs."""
         kind, unit, _, _ = DIMENSIONS[self.dimension]
         object.__setattr__(self, "number", self.id.int)
         object.__setattr__(self, "window", UNITS.index(unit))
@@ -237,19 +239,19 @@ class QuotaRule:
 
     @property
     def is_lifetime(self) -> bool:
-        """True if the rule counts money for ever: a wrong charge would never expire."""
+        """True if it counts money without a window, so that a wrong charge would never expire."""
         return self.kind is Kind.MONEY and self.unit is None
 
     def key(self, at: datetime) -> CounterKey:
-        """Return the key of the counter for a charge at this time."""
+        """Return the key of the counter that a charge at this time counts in."""
         return self.number, window_starts(at)[self.window]
 
     def scale(self, prices: TokenPrices) -> Scale:
-        """Return the weights of a quota on tokens or money."""
+        """Return the scale of a quota on tokens or, from the prices, on money."""
         return self.token_scale or money_scale(prices)
 
     def limit_at(self, at: datetime) -> int | None:
-        """Return the limit in force at a later time, as far as is known now."""
+        """Return the limit in force at a later time, according to the override known now."""
         return (
             self.base_limit_value
             if self.override_until is not None and at >= self.override_until
@@ -260,12 +262,12 @@ class QuotaRule:
 class Charge(NamedTuple):
     """Charge of one live hold: the columns of its row that quotas are computed from.
 
-    cached_input_token_count: fixed by the first posting, which posts the input. leased_token_count:
-    maximum of output tokens that may be delivered. posted_token_count: input and output tokens
-    moved to `used` of the windows they were charged to; 0, or at least the input. posted_minutes:
-    pairs of a minute since 1970 and the tokens posted up to its end, one pair for each minute that
-    the charge has left. reasoning_token_count: delivered tokens known to be thinking, never fewer
-    later.
+    `cached_input_token_count` is fixed by the first posting, which posts the input. Up to
+    `leased_token_count` output tokens may be delivered. `posted_token_count` are input and output
+    tokens moved to `used` of the windows they were charged to; 0, or at least the input.
+    `posted_minutes` has, for each minute that the charge has left, the minute since 1970 and the
+    tokens posted up to its end. `reasoning_token_count` are delivered tokens known to be thinking;
+    it never falls.
     """
 
     prices: TokenPrices
@@ -279,7 +281,7 @@ class Charge(NamedTuple):
     reasoning_token_count: int = 0
 
     def held(self, rule: QuotaRule) -> int:
-        """Return the amount that the charge holds of a quota."""
+        """Compute the amount that the charge holds in a quota."""
         kind = rule.kind
         if kind is Kind.CONCURRENCY:
             return 1
@@ -288,10 +290,10 @@ class Charge(NamedTuple):
         return self.held_by(rule.scale(self.prices), self.leased_token_count)
 
     def held_by(self, scale: Scale, output_token_count: int) -> int:
-        """Return the highest charge for so many output tokens, beyond the amount already posted.
+        """Compute the highest charge for output tokens, beyond the amount already posted.
 
-        Until the input is posted it is held at its highest rate: cached tokens then only lower the
-        charge. So does output at the lower one of its prices.
+        Until the input is posted, it is held at its highest rate, so cached tokens can only lower
+        the charge. The same holds for output at the lower of its prices.
         """
         each = scale.dearest_output
         if self.posted_token_count:
@@ -303,41 +305,41 @@ class Charge(NamedTuple):
         )
 
     def dearest_reasoning(self, output_token_count: int) -> int:
-        """Return how many of these output tokens are thinking if they cost the most."""
+        """Return how many output tokens are reasoning in the most expensive case."""
         prices = self.prices
         if prices.reasoning_picos_per_token > prices.output_picos_per_token:
             return output_token_count
         return self.reasoning_token_count
 
     def _input_sum(self, scale: Scale) -> int:
-        """Return the weighted sum of the posted input."""
+        """Compute the weighted sum of the posted input."""
         cached = self.cached_input_token_count
         return (self.input_token_count - cached) * scale.input + cached * scale.cached_input
 
     def with_lease(self, output_token_count: int) -> Charge:
-        """Return the charge with another lease."""
+        """Return a copy with another lease."""
         return self._replace(leased_token_count=output_token_count)
 
     def posted(self, scale: Scale) -> int:
-        """Return the amount of earlier charges that was moved to `used`."""
+        """Compute the amount that extensions have moved to `used`."""
         return self.posted_by(scale, self.posted_token_count)
 
     def posted_by(self, scale: Scale, posted_token_count: int) -> int:
-        """Return the amount in `used` once so many tokens are posted."""
+        """Compute the amount in `used` once this many tokens are posted."""
         if not posted_token_count:
             return 0
         delivered = posted_token_count - self.input_token_count
         return scale.rounded(self._input_sum(scale) + delivered * scale.cheapest_output)
 
     def consumed(self, rule: QuotaRule, tokens: Tokens) -> int:
-        """Return the amount to add to `used` at the end of the charge. Never negative."""
+        """Compute the amount to add to `used` when the charge ends. Never negative."""
         kind = rule.kind
         if kind is Kind.CONCURRENCY or kind is Kind.REQUESTS:
             return 0
         return self.consumed_by(rule.scale(self.prices), tokens)
 
     def consumed_by(self, scale: Scale, tokens: Tokens) -> int:
-        """Return the amount to add to `used` for a quota with this scale."""
+        """Compute the amount to add to `used` for a quota with this scale."""
         amount = self._amount(scale, tokens)
         return max(amount - self.posted(scale), 0) if self.posted_token_count else amount
 
@@ -346,7 +348,7 @@ class Charge(NamedTuple):
         return scale.amount(sent, min(self.cached_input_token_count, sent), delivered, reasoning)
 
     def postings(self, rule: QuotaRule) -> Iterator[tuple[CounterKey, int]]:
-        """Yield what extensions of the charge have added to `used`, by counter."""
+        """Yield the amounts that extensions have added to `used`, each with its counter."""
         if not self.posted_token_count or rule.kind not in (Kind.TOKENS, Kind.MONEY):
             return
         scale, before = rule.scale(self.prices), 0
@@ -362,11 +364,11 @@ class Charge(NamedTuple):
                 before = amount
 
     def amount_of(self, rule: QuotaRule, tokens: Tokens) -> int:
-        """Return the amount of these tokens for a quota on tokens or money."""
+        """Compute the amount of tokens for a quota on tokens or money."""
         return self._amount(rule.scale(self.prices), tokens)
 
     def most_output(self, rule: QuotaRule, room: int) -> int | None:
-        """Return the largest lease whose charge is at most `room`; None if not counted."""
+        """Compute the largest lease that costs at most `room`; None if output does not count."""
         kind = rule.kind
         if kind is Kind.CONCURRENCY or kind is Kind.REQUESTS:
             return None
@@ -383,7 +385,7 @@ class Charge(NamedTuple):
     def with_posting(
         self, delivered_token_count: int, reasoning_token_count: int, now: datetime
     ) -> Charge:
-        """Return the charge with delivered tokens posted, and the rest charged now."""
+        """Return a copy with the delivered tokens posted and the rest charged to the present."""
         posted = self.input_token_count + delivered_token_count
         left = int(self.charged_at.timestamp()) // 60
         minutes = self.posted_minutes
@@ -398,13 +400,13 @@ class Charge(NamedTuple):
 
 
 class QuotaState(NamedTuple):
-    """One limit at one time. Values are in requests, tokens or picos, by dimension.
+    """One limit at one time. Amounts are in requests, tokens or picos, by dimension.
 
-    subject_name: display name of the subject. subject_name, override_reason and would_refuse_count
-    are empty unless they were read. would_refuse_count: admissions of this window that the quota
-    would have refused if it were enforced. for_new_keys: the quota limits nothing itself, but is
-    copied to each key created under its subject. alert_at: percent of the limit, or picos of
-    remaining credit for prepaid credit; empty unless it was read.
+    `subject_name`, `override_reason`, `would_refuse_count` and `alert_at` are empty unless they
+    were read. `would_refuse_count` counts admissions of this window that the quota would have
+    refused if it were enforced. With `for_new_keys` the quota limits nothing itself, but is copied
+    to each key created under its subject. `alert_at` is in percent of the limit or, for prepaid
+    credit, in picos left.
     """
 
     rule: QuotaRule
@@ -454,7 +456,7 @@ class QuotaState(NamedTuple):
 
     @property
     def resets_at(self) -> datetime | None:
-        """Time at which `used` resets to zero; None for concurrency."""
+        """Time at which `used` resets to zero; None if it never does."""
         return window_ends(self.now)[self.rule.window]
 
     @property
@@ -465,9 +467,9 @@ class QuotaState(NamedTuple):
 
 
 class QuotaStates(Sequence[QuotaState]):
-    """States of several limits at one time, built on access: most admissions need none.
+    """States of several limits at one time, built on access because most admissions need none.
 
-    counts: used and held amounts of each.
+    `counts` has the used and held amounts of each.
     """
 
     __slots__ = ("counts", "now", "rules")
@@ -519,12 +521,12 @@ class Payer:
 
     @property
     def receipt_ids(self) -> bytes:
-        """Ids of organization, project and key as at the start of a receipt, 48 bytes."""
+        """Ids of organization, project and key as a receipt begins, 48 bytes."""
         return self.organization_id.bytes + self.project_id.bytes + self.api_key_id.bytes
 
 
 class Owner(Protocol):
-    """Organization and key that work belongs to: a payer, or the principal of a call."""
+    """Owner of work: an organization and a key. Payers and the principals of calls are owners."""
 
     @property
     def organization_id(self) -> uuid.UUID: ...

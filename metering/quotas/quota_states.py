@@ -31,11 +31,11 @@ DIMENSION_ORDER = list(QuotaDimension)
 
 @dataclass(frozen=True, slots=True)
 class EffectiveQuota:
-    """A limit, compared with the other limits that apply to the same requests.
+    """A limit compared with the other limits on the same requests.
 
-    binding: it has the least remaining of the enforced limits on its dimension. narrowed_by: the
-    enforced limit of a wider scope that always runs out before it or at the same time; None if
-    there is none.
+    `binding` is True if it has the least remaining of the enforced limits on its dimension.
+    `narrowed_by` is the enforced limit of a wider scope that always runs out first or at the same
+    time; None if there is none.
     """
 
     state: QuotaState
@@ -46,7 +46,7 @@ class EffectiveQuota:
 async def list_quotas(
     session: AsyncSession, *, organization: str | None = None
 ) -> list[QuotaState]:
-    """Return all limits, or those of one organization with its projects and keys."""
+    """List all limits, or those of one organization with its projects and keys."""
     query = select(Quota)
     if organization:
         owner = (await find_organization(session, organization)).id
@@ -65,7 +65,7 @@ async def list_quotas(
 async def quotas_for(
     session: AsyncSession, *, subject_ids: Collection[uuid.UUID], model: str | None = None
 ) -> list[QuotaState]:
-    """Return the limits on a request of these subjects; of every model if it is None."""
+    """List the limits on requests of these subjects to a model, or to every model if it is None."""
     query = select(Quota).where(Quota.subject_id.in_(subject_ids), Quota.for_new_keys.is_(False))
     if model is not None:
         query = query.where(Quota.model.in_(("", model)))
@@ -73,7 +73,7 @@ async def quotas_for(
 
 
 async def states(session: AsyncSession, query: Select[Quota]) -> list[QuotaState]:
-    """Return the active quotas of a query, with the counters of the current windows."""
+    """Run a query for quotas; return the active ones with the counters of the current windows."""
     now: datetime = (await session.scalars(select(func.clock_timestamp()))).one()
     starts = case(*((Quota.dimension == d, literal(window_start(d, now))) for d in QuotaDimension))
     counted = (
@@ -95,7 +95,7 @@ async def states(session: AsyncSession, query: Select[Quota]) -> list[QuotaState
 
 
 def effective(quotas: Sequence[QuotaState]) -> list[EffectiveQuota]:
-    """Compare limits on the same requests with each other, except those for new keys."""
+    """Compare limits on the same requests with each other; those for new keys are left out."""
     applied = [state for state in quotas if not state.for_new_keys]
     binding: dict[QuotaDimension, QuotaState] = {}
     for state in applied:
@@ -109,7 +109,7 @@ def effective(quotas: Sequence[QuotaState]) -> list[EffectiveQuota]:
 
 
 async def narrowed_by(session: AsyncSession, state: QuotaState) -> uuid.UUID | None:
-    """Return the limit of a wider scope that makes this one ineffective; None if there is none."""
+    """Find the limit of a wider scope that makes this one ineffective; None if there is none."""
     subject_ids = {state.subject_id}
     if state.subject is QuotaSubject.API_KEY:
         project_id = await session.scalar(
@@ -123,7 +123,7 @@ async def narrowed_by(session: AsyncSession, state: QuotaState) -> uuid.UUID | N
 
 
 def _narrowed_by(state: QuotaState, others: Iterable[QuotaState]) -> uuid.UUID | None:
-    """Return the tightest enforced limit of a wider scope that never outlasts this one."""
+    """Find the tightest enforced limit of a wider scope that always runs out no later."""
     rank = SUBJECT_ORDER.index(state.subject), state.model != ""
     above = [
         other
@@ -142,9 +142,9 @@ def _narrowed_by(state: QuotaState, others: Iterable[QuotaState]) -> uuid.UUID |
 
 
 def narrows(parent: QuotaRule, child: QuotaRule) -> bool:
-    """Return whether `parent`, which counts all that `child` counts, never outlasts it.
+    """Return True if `parent`, which counts all that `child` counts, runs out no later.
 
-    This holds if each kind of token uses at least as large a share of the parent's limit as of the
+    That is so if each kind of token uses at least as large a share of the parent's limit as of the
     child's.
     """
     if parent.dimension is not child.dimension:
@@ -159,7 +159,7 @@ def narrows(parent: QuotaRule, child: QuotaRule) -> bool:
 
 
 def sort_key(state: QuotaState) -> tuple[int, str, int, str, bool]:
-    """Return a key that sorts by subject, dimension and model."""
+    """Build a key that sorts by subject, dimension and model."""
     first = (
         SUBJECT_ORDER.index(state.subject),
         str(state.subject_id),
@@ -171,7 +171,7 @@ def sort_key(state: QuotaState) -> tuple[int, str, int, str, bool]:
 async def subject_names(
     session: AsyncSession, subject_ids: Collection[uuid.UUID]
 ) -> dict[uuid.UUID, str]:
-    """Return display names: of organizations, projects ("org/project"), and key prefixes."""
+    """Look up display names: of organizations, projects ("org/project"), and key prefixes."""
     organizations = select(Organization.id, Organization.name)
     projects = select(Project.id, Organization.name + "/" + Project.name).join(
         Organization, Organization.id == Project.organization_id
@@ -210,7 +210,7 @@ def weights_of(quota: Quota) -> Weights:
 
 
 def rule_now(quota: Quota, now: datetime) -> QuotaRule:
-    """Return the rule in force at a time from its row."""
+    """Convert a quota's row to the rule in force at a time."""
     raised = quota.override_until is not None and quota.override_until > now
     return QuotaRule(
         id=quota.id,

@@ -43,9 +43,10 @@ NO_LIMIT = -1  # of a row that may be incremented regardless of its usage
 class QuotaExceeded(MeteringError):
     """The request does not fit its limits. `QuotaFailure` lists them, the first to reset in front.
 
-    requested: amount requested of each. charge: the charge of an admission with its whole first
-    slice; met: every enforced limit that applies, and the amount requested of each. hint_s: seconds
-    until the request fits, if computed (`retry_hints.py`); infinite if it never will.
+    requested: the amount requested of each failing limit. charge: that of an admission with its
+    whole first slice; None if there is none. met: every enforced limit that applies, with the
+    amount requested of it. hint_s: seconds until the request fits, infinite if it never will; None
+    if not computed (`retry_hints.py`).
     """
 
     reason = "QUOTA_EXCEEDED"
@@ -65,7 +66,7 @@ class QuotaExceeded(MeteringError):
 
     @property
     def retry_helps(self) -> bool:
-        """True if waiting can help; False if a limit would be exceeded by this request alone."""
+        """True if waiting can help; False if this request alone exceeds a limit."""
         if self.hint_s == math.inf:
             return False
         return all(
@@ -86,7 +87,7 @@ class QuotaExceeded(MeteringError):
 class InsufficientCredit(QuotaExceeded):
     """The prepaid credit does not cover the least that the request costs. Waiting does not help.
 
-    failing: the credit in front, as a quota, followed by the other limits that the request exceeds.
+    failing: the credit quota in front, followed by the other limits that the request exceeds.
     """
 
     reason = "INSUFFICIENT_CREDIT"
@@ -113,12 +114,12 @@ class InsufficientCredit(QuotaExceeded):
 
 
 class Undecided(Exception):
-    """The last known counters do not determine the decision: the rows must be locked and read."""
+    """The last known counters do not determine a decision: lock and read the rows."""
 
 
 @dataclass(slots=True)
 class Counter:
-    """Working copy of one counter row."""
+    """Working copy of a counter row."""
 
     used: int
     held: int
@@ -126,13 +127,14 @@ class Counter:
 
 @dataclass(slots=True)
 class Counters:
-    """Locked counter rows of one batch at one database time. created: rows it inserted, empty.
+    """Counter rows of one batch at one database time.
 
-    changed: used and held of the rows before the batch changed them. would_refuse: admissions of
-    this batch that exceed a quota which is not enforced, by counter. unlocked: the rows are last
-    known values and not locked; some may be missing. Decisions are then valid only if every row can
-    be moved as the batch does within `limits`; a decision that another row could change raises
-    `Undecided`. increments: used and held amounts added to missing rows.
+    `changed` has used and held as they were before the batch. `created` are the empty rows that it
+    inserted. `would_refuse` counts, by counter, admissions that exceed a quota which is not
+    enforced. With `unlocked`, the rows are the last known values and some may be missing: decisions
+    are valid only if every row can be changed as the batch does within `limits`, and one that
+    another row could change raises `Undecided`. `increments` are the used and held amounts added to
+    missing rows.
     """
 
     now: datetime
@@ -145,7 +147,7 @@ class Counters:
     increments: dict[CounterKey, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, key: CounterKey, used: int = 0, held: int = 0) -> None:
-        """Add to a counter. A result below zero is a bug of the caller."""
+        """Add to a counter. The caller must not make it negative."""
         if not used and not held:
             return
         if self.unlocked and key not in self.limits:  # the row does not matter
@@ -165,7 +167,7 @@ class Counters:
         assert row.held >= 0, f"counter {key} held {row.held} < 0"
 
     def all_increments(self) -> dict[CounterKey, tuple[int, int]]:
-        """Return the used and held amounts to add to rows that are not locked."""
+        """Collect the used and held amounts to add to rows that are not locked."""
         increments = dict(self.increments)
         for key, (used, held) in self.changed.items():
             row, more = self.rows[key], increments.get(key, NO_INCREMENT)
@@ -173,14 +175,14 @@ class Counters:
         return {key: each for key, each in increments.items() if each != NO_INCREMENT}
 
     def remaining(self, rule: QuotaRule) -> int | None:
-        """Return the amount that may still be charged to the rule; None for unlimited."""
+        """Return the amount that may still be charged to the rule; None if it is unlimited."""
         if rule.limit_value is None:
             return None
         row = self.row(rule.key(self.now))
         return rule.limit_value - row.used - row.held
 
     def row(self, key: CounterKey) -> Counter:
-        """Return a row. Raises: Undecided if the row is unknown."""
+        """Look up a counter. Raises: Undecided if its row is unknown."""
         try:
             return self.rows[key]
         except KeyError:
@@ -189,7 +191,7 @@ class Counters:
             raise
 
     def copy_for(self, rules: Iterable[QuotaRule]) -> Counters:
-        """Return a copy of the counters of these rules, to decide on without side effects."""
+        """Copy the counters of these rules, to decide on without side effects."""
         keys = {rule.key(self.now) for rule in rules}
         rows = {key: self.row(key) for key in keys}
         return Counters(
@@ -199,12 +201,12 @@ class Counters:
         )
 
     def state(self, rule: QuotaRule) -> QuotaState:
-        """Return the rule's state as shown to its subject."""
+        """Build the rule's state, as shown to its subject."""
         row = self.rows[rule.key(self.now)]
         return QuotaState(rule, row.used, row.held, self.now)
 
     def counts(self, rules: Iterable[QuotaRule]) -> list[tuple[int, int]]:
-        """Return the present used and held amounts of each rule, unaffected by later changes."""
+        """Copy the present used and held amounts of each rule."""
         rows = [self.rows[rule.key(self.now)] for rule in rules]
         return [(row.used, row.held) for row in rows]
 
@@ -218,9 +220,9 @@ def admit(
 ) -> Charge:
     """Add a new charge to all rules or to none, with as large a first slice of output as fits.
 
-    requested_token_count: of the first slice; minimum_token_count: of the slice below which the
-    request is refused. Raises: QuotaExceeded naming every rule that the request exceeds, the first
-    to reset in front.
+    `requested_token_count` is the size of the first slice; below `minimum_token_count` the request
+    is refused. Raises: QuotaExceeded naming every rule that it exceeds, the first to reset in
+    front.
     """
     if (
         admit_whole(
@@ -284,9 +286,9 @@ def admit_whole(
 ) -> list[tuple[int, int]] | None:
     """Add a charge with its whole lease to all rules or to none: the common case of an admission.
 
-    Inlined because it is called often; the amounts are those of `Charge.held_by`. money: weights of
-    the charge's prices. Returns the resulting used and held of each rule; None if a rule has no
-    room. Raises: Undecided.
+    Inlined because it is called often; the amounts are those of `Charge.held_by`. `money` is the
+    scale of the charge's prices. Returns the resulting used and held of each rule; None if a rule
+    has no room. Raises: Undecided.
     """
     starts, rows, changed = window_starts(counters.now), counters.rows, counters.changed
     charges: list[tuple[QuotaRule, CounterKey, Counter, int]] = []
@@ -335,9 +337,9 @@ def extend(
 ) -> Charge:
     """Count delivered tokens as used in their window, and hold the rest in the current one.
 
-    reasoning_token_count: delivered tokens known to be thinking. Grants as many of
-    `requested_token_count` as fit, at least one; output that a quota does not count always fits.
-    Raises: QuotaExceeded, without a change, if not even one fits.
+    Grants as many of `requested_token_count` as fit, at least one; output that a quota does not
+    count always fits. `reasoning_token_count` are delivered tokens known to be thinking. Raises:
+    QuotaExceeded, without a change, if not even one fits.
     """
     now = counters.now
     posted = charge.with_posting(delivered_token_count, reasoning_token_count, now)
@@ -385,7 +387,7 @@ def settle(
     charge: Charge,
     tokens: Tokens,
 ) -> None:
-    """Release the amount that the charge holds and add what it consumed to `used`."""
+    """Release the amount that the charge holds, and add the consumed amount to `used`."""
     money = money_scale(charge.prices)
     if not charge.posted_token_count:
         sent, delivered, reasoning = tokens
@@ -418,8 +420,8 @@ def settle_unposted(
 ) -> None:
     """End a charge without postings, the common case; inlined because it is called often.
 
-    admitted_tokens: input and leased output. consumed: input that was not cached, cached input,
-    output without reasoning, reasoning.
+    `admitted_tokens` are input and leased output. `consumed` are uncached input, cached input,
+    output without reasoning, and reasoning.
     """
     starts, increments, limits = window_starts(charged_at), counters.increments, counters.limits
     (sent, lease), (fresh, cached, output, reasoning) = admitted_tokens, consumed
@@ -449,7 +451,7 @@ def settle_unposted(
 
 
 def expire(counters: Counters, rules: Sequence[QuotaRule], charge: Charge, billed: Tokens) -> None:
-    """End a charge whose delivered tokens are unknown. billed: tokens of its usage event.
+    """End a charge whose delivered tokens are unknown. `billed` are those of its usage event.
 
     Quotas with a window keep the whole lease as used until the window ends, so that no limit is
     exceeded. A lifetime quota would keep it for ever, so it is charged the billed tokens only.
@@ -475,8 +477,8 @@ def correct_expired(
 ) -> None:
     """Correct `used` of an expired charge once its consumption is known.
 
-    charged: tokens charged to quotas with a window at the expiry; billed: tokens charged to
-    lifetime quotas. A window whose counter was deleted is long past and needs no correction.
+    `charged` are the tokens charged to quotas with a window at the expiry, `billed` those charged
+    to lifetime quotas. A window whose counter was deleted is long past and needs no correction.
     """
     for rule in rules:
         key = rule.key(charge.charged_at)
@@ -541,10 +543,9 @@ def touched_keys(
     extends: bool,
     undoes: bool = False,
 ) -> set[CounterKey]:
-    """Return the key of every counter that an end of this charge can change at `now`.
+    """Collect the keys of all counters that the end of this charge can change at `now`.
 
-    extends: an extension is possible as well. undoes: the end may subtract the postings of
-    extensions.
+    `extends` also covers an extension, `undoes` an end that subtracts the postings of extensions.
     """
     keys: set[CounterKey] = set()
     for rule in rules:
@@ -560,13 +561,15 @@ def touched_keys(
 
 
 def admission_amount(rule: QuotaRule, charge: Charge) -> int:
-    """Return the amount that a charge adds to the counter of a rule on admission."""
+    """Compute the amount that an admission adds to a rule's counter."""
     return 1 if rule.kind is Kind.REQUESTS else charge.held(rule)
 
 
 def exceeded(counters: Counters, failing: Sequence[QuotaRule], charge: Charge) -> QuotaExceeded:
-    """Return the error for rules that do not fit: credit first, which waiting does not restore;
-    then the first to reset, with concurrency before all others.
+    """Build the error for rules that do not fit.
+
+    Credit comes first, since waiting does not restore it; then the first to reset, with concurrency
+    in front.
     """
     credit = QuotaDimension.PREPAID_CREDIT_PICOS
 

@@ -31,9 +31,9 @@ EXPECTED_FROM_COUNT = 100  # requests of the project to the model
 class Quote:
     """Prices, expected output and quota decision of a request at one time.
 
-    expected_token_count: output, by the project's latest requests to the model; None if there were
-    none. expected_reasoning_token_count: those of it that are thinking. refusal: the reason for
-    which it would be refused, with its retry hint.
+    `expected_token_count` is the mean output of the project's latest requests to the model, None if
+    there were none; `expected_reasoning_token_count` is the reasoning in it. `refusal` is the error
+    with which it would be refused, with its retry hint.
     """
 
     prices: TokenPrices
@@ -54,7 +54,7 @@ async def quote(
     tier: ServiceTier = ServiceTier.INTERACTIVE,
     embedding: bool = False,
 ) -> Quote:
-    """Return the quote of a request, described as in `Admit`. Raises: PriceMissing."""
+    """Quote a request, described as in `Admit`, without admitting it. Raises: PriceMissing."""
     prices = await price_in_force(
         session,
         model=model,
@@ -89,8 +89,7 @@ async def quote(
 async def expected_output(
     session: AsyncSession, payer: Payer, model: str
 ) -> tuple[int | None, int]:
-    """Return the mean output tokens of the project's latest requests, or None, and those of
-    reasoning."""
+    """Compute the mean output (None without requests) and reasoning of the latest requests."""
     of_organization = select(UsageEvent).where(
         UsageEvent.organization_id == payer.organization_id, UsageEvent.part == 0
     )
@@ -117,7 +116,7 @@ async def expected_output(
 
 
 async def raw_connection(session: AsyncSession) -> psycopg.AsyncConnection[tuple[Any, ...]]:
-    """Return the driver's connection of a session, in its transaction."""
+    """Return the psycopg connection under a session, in its transaction."""
     connection = await (await session.connection()).get_raw_connection()
     driver = connection.driver_connection
     assert isinstance(driver, psycopg.AsyncConnection)

@@ -87,7 +87,7 @@ class ReservedRetry(NamedTuple):
 
 
 class Refusals:
-    """Counter of refusals that gives each one its retry hint."""
+    """Counter of refusals; gives each refused request its retry hint."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[QuotaDimension, QuotaSubject]] = Counter()
@@ -102,13 +102,13 @@ class Refusals:
 
     @property
     def awaits_returns(self) -> bool:
-        """True if any request has a retry hint outstanding."""
+        """True if any request has a promised retry outstanding."""
         return bool(self._reserved)
 
     async def note(self, connection: Connection, now: datetime, refused: Sequence[Refused]) -> None:
-        """Count the refusals of one batch and set the retry hint of each.
+        """Count the refusals of a batch and set the retry hint of each.
 
-        Never raises: the batch is committed, and its responses must be sent.
+        Never raises, since the batch is committed and its responses must be sent.
         """
         self._counts.update(
             (each.error.failing[0].dimension, each.error.failing[0].subject) for each in refused
@@ -126,7 +126,7 @@ class Refusals:
             log.exception("retry_hints_failed")
 
     def _set_hint(self, refused: Refused, now: datetime) -> None:
-        """Promise room once per request; an early retry gets the same time again."""
+        """Promise room to a request once. An early retry gets the same time again."""
         error, request, now_s = refused.error, refused.request, now.timestamp()
         quota_ids = frozenset(state.quota_id for state in error.failing)
         reserved = self._reserved.pop(request, None) if request is not None else None
@@ -146,16 +146,16 @@ class Refusals:
                 del self._reserved[next(iter(self._reserved))]
 
     def on_admitted(self, request: RequestKey) -> None:
-        """RetryRecord that a request was admitted, which keeps the promise made to it."""
+        """Record that a request was admitted, which keeps the promise made to it."""
         if self._reserved.pop(request, None) is not None:
             self._reservations.note_retry(request, math.inf)
 
     def reserve(
         self, error: QuotaExceeded, now: datetime, api_key_id: uuid.UUID | None = UNKNOWN_KEY
     ) -> None:
-        """Set the hint of one refusal: the time at which all its quotas will have room by forecast.
+        """Set the hint of a refusal to the time at which all its quotas are expected to have room.
 
-        api_key_id: see `retry_hints.reserve`.
+        `api_key_id` is explained at `retry_hints.reserve`.
         """
         assert error.charge is not None
         forecasts = [
@@ -171,11 +171,9 @@ class Refusals:
         process_count: int,
         running: Sequence[RunningRequest],
     ) -> None:
-        """Replace the forecast of a quota. Promises are kept, except those to keys whose requests
-        mostly do not return.
+        """Replace the forecast of a quota, keeping its promises to keys whose requests return.
 
-        The process count never shrinks: processes whose requests have all ended still make
-        promises.
+        `process_count` never shrinks: processes without running requests still make promises.
         """
         known = self._forecasts.get(rule.id)
         reservations = (
@@ -191,7 +189,7 @@ class Refusals:
     async def _refresh(
         self, connection: Connection, now: datetime, refused: Sequence[Refused]
     ) -> None:
-        """Refresh the forecasts of the refusing quotas that are older than `REFRESH_S`."""
+        """Refresh those forecasts of the refusing quotas that are older than `REFRESH_S`."""
         stale: dict[uuid.UUID, tuple[QuotaRule, Charge, uuid.UUID]] = {}
         for organization_id, error, *_ in refused:
             for state, _ in error.met:
@@ -236,7 +234,7 @@ class Refusals:
 async def read_histories(
     connection: Connection, organization_ids: Collection[uuid.UUID]
 ) -> dict[uuid.UUID, History]:
-    """Read durations and outputs of the latest requests, by organization."""
+    """Read durations and outputs of the latest requests of each organization."""
     cursor = await connection.execute(SELECT_HISTORY, (list(organization_ids), HISTORY_COUNT))
     durations: defaultdict[uuid.UUID, list[float]] = defaultdict(list)
     outputs: defaultdict[uuid.UUID, list[int]] = defaultdict(list)

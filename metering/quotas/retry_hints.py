@@ -68,7 +68,7 @@ RESERVATION_COUNT_MAX = 10_000
 
 
 class Requester(NamedTuple):
-    """Organization and key of a request: the owners whose promises are counted."""
+    """Organization and key of a request, for which promises are counted."""
 
     organization_id: uuid.UUID
     api_key_id: uuid.UUID
@@ -76,19 +76,19 @@ class Requester(NamedTuple):
 
 @dataclass(slots=True)
 class RetryRecord:
-    """Counts of one key's kept and broken promises."""
+    """Number of promises to one key that were kept and broken."""
 
     kept: int = 0
     broken: int = 0
 
     @property
     def is_doubted(self) -> bool:
-        """True if the key's requests mostly do not return."""
+        """True if most of the key's requests do not return after a promise."""
         return self.broken > self.kept + MISSED_RESERVATIONS_MAX
 
 
 class RetryReservations:
-    """Outstanding promises by request, and kept and broken ones by key."""
+    """Promises by request, and the number of kept and broken ones by key."""
 
     def __init__(self) -> None:
         self._outstanding: dict[RequestKey, tuple[float, Requester]] = {}
@@ -99,7 +99,7 @@ class RetryReservations:
         self._records: dict[uuid.UUID, RetryRecord] = {}  # the most recently changed last
 
     def accepts(self, requester: Requester, now_s: float) -> bool:
-        """Return whether room may be reserved for another request of this key."""
+        """Return True if room may be reserved for another request of this key."""
         self._note_broken(now_s)
         maximum = (
             DOUBTED_RESERVATIONS_MAX
@@ -110,12 +110,12 @@ class RetryReservations:
         return within and self._by_key[requester.api_key_id] < maximum
 
     def is_doubted(self, api_key_id: uuid.UUID) -> bool:
-        """Return whether this key's requests mostly do not return after a promise."""
+        """Return True if most of this key's requests do not return after a promise."""
         record = self._records.get(api_key_id)
         return record is not None and record.is_doubted
 
     def add(self, request: RequestKey, requester: Requester, now_s: float, at_s: float) -> None:
-        """RetryRecord a promise of room at `at_s` to a request."""
+        """Record a promise of room at `at_s` to a request."""
         self._forget(request)
         self._outstanding[request] = (at_s, requester)
         self._by_key[requester.api_key_id] += 1
@@ -127,7 +127,7 @@ class RetryReservations:
             self._drop_past()
 
     def note_retry(self, request: RequestKey, now_s: float) -> None:
-        """RetryRecord that a request was retried or admitted; an early retry keeps no promise."""
+        """Record that a request was retried or admitted. An early retry keeps no promise."""
         at_s, requester = self._outstanding.get(request, (None, None))
         if at_s is not None and requester is not None and now_s >= at_s:
             self._forget(request)
@@ -177,7 +177,7 @@ SPREAD_SHARE, SPREAD_MAX_S = 0.1, 5.0  # part of a window's start over which ret
 
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
-    """A live hold. age_s: seconds since its admission."""
+    """A live hold, admitted `age_s` seconds ago."""
 
     charge: Charge
     age_s: float
@@ -194,19 +194,19 @@ class History:
         self.output_token_count = late(sorted(outputs)) if outputs else None
 
     def left_s(self, age_s: float) -> float:
-        """Return the remaining seconds that few requests of this age exceed."""
+        """Estimate the remaining seconds of a request of this age; few take longer."""
         older = self.durations_s[bisect.bisect_right(self.durations_s, age_s) :]
         # Older than all known requests: assume that it runs half as long again.
         return late(older) - age_s if older else max(self.mean_s - age_s, age_s / 2)
 
     def mean_left_s(self, age_s: float) -> float:
-        """Return the mean remaining seconds of a request of this age."""
+        """Compute the mean remaining seconds of a request of this age."""
         older = self.durations_s[bisect.bisect_right(self.durations_s, age_s) :]
         return statistics.fmean(older) - age_s if older else max(self.mean_s - age_s, age_s / 2)
 
 
 def late(values: Sequence[N]) -> N:
-    """Return the `LATE_SHARE` quantile of sorted values."""
+    """Return the `LATE_SHARE` quantile of sorted values: few are larger."""
     return values[math.ceil(LATE_SHARE * len(values)) - 1]
 
 
@@ -214,7 +214,7 @@ def late(values: Sequence[N]) -> N:
 class Forecast:
     """Expected free capacity of one quota, and the promises made of it.
 
-    at_s: time of the forecast. process_count: processes that admit against the quota, each
+    `at_s` is the time of the forecast. `process_count` processes admit against the quota, each
     promising its own share.
     """
 
@@ -234,7 +234,7 @@ class Forecast:
     _remaining: int | None = None  # in the current window, when the forecast was made
 
     def __post_init__(self) -> None:
-        """Compute the capacity that becomes free, less what is promised already."""
+        """Compute the capacity that becomes free, less the promises already made."""
         self.reservations = sorted(
             reserve for reserve in self.reservations if reserve[0] > self.at_s
         )
@@ -257,10 +257,10 @@ class Forecast:
             self._lay_aside(at, amount)
 
     def earliest(self, state: QuotaState, minimum: int, amount: int, from_s: float) -> float:
-        """Return the first time from `from_s` on with room that was not promised; infinite if there
-        is none.
+        """Find the first time from `from_s` on with unpromised room; infinite if there is none.
 
-        minimum: amount that the request needs at least; amount: the amount it will take.
+        `minimum` is the amount that the request needs, `amount` the one that it is expected to
+        take.
         """
         if minimum > (self.rule.limit_value or 0):
             return math.inf
@@ -275,13 +275,13 @@ class Forecast:
         return math.inf if limit is None or minimum > limit else at
 
     def reserve(self, at_s: float, amount: int, api_key_id: uuid.UUID = UNKNOWN_KEY) -> None:
-        """RetryRecord that a client was told to retry at `at_s`."""
+        """Record that a client was told to retry at `at_s`."""
         if len(self.reservations) < RESERVATION_COUNT_MAX:
             bisect.insort(self.reservations, (at_s, amount, api_key_id))
             self._lay_aside(at_s, amount)
 
     def amount(self, charge: Charge, minimum: int) -> int:
-        """Return the expected amount of a request, at least the amount it asks for."""
+        """Estimate the amount that a request takes, at least the amount it asks for."""
         if self.rule.kind is Kind.CONCURRENCY or self.rule.kind is Kind.REQUESTS:
             return minimum
         output = max(self.history.output_token_count or 0, charge.leased_token_count)
@@ -304,13 +304,13 @@ class Forecast:
             bisect.insort(self._ends, max(left, at_s) + self.history.mean_s)
 
     def _free_at(self, from_s: float) -> float:
-        """Return the time at which a place becomes free that no process has promised."""
+        """Estimate when a concurrent request ends whose place no process has promised."""
         rounds, index = divmod(self.process_count - 1, len(self._ends))
         left = self._ends[index] + rounds * self.history.mean_s
         return self._apart(max(left + self._margin_s, from_s)) if left > self.at_s else from_s
 
     def _apart(self, at_s: float) -> float:
-        """Return the first time from `at_s` on that is not too close to another promise."""
+        """Find the first time from `at_s` on that is not too close to another promise."""
         gap_s = (
             APART_SHARE
             * (self.history.mean_s + self._margin_s)
@@ -325,7 +325,7 @@ class Forecast:
 
     @property
     def _margin_s(self) -> float:
-        """Return the margin in seconds on the end of a place; many places average out."""
+        """Compute the margin, in seconds, on the end of a request; many requests average out."""
         return (
             LATE_DEVIATIONS
             * self.history.deviation_s
@@ -333,7 +333,7 @@ class Forecast:
         )
 
     def _room(self, state: QuotaState, minimum: int, amount: int, from_s: float) -> float:
-        """Return when a window has room: the current one, or the first later one."""
+        """Find when a window has room: the current one, or the first later one."""
         start = self._start(from_s)
         carried = 0
         if start == self._start(self.at_s):
@@ -373,7 +373,7 @@ class Forecast:
         return self.at_s + self.history.left_s(running.age_s) > at_s
 
     def _comes_back(self, charge: Charge) -> int:
-        """Return the amount that a running request probably releases at its end."""
+        """Estimate the amount that a running request releases when it ends."""
         output = self.history.output_token_count
         if output is None:
             return 0
@@ -399,10 +399,10 @@ def reserve(
     now_s: float,
     api_key_id: uuid.UUID | None = UNKNOWN_KEY,
 ) -> float:
-    """Promise room for a charge; return the seconds until all quotas have it, above 0, or infinity.
+    """Promise room for a charge; return the seconds until all quotas have it, or infinity.
 
-    demands: each enforced quota that applies, and the minimum amount requested of it. charge: with
-    its requested lease. api_key_id: key that the room is promised to; None reserves nothing, so
+    The result is more than 0. `demands` has each enforced quota that applies, and the minimum
+    amount requested of it. `charge` has the requested lease. `api_key_id` None reserves nothing, so
     that the next request gets the same time.
     """
     at = now_s + HINT_S_MIN

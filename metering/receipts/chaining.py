@@ -20,23 +20,23 @@ from metering.receipts.merkle import Step, Tree
 
 
 class BatchSigner(Protocol):
-    """Signer of the root over all receipts of a batch (`signing.Signer`)."""
+    """Signer of the Merkle root over all receipts of a batch, implemented by `signing.Signer`."""
 
     @property
     def key_id(self) -> str:
-        """Id of the key."""
+        """Id of the signing key."""
 
     @property
     def public_key(self) -> bytes:
         """Public key, 32 bytes."""
 
     def sign(self, root: bytes) -> bytes:
-        """Return the signature of a root, 64 bytes."""
+        """Sign a root; the signature has 64 bytes."""
         ...
 
 
 class SignedBatch:
-    """Hashes of a transaction's receipts in order, and the signature of their tree's root."""
+    """Hashes of a transaction's receipts in order, and the signature of their Merkle root."""
 
     def __init__(
         self, key_id: str, hashes: Sequence[bytes], signature: bytes, tree: Tree | None = None
@@ -48,19 +48,19 @@ class SignedBatch:
 
     @classmethod
     def sign(cls, signer: BatchSigner, hashes: Sequence[bytes]) -> SignedBatch:
-        """Sign the hashes with one signature."""
+        """Sign the root of the hashes."""
         tree = Tree(hashes)
         return cls(signer.key_id, hashes, signer.sign(tree.root), tree)
 
     def path(self, receipt_hash: bytes) -> tuple[Step, ...]:
-        """Return the path from a receipt to the signed root."""
+        """Compute the Merkle path from a receipt to the signed root."""
         if self._tree is None:
             self._tree = Tree(self.hashes)
         return self._tree.path(self.hashes.index(receipt_hash))
 
 
 class IssuedReceipt(msgspec.Struct):
-    """An issued receipt. batch: None if no key signs."""
+    """A receipt with its place in the chain. `batch` is None if signing is off."""
 
     encoded: bytes
     settled_at: datetime
@@ -71,7 +71,7 @@ class IssuedReceipt(msgspec.Struct):
 
 
 class ChainHead(msgspec.Struct):
-    """The last receipt of a project. settled_at_us: microseconds since 1970."""
+    """Last receipt of a project. `settled_at_us` is in microseconds since 1970."""
 
     project_id: bytes
     sequence: int
@@ -81,7 +81,7 @@ class ChainHead(msgspec.Struct):
 
 
 class Chains:
-    """Chains that a batch continues, by project, and the receipts that it adds."""
+    """Receipt chains that a batch extends, by project, with the receipts that it adds."""
 
     def __init__(self) -> None:
         self.heads: dict[bytes, ChainHead] = {}
@@ -91,7 +91,7 @@ class Chains:
 
     @classmethod
     def of_rows(cls, now: datetime, rows: Iterable[tuple[bytes, int, bytes, datetime]]) -> Chains:
-        """Build the chains from locked rows. now: time of the transaction.
+        """Build the chains from locked rows. `now` is the transaction's time.
 
         No receipt is settled before the previous one, so a month is a contiguous part of the chain.
         """
@@ -111,11 +111,11 @@ class Chains:
         labels: tuple[str, str, str],
         timings: Mapping[str, float] | None = None,
     ) -> IssuedReceipt:
-        """Append and return the next receipt of a project.
+        """Append a receipt to a project's chain and return it.
 
-        ids: as for `encode`. counts: part, input, cached input, billed, embedding and reasoning
-        tokens, price version, cost in picos. labels: currency code, model, outcome.
-        timings: of the usage event; None if it has none.
+        `ids` are as in `encode`. `counts` are part; input, cached input, billed, embedding and
+        reasoning tokens; price version; cost in picos. `labels` are currency code, model, outcome.
+        `timings` are those of the usage event; None if it has none.
         """
         project_id = ids[16:32]
         head = self.heads[project_id]
@@ -157,7 +157,7 @@ Row = Sequence[Any]
 
 
 class IssuedRow(NamedTuple):
-    """A row of ISSUED. ids and numbers as for `encode`, with the numbers split around the times."""
+    """Row of ISSUED. Ids and numbers are as in `encode`, with the times in between."""
 
     hold_id: uuid.UUID
     ids: bytes
@@ -185,7 +185,7 @@ class IssuedRow(NamedTuple):
         return uuid.UUID(bytes=bytes(self.ids[16:32]))
 
     def issued(self, batch: SignedBatch | None) -> IssuedReceipt:
-        """Return the receipt."""
+        """Encode the receipt of the row."""
         numbers = (*self[2:10], micros(self.admitted_at), micros(self.settled_at), self.sequence)
         encoded = encode(
             bytes(self.ids),
@@ -207,12 +207,12 @@ class IssuedRow(NamedTuple):
 def issued_of_rows(
     issued: Iterable[Row], batches: Iterable[Row]
 ) -> Iterator[tuple[uuid.UUID, IssuedReceipt]]:
-    """Yield hold id and receipt of each row of ISSUED, using the rows of BATCHES."""
+    """Convert rows of ISSUED to pairs of hold id and receipt, with the rows of BATCHES."""
     signed = {row[0]: SignedBatch(row[1], split(row[2]), row[3]) for row in batches}
     for row in (IssuedRow(*values) for values in issued):
         yield row.hold_id, row.issued(None if row.batch_id is None else signed[row.batch_id])
 
 
 def split(hashes: bytes) -> list[bytes]:
-    """Split the concatenated hashes of a batch."""
+    """Split concatenated hashes into a list."""
     return [bytes(hashes[start : start + HASH_SIZE]) for start in range(0, len(hashes), HASH_SIZE)]

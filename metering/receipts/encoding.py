@@ -40,9 +40,9 @@ MICROSECOND = timedelta(microseconds=1)
 
 
 def timed(timings: Mapping[str, float] | None) -> tuple[int, ...]:
-    """Return the timings of a usage event as a receipt has them; empty if it has none.
+    """Convert the timings of a usage event to the integers of a receipt; empty without timings.
 
-    Rounded as PostgreSQL does it with the same numbers (`receipt_checks.py`).
+    They are rounded as PostgreSQL rounds the same numbers (`receipt_checks.py`).
     """
     if timings is None:
         return ()
@@ -58,10 +58,11 @@ def encode(
 ) -> bytes:
     """Encode a receipt as bytes.
 
-    ids: of organization, project, API key and request, 64 bytes. numbers: part (0: the settlement
-    of a request; 1: usage found later), tokens of input, cached input, billed output, embedding and
-    reasoning, price version, cost in picos, times of admission and settlement in microseconds since
-    1970 (UTC), sequence (1 for the first of a project). times: see `timed`.
+    `ids` are organization, project, API key and request, 64 bytes. `numbers` are part (0: the
+    settlement of a request; 1: usage found later); tokens of input, cached input, billed output,
+    embedding and reasoning; price version; cost in picos; times of admission and settlement in
+    microseconds since 1970 (UTC); and sequence (1 for a project's first). `times` come from
+    `timed`.
     """
     if times:
         return FIXED_TIMED.pack(MAGIC_TIMED, ids, *numbers, previous_hash, *times) + texts
@@ -74,7 +75,7 @@ def encode(
 
 @functools.lru_cache(maxsize=4096)  # currencies x models x outcomes
 def texts(currency_code: str, model: str, outcome: str) -> bytes:
-    """Return the end of the encoding: each text after its length."""
+    """Encode the texts at the end of a receipt, each after its length."""
     encoded = (text.encode() for text in (currency_code, model, outcome))
     return b"".join(LENGTH.pack(len(each)) + each for each in encoded)
 
@@ -82,7 +83,7 @@ def texts(currency_code: str, model: str, outcome: str) -> bytes:
 def parts_of(
     encoded: bytes,
 ) -> tuple[bytes, tuple[int, ...], bytes, tuple[str, ...], tuple[int, ...]]:
-    """Decode a receipt to ids, numbers, hash, texts, times, as in `encode`. Raises: ValueError."""
+    """Decode a receipt into ids, numbers, previous hash, texts and times. Raises: ValueError."""
     if encoded.startswith(MAGIC_TIMED) and len(encoded) >= FIXED_TIMED.size:
         _, ids, *values = FIXED_TIMED.unpack_from(encoded)
         found = texts_in(encoded[FIXED_TIMED.size :])
@@ -101,13 +102,13 @@ def parts_of(
 
 @functools.lru_cache(maxsize=4096)  # the keys in use
 def owners_in(ids: bytes) -> tuple[uuid.UUID, ...]:
-    """Return the ids of organization, project and API key."""
+    """Split concatenated ids, such as organization, project and API key, into UUIDs."""
     return tuple(uuid.UUID(bytes=ids[start : start + 16]) for start in range(0, len(ids), 16))
 
 
 @functools.lru_cache(maxsize=4096)  # currencies x models x outcomes
 def texts_in(encoded: bytes) -> tuple[str, ...]:
-    """Return the texts encoded by `texts`. Raises: ValueError."""
+    """Decode the texts encoded by `texts`. Raises: ValueError."""
     decoded: list[str] = []
     at = 0
     for _ in range(3):
@@ -126,5 +127,5 @@ def texts_in(encoded: bytes) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)  # requests admitted together share a time
 def micros(at: datetime) -> int:
-    """Return the exact microseconds since 1970."""
+    """Convert a time to microseconds since 1970, exactly."""
     return (at - EPOCH) // MICROSECOND

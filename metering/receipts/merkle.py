@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 NODE = b"\1"
-EMPTY_ROOT = sha256(b"").digest()  # of no hashes at all
+EMPTY_ROOT = sha256(b"").digest()  # root of an empty tree
 
 
 # Of a path to the root: whether the neighbor is on the left, and its hash.
@@ -19,12 +19,12 @@ Step = tuple[bool, bytes]
 
 
 def node(left: bytes, right: bytes) -> bytes:
-    """Return the hash of two children."""
+    """Hash two children to their parent node."""
     return sha256(NODE + left + right).digest()
 
 
 class Tree:
-    """A tree with all levels in memory, for the hashes of a batch."""
+    """Merkle tree over the hashes of a batch, with all levels in memory."""
 
     def __init__(self, hashes: Sequence[bytes]) -> None:
         level = list(hashes)
@@ -39,11 +39,11 @@ class Tree:
 
     @property
     def root(self) -> bytes:
-        """Hash that represents all leaves."""
+        """Hash that commits to all leaves."""
         return self._levels[-1][0] if self._levels[0] else EMPTY_ROOT
 
     def path(self, index: int) -> tuple[Step, ...]:
-        """Return the path of a leaf to the root; empty for a single leaf."""
+        """Compute the path from a leaf to the root; empty for a single leaf."""
         steps: list[Step] = []
         for level in self._levels[:-1]:
             neighbour = index ^ 1
@@ -54,7 +54,7 @@ class Tree:
 
 
 class RunningRoot:
-    """Root of a stream of hashes, for those of a month; keeps some thirty in memory."""
+    """Merkle root of a stream of hashes, such as a month's; keeps about thirty in memory."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -62,7 +62,7 @@ class RunningRoot:
         self._full: list[bytes] = []
 
     def push(self, leaf: bytes) -> None:
-        """Add the next hash."""
+        """Add the next leaf."""
         at, count, full = leaf, self.count, self._full
         while count & 1:  # merge with the previous subtree of the same size
             at = sha256(NODE + full.pop() + at).digest()
@@ -72,7 +72,7 @@ class RunningRoot:
 
     @property
     def root(self) -> bytes:
-        """Root of all hashes so far."""
+        """Root over all leaves so far."""
         if not self._full:
             return EMPTY_ROOT
         *others, at = self._full

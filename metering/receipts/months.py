@@ -83,7 +83,7 @@ BEGINNING = datetime(1970, 1, 1, tzinfo=UTC), uuid.UUID(int=0), 0  # before the 
 
 @dataclass(slots=True)
 class ChainPiece:
-    """Receipts of one project in a month. previous_hash: of the receipt before the first."""
+    """Receipts of one project in a month; `previous_hash` is of the receipt before the first."""
 
     project_id: uuid.UUID
     first_sequence: int
@@ -95,7 +95,7 @@ class ChainPiece:
 
 @dataclass(slots=True)
 class ReceiptMonth:
-    """Receipts of an organization in a month. missing_receipt_count: usage without one."""
+    """Receipts of an organization in a month. `missing_receipt_count` usage events have none."""
 
     root: bytes
     receipt_count: int
@@ -104,17 +104,16 @@ class ReceiptMonth:
 
 
 def bounds(organization_id: uuid.UUID, month: date) -> dict[str, object]:
-    """Return query parameters: the organization, the start of the month, and that of the next."""
+    """Build query parameters: the organization, and the start and end of the month."""
     begins = datetime(month.year, month.month, 1, tzinfo=UTC)
     ends = datetime(month.year + month.month // 12, month.month % 12 + 1, 1, tzinfo=UTC)
     return {"organization_id": organization_id, "begins": begins, "ends": ends}
 
 
 async def month_root(session: AsyncSession, organization_id: uuid.UUID, month: date) -> bytes:
-    """Return the Merkle root of a month's receipts, by project id and sequence; 32 bytes. month:
-    any day of it.
+    """Compute the 32-byte Merkle root of a month's receipts, by project id and sequence.
 
-    It never changes once the month is sealed.
+    `month` is any day of the month. The root never changes once the month is sealed.
     """
     return (await receipt_month(session, organization_id, month)).root
 
@@ -122,7 +121,7 @@ async def month_root(session: AsyncSession, organization_id: uuid.UUID, month: d
 async def receipt_month(
     session: AsyncSession, organization_id: uuid.UUID, month: date
 ) -> ReceiptMonth:
-    """Return a month's root with the start and end of each chain."""
+    """Compute a month's Merkle root, and the first and last receipt of each chain."""
     selected = bounds(organization_id, month)
     root, chains = RunningRoot(), dict[uuid.UUID, ChainPiece]()
     for row in await session.execute(HASHES, selected):
@@ -140,10 +139,10 @@ async def receipt_month(
 
 
 async def seal_month(session: AsyncSession, organization_id: uuid.UUID, month: date) -> None:
-    """Prevent further receipts in a month that is over: later settlements belong to a later month.
+    """Prevent further receipts in a month that is over: later settlements get a later month.
 
     Call it in a short transaction of its own before a close reads the month: it waits for running
-    settlements, and new ones wait for its commit. Does nothing for a month that is not over by the
+    settlements, and new ones wait for its commit. Does nothing if the month is not over by the
     database's clock.
     """
     selected = bounds(organization_id, month)
@@ -158,7 +157,7 @@ async def receipts_page(
     page_token: str = "",
     page_size: int = 500,
 ) -> tuple[list[IssuedReceipt], str]:
-    """Return receipts of a month in order of time, and the token of the next page, or an empty one.
+    """List receipts of a month by time; also return the token of the next page, or "".
 
     Raises: InvalidValue.
     """
@@ -176,19 +175,19 @@ async def receipts_page(
 
 
 async def receipts_of_hold(session: AsyncSession, hold_id: uuid.UUID) -> list[IssuedReceipt]:
-    """Return the receipts of one request, by part."""
+    """List the receipts of one request, by part."""
     return await with_batches(session, (await session.execute(OF_HOLD, {"hold_id": hold_id})).all())
 
 
 async def with_batches(
     session: AsyncSession, rows: Sequence[Sequence[object]]
 ) -> list[IssuedReceipt]:
-    """Return receipts from rows of ISSUED with the signatures of their batches, each read once."""
+    """Convert rows of ISSUED to receipts with the signatures of their batches, each read once."""
     ids = sorted({row[-1] for row in rows if isinstance(row[-1], int)})
     batches = (await session.execute(SELECT_BATCHES, {"ids": ids})).all() if ids else []
     return [receipt for _, receipt in issued_of_rows(rows, batches)]
 
 
 async def list_receipt_keys(session: AsyncSession) -> Sequence[Row[Any]]:
-    """Return the public keys that have signed receipts, the oldest first."""
+    """List the public keys that have signed receipts, the oldest first."""
     return (await session.execute(KEYS)).all()

@@ -27,7 +27,7 @@ SIGNED_PREFIX = b"weir.receipt.batch.v1\n"  # prevents use of a signature for an
 
 
 class Signer:
-    """A private key. key_id: 16 hexadecimal digits derived from the public key."""
+    """An Ed25519 private key. `key_id` has 16 hexadecimal digits, from the public key."""
 
     def __init__(self, private_key: Ed25519PrivateKey) -> None:
         self._private_key = private_key
@@ -35,21 +35,21 @@ class Signer:
         self.key_id = key_id_of(self.public_key)
 
     def derived_key(self, purpose: bytes) -> bytes:
-        """Return a 32-byte secret for a purpose; it does not reveal the private key."""
+        """Derive a 32-byte secret for a purpose; it does not reveal the private key."""
         return hmac.digest(self._private_key.private_bytes_raw(), purpose, "sha256")
 
     def sign(self, root: bytes) -> bytes:
-        """Return the signature of a root, 64 bytes."""
+        """Sign a root; the signature has 64 bytes."""
         return self._private_key.sign(SIGNED_PREFIX + root)
 
 
 def key_id_of(public_key: bytes) -> str:
-    """Return the id of a public key of 32 bytes, a prefix of its SHA-256."""
+    """Compute the id of a 32-byte public key: a prefix of its SHA-256."""
     return hashlib.sha256(public_key).hexdigest()[:16]
 
 
 def key_path(environment: Mapping[str, str]) -> Path | None:
-    """Return the file of WEIR_RECEIPT_KEY_FILE or the default; None if it is `off`."""
+    """Return the key's path, from WEIR_RECEIPT_KEY_FILE or by default; None if signing is off."""
     named = environment.get(KEY_VARIABLE, "")
     if named == OFF:
         return None
@@ -59,9 +59,9 @@ def key_path(environment: Mapping[str, str]) -> Path | None:
 
 
 def load_signer(environment: Mapping[str, str]) -> Signer | None:
-    """Return this process's signer; None if signing is off, or no file is named and home has none.
+    """Load this process's signer; None if signing is off, or if there is no default key file.
 
-    Raises: InvalidValue for a file that cannot be read or has no Ed25519 key.
+    Raises: InvalidValue if the file cannot be read or has no Ed25519 key.
     """
     path = key_path(environment)
     if path is None or not (environment.get(KEY_VARIABLE) or path.exists()):
@@ -70,7 +70,7 @@ def load_signer(environment: Mapping[str, str]) -> Signer | None:
 
 
 def read_key(path: Path) -> Signer:
-    """Read the key in a file. Raises: InvalidValue."""
+    """Load the private key in a file. Raises: InvalidValue."""
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
     except OSError as error:
@@ -90,7 +90,7 @@ def read_key(path: Path) -> Signer:
 
 
 def ensure_key(path: Path) -> bool:
-    """Create a missing key; return whether it was created. Safe to run concurrently."""
+    """Create the key if it is missing; return True if created. Concurrent calls are safe."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = _write_new(path)
     try:
@@ -103,7 +103,7 @@ def ensure_key(path: Path) -> bool:
 
 
 def replace_key(path: Path) -> Signer:
-    """Replace the key with a new one; the old one is deleted."""
+    """Generate a new key in place of the old one, which is deleted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = _write_new(path)
     signer = read_key(unfinished)
@@ -112,7 +112,7 @@ def replace_key(path: Path) -> Signer:
 
 
 def _write_new(path: Path) -> Path:
-    """Write a new key to a file beside `path`, readable by its owner only, and sync it."""
+    """Write a new key to a file beside `path`, readable by its owner only, and fsync it."""
     key = Ed25519PrivateKey.generate()
     text = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

@@ -80,7 +80,7 @@ NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 class UsageCharge:
     """Posted tokens of one kind, day, API key and price version.
 
-    list_price_picos: price per token for customers without a price of their own.
+    `list_price_picos` is the price per token for customers without a price of their own.
     """
 
     day: date
@@ -100,12 +100,12 @@ class UsageCharge:
 
     @property
     def amount_picos(self) -> int:
-        """Posted amount, at the price that was in force at admission."""
+        """Posted amount, at the price in force at admission."""
         return self.token_count * self.unit_price_picos
 
 
 class FocusMonth:
-    """Writer of the rows of one month: their common columns, and the invoice line of each row."""
+    """Builder of the rows of one month: adds their common columns and their invoice lines."""
 
     def __init__(self, report: MonthReport, issuer_name: str) -> None:
         begins, ends = month_bounds(report.month)
@@ -185,7 +185,7 @@ class FocusMonth:
         }
 
     def charges(self) -> Iterator[FocusRow]:
-        """Yield the rows of plan, adjustments and credit, and of the rounding of an invoice."""
+        """Yield the rows of plan, adjustments, credit, and the rounding of an invoice."""
         for number, charge in enumerate(self._report.charges, len(self._report.lines) + 1):
             yield self._charge(charge) | {"InvoiceDetailId": str(number) if self._invoice else ""}
         rounding = self._report.total_rounded_picos - self._report.total_picos
@@ -208,7 +208,7 @@ class FocusMonth:
         }
 
     def _row(self, amount_picos: int, category: str, description: str, frequency: str) -> FocusRow:
-        """Return the row of an amount without a unit price, whose costs are all equal."""
+        """Build the row of an amount without a unit price, whose costs are all equal."""
         amount = self._money(amount_picos)
         return self._common | {
             "BilledCost": amount,
@@ -231,12 +231,12 @@ def meter(kind: TokenKind) -> str:
 
 
 def moment(time: datetime) -> str:
-    """Return a time as ISO 8601 in UTC, to the second, as the specification requires."""
+    """Format a time as ISO 8601 in UTC, to the second, as the specification requires."""
     return f"{time.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def millions(token_count: int) -> str:
-    """Return a token count in millions, exactly."""
+    """Format a token count in millions, exactly."""
     return exact_text(token_count * (10**12 // TOKENS_PER_PRICE), "JPY")
 
 
@@ -273,7 +273,7 @@ ORDER BY used.day, used.project_id, used.api_key_id, used.price_version_id
 async def focus_csv(
     session: AsyncSession, report: MonthReport, issuer_name: str
 ) -> AsyncIterator[str]:
-    """Yield the file in chunks. issuer_name: provider and invoice issuer; may be empty."""
+    """Yield the CSV file in chunks. `issuer_name` is provider and invoice issuer, or empty."""
     of = UsageFilter(report.month, report.organization_id)
     parameters = await parameters_of(session, of)
     statement = CHARGES.format(
@@ -292,7 +292,7 @@ async def focus_csv(
 
 
 def charges_of(row: Row[Any]) -> Iterator[UsageCharge]:
-    """Yield a charge for each kind of token in the row."""
+    """Convert a row to one charge for each kind of token in it."""
     values = row._mapping
     for kind in COUNTS_OF_EVENT:
         if token_count := int(values[f"{kind}_tokens"]):
@@ -311,7 +311,7 @@ def charges_of(row: Row[Any]) -> Iterator[UsageCharge]:
 
 
 def cell(value: str) -> str:
-    """Return the value, quoted if a spreadsheet would read it as a formula."""
+    """Quote a value that a spreadsheet would read as a formula."""
     if not value.startswith(FORMULA_BEGINNINGS) or NUMBER.fullmatch(value):
         return value
     return f"'{value}"

@@ -47,9 +47,10 @@ CHANGE_SHARE = Fraction(3, 10)
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Cost forecast of one month in picos. Without history: no estimate; with little: no interval.
+    """Cost forecast of one month in picos: no estimate without history, no interval with little.
 
-    complete_day_count: days of history used. method, warnings: sentences for the reader.
+    `complete_day_count` is the number of days of history used. `method` and `warnings` are
+    sentences for the reader.
     """
 
     month_to_date_picos: int
@@ -65,9 +66,9 @@ class Forecast:
 class Rate:
     """Expected cost of a day, and its standard deviation.
 
-    means: picos by weekday (Monday is 0), all equal unless `by_weekday`. day_counts: days behind
-    each mean. deviation_picos: None if the history is too short for an interval. freedom_count:
-    degrees of freedom.
+    `means` are picos by weekday (Monday is 0), all equal unless `by_weekday`; `day_counts` has the
+    days behind each. `deviation_picos` is None if the history is too short for an interval.
+    `freedom_count` is the number of degrees of freedom.
     """
 
     means: tuple[Fraction, ...]
@@ -78,9 +79,9 @@ class Rate:
 
 
 def forecast(days: Mapping[date, int], month: date, now: datetime) -> Forecast:
-    """Return the forecast of the month that begins at `month`, as of `now` (timezone-aware).
+    """Forecast the cost of the month that begins on `month`, as of `now` (timezone-aware).
 
-    days: picos by day of use (UTC); missing days cost nothing, and the history begins at the first
+    `days` has picos by day of use (UTC). Missing days cost nothing; the history begins on the first
     day.
     """
     now = now.astimezone(UTC)
@@ -110,9 +111,9 @@ def forecast(days: Mapping[date, int], month: date, now: datetime) -> Forecast:
 
 
 def complete_days(days: Mapping[date, int], today: date) -> list[int]:
-    """Return the picos of the days before today, the oldest first.
+    """Return the cost in picos of each day before today, the oldest first.
 
-    They begin with the first usage, at most `WINDOW_DAYS` before today.
+    Begins with the first usage, at most `WINDOW_DAYS` before today.
     """
     past = [day for day in days if day < today]
     if not past:
@@ -122,7 +123,7 @@ def complete_days(days: Mapping[date, int], today: date) -> list[int]:
 
 
 def daily_rate(history: Sequence[int], today: date) -> Rate:
-    """Return means by weekday, from two weeks of history on, and the deviation."""
+    """Compute the mean daily cost, by weekday from two weeks of history on, and its deviation."""
     weekdays = [
         (today - timedelta(days=len(history) - index)).weekday() for index in range(len(history))
     ]
@@ -143,7 +144,7 @@ def daily_rate(history: Sequence[int], today: date) -> Rate:
 
 
 def remaining_days(first: date, ends: date, now: datetime) -> list[tuple[date, Fraction]]:
-    """Return the days from `first` to before `ends`, each with the share that is in the future."""
+    """List the days from `first` to before `ends`, each with its share that is in the future."""
     remaining = []
     for index in range((ends - first).days):
         day = first + timedelta(days=index)
@@ -153,7 +154,7 @@ def remaining_days(first: date, ends: date, now: datetime) -> list[tuple[date, F
 
 
 def interval_margin(rate: Rate, remaining: Sequence[tuple[date, Fraction]]) -> int | None:
-    """Return half the width of the interval in picos; None if the history is too short for one.
+    """Compute half the interval's width in picos; None if the history is too short for one.
 
     Remaining days vary independently, but the error of a mean is common to all days that use it.
     """
@@ -185,7 +186,7 @@ def method_text(day_count: int) -> str:
 
 
 def forecast_warnings(history: Sequence[int]) -> list[str]:
-    """Return the limits of the forecast, as sentences for the reader."""
+    """Describe the limits of the forecast, as sentences for the reader."""
     sentences = ["Trends, holidays, plan discounts and credit are not taken into account."]
     if len(history) < INTERVAL_DAYS_MIN:
         sentences.append(

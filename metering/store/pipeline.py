@@ -45,7 +45,7 @@ CANCEL_TIMEOUT_S = 5.0  # for the server to process the cancellation
 
 
 class Packed(bytes):
-    """A value in the server's binary format, which it need not parse."""
+    """Parameter value in PostgreSQL's binary format, which the server need not parse."""
 
 
 Value = str | int | float | Packed | None
@@ -63,7 +63,7 @@ BINARY, TEXT = pq.Format.BINARY, pq.Format.TEXT
 
 
 class _Session:
-    """Names of the prepared statements of one connection, and its loader of result values."""
+    """Prepared statements of one connection, by name, and its loader of result values."""
 
     __slots__ = ("load", "prepared")
 
@@ -161,7 +161,7 @@ class _Watch:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, socket: int, read: Callable[[_Watch], None]
     ) -> None:
-        """read: called when input has arrived, and at intervals."""
+        """Watch the socket. `read` is called when input has arrived, and at intervals."""
         self._loop = loop
         self._read = read
         self._socket: int | None = socket
@@ -181,7 +181,7 @@ class _Watch:
             self._socket = None
 
     def stop_writing(self) -> None:
-        """Stop watching for writability: everything is sent."""
+        """Stop watching for writability, because everything is sent."""
         if self._socket is not None:
             self._loop.remove_writer(self._socket)
 
@@ -194,12 +194,11 @@ def _read(
     results: list[pq.abc.PGresult],
     answered: asyncio.Future[None],
 ) -> None:
-    """Process input: one result per executed statement; at the end of the pipeline raise the first
-    error, if any.
+    """Process input, one result per executed statement; at the end raise the first error, if any.
 
-    new: statements being prepared, in order. Each is moved to `prepared` when the server answers,
-    even before an error: otherwise a batch that keeps failing would leave unused statements on the
-    server.
+    `new` are statements being prepared, in order. Each is moved to `prepared` when the server
+    answers, even before an error: otherwise a batch that keeps failing would leave unused
+    statements on the server.
     """
     try:
         pgconn.consume_input()
@@ -231,7 +230,7 @@ def _read(
 
 
 def _write(watch: _Watch, pgconn: pq.abc.PGconn, answered: asyncio.Future[None]) -> None:
-    """Send the rest of the output once the socket accepts it."""
+    """Send more of the output when the socket accepts it."""
     try:
         if not pgconn.flush():
             watch.stop_writing()
@@ -243,7 +242,7 @@ def _write(watch: _Watch, pgconn: pq.abc.PGconn, answered: asyncio.Future[None])
 
 @lru_cache(maxsize=256)  # statements are constants
 def _query(sql: str) -> bytes:
-    """Return a statement with numbered placeholders, as the server expects it."""
+    """Convert a statement to numbered placeholders, as the server expects."""
     numbers = itertools.count(1)
     return _PLACEHOLDER.sub(
         lambda found: "%" if found[0] == "%%" else f"${next(numbers)}", sql
@@ -251,11 +250,11 @@ def _query(sql: str) -> bytes:
 
 
 def columns(layout: str, rows: Sequence[Sequence[Any]]) -> list[Value]:
-    """Return the columns of rows as arrays. Raises: ValueError for a number that needs more than 64
-    bits.
+    """Convert rows to one array parameter per column.
 
-    layout: a letter for each column. u: ids of 16 bytes; n: numbers of 64 bits; b: bytes; t: times;
-    s: texts or None; v: values whose text needs no quoting.
+    `layout` has a letter for each column: u, ids of 16 bytes; n, numbers of 64 bits; b, bytes; t,
+    times; s, texts or None; v, values whose text needs no quoting. Raises: ValueError for a number
+    that needs more than 64 bits.
     """
     count, packed = len(rows), list[Value]()
     for kind, values in zip(
@@ -284,43 +283,43 @@ def _packer(item: str, count: int) -> Callable[..., bytes]:
 
 
 def array(values: Iterable[int | bool | datetime | str]) -> str:
-    """Return an array literal of values whose text needs no quoting."""
+    """Format an array literal of values whose text needs no quoting."""
     return "{" + ",".join(map(str, values)) + "}"
 
 
 def id_array(ids: Iterable[uuid.UUID]) -> Packed:
-    """Return an array of ids in binary format, which the server reads much faster than text."""
+    """Pack ids as a binary array, which the server reads much faster than text."""
     return id_number_array([each.int for each in ids])
 
 
 def id_number_array(numbers: Sequence[int]) -> Packed:
-    """Return an array of ids from their numbers."""
+    """Pack ids, given as integers, as a binary array."""
     return packed_array(UUID_OID, [(_LENGTH_16 | number).to_bytes(20, "big") for number in numbers])
 
 
 def id_bytes_array(ids: Iterable[bytes]) -> Packed:
-    """Return an array of ids from their 16 bytes."""
+    """Pack ids, given as 16 bytes each, as a binary array."""
     return packed_array(UUID_OID, [_SIZE_16 + each for each in ids])
 
 
 def time_array(times: Iterable[datetime]) -> Packed:
-    """Return an array of times."""
+    """Pack times as a binary array."""
     return packed_array(TIMESTAMPTZ_OID, [packed_time(at) for at in times])
 
 
 def packed_id(number: int) -> bytes:
-    """Return an element of `packed_array` for an id: length and value."""
+    """Pack an id as an element of `packed_array`: length and value."""
     return (_LENGTH_16 | number).to_bytes(20, "big")
 
 
 @lru_cache(maxsize=256)  # the current windows
 def packed_time(at: datetime) -> bytes:
-    """Return an element of `packed_array` for a time: microseconds since 2000."""
+    """Pack a time as an element of `packed_array`: length and microseconds since 2000."""
     return _TIME.pack(8, (at - _POSTGRES_EPOCH) // _MICROSECOND)
 
 
 def packed_array(oid: int, elements: Iterable[bytes]) -> Packed:
-    """Return a one-dimensional array without NULL; each element is its length and value."""
+    """Pack elements, each its length and value, as a one-dimensional array without NULL."""
     body = list(elements)
     return Packed(_head(oid, len(body)) + b"".join(body))
 
@@ -331,7 +330,7 @@ def _head(oid: int, count: int) -> bytes:
 
 
 def text_array(texts: Iterable[str | None]) -> str:
-    """Return an array literal of any texts."""
+    """Format an array literal of any texts, escaping them; None becomes NULL."""
     escaped = [
         None if text is None else text.replace("\\", "\\\\").replace('"', '\\"') for text in texts
     ]
@@ -339,5 +338,5 @@ def text_array(texts: Iterable[str | None]) -> str:
 
 
 def bytes_array(values: Iterable[bytes]) -> Packed:
-    """Return an array of bytea."""
+    """Pack values as an array of bytea."""
     return packed_array(BYTEA_OID, [len(value).to_bytes(4, "big") + value for value in values])

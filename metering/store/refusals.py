@@ -42,7 +42,7 @@ AWAY = (
     errors.TransactionTimeout,
     errors.ReadOnlySqlTransaction,
 )
-LOST = (*AWAY, OSError)  # of a connection; OSError includes the timeout
+LOST = (*AWAY, OSError)  # a connection was lost; TimeoutError is an OSError
 
 # Causes that an operator can remove, the first match wins. All others: no answer.
 CAUSES: tuple[tuple[tuple[type[psycopg.Error], ...], str], ...] = (
@@ -79,12 +79,12 @@ NO_ANSWER = "the database does not answer"
 
 
 def cause_of(error: BaseException) -> str:
-    """Return what is wrong with the database, in a sentence."""
+    """Describe in a sentence what is wrong with the database."""
     return next((cause for kinds, cause in CAUSES if isinstance(error, kinds)), NO_ANSWER)
 
 
 def refusal_of(error: BaseException, retry_after_s: float = 1.0) -> DatabaseUnavailable | None:
-    """Return the domain error of a conflict or an outage; None for any other error."""
+    """Convert a conflict or an outage to a domain error; None for any other error."""
     if isinstance(error, CONFLICTS):
         return WriteConflict(type(error).__name__)
     if isinstance(error, AWAY):
@@ -93,16 +93,16 @@ def refusal_of(error: BaseException, retry_after_s: float = 1.0) -> DatabaseUnav
 
 
 def is_conflict(error: BaseException) -> bool:
-    """Return whether work that failed with this error may succeed if it is repeated."""
+    """Return True if work that failed with this error may succeed when repeated."""
     origin = error.orig if isinstance(error, DBAPIError) else error
     return isinstance(origin, (WriteConflict, *REPEATED))
 
 
 async def repeated(work: Callable[[], Awaitable[Result]]) -> Result:
-    """Return the result of work, which is repeated from its start after conflicts.
+    """Run work and return its result; after a conflict, run it again from its start.
 
-    work: one transaction, or several that may run twice. Raises: the last conflict; other errors at
-    once.
+    `work` is one transaction, or several that may run twice. Raises: the last conflict; other
+    errors at once.
     """
     backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S)
     for attempt in range(1, ATTEMPTS_MAX + 1):

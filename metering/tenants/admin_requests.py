@@ -51,7 +51,7 @@ EARLIER = text("SELECT * FROM admin_requests WHERE request_id = :request_id")
 MADE = text("UPDATE admin_requests SET subject_id = :subject_id WHERE request_id = :request_id")
 KEPT_FOR = timedelta(days=7)  # a script repeated after a weekend still finds its own call
 
-CHANGES_LOCK_ID = 7_355_609  # an arbitrary fixed number
+CHANGES_LOCK_ID = 7_355_609  # arbitrary, but never to be changed
 # Below the statement timeout, so that a lock wait differs from a database that hangs.
 WAIT_MAX_S = 5.0
 
@@ -59,11 +59,10 @@ WAIT_MAX_S = 5.0
 async def earlier_subject(
     session: AsyncSession, request_id: uuid.UUID, method: str, payload: bytes
 ) -> str | None:
-    """Return the id of the object that an earlier call of this request id created; None for the
-    first call.
+    """Return the id of the object that an earlier call with this request id created.
 
-    The first call must call `made`; a concurrent second one waits for it. Raises: RequestIdReused
-    for another method or payload.
+    Returns None for the first call, which must then call `made`; a concurrent second one waits for
+    it. Raises: RequestIdReused for another method or payload.
     """
     digest = hashlib.sha256(payload).digest()
     await session.execute(FORGET_OLD, {"kept_for": KEPT_FOR})
@@ -84,12 +83,15 @@ async def earlier_subject(
 
 
 async def made(session: AsyncSession, request_id: uuid.UUID, subject_id: str) -> None:
-    """Record the id of the object that the first call of a request id created."""
+    """Record the id of the object that the first call with a request id created."""
     await session.execute(MADE, {"request_id": request_id, "subject_id": subject_id})
 
 
 async def take_changes_lock(session: AsyncSession, *, alone: bool) -> None:
-    """Hold the lock until the transaction ends. Raises: ConcurrentChanges."""
+    """Take the lock on configuration changes until the transaction ends.
+
+    `alone` excludes all other changes; otherwise it is shared. Raises: ConcurrentChanges.
+    """
     lock = func.pg_advisory_xact_lock if alone else func.pg_advisory_xact_lock_shared
     await session.execute(select(func.set_config("lock_timeout", f"{WAIT_MAX_S}s", True)))
     try:
@@ -104,7 +106,10 @@ async def take_changes_lock(session: AsyncSession, *, alone: bool) -> None:
 async def ensure_organization(
     session: AsyncSession, *, name: str, currency_code: str = "USD", actor: str
 ) -> tuple[Organization, bool]:
-    """Return the customer of this name, creating it. Raises: InvalidValue, AlreadyExists."""
+    """Create an organization unless it exists. Raises: InvalidValue, AlreadyExists.
+
+    Also returns whether it existed. AlreadyExists means that it has another currency.
+    """
     checked_name(name)
     try:
         return (
@@ -123,7 +128,7 @@ async def ensure_organization(
 async def ensure_project(
     session: AsyncSession, *, organization: str, name: str, actor: str
 ) -> tuple[Project, bool]:
-    """Return the project of this name, creating it. Raises: NotFound, InvalidValue."""
+    """Create a project unless it exists; return whether it did. Raises: NotFound, InvalidValue."""
     checked_name(name)
     try:
         return (
@@ -143,10 +148,10 @@ async def ensure_api_key(
     actor: str,
     **terms: Unpack[KeyTerms],
 ) -> tuple[KeyRecord, str, bool]:
-    """Return the project's active key of this name, creating it; its secret only if it is new.
+    """Create a key unless the project has an active one of this name with the same terms.
 
-    Raises: NotFound, InvalidValue; AlreadyExists if its terms differ, or if several keys have the
-    name.
+    Returns the key, its secret (empty for an existing key), and whether it existed. Raises:
+    NotFound; InvalidValue; AlreadyExists if its terms differ, or if several keys have the name.
     """
     owner = await find_project(session, project, organization=organization)
     # Serializes concurrent calls of the same script; admissions refer to the row and do not wait.

@@ -60,7 +60,7 @@ EXPIRY_MIN, EXPIRY_MAX = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, 
 
 
 class KeyTerms(TypedDict, total=False):
-    """Terms of a new key. Defaults: inference, all models and networks, tolerant, no expiry."""
+    """Terms of a new key. The defaults allow inference with every model from every network."""
 
     scopes: Collection[str]
     models: Collection[str]
@@ -73,10 +73,10 @@ class KeyTerms(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class KeyRecord:
-    """An API key without its secret. overlap_ends_at: end of a replaced secret's validity.
+    """An API key without its secret.
 
-    models: allowed models; empty for all. last_used_at: None if the key was not used since
-    `uses_tracked_since`.
+    `models` lists the allowed models, empty for all. A replaced secret is valid until
+    `overlap_ends_at`. `last_used_at` is None if the key was not used since `uses_tracked_since`.
     """
 
     id: uuid.UUID
@@ -100,21 +100,21 @@ class KeyRecord:
 
 
 def checked_key_name(name: str) -> str:
-    """Validate a key name and return it. Raises: InvalidValue."""
+    """Validate a key name and return it unchanged. Raises: InvalidValue."""
     if not 1 <= len(name) <= KEY_NAME_MAX_CHARS or not name.isprintable():
         raise InvalidValue("name", f"must have 1 to {KEY_NAME_MAX_CHARS} printable characters")
     return name
 
 
 def checked_scopes(scopes: Collection[str]) -> list[str]:
-    """Validate scopes and sort them; none means "inference". Raises: InvalidValue."""
+    """Validate and sort scopes; none means "inference". Raises: InvalidValue."""
     if unknown := set(scopes) - SCOPES:
         raise InvalidValue("scopes", f"{sorted(unknown)} unknown: choose from {sorted(SCOPES)}")
     return sorted(set(scopes)) or ["inference"]
 
 
 def checked_models(models: Collection[str]) -> list[str]:
-    """Validate model names and sort them; none means every model. Raises: InvalidValue."""
+    """Validate and sort model names; none means every model. Raises: InvalidValue."""
     if len(set(models)) > MODELS_PER_KEY_MAX:
         raise InvalidValue(
             "models", f"must have at most {MODELS_PER_KEY_MAX}, or none for every model"
@@ -127,7 +127,7 @@ def checked_models(models: Collection[str]) -> list[str]:
 
 
 def checked_bound(token_count: int | None, field: str) -> int | None:
-    """Validate a maximum of tokens per request; 0 and None mean no bound. Raises: InvalidValue."""
+    """Validate a token limit per request; 0 and None mean no limit. Raises: InvalidValue."""
     if token_count is not None and not 0 <= token_count <= TOKENS_MAX:
         raise InvalidValue(
             field, f"must be 1 to {TOKENS_MAX:,} tokens, or 0 for no limit of the key"
@@ -136,7 +136,7 @@ def checked_bound(token_count: int | None, field: str) -> int | None:
 
 
 def checked_terms(terms: KeyTerms) -> dict[str, Any]:
-    """Validate the terms of a key; return its columns. Raises: InvalidValue."""
+    """Validate the terms of a key and convert them to column values. Raises: InvalidValue."""
     return {
         "scopes": checked_scopes(terms.get("scopes", ("inference",))),
         "models": checked_models(terms.get("models", ())),
@@ -166,7 +166,7 @@ async def create_api_key(
     actor: str,
     **terms: Unpack[KeyTerms],
 ) -> tuple[KeyRecord, str]:
-    """Create a key and return it with its secret, which cannot be retrieved again.
+    """Create a key. Returns it with its secret, which cannot be read again.
 
     It gets the limits that its project and organization define for new keys. Raises: NotFound,
     InvalidValue.
@@ -209,7 +209,7 @@ async def limit_new_key(
     organization_id: uuid.UUID,
     actor: str,
 ) -> None:
-    """Give a new key its limits. For a dimension and model the project's limit takes precedence."""
+    """Copy limits for new keys to a key. The project's take precedence over the organization's."""
     kept = select(Quota).where(
         Quota.subject_id.in_((project_id, organization_id)),
         Quota.for_new_keys.is_(True),
@@ -252,13 +252,11 @@ async def update_api_key(
     never_expires: bool = False,
     actor: str,
 ) -> KeyRecord:
-    """Change the attributes passed of a key, by id or prefix. A past time ends the key now; 0
-    tokens mean no bound.
+    """Change the given attributes of a key, found by id or prefix; others stay.
 
-    Every process checks the key again at once, and ends its requests from outside the key's
-    networks.
-
-    Raises: NotFound, InvalidValue, KeyRevoked.
+    A past `expires_at` ends the key now; 0 tokens mean no limit. Every process checks the key again
+    at once and cancels its requests from networks no longer allowed. Raises: NotFound,
+    InvalidValue, KeyRevoked.
     """
     if all_models and models:
         raise InvalidValue("all_models", "set either models or all_models, not both")
@@ -302,12 +300,11 @@ def _bound(present: int | None, requested: int | None, field: str) -> int | None
 async def rotate_api_key(
     session: AsyncSession, *, api_key: str, overlap: timedelta = OVERLAP, actor: str
 ) -> tuple[KeyRecord, str, datetime]:
-    """Give a key, by id or prefix, a new secret; return the key, the secret, and the end of the
-    replaced one.
+    """Give a key, found by id or prefix, a new secret.
 
-    overlap: 0 ends the replaced secret at once, with every request started with it. Secrets
-    replaced earlier keep their own end, or end with this overlap if that is earlier. Raises:
-    NotFound, InvalidValue, KeyRevoked.
+    Returns the key, the secret, and the time at which the replaced secret ends. `overlap` 0 ends it
+    at once, with every request started with it. Secrets replaced earlier keep their end, or end
+    with this overlap if that is earlier. Raises: NotFound, InvalidValue, KeyRevoked.
     """
     if not timedelta(0) <= overlap <= OVERLAP_MAX:
         raise InvalidValue("overlap", f"must be zero to {OVERLAP_MAX.days} days")
@@ -357,8 +354,7 @@ async def rotate_api_key(
 
 
 async def revoke_api_key(session: AsyncSession, *, api_key: str, actor: str) -> KeyRecord:
-    """Revoke a key, given by id or prefix, permanently, and order the end of its requests.
-    Idempotent.
+    """Revoke a key, found by id or prefix, permanently, and cancel its requests. Idempotent.
 
     Raises: NotFound.
     """
@@ -379,7 +375,7 @@ async def _changeable(session: AsyncSession, record: KeyRecord) -> ApiKey:
 
 
 async def locked_key(session: AsyncSession, key_id: uuid.UUID) -> ApiKey:
-    """Return the present row, locked against other changes until the transaction ends."""
+    """Read a key's row and lock it against other changes until the transaction ends."""
     # Not FOR UPDATE: requests admitted concurrently refer to the row and must not wait.
     locking = select(ApiKey).where(ApiKey.id == key_id).with_for_update(key_share=True)
     return (await session.scalars(locking.execution_options(populate_existing=True))).one()
@@ -400,7 +396,7 @@ async def change_key(
 
 
 async def find_api_key(session: AsyncSession, ref: str) -> KeyRecord:
-    """Return a key by id or prefix. Raises: NotFound."""
+    """Look up a key by id or prefix. Raises: NotFound."""
     key_id = as_uuid(ref)
     if key_id is None and PREFIX_FORM.fullmatch(ref) is None:
         raise NotFound("API key", ref[: PREFIX_LENGTH + 3])  # truncated: it might be a secret
@@ -417,9 +413,9 @@ async def list_api_keys(
     api_key: str | None = None,
     unused_for: timedelta | None = None,
 ) -> list[KeyRecord]:
-    """Return keys, the newest first; of one organization, or one key by id or prefix, if passed.
+    """List keys, the newest first: all, one organization's, or one key by id or prefix.
 
-    unused_for: only active keys without a use for this long; keys whose uses are recorded for a
+    `unused_for` selects active keys without a use for this long; keys whose uses are recorded for a
     shorter time are left out. Raises: NotFound, InvalidValue.
     """
     query = _select_keys().order_by(ApiKey.created_at.desc(), ApiKey.id)
@@ -473,7 +469,7 @@ def _key_record(
 
 
 async def subject_ids(session: AsyncSession, ref: str) -> list[str]:
-    """Return the ids of an organization, project or key and of all below it, and the text."""
+    """Find the ids of an organization, project or key and all below it; include `ref` itself."""
     ids: set[uuid.UUID] = set()
     finders: tuple[
         Callable[[AsyncSession, str], Awaitable[Organization | Project | KeyRecord]], ...

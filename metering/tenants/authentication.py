@@ -36,7 +36,7 @@ PREFIX_FORM = re.compile(rf"wk_[a-z0-9]{{{PREFIX_LENGTH}}}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class TokenBounds:
-    """Maximum tokens per request of a key, all choices together; None: the model's limit."""
+    """Token limits of a key per request, all choices together; None means the model's limit."""
 
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -47,13 +47,13 @@ NO_BOUNDS = TokenBounds()
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Caller of a request, as identified by its key. secret_lifetime_s: remaining validity of the
-    secret; None: unlimited.
+    """Caller of a request, as identified by its key.
 
-    models: allowed models; empty for all. bounds: on the tokens of one request. networks: allowed
-    networks; empty for all. address: client address of this call, determined by its listener; None
-    if unknown. secret_hash: of the secret used in this call; a rotated key has several.
-    strict_parameters: whether unknown parameters over HTTP are refused.
+    `secret_lifetime_s` is the remaining validity of the secret, None if unlimited. `models` and
+    `networks` are the allowed ones, empty for all. `bounds` limit the tokens of one request.
+    `address` is the client's, determined by the listener; None if unknown. `secret_hash` is that of
+    the secret used in this call; a rotated key has several. `strict_parameters` refuses unknown
+    parameters over HTTP.
     """
 
     api_key_id: uuid.UUID
@@ -71,14 +71,14 @@ class Principal:
     secret_hash: bytes = field(default=b"", compare=False, repr=False)
 
     def may_use(self, model: str) -> bool:
-        """Return whether the key allows the model of this name."""
+        """Return True if the key may use the model."""
         return model_allowed(self.models, model)
 
 
 def new_secret(prefix: str | None = None) -> str:
     """Generate a secret: `wk_`, a visible prefix, `_`, and 256 random bits in base 62.
 
-    prefix: that of an existing key for a further secret; None generates one for a new key.
+    `prefix` is that of an existing key that gets another secret; None generates one.
     """
     if prefix is None:
         prefix = "wk_" + "".join(secrets.choice(PREFIX_CHARS) for _ in range(PREFIX_LENGTH))
@@ -91,7 +91,7 @@ def new_secret(prefix: str | None = None) -> str:
 
 
 def prefix_of(secret: str) -> str:
-    """Return the part of a secret that is stored and shown."""
+    """Return the visible part of a secret, which is stored and shown."""
     return secret[: len("wk_") + PREFIX_LENGTH]
 
 
@@ -100,16 +100,15 @@ def hash_of(secret: str) -> bytes:
 
 
 def model_allowed(models: Collection[str], requested: str) -> bool:
-    """Return whether a key limited to these models may use the requested one; an empty list allows
-    every model.
+    """Return True if a key limited to these models may use the requested one; empty allows all.
 
-    The name of a model allows each version of it, `name@version`; a version allows only itself.
+    The name of a model allows each of its versions, `name@version`; a version allows only itself.
     """
     return not models or requested in models or requested.partition("@")[0] in models
 
 
 def select_principal() -> Select[Any]:
-    """Return the query for the principal of a valid secret, by its hash."""
+    """Build the query for the principal of a valid secret, by its hash."""
     replaced = (
         select(SupersededSecret)
         .where(SupersededSecret.secret_hash == bindparam("secret_hash"))
@@ -150,8 +149,7 @@ PRINCIPAL_OF_SECRET = select_principal()
 
 
 async def authenticate(session: AsyncSession, secret: str) -> Principal:
-    """Return the owner of a secret that is valid by the database's clock. Raises: KeyInvalid for
-    any other secret.
+    """Return the principal of a secret that is valid by the database's clock. Raises: KeyInvalid.
 
     Unknown, revoked and expired secrets take equal time: one statement handles all, comparing
     SHA-256 hashes by index.

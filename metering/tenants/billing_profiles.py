@@ -59,10 +59,10 @@ COUNTRIES = frozenset(COUNTRY_CODES.split())
 
 @dataclass(frozen=True, slots=True)
 class BillingProfile:
-    """Addressee of an organization's invoices. Unknown fields are empty.
+    """Recipient of an organization's invoices. Unknown fields are empty.
 
-    emails: Stripe sends to the first; the others are for the operator. language: IETF tag, such as
-    `de` or `pt-BR`.
+    Stripe sends to the first of `emails`; the others are for the operator. `language` is an IETF
+    tag, such as `de` or `pt-BR`.
     """
 
     emails: tuple[str, ...] = ()
@@ -78,12 +78,12 @@ class BillingProfile:
 
     @property
     def email(self) -> str:
-        """Address that Stripe sends invoices to; empty if there is none."""
+        """E-mail address to which Stripe sends invoices; empty if there is none."""
         return self.emails[0] if self.emails else ""
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Postal address, tax id and e-mail as lines of a document."""
+        """Postal address, tax id and e-mail as lines for a document."""
         town = [self.city, self.state]
         town.insert(2 if self.country in CODES_AFTER_CITY.split() else 0, self.postal_code)
         tax = f"Tax ID {self.tax_id}" if self.tax_id else ""
@@ -105,7 +105,7 @@ WHERE CAST(:organization_id AS uuid) IS NULL OR organization_id = :organization_
 
 
 async def billing_profiles(session: AsyncSession) -> dict[uuid.UUID, BillingProfile]:
-    """Return all profiles, by organization id. Organizations without one are left out."""
+    """Read all profiles by organization id. Organizations without one are left out."""
     rows = await session.execute(PROFILES, {"organization_id": None})
     return {row.organization_id: record_of(BillingProfile, row) for row in rows}
 
@@ -113,7 +113,7 @@ async def billing_profiles(session: AsyncSession) -> dict[uuid.UUID, BillingProf
 async def billing_profile(
     session: AsyncSession, organization_id: uuid.UUID
 ) -> BillingProfile | None:
-    """Return the profile of an organization; None if none was ever set."""
+    """Read an organization's profile; None if none was ever set."""
     row = (await session.execute(PROFILES, {"organization_id": organization_id})).one_or_none()
     return None if row is None else record_of(BillingProfile, row)
 
@@ -144,7 +144,7 @@ async def set_billing_profile(
 
 
 def checked_profile(profile: BillingProfile) -> BillingProfile:
-    """Validate every field of a profile and return it. Raises: InvalidValue for the first."""
+    """Validate a profile and return it. Raises: InvalidValue for the first invalid field."""
     if len(profile.emails) > EMAILS_MAX:
         raise InvalidValue(
             "emails", f"must have at most {EMAILS_MAX} addresses, got {len(profile.emails)}"

@@ -55,7 +55,7 @@ ORDER BY e.created_at, e.id
 
 @dataclass(frozen=True, slots=True)
 class KeyAct:
-    """An act that gave a key power. act: "created", "rotated" or "widened"."""
+    """Change that gave power to a key: `act` is "created", "rotated" or "widened"."""
 
     act: str
     actor: str
@@ -75,12 +75,12 @@ async def check_two_persons(
     what: str,
     secret_hash: bytes = b"",
 ) -> None:
-    """Raise ApprovalRefused, with the one cause, unless two persons hold two keys, by prefix.
+    """Raise ApprovalRefused unless author and approver are two persons with two keys.
 
-    what: the proposal, as in "adjustment 323430cc". secret_hash: of the approver's secret in use,
-    which has to be older than the proposal; empty means the present one. The approver's key stays
-    locked until the transaction ends, so a concurrent rotation comes before or after. Raises:
-    KeyInvalid if the secret has ended meanwhile.
+    Both are key prefixes. `what` names the proposal, as in "adjustment 323430cc". `secret_hash` is
+    of the approver's secret in use, which has to be older than the proposal; empty means the
+    present one. The approver's key stays locked until the transaction ends, so a concurrent
+    rotation comes before or after. Raises: KeyInvalid if the secret has ended meanwhile.
     """
     if author == approver:
         raise ApprovalRefused(f"{approver} proposed {what}: another person has to approve it")
@@ -103,14 +103,14 @@ async def check_two_persons(
 
 
 def widened_fields(entry: AuditEntry) -> list[str]:
-    """Return the names of the fields that an update of a key changed, of those that give power."""
+    """List the fields that an update of a key changed, among those that give it power."""
     before, after = entry.before or {}, entry.after or {}
     fields = ("scopes", "allowed_networks", "expires_at")
     return [field for field in fields if before.get(field) != after.get(field)]
 
 
 async def _acts_of_secret(session: AsyncSession, key: str, secret_hash: bytes) -> list[KeyAct]:
-    """Return the acts behind a key's secret, without those that replaced it; lock the key."""
+    """List the changes behind a key's secret, without those that replaced it; lock the key."""
     key_id = await session.scalar(select(ApiKey.id).where(ApiKey.prefix == key))
     if key_id is None:
         return []  # not a key: an operator's own name
@@ -139,9 +139,9 @@ async def _acts_on(session: AsyncSession, key: str) -> list[KeyAct]:
 async def _path(
     session: AsyncSession, maker: str, made: str, acts: list[KeyAct] | None = None
 ) -> list[tuple[str, KeyAct]]:
-    """Return the shortest chain of acts from a key to one of its makers; empty if there is none.
+    """Find the shortest chain of changes from a key to one of its makers; empty if there is none.
 
-    acts: those on the first key, if they are known.
+    `acts` are those on the first key, if they are known.
     """
     waiting = deque([(made, list[tuple[str, KeyAct]]())])
     seen = {made}

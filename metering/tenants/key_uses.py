@@ -40,10 +40,10 @@ log = structlog.get_logger(__name__)
 
 
 class KeyUses:
-    """Last uses of keys in one process; `run` writes them, `write` the last ones."""
+    """Collector of the last uses of keys. `run` writes them regularly; `write` writes the rest."""
 
     def __init__(self, sessions: Sessions, interval_s: float, clock: Callable[[], float]) -> None:
-        """interval_s: between two writes. clock: in seconds; continues during sleep."""
+        """Prepare; `run` writes every `interval_s`. `clock` is in seconds and runs during sleep."""
         self._sessions = sessions
         self._interval_s = interval_s
         self._clock = clock
@@ -66,7 +66,7 @@ class KeyUses:
             self._dropped_count += 1
 
     async def run(self) -> None:
-        """Write once per interval, until cancelled."""
+        """Write once per interval until cancelled."""
         while True:
             shortest_s = min(INTERVAL_MIN_S, self._interval_s)
             await asyncio.sleep(shortest_s)
@@ -76,7 +76,7 @@ class KeyUses:
             await self.write()
 
     async def write(self) -> None:
-        """Write the collected uses. Uses that cannot be written are kept for the next write."""
+        """Write the collected uses. If that fails, they are kept for the next write."""
         self._many.clear()
         noted, self._noted = self._noted, OrderedDict()
         if not noted:

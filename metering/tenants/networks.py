@@ -21,7 +21,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @lru_cache(maxsize=KNOWN_ADDRESSES_MAX)
 def parse_address(text: str) -> Address | None:
-    """Parse an address; return None if it is invalid."""
+    """Parse an IP address; return None if it is invalid."""
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
@@ -64,7 +64,7 @@ def checked_networks(texts: Collection[str]) -> list[str]:
 
 
 def normalized(texts: Collection[str]) -> tuple[str, ...]:
-    """Return networks in canonical form, to compare them; invalid texts are unchanged."""
+    """Convert networks to canonical form, to compare them. Invalid ones are kept unchanged."""
     return tuple(sorted({_normalized(text) for text in texts}))
 
 
@@ -77,17 +77,20 @@ def _normalized(text: str) -> str:
 
 @lru_cache(maxsize=KNOWN_LISTS_MAX)
 def networks_of(texts: tuple[str, ...]) -> tuple[Network, ...]:
-    """Parse networks that were validated before."""
+    """Parse networks that are known to be valid."""
     return tuple(map(parse_network, texts))
 
 
 def allows(networks: Sequence[Network], address: Address | None) -> bool:
-    """Return whether a key limited to these networks may be used from an address."""
+    """Return True if a key limited to these networks may be used from the address.
+
+    Without networks every address is allowed; with some, None is not.
+    """
     return not networks or (address is not None and any(address in network for network in networks))
 
 
 def excludes(texts: Collection[str], address: Address | None) -> bool:
-    """Return whether networks exclude an address; invalid ones are ignored."""
+    """Return True if the networks exclude an address. Invalid networks are ignored."""
     try:
         return not allows([parse_network(text) for text in texts], address)
     except ValueError:

@@ -25,7 +25,7 @@ NAME_FORM = re.compile(r"[a-z][a-z0-9-]{0,62}", re.ASCII)
 async def create_organization(
     session: AsyncSession, *, name: str, currency_code: str = "USD", actor: str
 ) -> Organization:
-    """Create a customer. Raises: InvalidValue, AlreadyExists."""
+    """Create an organization. Raises: InvalidValue, AlreadyExists."""
     values = {"name": checked_name(name), "currency_code": checked_currency(currency_code)}
     statement = (
         insert(Organization)
@@ -46,7 +46,7 @@ async def list_organizations(session: AsyncSession) -> Sequence[Organization]:
 async def create_project(
     session: AsyncSession, *, organization: str, name: str, actor: str
 ) -> Project:
-    """Create a project of an organization. Raises: NotFound, InvalidValue, AlreadyExists."""
+    """Create a project in an organization. Raises: NotFound, InvalidValue, AlreadyExists."""
     owner = await find_organization(session, organization)
     values = {"organization_id": owner.id, "name": checked_name(name)}
     statement = (
@@ -62,14 +62,14 @@ async def create_project(
 
 
 async def list_projects(session: AsyncSession, *, organization: str) -> Sequence[Project]:
-    """Return the projects of an organization, by name. Raises: NotFound."""
+    """List the projects of an organization by name. Raises: NotFound."""
     owner = await find_organization(session, organization)
     query = select(Project).where(Project.organization_id == owner.id).order_by(Project.name)
     return (await session.scalars(query)).all()
 
 
 async def find_organization(session: AsyncSession, ref: str) -> Organization:
-    """Return an organization by name or id. Raises: NotFound."""
+    """Look up an organization by name or id. Raises: NotFound."""
     key = as_uuid(ref)
     if key is None and NAME_FORM.fullmatch(ref) is None:
         raise NotFound("organization", ref)
@@ -82,7 +82,7 @@ async def find_organization(session: AsyncSession, ref: str) -> Organization:
 async def find_project(
     session: AsyncSession, ref: str, *, organization: str | None = None
 ) -> Project:
-    """Return a project by id, name, or "organization/project". Raises: NotFound."""
+    """Look up a project by id, name, or "organization/project". Raises: NotFound."""
     shown = f"{organization}/{ref}" if organization else ref
     if not organization:
         organization, _, ref = ref.rpartition("/")
@@ -108,7 +108,7 @@ def as_uuid(ref: str) -> uuid.UUID | None:
 
 
 def checked_name(name: str) -> str:
-    """Validate a name of an organization or project. A UUID would make references ambiguous."""
+    """Validate an organization's or project's name. A UUID is refused, as it would be ambiguous."""
     if NAME_FORM.fullmatch(name) is None or as_uuid(name) is not None:
         raise InvalidValue(
             "name", 'must be 1 to 63 of a-z, 0-9 and "-", starting with a letter, and not a UUID'
