@@ -69,7 +69,10 @@ class EmbedResult(Value):
 def build_embed(
     model: str, inputs: str | Sequence[EmbedInput], options: EmbedOptions
 ) -> pb.EmbedRequest:
-    """Build the request of one or several texts, or token ids. Raises: InvalidRequest."""
+    """Build the request for one text or several, each a string or token ids.
+
+    Raises: InvalidRequest.
+    """
     check_known(options, EmbedOptions.__annotations__)
     check_seconds("timeout", options.get("timeout"))
     texts = [inputs] if isinstance(inputs, str) else list(inputs)
@@ -96,7 +99,7 @@ def _input(index: int, given: EmbedInput) -> pb.EmbedInput:
 
 
 def embed_result(request: pb.EmbedRequest, message: pb.EmbedResponse) -> EmbedResult:
-    """Convert a response to the result of its request."""
+    """Convert the response to `request` to its result."""
     return EmbedResult(
         request_id=request.request_id,
         model=request.model,

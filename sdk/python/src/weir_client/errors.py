@@ -18,7 +18,7 @@ from weir_client.values import Partial, QuotaDimension
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation(Value):
-    """One refused field of a request, and the reason."""
+    """Field of a request that the server refused, and the reason."""
 
     field: str
     description: str
@@ -26,7 +26,7 @@ class FieldViolation(Value):
 
 @dataclass(frozen=True, slots=True)
 class QuotaViolation(Value):
-    """One exceeded quota, as described by the server."""
+    """Quota that a request exceeded, in the server's words."""
 
     subject: str
     description: str
@@ -34,7 +34,7 @@ class QuotaViolation(Value):
 
 @dataclass(frozen=True, slots=True)
 class PreconditionViolation(Value):
-    """One unmet precondition of a call. kind: stable and machine-readable."""
+    """Precondition that a call does not meet. `kind` is a stable, machine-readable identifier."""
 
     kind: str
     description: str
@@ -42,7 +42,7 @@ class PreconditionViolation(Value):
 
 @dataclass(frozen=True, slots=True)
 class ExceededQuota(Value):
-    """The quota that refused a request.
+    """Quota that refused the request, with its numbers.
 
     Values are requests, tokens or picos by dimension; None if the server did not send them.
     """
@@ -130,7 +130,7 @@ class InvalidRequest(WeirError):
 
     @property
     def field_violations(self) -> tuple[FieldViolation, ...]:
-        """Refused fields."""
+        """Fields that the server refused, with reasons."""
         return self.details.field_violations
 
 
@@ -177,33 +177,33 @@ class QuotaExceeded(ResourceExhausted):
 
     @property
     def violations(self) -> tuple[QuotaViolation, ...]:
-        """Quotas that refused the request, as described by the server."""
+        """Exceeded quotas, in the server's words."""
         return self.details.quota_violations
 
     @property
     def remaining(self) -> int | None:
-        """Remainder of the quota, in requests, tokens or picos by its dimension."""
+        """Remainder of the quota in requests, tokens or picos, by its dimension."""
         return self.quota.remaining if self.quota else None
 
     @property
     def reset_time(self) -> datetime | None:
-        """Time when the quota's window resets."""
+        """Time when the window of the quota ends and it can be used again; None if unknown."""
         return self.quota.reset_time if self.quota else None
 
     @property
     def retry_helps(self) -> bool:
-        """True if the same request can be admitted later."""
+        """True if the quota can admit the same request later."""
         return self.quota.retry_helps if self.quota else self.retry_after_s is not None
 
 
 class Unavailable(WeirError):
-    """The server is unreachable, draining, or has no free engine. A later retry can succeed."""
+    """The server is unreachable, is draining, or has no free engine. A later retry can succeed."""
 
     default_code = "UNAVAILABLE"
 
 
 class DeadlineExceeded(WeirError):
-    """The time of `timeout=` passed. `partial` holds the output so far, with usage if received."""
+    """The time limit `timeout` has passed. `partial` holds the output received so far."""
 
     default_code = "DEADLINE_EXCEEDED"
 
@@ -225,7 +225,7 @@ class IncompleteGeneration(WeirError):
 
 
 class Internal(WeirError):
-    """The server failed. Quote `incident_id` in a report."""
+    """The server failed. Quote `incident_id` when you report it."""
 
     default_code = "INTERNAL"
 

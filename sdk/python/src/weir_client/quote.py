@@ -11,7 +11,7 @@ from weir_client.values import QuotaStatus
 
 @dataclass(frozen=True, slots=True)
 class Quote(Value):
-    """Tokens and cost of a request, and whether it would be admitted now."""
+    """Estimated tokens and cost of a request, and whether it would be admitted now."""
 
     input_token_count: int
     predicted_cached_token_count: int  # 0 if unknown

@@ -22,7 +22,7 @@ class Tool(Value):
 
     @property
     def parameters_json(self) -> str:
-        """The schema as text; empty if there is none."""
+        """Schema of the parameters as JSON text; empty if there is none."""
         if self.parameters is None:
             return ""
         return self.parameters if isinstance(self.parameters, str) else json.dumps(self.parameters)
@@ -30,7 +30,7 @@ class Tool(Value):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall(Value):
-    """One call made by the model. Arguments are unchecked unless it was required or strict."""
+    """Call of a tool by the model. Its arguments are validated only if it is required or strict."""
 
     id: str  # for the message with the result
     name: str
@@ -38,13 +38,13 @@ class ToolCall(Value):
 
     @property
     def arguments(self) -> Any:
-        """The decoded arguments. Raises: ValueError if they are not JSON."""
+        """Decoded arguments of the call. Raises: ValueError if they are not JSON."""
         return json.loads(self.arguments_json)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta(Value):
-    """An increment of one call."""
+    """New part of one tool call."""
 
     index: int  # among the calls of the choice, from 0
     id: str  # sent with the first piece of a call only

@@ -34,7 +34,7 @@ class FinishReason(StrEnum):
 
 
 class Stage(StrEnum):
-    """Reason why a request has no new output."""
+    """Reason why a request has no new output at present."""
 
     UNSPECIFIED = "UNSPECIFIED"
     QUEUED = "QUEUED"
@@ -53,7 +53,7 @@ class GenerationState(StrEnum):
 
 
 class QuotaSubject(StrEnum):
-    """Owner of a quota."""
+    """Kind of owner of a quota: organization, project or key."""
 
     UNSPECIFIED = "unspecified"
     ORGANIZATION = "organization"
@@ -62,7 +62,7 @@ class QuotaSubject(StrEnum):
 
 
 class QuotaDimension(StrEnum):
-    """Measure and window of a quota. The values are the names used by the command line."""
+    """Quantity and window that a quota limits. The values are its names on the command line."""
 
     UNSPECIFIED = "unspecified"
     CONCURRENT_REQUESTS = "concurrent-requests"
@@ -94,7 +94,7 @@ class Usage(Value):
 
 @dataclass(frozen=True, slots=True)
 class Timings(Value):
-    """Milliseconds spent in each stage of a request, and its pace.
+    """Milliseconds spent in each stage of a request, and its tokens per second.
 
     The stages sum to `total_ms`, except `client_stall_ms`, which overlaps `decode_ms` up to the
     last token.
@@ -120,12 +120,11 @@ class Timings(Value):
 
 @dataclass(frozen=True, slots=True)
 class QuotaStatus(Value):
-    """One limit with its remainder. Values are requests, tokens or picos of the currency, by
-    dimension.
+    """Limit with its remainder. Values are requests, tokens or picos of the currency, by dimension.
 
-    Weights are thousandths that a token of a kind counts; 0 for limits that do not count tokens.
-    `binding` and `narrowed_by_quota_id` are set only in lists of all limits of one key;
-    `would_refuse_count`, `subject_name` and `override_reason` are not set with a generation.
+    Weights say how much a token of a kind counts, in thousandths; 0 for limits that do not count
+    tokens. Only lists of all limits of one key set `binding` and `narrowed_by_quota_id`; with a
+    generation, `would_refuse_count`, `subject_name` and `override_reason` are not set.
     """
 
     quota_id: str
@@ -156,7 +155,7 @@ class QuotaStatus(Value):
 
 @dataclass(frozen=True, slots=True)
 class Admitted(Value):
-    """The request was admitted and its tokens are held."""
+    """Event: the request was admitted and its tokens are held."""
 
     input_token_count: int
     predicted_cached_token_count: int
@@ -168,7 +167,7 @@ class Admitted(Value):
 
 @dataclass(frozen=True, slots=True)
 class KeyChange(Value):
-    """A change that gave a key a new secret or more rights."""
+    """Change that gave a key a new secret or more rights."""
 
     act: str  # "rotated" or "widened": more scopes, more networks, or a longer life
     actor: str  # prefix of the key that made it
@@ -177,7 +176,7 @@ class KeyChange(Value):
 
 @dataclass(frozen=True, slots=True)
 class KeyRestrictions(Value):
-    """Permissions of a key."""
+    """Scopes, models and limits of a key."""
 
     prefix: str
     scopes: tuple[str, ...]
@@ -192,7 +191,7 @@ class KeyRestrictions(Value):
 
 @dataclass(frozen=True, slots=True)
 class Progress(Value):
-    """The request is waiting, or RUNNING without output for some seconds."""
+    """Event: the request is waiting, or is RUNNING without output for some seconds."""
 
     stage: Stage
     queue_position: int  # number of requests ahead, only while QUEUED
@@ -203,7 +202,7 @@ class Progress(Value):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob(Value):
-    """A token and the natural logarithm of its probability."""
+    """Token and the natural logarithm of its probability."""
 
     token_id: int
     logprob: float
@@ -211,7 +210,7 @@ class TokenLogprob(Value):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs(Value):
-    """Log-probability of an output token in the model's distribution, and its likeliest tokens."""
+    """Log-probability of an output token in the model's distribution, and of the likeliest ones."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]  # the likeliest first
@@ -219,7 +218,7 @@ class TokenLogprobs(Value):
 
 @dataclass(frozen=True, slots=True)
 class Delta(Value):
-    """New output of a request."""
+    """Event: new output of a request."""
 
     seq: int  # grows by one, from 1
     text: str  # empty while a character is incomplete or may belong to a stop sequence
@@ -235,7 +234,7 @@ class Delta(Value):
 
 @dataclass(frozen=True, slots=True)
 class Resumed(Value):
-    """The request continues on another stream. No output is missing or repeated."""
+    """Event: the request continues on another stream. No output is missing or repeated."""
 
     after_seq: int  # the next `Delta` has the number after this one
     last_seq: int  # last one generated so far
@@ -244,7 +243,7 @@ class Resumed(Value):
 
 @dataclass(frozen=True, slots=True)
 class UsageUpdate(Value):
-    """Running counts, sent at the interval asked for with `usage_interval_tokens`."""
+    """Event: token counts so far. Sent at the interval that `usage_interval_tokens` asks for."""
 
     usage: Usage
     cost: Money
@@ -255,7 +254,7 @@ Event = Admitted | Progress | Delta | UsageUpdate | Resumed
 
 @dataclass(frozen=True, slots=True)
 class Choice(Value):
-    """One of several outputs of a prompt."""
+    """One of the answers to a prompt."""
 
     index: int
     finish_reason: FinishReason
@@ -269,7 +268,7 @@ class Choice(Value):
 
 @dataclass(frozen=True, slots=True)
 class Result(Value):
-    """A completed request, with the numbers on the bill.
+    """Outcome of a completed request, with the numbers on the bill.
 
     `choices` has every output in order, one unless `choice_count` was given; text, tokens and
     reason beside it are those of the first. `usage` and `cost` cover all choices.
@@ -296,7 +295,7 @@ class Result(Value):
 
 @dataclass(frozen=True, slots=True)
 class Partial(Value):
-    """Received part of a request without a final frame.
+    """Output received from a request whose final frame did not arrive.
 
     `usage` and `cost` are None if the server did not send them. Text and tokens are the first
     choice's.
@@ -324,7 +323,7 @@ class Limits(Value):
 
 @dataclass(frozen=True, slots=True)
 class TokenCount(Value):
-    """The size of a prompt."""
+    """Number of tokens of a prompt."""
 
     input_token_count: int
     context_window_tokens: int
@@ -332,7 +331,7 @@ class TokenCount(Value):
 
 @dataclass(frozen=True, slots=True)
 class Generation(Value):
-    """The server's record of one request."""
+    """Record of one request on the server."""
 
     request_id: str
     state: GenerationState
