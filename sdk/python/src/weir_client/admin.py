@@ -432,9 +432,7 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(CreditGrant, (await self._call(self._stub.GrantCredit, request)).grant)
 
     async def list_credit_grants(self, organization: str = "") -> list[CreditGrant]:
-        """Return the credit grants of one organization, or of all, those that expire
-        first ahead.
-        """
+        """Return the credit grants of one organization, or of all; the first to expire leads."""
         return await self._list(
             CreditGrant,
             "grants",

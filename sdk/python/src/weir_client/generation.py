@@ -168,9 +168,7 @@ class AsyncGeneration:
             yield event
 
     def __aiter__(self) -> AsyncIterator[Delta]:
-        """Iterate over the deltas. Leaving the iterator early, as by `break`, cancels
-        the request.
-        """
+        """Iterate over the deltas. Leaving the iterator early (`break`) cancels the request."""
         return _Deltas(self)
 
     async def __anext__(self) -> Delta:
@@ -311,9 +309,7 @@ class AsyncGeneration:
         return wait_s
 
     def _abandon(self) -> None:
-        """Cancel from the garbage collector, which runs in any thread and even after the loop's
-        end.
-        """
+        """Cancel from the garbage collector, which runs in any thread, perhaps after the loop."""
         loop = self._loop
         if (
             loop is None

@@ -51,9 +51,7 @@ class AsyncReceiptClient(UnaryClient):
     list_receipts = items_of(_receipt_pages)
 
     async def get_receipt_month(self, organization: str, month: str) -> ReceiptMonth:
-        """Return the Merkle root over a month's receipts, with the range of each
-        project's chain.
-        """
+        """Return the Merkle root over a month's receipts, and the range of each project's chain."""
         request = pb.GetReceiptMonthRequest(organization=organization, month=month)
         return wire.read(ReceiptMonth, await self._call(self._stub.GetReceiptMonth, request))
 

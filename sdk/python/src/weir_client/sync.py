@@ -111,9 +111,7 @@ class GenerationStream:
             yield event
 
     def __iter__(self) -> Iterator[Delta]:
-        """Iterate over the deltas. Leaving the iterator early, as by `break`, cancels
-        the request.
-        """
+        """Iterate over the deltas. Leaving the iterator early (`break`) cancels the request."""
         return _Deltas(self)
 
     def __next__(self) -> Delta:
