@@ -134,24 +134,24 @@ NAMED_MODULE = re.compile(r"`([\w/]+\.py)`")
 
 @dataclass(frozen=True)
 class Source:
-    """File of the repository: its path from the root, with `/`, and its text."""
+    """File of the repository: its path from the root with `/`, and its text."""
 
     path: str
     text: str
 
     @cached_property
     def tree(self) -> ast.Module:
-        """Parsed module; for Python files only."""
+        """Parsed module. For Python files only."""
         return ast.parse(self.text, self.path)
 
     @cached_property
     def imports(self) -> list[tuple[int, str]]:
-        """Line and full dotted name of every import, also of those inside functions."""
+        """Line and full dotted name of every import, including those inside functions."""
         return list(imports(self, ast.walk(self.tree)))
 
     @property
     def module(self) -> str:
-        """Dotted name that the module is imported by; that of the package for an `__init__`."""
+        """Dotted name by which the module is imported; for an `__init__`, that of the package."""
         path = self.path.removeprefix(SDK).removesuffix(".py").removesuffix("/__init__")
         return path.replace("/", ".")
 
@@ -178,7 +178,10 @@ RepositoryRule = Callable[[Iterable[Source]], Iterator[Finding]]
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """Imports forbidden under `inside`, except in files under `save_for` and of names in `but`."""
+    """Rule that files under `inside` must not import some modules.
+
+    Files in `save_for` and names in `but` are exempt.
+    """
 
     imported: tuple[str, ...]
     inside: tuple[str, ...]
@@ -620,7 +623,7 @@ def task_groups(tree: ast.Module) -> set[str]:
 
 
 def makes_group(value: ast.expr) -> bool:
-    """Return whether an expression is a new TaskGroup, or one entered on an exit stack."""
+    """Return whether an expression creates a TaskGroup, or enters one on an exit stack."""
     match value:
         case ast.Await(value=inner):
             return makes_group(inner)
@@ -687,7 +690,7 @@ def constants_are_at_the_head(source: Source) -> Iterator[Finding]:
 
 
 def late_constants(source: Source) -> list[tuple[int, str]]:
-    """Return line and name of the constants after the first class or function, without SQL."""
+    """List line and name of the constants after the first class or function, without SQL."""
     late: list[tuple[int, str]] = []
     is_late = False
     for node in source.tree.body:
@@ -705,9 +708,9 @@ def late_constants(source: Source) -> list[tuple[int, str]]:
 
 
 def is_sql(value: ast.expr) -> bool:
-    """Return whether a text in the expression starts with an SQL verb, or is a fragment of SQL.
+    """Return whether a text in the expression begins with an SQL verb, or is a fragment of SQL.
 
-    A fragment has several lines and one of SQL's words in capitals, or one of its functions.
+    A fragment has several lines, and an SQL keyword in capitals or an SQL function.
     """
     return any(
         SQL_VERB.match(node.value) or ("\n" in node.value and SQL_WORD.search(node.value))
@@ -822,13 +825,15 @@ def package_imports(sources: Iterable[Source]) -> dict[str, dict[str, Location]]
 
 
 def package_of(module: str) -> str:
-    """Return `api.queue` for `api.queue.x` and for `api.queue`, "" outside `PACKAGED`."""
+    """Shorten a module's name to its package: `api.queue.x` to `api.queue`, "" outside
+    `PACKAGED`.
+    """
     parts = module.split(".")[:2]
     return ".".join(parts) if len(parts) == 2 and f"{parts[0]}/" in PACKAGED else ""
 
 
 def reachable(imported: dict[str, dict[str, Location]], name: str) -> set[str]:
-    """Return the packages or modules that one of them imports, directly or indirectly."""
+    """Collect the packages or modules that `name` imports, directly or indirectly."""
     seen, unread = set[str](), [name]
     while unread:
         new = imported[unread.pop()].keys() - seen
@@ -892,9 +897,9 @@ def page_names_what_exists(sources: Iterable[Source]) -> Iterator[Finding]:
 
 
 def names_of(source: Source) -> set[str]:
-    """Return the functions, classes and constants of a module, and members as `Class.name`.
+    """Collect the functions, classes and constants of a module, and members as `Class.name`.
 
-    For files in other languages, return all words.
+    In files of other languages, every word is a name.
     """
     if not source.is_python:
         return set(re.findall(r"\w+", source.text))
@@ -961,7 +966,7 @@ class Rules:
 
 
 def repository() -> list[Source]:
-    """Return all text files that git tracks or would add, except generated code and non-UTF-8."""
+    """Read all text files that git tracks or would add, except generated code and non-UTF-8."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(
         listing, cwd=ROOT, check=True, capture_output=True, text=True
@@ -978,7 +983,7 @@ def repository() -> list[Source]:
 
 
 def broken(rule: Rule, sources: list[Source]) -> list[Finding]:
-    """Return the findings of a rule in the files that it applies to."""
+    """Apply a rule to the files that it is for, and return its findings."""
     return [
         finding
         for source in sources

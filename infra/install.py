@@ -93,7 +93,7 @@ def show(doing: str) -> None:
 
 
 def main() -> int:
-    """Install; return the exit status."""
+    """Install Weir and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("venv", type=Path)
     parser.add_argument("--pip", required=True, metavar="VERSION", help="the pip to install with")
