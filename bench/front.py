@@ -56,7 +56,7 @@ TABLE = Table(
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Load: concurrent requests per stream, or a share of the rate of an earlier case."""
+    """Load of one case: concurrent requests per stream, or a share of an earlier case's rate."""
 
     name: str
     stream_count: int
@@ -73,7 +73,7 @@ class Result:
 
     @property
     def rate_per_s(self) -> float:
-        """Requests finished per second."""
+        """Requests that finish per second."""
         return float(self.report["request_count"]) / float(self.report["wall_s"])
 
 

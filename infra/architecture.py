@@ -825,9 +825,7 @@ def package_imports(sources: Iterable[Source]) -> dict[str, dict[str, Location]]
 
 
 def package_of(module: str) -> str:
-    """Shorten a module's name to its package: `api.queue.x` to `api.queue`, "" outside
-    `PACKAGED`.
-    """
+    """Shorten `api.queue.x` and `api.queue` to `api.queue`, names outside `PACKAGED` to ""."""
     parts = module.split(".")[:2]
     return ".".join(parts) if len(parts) == 2 and f"{parts[0]}/" in PACKAGED else ""
 

@@ -41,9 +41,7 @@ class ClientFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Section of the page: arguments of `pip` or `npm`, and the code blocks with their
-    languages.
-    """
+    """Section of the page: arguments of `pip` or `npm`, and code blocks with their languages."""
 
     name: str
     ran: str

@@ -133,9 +133,7 @@ LOGS, JOURNALS, EXPORT_FILE = "logs", "journal", "usage.jsonl"
 
 @dataclass(slots=True)
 class Part(Child):
-    """Supervised process. `up` is true while it is ready; `down_s` has the length of
-    each outage.
-    """
+    """Supervised process. `up` is true while it is ready; `down_s` lists the outages' lengths."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     address: str = ""
@@ -765,9 +763,7 @@ class Report:
     back_s: dict[str, float] = field(default_factory=dict)
 
     def rows(self) -> dict[Kind | None, Row]:
-        """Sum the outcomes by kind of kill, None for no kill. Only a request's first
-        kill counts.
-        """
+        """Sum the outcomes by kind of kill, None for no kill. Only a request's first one counts."""
         rows: dict[Kind | None, Row] = {kind: Row() for kind in (*Kind, None)}
         for kill in self.kills:
             rows[kill.kind].kills += 1

@@ -207,9 +207,7 @@ async def reconciled(
 async def biller_counts(
     sessions: Sessions, settings: ExportSettings, ours: OurMonth, *, against_stripe: bool
 ) -> Sequence[int] | None:
-    """Fetch the biller's count for each of our sums; None without a source. Raises:
-    StripeFailed.
-    """
+    """Fetch the biller's count for each of our sums; None without one. Raises: StripeFailed."""
     if against_stripe:
         return await stripe_counts(
             sessions, StripeGateway(settings.stripe or stripe_settings(os.environ)), ours
