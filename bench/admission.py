@@ -112,7 +112,7 @@ class AnsweringStore:
 
 
 class AwaitedStore(HoldStore):
-    """Adapter that lets callers await the calls of a `HoldStore`."""
+    """`HoldStore` with calls that can be awaited."""
 
     async def admit(self, op: Admit) -> Admitted:
         """Implement `Store.admit`."""
@@ -148,9 +148,7 @@ class Result:
         return self.pair_count / self.wall_s
 
     def row(self, generator_us: float) -> str:
-        """Format a line of the table. `generator_us` (CPU of the generator per pair) is
-        subtracted.
-        """
+        """Format a line of the table. `generator_us`, the generator's CPU per pair, is deducted."""
         times = (
             f"{quantile_ms(values, share):>9.2f}"
             for values in (self.admit_s, self.settle_s)

@@ -72,7 +72,7 @@ class Bystander:
         self._begun: set[int] = set()
 
     async def run(self, seconds: float) -> Seen:
-        """Begin all streams, report readiness, and measure."""
+        """Begin all streams, print that they are ready, and measure for `seconds`."""
         work: list[Callable[[], Awaitable[None]]] = [
             *[self._stream] * self._stream_count,
             *[self._probe] * self._probe_count,

@@ -114,7 +114,7 @@ def print_row(name: str, result: Result) -> None:
 
 
 def stages_row(result: Result) -> str:
-    """Format the stages until the engine's batch: p50 and p99 of each."""
+    """Format p50 and p99 of each stage before the engine's batch."""
     parts = [
         f"{name} {quantile_ms(times, 0.5) / 1000:.2f}, {quantile_ms(times, 0.99) / 1000:.2f}"
         for name, times in result.report["stages_ms"].items()

@@ -132,7 +132,7 @@ Form = Callable[[Answer], Awaitable[object]]
 
 
 def ids(*token_ids: Any) -> Form:
-    """Make a form that sends these token ids first."""
+    """Make a `Form` that sends these token ids first."""
 
     async def form(answer: Answer) -> None:
         await answer.tokens(2, end=False)
@@ -144,7 +144,7 @@ def ids(*token_ids: Any) -> Form:
 
 
 def raw_ids(text: bytes) -> Form:
-    """Make a form that sends a message with this text in place of the list of token ids."""
+    """Make a `Form` that sends a message with this text in place of the list of token ids."""
 
     async def form(answer: Answer) -> None:
         message = json.dumps(answer.chunk(["IDS"])).encode()
@@ -156,7 +156,7 @@ def raw_ids(text: bytes) -> Form:
 
 
 def ending(reason: Any, **usage: Any) -> Form:
-    """Make a form that sends all tokens, and ends with this reason and a changed usage."""
+    """Make a `Form` that sends all tokens, and ends with this reason and a changed usage."""
 
     async def form(answer: Answer) -> None:
         await answer.tokens(answer.count - 1, end=False)
@@ -170,7 +170,7 @@ def ending(reason: Any, **usage: Any) -> Form:
 
 
 def endless(data: bytes, begun: int = 0) -> Form:
-    """Make a form that sends bytes over and over, after some tokens."""
+    """Make a `Form` that sends bytes over and over, after some tokens."""
     piece = data * max(65536 // len(data), 1)
 
     async def form(answer: Answer) -> None:
@@ -182,7 +182,7 @@ def endless(data: bytes, begun: int = 0) -> Form:
 
 
 def once(data: bytes) -> Form:
-    """Make a form that sends bytes, then a valid answer."""
+    """Make a `Form` that sends bytes, then a valid answer."""
 
     async def form(answer: Answer) -> None:
         for first in range(0, len(data), 65536):
@@ -194,7 +194,7 @@ def once(data: bytes) -> Form:
 
 
 def status(code: int, body: bytes, **headers: str) -> Form:
-    """Make a form that answers with an HTTP status."""
+    """Make a `Form` that answers with an HTTP status."""
 
     async def form(answer: Answer) -> web.Response:
         return web.Response(status=code, body=body, headers=headers)
@@ -203,7 +203,7 @@ def status(code: int, body: bytes, **headers: str) -> Form:
 
 
 def raw(data: bytes, times: int = 1) -> Form:
-    """Make a form that sends bytes in place of a valid response."""
+    """Make a `Form` that sends bytes in place of a valid response."""
 
     async def form(answer: Answer) -> None:
         answer.raw(data * times)
@@ -299,7 +299,7 @@ async def busy_after_the_end(answer: Answer) -> None:
 
 
 def logprobs(**changes: Any) -> Form:
-    """Make a form that sends other log-probabilities, or no tokens if none were requested."""
+    """Make a `Form` that sends other log-probabilities, or no tokens if none were requested."""
 
     async def form(answer: Answer) -> None:
         if answer.logprobs is None:

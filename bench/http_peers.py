@@ -235,7 +235,7 @@ litellm_settings: {{num_retries: 0, telemetry: false{more}
 
 @contextlib.contextmanager
 def smg(site: Site, python: Path, upstream_port: int) -> Iterator[Running]:
-    """Run SMG in front of the upstream, and wait until it has registered it."""
+    """Run SMG in front of the upstream. Waits until SMG has registered the upstream."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench-")))
         port, log = free_port(), folder / "smg.log"

@@ -198,9 +198,7 @@ async def engine_alone(settings: Settings) -> AsyncIterator[tuple[Settings, RunB
 async def vllm_alone(
     settings: Settings, python: Path, precision: str
 ) -> AsyncIterator[tuple[Settings, RunBare]]:
-    """Serve vLLM; yield settings of a service in front of it, and a function to run
-    prompts on it.
-    """
+    """Serve vLLM; yield settings of a service in front of it, and a function to run prompts."""
     directory = settings.models[DEMO_MODEL_NAME]
     with vllm_serving(
         python, directory, precision, DEMO_MODEL_NAME, usable_cpus().count

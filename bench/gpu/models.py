@@ -33,9 +33,7 @@ FIRST_PLAIN_TOKEN = 16
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a Llama decoder, in floats, layers and heads. `window` is that of half
-    the layers.
-    """
+    """Sizes of a Llama decoder, in floats, layers and heads. Half the layers have the `window`."""
 
     hidden_size: int
     intermediate_size: int

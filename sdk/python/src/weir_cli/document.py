@@ -232,9 +232,7 @@ class Reader(StrictReader):
     def section(
         self, node: yaml.Node, section: Section, path: str, location: str, *, is_root: bool = False
     ) -> dict[str, Json]:
-        """Convert a mapping to the API's names. `path` is its API path, `location` that in the
-        file.
-        """
+        """Convert a mapping to the API's names. `path` is its API path, `location` its place."""
         self._enter(node, path, location)
         nodes = self.mapping(node, location, [*section.keys, *(["version"] if is_root else [])])
         if not isinstance(node, yaml.MappingNode):

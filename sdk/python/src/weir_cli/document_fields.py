@@ -85,7 +85,7 @@ def truth(name: str) -> Scalar:
 
 
 def moment(name: str) -> Scalar:
-    """Build a key for a time. By default it is at midnight, in UTC."""
+    """Build the parser of a key for a time. By default it is at midnight, in UTC."""
 
     def read(given: str, _: Texts) -> str:
         try:
@@ -123,7 +123,7 @@ def tier(name: str) -> Scalar:
 
 
 def limit(name: str) -> Scalar:
-    """Build a key for a limit, in requests, tokens or units of the currency by its dimension."""
+    """Build the parser of a key for a limit: requests, tokens or currency units, by dimension."""
 
     def read(given: str, siblings: Texts) -> int:
         kind = siblings.get("dimension", "")
@@ -140,7 +140,7 @@ def limit(name: str) -> Scalar:
 
 
 def price(name: str) -> Scalar:
-    """Build a key for a price per million tokens, in units of the currency."""
+    """Build the parser of a key for a price per million tokens, in units of the currency."""
     return Scalar(
         name,
         lambda given, _: parse_price(given.replace("_", "")),

@@ -306,7 +306,7 @@ def trace(
 def look_up(
     request_id: str, project: str, address: str | None, api_key: str | None
 ) -> tuple[Generation, RecordedRequest | None]:
-    """Find a request with the user's key or, if that fails, an admin key, which shows its owner."""
+    """Find a request with the inference key or else an admin key, which also shows its owner."""
     if not project:
         with inference_client(address, api_key) as client:
             try:

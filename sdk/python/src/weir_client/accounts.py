@@ -81,7 +81,7 @@ class ApiKey(Value):
     allowed_networks: tuple[str, ...] = ()  # allowed client networks; empty: all
     max_input_tokens: int | None = None  # per request; None: the model's own limit
     max_output_tokens: int | None = None  # per request, all choices together
-    strict_parameters: bool = False  # unknown parameters over HTTP are refused
+    strict_parameters: bool = False  # the HTTP API refuses unknown parameters
     # Accurate to two minutes; None: unused since `use_tracked_since_time`.
     last_use_time: datetime | None = None
     # create_time, or for older keys the time since when uses are recorded.
@@ -104,7 +104,7 @@ class RotatedApiKey(Value):
     """API key with its new secret, returned only once. The old secret still works for a while."""
 
     api_key: ApiKey
-    secret: str = field(repr=False)  # kept out of logs; empty if this repeats a call
+    secret: str = field(repr=False)  # kept out of logs; empty if this call was repeated
     overlap_end_time: datetime | None
 
 
@@ -169,8 +169,8 @@ class MonthReport(Value):
     month: str  # YYYY-MM
     lines: tuple[MonthReportLine, ...]
     request_counts: RequestCounts
-    total: Money  # exact
-    total_rounded: Money  # to the minor unit of the currency
+    total: Money  # before rounding
+    total_rounded: Money  # rounded to the currency's minor unit
     unrated_event_count: int
     reconciliation: Reconciliation
     state: MonthState = MonthState.UNSPECIFIED
@@ -181,9 +181,9 @@ class MonthReport(Value):
     carried_in: Money | None = None  # rounding remainder of previous months
     carried_out: Money | None = None  # rounding remainder for the next month
     prepaid_credit: PrepaidCredit | None = None
-    credit_notes: tuple[CreditNoteSummary, ...] = ()  # beside the invoice, not in its total
+    credit_notes: tuple[CreditNoteSummary, ...] = ()  # not part of the invoice's total
     tax_note: str = ""
     report_format: int = 0
     receipts_root: str = ""
     billing_profile: BillingProfile | None = None  # as it was at the close, for a closed month
-    rounding: Money | None = None  # completes the rounded lines and charges to the total
+    rounding: Money | None = None  # makes the rounded lines and charges add up to the total

@@ -389,7 +389,7 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(Plan, response.plan, existed=response.existed)
 
     async def list_plans(self, name: str = "", *, organization: str = "") -> PlanList:
-        """Return plans and their assignments to organizations."""
+        """Return plans and their assignments, optionally of one name or organization."""
         request = plans_pb2.ListPlansRequest(name=name, organization=organization)
         return wire.read(PlanList, await self._call(self._stub.ListPlans, request))
 
@@ -563,7 +563,7 @@ class AsyncAdminClient(UnaryClient):
     async def kill_request(
         self, request_id: str, *, project: str = "", reason: str = ""
     ) -> KilledRequest:
-        """End a request in any process; its client receives the reason. Idempotent."""
+        """End a request in any process. Its client receives the reason. Idempotent."""
         request = live_requests_pb2.KillRequestRequest(
             request_id=request_id, project=project, reason=reason
         )

@@ -42,7 +42,7 @@ OPTIONS = (*UNARY_OPTIONS, "max_retries", "retry_wait_max_s", "max_message_bytes
 
 
 class AsyncClient(LazyClient):
-    """A connection to the inference API, opened on first use.
+    """Client of the inference API, which connects on first use.
 
     Close it with `aclose()`, or use it as `async with AsyncClient() as client`. All generations
     share one stream; run as many at once as you like from the tasks of one event loop.

@@ -45,7 +45,7 @@ class AlertInvoice(Value):
 
 @dataclass(frozen=True, slots=True)
 class AlertKey(Value):
-    """API key that was rotated or given more rights, and the prefix of the admin's key."""
+    """API key that was rotated or given more rights. `changed_by` is the prefix of another key."""
 
     prefix: str
     name: str
@@ -79,8 +79,8 @@ class Alert(Value):
     # "quota", "credit", "test", "invoice_payment_failed", "invoice_paid", "key_rotated" or
     # "key_widened"
     kind: str = ""
-    invoice: AlertInvoice | None = None  # for the kinds of an invoice
-    key: AlertKey | None = None  # for the kinds of a key
+    invoice: AlertInvoice | None = None  # only for alerts about an invoice
+    key: AlertKey | None = None  # only for alerts about a key
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class Continuation(Protocol):
         """Stop looking for a stream: the server continues the request on the new one."""
 
     def stop(self) -> None:
-        """Give up all activity: the attempt has ended."""
+        """Stop looking for a stream: the attempt has ended."""
 
 
 class Prefetch:
@@ -200,7 +200,7 @@ class Attempt:
 
     @property
     def admitted(self) -> Admitted | None:
-        """The admission, or None before it arrives."""
+        """Admission, or None before it arrives."""
         return self._received.admitted
 
     @property

@@ -19,7 +19,7 @@ class PriceVersion(Value):
     model: str
     currency_code: str
     tier: str  # "interactive" or "batch"
-    organization_id: str  # of an organization's own price; empty for the list price
+    organization_id: str  # organization with its own price; empty for the list price
     organization_name: str
     input_picos_per_token: int
     cached_input_picos_per_token: int
@@ -27,8 +27,8 @@ class PriceVersion(Value):
     embedding_picos_per_token: int
     multiplier_milli: int  # thousandths of the interactive prices that these were derived with
     effective_time: datetime | None
-    withdrawn: bool  # only ends the organization's own price
-    reasoning_picos_per_token: int = 0  # of the output that is thinking
+    withdrawn: bool  # this version only ends the organization's own price
+    reasoning_picos_per_token: int = 0  # price of the output that is thinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,9 @@ class CreditBalance(Value):
     organization_id: str
     organization_name: str
     prepaid: bool  # admitted only within its credit
-    remaining: Money  # of grants for this month and later ones, counting closed months
+    remaining: Money  # of grants for this month or later, less charges of closed months
     unbilled: Money  # charges of open months so far
-    held: Money  # by running requests of a prepaid organization
+    held: Money  # reserved by running requests of a prepaid organization
     available: Money  # spendable this month
 
 

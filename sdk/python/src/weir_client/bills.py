@@ -59,7 +59,7 @@ class InvoicePayment(Value):
     hosted_url: str  # Stripe's payment page
     finalize_time: datetime | None
     pay_time: datetime | None
-    failure_time: datetime | None  # of the latest attempt to charge it
+    failure_time: datetime | None  # when the latest attempt to charge it failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,12 @@ class Month(Value):
     close_time: datetime | None
     closed_by: str
     invoice_number: str  # empty where there is nothing to invoice
-    total: Money | None  # of the invoice
+    total: Money | None  # total of the invoice
     json_sha256: str
     csv_sha256: str
     report_format: int
     receipts_root: str
-    payments: tuple[InvoicePayment, ...] = ()  # of Stripe's invoices of the month
+    payments: tuple[InvoicePayment, ...] = ()  # state of Stripe's invoices for the month
     pdf_sha256: str = ""
 
 
@@ -118,7 +118,7 @@ class MonthCharge(Value):
 
     kind: str
     description: str
-    amount: Money  # exact
+    amount: Money  # before rounding
     rounded_amount: Money
     model: str
     token_count: int
@@ -178,7 +178,7 @@ class Adjustment(Value):
     create_time: datetime | None
     decided_by: str
     decide_time: datetime | None
-    billing_month: str  # that it was posted in
+    billing_month: str  # YYYY-MM in which it was posted
     credit_note_number: str
 
 
@@ -200,4 +200,4 @@ class Invoice(Value):
     credited: Money
     tax_note: str
     credit_notes: tuple[Adjustment, ...] = ()
-    payments: tuple[InvoicePayment, ...] = ()  # of Stripe's invoices of the month
+    payments: tuple[InvoicePayment, ...] = ()  # state of Stripe's invoices for the month

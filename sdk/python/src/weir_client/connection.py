@@ -269,7 +269,7 @@ class Connection:
 
 
 def tried(settings: ConnectionSettings) -> str:
-    """Describe the server and its address, for the error message of a failed connection."""
+    """Format the address and whether TLS is used, for the message of a failed connection."""
     how = "without TLS" if settings.tls is None else "with TLS"
     return f"{settings.address} {how}"
 

@@ -265,7 +265,7 @@ class Fault(StrEnum):
     """Kind of problem with a receipt, or with the receipts of a month."""
 
     ALTERED = "altered"  # the content does not match the hash
-    SIGNATURE_WRONG = "signature_wrong"  # not made by the named key
+    SIGNATURE_WRONG = "signature_wrong"  # the named key did not make it
     KEY_UNKNOWN = "key_unknown"
     NOT_SIGNED = "not_signed"
     OTHER_ORGANIZATION = "other_organization"

@@ -19,7 +19,7 @@ from weir_client.values import Admitted, Delta, Event, Limits, Partial, Result
 
 
 class GenerationStream:
-    """A streamed answer, made by `Client.generate`. Nothing is sent before the first use.
+    """Stream of one answer, made by `Client.generate`. Nothing is sent before the first use.
 
     Leaving the `with` block cancels a running request and waits (at most 2 s) until the server has
     settled it, so that `result` has usage and cost. Breaking out of `for`, and an interrupt
@@ -161,7 +161,7 @@ class _Deltas:
 
 
 class Client(BlockingClient[AsyncClient]):
-    """Connection to the inference API, opened on first use.
+    """Blocking client of the inference API, which connects on first use.
 
     Close it with `close()`, or use it as `with Client() as client`. `AsyncClient` documents every
     argument.

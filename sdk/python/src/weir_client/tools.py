@@ -32,7 +32,7 @@ class Tool(Value):
 class ToolCall(Value):
     """Call of a tool by the model. Its arguments are validated only if it is required or strict."""
 
-    id: str  # for the message with the result
+    id: str  # to be named in the message with the result
     name: str
     arguments_json: str
 
@@ -46,7 +46,7 @@ class ToolCall(Value):
 class ToolCallDelta(Value):
     """New part of one tool call."""
 
-    index: int  # among the calls of the choice, from 0
+    index: int  # position among the calls of the choice, from 0
     id: str  # sent with the first piece of a call only
     name: str  # sent with the first piece of a call only
-    arguments_json: str  # next piece of the arguments
+    arguments_json: str  # continues the arguments received so far

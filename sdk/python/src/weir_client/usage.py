@@ -70,7 +70,7 @@ class UsageRow(Value):
     pending_amount: Money
     embedding_token_count: int = 0
     migration_count: int = 0  # number of moves to another engine
-    reasoning_token_count: int = 0  # thinking, which is not in `output_token_count`
+    reasoning_token_count: int = 0  # thinking; not part of `output_token_count`
 
     @property
     def token_count(self) -> int:
@@ -95,7 +95,7 @@ class UsagePage(Value):
 
 @dataclass(frozen=True, slots=True)
 class UsageForecast(Value):
-    """Expected cost of a month, before plan discounts, credit and tax. None: too little data."""
+    """Expected cost of a month before plan discounts, credit and tax; None with too little data."""
 
     organization_name: str
     month: str

@@ -20,7 +20,7 @@ from weir_client.tools import ToolCall, ToolCallDelta
 class FinishReason(StrEnum):
     """Reason why an admitted request ended."""
 
-    UNSPECIFIED = "UNSPECIFIED"  # a reason newer than this client
+    UNSPECIFIED = "UNSPECIFIED"  # a reason that this client does not know
     STOP = "STOP"
     STOP_SEQUENCE = "STOP_SEQUENCE"
     LENGTH = "LENGTH"
@@ -73,7 +73,7 @@ class QuotaDimension(StrEnum):
     TOKENS_PER_DAY = "tokens-per-day"
     TOKENS_PER_MONTH = "tokens-per-month"
     COST_PER_DAY = "cost-per-day"
-    PREPAID_CREDIT = "prepaid-credit"  # of a prepaid organization; follows from its credit grants
+    PREPAID_CREDIT = "prepaid-credit"  # limit of a prepaid organization, from its credit grants
     COST_PER_MONTH = "cost-per-month"
 
 
@@ -134,7 +134,7 @@ class QuotaStatus(Value):
     dimension: QuotaDimension
     limit_value: int
     used_value: int
-    held_value: int  # by running requests
+    held_value: int  # reserved by running requests
     remaining_value: int
     reset_time: datetime | None  # None for concurrency
     reset_delay_s: float | None
@@ -170,7 +170,7 @@ class KeyChange(Value):
     """Change that gave a key a new secret or more rights."""
 
     act: str  # "rotated" or "widened": more scopes, more networks, or a longer life
-    actor: str  # prefix of the key that made it
+    actor: str  # prefix of the key that made the change
     change_time: datetime
 
 
@@ -184,8 +184,8 @@ class KeyRestrictions(Value):
     max_input_tokens: int | None  # per request; None: the model's own limit
     max_output_tokens: int | None  # per request, all choices together
     allowed_networks: tuple[str, ...]  # allowed client networks; empty: all
-    secret_expire_time: datetime | None  # of the secret in use; None: never
-    strict_parameters: bool = False  # unknown parameters over HTTP are refused
+    secret_expire_time: datetime | None  # when the secret in use expires; None: never
+    strict_parameters: bool = False  # the HTTP API refuses unknown parameters
     latest_change: KeyChange | None = None  # None: never rotated or widened
 
 
@@ -196,7 +196,7 @@ class Progress(Value):
     stage: Stage
     queue_position: int  # number of requests ahead, only while QUEUED
     estimated_wait_s: float | None  # None: unknown
-    loading_fraction: float = 0.0  # of the engine, 0 to 1, only while ENGINE_LOADING
+    loading_fraction: float = 0.0  # progress of the engine, 0 to 1, only while ENGINE_LOADING
     loading_stage: str = ""  # memory, process, import, weights, or a newer stage
 
 
@@ -229,7 +229,7 @@ class Delta(Value):
     tool_calls: tuple[ToolCallDelta, ...] = ()  # increments of calls, if `tools` was given
     reasoning: str = ""  # new thinking, which precedes the text
     reasoning_token_count: int = 0  # tokens now known to be thinking
-    finish_reason: FinishReason | None = None  # of one of several choices, which ends with this
+    finish_reason: FinishReason | None = None  # of a choice that ends with this delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ class Resumed(Value):
     """Event: the request continues on another stream. No output is missing or repeated."""
 
     after_seq: int  # the next `Delta` has the number after this one
-    last_seq: int  # last one generated so far
+    last_seq: int  # number of the last `Delta` generated so far
     running: bool  # False: it has ended, and the rest of its output follows
 
 
@@ -309,7 +309,7 @@ class Partial(Value):
     cost: Money | None = None
     timings: Timings | None = None
     admitted: Admitted | None = None
-    receipts: tuple[Receipt, ...] = ()  # of `usage`, if it is final
+    receipts: tuple[Receipt, ...] = ()  # signed records of `usage`, if it is final
     reasoning: str = ""
 
 
@@ -317,7 +317,7 @@ class Partial(Value):
 class Limits(Value):
     """Limits of a running request."""
 
-    max_output_tokens: int  # of each choice
+    max_output_tokens: int  # limit of each choice
     max_cost: Money | None  # None: limited by the quotas only
 
 
