@@ -216,7 +216,7 @@ async def measure(
 
 
 class Cases:
-    """Implementations of a pair on one server, each measured by a method."""
+    """The implementations of a pair under test, on one server. Each method measures one of them."""
 
     def __init__(self, database_url: str, seconds: float) -> None:
         self._url = database_url

@@ -105,7 +105,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def running(self) -> Any:
-        """Run the service for the block."""
+        """Run the process, and restart it if it exits, until the block ends."""
         try:
             await asyncio.to_thread(self._start)
             async with asyncio.TaskGroup() as tasks:
@@ -143,7 +143,7 @@ class Service:
         pin(children_of(self._process.pid), self._other_core)
 
     def reset_peak(self) -> None:
-        """Reset the peak of the process's memory."""
+        """Reset the peak memory use that the kernel records for the process."""
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")
 
     def status_mib(self, name: str) -> float:
@@ -193,7 +193,7 @@ class Client:
 
 @dataclass(slots=True)
 class Phase:
-    """Measurements of one phase."""
+    """Measurements of bystander and administrator in one phase, and the answers to the attacker."""
 
     seen: dict[str, Any]
     peak_mib: float
@@ -231,7 +231,7 @@ class Phase:
         }
 
     def is_clean(self) -> bool:
-        """True if nothing failed."""
+        """True if there was no error, restart, incident, or answer that blames the server."""
         return not (self.seen["errors"] or self.restarts or self.incidents or self.internal())
 
 
@@ -258,7 +258,7 @@ class Bench:
         self._seconds = seconds
 
     async def phase(self, name: str, kinds: list[str]) -> Phase:
-        """Measure the bystander for a while, during attacks with the key of this phase."""
+        """Measure the bystander while these attacks run with the key of this phase."""
         await self.calm()
         restarts, incidents = self._service.restart_count, self._service.incidents()
         bystander = await self._client(

@@ -467,7 +467,7 @@ async def values(target: Target, rests: list[bytes]) -> None:
     ],
 )
 async def grammars(target: Target, rests: list[bytes]) -> None:
-    """Send grammars, patterns and schemas that explode, never end or match nothing."""
+    """Send grammars, patterns and schemas that grow exponentially, never end, or match nothing."""
     await talk(target, "grammars", (frames(rest) for rest in itertools.cycle(rests)), window=8)
 
 
@@ -491,7 +491,7 @@ async def unknown_requests(target: Target, rests: list[bytes]) -> None:
 
 @attack(workers=4)
 async def handovers(target: Target, _: None) -> None:
-    """Keep long requests without a stream; attach to them, update and drop them."""
+    """Start long requests that outlive their stream; attach to them, update and drop them."""
     ids = [str(uuid.uuid4()) for _ in range(8)]
     rest = start_rest(
         target,
@@ -544,7 +544,7 @@ async def call(
     key: str | None = None,
     channel: Any = None,
 ) -> None:
-    """Make one call of any kind, read its responses, and count its status."""
+    """Make one unary or streaming call, read its responses, and count its status."""
     secret = target.key if key is None else key
     opened = channel.stream_stream(path)(
         metadata=(("authorization", f"Bearer {secret}"),) if secret else (), timeout=CALL_MAX_S
@@ -566,7 +566,7 @@ async def call(
 
 
 def connect(target: Target) -> grpc.aio.Channel:
-    """Open a separate connection."""
+    """Open a connection that no other attack uses."""
     return grpc.aio.insecure_channel(target.address, (("grpc.use_local_subchannel_pool", 1),))
 
 
@@ -688,7 +688,7 @@ async def reports(target: Target, _: None) -> None:
 
 @attack(workers=1)
 async def held_streams(target: Target, _: None) -> None:
-    """Hold thousands of silent streams on one connection, also without a key."""
+    """Hold thousands of silent streams open on one connection, with and without a key."""
     bearer = (("authorization", f"Bearer {target.key}"),)
     async with connect(target) as channel:
         held = []

@@ -119,7 +119,7 @@ class Meter:
 
     @contextlib.contextmanager
     def costs(self, row_count: int) -> Iterator[list[Cost]]:
-        """Yield a list that holds the cost after the block."""
+        """Yield a list, and append the cost of the block to it when the block ends."""
         found: list[Cost] = []
         wall_s, cpu = self._now()
         yield found

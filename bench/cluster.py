@@ -181,7 +181,10 @@ def cluster(case: Case, site: Site, key: str) -> Iterator[tuple[list[str], Proce
 def run(
     case: Case, addresses: Sequence[str], processes: Processes, keys: Sequence[str], seconds: float
 ) -> Result:
-    """Load the cluster from this process's core. Raises: RuntimeError if a request fails."""
+    """Load the cluster from this process's core, and compute the result.
+
+    Raises: RuntimeError if a request fails.
+    """
     load = {
         "addresses": addresses,
         "model": MODEL,

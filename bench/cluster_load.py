@@ -101,7 +101,7 @@ class RequestMaker:
 
 
 class Client:
-    """Client with all streams of one run."""
+    """gRPC client that holds all streams of one run."""
 
     def __init__(self, load: Load) -> None:
         self._load = load

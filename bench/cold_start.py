@@ -78,7 +78,7 @@ async def bare_worker_ms(settings: Settings) -> float:
 
 
 async def through_service(client: AsyncClient) -> ColdStart:
-    """Send one request and record the stages reported to its client."""
+    """Send one request and record the start-up stages that the server reports to the client."""
     found, sent_at = ColdStart(), time.perf_counter()
     stream = client.generate(
         DEMO_MODEL_NAME, token_ids=PROMPT, max_output_tokens=4, ignore_eos=True, temperature=0.0
@@ -102,7 +102,7 @@ async def through_service(client: AsyncClient) -> ColdStart:
 
 
 async def no_engine(pid: int, spare_count: int) -> None:
-    """Wait until the API process has only its spare workers."""
+    """Wait until the API process has no child processes but spare workers."""
     while len(workers_below(pid)) != spare_count:  # noqa: ASYNC110  # of other processes
         await asyncio.sleep(0.05)
 

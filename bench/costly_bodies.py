@@ -224,7 +224,7 @@ def locations(
 
 
 def turns(*units: bytes) -> Build:
-    """Make a builder of conversations of alternating turns, as many as the size allows."""
+    """Make a builder of conversations whose roles alternate, as many turns as the size allows."""
 
     def build(size: int) -> bytes:
         one = b",".join(units).replace(b"PADDING", PADDING)

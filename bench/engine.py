@@ -78,7 +78,7 @@ class Timeline:
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Times between consecutive tokens."""
+        """Times between consecutive tokens, in ms."""
         return [
             (later - sooner) * 1e3
             for sooner, later in zip(self.token_at_s, self.token_at_s[1:], strict=False)
@@ -182,7 +182,7 @@ async def measure_engine(
 async def _arrivals(
     engine: TorchEngine, work: dict[str, Any], requests_per_s: float
 ) -> list[Timeline]:
-    """Run twice the workload's number of new requests, at random times."""
+    """Send twice as many new requests as the workload has, at random times."""
     prompts, rng = Prompts(7), random.Random(8)
     requests = prompts.workload(2 * len(work["workload"]))
     async with asyncio.TaskGroup() as tasks:
@@ -207,7 +207,7 @@ def _latencies(timelines: list[Timeline], prefix: str) -> Figures:
 def measure_transformers(
     checkpoint: Path, precision: Precision, work: dict[str, Any], count: int, thread_count: int
 ) -> Figures:
-    """Run requests with continuous batching, with blocks and a budget like ours."""
+    """Measure transformers' continuous batching, with blocks and a token budget like ours."""
     import torch
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 

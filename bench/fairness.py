@@ -54,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Size of the load."""
+    """Number of agents, factor of the flood, seconds of a run, and tokens of an answer."""
 
     agent_count: int
     flood_factor: int
@@ -98,7 +98,7 @@ async def keep_asking(
 async def run_tenants(
     settings: Settings, keys: tuple[str, str], load: Load, *, flooded: bool, seed: int
 ) -> Run:
-    """Restart the service and run both tenants."""
+    """Restart the service, and run the agents of both tenants, or of the quiet one alone."""
     flood_prompts = prompts(seed)
     quiet, flooding = Seen(), Seen()
     async with run_stack(settings, lambda _: None) as stack:

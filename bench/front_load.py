@@ -87,7 +87,7 @@ class RequestMaker:
 
 
 class Client:
-    """Client with all streams of one run."""
+    """gRPC client that holds all streams of one run."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -169,7 +169,7 @@ def until_batch_ms(timings: types_pb2.Timings) -> dict[str, float]:
 
 
 async def answer_all(requests: AsyncIterator[pb.GenerateRequest], context: Any) -> None:
-    """Answer each start with two messages, with the frames of a successful request."""
+    """Answer each start frame with the frames of a successful request, in two messages."""
     admitted = pb.AdmittedFrame(
         input_token_count=25, price_version=1, quotas=[types_pb2.QuotaStatus()] * 5
     )

@@ -97,7 +97,7 @@ class Site:
 
     @contextlib.contextmanager
     def baseline(self, module: str, **parameters: Any) -> Iterator[Server]:
-        """Run the bare server of a load module, whose first line of output is its address."""
+        """Run the bare server of a load module. The first line of its output is its address."""
         command = [sys.executable, "-m", module, "echo", json.dumps(parameters)]
         process = on_core(self.core, command, stdout=subprocess.PIPE)
         assert process.stdout is not None
@@ -146,7 +146,7 @@ def options_of(description: str | None, seconds: float) -> argparse.ArgumentPars
 
 @contextlib.contextmanager
 def new_site(directory: str | None) -> Iterator[Site]:
-    """Claim the cores, and run a migrated temporary database."""
+    """Claim the two cores, and run a temporary, migrated database."""
     core, other_core = claim_cores()
     with database(None, directory) as url:
         migrate(url)
@@ -313,7 +313,7 @@ def run_load(
 
 
 def claim_cores() -> tuple[int, int]:
-    """Reserve a core for the server under test; pin this process to the other one. Return both."""
+    """Choose a core for the server under test and pin this process to another. Return both."""
     core, *_, other_core = sorted(os.sched_getaffinity(0)) * 2
     if core == other_core:
         print("there is only one core: client and database share it with the api process")

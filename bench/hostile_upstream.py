@@ -219,7 +219,7 @@ async def huge_error(answer: Answer) -> None:
 
 
 async def compressed(answer: Answer) -> None:
-    """Send zeros, compressed to a thousandth."""
+    """Send a compressed body of zeros that is a thousand times larger when decompressed."""
     await answer.begin(**{"Content-Encoding": "gzip"})
     for _ in range(64):
         await answer.write(gzip.compress(bytes(1 << 20), 6))
@@ -231,7 +231,7 @@ async def unasked_ids(answer: Answer) -> None:
 
 
 async def tokens_without_end(answer: Answer) -> None:
-    """Send tokens for ever."""
+    """Send tokens until the client closes the connection."""
     while True:
         await answer.send(answer.chunk([FIRST_ID]))
 
@@ -264,7 +264,7 @@ async def error_event(answer: Answer) -> None:
 
 
 async def slow_drip(answer: Answer) -> None:
-    """Send a byte from time to time, and no token."""
+    """Send a byte from time to time, but never a token."""
     await answer.tokens(2, end=False)
     while True:
         await answer.write(b":")
@@ -393,7 +393,7 @@ FORMS = {name: form for name, form in ALL.items() if name not in HARMLESS}
 
 
 async def complete(http: web.Request) -> web.StreamResponse:
-    """Answer a request for an output."""
+    """Answer a completion request, in a hostile form if its prompt or the rotation selects one."""
     style = http.app["style"]
     body = await http.json()
     is_probe = http.headers.get("X-Request-Id", "").startswith("weir-probe")
@@ -419,14 +419,14 @@ async def complete(http: web.Request) -> web.StreamResponse:
 
 
 async def models(http: web.Request) -> web.StreamResponse:
-    """List the model."""
+    """Answer with the list of models."""
     if http.app["of_health"]:
         return await healthy(http)
     return web.json_response({"data": [{"id": "tiny", "max_model_len": http.app["window"]}]})
 
 
 async def healthy(http: web.Request) -> web.StreamResponse:
-    """Report health."""
+    """Answer a health check."""
     if not (chosen := http.app["of_health"]):
         return web.Response()
     answer = Answer(http, {"prompt": [1], "max_tokens": 5}, http.app["style"])

@@ -482,7 +482,7 @@ def measure_bursts(
     prompt_tokens: int,
     figures: Figures,
 ) -> None:
-    """Send bursts to one process and to two, with each limit."""
+    """Send bursts to gateways of one process and of two, with each kind of limit."""
     print(f"\n{BURST} requests at once, limit for {LIMIT}: served by LiteLLM and by Weir")
     for process_count in (1, 2):
         served: dict[str, dict[str, int]] = {"Weir": {}, "LiteLLM": {}}
@@ -517,7 +517,7 @@ def measure_kills(
     port: int,
     figures: Figures,
 ) -> None:
-    """Kill each gateway under load some times."""
+    """Kill each gateway under load several times, and count the responses without a record."""
     kills: dict[str, Callable[[], tuple[int, int]]] = {
         "LiteLLM": lambda: litellm_lost(site, options.litellm, port),
         "Weir": lambda: weir_lost(site, settings, key),

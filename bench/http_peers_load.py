@@ -68,7 +68,7 @@ class Seen:
 
 
 class Client:
-    """Client with all connections of one run."""
+    """HTTP client that holds all connections of one run."""
 
     def __init__(self, load: Load) -> None:
         self._load = load

@@ -191,7 +191,7 @@ class Request:
 
 
 def requests(count: int, seed: int, only: list[str]) -> list[Request]:
-    """Draw requests of all kinds in turn."""
+    """Generate `count` requests, taking the kinds in turn."""
     chance = random.Random(seed)
     kinds = only or list(KINDS)
     made = []

@@ -101,9 +101,9 @@ def measure_llama_cpp(
     work: dict[str, Any],
     thread_count: int,
 ) -> dict[str, float]:
-    """Start the server with a slot for every request, and send it the workload.
+    """Start llama.cpp's server with a slot for every request, and send it the workload.
 
-    Its file format is written on the first run.
+    The checkpoint is converted to its file format on the first run.
     """
     model = checkpoint / f"{precision}.gguf"
     if not model.exists():
@@ -170,7 +170,7 @@ def measure_llama_cpp(
 
 
 def _alone(ask: Any, work: dict[str, Any]) -> dict[str, float]:
-    """Measure batch-1 decoding, and the time to one token, cold and warm."""
+    """Measure decoding of one request alone, and the time to its first token, cold and warm."""
     measured = {}
     for name in ("short", "long"):
         ask(work[name], 1)

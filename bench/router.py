@@ -121,7 +121,7 @@ async def converse(replicas: ReplicaSet, dialogue: Dialogue, number: int, seen: 
 
 
 async def run_policy(policy: str, trace: Iterable[Dialogue], replica_count: int) -> Seen:
-    """Run the trace on new replicas."""
+    """Run the trace on new replicas with this placement policy."""
     directory: Path = bundled_models()[DEMO_MODEL_NAME]
     limits = EngineLimits(
         context_window_tokens=131_072,
@@ -153,12 +153,12 @@ async def run_policy(policy: str, trace: Iterable[Dialogue], replica_count: int)
 
 
 def measure(trace: list[Dialogue], replica_count: int) -> dict[str, Seen]:
-    """Run all policies, each in its own loop."""
+    """Run all policies one after the other, each in its own event loop."""
     return {policy: measure_one(policy, trace, replica_count) for policy in POLICY_ORDER}
 
 
 def measure_one(policy: str, trace: list[Dialogue], replica_count: int) -> Seen:
-    """Run one policy."""
+    """Run one policy in a new event loop."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(run_policy(policy, trace, replica_count))
 

@@ -117,7 +117,7 @@ async def run_vllm(session: aiohttp.ClientSession, prompts: Sequence[Prompt]) ->
 
 
 async def run_service(client: AsyncClient, prompts: Sequence[Prompt]) -> Run:
-    """Send all prompts concurrently through the service."""
+    """Send all prompts concurrently to the service."""
 
     async def one(prompt: Prompt) -> tuple[int, float]:
         sent_at, ttft_ms, token_count = time.perf_counter(), 0.0, 0

@@ -93,7 +93,7 @@ def grants(used: Counter[str], prefetch_tokens: int) -> list[pb.ClientFrame]:
 
 
 class Client:
-    """Client with all streams of one run."""
+    """gRPC client that holds all streams of one run."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -218,7 +218,7 @@ class Echo:
             ended.set()
 
     async def answer(self, requests: AsyncIterator[pb.GenerateRequest], context: Any) -> None:
-        """Answer all requests of one stream, each step in one message."""
+        """Answer all requests of one stream, with one message per step."""
         left: dict[str, int] = {}
         seqs: dict[str, int] = {}
         joined = asyncio.Event()

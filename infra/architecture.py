@@ -542,7 +542,7 @@ def imports(source: Source, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str
 
 
 def borders_hold(source: Source) -> Iterator[Finding]:
-    """Find imports across a border."""
+    """Find imports that a `Border` forbids."""
     for line, name in source.imports:
         for border in BORDERS:
             if border.is_crossed_by(source.path, name):
@@ -579,7 +579,7 @@ def tasks_have_parents(source: Source) -> Iterator[Finding]:
 
 
 def detached_tasks(source: Source) -> Iterator[Finding]:
-    """Find calls that start a task on anything but a known TaskGroup of the module."""
+    """Find calls that start a task on anything other than one of the module's TaskGroups."""
     groups = task_groups(source.tree)
     for node in ast.walk(source.tree):
         match node:
@@ -597,7 +597,7 @@ def detached_tasks(source: Source) -> Iterator[Finding]:
 
 
 def task_groups(tree: ast.Module) -> set[str]:
-    """Return the names that hold a TaskGroup by `async with`, annotation or assignment."""
+    """Collect the names that hold a TaskGroup, by `async with`, annotation or assignment."""
     names: set[str] = set()
     for node in ast.walk(tree):
         match node:
@@ -725,7 +725,7 @@ def nothing_is_left_undone(source: Source) -> Iterator[Finding]:
 
 
 def nothing_names_one_machine(source: Source) -> Iterator[Finding]:
-    """Find paths of one machine, and addresses of package indexes."""
+    """Find paths that exist on one machine only, and addresses of package indexes."""
     yield from lines_with(MACHINE_PATH, source, "names a path of one machine: {}")
     yield from lines_with(
         PACKAGE_SOURCE, source, "names a source of packages: {}; leave that to pip's settings"
@@ -754,7 +754,7 @@ Location = tuple[str, int]  # a file and a line
 def packages_form_no_cycle(sources: Iterable[Source]) -> Iterator[Finding]:
     """Find cycles of packages in a top-level folder, including imports for type checking.
 
-    The packages of a cycle can be understood, moved and tested only together.
+    You cannot understand, move or test one package of a cycle without the others.
     """
     imported = package_imports(sources)
     for package, locations in imported.items():
@@ -770,7 +770,7 @@ def packages_form_no_cycle(sources: Iterable[Source]) -> Iterator[Finding]:
 def modules_form_no_cycle(sources: Iterable[Source]) -> Iterator[Finding]:
     """Find cycles of modules, including imports for type checking and inside functions.
 
-    The modules of a cycle can be read only together: none of them comes first.
+    You cannot read one module of a cycle without the others.
     """
     for module, target, (path, line) in cyclic_imports(sources):
         if module not in KNOWN_CYCLES:
@@ -921,7 +921,10 @@ def names_of(source: Source) -> set[str]:
 
 
 def product_does_not_grow(sources: Iterable[Source]) -> Iterator[Finding]:
-    """Find growth of the product in modules or lines: a new feature needs a simplification."""
+    """Check that the product has no more modules and lines than allowed.
+
+    A new feature needs a simplification elsewhere.
+    """
     modules = [
         source for source in sources if source.is_python and source.path.startswith(PACKAGED)
     ]
@@ -939,7 +942,7 @@ def product_does_not_grow(sources: Iterable[Source]) -> Iterator[Finding]:
 
 
 class Rules:
-    """All rules: of Python files, of all files, and of the whole repository."""
+    """Registry of the rules: for Python files, for all files, and for the whole repository."""
 
     PYTHON: tuple[Rule, ...] = (  # each Python file
         borders_hold,

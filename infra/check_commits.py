@@ -57,7 +57,7 @@ def complaints(message: str, changed_line_count: int) -> Iterator[str]:
 
 
 def begins_with_imperative(subject: str) -> bool:
-    """Return whether the first word can be an imperative; an article or a plural cannot."""
+    """Return whether the first word can be an imperative. Articles and plurals cannot."""
     found = FIRST_WORD.match(subject)
     if found is None or NOT_A_VERB.fullmatch(found[1]):
         return False

@@ -81,7 +81,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def install(venv: Path, extra: str, *wheels: str) -> None:
-    """Create a virtual environment with the wheels and their requirements only."""
+    """Create a virtual environment that has only the wheels and their requirements."""
     run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=venv.parent)
     (packages,) = venv.glob("lib/python*/site-packages")
     for name in requirements_of(extra, *wheels):
@@ -113,7 +113,7 @@ def requirements_of(extra: str, *wheels: str) -> set[str]:
 
 
 def link(installed: Distribution, packages: Path) -> None:
-    """Link the files of an installed distribution into a directory of packages."""
+    """Link the files of an installed distribution into the directory `packages`."""
     for file in installed.files or ():
         target, source = packages / file, Path(str(installed.locate_file(file)))
         if ".." not in file.parts and source.is_file():
@@ -127,7 +127,7 @@ def link(installed: Distribution, packages: Path) -> None:
 
 
 def pip(venv: Path, *arguments: str | Path) -> None:
-    """Run the checkout's pip on an environment."""
+    """Run the checkout's pip on the virtual environment `venv`."""
     command = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", venv)
     run(*command, *arguments, cwd=venv.parent)
 
@@ -198,7 +198,7 @@ def request_count(client: Path, cwd: Path, home: dict[str, str]) -> int:
 
 
 def check(scratch: Path) -> None:
-    """Install the packages, run them and resolve the extras. Raises: SystemExit at a failure."""
+    """Install the packages, run them, and resolve their extras. Raises: SystemExit on failure."""
     server_venv, client_venv, project = (scratch / name for name in ("server", "client", "node"))
     wheel, client_wheel = package("weir_server-*.whl"), package("weir_client-*.whl")
     with timed("installed"), ThreadPoolExecutor() as pool:

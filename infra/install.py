@@ -87,7 +87,7 @@ def install(venv: Path, *what: str) -> None:
 
 
 def show(doing: str) -> None:
-    """Replace the progress line on a terminal."""
+    """Write `doing` over the progress line, if stdout is a terminal."""
     if sys.stdout.isatty():
         print(f"\r\033[K  {doing[:70]}" if doing else "\r\033[K", end="", flush=True)
 

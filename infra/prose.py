@@ -55,7 +55,7 @@ IGNORED_MESSAGE = re.compile(r"\bSELECT\b|\bINSERT\b|\bUPDATE\b|\bCREATE\b|\bWHE
 
 
 class Kind(Enum):
-    """Kind of a piece of text."""
+    """Kind of text that the lint reads."""
 
     DOCSTRING = auto()
     COMMENT = auto()

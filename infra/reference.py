@@ -868,7 +868,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
-    """Rewrite links between files to links between pages."""
+    """Rewrite links between files of the repository to links between pages of the site."""
     return led(markdown, page.file.src_uri)
 
 
@@ -902,7 +902,7 @@ def led(markdown: str, page: str) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: object) -> None:
-    """Raise ValueError if a page loads a file from another server."""
+    """Check a built page. Raises: ValueError if it loads a file from another server."""
     if (found := REMOTE_FILE.search(output)) is not None:
         raise ValueError(f"{page.file.src_uri} loads a file from another server: {found[0]}")
 

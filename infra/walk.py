@@ -131,7 +131,7 @@ class Server:
         return {pid: json.loads((self._notes / f"{pid}.counted").read_text()) for pid in self._pids}
 
     async def _toggle(self, suffix: str) -> None:
-        """Send the signal to all processes and wait until each has written its file."""
+        """Send the signal to all processes, and wait until each has written its file."""
         for pid in self._pids:
             os.kill(pid, signal.SIGUSR2)
         paths = [self._notes / f"{pid}.{suffix}" for pid in self._pids]
@@ -141,7 +141,7 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def serving(database_url: str, **settings: Any) -> AsyncIterator[Server]:
-    """Run a server on a migrated database during the block."""
+    """Run a server with a migrated database until the block ends."""
     with tempfile.TemporaryDirectory(prefix="weir-walk-") as directory:
         home, notes, hook = (Path(directory) / name for name in ("home", "notes", "hook"))
         for each in (home, home / "logs", notes, hook):

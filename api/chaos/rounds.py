@@ -414,7 +414,7 @@ class Load:
             await asyncio.sleep(PAUSE_S)
 
     async def run(self) -> None:
-        """Send requests until `stop`, and read all of them to their end."""
+        """Send requests until `stop` is called, then read the running ones to their end."""
         self._stopping = False
         async with asyncio.TaskGroup() as tasks:
             for number in range(CONNECTION_COUNT):
@@ -657,7 +657,7 @@ def run(
 
 
 def print_line(report: Report, duration_s: float) -> None:
-    """Print the table by kind of kill and the verdict."""
+    """Print the table of kills by kind, and the verdict."""
     heads = (
         "killed",
         "kills",
@@ -859,7 +859,7 @@ def chaos_settings(engine: str) -> Settings:
 
 
 class Kind(StrEnum):
-    """Kind of kill, by SIGKILL unless stated otherwise."""
+    """Kind of kill. The signal is SIGKILL unless the value says otherwise."""
 
     API = "API process"
     ENGINE = "engine host"
@@ -943,7 +943,7 @@ def aim(system: System, rng: random.Random) -> int:
 
 
 def kill_backend(system: System, rng: random.Random) -> bool:
-    """Kill one of the server's children; the server then restarts all of them and recovers."""
+    """Kill one of PostgreSQL's child processes, so that the server restarts all and recovers."""
     pid = system.postgres.pid
     children = children_of(pid) if pid is not None else []
     return kill_process(rng.choice(children)) if children else False

@@ -58,7 +58,7 @@ class Role:
         return {**os.environ, ROLE: f"{self.lock_fd} {self.guard_fd} {self.adopts:d}"}
 
     def lose_guard(self) -> None:
-        """Become the guard, since it was killed. Does not return."""
+        """Replace this process by a guard, since its own was killed. Does not return."""
         note(
             "`weir up` was killed and goes on in the background as process"
             f" {os.getpid()}: stop it with `kill {os.getpid()}`"

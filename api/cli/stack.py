@@ -402,7 +402,7 @@ class Child:
         )
 
     def log_tail(self, line_count: int = LOG_TAIL_LINES) -> str:
-        """Return the last lines of the log."""
+        """Read the last lines of the log."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-line_count:])
 
 
@@ -611,14 +611,14 @@ def end_left(home: Path) -> None:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """Open a log for appending, readable by its owner only."""
+    """Open a log file for appending. Only its owner can read it."""
     log = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
     os.fchmod(log.fileno(), 0o600)  # an earlier version may have created it
     return log
 
 
 def serving_pid(home: Path) -> int | None:
-    """Return the id of the process that serves requests, or None."""
+    """Find the id of the process that serves requests; None if there is none."""
     endpoint = read_endpoint(home)
     return endpoint.pid if endpoint.serving else None
 

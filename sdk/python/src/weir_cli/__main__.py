@@ -91,7 +91,7 @@ def group_of(target: typer.Typer) -> TyperGroup:
 
 
 class LazyGroup(Group):
-    """Group that knows the names and help of its commands, and imports only the one that is run."""
+    """Group that knows the names and help of all commands, but imports only the one that runs."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)

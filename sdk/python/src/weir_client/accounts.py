@@ -123,7 +123,7 @@ class AuditEntry(Value):
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts(Value):
-    """Number of requests in a month, by outcome."""
+    """Numbers of requests in a month, by outcome."""
 
     total_count: int
     completed_count: int

@@ -94,7 +94,7 @@ class AsyncAdminClient(UnaryClient):
         )
 
     async def set_billing_profile(self, organization: str, profile: BillingProfile) -> Organization:
-        """Replace the billing profile of an organization; empty fields are cleared."""
+        """Replace the billing profile of an organization. Fields that are empty are cleared."""
         request = admin_service_pb2.SetBillingProfileRequest(
             organization=organization, billing_profile=types_pb2.BillingProfile(**asdict(profile))
         )
@@ -296,7 +296,7 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(QuotaStatus, response.quota)
 
     async def end_quota_override(self, quota_id: str) -> QuotaStatus:
-        """End a temporary override early."""
+        """End a temporary override before its time; the limit itself applies again."""
         response = await self._call(
             self._stub.OverrideQuota, admin_service_pb2.OverrideQuotaRequest(quota_id=quota_id)
         )
@@ -570,7 +570,7 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(KilledRequest, await self._call(self._stub.KillRequest, request))
 
     async def expire_overdue_holds(self) -> int:
-        """Expire the overdue holds, as the worker does, and return their number."""
+        """Expire overdue holds at once, as the worker does regularly, and return their number."""
         response = await self._call(
             self._stub.ExpireOverdueHolds, live_requests_pb2.ExpireOverdueHoldsRequest()
         )
@@ -624,7 +624,7 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(DrainedReplica, answer)
 
     async def undrain_replica(self, model: str, name: str, *, reason: str = "") -> UndrainedReplica:
-        """Return a drained replica to service. Idempotent."""
+        """Let a drained replica take requests again. Idempotent."""
         request = replicas_pb2.UndrainReplicaRequest(model=model, replica=name, reason=reason)
         answer = await self._call(self._stub.UndrainReplica, request)
         return wire.read(UndrainedReplica, answer)
@@ -676,7 +676,7 @@ class AsyncAdminClient(UnaryClient):
 
 
 class AdminClient(BlockingUnaryClient):
-    """Manages access and limits. `AsyncAdminClient` documents every call and its errors.
+    """Blocking client of the admin API. `AsyncAdminClient` documents every call and its errors.
 
     >>> with AdminClient() as admin:
     ...     organization = admin.create_organization("example", allow_existing=True)

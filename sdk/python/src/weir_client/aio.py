@@ -74,9 +74,9 @@ class AsyncClient(LazyClient):
 
         address: `host:port`, `unix:/path`, or either after `https://` or `http://`; default
             `WEIR_ADDRESS`, then this machine.
-        tls: see `TlsOptions`: TLS unless the address is this machine, trusted CAs, client
-            certificate.
-        api_key: default `WEIR_API_KEY`; empty: call without a key.
+        tls: options of TLS and its certificates, see `TlsOptions`. By default TLS is used unless
+            the address is this machine.
+        api_key: default `WEIR_API_KEY`; an empty string calls without a key.
         max_retries: further attempts for UNAVAILABLE, and for a quota that resets within
             `retry_wait_max_s` seconds; only before the first token, with the same request id and
             the server's retry-after.

@@ -52,7 +52,7 @@ class Carrier(Protocol):
         """Queue a frame that grants credit for more output tokens; never blocks."""
 
     def release(self, attempt: Attempt) -> None:
-        """Forget an attempt that has ended; its later frames are ignored."""
+        """Remove an attempt that has ended from the stream. Its later frames are ignored."""
 
 
 class Continuation(Protocol):
@@ -226,7 +226,7 @@ class Attempt:
             self._grant(self._prefetch.grant())
 
     async def wait(self) -> None:
-        """Wait until there is an event to take or the outcome is known."""
+        """Wait until there are events to take, or the outcome is known."""
         while not self._events and self.outcome is None:
             self._changed.clear()
             await self._changed.wait()
@@ -245,7 +245,7 @@ class Attempt:
         return await self._limit_changes.expect()
 
     def cancel(self) -> None:
-        """Ask the server to stop; the outcome follows within `CANCEL_GRACE_S`. Idempotent."""
+        """Ask the server to stop. The outcome follows within `CANCEL_GRACE_S`. Idempotent."""
         if self.cancelled or self.outcome is not None:
             return
         self.cancelled = True
@@ -326,7 +326,7 @@ class Attempt:
         self.cancel()
 
     def release(self) -> None:
-        """Leave the current stream, to continue on another."""
+        """Leave the current stream, so that the attempt can continue on another one."""
         self._limit_changes.fail(
             errors.Unavailable("no answer came before the stream ended", request_id=self.request_id)
         )

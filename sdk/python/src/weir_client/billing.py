@@ -99,7 +99,10 @@ class AsyncBillingClient(UnaryClient):
         return wire.read(ClosedMonth, await self._call(self._stub.CloseMonth, request))
 
     async def verify_month(self, organization: str, month: str) -> MonthVerification:
-        """Recompute a closed month's report and compare its digests. Raises: FailedPrecondition."""
+        """Recompute a closed month's report and compare its digests with the stored ones.
+
+        Raises: FailedPrecondition for a month that is not closed.
+        """
         request = months_pb2.VerifyMonthRequest(organization=organization, month=month)
         return wire.read(MonthVerification, await self._call(self._stub.VerifyMonth, request))
 
@@ -151,7 +154,7 @@ class AsyncBillingClient(UnaryClient):
         )
 
     async def approve_adjustment(self, adjustment_id: str) -> Adjustment:
-        """Approve and post an adjustment or a credit note that another person proposed."""
+        """Approve an adjustment or credit note that another person has proposed, and post it."""
         request = months_pb2.ApproveAdjustmentRequest(adjustment_id=adjustment_id)
         return wire.read(
             Adjustment, (await self._call(self._stub.ApproveAdjustment, request)).adjustment
@@ -247,7 +250,7 @@ class AsyncBillingClient(UnaryClient):
 
 
 class BillingClient(BlockingUnaryClient):
-    """Reads bills, closes months and corrects them. `AsyncBillingClient` documents every call.
+    """Blocking client of the billing API. `AsyncBillingClient` documents every call.
 
     >>> with AdminClient() as admin, BillingClient() as billing:
     ...     customer = admin.create_organization("example", allow_existing=True)

@@ -62,7 +62,7 @@ class EmbedResult(Value):
 
     @property
     def vectors(self) -> list[tuple[float, ...]]:
-        """Vectors without their metadata."""
+        """The vectors alone, in the order of the texts."""
         return [each.vector for each in self.embeddings]
 
 

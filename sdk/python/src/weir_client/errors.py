@@ -63,7 +63,7 @@ class ExceededQuota(Value):
 
 @dataclass(frozen=True, slots=True)
 class ErrorDetails(Value):
-    """Decoded details of a `google.rpc.Status`."""
+    """Details of an error, decoded from a `google.rpc.Status`."""
 
     reason: str = ""
     metadata: Mapping[str, str] | None = None
@@ -75,7 +75,7 @@ class ErrorDetails(Value):
 
 
 class WeirError(Exception):
-    """Base of all errors. Its text is the server's message, then the request id if known."""
+    """Base of all errors. Its text is the server's message, followed by the request id if known."""
 
     default_code: ClassVar[str] = "UNKNOWN"
 
@@ -99,7 +99,7 @@ class WeirError(Exception):
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """`ErrorInfo.metadata` of the server; empty if absent."""
+        """Metadata of the server's `ErrorInfo`; empty if there is none."""
         return self.details.metadata or {}
 
     @property
@@ -112,7 +112,7 @@ class WeirError(Exception):
 
 
 class Unauthenticated(WeirError):
-    """No API key, or one that is unknown, expired or revoked."""
+    """The API key is missing, unknown, expired or revoked."""
 
     default_code = "UNAUTHENTICATED"
 
@@ -143,7 +143,7 @@ class NotFound(WeirError):
 class AlreadyExists(WeirError):
     """The name is taken, or the request id was used before.
 
-    `REQUEST_SETTLED`: the request has already run, and `partial` has its usage.
+    If `reason` is `REQUEST_SETTLED`, the request has already run, and `partial` has its usage.
     """
 
     default_code = "ALREADY_EXISTS"
@@ -156,7 +156,7 @@ class FailedPrecondition(WeirError):
 
 
 class Aborted(WeirError):
-    """The request collided with another one. Start it again."""
+    """The request conflicted with another one. Send it again."""
 
     default_code = "ABORTED"
 
@@ -231,5 +231,5 @@ class Internal(WeirError):
 
     @property
     def incident_id(self) -> str:
-        """The server's id of this incident; empty if it sent none."""
+        """Id that the server gave this incident; empty if it sent none."""
         return self.metadata.get("incident_id", "")

@@ -49,7 +49,7 @@ class LiveRequest(Value):
 
 @dataclass(frozen=True, slots=True)
 class LiveOrganization(Value):
-    """Totals of the running requests of one organization."""
+    """Sums over the running requests of one organization."""
 
     organization_id: str
     name: str

@@ -38,7 +38,7 @@ class Output:
         self.calls: list[tuple[str, str, list[str]]] = []  # id, name and pieces of the arguments
 
     def add(self, frame: pb.DeltaFrame, logprobs: tuple[TokenLogprobs, ...]) -> None:
-        """Append the output of one frame."""
+        """Append the text and tokens of one frame."""
         self.texts.append(frame.text)
         self.thoughts.append(frame.reasoning)
         self.token_ids.extend(frame.token_ids)

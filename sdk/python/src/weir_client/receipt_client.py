@@ -57,7 +57,7 @@ class AsyncReceiptClient(UnaryClient):
 
 
 class ReceiptClient(BlockingUnaryClient):
-    """Blocking twin of `AsyncReceiptClient`."""
+    """Blocking client of the receipt API. `AsyncReceiptClient` documents every call."""
 
     _async_class = AsyncReceiptClient
 

@@ -252,7 +252,7 @@ def foreign_problems(
 
 
 def totals_of(receipts: Iterable[Receipt]) -> Counter[tuple[str, ...]]:
-    """Sum tokens and picos of receipts, by the keys of a report's lines."""
+    """Sum tokens and picos of receipts, with the same keys as the lines of a report."""
     totals: Counter[tuple[str, ...]] = Counter()
     for receipt in receipts:
         priced = (receipt.model, str(receipt.price_version))

@@ -141,12 +141,12 @@ class Receipt(Value):
 
     @property
     def admit_time(self) -> datetime:
-        """Time of the request's admission."""
+        """Time when the request was admitted."""
         return EPOCH + timedelta(microseconds=self.admitted_at_us)
 
     @property
     def settle_time(self) -> datetime:
-        """Time of the request's settlement."""
+        """Time when the request was settled."""
         return EPOCH + timedelta(microseconds=self.settled_at_us)
 
     @property

@@ -95,7 +95,7 @@ class StreamConnection:
             )
 
     def release(self, attempt: Attempt) -> None:
-        """Forget an attempt that has ended; its later frames are ignored."""
+        """Remove an attempt that has ended from the stream. Its later frames are ignored."""
         if self._attempts.get(attempt.request_id) is attempt:
             del self._attempts[attempt.request_id]
             self._wake.set()
@@ -124,7 +124,7 @@ class StreamConnection:
         self._wake.set()
 
     async def _read(self) -> errors.WeirError:
-        """Pass frames to their requests until the stream ends; return the cause of the end."""
+        """Pass frames to their requests until the stream ends. Return the cause of the end."""
         try:
             while True:
                 message = await self._call.read()

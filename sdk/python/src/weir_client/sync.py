@@ -184,7 +184,11 @@ class Client(BlockingClient[AsyncClient]):
         timeout: float | None = None,
         **tls: Unpack[TlsOptions],
     ) -> None:
-        """Resolve the settings; the connection is made on first use. Raises: Unauthenticated."""
+        """Resolve the settings; the client connects on first use.
+
+        See `AsyncClient` for the arguments. Raises: Unauthenticated without a key; InvalidRequest
+        for invalid settings.
+        """
         client = AsyncClient(
             address,
             api_key,
@@ -200,7 +204,7 @@ class Client(BlockingClient[AsyncClient]):
     def generate(
         self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]
     ) -> GenerationStream:
-        """Stream an answer; see `AsyncClient.generate`. Raises: InvalidRequest."""
+        """Stream an answer. See `AsyncClient.generate` for arguments and errors."""
         self._thread.open()
         generation = self._client.generate(model, prompt, **options)
         return GenerationStream(self._thread, generation, self)

@@ -42,7 +42,7 @@ class Tls:
     client_key: bytes | None = field(default=None, repr=False)
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Build the credentials of a channel."""
+        """Build gRPC channel credentials from the certificates."""
         return grpc.ssl_channel_credentials(
             self.root_certificates, self.client_key, self.client_certificate
         )

@@ -12,7 +12,7 @@ from weir_client.plain import Value
 
 @dataclass(frozen=True, slots=True)
 class Tool(Value):
-    """Function that the model may call. The caller runs it and sends its result back."""
+    """Function that the model may call. You run it, and send its result back as a message."""
 
     name: str
     description: str = ""
@@ -44,7 +44,7 @@ class ToolCall(Value):
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta(Value):
-    """New part of one tool call."""
+    """New part of a tool call while it streams."""
 
     index: int  # position among the calls of the choice, from 0
     id: str  # sent with the first piece of a call only

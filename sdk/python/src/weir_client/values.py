@@ -18,7 +18,7 @@ from weir_client.tools import ToolCall, ToolCallDelta
 
 
 class FinishReason(StrEnum):
-    """Reason why an admitted request ended."""
+    """Reason why a request ended after it was admitted."""
 
     UNSPECIFIED = "UNSPECIFIED"  # a reason that this client does not know
     STOP = "STOP"
@@ -43,7 +43,7 @@ class Stage(StrEnum):
 
 
 class GenerationState(StrEnum):
-    """State of a recorded request."""
+    """State of a request in the server's records."""
 
     UNSPECIFIED = "UNSPECIFIED"
     RUNNING = "RUNNING"
@@ -79,7 +79,7 @@ class QuotaDimension(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Usage(Value):
-    """Token counts of one request."""
+    """Token counts of one request, which its bill is based on."""
 
     input_token_count: int = 0
     cached_input_token_count: int = 0  # part of `input_token_count`, served from the prefix cache
@@ -315,7 +315,7 @@ class Partial(Value):
 
 @dataclass(frozen=True, slots=True)
 class Limits(Value):
-    """Limits of a running request."""
+    """Limits on the output and cost of a running request."""
 
     max_output_tokens: int  # limit of each choice
     max_cost: Money | None  # None: limited by the quotas only

@@ -43,7 +43,7 @@ def read(kind: Callable[..., _Value], message: Any, **known: Any) -> _Value:
 
 @cache
 def _takes(kind: Any, descriptor: Descriptor) -> tuple[tuple[str, Take], ...]:
-    """Build the converter of each field of a dataclass."""
+    """Build a converter for each field of a dataclass that the message has."""
     hints = get_type_hints(kind)
     found = []
     for each in fields(kind):
