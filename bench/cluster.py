@@ -181,7 +181,7 @@ def cluster(case: Case, site: Site, key: str) -> Iterator[tuple[list[str], Proce
 def run(
     case: Case, addresses: Sequence[str], processes: Processes, keys: Sequence[str], seconds: float
 ) -> Result:
-    """Load the cluster from this process's core, and compute the result.
+    """Measure the cluster under load from one client.
 
     Raises: RuntimeError if a request fails.
     """

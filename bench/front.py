@@ -78,7 +78,7 @@ class Result:
 
 
 def run(case: Case, server: Server, keys: Sequence[str], prompt: str, seconds: float) -> Result:
-    """Load a server from this process's core. Raises: RuntimeError if the client fails."""
+    """Measure a server under load from one client. Raises: RuntimeError if the client fails."""
     load = {
         "address": server.address,
         "model": MODEL,

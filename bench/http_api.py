@@ -56,7 +56,7 @@ class Result:
 
 
 def run(case: Case, server: Server, key: str, seconds: float, **more: Any) -> Result:
-    """Load a server from this process's core. Raises: RuntimeError if the client fails."""
+    """Measure a server under load from one client. Raises: RuntimeError if the client fails."""
     load: dict[str, Any] = {
         "host": "127.0.0.1",
         "port": server.http_port or int(server.address),

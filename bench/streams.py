@@ -87,7 +87,7 @@ def step_s(case: Case) -> float:
 
 
 def run(case: Case, server: Server, key: str, seconds: float, prefetch_tokens: int = 0) -> Result:
-    """Load a server from this process's core. Raises: RuntimeError if the client fails."""
+    """Measure a server under load from one client. Raises: RuntimeError if the client fails."""
     load = {
         "address": server.address,
         "model": MODEL,

@@ -118,7 +118,7 @@ def rows_of(rows_by_table: Contents, table: str) -> Counter[str]:
 
 
 def numbers(connection: Connection) -> dict[str, int]:
-    """Read the last value of each sequence."""
+    """Read the last value that each sequence of the database has returned."""
     return {str(name): int(str(value)) for name, value in connection.execute(DRAWN.encode())}
 
 

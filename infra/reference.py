@@ -566,7 +566,7 @@ def cli_page() -> str:
 
 
 def descriptors() -> FileDescriptorSet:
-    """Compile the contract, with its comments."""
+    """Compile the `.proto` files of the contract, including their comments."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "contract"
         roots = [f"-I{root}" for root in (PROTO_ROOT, files("grpc_tools") / "_proto", GOOGLE_ROOT)]

@@ -247,7 +247,7 @@ async def cost(database_url: str) -> Cost:
 
 
 def files_of(functions: Iterable[Function]) -> set[str]:
-    """Collect the paths of the files that have the functions."""
+    """Collect the paths of the files that define these functions."""
     return {function.path for function in functions}
 
 
@@ -266,7 +266,7 @@ def text_of(walked: Walk) -> str:
 
 
 def markdown_of(walked: Walk) -> str:
-    """Format the files that have steps, by process and first call, for docs/architecture.md."""
+    """Format the files that define steps, by process and first call, for docs/architecture.md."""
     paragraphs = []
     for each in walked.processes:
         files = dict.fromkeys(

@@ -133,7 +133,7 @@ LOGS, JOURNALS, EXPORT_FILE = "logs", "journal", "usage.jsonl"
 
 @dataclass(slots=True)
 class Part(Child):
-    """Supervised process. `up` is true while it is ready; `down_s` lists the outages' lengths."""
+    """Supervised process. `up` is true while ready; `down_s` has the seconds of each outage."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     address: str = ""

@@ -326,7 +326,7 @@ def quota_table(before: Sequence[QuotaStatus], after: Sequence[QuotaStatus]) -> 
 
 
 async def rated_report(billing: AsyncBillingClient, month: str, request_count: int) -> MonthReport:
-    """Wait until every request is in the ledger and return the report, after a timeout as it is."""
+    """Wait until every request is in the ledger, or a timeout passes. Return the report."""
     deadline = time.monotonic() + LEDGER_TIMEOUT_S
     while True:
         report = await billing.get_month_report(ORGANIZATION, month)

@@ -85,7 +85,7 @@ def truth(name: str) -> Scalar:
 
 
 def moment(name: str) -> Scalar:
-    """Build the parser of a key for a time. By default it is at midnight, in UTC."""
+    """Build a `Scalar` for a time. Its default time of day is midnight, its default offset UTC."""
 
     def read(given: str, _: Texts) -> str:
         try:
@@ -123,7 +123,7 @@ def tier(name: str) -> Scalar:
 
 
 def limit(name: str) -> Scalar:
-    """Build the parser of a key for a limit: requests, tokens or currency units, by dimension."""
+    """Build a `Scalar` for a limit, in requests, tokens or currency units by its dimension."""
 
     def read(given: str, siblings: Texts) -> int:
         kind = siblings.get("dimension", "")
@@ -140,7 +140,7 @@ def limit(name: str) -> Scalar:
 
 
 def price(name: str) -> Scalar:
-    """Build the parser of a key for a price per million tokens, in units of the currency."""
+    """Build a `Scalar` for a price per million tokens, in units of the currency."""
     return Scalar(
         name,
         lambda given, _: parse_price(given.replace("_", "")),

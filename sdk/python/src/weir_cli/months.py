@@ -641,7 +641,7 @@ def organizations(
 def months_to_close(
     client: BillingClient, organization: str, month: str, *, earlier: bool
 ) -> list[str]:
-    """List the months to close: `month`, after the open ones before it with `earlier`."""
+    """List the months to close: `month` and, with `earlier`, the open ones before it."""
     if not earlier:
         return [month]
     known = [each for each in reversed(client.list_months(organization)) if each.month < month]

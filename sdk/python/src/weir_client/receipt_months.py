@@ -63,7 +63,7 @@ def verify_receipts(
 ) -> ReceiptVerdict:
     """Verify receipts of one organization, in any order.
 
-    With `month` (YYYY-MM), they must be all receipts of that month; without, each receipt is
+    With `month` (YYYY-MM), they must be all receipts of that month. Otherwise each receipt is
     checked, and the chain between consecutive ones. `root` and `totals` are values of the month's
     report, which reveal missing receipts. Raises: ImportError without the package `cryptography`.
     """

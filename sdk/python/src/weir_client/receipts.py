@@ -309,7 +309,7 @@ def verify_receipt(receipt: Receipt, keys: PublicKeys) -> None:
 
 
 def receipt_problems(receipt: Receipt, keys: PublicKeys) -> Iterable[ReceiptProblem]:
-    """Yield the problems of a single receipt, without the chain it belongs to."""
+    """Yield the problems of a single receipt, regardless of its chain."""
     if content_hash(receipt) != receipt.hash:
         yield ReceiptProblem(
             Fault.ALTERED, f"{receipt} was altered: its content does not match its hash"

@@ -191,7 +191,7 @@ class SharedStream:
 
     @property
     def closed(self) -> bool:
-        """True if new requests are refused."""
+        """True if the client is closed, so that new requests are refused."""
         return self._closed
 
     def start(self, attempt: Attempt, frame: pb.ClientFrame) -> None:
