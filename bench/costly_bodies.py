@@ -89,7 +89,7 @@ def pool(name: str = "") -> bytes:
 
 
 def members(size: int, name: str = "") -> bytes:
-    """Build `size` bytes of members of a JSON object with different names, as in `pool`."""
+    """Build up to `size` bytes of members of a JSON object with different names, as in `pool`."""
     found = pool(name)
     return found if len(found) <= size else found[: max(found.rfind(b",", 0, size), 0)] or b'"p":1'
 

@@ -164,7 +164,7 @@ class Client:
 
 
 def until_batch_ms(timings: types_pb2.Timings) -> dict[str, float]:
-    """Compute the time from the start frame's arrival to the engine's batch, by stage."""
+    """Extract the durations of the stages before the engine's batch, in ms by name."""
     return {name: getattr(timings, f"{name}_ms") for name in STAGES}
 
 

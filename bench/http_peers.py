@@ -88,8 +88,8 @@ async def authenticate(request, api_key):
 class Running:
     """Gateway under test, with its `name` in the table.
 
-    `serving` has the ids of the processes that serve HTTP, `others` those of the rest. `body` has
-    parameters that only this gateway gets.
+    `serving` returns the ids of the processes that serve HTTP, `others` those of the rest. `body`
+    has parameters that only this gateway gets.
     """
 
     name: str

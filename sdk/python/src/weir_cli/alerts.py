@@ -183,7 +183,7 @@ def alerts_table(found: list[Alert]) -> RenderableType:
 
 
 def about(alert: Alert) -> tuple[str, ...]:
-    """Format the columns of an alert that describe its limit: owner, dimension, limit, window."""
+    """Format the cells of an alert that follow its time, from owner and dimension to window."""
     if alert.invoice is not None:
         paid, due = money_text(alert.invoice.amount_paid), money_text(alert.invoice.amount_due)
         what = "invoice", "—", alert.kind.replace("_", " ")

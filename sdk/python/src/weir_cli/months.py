@@ -868,7 +868,7 @@ def listed(
 
 
 def parse_money(amount: str) -> Money:
-    """Parse an amount with its currency. Raises: typer.BadParameter if it is malformed."""
+    """Parse an amount, whose currency is the organization's. Raises: typer.BadParameter."""
     return Money("", parsed("AMOUNT", parse_picos, amount))
 
 

@@ -85,7 +85,7 @@ class Alert(Value):
 
 @dataclass(frozen=True, slots=True)
 class AlertWebhook(Value):
-    """Webhook for an organization's alerts. `failure_count` counts failures since a success."""
+    """Webhook of one organization; `failure_count` counts failures since the last success."""
 
     organization_id: str
     organization_name: str

@@ -35,7 +35,7 @@ class TlsOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Certificates and key of one connection, read from their files."""
+    """Certificates and key of one connection, as PEM bytes."""
 
     root_certificates: bytes | None = field(default=None, repr=False)
     client_certificate: bytes | None = field(default=None, repr=False)
