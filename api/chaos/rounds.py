@@ -207,10 +207,7 @@ class System:
         return children[0] if children else None
 
     async def end_postgres(self, *, at_once: bool = False) -> bool:
-        """Kill and restart the database server. Return whether it was running.
-
-        `at_once` requests an immediate shutdown instead of a kill.
-        """
+        """Kill or, with `at_once`, stop the database server; restart it. Return whether it ran."""
         if self.postgres.pid is None:
             return False
         async with self._restarting:

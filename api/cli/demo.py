@@ -113,9 +113,8 @@ async def run_agents(
 ) -> WorkloadRun:
     """Send all prompts at once and read all answers.
 
-    `cancel_after` maps the index of an agent to the number of tokens after which it cancels.
-    `on_tokens` is called with the number of tokens that have just arrived. Raises: WeirError if a
-    request fails.
+    `cancel_after` maps an agent's index to the number of tokens after which it cancels; `on_tokens`
+    gets the number of each message's tokens. Raises: WeirError if a request fails.
     """
     started_at = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:

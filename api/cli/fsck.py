@@ -45,10 +45,7 @@ def prove(
     as_json: bool,
     home: Path | None,
 ) -> None:
-    """Run the checks named in `only`, or all if it is empty, and print their verdicts.
-
-    Exits with 1 if any fails.
-    """
+    """Run the checks named in `only`, or all, and print verdicts. Exits with 1 if any fails."""
     moments = tuple(Moment) if at_rest else (Moment.ALWAYS, Moment.SOON)
     names = [name for name in only if name != REPRODUCED.name]
     verdicts: list[Verdict] = []
