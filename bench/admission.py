@@ -70,19 +70,19 @@ CONNECTION_COUNT_MAX = 64
 
 
 class Store(Protocol):
-    """Store under test."""
+    """Protocol of the stores under test."""
 
     async def admit(self, op: Admit) -> Admitted:
-        """Take a hold."""
+        """Admit a request and take its hold."""
         ...
 
     async def settle(self, op: Settle) -> Settled:
-        """End a hold."""
+        """Settle a hold."""
         ...
 
 
 class AnsweringStore:
-    """Answers at once, to measure the load generator's own cost."""
+    """Store that answers at once, to measure the load generator's own cost."""
 
     async def admit(self, op: Admit) -> Admitted:
         """Implement `Store.admit`."""
@@ -112,7 +112,7 @@ class AnsweringStore:
 
 
 class AwaitedStore(HoldStore):
-    """`HoldStore` with awaited calls."""
+    """`HoldStore` with calls that can be awaited."""
 
     async def admit(self, op: Admit) -> Admitted:
         """Implement `Store.admit`."""
@@ -129,10 +129,10 @@ class AwaitedStore(HoldStore):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One case. Times in seconds. cpu_s: of this process; database_cpu_s: of the server, in clock
-    ticks.
+    """Result of one case, with times in seconds.
 
-    admit_s: times of whole pairs if settle_s is empty.
+    `cpu_s` is the CPU time of this process, `database_cpu_s` that of the server, to the clock tick.
+    If `settle_s` is empty, `admit_s` has the times of whole pairs.
     """
 
     pair_count: int
@@ -144,11 +144,11 @@ class Result:
 
     @property
     def pairs_per_s(self) -> float:
-        """Settled admissions per second."""
+        """Pairs of an admission and its settlement per second."""
         return self.pair_count / self.wall_s
 
     def row(self, generator_us: float) -> str:
-        """Format a line of the table. generator_us: CPU of the generator per pair, subtracted."""
+        """Format a line of the table. `generator_us`, the generator's CPU per pair, is deducted."""
         times = (
             f"{quantile_ms(values, share):>9.2f}"
             for values in (self.admit_s, self.settle_s)
@@ -163,14 +163,14 @@ class Result:
 
 
 def new_admit(payer: Payer) -> Admit:
-    """Return a typical request."""
+    """Build a typical admission."""
     return Admit(
         new_hold_id(), payer, uuid.uuid4(), bytes(32), MODEL, INPUT_TOKENS, OUTPUT_TOKENS, 1
     )
 
 
 def store_pair(store: Store) -> Pair:
-    """Return a pair that uses a store."""
+    """Make a pair that admits and settles with a store."""
 
     async def pair(payer: Payer) -> tuple[float, float]:
         op = new_admit(payer)
@@ -193,9 +193,9 @@ async def measure(
     database: list[int],
     pair_count_min: int = 0,
 ) -> Result:
-    """Run concurrent clients with pairs for tenants in turn, for a time. database: its processes.
+    """Run concurrent clients with pairs for tenants in turn, for a number of seconds.
 
-    pair_count_min: number of pairs to complete at least.
+    Completes at least `pair_count_min` pairs. `database` has the ids of the server's processes.
     """
     payers = itertools.cycle(tenants)
     admit_s: list[float] = []
@@ -216,7 +216,7 @@ async def measure(
 
 
 class Cases:
-    """Implementations of a pair on one server."""
+    """The implementations of a pair under test, on one server. Each method measures one of them."""
 
     def __init__(self, database_url: str, seconds: float) -> None:
         self._url = database_url
@@ -231,13 +231,13 @@ class Cases:
         return [self._postgres, *children_of(self._postgres)]
 
     async def generator(self, tenants: list[Payer]) -> Result:
-        """Return the result with a store that answers at once."""
+        """Measure a store that answers at once, which shows the load generator's own cost."""
         return await measure(
             store_pair(AnsweringStore()), tenants, CONNECTION_COUNT_MAX, self._seconds / 3, []
         )
 
     async def group_commit(self, tenants: list[Payer], concurrency: int) -> Result:
-        """Measure a store of this process."""
+        """Measure a `HoldStore` in this process."""
         store = AwaitedStore(self._url, uuid.uuid4(), signer=self._signer)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(store.run())
@@ -249,13 +249,13 @@ class Cases:
         return result
 
     async def _warm_up(self, pair: Pair, tenants: list[Payer], concurrency: int) -> None:
-        """Warm up plans and pages, and make each tenant known to the store."""
+        """Run pairs until plans and pages are cached and the store knows each tenant."""
         await measure(
             pair, tenants, concurrency, self._seconds / 5, [], pair_count_min=len(tenants)
         )
 
     async def plain(self, tenants: list[Payer], concurrency: int) -> Result:
-        """Return the result with a transaction for each request."""
+        """Measure a separate transaction for each admission and each settlement."""
         idle: asyncio.Queue[Connection] = asyncio.Queue()
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(concurrency):
@@ -269,7 +269,7 @@ class Cases:
             )
 
     def pgbench(self, binary: Path, tenants: list[Payer], concurrency: int) -> Result:
-        """Measure the same pairs from PostgreSQL's load generator."""
+        """Measure the same pairs, sent by pgbench."""
         before = cpu_s([self._postgres])
         ran = run_pgbench(binary, self._url, tenants, concurrency, self._seconds)
         # Its connections are closed, so their time is included in the server's.

@@ -90,7 +90,7 @@ api_key_id uuid)
 
 
 def plain_pair(idle: asyncio.Queue[Connection]) -> Pair:
-    """Return a pair with a transaction for the admission and one for the settlement."""
+    """Make a pair that uses one transaction for the admission and one for the settlement."""
     process_id = uuid.uuid4()
 
     async def charge(
@@ -198,7 +198,7 @@ COMMIT;
 
 @dataclass(frozen=True, slots=True)
 class PgbenchResult:
-    """Pairs, and the duration of each in seconds."""
+    """Number of pairs that pgbench ran, and the duration of each in seconds."""
 
     pair_count: int
     wall_s: float
@@ -206,14 +206,14 @@ class PgbenchResult:
 
 
 def pgbench_binary() -> Path | None:
-    """Return the embedded server's pgbench, or the system's; None if there is none."""
+    """Find the pgbench of the embedded server, or else of the system; None if there is none."""
     embedded = embedded_postgres.binaries() / "pgbench"
     system = shutil.which("pgbench")
     return embedded if embedded.exists() else Path(system) if system else None
 
 
 def pgbench_script() -> str:
-    """Write the script of both transactions of a request."""
+    """Build pgbench's script of both transactions of a request."""
     admitted = ", ".join(
         f"('{name}', {int(name == 'requests_per_minute')}, {held})"
         for name, (held, _) in AMOUNTS.items()
@@ -232,7 +232,7 @@ def pgbench_script() -> str:
 def run_pgbench(
     binary: Path, database_url: str, tenants: Sequence[Payer], concurrency: int, seconds: float
 ) -> PgbenchResult:
-    """Run concurrent clients for whole seconds, as pgbench requires."""
+    """Run concurrent clients with pgbench for whole seconds, the unit of its option."""
     conninfo = psycopg_conninfo(database_url)
     with psycopg.connect(conninfo) as connection:
         connection.execute(PGBENCH_TENANTS)

@@ -86,7 +86,7 @@ CALM_ANSWER_S = 0.2  # limit of a health check
 
 
 class Service:
-    """The api process, restarted if it exits."""
+    """Api process under attack, which is restarted if it exits."""
 
     def __init__(self, settings: Settings, core: int, other_core: int) -> None:
         self._settings = settings
@@ -99,13 +99,13 @@ class Service:
 
     @property
     def pid(self) -> int:
-        """Id of the current process."""
+        """Id of the process that runs now."""
         assert self._process is not None
         return self._process.pid
 
     @contextlib.asynccontextmanager
     async def running(self) -> Any:
-        """Run the service for the block."""
+        """Run the process, and restart it if it exits, until the block ends."""
         try:
             await asyncio.to_thread(self._start)
             async with asyncio.TaskGroup() as tasks:
@@ -143,22 +143,22 @@ class Service:
         pin(children_of(self._process.pid), self._other_core)
 
     def reset_peak(self) -> None:
-        """Reset the peak of the process's memory."""
+        """Reset the peak memory use that the kernel records for the process."""
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")
 
     def status_mib(self, name: str) -> float:
-        """Return a size from /proc/PID/status."""
+        """Read a size from /proc/PID/status, in MiB."""
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
             if line.startswith(f"{name}:"):
                 return int(line.split()[1]) / 1024
         return 0.0
 
     def open_files(self) -> int:
-        """Return the number of open file descriptors."""
+        """Count the open file descriptors of the process."""
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
     def incidents(self) -> int:
-        """Return the number of internal errors in the log."""
+        """Count the internal errors in the log."""
         return sum(
             b'"event": "incident"' in line or b'"event":"incident"' in line
             for line in self._log.open("rb")
@@ -166,7 +166,7 @@ class Service:
 
 
 class Client:
-    """One process of `bench.adversary_load`."""
+    """Process of `bench.adversary_load`: an attacker, or the bystander."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
@@ -174,16 +174,16 @@ class Client:
         self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
 
     async def ready(self) -> None:
-        """Wait until it is prepared. Raises: RuntimeError if it failed."""
+        """Wait until the process is ready to begin. Raises: RuntimeError if it failed."""
         if await self._stdout.readline() != b"ready\n":
             raise RuntimeError("a client failed")
 
     def begin(self) -> None:
-        """Start its measurement."""
+        """Tell the process to begin its measurement."""
         self._stdin.write(b"begin\n")
 
     async def result(self) -> dict[str, Any]:
-        """Wait for its end and return its result. Raises: RuntimeError if it failed."""
+        """Wait until the process ends and return its result. Raises: RuntimeError if it failed."""
         out = await self._stdout.read()
         if await self._process.wait() or not out:
             raise RuntimeError("a client failed")
@@ -193,7 +193,7 @@ class Client:
 
 @dataclass(slots=True)
 class Phase:
-    """Measurements of one phase."""
+    """Measurements of bystander and administrator in one phase, and the answers to the attacker."""
 
     seen: dict[str, Any]
     peak_mib: float
@@ -203,7 +203,7 @@ class Phase:
     answers: dict[str, Counter[str]] = field(default_factory=dict)
 
     def internal(self) -> int:
-        """Return the number of answers with a status that blames the server."""
+        """Count the answers with a status that blames the server."""
         statuses = sum((Counter(each) for each in self.answers.values()), Counter[str]())
         return sum(
             count
@@ -212,7 +212,7 @@ class Phase:
         )
 
     def figures(self) -> dict[str, float]:
-        """Return figures by name: milliseconds except for the last two."""
+        """Compute the figures by name, in milliseconds except for the last two."""
         seen = self.seen
         return {
             "bystander ITL p50": quantile(seen["gap_ms"], 0.5),
@@ -231,17 +231,17 @@ class Phase:
         }
 
     def is_clean(self) -> bool:
-        """True if nothing failed."""
+        """True if there was no error, restart, incident, or answer that blames the server."""
         return not (self.seen["errors"] or self.restarts or self.incidents or self.internal())
 
 
 def quantile(values: list[float], share: float) -> float:
-    """Return the quantile of the values."""
+    """Compute a quantile of the values; `share` is 0.5 for the median."""
     return sorted(values)[int(share * (len(values) - 1))] if values else float("nan")
 
 
 class Bench:
-    """Phases on one service."""
+    """Measurement of several phases on one service."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class Bench:
         self._seconds = seconds
 
     async def phase(self, name: str, kinds: list[str]) -> Phase:
-        """Measure the bystander for a while, during attacks with the key of this phase."""
+        """Measure the bystander while these attacks run with the key of this phase."""
         await self.calm()
         restarts, incidents = self._service.restart_count, self._service.incidents()
         bystander = await self._client(
@@ -303,7 +303,7 @@ class Bench:
         )
 
     async def calm(self) -> float:
-        """Wait until there are no holds and the server answers at once; return the waiting time."""
+        """Wait until there are no holds and the server answers at once. Return the seconds."""
         since = time.monotonic()
         while time.monotonic() - since < CALM_MAX_S:
             started_at = time.monotonic()
@@ -314,7 +314,7 @@ class Bench:
         return time.monotonic() - since
 
     def held_count(self) -> int:
-        """Return the number of open holds."""
+        """Count the open holds."""
         with psycopg.connect(psycopg_conninfo(self._database_url)) as connection:
             [count] = connection.execute(
                 "SELECT count(*) FROM holds WHERE state = 'held'"
@@ -396,7 +396,7 @@ def print_table(phases: dict[str, Phase]) -> None:
 
 
 def print_line(name: str, phase: Phase, quiet: Phase) -> None:
-    """Print the line of a single kind of attack."""
+    """Print the line of one kind of attack, next to the quiet phase."""
     figures, base = phase.figures(), quiet.figures()
     ratios = [
         f"{figures[each] / base[each]:.2f}x"
@@ -420,7 +420,7 @@ def print_line(name: str, phase: Phase, quiet: Phase) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return free ports."""
+    """Find free ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -466,7 +466,7 @@ def prepare_keys(database_url: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def hostile_fleet(core: int, home: Path) -> Iterator[Path]:
-    """Run a hostile upstream server on this core; yield a fleet file with its model."""
+    """Run a hostile upstream server on this core, and yield a file that lists its model."""
     directory = str(next(iter(bundled_models().values())))
     command = [sys.executable, "-m", "bench.hostile_upstream", "--rotate", "--window", str(1 << 20)]
     with on_core(core, command, stdout=subprocess.PIPE) as process:
@@ -491,7 +491,7 @@ def hostile_fleet(core: int, home: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def prepared(options: argparse.Namespace) -> Iterator[tuple[Service, Target, dict[str, str], str]]:
-    """Yield a database with keys, and a service that is not started."""
+    """Prepare a database with keys, and yield them with a service that is not started yet."""
     with contextlib.ExitStack() as stack:
         site = stack.enter_context(new_site(options.directory))
         keys = prepare_keys(site.database_url)

@@ -123,7 +123,7 @@ ATTACKS: dict[str, Attack] = {}
 
 @dataclass(slots=True)
 class Target:
-    """Server under attack, the attacker's key, and its answers by (attack, status)."""
+    """Server under attack, the attacker's key, and answers counted by (attack, status)."""
 
     address: str
     http_port: int
@@ -133,7 +133,7 @@ class Target:
     answers: dict[str, Counter[str]] = field(default_factory=dict)
 
     def count(self, attack: str, status: str, number: int = 1) -> None:
-        """Count answers."""
+        """Add to the count of answers with this status."""
         self.answers.setdefault(attack, Counter())[status] += number
 
 
@@ -144,7 +144,7 @@ Work = Callable[[Target, Payload], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """A kind of attack. build: makes its payload once. workers: number of concurrent tasks."""
+    """Kind of attack: `build` makes its payload once, and `workers` tasks send it concurrently."""
 
     work: Work
     build: Build
@@ -180,14 +180,14 @@ async def run_attack(target: Target, name: str, payload: Payload) -> None:
 
 
 def ending(error: Exception) -> str:
-    """Return the status of a failed call, or the type of another error."""
+    """Name the status of a failed call, or the type of another error."""
     if not isinstance(error, grpc.aio.AioRpcError):
         return type(error).__name__
     return named(error.code(), error.details())
 
 
 def named(code: grpc.StatusCode, details: str | None) -> str:
-    """Return the name of a status, with its text if it blames the server."""
+    """Name a status, with its details if it blames the server."""
     if details == WRITE_FAILED:
         return "write failed"
     return f"{code.name} ({details})"[:100] if code.name in BROKEN else code.name
@@ -207,12 +207,12 @@ def tag(number: int, content: bytes) -> bytes:
 
 
 def frames(rest: bytes, count: int = 1) -> bytes:
-    """Build a message with copies of a frame under new request ids. rest: its other fields."""
+    """Build a message with copies of a frame under new request ids. `rest` has its other fields."""
     return b"".join(tag(1, tag(1, str(uuid.uuid4()).encode()) + rest) for _ in range(count))
 
 
 def start_rest(target: Target, **fields: Any) -> bytes:
-    """Return the fields of a start frame, by default with a short prompt."""
+    """Build the fields of a start frame except the request id, by default with a short prompt."""
     values: dict[str, Any] = {"model": target.model, "max_output_tokens": 3} | fields
     if not {"text", "conversation", "token_ids"} & values.keys():
         values["text"] = "Is there a hotel?"
@@ -230,8 +230,8 @@ async def talk(
 ) -> None:
     """Send messages on one stream and count the frames of the answers.
 
-    Ends with the stream or the last message. window: limit of unanswered messages; 0: as many as
-    the transport takes.
+    Ends with the stream or the last message. At most `window` messages are unanswered; with 0, the
+    transport is the only limit.
     """
     room = asyncio.Semaphore(window) if window else None
     secret = target.key if key is None else key
@@ -264,7 +264,7 @@ async def talk(
 
 
 def count_frames(target: Target, name: str, data: bytes) -> int:
-    """Count frames by status; return how many end a request or answer an update."""
+    """Count frames by status. Return how many of them end a request or answer an update."""
     ends = 0
     for frame in pb.GenerateResponse.FromString(data).frames:
         match frame.WhichOneof("kind"):
@@ -467,7 +467,7 @@ async def values(target: Target, rests: list[bytes]) -> None:
     ],
 )
 async def grammars(target: Target, rests: list[bytes]) -> None:
-    """Send grammars, patterns and schemas that explode, never end or match nothing."""
+    """Send grammars, patterns and schemas that grow exponentially, never end, or match nothing."""
     await talk(target, "grammars", (frames(rest) for rest in itertools.cycle(rests)), window=8)
 
 
@@ -491,7 +491,7 @@ async def unknown_requests(target: Target, rests: list[bytes]) -> None:
 
 @attack(workers=4)
 async def handovers(target: Target, _: None) -> None:
-    """Keep long requests without a stream; attach to them, update and drop them."""
+    """Start long requests that outlive their stream; attach to them, update and drop them."""
     ids = [str(uuid.uuid4()) for _ in range(8)]
     rest = start_rest(
         target,
@@ -544,7 +544,7 @@ async def call(
     key: str | None = None,
     channel: Any = None,
 ) -> None:
-    """Make one call of any kind, read its responses, and count its status."""
+    """Make one unary or streaming call, read its responses, and count its status."""
     secret = target.key if key is None else key
     opened = channel.stream_stream(path)(
         metadata=(("authorization", f"Bearer {secret}"),) if secret else (), timeout=CALL_MAX_S
@@ -566,7 +566,7 @@ async def call(
 
 
 def connect(target: Target) -> grpc.aio.Channel:
-    """Open a separate connection."""
+    """Open a connection that no other attack uses."""
     return grpc.aio.insecure_channel(target.address, (("grpc.use_local_subchannel_pool", 1),))
 
 
@@ -595,7 +595,7 @@ def fill(message: Message, chance: random.Random, depth: int = 3) -> Message:
 
 
 def hostile_value(spec: Any, chance: random.Random) -> Any:
-    """Return a hostile value for a field by its type."""
+    """Choose a hostile value that fits the type of a field."""
     if spec.type == FieldDescriptor.TYPE_STRING:
         if chance.random() < 0.2:
             return str(uuid.UUID(int=chance.getrandbits(128), version=4))
@@ -626,7 +626,7 @@ async def calls(target: Target, _: None) -> None:
 
 
 def counting_requests(target: Target) -> list[tuple[str, bytes]]:
-    """Return paths and messages of calls that count tokens."""
+    """Build the messages of calls that count tokens, with their paths."""
     turns = many_turns()
     requests = [
         ("CountTokens", pb.CountTokensRequest(model=target.model, text=LONG_TEXT)),
@@ -648,7 +648,7 @@ async def counting(target: Target, requests: list[tuple[str, bytes]]) -> None:
 
 
 def costly_messages(target: Target) -> list[tuple[str, Costly]]:
-    """Build the costliest messages of each call."""
+    """Build the costliest messages of each RPC."""
     return [
         (f"/{method.containing_service.full_name}/{method.name}", each)
         for method in METHODS
@@ -688,7 +688,7 @@ async def reports(target: Target, _: None) -> None:
 
 @attack(workers=1)
 async def held_streams(target: Target, _: None) -> None:
-    """Hold thousands of silent streams on one connection, also without a key."""
+    """Hold thousands of silent streams open on one connection, with and without a key."""
     bearer = (("authorization", f"Bearer {target.key}"),)
     async with connect(target) as channel:
         held = []
@@ -760,7 +760,7 @@ async def http(
 
 
 def http_bodies(target: Target) -> list[tuple[str, bytes]]:
-    """Return bodies for the paths of OpenAI's API."""
+    """Build bodies for the paths of OpenAI's API."""
     turns = [
         {"role": ("user", "assistant")[index % 2], "content": "a"} for index in range(MESSAGE_COUNT)
     ]
@@ -872,7 +872,7 @@ def costly_bodies(target: Target) -> list[tuple[str, Costly]]:
 
 
 async def send_costly(target: Target, name: str, bodies: list[tuple[str, Costly]]) -> None:
-    """Send these bodies over and over, in any order."""
+    """Send these bodies over and over, in random order."""
     while True:
         for path, costly in random.sample(bodies, len(bodies)):
             await http(target, name, "POST", path, costly.build(NEAR_LIMIT_BYTES))
@@ -885,7 +885,7 @@ async def http_costly(target: Target, bodies: list[tuple[str, Costly]]) -> None:
 
 
 def unknown_parameters(target: Target) -> list[tuple[str, Costly]]:
-    """Return bodies of unknown parameters, and of thousands of turns of one role."""
+    """Build bodies of unknown parameters, and of thousands of turns of one role."""
     return [
         (path, each)
         for path, each in costly_bodies(target)
@@ -981,7 +981,7 @@ async def sockets(target: Target, _: None) -> None:
 
 @attack(workers=4)
 async def upstream_answers(target: Target, _: None) -> None:
-    """Ask a model whose server answers with one hostile form after the other."""
+    """Ask a model whose server gives one hostile answer after the other."""
     body = json.dumps({"model": UPSTREAM, "prompt": "hotel", "max_tokens": 20, "stream": True})
     while True:
         await http(target, "upstream-answers", "POST", "/v1/completions", body.encode())

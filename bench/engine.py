@@ -78,7 +78,7 @@ class Timeline:
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Times between consecutive tokens."""
+        """Times between consecutive tokens, in ms."""
         return [
             (later - sooner) * 1e3
             for sooner, later in zip(self.token_at_s, self.token_at_s[1:], strict=False)
@@ -86,23 +86,23 @@ class Timeline:
 
 
 class Prompts:
-    """Random tokens, the same for every engine of a round; their meaning is irrelevant."""
+    """Generator of random tokens, the same for every engine of a round."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
 
     def tokens(self, count: int) -> list[int]:
-        """Return this many plain tokens, new ones with each call."""
+        """Draw this many ordinary tokens."""
         return [self._rng.randrange(FIRST_PLAIN_TOKEN, VOCABULARY_SIZE) for _ in range(count)]
 
     def workload(self, request_count: int) -> list[list[int]]:
-        """Return prompts with a shared prefix."""
+        """Draw prompts that begin with a shared prefix."""
         shared = self.tokens(SHARED_TOKENS)
         return [shared + self.tokens(PROMPT_TOKENS - SHARED_TOKENS) for _ in range(request_count)]
 
 
 def peer_work(seed: int, request_count: int) -> dict[str, Any]:
-    """Return the work of every engine by name, in a form that is sent to other processes."""
+    """Draw the prompts of every measurement, by name, as JSON types for other processes."""
     prompts = Prompts(seed)
     cold = prompts.tokens(PROMPT_TOKENS)
     return {
@@ -182,7 +182,7 @@ async def measure_engine(
 async def _arrivals(
     engine: TorchEngine, work: dict[str, Any], requests_per_s: float
 ) -> list[Timeline]:
-    """Run twice the workload's number of new requests, at random times."""
+    """Send twice as many new requests as the workload has, at random times."""
     prompts, rng = Prompts(7), random.Random(8)
     requests = prompts.workload(2 * len(work["workload"]))
     async with asyncio.TaskGroup() as tasks:
@@ -207,7 +207,7 @@ def _latencies(timelines: list[Timeline], prefix: str) -> Figures:
 def measure_transformers(
     checkpoint: Path, precision: Precision, work: dict[str, Any], count: int, thread_count: int
 ) -> Figures:
-    """Run requests with continuous batching, with blocks and a budget like ours."""
+    """Measure transformers' continuous batching, with blocks and a token budget like ours."""
     import torch
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
@@ -243,7 +243,7 @@ def measure_transformers(
 def bandwidth_share(
     shape: Shape, precision: ComputeDtype, context: int, tokens_per_s: float, bytes_per_s: float
 ) -> float:
-    """Return the share of the memory bandwidth used by batch-1 decoding.
+    """Compute the share of the memory bandwidth that batch-1 decoding uses.
 
     It reads all weights and on average `context` positions of KV per token.
     """
@@ -286,7 +286,7 @@ print(operations / total_s)
 
 
 def stored_precision(precision: ComputeDtype) -> Precision:
-    """Return the precision of the checkpoint for a compute precision."""
+    """Choose the precision of the checkpoint for a compute precision."""
     return "bfloat16" if precision == "int8" else precision
 
 
@@ -295,7 +295,7 @@ def _percentile(values: list[float], percent: int) -> float:
 
 
 def measure_round(arguments: argparse.Namespace, checkpoint: Path, seed: int) -> dict[str, Figures]:
-    """Measure every engine once; return figures by name."""
+    """Measure every engine once. Return figures by engine."""
     precision, threads = arguments.precision, arguments.threads
     stored = stored_precision(precision)
     work = peer_work(seed, arguments.requests)
@@ -341,7 +341,7 @@ def measure_round(arguments: argparse.Namespace, checkpoint: Path, seed: int) ->
 def describe_run(arguments: argparse.Namespace) -> dict[str, object]:
     """Describe the machine, the work and the versions of the other engines.
 
-    Raises: PeerMissing for one that cannot be started.
+    Raises: PeerMissing if one of them cannot be started.
     """
     versions = {}
     if arguments.vllm_python:

@@ -21,7 +21,7 @@ from inference.errors import EngineError
 
 
 class SequenceStream:
-    """Events of one sequence, for one reader. Raises the `EngineError` that ends it."""
+    """Events of one sequence, for one reader. Iteration raises the `EngineError` that ends it."""
 
     def __init__(self) -> None:
         self.sequence: SequenceHandle  # set when submitted
@@ -51,7 +51,7 @@ class SequenceStream:
         self.sequence.cancel()
 
     def put(self, event: SequenceEvent | EngineError) -> None:
-        """Add an event; called by the engine."""
+        """Add an event. Called by the engine."""
         self._ended = isinstance(event, SequenceFinished | EngineError)
         self._events.append(event)
         if self._reader is not None and not self._reader.done():
@@ -60,7 +60,7 @@ class SequenceStream:
 
 @contextlib.asynccontextmanager
 async def stream(engine: Engine, request: GenerationRequest) -> AsyncIterator[SequenceStream]:
-    """Run one sequence; leaving the block cancels it. Raises as `Engine.submit`."""
+    """Run one sequence. Leaving the block cancels it. Raises: as `Engine.submit`."""
     events = SequenceStream()
     events.sequence = engine.submit(request, events.put)
     try:

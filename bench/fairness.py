@@ -36,7 +36,7 @@ TOKEN_IDS = range(300, 2000)  # plain tokens of the demo model
 
 @dataclass(slots=True)
 class Seen:
-    """Measurements of one tenant's agents after the warm-up. Times in ms."""
+    """Measurements of one tenant's agents after the warm-up, in ms."""
 
     ttfts_ms: list[float] = field(default_factory=list)
     queues_ms: list[float] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: both tenants, and their total output tokens per second."""
+    """Result of one run: both tenants, and their output tokens per second together."""
 
     quiet: Seen
     flooding: Seen
@@ -54,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Size of the load."""
+    """Number of agents, factor of the flood, seconds of a run, and tokens of an answer."""
 
     agent_count: int
     flood_factor: int
@@ -63,7 +63,7 @@ class Load:
 
 
 def prompts(seed: int) -> Iterator[list[int]]:
-    """Yield prompts of token ids, without end. The same seed gives the same prompts."""
+    """Yield prompts of token ids without end. A seed always gives the same prompts."""
     rng = random.Random(seed)
     shared = random.Random(0).choices(TOKEN_IDS, k=SHARED_TOKENS)
     while True:
@@ -73,7 +73,7 @@ def prompts(seed: int) -> Iterator[list[int]]:
 async def keep_asking(
     client: AsyncClient, prompts: Iterator[list[int]], load: Load, began_at: float, seen: Seen
 ) -> None:
-    """Run one agent: request, read to the end, repeat until the time is over."""
+    """Run one agent: send a request, read its answer, and repeat until the time is over."""
     warm_at, ends_at = began_at + WARM_UP_SHARE * load.seconds, began_at + load.seconds
     while (sent_at := time.perf_counter()) < ends_at:
         first_at = None
@@ -98,7 +98,7 @@ async def keep_asking(
 async def run_tenants(
     settings: Settings, keys: tuple[str, str], load: Load, *, flooded: bool, seed: int
 ) -> Run:
-    """Restart the service and run both tenants."""
+    """Restart the service, and run the agents of both tenants, or of the quiet one alone."""
     flood_prompts = prompts(seed)
     quiet, flooding = Seen(), Seen()
     async with run_stack(settings, lambda _: None) as stack:

@@ -36,7 +36,7 @@ BURST_OVER_S = 6.0  # by then the flood's burst allowance is spent
 
 @contextlib.contextmanager
 def flooding(address: str, key: str, kind: str, stream_count: int) -> Iterator[None]:
-    """Run a flood in a separate process, started some time before the block."""
+    """Run a flood in a separate process, which has begun before the block does."""
     command = [
         sys.executable,
         "-m",

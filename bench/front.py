@@ -56,7 +56,7 @@ TABLE = Table(
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Load: concurrent requests per stream, or a share of the rate of an earlier case."""
+    """Load of one case: concurrent requests per stream, or a share of an earlier case's rate."""
 
     name: str
     stream_count: int
@@ -73,12 +73,12 @@ class Result:
 
     @property
     def rate_per_s(self) -> float:
-        """Requests finished per second."""
+        """Requests that finish per second."""
         return float(self.report["request_count"]) / float(self.report["wall_s"])
 
 
 def run(case: Case, server: Server, keys: Sequence[str], prompt: str, seconds: float) -> Result:
-    """Load a server from this process's core. Raises: RuntimeError if the client fails."""
+    """Measure a server under load from one client. Raises: RuntimeError if the client fails."""
     load = {
         "address": server.address,
         "model": MODEL,
@@ -114,7 +114,7 @@ def print_row(name: str, result: Result) -> None:
 
 
 def stages_row(result: Result) -> str:
-    """Format the stages until the engine's batch: p50 and p99 of each."""
+    """Format p50 and p99 of each stage before the engine's batch."""
     parts = [
         f"{name} {quantile_ms(times, 0.5) / 1000:.2f}, {quantile_ms(times, 0.99) / 1000:.2f}"
         for name, times in result.report["stages_ms"].items()

@@ -34,10 +34,9 @@ STAGES = ("auth", "tokenize", "admission", "queue", "cold_start")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load of a client. api_keys: one stream for each. outstanding_count: concurrent requests per
-    stream.
+    """Load of a client: one stream for each of `api_keys`, each with `outstanding_count` requests.
 
-    rate_per_s: random arrivals on all streams together instead of concurrent requests; 0: none.
+    `rate_per_s` asks for random arrivals on all streams together instead; 0 for none.
     """
 
     address: str
@@ -52,10 +51,9 @@ class Load:
 
 @dataclass(slots=True)
 class Seen:
-    """Measurements of a run after its warm-up. Times in ms by request; stages: the server's, by
-    name.
+    """Measurements of a run after its warm-up, in ms by request.
 
-    request_count_total: including the warm-up.
+    `stages` are the server's, by name. `request_count_total` includes the warm-up.
     """
 
     request_count: int = 0
@@ -69,7 +67,7 @@ class Seen:
 
 
 class RequestMaker:
-    """Builds start frames as bytes that differ only in their id."""
+    """Builder of start frames as bytes, which differ only in their request id."""
 
     def __init__(self, model: str, prompt: str) -> None:
         start = pb.StartFrame(model=model, text=prompt, max_output_tokens=1, ignore_eos=True)
@@ -79,7 +77,7 @@ class RequestMaker:
         self._head, _, self._tail = message.SerializeToString().partition(b"x" * UUID_CHARS)
 
     def make(self, count: int, sent_at: dict[str, float]) -> bytes:
-        """Return a message with this many starts, and record their ids."""
+        """Build a message with this many start frames, and record their ids."""
         now, parts = time.perf_counter(), []
         for _ in range(count):
             request_id = str(uuid.uuid4())
@@ -89,7 +87,7 @@ class RequestMaker:
 
 
 class Client:
-    """All streams of one run."""
+    """gRPC client that holds all streams of one run."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -99,7 +97,7 @@ class Client:
         self._random = random.Random(0)
 
     async def run(self) -> Seen:
-        """Load for the given time and return the measurements."""
+        """Load the server for the given time and return the measurements."""
         async with asyncio.TaskGroup() as tasks:
             streams = [tasks.create_task(self._stream(key)) for key in self._load.api_keys]
             await asyncio.sleep(self._load.warm_up_s)
@@ -143,7 +141,7 @@ class Client:
             await call.write(self._maker.make(1, sent_at))
 
     def _take(self, answer: pb.GenerateResponse, sent_at: dict[str, float]) -> int:
-        """Record the frames of a message; return the number of ended requests."""
+        """Record the frames of a message. Return the number of requests that it ends."""
         now, ended_count = time.perf_counter(), 0
         for frame in answer.frames:
             kind = frame.WhichOneof("kind")
@@ -166,12 +164,12 @@ class Client:
 
 
 def until_batch_ms(timings: types_pb2.Timings) -> dict[str, float]:
-    """Return the time from the start frame's arrival to the engine's batch, by stage."""
+    """Extract the durations of the stages before the engine's batch, in ms by name."""
     return {name: getattr(timings, f"{name}_ms") for name in STAGES}
 
 
 async def answer_all(requests: AsyncIterator[pb.GenerateRequest], context: Any) -> None:
-    """Answer each start with two messages, with the frames of a successful request."""
+    """Answer each start frame with the frames of a successful request, in two messages."""
     admitted = pb.AdmittedFrame(
         input_token_count=25, price_version=1, quotas=[types_pb2.QuotaStatus()] * 5
     )
@@ -200,7 +198,7 @@ def end_frame(request_id: str, finished: pb.FinishedFrame) -> pb.ServerFrame:
 
 
 async def serve_echo() -> None:
-    """Serve until killed; the first line of the output is the address."""
+    """Serve until killed. The first line of the output is the address."""
     server = grpc.aio.server()
     handler = grpc.stream_stream_rpc_method_handler(
         answer_all, pb.GenerateRequest.FromString, pb.GenerateResponse.SerializeToString
@@ -215,7 +213,7 @@ async def serve_echo() -> None:
 
 
 def main() -> None:
-    """Run one of the two roles."""
+    """Run the client or the server."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if sys.argv[1] == "echo":
             runner.run(serve_echo())

@@ -52,7 +52,7 @@ Processes = Mapping[str, Callable[[], list[int]]]  # process ids for separate CP
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Server under test: its address, its port for HTTP (0: none), and its processes."""
+    """Server under test: its address, its HTTP port (0 if it has none), and its processes."""
 
     address: str
     processes: Processes
@@ -61,9 +61,9 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Place of a run: core of the server under test, core of everything else, and database.
+    """Core of the server under test, core of everything else, and database of a run.
 
-    directory: for temporary files; None: the system's.
+    `directory` is for temporary files; None means the system's.
     """
 
     core: int
@@ -81,7 +81,7 @@ class Site:
     def simulated(
         self, time_scale: float, *, profile: str | None = None, **more: Any
     ) -> Iterator[Server]:
-        """Run an api process with a simulated engine; yield the `Server`. more: settings."""
+        """Run an api process with a simulated engine. `more` has further settings."""
         with self.home() as home:
             settings = Settings(
                 database_url=self.database_url,
@@ -97,7 +97,7 @@ class Site:
 
     @contextlib.contextmanager
     def baseline(self, module: str, **parameters: Any) -> Iterator[Server]:
-        """Run the bare server of a load module, whose first line of output is its address."""
+        """Run the bare server of a load module. The first line of its output is its address."""
         command = [sys.executable, "-m", module, "echo", json.dumps(parameters)]
         process = on_core(self.core, command, stdout=subprocess.PIPE)
         assert process.stdout is not None
@@ -111,7 +111,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A printed table: a name and columns. columns: heading and format of each, `{:>9,.0f}`."""
+    """Table printed line by line: a name, and columns with heading and format (`{:>9,.0f}`)."""
 
     name_width: int
     columns: Sequence[tuple[str, str]]
@@ -122,7 +122,7 @@ class Table:
         print(" ".join([f"{name:<{self.name_width}}", *cells]), flush=True)
 
     def print_row(self, name: str, *values: float | None) -> None:
-        """Print one line; a cell is blank for None, and where there is no value."""
+        """Print one line. A cell is blank if it is None or has no value."""
         cells = [
             " " * len(form.format(0.0)) if value is None else form.format(value)
             for value, (_, form) in zip(values, self.columns, strict=False)
@@ -131,7 +131,7 @@ class Table:
 
 
 def options_of(description: str | None, seconds: float) -> argparse.ArgumentParser:
-    """Build a parser with the options of all drivers. seconds: default duration of a case."""
+    """Build a parser with the options of all drivers. `seconds` is the default length of a case."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -146,7 +146,7 @@ def options_of(description: str | None, seconds: float) -> argparse.ArgumentPars
 
 @contextlib.contextmanager
 def new_site(directory: str | None) -> Iterator[Site]:
-    """Claim the cores, and run a migrated temporary database."""
+    """Claim the two cores, and run a temporary, migrated database."""
     core, other_core = claim_cores()
     with database(None, directory) as url:
         migrate(url)
@@ -155,7 +155,7 @@ def new_site(directory: str | None) -> Iterator[Site]:
 
 @contextlib.contextmanager
 def database(database_url: str | None, directory: str | None) -> Iterator[str]:
-    """Yield the named database, or a temporary server under the named directory."""
+    """Yield the URL of the named database, or of a temporary server under `directory`."""
     if database_url:
         yield database_url
         return
@@ -208,7 +208,7 @@ def create_tenants(database_url: str, count: int) -> list[Payer]:
 
 
 def create_keys(database_url: str, count: int) -> list[str]:
-    """Create tenants with five quotas each; return the secrets of their keys."""
+    """Create tenants with five quotas each, and return the secrets of their keys."""
     tenants = create_tenants(database_url, count)
     secrets = [new_secret() for _ in tenants]
     with psycopg.connect(psycopg_conninfo(database_url)) as connection:
@@ -226,7 +226,7 @@ def api_process(
 ) -> Iterator[Server]:
     """Run an api process, with its engine workers on the other core.
 
-    profile: file for a profile of the process, which slows it down.
+    `profile` is the file for a profile of the process, which slows it down.
     """
     command = [sys.executable, "-m", "api"]
     if profile:
@@ -263,7 +263,7 @@ def is_serving(address: str) -> bool:
 
 
 def wait_for(condition: Callable[[], Any], process: subprocess.Popen[bytes], log: Path) -> Any:
-    """Wait for the first value of a condition that is not None.
+    """Poll a condition until its value is not None, and return that value.
 
     Raises: RuntimeError with the end of the log if the process ends before, or takes too long.
     """
@@ -313,7 +313,7 @@ def run_load(
 
 
 def claim_cores() -> tuple[int, int]:
-    """Reserve a core for the server under test; pin this process to the other one. Return both."""
+    """Choose a core for the server under test and pin this process to another. Return both."""
     core, *_, other_core = sorted(os.sched_getaffinity(0)) * 2
     if core == other_core:
         print("there is only one core: client and database share it with the api process")
@@ -335,7 +335,7 @@ def pin(pids: Sequence[int], core: int) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the running child processes of a process."""
+    """Find the running child processes of a process."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):
@@ -344,7 +344,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def cpu_s(pids: Sequence[int]) -> float:
-    """Return user and system time of processes with their ended children, in steps of `TICK_S`."""
+    """Sum user and system time of processes and their ended children, in steps of `TICK_S`."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -353,7 +353,7 @@ def cpu_s(pids: Sequence[int]) -> float:
 
 
 def postgres_pid(database_url: str) -> int:
-    """Return the main process of a PostgreSQL server on this machine, parent of its connections."""
+    """Find the main process of a PostgreSQL server on this machine, parent of its connections."""
     with psycopg.connect(psycopg_conninfo(database_url)) as connection:
         row = connection.execute("SELECT pg_backend_pid()").fetchone()
         assert row is not None
@@ -361,10 +361,10 @@ def postgres_pid(database_url: str) -> int:
 
 
 def status_fields(pid: int) -> list[str]:
-    """Return the fields of `/proc/<pid>/stat` from the state on, which is field 3 of proc(5)."""
+    """Read the fields of `/proc/<pid>/stat` from the state on, which is field 3 of proc(5)."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def quantile_ms(values_s: Sequence[float], share: float) -> float:
-    """Return the quantile of the values, in ms."""
+    """Compute a quantile of values in seconds, in ms."""
     return sorted(values_s)[int(share * (len(values_s) - 1))] * 1000 if values_s else float("nan")

@@ -44,12 +44,12 @@ HARMLESS = ("bytes after the end",)  # forms that end well for the client
 
 
 def marked(name: str, length: int = 8) -> tuple[int, ...]:
-    """Return a prompt that is answered by this form."""
+    """Build the prompt that is answered in this form."""
     return (*MARK, FORM_BASE + list(ALL).index(name), *range(30, 30 + length - 4))
 
 
 class Answer:
-    """A streamed answer to one request."""
+    """Streamed answer to one request."""
 
     def __init__(self, http: web.Request, body: dict[str, Any], style: str) -> None:
         self.http = http
@@ -64,29 +64,29 @@ class Answer:
         self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
 
     async def begin(self, **headers: str) -> None:
-        """Send the head of the response, if it is not sent yet."""
+        """Send the response's head, unless it is sent already."""
         if not self._response.prepared:
             self._response.headers.update(headers)
             await self._response.prepare(self.http)
 
     async def write(self, data: bytes) -> None:
-        """Send bytes of the body."""
+        """Send bytes as a part of the body."""
         await self.begin()
         await self._response.write(data)
 
     async def send(self, message: object) -> None:
-        """Send an event; a message as JSON."""
+        """Send a server-sent event. A message is encoded as JSON."""
         data = message if isinstance(message, bytes) else json.dumps(message).encode()
         await self.write(b"data: " + data + b"\n\n")
 
     def raw(self, data: bytes) -> None:
-        """Send bytes instead of a response, and close the connection after them."""
+        """Send bytes in place of an HTTP response, and close the connection."""
         assert self.http.transport is not None
         self.http.transport.write(data)
         self.http.transport.close()
 
     def chunk(self, ids: list[Any], end: Any = None, **fields: Any) -> dict[str, Any]:
-        """Build a message with tokens. fields: of its choice, or of `/generate`'s message."""
+        """Build a message with tokens; its choice, or `/generate`'s message, gets the `fields`."""
         self.sent += len(ids)
         usage = self.usage()["usage"]
         if self.style == "generate":
@@ -101,13 +101,13 @@ class Answer:
         return {"choices": [choice | {"token_ids": ids} | fields]}
 
     def known(self, ids: list[Any]) -> dict[str, Any]:
-        """Make log-probabilities of tokens."""
+        """Build the log-probabilities of tokens."""
         names = [f"token_id:{each}" for each in ids]
         tops = [{name: -0.5, "token_id:7": -1.5} for name in names]
         return {"tokens": names, "token_logprobs": [-0.5] * len(ids), "top_logprobs": tops}
 
     def usage(self, **changes: Any) -> dict[str, Any]:
-        """Return the message with the usage."""
+        """Build the message with the usage."""
         counts = {"prompt_tokens": len(self.prompt), "completion_tokens": self.sent}
         if self.style != "generate":
             counts["prompt_tokens_details"] = {"cached_tokens": 0}  # type: ignore[assignment]
@@ -122,7 +122,7 @@ class Answer:
                 await asyncio.sleep(pause_s)
 
     async def finish(self, **usage: Any) -> None:
-        """Send the usage and the end."""
+        """Send the usage, and the event that ends the stream."""
         if self.style != "generate":
             await self.send(self.usage(**usage))
         await self.send(b"[DONE]")
@@ -132,7 +132,7 @@ Form = Callable[[Answer], Awaitable[object]]
 
 
 def ids(*token_ids: Any) -> Form:
-    """Send these token ids as the first ones."""
+    """Make a `Form` that sends these token ids first."""
 
     async def form(answer: Answer) -> None:
         await answer.tokens(2, end=False)
@@ -144,7 +144,7 @@ def ids(*token_ids: Any) -> Form:
 
 
 def raw_ids(text: bytes) -> Form:
-    """Send a message with this text as the list of token ids."""
+    """Make a `Form` that sends a message with this text in place of the list of token ids."""
 
     async def form(answer: Answer) -> None:
         message = json.dumps(answer.chunk(["IDS"])).encode()
@@ -156,7 +156,7 @@ def raw_ids(text: bytes) -> Form:
 
 
 def ending(reason: Any, **usage: Any) -> Form:
-    """Send all tokens; end with a reason, and a usage with changes."""
+    """Make a `Form` that sends all tokens, and ends with this reason and a changed usage."""
 
     async def form(answer: Answer) -> None:
         await answer.tokens(answer.count - 1, end=False)
@@ -170,7 +170,7 @@ def ending(reason: Any, **usage: Any) -> Form:
 
 
 def endless(data: bytes, begun: int = 0) -> Form:
-    """Send bytes over and over, after some tokens."""
+    """Make a `Form` that sends bytes over and over, after some tokens."""
     piece = data * max(65536 // len(data), 1)
 
     async def form(answer: Answer) -> None:
@@ -182,7 +182,7 @@ def endless(data: bytes, begun: int = 0) -> Form:
 
 
 def once(data: bytes) -> Form:
-    """Send bytes, then a valid answer."""
+    """Make a `Form` that sends bytes, then a valid answer."""
 
     async def form(answer: Answer) -> None:
         for first in range(0, len(data), 65536):
@@ -194,7 +194,7 @@ def once(data: bytes) -> Form:
 
 
 def status(code: int, body: bytes, **headers: str) -> Form:
-    """Answer with a status."""
+    """Make a `Form` that answers with an HTTP status."""
 
     async def form(answer: Answer) -> web.Response:
         return web.Response(status=code, body=body, headers=headers)
@@ -203,7 +203,7 @@ def status(code: int, body: bytes, **headers: str) -> Form:
 
 
 def raw(data: bytes, times: int = 1) -> Form:
-    """Answer with bytes instead of a valid response."""
+    """Make a `Form` that sends bytes in place of a valid response."""
 
     async def form(answer: Answer) -> None:
         answer.raw(data * times)
@@ -219,7 +219,7 @@ async def huge_error(answer: Answer) -> None:
 
 
 async def compressed(answer: Answer) -> None:
-    """Send zeros, compressed to a thousandth."""
+    """Send a compressed body of zeros that is a thousand times larger when decompressed."""
     await answer.begin(**{"Content-Encoding": "gzip"})
     for _ in range(64):
         await answer.write(gzip.compress(bytes(1 << 20), 6))
@@ -231,13 +231,13 @@ async def unasked_ids(answer: Answer) -> None:
 
 
 async def tokens_without_end(answer: Answer) -> None:
-    """Send tokens for ever."""
+    """Send tokens until the client closes the connection."""
     while True:
         await answer.send(answer.chunk([FIRST_ID]))
 
 
 async def more_after_the_end(answer: Answer) -> None:
-    """Send tokens after the finish reason."""
+    """Send further tokens after the finish reason."""
     await answer.tokens(answer.count)
     await answer.tokens(3)
     await answer.finish()
@@ -264,7 +264,7 @@ async def error_event(answer: Answer) -> None:
 
 
 async def slow_drip(answer: Answer) -> None:
-    """Send a byte from time to time, and no token."""
+    """Send a byte from time to time, but never a token."""
     await answer.tokens(2, end=False)
     while True:
         await answer.write(b":")
@@ -286,12 +286,12 @@ async def cut(answer: Answer) -> None:
 
 
 async def no_end(answer: Answer) -> None:
-    """End the stream without its last message."""
+    """Close the stream without the event that ends it."""
     await answer.tokens(answer.count)
 
 
 async def busy_after_the_end(answer: Answer) -> None:
-    """Send a valid answer, and go on for ever after its end."""
+    """Send a valid answer, and keep sending after its end."""
     await answer.tokens(answer.count)
     await answer.finish()
     while True:
@@ -299,7 +299,7 @@ async def busy_after_the_end(answer: Answer) -> None:
 
 
 def logprobs(**changes: Any) -> Form:
-    """Send tokens with other log-probabilities; without a request for them, end without tokens."""
+    """Make a `Form` that sends other log-probabilities, or no tokens if none were requested."""
 
     async def form(answer: Answer) -> None:
         if answer.logprobs is None:
@@ -393,7 +393,7 @@ FORMS = {name: form for name, form in ALL.items() if name not in HARMLESS}
 
 
 async def complete(http: web.Request) -> web.StreamResponse:
-    """Answer a request for an output."""
+    """Answer a completion request, in a hostile form if its prompt or the rotation selects one."""
     style = http.app["style"]
     body = await http.json()
     is_probe = http.headers.get("X-Request-Id", "").startswith("weir-probe")
@@ -419,14 +419,14 @@ async def complete(http: web.Request) -> web.StreamResponse:
 
 
 async def models(http: web.Request) -> web.StreamResponse:
-    """List the model."""
+    """Answer with the list of models."""
     if http.app["of_health"]:
         return await healthy(http)
     return web.json_response({"data": [{"id": "tiny", "max_model_len": http.app["window"]}]})
 
 
 async def healthy(http: web.Request) -> web.StreamResponse:
-    """Report health."""
+    """Answer a health check."""
     if not (chosen := http.app["of_health"]):
         return web.Response()
     answer = Answer(http, {"prompt": [1], "max_tokens": 5}, http.app["style"])
@@ -438,7 +438,7 @@ async def healthy(http: web.Request) -> web.StreamResponse:
 
 
 async def choose(http: web.Request) -> web.Response:
-    """Set the form of the answers about health and models."""
+    """Set how the server answers requests for its health and models."""
     http.app["of_health"].append(await http.text())
     return web.Response()
 

@@ -46,7 +46,7 @@ PROMPT = " ".join(["hotel"] * PROMPT_TOKENS)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result of one case. unit_us: CPU of the server in µs per token, or per short request."""
+    """Result of one case. `unit_us` is the server's CPU per token, or per short request, in µs."""
 
     unit_us: float
     rate_per_s: float
@@ -56,7 +56,7 @@ class Result:
 
 
 def run(case: Case, server: Server, key: str, seconds: float, **more: Any) -> Result:
-    """Load a server from this process's core. Raises: RuntimeError if the client fails."""
+    """Measure a server under load from one client. Raises: RuntimeError if the client fails."""
     load: dict[str, Any] = {
         "host": "127.0.0.1",
         "port": server.http_port or int(server.address),
@@ -86,7 +86,7 @@ def by_grpc(case: Case, server: Server, key: str, seconds: float) -> Result:
 
 
 def print_row(name: str, result: Result, *derived: float | None) -> None:
-    """Print one line of measured and derived figures."""
+    """Print one line of the table, with the figures computed from the measured ones."""
     TABLE.print_row(
         name,
         result.rate_per_s,
@@ -107,7 +107,7 @@ def print_case(name: str, bare: Result, rpc: Result, http: Result) -> None:
 
 
 def added_ms(result: Result, bare: Result) -> float | None:
-    """Return the time to first token that is added to the bare server's."""
+    """Compute by how many ms the time to first token exceeds that of the bare server."""
     if result.ttft_p50_ms is None or bare.ttft_p50_ms is None:
         return None
     return result.ttft_p50_ms - bare.ttft_p50_ms

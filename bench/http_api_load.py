@@ -45,11 +45,10 @@ END = b"0\r\n\r\n"  # end of a chunked body
 class Load:
     """Load of a client.
 
-    short_tokens: tokens of consecutive answers on each connection; 0: long answers, then probes
-        beside them; see `bench.streams_load`.
-    grpc_address: sends the short answers over gRPC instead.
-    whole: unstreamed answers.
-    period_s: minimum time between the starts of two short answers; 0: none.
+    `short_tokens` is the length of consecutive answers on each connection. With 0, answers are
+    long, and probes follow beside them, as in `bench.streams_load`. With `grpc_address`, short
+    answers are requested over gRPC instead. `whole` asks for unstreamed answers. `period_s` is the
+    minimum time between the starts of two short answers; 0 for none.
     """
 
     host: str
@@ -69,7 +68,7 @@ class Load:
 
 @dataclass(slots=True)
 class Seen:
-    """Measurements of a run after its warm-up. ttft_ms: of the probes."""
+    """Measurements of a run after its warm-up. `ttft_ms` is that of the probes."""
 
     token_count: int = 0
     request_count: int = 0
@@ -79,7 +78,7 @@ class Seen:
 
 
 class Client:
-    """All connections of one run."""
+    """HTTP client that holds all connections of one run."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -87,7 +86,7 @@ class Client:
         self._counting = False
 
     async def run(self) -> Seen:
-        """Warm up, then count; print a line at the begin and the end of counting."""
+        """Warm up, then count. Print a line when counting begins and when it ends."""
         load = self._load
         async with asyncio.TaskGroup() as tasks:
             work = self._call_short if load.grpc_address else self._ask_long
@@ -195,7 +194,7 @@ class Client:
 
 
 class Echo:
-    """Answers each chat with one event per step, from the next step on, like an engine."""
+    """Server that answers each chat with one event per step, from the next step on."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -226,7 +225,7 @@ class Echo:
 
 
 async def serve_echo(step_s: float) -> None:
-    """Serve until killed; the first line of the output is the port."""
+    """Serve until killed. The first line of the output is the port."""
     echo = Echo(step_s)
     server = await asyncio.get_running_loop().create_server(
         web.Server(echo.answer, access_log=None), "127.0.0.1", 0
@@ -236,7 +235,7 @@ async def serve_echo(step_s: float) -> None:
 
 
 def main() -> None:
-    """Run one of the two roles."""
+    """Run the client or the server."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if sys.argv[1] == "echo":
             runner.run(serve_echo(**json.loads(sys.argv[2])))

@@ -86,9 +86,10 @@ async def authenticate(request, api_key):
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Gateway under test. serving, others: ids of the processes that serve HTTP, and of the rest.
+    """Gateway under test, with its `name` in the table.
 
-    name: in the table. body: parameters that only this gateway gets.
+    `serving` returns the ids of the processes that serve HTTP, `others` those of the rest. `body`
+    has parameters that only this gateway gets.
     """
 
     name: str
@@ -103,7 +104,8 @@ class Running:
 class Rate:
     """Requests per second in one case, and CPU per request in µs.
 
-    serving_us: of the process that serves HTTP; total_us: of all processes of the gateway.
+    `serving_us` is that of the process that serves HTTP, `total_us` that of all processes of the
+    gateway.
     """
 
     requests_per_s: float
@@ -117,7 +119,7 @@ class Rate:
 
 
 def free_port() -> int:
-    """Return a port that is free now."""
+    """Find a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -146,7 +148,7 @@ def started(
 
 @contextlib.contextmanager
 def upstream(step_s: float) -> Iterator[int]:
-    """Run the upstream beside this process; yield its port."""
+    """Run the upstream beside this process, and yield its port."""
     tokenizer = Tokenizer(next(iter(bundled_models().values())))
     load = {"step_s": step_s, "token_id": tokenizer.encode(TOKEN)[0]}
     command = [sys.executable, "-m", "bench.http_peers_load", "upstream", json.dumps(load)]
@@ -162,7 +164,7 @@ def upstream(step_s: float) -> Iterator[int]:
 def weir(
     site: Site, settings: Mapping[str, Any], key: str, name: str = "Weir", process_count: int = 1
 ) -> Iterator[Running]:
-    """Run api processes; `settings` have the database and the engine."""
+    """Run api processes. `settings` has the database and the engine."""
     with contextlib.ExitStack() as stack:
         servers: list[Server] = []
         for index in range(process_count):
@@ -183,7 +185,7 @@ def weir(
 
 
 def weir_settings(url: str, home: Path, engine: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of an api process."""
+    """Build the settings of an api process."""
     return {
         "database_url": url,
         "home": home,
@@ -197,7 +199,7 @@ def weir_settings(url: str, home: Path, engine: Mapping[str, Any]) -> dict[str, 
 def litellm(
     site: Site, python: Path, upstream_port: int, *, more: str = "", process_count: int = 1
 ) -> Iterator[Running]:
-    """Run LiteLLM's proxy as its page on production advises. more: lines of its configuration."""
+    """Run LiteLLM's proxy as its page on production advises, configured with the lines `more`."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench-")))
         tokens_max = LIMIT * (len(PROMPT.split()) + OUTPUT_TOKENS)
@@ -233,7 +235,7 @@ litellm_settings: {{num_retries: 0, telemetry: false{more}
 
 @contextlib.contextmanager
 def smg(site: Site, python: Path, upstream_port: int) -> Iterator[Running]:
-    """Run SMG in front of the upstream, until it has registered it."""
+    """Run SMG in front of the upstream. Waits until SMG has registered the upstream."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weir-bench-")))
         port, log = free_port(), folder / "smg.log"
@@ -257,7 +259,7 @@ def smg(site: Site, python: Path, upstream_port: int) -> Iterator[Running]:
 
 
 def smg_python() -> Path | None:
-    """Install SMG unless it is there; return its interpreter, or print the reason for None."""
+    """Install SMG unless it is installed. Return its interpreter; on failure, print why."""
     peer = PEERS["smg"]
     try:
         print(f"SMG {install(peer)}", flush=True)
@@ -268,7 +270,7 @@ def smg_python() -> Path | None:
 
 
 def client(gateway: Running, mode: str, **more: Any) -> subprocess.Popen[str]:
-    """Start the client on this process's core."""
+    """Start the client process on this process's core."""
     load = {
         "ports": list(gateway.ports),
         "headers": {"authorization": f"Bearer {gateway.key}"},
@@ -307,7 +309,7 @@ def rate(gateway: Running, connection_count: int, seconds: float, *, streams: bo
 
 
 def ttft_ms(gateway: Running, seconds: float) -> float:
-    """Return the median time to the first token on one connection that is idle between requests."""
+    """Measure the median time to first token on one connection that is idle between requests."""
     load = {"connection_count": 1, "seconds": seconds, "streams": True, "pause_s": 0.01}
     return float(statistics.median(seen_by(client(gateway, "rate", **load))["ttft_ms"]))
 
@@ -324,7 +326,7 @@ def burst(gateway: Running) -> int:
 
 
 def delivered_until_kill(gateway: Running, connection_count: int) -> list[str]:
-    """Kill the gateway under load; return the ids of the complete responses."""
+    """Kill the gateway under load. Return the ids of the complete responses."""
     load = {"connection_count": connection_count, "delivered_count": KILL_AFTER_COUNT}
     process = client(gateway, "delivered", **load)
     assert process.stdout is not None
@@ -367,7 +369,7 @@ def litellm_lost(site: Site, python: Path, upstream_port: int) -> tuple[int, int
 
 
 def limit_key(database_url: str, dimension: str, prompt_tokens: int) -> str:
-    """Create a key with a limit for 100 requests of the burst; return its secret."""
+    """Create a key with a limit of 100 burst requests, and return its secret."""
     [secret] = create_keys(database_url, 1)
     tokens = dimension == LIMITS["tokens"]
     limit = LIMIT * (prompt_tokens + OUTPUT_TOKENS) if tokens else LIMIT
@@ -382,7 +384,7 @@ def limit_key(database_url: str, dimension: str, prompt_tokens: int) -> str:
 
 
 def prompt_token_count(gateway: Running) -> int:
-    """Return the number of tokens of the prompt that a gateway counts."""
+    """Ask a gateway for the prompt's number of tokens."""
     messages = [{"role": "user", "content": PROMPT}]
     body = json.dumps({"model": MODEL, "messages": messages, "max_tokens": OUTPUT_TOKENS})
     headers = {"authorization": f"Bearer {gateway.key}"}
@@ -393,7 +395,7 @@ def prompt_token_count(gateway: Running) -> int:
 
 @contextlib.contextmanager
 def redis() -> Iterator[int | None]:
-    """Run a Redis server beside this process; yield its port, or None without one."""
+    """Run a Redis server beside this process, and yield its port; None if it is not installed."""
     if (binary := shutil.which("redis-server")) is None:
         print("redis-server is missing: LiteLLM is not measured with two processes")
         yield None
@@ -480,7 +482,7 @@ def measure_bursts(
     prompt_tokens: int,
     figures: Figures,
 ) -> None:
-    """Send bursts to one process and to two, with each limit."""
+    """Send bursts to gateways of one process and of two, with each kind of limit."""
     print(f"\n{BURST} requests at once, limit for {LIMIT}: served by LiteLLM and by Weir")
     for process_count in (1, 2):
         served: dict[str, dict[str, int]] = {"Weir": {}, "LiteLLM": {}}
@@ -515,7 +517,7 @@ def measure_kills(
     port: int,
     figures: Figures,
 ) -> None:
-    """Kill each gateway under load some times."""
+    """Kill each gateway under load several times, and count the responses without a record."""
     kills: dict[str, Callable[[], tuple[int, int]]] = {
         "LiteLLM": lambda: litellm_lost(site, options.litellm, port),
         "Weir": lambda: weir_lost(site, settings, key),

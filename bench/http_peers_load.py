@@ -33,11 +33,12 @@ WINDOW_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load of a client. ports: connections are spread over them. body: further parameters.
+    """Load of a client, whose connections are spread over `ports`. `body` has further parameters.
 
-    mode: `rate`: consecutive requests on each connection for a time; `burst`: one request on each,
-        at once; `delivered`: consecutive requests until the connections break.
-    pause_s: before each request. delivered_count: complete responses before `delivered` counts.
+    In `mode` "rate", each connection sends consecutive requests for a time; in "burst", one
+    request, all at once; in "delivered", consecutive requests until the connections break.
+    `pause_s` is the pause before each request, `delivered_count` the number of complete responses
+    before "delivered" counts.
     """
 
     ports: list[int]
@@ -56,9 +57,7 @@ class Load:
 
 @dataclass(slots=True)
 class Seen:
-    """Measurements of a run. request_count, ttft_ms: after the warm-up. delivered: ids of complete
-    responses.
-    """
+    """Measurements of a run: `request_count` and `ttft_ms` after the warm-up, `delivered` ids."""
 
     request_count: int = 0
     wall_s: float = 0.0
@@ -69,7 +68,7 @@ class Seen:
 
 
 class Client:
-    """All connections of one run."""
+    """HTTP client that holds all connections of one run."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -97,7 +96,7 @@ class Client:
         )
 
     async def run(self) -> Seen:
-        """Run the load; print a line when counting begins, and one when it ends."""
+        """Run the load. Print a line when counting begins and when it ends."""
         load = self._load
         opened = [
             await asyncio.open_connection("127.0.0.1", load.ports[index % len(load.ports)])
@@ -179,17 +178,17 @@ async def read_response(reader: asyncio.StreamReader) -> tuple[int, bytes, float
 
 
 def chunk(data: bytes) -> bytes:
-    """Encode a chunk of a chunked body."""
+    """Encode a chunk of a body with chunked transfer encoding."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 def event(value: object) -> bytes:
-    """Return a server-sent event as a chunk."""
+    """Encode a server-sent event as a chunk."""
     return chunk(b"data: %b\n\n" % json.dumps(value).encode())
 
 
 def response(value: object) -> bytes:
-    """Return a whole response."""
+    """Encode a whole response with its head."""
     body = json.dumps(value).encode()
     return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
         len(body),
@@ -198,7 +197,7 @@ def response(value: object) -> bytes:
 
 
 class Upstream(asyncio.Protocol):
-    """Connection of the upstream: OpenAI's chat and plain completions, one token per step.
+    """Server side of one connection: OpenAI's chat and plain completions, one token per step.
 
     `POST /records` receives the records of LiteLLM's `generic_api` callback, which `GET /records`
     lists.
@@ -279,7 +278,7 @@ class Upstream(asyncio.Protocol):
         self._stream(count, part(None), part("length") + last)
 
     def _stream(self, count: int, each: bytes, last: bytes) -> None:
-        """Send one token per step; the first one after a step."""
+        """Send one token per step, beginning after the first step."""
         head = (
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
         )
@@ -299,7 +298,7 @@ class Upstream(asyncio.Protocol):
 
 
 def dechunked(data: bytearray, start: int) -> tuple[bytes, int] | None:
-    """Return a chunked body and the position after it; None before its last chunk has arrived."""
+    """Decode a chunked body; return it with the position after it, or None until it is complete."""
     body = b""
     while (line_end := data.find(b"\r\n", start)) >= 0:
         size = int(data[start:line_end], 16)
@@ -314,14 +313,14 @@ def dechunked(data: bytearray, start: int) -> tuple[bytes, int] | None:
 
 
 def usage(prompt_tokens: int, count: int) -> dict[str, Any]:
-    """Return the member with the usage."""
+    """Build the member `usage` of a response."""
     counts = {"prompt_tokens": prompt_tokens, "completion_tokens": count}
     total = {"total_tokens": prompt_tokens + count, "prompt_tokens_details": {"cached_tokens": 0}}
     return {"usage": counts | total}
 
 
 async def serve_upstream(step_s: float, token_id: int) -> None:
-    """Serve until killed; the first line of the output is the port."""
+    """Serve until killed. The first line of the output is the port."""
     server = await asyncio.get_running_loop().create_server(
         lambda: Upstream(step_s, token_id), "127.0.0.1", 0, backlog=1024
     )
@@ -330,7 +329,7 @@ async def serve_upstream(step_s: float, token_id: int) -> None:
 
 
 def main() -> None:
-    """Run one of the two roles."""
+    """Run the client or the upstream."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if sys.argv[1] == "upstream":
             runner.run(serve_upstream(**json.loads(sys.argv[2])))

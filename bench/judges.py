@@ -88,7 +88,7 @@ def completion(chance: random.Random, **fields: Any) -> Body:
 
 
 def turns(chance: random.Random) -> Body:
-    """Return a chat with a system message and earlier turns."""
+    """Build a chat with a system message and earlier turns."""
     messages: list[Body] = []
     if chance.random() < 0.5:
         messages.append({"role": "system", "content": words(chance, 4)})
@@ -110,7 +110,7 @@ def tool(name: str) -> Body:
 
 
 def tools(chance: random.Random) -> Body:
-    """Return a chat with tools, perhaps after a call."""
+    """Build a chat with tools, in some cases after a call."""
     body = chat(chance, tools=[tool("order"), tool("hotel")], max_tokens=60)
     if chance.random() < 0.5:
         call = {"name": "order", "arguments": json.dumps({"id": chance.choice(WORDS)})}
@@ -123,21 +123,21 @@ def tools(chance: random.Random) -> Body:
 
 
 def forced(chance: random.Random) -> Body:
-    """Return a chat that must call a tool."""
+    """Build a chat that must call a tool."""
     named = {"type": "function", "function": {"name": "hotel"}}
     body = chat(chance, tools=[tool("order"), tool("hotel")], max_tokens=80)
     return body | {"tool_choice": chance.choice(["required", named])}
 
 
 def stops(chance: random.Random) -> Body:
-    """Return a request with stop sequences that are likely to occur."""
+    """Build a request with stop sequences that are likely to occur."""
     stop = chance.choice(["e", ["is", "the"], [" a", "."], "\n", ["I", "you"], "<|end|>"])
     build = chance.choice([chat, completion])
     return build(chance, stop=stop, max_tokens=40)
 
 
 def structured(chance: random.Random) -> Body:
-    """Return a chat whose answer follows a schema."""
+    """Build a chat whose answer must follow a schema."""
     properties = {"name": {"type": "string", "maxLength": 12}, "count": {"type": "integer"}}
     schema = {"type": "object", "properties": properties, "required": ["name", "count"]} | {
         "additionalProperties": False
@@ -175,7 +175,7 @@ KINDS: dict[str, Callable[[random.Random], Body]] = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request. number: in the order of the run."""
+    """Request to compare. `number` is its position in the run."""
 
     number: int
     kind: str
@@ -191,7 +191,7 @@ class Request:
 
 
 def requests(count: int, seed: int, only: list[str]) -> list[Request]:
-    """Draw requests of all kinds in turn."""
+    """Generate `count` requests, taking the kinds in turn."""
     chance = random.Random(seed)
     kinds = only or list(KINDS)
     made = []
@@ -202,7 +202,7 @@ def requests(count: int, seed: int, only: list[str]) -> list[Request]:
 
 
 def joined(events: list[Body]) -> Body:
-    """Return the answer that streamed events add up to."""
+    """Merge streamed events into one answer."""
     choices: dict[int, Body] = {}
     usage: Body = {}
     for event in events:
@@ -228,7 +228,7 @@ def joined(events: list[Body]) -> Body:
 
 
 def plain(choice: Body) -> Body:
-    """Convert a choice of a whole answer to the form of `joined`."""
+    """Convert a choice of an unstreamed answer to the format of `joined`."""
     message = choice.get("message", choice)
     calls = [each["function"] for each in message.get("tool_calls") or ()]
     return {
@@ -240,7 +240,7 @@ def plain(choice: Body) -> Body:
 
 
 def facts(status: int, answer: Body) -> Body:
-    """Return what is compared, by field."""
+    """Extract the fields of an answer that are compared."""
     if status != 200 or "error" in answer:
         return {"status": status if status != 200 else "error event"}
     usage = answer.get("usage") or {}
@@ -256,7 +256,7 @@ def facts(status: int, answer: Body) -> Body:
 
 
 def of_logprobs(choice: Body) -> Body:
-    """Return log-probabilities by field, in the same form for both APIs."""
+    """Extract log-probabilities by field, in one format for both APIs."""
     known = choice.get("logprobs") or {}
     if content := known.get("content"):
         return {
@@ -284,7 +284,7 @@ def as_json(text: str) -> Any:
 
 
 def is_close(one: Any, other: Any) -> bool:
-    """Return whether two facts are equal up to the margin of numbers."""
+    """Return whether two facts are equal, numbers up to a tolerance."""
     if isinstance(one, float) or isinstance(other, float):
         if not isinstance(one, int | float) or not isinstance(other, int | float):
             return False
@@ -297,7 +297,7 @@ def is_close(one: Any, other: Any) -> bool:
 
 
 def answer_to(url: str, model: str, key: str, request: Request) -> tuple[int, Body]:
-    """Send a request; return its status and its answer, joined."""
+    """Send a request. Return its status and its answer, joined if it was streamed."""
     body = request.body | {"model": model}
     if request.is_streamed:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -318,7 +318,7 @@ def answer_to(url: str, model: str, key: str, request: Request) -> tuple[int, Bo
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A field in which an answer differs from vLLM's. by: model of Weir."""
+    """Field in which an answer differs from vLLM's. `by` is the model of Weir that gave it."""
 
     request: Request
     by: str
@@ -333,7 +333,7 @@ class Difference:
 
 
 def differences(request: Request, by: str, theirs: Body, ours: Body) -> list[Difference]:
-    """Return the fields that differ."""
+    """Compare two answers and return the fields that differ."""
     names = (theirs | ours) if theirs["status"] == ours["status"] else ["status"]
     return [
         Difference(request, by, name, theirs.get(name), ours.get(name))
@@ -376,7 +376,7 @@ def weir(peer: str, directory: Path, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def compare(options: argparse.Namespace, peer: str, url: str, key: str) -> bool:
-    """Send all requests to all three; print the result. Return whether all is explained."""
+    """Send all requests to all three and print the result. Return whether all is explained."""
     made = requests(options.count, options.seed, options.only)
     targets = {PEER: (f"http://{peer}", PEER), THROUGH: (url, THROUGH), OWN: (url, OWN)}
     found: list[Difference] = []

@@ -26,7 +26,7 @@ RUN_MAX_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Server, its model and key, and the number of requests: agents at once, and all."""
+    """Server with its model and key, the number of concurrent agents, and that of all requests."""
 
     url: str
     api_key: str
@@ -37,7 +37,7 @@ class Load:
 
     @property
     def user_tokens(self) -> int:
-        """Tokens of the user message: those of the prompt without system prompt and template."""
+        """Tokens of the user message: those of the prompt, less system prompt and template."""
         empty = [ChatMessage("system", ""), ChatMessage("user", "")]
         template_tokens = len(Tokenizer(self.directory).encode_chat(empty))
         return REFERENCE_PROMPT_TOKENS - SYSTEM_TOKENS - template_tokens
@@ -45,9 +45,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of one run. Tokens are means of requests; times are p50 and p99 in ms.
+    """Figures of one run. Token counts are means per request; times are p50 and p99 in ms.
 
-    between_ms: time between tokens, a mean for each request.
+    `between_ms` is the time between tokens, averaged over each request.
     """
 
     request_count: int
@@ -77,7 +77,7 @@ class Generator:
 
 
 def guidellm_arguments(load: Load) -> Sequence[str]:
-    """Return arguments of `guidellm` for the workload, with its defaults for everything else."""
+    """Build the arguments of `guidellm` for the workload, with its defaults for everything else."""
     data = {
         "kind": "synthetic_text",
         "prompt_tokens": load.user_tokens,
@@ -120,7 +120,7 @@ def guidellm_figures(results: Any) -> Figures:
 
 
 def aiperf_arguments(load: Load) -> Sequence[str]:
-    """Return arguments of `aiperf`. Unlike GuideLLM, it lets answers end before their maximum."""
+    """Build the arguments of `aiperf`. Unlike GuideLLM, it lets answers end early."""
     return (
         "profile",
         *("--model", load.model, "--url", load.url, "--api-key", load.api_key),
@@ -136,7 +136,7 @@ def aiperf_arguments(load: Load) -> Sequence[str]:
 def aiperf_figures(results: Any) -> Figures:
     """Read the figures in AIPerf's `profile_export_aiperf.json`. Raises: ClientFailed.
 
-    Tokens are those that the server counted.
+    Tokens are counted by the server.
     """
     if failed := results["error_summary"]:
         raise ClientFailed(f"requests failed: {failed}")
@@ -161,7 +161,7 @@ GENERATORS: Mapping[str, Generator] = {
 
 
 def installed() -> dict[str, Client]:
-    """Install the load generators unless they are there. Raises: ClientFailed."""
+    """Install the load generators unless they are installed. Raises: ClientFailed."""
     clients = {each.name: each for each in clients_of(PAGE.read_text(encoding="utf-8"))}
     for name in GENERATORS:
         print(f"{name} {install(clients[name], os.environ)}", flush=True)

@@ -41,7 +41,7 @@ SAMPLED, UNSAMPLED = (
 
 
 class Encoder(SpanExporter):
-    """Encodes spans as an exporter does before sending."""
+    """Sink that encodes spans as an exporter does before it sends them."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Implement `SpanExporter.export`."""
@@ -50,7 +50,7 @@ class Encoder(SpanExporter):
 
 
 def an_ending(traceparent: str = "") -> Ending:
-    """Make the end of a request of the reference workload."""
+    """Build the end of a request of the reference workload."""
     payer = Payer(uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model=MODEL, text="a prompt"))
     settled = Settled(uuid.uuid4(), 1025, 200, 150, 150, 150, 10**8, "USD", "stop")
@@ -62,7 +62,7 @@ def an_ending(traceparent: str = "") -> Ending:
 
 
 def by_the_library() -> Callable[[], None]:
-    """Return the baseline."""
+    """Make the function that observes a request with `prometheus_client`, the baseline."""
     registry = CollectorRegistry()
     names = [*STAGES, "ttft", "inter_token", "total"]
     histograms = [
@@ -83,14 +83,14 @@ def by_the_library() -> Callable[[], None]:
 
 
 def us(call: Callable[[], object], calls: int = CALLS) -> float:
-    """Measure the µs of CPU of one call."""
+    """Measure the CPU time of one call, in µs."""
     return (
         min(timeit.repeat(call, number=calls, repeat=RUNS, timer=time.process_time)) / calls * 1e6
     )
 
 
 def slow_write() -> float:
-    """Measure the µs of counting a write that waits for the client."""
+    """Measure the CPU time of counting a write that waits for the client, in µs."""
     flow = FlowControl(None, 60.0, lambda: None)
     times = iter(range(10**9))
     return us(lambda: flow.stalled(next(times), next(times)))

@@ -28,26 +28,28 @@ OUTPUT_MARK = "PEER-RESULT "
 
 
 class PeerMissing(Exception):
-    """Another engine cannot be started, with the option that names it."""
+    """Another engine cannot be started. The message names its option."""
 
 
 def vllm_version(python: Path) -> str:
-    """Return the version of vLLM in an environment. Raises: PeerMissing."""
+    """Ask an environment for its version of vLLM. Raises: PeerMissing."""
     program = "from vllm import LLM, __version__; print(__version__)"
     return _answer("--vllm-python", [str(python), "-c", program]).splitlines()[-1]
 
 
 def llama_cpp_version(server: Path, python: Path) -> str:
-    """Return the version of llama.cpp's server. python: must have `gguf`. Raises: PeerMissing."""
+    """Ask llama.cpp's server for its version, and check that `python` has `gguf`.
+
+    Raises: PeerMissing.
+    """
     _answer("--llama-python", [str(python), "-c", "import gguf"])
     return _answer("--llama-server", [str(server), "--version"]).partition("\n")[0]
 
 
 def _answer(option: str, command: list[str]) -> str:
-    """Return the output of a command that runs outside the repository, whose packages must not
-    shadow others.
+    """Run a command and return its output. Raises: PeerMissing naming the option.
 
-    Raises: PeerMissing, naming the option.
+    It runs outside the repository, whose packages must not hide others.
     """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
@@ -70,7 +72,7 @@ def _answer(option: str, command: list[str]) -> str:
 def measure_vllm(
     python: Path, checkpoint: Path, precision: str, work: dict[str, Any], thread_count: int
 ) -> dict[str, float]:
-    """Run `_drive_vllm` with the other interpreter. work: see `bench.engine.peer_work`."""
+    """Run `_drive_vllm` with vLLM's interpreter. `work` comes from `bench.engine.peer_work`."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"checkpoint": str(checkpoint), "precision": precision} | work, file)
         file.flush()
@@ -99,9 +101,9 @@ def measure_llama_cpp(
     work: dict[str, Any],
     thread_count: int,
 ) -> dict[str, float]:
-    """Start the server with a slot for every request, and send it the workload.
+    """Start llama.cpp's server with a slot for every request, and send it the workload.
 
-    Its file format is written on the first run.
+    The checkpoint is converted to its file format on the first run.
     """
     model = checkpoint / f"{precision}.gguf"
     if not model.exists():
@@ -168,7 +170,7 @@ def measure_llama_cpp(
 
 
 def _alone(ask: Any, work: dict[str, Any]) -> dict[str, float]:
-    """Measure batch-1 decoding, and the time to one token, cold and warm."""
+    """Measure decoding of one request alone, and the time to its first token, cold and warm."""
     measured = {}
     for name in ("short", "long"):
         ask(work[name], 1)
@@ -183,7 +185,7 @@ def _alone(ask: Any, work: dict[str, Any]) -> dict[str, float]:
 def vllm_serving(
     python: Path, checkpoint: Path, precision: str, name: str, thread_count: int, *options: str
 ) -> Iterator[str]:
-    """Serve a checkpoint by vLLM over HTTP; yield host:port. name: of the model."""
+    """Serve a checkpoint under the model name `name` by vLLM over HTTP, and yield host:port."""
     port = _free_port()
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", f"--model={checkpoint}"]
     command += [f"--served-model-name={name}", "--host=127.0.0.1", f"--port={port}"]
@@ -272,7 +274,7 @@ def _drive_vllm(work: dict[str, Any]) -> None:
 
 
 def _write_gguf(checkpoint: Path, to: Path) -> None:
-    """Write the checkpoint in llama.cpp's format, with an interpreter with `gguf`.
+    """Write the checkpoint in llama.cpp's format, using an interpreter that has `gguf`.
 
     Heads are not permuted, since the weights are random.
     """

@@ -43,7 +43,7 @@ LOCK_FILE = ".up.lock"
 
 
 class Up:
-    """A running `weir up` with a home of its own, and clients that send requests."""
+    """Running `weir up` with its own home directory, and clients that send requests."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -59,8 +59,10 @@ class Up:
         self.answered_sent_at = -1.0  # sending time of the latest request that was answered
 
     def parts(self) -> dict[str, int]:
-        """Return the processes by command, without PostgreSQL's children and the one that guards
-        the supervisor by the same command."""
+        """Find the processes, by command.
+
+        Leaves out PostgreSQL's children, and the guard, whose command is that of the supervisor.
+        """
         postmaster = EmbeddedPostgres(self.home / "postgres", self.home).pid
         own = started_with(STACK_HOME, str(self.home))
         below = [each for top in (self.process.pid, *own) for each in descendants(top)]
@@ -68,7 +70,7 @@ class Up:
         return {re.sub(r"^\S+/| --.*", "", command_line(pid)).strip(): pid for pid in pids}
 
     def is_ready(self, pid: int) -> bool:
-        """Return whether a process says that it is ready."""
+        """Return whether a process reports that it is ready."""
         served = read_endpoint(self.home)
         ready = {written_pid(self.home / name) for name in (WORKER_READY, LOCK_FILE)}
         return pid in ready or (served.serving and served.pid == pid)
@@ -91,11 +93,11 @@ class Up:
                 await asyncio.sleep(POLL_S)
 
     async def answered(self, since: float) -> None:
-        """Wait until a request sent after a moment is answered."""
+        """Wait until a request that was sent after `since` is answered."""
         await until(lambda: self.answered_sent_at > since, "a request to be answered")
 
     async def kill(self, name: str) -> tuple[float, float]:
-        """Kill a process; return seconds and processor seconds until another does its work."""
+        """Kill a process, and wait until another does its work. Return seconds and CPU seconds."""
         parts = self.parts()
         pid, was_ready, at = parts[name], self.is_ready(parts[name]), time.monotonic()
         os.kill(pid, signal.SIGKILL)
@@ -110,7 +112,7 @@ class Up:
 
 
 async def until(true: Callable[[], bool], what: str) -> None:
-    """Wait for a condition. Raises: TimeoutError."""
+    """Poll until a condition is true. Raises: TimeoutError naming `what`."""
     deadline = time.monotonic() + PATIENCE_S
     while not true():
         if time.monotonic() > deadline:
@@ -120,7 +122,7 @@ async def until(true: Callable[[], bool], what: str) -> None:
 
 @contextlib.asynccontextmanager
 async def running(home: Path, client_count: int) -> AsyncIterator[tuple[Up, float]]:
-    """Start everything; yield it under load, with the seconds until the first answer."""
+    """Start everything, and yield it under load with the seconds until the first answer."""
     at, up = time.monotonic(), Up(home)
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -135,7 +137,7 @@ async def running(home: Path, client_count: int) -> AsyncIterator[tuple[Up, floa
 
 
 async def measure(rounds: int, client_count: int) -> None:
-    """Start, kill and print."""
+    """Start everything, kill each process in turn, and print the times."""
     took_s: dict[str, list[tuple[float, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="weir-bench-") as directory:
         home = Path(directory) / "home"

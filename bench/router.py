@@ -49,7 +49,7 @@ POLICY_ORDER = ("round_robin", "least_loaded", "prefix_aware")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A conversation's next input and the length of its answer. pause_s: before it."""
+    """Next input of a conversation, and the length of its answer. It follows after `pause_s`."""
 
     token_ids: tuple[int, ...]
     answer_token_count: int
@@ -58,7 +58,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """One conversation; its first turn begins with the application's system prompt."""
+    """Conversation whose first turn begins with the system prompt of its application."""
 
     arrives_at_s: float
     turns: tuple[Turn, ...]
@@ -66,7 +66,7 @@ class Dialogue:
 
 @dataclass(slots=True)
 class Seen:
-    """Results of one policy on the trace. loads: seconds of computing by replica."""
+    """Results of one policy on the trace. `loads` has the seconds of computing by replica."""
 
     ttfts_ms: list[float] = field(default_factory=list)
     prompt_token_count: int = 0
@@ -77,7 +77,7 @@ class Seen:
 def make_trace(
     conversation_count: int, per_second: float, seed: int, turns: tuple[int, int] = TURNS
 ) -> list[Dialogue]:
-    """Draw a trace, the same for every policy. turns: minimum and maximum of a conversation."""
+    """Draw a trace, the same for every policy. `turns` are a conversation's minimum and maximum."""
     rng = random.Random(seed)
 
     def tokens(bounds: tuple[int, int]) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ async def converse(replicas: ReplicaSet, dialogue: Dialogue, number: int, seen: 
 
 
 async def run_policy(policy: str, trace: Iterable[Dialogue], replica_count: int) -> Seen:
-    """Run the trace on new replicas."""
+    """Run the trace on new replicas with this placement policy."""
     directory: Path = bundled_models()[DEMO_MODEL_NAME]
     limits = EngineLimits(
         context_window_tokens=131_072,
@@ -153,12 +153,12 @@ async def run_policy(policy: str, trace: Iterable[Dialogue], replica_count: int)
 
 
 def measure(trace: list[Dialogue], replica_count: int) -> dict[str, Seen]:
-    """Run all policies, each in its own loop."""
+    """Run all policies one after the other, each in its own event loop."""
     return {policy: measure_one(policy, trace, replica_count) for policy in POLICY_ORDER}
 
 
 def measure_one(policy: str, trace: list[Dialogue], replica_count: int) -> Seen:
-    """Run one policy."""
+    """Run one policy in a new event loop."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(run_policy(policy, trace, replica_count))
 
@@ -175,12 +175,12 @@ def measure_side_by_side(trace: list[Dialogue], replica_count: int) -> dict[str,
 
 
 def mean(values: list[float]) -> float:
-    """Return the mean; 0 for no values."""
+    """Compute the mean; 0 if there are no values."""
     return sum(values) / max(len(values), 1)
 
 
 def report(found: dict[str, Seen]) -> str:
-    """Return the table and the main ratio."""
+    """Format the table and the main ratio."""
     lines = [
         f"{'policy':<14}{'prefix hits':>12}{'TTFT mean':>12}{'p50':>10}{'p99':>11}"
         f"{'busiest / mean':>17}"

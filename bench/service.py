@@ -60,7 +60,7 @@ Prompt = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of the workload. ttfts_ms: of each request."""
+    """Result of one run of the workload. `ttfts_ms` has the time to first token of each request."""
 
     tokens_per_s: float
     ttfts_ms: list[float]
@@ -117,7 +117,7 @@ async def run_vllm(session: aiohttp.ClientSession, prompts: Sequence[Prompt]) ->
 
 
 async def run_service(client: AsyncClient, prompts: Sequence[Prompt]) -> Run:
-    """Send all prompts concurrently through the service."""
+    """Send all prompts concurrently to the service."""
 
     async def one(prompt: Prompt) -> tuple[int, float]:
         sent_at, ttft_ms, token_count = time.perf_counter(), 0.0, 0
@@ -139,7 +139,7 @@ async def run_service(client: AsyncClient, prompts: Sequence[Prompt]) -> Run:
 
 
 async def timed(requests: Iterable[Coroutine[None, None, tuple[int, float]]]) -> Run:
-    """Run all requests concurrently; each returns its output tokens and its time to first token."""
+    """Run all requests concurrently. Each returns its output tokens and its time to first token."""
     began_at = time.perf_counter()
     ends = await asyncio.gather(*requests)
     return Run(
@@ -149,7 +149,7 @@ async def timed(requests: Iterable[Coroutine[None, None, tuple[int, float]]]) ->
 
 
 def demo_prompts(directory: Path, count: int) -> list[Prompt]:
-    """Return the copilot's conversations as tokens of the bundled model."""
+    """Encode the copilot's conversations as tokens of the bundled model."""
     tokenizer = Tokenizer(directory)
     return [
         tokenizer.encode_chat(
@@ -162,7 +162,7 @@ def demo_prompts(directory: Path, count: int) -> list[Prompt]:
 def model_and_prompts(
     arguments: argparse.Namespace, settings: Settings
 ) -> tuple[Settings, list[Prompt]]:
-    """Return settings with the measured model, and prompts for all rounds."""
+    """Choose settings with the measured model, and draw prompts for all rounds."""
     count = arguments.agents * (arguments.rounds + 1) * 2
     if arguments.shape == "demo":
         return settings, demo_prompts(settings.models[DEMO_MODEL_NAME], count)
@@ -184,7 +184,7 @@ RunBare = Callable[[Sequence[Prompt]], Awaitable[Run]]
 
 @contextlib.asynccontextmanager
 async def engine_alone(settings: Settings) -> AsyncIterator[tuple[Settings, RunBare]]:
-    """Yield the settings of the service, and a function that runs prompts on the engine alone."""
+    """Open an engine; yield the service's settings, and a function to run prompts on it alone."""
     directory = settings.models[DEMO_MODEL_NAME]
     engine = TorchEngine(torch_settings(settings, DEMO_MODEL_NAME, directory))
     async with asyncio.TaskGroup() as tasks:
@@ -198,7 +198,7 @@ async def engine_alone(settings: Settings) -> AsyncIterator[tuple[Settings, RunB
 async def vllm_alone(
     settings: Settings, python: Path, precision: str
 ) -> AsyncIterator[tuple[Settings, RunBare]]:
-    """Yield settings of a service in front of vLLM, and a function that runs prompts on vLLM."""
+    """Serve vLLM; yield settings of a service in front of it, and a function to run prompts."""
     directory = settings.models[DEMO_MODEL_NAME]
     with vllm_serving(
         python, directory, precision, DEMO_MODEL_NAME, usable_cpus().count
@@ -214,7 +214,7 @@ async def vllm_alone(
 
 
 async def measure(arguments: argparse.Namespace) -> None:
-    """Run both in turn and print medians and their ratio."""
+    """Run service and bare engine in turn, and print medians and their ratio."""
     generators = load_generators.installed() if arguments.load_generators else {}
     settings, prompts = model_and_prompts(arguments, Settings.from_environment())
     bare: list[Run] = []

@@ -40,12 +40,12 @@ class Shape:
 
     @property
     def head_dim(self) -> int:
-        """Floats of one head."""
+        """Number of floats in one head."""
         return self.hidden_size // self.head_count
 
     @property
     def layer_matrices(self) -> dict[str, tuple[int, int]]:
-        """Return names and (rows, columns) of one layer's weights."""
+        """List names and (rows, columns) of one layer's weights."""
         kv_size = self.kv_head_count * self.head_dim
         return {
             "self_attn.q_proj": (self.hidden_size, self.hidden_size),
@@ -69,7 +69,7 @@ class Shape:
 
     @property
     def kv_count_per_token(self) -> int:
-        """Floats of keys and values per position."""
+        """Number of floats of keys and values per position."""
         return 2 * self.layer_count * self.kv_head_count * self.head_dim
 
 
@@ -127,7 +127,7 @@ def _write_tensors(path: Path, shape: Shape, precision: Precision) -> None:
 
 
 def _values(rng: np.random.Generator, name: str, sizes: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Draw norms of one, embeddings of spread 1, matrices that preserve spread."""
+    """Draw weights: norms are one, embeddings have a spread of 1, matrices preserve the spread."""
     if len(sizes) == 1:
         return np.ones(sizes, dtype=np.float32)
     spread = 1.0 if name == "model.embed_tokens.weight" else sizes[1] ** -0.5

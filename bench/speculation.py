@@ -35,7 +35,7 @@ FIRST_SEED = 5000
 
 
 def answer(core: EngineCore, number: int, request: GenerationRequest) -> tuple[list[int], float]:
-    """Return the output, and the seconds from its first token to its last."""
+    """Answer a request. Return the output, and the seconds from its first token to its last."""
     core.add(number, request)
     output: list[int] = []
     first_s = 0.0
@@ -48,7 +48,7 @@ def answer(core: EngineCore, number: int, request: GenerationRequest) -> tuple[l
 
 
 def main() -> None:
-    """Print one line."""
+    """Measure both cores and print one line."""
     parser = argparse.ArgumentParser(prog="python -m bench.speculation")
     parser.add_argument("--precision", choices=("float32", "bfloat16", "int8"), default="bfloat16")
     parser.add_argument("--requests", type=int, default=20)

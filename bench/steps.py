@@ -38,13 +38,13 @@ WARM_UP_STEPS = 20
 
 
 class Clock:
-    """Sums the durations of wrapped calls in one step, by name, in ms."""
+    """Stopwatch that sums the durations of wrapped calls in one step, in ms by name."""
 
     def __init__(self) -> None:
         self.spent_ms: dict[str, float] = {}
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with its time recorded."""
+        """Wrap a function so that the duration of each call is recorded."""
 
         def run(*arguments: Any) -> Any:
             began_s = time.perf_counter()
@@ -59,7 +59,7 @@ class Clock:
 
 
 def open_core(arguments: argparse.Namespace, checkpoint: Path) -> EngineCore:
-    """Return a core in which every sequence decodes."""
+    """Open an engine core in which every sequence decodes."""
     limits = EngineLimits(2048, running_sequence_count_max=max(arguments.sequences, 64))
     options = EngineOptions(
         str(checkpoint), limits, arguments.precision, 2 << 30, draft_token_count_max=0
@@ -115,7 +115,7 @@ def measure(core: Any, step_count: int) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line, measure, and print the medians."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.steps", description=__doc__.split("\n", 1)[0] if __doc__ else None
     )

@@ -47,14 +47,14 @@ TABLE = Table(
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Concurrent answers, each on its own connection, or all on one stream."""
+    """Number of concurrent answers, each on its own connection or all on one stream."""
 
     stream_count: int
     shared: bool = False
 
     @property
     def name(self) -> str:
-        """Label in the table."""
+        """Label of the case in the table."""
         return (
             f"{self.stream_count} on one stream" if self.shared else f"{self.stream_count} streams"
         )
@@ -62,7 +62,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result of one case. CPU of the server in µs."""
+    """Result of one case. CPU times of the server are in µs."""
 
     token_us: float
     message_us: float
@@ -75,19 +75,19 @@ class Result:
 
 
 def scale() -> float:
-    """Return the time scale of the simulated engine at which a small batch takes `STEP_MS`."""
+    """Compute the time scale with which a small batch of the simulated engine takes `STEP_MS`."""
     return STEP_MS / CostModel().weights_ms
 
 
 def step_s(case: Case) -> float:
-    """Return the step time of the simulated engine in this case."""
+    """Compute the duration of a step of the simulated engine in this case."""
     return CostModel(time_scale=scale()).step_s(
         case.stream_count, case.stream_count * (PROMPT_TOKENS + DECODED_TOKENS_MEAN)
     )
 
 
 def run(case: Case, server: Server, key: str, seconds: float, prefetch_tokens: int = 0) -> Result:
-    """Load a server from this process's core. Raises: RuntimeError if the client fails."""
+    """Measure a server under load from one client. Raises: RuntimeError if the client fails."""
     load = {
         "address": server.address,
         "model": MODEL,
@@ -125,7 +125,7 @@ def summary(report: dict[str, Any], cpu_us: float, seconds: float) -> Result:
 
 
 def print_row(name: str, result: Result, bare: Result | None) -> None:
-    """Print one line of the table. bare: the result of the bare server."""
+    """Print one line of the table. `bare` is the result of the bare server."""
     more: tuple[float, ...] = ()
     if bare is not None:
         more = (

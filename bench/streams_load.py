@@ -32,10 +32,10 @@ LONG_TOKENS, PROBE_TOKENS, PROBES = 1500, 2, 4
 class Load:
     """Load of a client.
 
-    stream_count: number of long answers, each on its own connection, or all on one if `shared`.
-    step_s: duration of an engine step. seconds: of reading alone, and again with probes.
-    prefetch_tokens: initial credit of the long answers, renewed when half of it is used, as the SDK
-        does; 0: no credit needed.
+    `stream_count` long answers run, each on its own connection, or all on one if `shared`. `step_s`
+    is the duration of an engine step. Reading takes `seconds` alone, and as many again with probes.
+    `prefetch_tokens` is the initial credit of the long answers, renewed when half of it is used, as
+    the SDK does; 0 if no credit is needed.
     """
 
     address: str
@@ -54,7 +54,7 @@ class Load:
 class Seen:
     """Measurements of a run after its warm-up.
 
-    ttft_ms: of the probe; gap_ms: between messages of one stream, for a sample.
+    `ttft_ms` is that of the probe; `gap_ms` has the gaps between messages, in a sample of streams.
     """
 
     token_count: int = 0
@@ -68,7 +68,7 @@ class Seen:
 def start_message(
     load: Load, token_count: int, request_count: int = 1, prefetch_tokens: int = 0
 ) -> pb.GenerateRequest:
-    """Return one message with that many starts."""
+    """Build one message with this many start frames."""
     start = pb.StartFrame(
         model=load.model, text=load.prompt, max_output_tokens=token_count, ignore_eos=True
     )
@@ -82,7 +82,7 @@ def start_message(
 
 
 def grants(used: Counter[str], prefetch_tokens: int) -> list[pb.ClientFrame]:
-    """Build credit frames for the requests that have used half of theirs."""
+    """Build credit frames for the requests that have used half of their credit."""
     due = [
         request_id for request_id, token_count in used.items() if 2 * token_count >= prefetch_tokens
     ]
@@ -93,7 +93,7 @@ def grants(used: Counter[str], prefetch_tokens: int) -> list[pb.ClientFrame]:
 
 
 class Client:
-    """All streams of one run."""
+    """gRPC client that holds all streams of one run."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -103,7 +103,7 @@ class Client:
         self._all_begun = asyncio.Event()
 
     async def run(self) -> Seen:
-        """Bring all streams to decoding, then count; print a line at begin and end."""
+        """Wait until all streams decode, then count. Print a line when counting begins and ends."""
         load = self._load
         async with asyncio.TaskGroup() as tasks:
             calls = 1 if load.shared else load.stream_count
@@ -126,7 +126,7 @@ class Client:
         return self._seen
 
     async def _decode(self, request_count: int) -> None:
-        """Request long answers, one after the other; several concurrently on a shared stream."""
+        """Request long answers one after the other, or several concurrently on a shared stream."""
         await asyncio.sleep(random.random())  # avoids one huge prefill
         async with self._channel() as channel:
             call = self._open(channel)
@@ -202,7 +202,7 @@ class Client:
 
 
 class Echo:
-    """Answers each start with one token per step, from the next step on, like an engine."""
+    """Server that answers each start frame with one token per step, from the next step on."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -218,7 +218,7 @@ class Echo:
             ended.set()
 
     async def answer(self, requests: AsyncIterator[pb.GenerateRequest], context: Any) -> None:
-        """Answer all requests of one stream, each step in one message."""
+        """Answer all requests of one stream, with one message per step."""
         left: dict[str, int] = {}
         seqs: dict[str, int] = {}
         joined = asyncio.Event()
@@ -260,7 +260,7 @@ class Echo:
 
 
 async def serve_echo(step_s: float) -> None:
-    """Serve until killed; the first line of the output is the address."""
+    """Serve until killed. The first line of the output is the address."""
     echo, server = Echo(step_s), grpc.aio.server()
     handler = grpc.stream_stream_rpc_method_handler(
         echo.answer, pb.GenerateRequest.FromString, pb.GenerateResponse.SerializeToString
@@ -275,7 +275,7 @@ async def serve_echo(step_s: float) -> None:
 
 
 def main() -> None:
-    """Run one of the two roles."""
+    """Run the client or the server."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if sys.argv[1] == "echo":
             runner.run(serve_echo(**json.loads(sys.argv[2])))

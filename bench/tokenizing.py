@@ -24,7 +24,7 @@ PROMPT_COUNT = 200
 
 
 def time_us(encode: Callable[[str], object], prompts: Sequence[str], seconds: float) -> float:
-    """Return the mean time to encode a prompt."""
+    """Measure the mean time to encode a prompt, in µs."""
     count, began_at = 0, time.perf_counter()
     while (elapsed_s := time.perf_counter() - began_at) < seconds:
         for prompt in prompts:

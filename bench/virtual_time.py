@@ -31,14 +31,14 @@ from inference.workers.engine import EngineSequence
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Event loop whose `time` stops while a callback is ready, and else jumps to the next timer."""
+    """Event loop whose `time` stops while callbacks are ready, then jumps to the next timer."""
 
     def __init__(self) -> None:
         super().__init__()
         self._now_s = 0.0
 
     def time(self) -> float:
-        """Return the seconds since the loop began."""
+        """Return the virtual seconds since the loop began."""
         return self._now_s
 
     def _run_once(self) -> None:
@@ -48,10 +48,13 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 class VirtualEngine:
-    """Simulated core in this process on the loop's time; implements `Engine`."""
+    """Simulated engine core in this process, on the loop's virtual time. Implements `Engine`."""
 
     def __init__(self, directory: Path, name: str, cost: CostModel, limits: EngineLimits) -> None:
-        """directory: checkpoint of the tokenizer. Needs the running loop."""
+        """Build an engine for a model. `directory` is a checkpoint, whose tokenizer is used.
+
+        Needs a running event loop.
+        """
         info = read_model_info(
             directory,
             name=name,

@@ -34,7 +34,7 @@ FIELDS = ("Rss", "Pss", "Private_Dirty", "Private_Clean")
 
 
 def memory_mib(pid: int) -> dict[str, float]:
-    """Read the memory of a process, by the kernel's names."""
+    """Read the memory of a process in MiB, under the kernel's names."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     return {
         name: int(rest.split()[0]) / 1024
@@ -44,7 +44,7 @@ def memory_mib(pid: int) -> dict[str, float]:
 
 
 async def two_workers(settings: TorchEngineSettings) -> list[dict[str, float]]:
-    """Start two workers, let each generate, and return the memory of both."""
+    """Start two workers, let each generate some tokens, and return the memory of both."""
     engines = [TorchEngine(settings) for _ in range(WORKERS)]
     async with asyncio.TaskGroup() as tasks:
         for engine in engines:

@@ -94,24 +94,24 @@ NAMED_MODULE = re.compile(r"`([\w/]+\.py)`")
 
 @dataclass(frozen=True)
 class Source:
-    """File of the repository: its path from the root, with `/`, and its text."""
+    """File of the repository: its path from the root with `/`, and its text."""
 
     path: str
     text: str
 
     @cached_property
     def tree(self) -> ast.Module:
-        """Parsed module; for Python files only."""
+        """Parsed module. For Python files only."""
         return ast.parse(self.text, self.path)
 
     @cached_property
     def imports(self) -> list[tuple[int, str]]:
-        """Line and full dotted name of every import, also of those inside functions."""
+        """Line and full dotted name of every import, including those inside functions."""
         return list(imports(self, ast.walk(self.tree)))
 
     @property
     def module(self) -> str:
-        """Dotted name that the module is imported by; that of the package for an `__init__`."""
+        """Dotted name by which the module is imported; for an `__init__`, that of the package."""
         path = self.path.removeprefix(SDK).removesuffix(".py").removesuffix("/__init__")
         return path.replace("/", ".")
 
@@ -138,7 +138,10 @@ RepositoryRule = Callable[[Iterable[Source]], Iterator[Finding]]
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """Imports forbidden under `inside`, except in files under `save_for` and of names in `but`."""
+    """Rule that files under `inside` must not import some modules.
+
+    Files in `save_for` and names in `but` are exempt.
+    """
 
     imported: tuple[str, ...]
     inside: tuple[str, ...]
@@ -499,7 +502,7 @@ def imports(source: Source, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str
 
 
 def borders_hold(source: Source) -> Iterator[Finding]:
-    """Find imports across a border."""
+    """Find imports that a `Border` forbids."""
     for line, name in source.imports:
         for border in BORDERS:
             if border.is_crossed_by(source.path, name):
@@ -536,7 +539,7 @@ def tasks_have_parents(source: Source) -> Iterator[Finding]:
 
 
 def detached_tasks(source: Source) -> Iterator[Finding]:
-    """Find calls that start a task on anything but a known TaskGroup of the module."""
+    """Find calls that start a task on anything other than one of the module's TaskGroups."""
     groups = task_groups(source.tree)
     for node in ast.walk(source.tree):
         match node:
@@ -554,7 +557,7 @@ def detached_tasks(source: Source) -> Iterator[Finding]:
 
 
 def task_groups(tree: ast.Module) -> set[str]:
-    """Return the names that hold a TaskGroup by `async with`, annotation or assignment."""
+    """Collect the names that hold a TaskGroup, by `async with`, annotation or assignment."""
     names: set[str] = set()
     for node in ast.walk(tree):
         match node:
@@ -580,7 +583,7 @@ def task_groups(tree: ast.Module) -> set[str]:
 
 
 def makes_group(value: ast.expr) -> bool:
-    """Return whether an expression is a new TaskGroup, or one entered on an exit stack."""
+    """Return whether an expression creates a TaskGroup, or enters one on an exit stack."""
     match value:
         case ast.Await(value=inner):
             return makes_group(inner)
@@ -647,7 +650,7 @@ def constants_are_at_the_head(source: Source) -> Iterator[Finding]:
 
 
 def late_constants(source: Source) -> list[tuple[int, str]]:
-    """Return line and name of the constants after the first class or function, without SQL."""
+    """List line and name of the constants after the first class or function, without SQL."""
     late: list[tuple[int, str]] = []
     is_late = False
     for node in source.tree.body:
@@ -665,9 +668,9 @@ def late_constants(source: Source) -> list[tuple[int, str]]:
 
 
 def is_sql(value: ast.expr) -> bool:
-    """Return whether a text in the expression starts with an SQL verb, or is a fragment of SQL.
+    """Return whether a text in the expression begins with an SQL verb, or is a fragment of SQL.
 
-    A fragment has several lines and one of SQL's words in capitals, or one of its functions.
+    A fragment has several lines, and an SQL keyword in capitals or an SQL function.
     """
     return any(
         SQL_VERB.match(node.value) or ("\n" in node.value and SQL_WORD.search(node.value))
@@ -682,7 +685,7 @@ def nothing_is_left_undone(source: Source) -> Iterator[Finding]:
 
 
 def nothing_names_one_machine(source: Source) -> Iterator[Finding]:
-    """Find paths of one machine, and addresses of package indexes."""
+    """Find paths that exist on one machine only, and addresses of package indexes."""
     yield from lines_with(MACHINE_PATH, source, "names a path of one machine: {}")
     yield from lines_with(
         PACKAGE_SOURCE, source, "names a source of packages: {}; leave that to pip's settings"
@@ -711,7 +714,7 @@ Location = tuple[str, int]  # a file and a line
 def packages_form_no_cycle(sources: Iterable[Source]) -> Iterator[Finding]:
     """Find cycles of packages in a top-level folder, including imports for type checking.
 
-    The packages of a cycle can be understood, moved and tested only together.
+    You cannot understand, move or test one package of a cycle without the others.
     """
     imported = package_imports(sources)
     for package, locations in imported.items():
@@ -727,7 +730,7 @@ def packages_form_no_cycle(sources: Iterable[Source]) -> Iterator[Finding]:
 def modules_form_no_cycle(sources: Iterable[Source]) -> Iterator[Finding]:
     """Find cycles of modules, including imports for type checking and inside functions.
 
-    The modules of a cycle can be read only together: none of them comes first.
+    You cannot read one module of a cycle without the others.
     """
     for module, target, (path, line) in cyclic_imports(sources):
         yield Finding(
@@ -781,13 +784,13 @@ def package_imports(sources: Iterable[Source]) -> dict[str, dict[str, Location]]
 
 
 def package_of(module: str) -> str:
-    """Return `api.queue` for `api.queue.x` and for `api.queue`, "" outside `PACKAGED`."""
+    """Shorten `api.queue.x` and `api.queue` to `api.queue`, names outside `PACKAGED` to ""."""
     parts = module.split(".")[:2]
     return ".".join(parts) if len(parts) == 2 and f"{parts[0]}/" in PACKAGED else ""
 
 
 def reachable(imported: dict[str, dict[str, Location]], name: str) -> set[str]:
-    """Return the packages or modules that one of them imports, directly or indirectly."""
+    """Collect the packages or modules that `name` imports, directly or indirectly."""
     seen, unread = set[str](), [name]
     while unread:
         new = imported[unread.pop()].keys() - seen
@@ -851,9 +854,9 @@ def page_names_what_exists(sources: Iterable[Source]) -> Iterator[Finding]:
 
 
 def names_of(source: Source) -> set[str]:
-    """Return the functions, classes and constants of a module, and members as `Class.name`.
+    """Collect the functions, classes and constants of a module, and members as `Class.name`.
 
-    For files in other languages, return all words.
+    In files of other languages, every word is a name.
     """
     if not source.is_python:
         return set(re.findall(r"\w+", source.text))
@@ -877,7 +880,10 @@ def names_of(source: Source) -> set[str]:
 
 
 def product_does_not_grow(sources: Iterable[Source]) -> Iterator[Finding]:
-    """Find growth of the product in modules or lines: a new feature needs a simplification."""
+    """Check that the product has no more modules and lines than allowed.
+
+    A new feature needs a simplification elsewhere.
+    """
     modules = [
         source for source in sources if source.is_python and source.path.startswith(PACKAGED)
     ]
@@ -895,7 +901,7 @@ def product_does_not_grow(sources: Iterable[Source]) -> Iterator[Finding]:
 
 
 class Rules:
-    """All rules: of Python files, of all files, and of the whole repository."""
+    """Registry of the rules: for Python files, for all files, and for the whole repository."""
 
     PYTHON: tuple[Rule, ...] = (  # each Python file
         borders_hold,
@@ -920,7 +926,7 @@ class Rules:
 
 
 def repository() -> list[Source]:
-    """Return all text files that git tracks or would add, except generated code and non-UTF-8."""
+    """Read all text files that git tracks or would add, except generated code and non-UTF-8."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(
         listing, cwd=ROOT, check=True, capture_output=True, text=True
@@ -937,7 +943,7 @@ def repository() -> list[Source]:
 
 
 def broken(rule: Rule, sources: list[Source]) -> list[Finding]:
-    """Return the findings of a rule in the files that it applies to."""
+    """Apply a rule to the files that it is for, and return its findings."""
     return [
         finding
         for source in sources

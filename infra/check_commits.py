@@ -35,7 +35,7 @@ TRAILER = re.compile(r"[A-Z][A-Za-z-]+: ")
 
 
 def complaints(message: str, changed_line_count: int) -> Iterator[str]:
-    """Yield the faults of a message. changed_line_count: lines that the commit adds and removes."""
+    """Yield the faults of a message. `changed_line_count` counts lines added and removed."""
     subject, *rest = message.strip().splitlines() or [""]
     if len(subject) > SUBJECT_CHARS_MAX:
         yield (
@@ -57,7 +57,7 @@ def complaints(message: str, changed_line_count: int) -> Iterator[str]:
 
 
 def begins_with_imperative(subject: str) -> bool:
-    """Return whether the first word can be an imperative; an article or a plural cannot."""
+    """Return whether the first word can be an imperative. Articles and plurals cannot."""
     found = FIRST_WORD.match(subject)
     if found is None or NOT_A_VERB.fullmatch(found[1]):
         return False
@@ -82,7 +82,7 @@ def succeeds(repository: Path, *arguments: str) -> bool:
 
 
 def bases(repository: Path, start: str = START) -> list[str]:
-    """Return the revisions whose history is not checked, of those that this clone has."""
+    """List the revisions whose history is not checked, of those that this clone has."""
     found = [start] if succeeds(repository, "cat-file", "-e", f"{start}^{{commit}}") else []
     newest_tag = ("describe", "--tags", "--abbrev=0")
     if succeeds(repository, *newest_tag):
@@ -96,7 +96,7 @@ def bases(repository: Path, start: str = START) -> list[str]:
 
 
 def selected(repository: Path, commit_range: str | None, start: str = START) -> list[str]:
-    """Return the ids of the commits to check, the newest first.
+    """List the ids of the commits to check, newest first.
 
     Raises: CalledProcessError if git does not know `commit_range`.
     """
@@ -108,7 +108,7 @@ def selected(repository: Path, commit_range: str | None, start: str = START) -> 
 
 
 def findings(repository: Path, commit: str) -> Iterator[str]:
-    """Yield the complaints about one commit, unless it is of a kind that is skipped."""
+    """Yield the faults of one commit, unless it is of a kind that is not checked."""
     header, _, message = git(repository, "cat-file", "commit", commit).partition("\n\n")
     # The object names all parents; `git log` hides those beyond the end of a shallow clone.
     if len(re.findall("^parent ", header, re.MULTILINE)) != 1 or re.search(

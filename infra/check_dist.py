@@ -45,7 +45,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def package(pattern: str) -> str:
-    """Return the path of the one file in `dist` that matches. Raises: SystemExit."""
+    """Find the one file in `dist` that matches the pattern. Raises: SystemExit."""
     found = list(DIST.glob(pattern))
     if len(found) != 1:
         raise SystemExit(f"{DIST} must have one {pattern}, but has {len(found)}: run make dist")
@@ -72,7 +72,7 @@ def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> s
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the environment without variables that lead to this checkout or to a server."""
+    """Copy the environment, without variables that lead to this checkout or to a server."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -81,7 +81,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def install(venv: Path, extra: str, *wheels: str) -> None:
-    """Create a virtual environment with the wheels and their requirements only."""
+    """Create a virtual environment that has only the wheels and their requirements."""
     run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=venv.parent)
     (packages,) = venv.glob("lib/python*/site-packages")
     for name in requirements_of(extra, *wheels):
@@ -91,7 +91,7 @@ def install(venv: Path, extra: str, *wheels: str) -> None:
 
 
 def requirements_of(extra: str, *wheels: str) -> set[str]:
-    """Return the distributions that the wheels require with an extra, and what those require."""
+    """Collect the distributions that the wheels require with an extra, and what those require."""
     lines = []
     for wheel in wheels:
         with ZipFile(wheel) as archive:
@@ -113,7 +113,7 @@ def requirements_of(extra: str, *wheels: str) -> set[str]:
 
 
 def link(installed: Distribution, packages: Path) -> None:
-    """Link the files of an installed distribution into a directory of packages."""
+    """Link the files of an installed distribution into the directory `packages`."""
     for file in installed.files or ():
         target, source = packages / file, Path(str(installed.locate_file(file)))
         if ".." not in file.parts and source.is_file():
@@ -127,7 +127,7 @@ def link(installed: Distribution, packages: Path) -> None:
 
 
 def pip(venv: Path, *arguments: str | Path) -> None:
-    """Run the checkout's pip on an environment."""
+    """Run the checkout's pip on the virtual environment `venv`."""
     command = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", venv)
     run(*command, *arguments, cwd=venv.parent)
 
@@ -141,13 +141,13 @@ def install_node_package(project: Path) -> None:
 
 
 def blocks(page: Path, *languages: str) -> list[tuple[str, str]]:
-    """Return language and content of the code blocks of a page in one of these languages."""
+    """Find the code blocks of a page in some languages. Return language and content of each."""
     return [found for found in BLOCK.findall(page.read_text()) if found[0] in languages]
 
 
 @contextmanager
 def server(venv: Path, home: Path) -> Iterator[None]:
-    """Run `weir up` of an environment, on any port, until it takes requests."""
+    """Run `weir up` of a virtual environment on a free port, and wait until it accepts requests."""
     settings = {"WEIR_HOME": str(home), "WEIR_LISTEN": "127.0.0.1:0"}
     log = home.with_suffix(".log")
     with log.open("wb") as output:
@@ -172,7 +172,7 @@ def server(venv: Path, home: Path) -> Iterator[None]:
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Return whether a condition became true in time."""
+    """Poll until `condition` is true or the time is over. Return whether it became true."""
     deadline = time.monotonic() + timeout_s
     while not (true := condition()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -180,7 +180,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def quickstart(python: Path) -> str:
-    """Return the commands and programs of the quickstart, after the set-up, as a shell script."""
+    """Build a shell script of the quickstart's commands and programs, after the set-up."""
     found = blocks(ROOT / "docs" / "quickstart.md", "sh", "python")
     return "set -eu\n" + "".join(
         f"{python} - <<'END'\n{code}END\n" if language == "python" else code
@@ -189,7 +189,7 @@ def quickstart(python: Path) -> str:
 
 
 def request_count(client: Path, cwd: Path, home: dict[str, str]) -> int:
-    """Return the billed requests of the organization `demo` in this month."""
+    """Count the billed requests of the organization `demo` in this month."""
     month = f"{datetime.now(UTC):%Y-%m}"
     report = run(client / "weir", "month", "show", month, "--json", cwd=cwd, env=home)
     count = json.loads(report)["request_counts"]["total_count"]
@@ -198,7 +198,7 @@ def request_count(client: Path, cwd: Path, home: dict[str, str]) -> int:
 
 
 def check(scratch: Path) -> None:
-    """Install the packages, run them and resolve the extras. Raises: SystemExit at a failure."""
+    """Install the packages, run them, and resolve their extras. Raises: SystemExit on failure."""
     server_venv, client_venv, project = (scratch / name for name in ("server", "client", "node"))
     wheel, client_wheel = package("weir_server-*.whl"), package("weir_client-*.whl")
     with timed("installed"), ThreadPoolExecutor() as pool:
@@ -242,7 +242,7 @@ def timed(what: str) -> Iterator[None]:
 
 
 def main() -> int:
-    """Check; return the exit status."""
+    """Run all checks and return the exit status."""
     if shutil.which("npm") is None:
         raise SystemExit("Node.js with npm is not installed")
     with tempfile.TemporaryDirectory(prefix="weir-dist-") as directory:

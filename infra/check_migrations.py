@@ -55,7 +55,7 @@ def database() -> Iterator[str]:
 
 
 def left_over(url: str) -> list[str]:
-    """Return the tables, sequences, functions and types in the schema."""
+    """List the tables, sequences, functions and types in the schema."""
     engine = create_engine(sqlalchemy_url(url))
     try:
         with engine.connect() as connection:
@@ -65,14 +65,14 @@ def left_over(url: str) -> list[str]:
 
 
 def configuration(url: str) -> Config:
-    """Return Alembic's settings for the database at `url`, without output."""
+    """Build Alembic's settings for the database at `url`, without output."""
     config = Config(str(ROOT / "alembic.ini"), stdout=io.StringIO())
     config.attributes["database_url"] = url
     return config
 
 
 def complaints(url: str) -> Iterator[str]:
-    """Yield the faults of the migrations, run on the empty database at `url`."""
+    """Run the migrations on the empty database at `url` and yield their faults."""
     config = configuration(url)
     command.upgrade(config, "head")
     command.downgrade(config, "base")
@@ -85,7 +85,10 @@ def complaints(url: str) -> Iterator[str]:
 
 
 def draft(url: str, name: str) -> Path:
-    """Write a draft of the revision that makes the schema equal the models; return its path."""
+    """Write a draft of the revision that makes the schema equal to the mapped classes.
+
+    Returns the path of the draft.
+    """
     config = configuration(url)
     command.upgrade(config, "head")
     head = ScriptDirectory.from_config(config).get_current_head() or "0000"
@@ -97,7 +100,7 @@ def draft(url: str, name: str) -> Path:
 
 
 def main() -> int:
-    """Check or draft; return the exit status."""
+    """Check the migrations or draft one. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--write", metavar="NAME", help="draft a revision of this name from the difference instead"

@@ -28,21 +28,21 @@ BUF = Path(sys.executable).parent / "buf"
 
 
 class Workspace:
-    """Workspace directory of buf, with the results of buf's commands."""
+    """Workspace of buf in a directory, whose methods run buf's commands."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def lint(self) -> str:
-        """Return complaints about names, structure and missing comments, one per line."""
+        """Run `buf lint` and return its complaints, one per line."""
         return self._buf("lint", "proto")
 
     def unformatted(self) -> str:
-        """Return the diff that `buf format` would make; empty if there is none."""
+        """Run `buf format` and return the diff that it would make; empty if there is none."""
         return self._buf("format", "--diff", "--exit-code", "proto")
 
     def breaking(self, baseline: Path) -> str:
-        """Return the changes that break clients built from `baseline`, one per line."""
+        """Run `buf breaking` and return the changes that break clients built from `baseline`."""
         return self._buf("breaking", "proto", "--against", str(baseline.resolve()))
 
     def freeze(self, baseline: Path) -> None:
@@ -75,7 +75,7 @@ class Workspace:
 
 @contextmanager
 def workspace(proto_root: Path) -> Iterator[Workspace]:
-    """Yield a temporary workspace of the contract under `proto_root` and of google.rpc."""
+    """Create a temporary workspace of the contract under `proto_root` and of google.rpc."""
     with tempfile.TemporaryDirectory(prefix="weir-buf-") as scratch:
         root = Path(scratch)
         for source, module in (
@@ -92,7 +92,7 @@ def workspace(proto_root: Path) -> Iterator[Workspace]:
 
 
 def complaints(proto_root: Path, baseline: Path) -> Iterator[str]:
-    """Yield buf's complaints about the contract under `proto_root`, a text per failed check."""
+    """Run buf on the contract under `proto_root`, and yield the complaints of each failed check."""
     with workspace(proto_root) as contract:
         if output := contract.lint():
             yield f"lint:\n{output}"
@@ -103,7 +103,7 @@ def complaints(proto_root: Path, baseline: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Check, format or freeze; return the exit status."""
+    """Check, format or freeze the contract. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     act = parser.add_mutually_exclusive_group()
     act.add_argument("--format", action="store_true", help="format the .proto files instead")

@@ -36,12 +36,12 @@ PASS = "pass"
 
 
 class ClientFailed(Exception):
-    """Installation or code that failed; the message is the last line of its output."""
+    """An installation or a program failed. The message is the last line of its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Section of the page. install: arguments of `pip` or `npm`. blocks: languages and code."""
+    """Section of the page: arguments of `pip` or `npm`, and code blocks with their languages."""
 
     name: str
     ran: str
@@ -60,7 +60,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Row of the table. wall_s: seconds of the code, without the installation."""
+    """Row of the table. `wall_s` is the duration of the code in seconds, without installation."""
 
     client: Client
     version: str
@@ -73,7 +73,7 @@ class Row:
 
 
 def clients_of(page: str) -> list[Client]:
-    """Return the clients of the page, in its order."""
+    """Parse the clients of the page, in its order."""
     clients = []
     for section in page.split("\n## ")[1:]:
         if blocks := BLOCK.findall(section):
@@ -113,7 +113,7 @@ def run(
 
 
 def install(client: Client, environment: Mapping[str, str]) -> str:
-    """Install a client unless it is there, and return its version. Raises: ClientFailed."""
+    """Install a client unless it is installed, and return its version. Raises: ClientFailed."""
     folder, stamp = client.folder, client.folder / ".installed"
     folder.mkdir(parents=True, exist_ok=True)
     wanted = shlex.join(client.install)
@@ -135,7 +135,7 @@ def install(client: Client, environment: Mapping[str, str]) -> str:
 
 
 def tried(client: Client, environment: Mapping[str, str]) -> Row:
-    """Install a client, run its code, and return its row."""
+    """Install a client, run its code, and return its row of the table."""
     folder = client.folder
     paths = [folder / "bin", folder / "node_modules" / ".bin", environment["PATH"]]
     own = {**environment, "PATH": os.pathsep.join(map(str, paths))}
@@ -180,7 +180,7 @@ def serving() -> Iterator[dict[str, str]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the clients and print the table; 1 if one failed."""
+    """Run the clients and print the table. Return 1 if one failed, else 0."""
     parser = argparse.ArgumentParser(description="Run third-party clients against a new server.")
     parser.add_argument("--write", action="store_true", help="write the table of the page")
     parser.add_argument("client", nargs="*", help="names of sections of the page; default: all")

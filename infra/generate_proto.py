@@ -42,7 +42,7 @@ def protoc(arguments: list[str]) -> None:
 
 
 def generated(root: Path) -> dict[Path, bytes]:
-    """Return the generated files under `root` by relative path."""
+    """Generate the files and return their contents by path relative to `root`."""
     return {
         path.relative_to(root): path.read_bytes()
         for path in root.rglob("*_pb2*.py*")
@@ -51,7 +51,7 @@ def generated(root: Path) -> dict[Path, bytes]:
 
 
 def main() -> int:
-    """Generate or compare; return the exit status."""
+    """Generate the files, or compare them with the committed ones. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     check = parser.parse_args().check

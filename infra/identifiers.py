@@ -41,10 +41,11 @@ KV_CACHE = (
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """Forms of a word that identifiers avoid, and what to write instead.
+    """Word that identifiers avoid: its forms, and what to write instead.
 
-    allowed: whole names in which it has another meaning; those of tests are sentences. home: paths
-    whose subject it is. inside: paths to which the rule is limited.
+    `allowed` has whole names in which it means something else; names of tests are sentences and
+    exempt. `home` has the paths whose subject it is, `inside` the only paths to which the rule
+    applies.
     """
 
     forms: str
@@ -112,7 +113,7 @@ BY_FORM = {form: word for word in WORDS for form in word.forms.split()}
 
 @cache
 def forbidden(name: str) -> tuple[Word, ...]:
-    """Return the words of the table that a name contains."""
+    """Find the words of the table in a name."""
     parts = dict.fromkeys(part.lower() for part in PART.findall(name))
     return tuple(BY_FORM[part] for part in parts if part in BY_FORM)
 

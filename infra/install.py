@@ -87,13 +87,13 @@ def install(venv: Path, *what: str) -> None:
 
 
 def show(doing: str) -> None:
-    """Replace the progress line on a terminal."""
+    """Write `doing` over the progress line, if stdout is a terminal."""
     if sys.stdout.isatty():
         print(f"\r\033[K  {doing[:70]}" if doing else "\r\033[K", end="", flush=True)
 
 
 def main() -> int:
-    """Install; return the exit status."""
+    """Install Weir and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("venv", type=Path)
     parser.add_argument("--pip", required=True, metavar="VERSION", help="the pip to install with")

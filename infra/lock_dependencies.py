@@ -38,7 +38,7 @@ HEADER = """\
 
 
 def pins(freeze: str) -> list[str]:
-    """Return the `name==version` lines of `pip freeze` that hold on every machine.
+    """Extract the `name==version` lines of `pip freeze` that hold on every machine.
 
     Skips editable packages, removes local versions such as `+cpu`: `==2.13.0` matches every build
     of 2.13.0. Raises: ValueError for packages from files or URLs, which have no version to pin.
@@ -54,7 +54,7 @@ def pins(freeze: str) -> list[str]:
 
 
 def resolve(pip_version: str, keep: bool) -> tuple[list[str], list[str]]:
-    """Return the pins for run time and development, and additional ones of documentation."""
+    """Install the requirements; return the pins for run time and development, then for docs."""
     with tempfile.TemporaryDirectory(prefix="weir-lock-") as scratch:
         create(Path(scratch))
         install(Path(scratch), f"pip=={pip_version}")
@@ -73,13 +73,13 @@ def resolve(pip_version: str, keep: bool) -> tuple[list[str], list[str]]:
 
 
 def freeze(venv: Path) -> str:
-    """Return the output of `pip freeze`."""
+    """Run `pip freeze` and return its output."""
     command = [str(venv / "bin" / "python"), "-m", "pip", "freeze", "--exclude-editable"]
     return subprocess.run(command, check=True, text=True, capture_output=True).stdout
 
 
 def main() -> int:
-    """Write the locks; return the exit status."""
+    """Write the lock files and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pip", required=True, metavar="VERSION", help="the pip to install with")
     parser.add_argument("--keep", action="store_true", help="keep the current pins where possible")

@@ -57,7 +57,7 @@ Contents = dict[str, tuple[list[str], Counter[str]]]
 
 
 def complaints(url: str, config: Config) -> Iterator[str]:
-    """Yield the faults of revisions after `REVISION`. Migrates the empty database to the head."""
+    """Migrate the empty database to the head and yield the faults of revisions after `REVISION`."""
     command.upgrade(config, REVISION)
     with psycopg.connect(psycopg_conninfo(url), autocommit=True) as connection:
         connection.execute(ROWS.read_bytes())
@@ -80,13 +80,13 @@ def complaints(url: str, config: Config) -> Iterator[str]:
 
 
 def revisions(config: Config) -> list[str]:
-    """Return the revisions after `REVISION`, in order."""
+    """List the revisions after `REVISION`, in order."""
     script = ScriptDirectory.from_config(config)
     return [each.revision for each in script.iterate_revisions("head", REVISION)][::-1]
 
 
 def objects(connection: Connection, query: str) -> set[tuple[str, str]]:
-    """Return the objects that a query lists, as descriptions and ids."""
+    """Run a query of the catalog that lists objects, each with a description and an id."""
     return {
         (str(description), str(number))
         for description, number in connection.execute(query.encode())
@@ -94,7 +94,7 @@ def objects(connection: Connection, query: str) -> set[tuple[str, str]]:
 
 
 def contents(connection: Connection, columns: dict[str, list[str]] | None = None) -> Contents:
-    """Return the rows of these tables and columns, by default of all."""
+    """Read the rows of these tables and columns, by default of all."""
     rows_by_table: Contents = {}
     for table, names in (columns or columns_of(connection)).items():
         row = ", ".join(f'"{name}"::text' for name in names)
@@ -104,7 +104,7 @@ def contents(connection: Connection, columns: dict[str, list[str]] | None = None
 
 
 def columns_of(connection: Connection) -> dict[str, list[str]]:
-    """Return the columns of every table."""
+    """Read the columns of every table."""
     return {
         str(table): list(map(str, names))
         for table, names in connection.execute(COLUMNS.encode())
@@ -113,19 +113,19 @@ def columns_of(connection: Connection) -> dict[str, list[str]]:
 
 
 def rows_of(rows_by_table: Contents, table: str) -> Counter[str]:
-    """Return the rows of a table with their counts."""
+    """Look up a table's rows in the result of `contents`, each with its count."""
     return rows_by_table[table][1]
 
 
 def numbers(connection: Connection) -> dict[str, int]:
-    """Return the last value of each sequence."""
+    """Read the last value that each sequence of the database has returned."""
     return {str(name): int(str(value)) for name, value in connection.execute(DRAWN.encode())}
 
 
 def lost(
     connection: Connection, before: Contents, drawn: dict[str, int], when: str
 ) -> Iterator[str]:
-    """Yield columns, rows and sequence values that are gone or changed."""
+    """Compare with the present database; yield columns, rows and sequence values that differ."""
     present = columns_of(connection)
     kept: dict[str, list[str]] = {}
     for table, (names, _) in before.items():

@@ -27,9 +27,11 @@ INSTALL_MAX_S, TESTS_MAX_S = 1800, 3600
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An engine, or agents. package: distribution whose version is shown. steps: arguments of pip,
-    in order. tests: files. select: names of tests, as `pytest -k`. needs: other peers that the
-    tests use. manager: "npm" if steps are arguments of npm.
+    """Engine or agents of another project, which tests of Weir use.
+
+    `package` is the distribution whose version is shown. `steps` are the arguments of pip, or of
+    npm if `manager` is "npm", in order. `tests` are files, `select` an expression for `pytest -k`.
+    `needs` are other peers that the tests use.
     """
 
     name: str
@@ -46,12 +48,12 @@ class Peer:
 
     @property
     def variable(self) -> str:
-        """Name of the variable by which tests find the interpreter, or the folder of programs."""
+        """Environment variable in which tests find the interpreter, or the folder of programs."""
         return f"WEIR_TEST_{self.name.upper()}{'_PYTHON' if self.manager == 'pip' else ''}"
 
     @property
     def installed_at(self) -> Path:
-        """Value of the variable."""
+        """Path of the interpreter or the folder, the value of the variable."""
         given = os.environ.get(self.variable)
         own = "bin/python" if self.manager == "pip" else "node_modules/.bin"
         return Path(given or self.folder / own)
@@ -114,7 +116,7 @@ PEERS = {
 
 
 def install(peer: Peer) -> str:
-    """Install a peer unless it is there, and return its version. Raises: ClientFailed."""
+    """Install a peer unless it is installed, and return its version. Raises: ClientFailed."""
     folder, stamp, wanted = peer.folder, peer.folder / ".installed", "\n".join(peer.steps)
     folder.mkdir(parents=True, exist_ok=True)
     if peer.variable not in os.environ and not (stamp.exists() and stamp.read_text() == wanted):
@@ -135,7 +137,7 @@ def install(peer: Peer) -> str:
 
 
 def tried(peer: Peer) -> tuple[str, bool]:
-    """Install a peer, run its tests, and return its row and whether they passed."""
+    """Install a peer and run its tests. Return its table row, and whether the tests passed."""
     version, began = "-", time.monotonic()
     try:
         installed = {each: install(PEERS[each]) for each in (peer.name, *peer.needs)}
@@ -159,7 +161,7 @@ def tried(peer: Peer) -> tuple[str, bool]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the tests of the peers and print the table; 1 if one failed."""
+    """Run the tests of the peers and print the table. Return 1 if one failed, else 0."""
     parser = argparse.ArgumentParser(description="Test Weir with engines of other projects.")
     parser.add_argument("peer", nargs="*", choices=[[], *PEERS], help="default: all")
     names = parser.parse_args(arguments).peer or PEERS

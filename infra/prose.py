@@ -55,7 +55,7 @@ IGNORED_MESSAGE = re.compile(r"\bSELECT\b|\bINSERT\b|\bUPDATE\b|\bCREATE\b|\bWHE
 
 
 class Kind(Enum):
-    """Kind of a piece of text."""
+    """Kind of text that the lint reads."""
 
     DOCSTRING = auto()
     COMMENT = auto()
@@ -65,7 +65,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A piece of prose and the line that it begins in."""
+    """Piece of prose, and the line where it begins."""
 
     path: str
     line: int
@@ -75,7 +75,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A pattern, and what to write instead. ceiling: findings that are still allowed."""
+    """Pattern to find, and what to write instead. `ceiling` is the number of findings allowed."""
 
     name: str
     pattern: re.Pattern[str]
@@ -175,7 +175,7 @@ def _of_python(source: Source) -> Iterator[Text]:
 
 
 def findings(sources: Iterable[Source]) -> Iterator[tuple[str, Finding]]:
-    """Yield each finding with the name of its rule."""
+    """Yield each finding, preceded by the name of its rule."""
     for source in sources:
         if source.path.startswith(EXEMPT):
             continue
@@ -220,7 +220,7 @@ def findings(sources: Iterable[Source]) -> Iterator[tuple[str, Finding]]:
 
 
 def ceilings() -> dict[str, int]:
-    """Return the allowed number of findings by rule."""
+    """Collect the number of findings allowed for each rule."""
     return {rule.name: rule.ceiling for rule in RULES} | {
         "columns": LINE_CEILING,
         "cell": CELL_CEILING,
@@ -229,7 +229,7 @@ def ceilings() -> dict[str, int]:
 
 
 def lower(counts: Counter[str]) -> None:
-    """Write the counts into this file where they are below the ceilings."""
+    """Write the counts that are below the ceilings into this file, as new ceilings."""
     path = Path(__file__)
     text = path.read_text()
     for name, ceiling in ceilings().items():
@@ -247,7 +247,7 @@ def lower(counts: Counter[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Lint the repository, or list the findings of some paths."""
+    """Lint the repository, or list the findings in some paths. Return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

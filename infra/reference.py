@@ -96,13 +96,13 @@ TRANSACTIONS: Mapping[TransactionKind, str] = {
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
+    """Format a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def sentence(text: str) -> str:
-    """Return a docstring or a comment as one paragraph."""
+    """Join the lines of a docstring or a comment to one paragraph."""
     return " ".join(text.split())
 
 
@@ -111,7 +111,7 @@ def sentence(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Environment variable. processes: those that read it. range: allowed values, if limited."""
+    """Environment variable, the processes that read it, and its range of values if limited."""
 
     variable: str
     processes: str
@@ -290,7 +290,7 @@ OTHER_SETTINGS = (
 
 
 def every_setting() -> list[Setting]:
-    """Return all settings, in the order of the source."""
+    """Collect all settings, in the order of the source."""
     comments = comments_of(settings.Settings)
     ours = [
         Setting(
@@ -307,7 +307,10 @@ def every_setting() -> list[Setting]:
 
 
 def comments_of(kind: type) -> dict[str, str]:
-    """Return comments above fields and at ends of lines; adjacent fields share the one above."""
+    """Map fields to the comments above them or at the ends of their lines.
+
+    Adjacent fields share the comment above them.
+    """
     comments: dict[str, str] = {}
     above: list[str] = []
     body, _ = inspect.getsourcelines(kind)
@@ -331,7 +334,7 @@ def comments_of(kind: type) -> dict[str, str]:
 
 
 def shown_default(spec: Any) -> str:
-    """Return the default of a field as users write it."""
+    """Format the default of a field as users write it."""
     variable, value = spec.metadata["variable"], spec.default
     if variable in ("WEIR_HOME", "WEIR_MODELS"):
         return "~/.weir" if variable == "WEIR_HOME" else "demo, the bundled model"
@@ -351,7 +354,7 @@ def shown_default(spec: Any) -> str:
 
 
 def allowed(parse: Callable[[str], object]) -> str:
-    """Return the values that a parser allows, from its error for an invalid text."""
+    """Find the values that a parser allows, from its error for an invalid text."""
     try:
         parse("\x00")
     except ValueError as error:
@@ -364,7 +367,7 @@ def allowed(parse: Callable[[str], object]) -> str:
 
 
 def settings_page() -> str:
-    """Return every setting, by process."""
+    """Build the reference of all settings, by process."""
     lines: list[str] = []
     for process, heading in HEADINGS.items():
         lines.append(f"## {heading}\n")
@@ -386,7 +389,7 @@ def settings_page() -> str:
 
 
 def errors_page() -> str:
-    """Return every reason with its gRPC and HTTP status codes and meanings."""
+    """Build the reference of all error reasons with their gRPC and HTTP status codes."""
     found: dict[str, dict[str, list[str]]] = {}
     for code, kinds in KINDS.items():
         for kind in kinds:
@@ -412,7 +415,7 @@ def errors_page() -> str:
 
 @dataclass(frozen=True, slots=True)
 class MetricFamily:
-    """Metric family as it is scraped."""
+    """Metric as it is scraped, with all its labels."""
 
     name: str
     kind: str
@@ -421,7 +424,7 @@ class MetricFamily:
 
 
 def metric_families() -> list[MetricFamily]:
-    """Return all metrics of an api process, by the calls that create them in the source."""
+    """Find all metrics of an api process, from the calls in the source that create them."""
     tables: list[tuple[str, Iterable[str], tuple[str, ...]]] = [
         ("counter", (row[0] for row in operator_http.TOTALS), operator_http.REPLICA_LABELS),
         ("histogram", (row[0] for row in operator_http.TIMES), operator_http.REQUEST_LABELS),
@@ -453,12 +456,12 @@ def metric_families() -> list[MetricFamily]:
 
 
 def eval_labels(node: ast.expr) -> tuple[str, ...]:
-    """Return the value of a tuple of labels in the source of the metrics."""
+    """Evaluate the syntax tree of a tuple of labels."""
     return tuple(eval(compile(ast.Expression(node), "labels", "eval"), vars(operator_http)))
 
 
 def metrics_page() -> str:
-    """Return every metric, by subject."""
+    """Build the reference of all metrics, by subject."""
     parts = {
         "Requests": (
             "requests",
@@ -514,7 +517,7 @@ def metrics_page() -> str:
 
 
 def commands() -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every command with its path, by persona, groups before their members."""
+    """Yield every command with its path, by role of the user, groups before their members."""
     for persona in PERSONAS:
         for name, entry in COMMANDS.items():
             if entry.persona == persona and " " not in name:
@@ -528,7 +531,7 @@ def below(path: tuple[str, ...], command: Any) -> Iterator[tuple[tuple[str, ...]
 
 
 def cli_page() -> str:
-    """Return every command with its arguments and options."""
+    """Build the reference of all commands with their arguments and options."""
     lines: list[str] = []
     for path, command in commands():
         lines.append(f"{'##' if len(path) == 1 else '###'} weir {' '.join(path)}\n")
@@ -564,7 +567,7 @@ def cli_page() -> str:
 
 
 def descriptors() -> FileDescriptorSet:
-    """Return the contract with its comments."""
+    """Compile the `.proto` files of the contract, including their comments."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "contract"
         roots = [f"-I{root}" for root in (PROTO_ROOT, files("grpc_tools") / "_proto", GOOGLE_ROOT)]
@@ -577,7 +580,7 @@ def descriptors() -> FileDescriptorSet:
 
 
 def grpc_page() -> str:
-    """Return services, messages and enumerations by file, files with services first."""
+    """Build the reference of services, messages and enumerations by file, services first."""
     found = sorted(descriptors().file, key=lambda file: not file.service)
     return "\n".join(line for file in found for line in of_file(file))
 
@@ -634,7 +637,7 @@ def of_enum(
 
 
 def type_of(field: FieldDescriptorProto, maps: Mapping[str, Any]) -> str:
-    """Return the type of a field, with a link if the contract defines it."""
+    """Format the type of a field, with a link if the contract defines it."""
     if (entry := maps.get(field.type_name.rpartition(".")[2])) is not None:
         return f"map of {type_of(entry.field[0], {})} to {type_of(entry.field[1], {})}"
     name = (
@@ -659,7 +662,7 @@ def anchor(name: str) -> str:
 
 
 def ledger_page() -> str:
-    """Return the accounts of an organization and the kinds of transactions."""
+    """Build the reference of an organization's accounts and the kinds of transactions."""
     text = sentence(inspect.getdoc(AccountKind) or "")
     meanings = dict(re.findall(r"(\w+): (.*?\.)(?= \w+: |$)", text))
     accounts = table(
@@ -673,7 +676,7 @@ def ledger_page() -> str:
 
 
 def billed(cell: Cell) -> str:
-    """Return what a cell bills and counts, in words."""
+    """Describe what a cell of the table of charges bills and counts."""
     charge = cell.charge
     if charge.action is Action.NONE:
         return "nothing"
@@ -687,7 +690,7 @@ def billed(cell: Cell) -> str:
 
 
 def endings_charges() -> str:
-    """Return the table of charges by phase and cause."""
+    """Build the table of charges by phase and cause of the end."""
     rows = (
         (str(phase), str(cause), str(cell.charge.action), billed(cell), f"`{cell.test}`")
         for (phase, cause), cell in TABLE.items()
@@ -696,7 +699,7 @@ def endings_charges() -> str:
 
 
 def endings_ways() -> str:
-    """Return the ways to end, by cause."""
+    """Build the table of the ways in which a request can end, by cause."""
     return (
         "\n".join(
             f"### {cause.capitalize()}\n\n"
@@ -711,7 +714,7 @@ def endings_ways() -> str:
 
 
 def dimensions() -> str:
-    """Return what each dimension of a quota counts, and when it resets."""
+    """Describe what each dimension of a quota counts, and when it resets."""
     rows = []
     for dimension, (kind, window, counts_input, counts_output) in DIMENSIONS.items():
         name = dimension.replace("_picos", "").replace("_", "-")
@@ -726,7 +729,7 @@ def dimensions() -> str:
 
 
 def dialect_fields(effect: str) -> str:
-    """Return the fields of other servers with one effect, and those of single APIs."""
+    """List the fields of other APIs that have this effect, with those of only one API."""
 
     def rows() -> Iterator[tuple[str, ...]]:
         entries = [(name, "", entry) for name, entry in dialects.FIELDS.items()]
@@ -743,13 +746,13 @@ def dialect_fields(effect: str) -> str:
 
 
 def dialect_hints() -> str:
-    """Return the fields of other servers that are ignored and named."""
+    """List the fields of other APIs that are ignored, and named in a response header."""
     names = sorted(name for name, each in dialects.FIELDS.items() if each.effect == "hint")
     return "\n".join(f"- `{name}`" for name in names) + "\n"
 
 
 def dialect_neutral() -> str:
-    """Return the values that change nothing in an API without the parameter."""
+    """List the parameter values that change nothing, which an API without the parameter accepts."""
     return table(
         ("parameter", "changes nothing"),
         (
@@ -760,7 +763,7 @@ def dialect_neutral() -> str:
 
 
 def http_limits() -> str:
-    """Return the limits of one HTTP request, which are constants."""
+    """List the limits of one HTTP request, which are constants."""
     embedding, body = "`input` of an embedding", "a body"
     limits: Sequence[tuple[str, str, int | str]] = (
         ("a conversation", "messages, or items of `input`", conversation.MESSAGE_COUNT_MAX),
@@ -815,7 +818,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
 
 
 def generated(name: str) -> str:
-    """Return a table or section as a page has it, in lines of at most 100 columns."""
+    """Generate a table or section of a page, in lines of at most 100 columns."""
     lines = []
     for line in TABLES[name]().splitlines():
         if len(line) <= COLUMNS_MAX or line.startswith("|"):
@@ -833,14 +836,14 @@ def generated(name: str) -> str:
 
 
 def updated(page: str) -> str:
-    """Return the text of a page with its generated parts as the source has them now."""
+    """Replace the generated parts in the text of a page by those that the source has now."""
     return MARKER.sub(
         lambda found: f"<!-- reference: {found[1]} -->\n\n{generated(found[1])}\n\n{END}", page
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the generated parts of all pages, or name the pages where they are out of date."""
+    """Write the generated parts of all pages, or print the pages where they are out of date."""
     parser = argparse.ArgumentParser(description="Generated parts of the documentation.")
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--write", action="store_true", help="write them into the pages")
@@ -866,13 +869,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
-    """Rewrite links between files to links between pages."""
+    """Rewrite links between files of the repository to links between pages of the site."""
     return led(markdown, page.file.src_uri)
 
 
 @cache
 def page_paths() -> Mapping[str, str]:
-    """Return pages of the site by the path of their file; some are links to files elsewhere."""
+    """Map the path of each page's file to the page. Some pages are links to files elsewhere."""
     walked = (
         (Path(folder), names) for folder, _, names in os.walk(ROOT / "docs", followlinks=True)
     )
@@ -884,7 +887,7 @@ def page_paths() -> Mapping[str, str]:
 
 
 def led(markdown: str, page: str) -> str:
-    """Return a page with links to pages of the site; links to other files become their paths."""
+    """Point links to pages of the site where there is one, and write other links as plain paths."""
     here = posixpath.dirname((ROOT / "docs" / page).resolve().relative_to(ROOT).as_posix())
 
     def target(found: re.Match[str]) -> str:
@@ -900,7 +903,7 @@ def led(markdown: str, page: str) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: object) -> None:
-    """Raise ValueError if a page loads a file from another server."""
+    """Check a built page. Raises: ValueError if it loads a file from another server."""
     if (found := REMOTE_FILE.search(output)) is not None:
         raise ValueError(f"{page.file.src_uri} loads a file from another server: {found[0]}")
 

@@ -25,7 +25,7 @@ ERRORS = ("google/rpc/error_details.proto", "google/rpc/status.proto")
 
 
 def missing() -> str | None:
-    """Return the reason why the client cannot be built here, or None."""
+    """Find the reason why the client cannot be built here; None if it can."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         return "Node.js with npm is not installed"
     if not (SDK / "node_modules" / ".bin" / "tsc").exists():
@@ -104,7 +104,7 @@ def rebuild() -> None:
 
 
 def main() -> int:
-    """Install, build or both; return the exit status."""
+    """Install the packages, build the client, or do both. Return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

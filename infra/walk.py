@@ -69,7 +69,7 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class ProcessWalk:
-    """Functions of one process, in the order of their first call."""
+    """Functions that one process calls for a request, in the order of their first call."""
 
     process: str
     functions: tuple[Function, ...]
@@ -77,7 +77,7 @@ class ProcessWalk:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """Functions of a request, by process."""
+    """Functions that a request calls, by process."""
 
     processes: tuple[ProcessWalk, ...]
 
@@ -94,14 +94,14 @@ class Walk:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Python calls, and wake-ups of tasks beyond those by grpc.aio, per request."""
+    """Python calls per request, and wake-ups of tasks beyond those by grpc.aio."""
 
     call_count: float
     wake_up_count: float
 
 
 class Server:
-    """Api process with the profile hook, and its children."""
+    """Api process and its children, all with the profile hook."""
 
     def __init__(self, address: str, keys: Sequence[str], pids: Sequence[int], notes: Path) -> None:
         self.keys = keys
@@ -122,7 +122,7 @@ class Server:
             call.cancel()
 
     async def counted(self, work: Awaitable[object]) -> dict[int, dict[str, Any]]:
-        """Run the work; return the counts of each process during it, by process id."""
+        """Run the work and return the calls that each process made during it, by process id."""
         for each in self._notes.iterdir():
             each.unlink()
         await self._toggle("counting")
@@ -131,7 +131,7 @@ class Server:
         return {pid: json.loads((self._notes / f"{pid}.counted").read_text()) for pid in self._pids}
 
     async def _toggle(self, suffix: str) -> None:
-        """Send the signal to all processes and wait until each has written its file."""
+        """Send the signal to all processes, and wait until each has written its file."""
         for pid in self._pids:
             os.kill(pid, signal.SIGUSR2)
         paths = [self._notes / f"{pid}.{suffix}" for pid in self._pids]
@@ -141,7 +141,7 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def serving(database_url: str, **settings: Any) -> AsyncIterator[Server]:
-    """Run a server on a migrated database during the block."""
+    """Run a server with a migrated database until the block ends."""
     with tempfile.TemporaryDirectory(prefix="weir-walk-") as directory:
         home, notes, hook = (Path(directory) / name for name in ("home", "notes", "hook"))
         for each in (home, home / "logs", notes, hook):
@@ -171,7 +171,7 @@ async def serving(database_url: str, **settings: Any) -> AsyncIterator[Server]:
 
 
 async def ask(call: Any, token_count: int) -> int:
-    """Send one request and read its frames; return the number of messages in both directions."""
+    """Send one request and read its frames. Return the number of messages in both directions."""
     start = pb.StartFrame(model=MODEL, text=PROMPT, max_output_tokens=token_count, ignore_eos=True)
     await call.write(
         pb.GenerateRequest(frames=[pb.ClientFrame(request_id=str(uuid.uuid4()), start=start)])
@@ -189,7 +189,7 @@ async def ask(call: Any, token_count: int) -> int:
 
 
 async def walk(database_url: str) -> Walk:
-    """Walk a request through a new server."""
+    """Send requests to a new server and collect the functions that they call."""
     async with serving(database_url) as server, contextlib.AsyncExitStack() as streams:
 
         async def request() -> None:
@@ -221,7 +221,7 @@ async def walk(database_url: str) -> Walk:
 
 
 async def cost(database_url: str) -> Cost:
-    """Measure the mean cost of a request on many streams."""
+    """Measure the mean cost of a request when many streams are open."""
     async with (
         serving(database_url, engine_device="simulated", simulated_time_scale=0.0) as server,
         contextlib.AsyncExitStack() as streams,
@@ -247,12 +247,12 @@ async def cost(database_url: str) -> Cost:
 
 
 def files_of(functions: Iterable[Function]) -> set[str]:
-    """Return the paths of the functions' files."""
+    """Collect the paths of the files that define these functions."""
     return {function.path for function in functions}
 
 
 def text_of(walked: Walk) -> str:
-    """Format a walk by process; a line per change of file, leaves in brackets."""
+    """Format a walk by process: a line whenever the file changes, leaves in brackets."""
     lines: list[str] = []
     for each in walked.processes:
         lines.append(
@@ -266,7 +266,7 @@ def text_of(walked: Walk) -> str:
 
 
 def markdown_of(walked: Walk) -> str:
-    """Format the files with steps by process, by first call, as docs/architecture.md shows."""
+    """Format the files that define steps, by process and first call, for docs/architecture.md."""
     paragraphs = []
     for each in walked.processes:
         files = dict.fromkeys(
@@ -288,7 +288,7 @@ async def measure(database_url: str) -> tuple[Walk, Cost]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the walk; return 1 if it exceeds the ceiling, else 0."""
+    """Print the walk. Return 1 if it exceeds the ceiling, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m infra.walk", description=(__doc__ or "").splitlines()[0]
     )

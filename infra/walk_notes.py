@@ -24,14 +24,14 @@ EVENT_LOOP = asyncio.Runner.run.__code__
 
 
 class Notes:
-    """Calls in all threads of one process, by caller and callee, in order of the first call."""
+    """Counter of calls by caller and callee in one process, in order of the first call."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._calls: dict[tuple[CodeType | None, CodeType], int] | None = None
 
     def toggle(self, *_: object) -> None:
-        """Begin to count; on the second call, write the counts into the directory."""
+        """Begin to count. At the second call, write the counts into the directory."""
         if self._calls is None:
             self._calls = {}
             sys.setprofile(self.note)
@@ -43,7 +43,7 @@ class Notes:
             self._path("part").rename(self._path("counted"))
 
     def note(self, frame: FrameType, event: str, _: object) -> None:
-        """Count a call, also of a resumed coroutine, whose caller is then the event loop."""
+        """Count a call. A coroutine that is resumed counts too, with the event loop as caller."""
         if event == "call" and (calls := self._calls) is not None:
             call = (frame.f_back.f_code if frame.f_back else None, frame.f_code)
             calls[call] = calls.get(call, 0) + 1
@@ -53,7 +53,7 @@ class Notes:
 
 
 def counts_of(calls: dict[tuple[CodeType | None, CodeType], int]) -> dict[str, object]:
-    """Return counts for `infra.walk`. functions: Weir's, and whether each called another one."""
+    """Convert counts for `infra.walk`: Weir's functions, and whether each called another one."""
     callers = {caller for caller, called in calls if caller and name_of(called)}
     return {
         "process": os.path.relpath(sys.argv[0], ROOT),
@@ -69,7 +69,7 @@ def counts_of(calls: dict[tuple[CodeType | None, CodeType], int]) -> dict[str, o
 
 @cache
 def name_of(code: CodeType) -> str | None:
-    """Return `path function` for code of Weir; None for other code, lambdas and comprehensions."""
+    """Format code of Weir as `path function`; None for other code, lambdas and comprehensions."""
     path = os.path.relpath(code.co_filename, ROOT)
     if not path.startswith(OURS) or code.co_name.startswith("<"):
         return None
@@ -77,7 +77,7 @@ def name_of(code: CodeType) -> str | None:
 
 
 def take_notes(directory: Path) -> None:
-    """Install the hook and the signal handler; counts go into the directory."""
+    """Install the profile hook and the signal handler, which writes counts into the directory."""
     notes = Notes(directory)
     signal.signal(signal.SIGUSR2, notes.toggle)
     threading.setprofile(notes.note)

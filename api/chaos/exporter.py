@@ -29,7 +29,7 @@ RUNNING_HOURS = text(
 
 
 async def export_for_ever(database_url: str, path: Path) -> None:
-    """Export the missing part of the hour repeatedly, until the process is killed."""
+    """Export the part of the hour that is missing, again and again, until the process is killed."""
     sessions = create_sessions(create_engine(database_url, pool_size=CONNECTION_COUNT))
     exporter = FileExporter(path)
     while True:

@@ -118,7 +118,7 @@ LOGS, JOURNALS, EXPORT_FILE = "logs", "journal", "usage.jsonl"
 
 
 def crash_postgres(server: EmbeddedPostgres) -> None:
-    """Kill the postmaster, if it runs, with SIGKILL, and wait until its children have exited."""
+    """Kill the postmaster with SIGKILL, if it runs, and wait until its children have exited."""
     pid = server.pid
     if pid is None:
         return
@@ -133,7 +133,7 @@ def crash_postgres(server: EmbeddedPostgres) -> None:
 
 @dataclass(slots=True)
 class Part(Child):
-    """Supervised process. up: whether it is ready. down_s: duration of each outage."""
+    """Supervised process. `up` is true while ready; `down_s` has the seconds of each outage."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     address: str = ""
@@ -151,7 +151,7 @@ class Part(Child):
         )
 
     def kill(self) -> bool:
-        """Send SIGKILL; return whether the process ran."""
+        """Send SIGKILL and return whether the process was running."""
         self.killed = self.killed or self.pid is not None
         return kill_process(self.pid)
 
@@ -184,7 +184,7 @@ class Part(Child):
 
 @dataclass(slots=True)
 class System:
-    """Stack under test. parts: its processes, with Redis if that is the broker."""
+    """Stack under test. `parts` are its processes, including Redis if that is the broker."""
 
     directory: Path
     postgres: EmbeddedPostgres
@@ -201,16 +201,13 @@ class System:
         return [*self.apis, self.worker, self.exporter, *([self.redis] if self.redis else [])]
 
     def engine_pid(self, index: int) -> int | None:
-        """Return the process id of the engine worker of an API process."""
+        """Find the process id of the engine worker of an API process; None if it does not run."""
         pid = self.apis[index].pid
         children = children_of(pid) if pid is not None else []
         return children[0] if children else None
 
     async def end_postgres(self, *, at_once: bool = False) -> bool:
-        """Kill and restart the database server; return whether it ran.
-
-        at_once: use an immediate shutdown instead.
-        """
+        """Kill or, with `at_once`, stop the database server; restart it. Return whether it ran."""
         if self.postgres.pid is None:
             return False
         async with self._restarting:
@@ -224,7 +221,7 @@ class System:
         return True
 
     def lose_broker(self) -> None:
-        """Kill the broker with its queued messages: Redis or the worker itself."""
+        """Kill the broker, which loses its queued messages: Redis, or else the worker."""
         (self.redis or self.worker).kill()
 
     async def all_ready(self) -> None:
@@ -239,14 +236,14 @@ class System:
 
 
 def free_port() -> int:
-    """Return a free port, which restarted processes can reuse."""
+    """Find a free port that a restarted process can use again."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def broker(directory: Path) -> Part:
-    """Return Redis on a socket in the directory, without persistence. Raises: StackFailed."""
+    """Build Redis on a socket in the directory, without persistence. Raises: StackFailed."""
     binary = shutil.which("redis-server")
     if binary is None:
         raise StackFailed("redis-server is not installed: install it, or omit --redis")
@@ -258,7 +255,7 @@ def broker(directory: Path) -> Part:
 def api_part(
     directory: Path, index: int, settings: Settings, environment: Mapping[str, str]
 ) -> Part:
-    """Return an API process with a home of its own and the shared journal directory."""
+    """Build an API process with its own home and the journal directory that all share."""
     home = directory / f"api-{index}"
     home.mkdir(exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -280,10 +277,10 @@ def api_part(
 async def running_system(
     directory: Path, settings: Settings, *, with_redis: bool
 ) -> AsyncIterator[System]:
-    """Start the stack in a directory and supervise it during the block.
+    """Start the stack in a directory and supervise it during the `async with` block.
 
-    settings: of the API processes, except database, home and address.
-    Raises: StackFailed, PostgresNotStarted.
+    The API processes use `settings`, except for database, home and address. Raises: StackFailed,
+    PostgresNotStarted.
     """
     for name in (LOGS, JOURNALS):
         (directory / name).mkdir(parents=True, exist_ok=True)
@@ -332,10 +329,10 @@ async def running_system(
 
 
 class Wire:
-    """TCP connections to an API process that lose no byte when it dies.
+    """Proxy for the connections to an API process that loses no byte when the process dies.
 
-    A client's library drops messages that it has received, but not read, when its connection
-    breaks. So a break is passed on later than the bytes before it.
+    A gRPC client drops messages that it has received, but not read, when its connection breaks. So
+    the proxy passes a break on only after the bytes before it.
     """
 
     def __init__(self, address: str) -> None:
@@ -344,7 +341,7 @@ class Wire:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[str]:
-        """Yield the address for clients."""
+        """Listen during the block, and yield the address for clients."""
         server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
         async with server:
             yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -363,7 +360,7 @@ class Wire:
                     sending.cancel()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass bytes on until their end."""
+        """Copy bytes from one connection to the other until the end of the stream."""
         with contextlib.suppress(OSError):
             while data := await reader.read(1 << 16):
                 writer.write(data)
@@ -372,9 +369,10 @@ class Wire:
 
 @dataclass(slots=True)
 class SentRequest:
-    """Request as seen by its client.
+    """Request as its client saw it.
 
-    reported: delivered tokens in its end; None without an end. failure: error of the client.
+    `reported` is the number of delivered tokens in its final frame, None if that did not arrive.
+    `failure` is the client's error.
     """
 
     request_id: str
@@ -387,7 +385,7 @@ class SentRequest:
 
 
 class Load:
-    """Load generator between `run` and `stop`; may run again."""
+    """Generator of requests, from `run` to `stop`. It can run again afterwards."""
 
     def __init__(
         self, addresses: Sequence[str], api_key: str, model: str, rng: random.Random
@@ -404,7 +402,7 @@ class Load:
         return sum(each.received for each in self.sent)
 
     def stop(self) -> None:
-        """Send no more requests; running ones are read to their end."""
+        """Send no more requests. Running ones are still read to their end."""
         self._stopping = True
 
     async def reached(self, token_count: int) -> None:
@@ -413,7 +411,7 @@ class Load:
             await asyncio.sleep(PAUSE_S)
 
     async def run(self) -> None:
-        """Send requests until `stop`, and read all of them to their end."""
+        """Send requests until `stop` is called, then read the running ones to their end."""
         self._stopping = False
         async with asyncio.TaskGroup() as tasks:
             for number in range(CONNECTION_COUNT):
@@ -433,7 +431,7 @@ class Load:
                 await asyncio.sleep(PAUSE_S)
 
     async def _ask(self, client: AsyncClient, api: int) -> bool:
-        """Send a request and read it to its end; return whether the end arrived."""
+        """Send a request and read it to its end. Return whether the final frame arrived."""
         sent = SentRequest(str(uuid.uuid4()), api, time.monotonic())
         self.sent.append(sent)
         output_tokens = self._rng.choice(OUTPUT_TOKENS)
@@ -502,7 +500,7 @@ SELECT (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Audit of one request, in tokens. forgiven: journalled to be sent, and not billed."""
+    """Result of auditing one request, in tokens. `forgiven` ones were journalled but not billed."""
 
     sent: SentRequest
     billed: int
@@ -516,17 +514,17 @@ class Outcome:
 
     @property
     def doubled(self) -> int:
-        """Tokens billed beyond those reported at the end."""
+        """Tokens billed beyond those reported in the final frame."""
         return max(self.billed - self.sent.reported, 0) if self.sent.reported is not None else 0
 
     @property
     def unreceived(self) -> int:
-        """Tokens billed without having reached the client."""
+        """Tokens billed that did not reach the client."""
         return max(self.billed - self.sent.received, 0)
 
     @property
     def problem(self) -> str:
-        """Description of the discrepancy; empty without one."""
+        """Description of the discrepancy; empty if there is none."""
         received, reported = self.sent.received, self.sent.reported
         if (
             self.lost
@@ -542,7 +540,7 @@ class Outcome:
 
 
 async def settle(system: System) -> list[str]:
-    """Wait until all work is done; return the work left after the timeout."""
+    """Wait until all work is done. Return descriptions of the work left after the timeout."""
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     left: list[str] = ["the parts to restart"]
     while left and time.monotonic() < deadline:
@@ -557,7 +555,7 @@ async def settle(system: System) -> list[str]:
 
 
 def unsettled(system: System) -> list[str]:
-    """Return the work that is not done yet."""
+    """List the work that is not done yet."""
     with psycopg.connect(psycopg_conninfo(system.postgres.url), autocommit=True) as connection:
         counts = {
             name: int((connection.execute(query).fetchone() or [0])[0])
@@ -572,9 +570,9 @@ def unsettled(system: System) -> list[str]:
 def audit(
     database_url: str, directory: Path, sent: Sequence[SentRequest]
 ) -> tuple[list[Outcome], list[str]]:
-    """Compare every request with its usage, and all sums; run `fsck`; return the discrepancies.
+    """Compare every request with its usage, compare all sums, run `fsck`, and return discrepancies.
 
-    directory: holds the journals and the exporter's file.
+    `directory` has the journals and the exporter's file.
     """
     with psycopg.connect(psycopg_conninfo(database_url), autocommit=True) as connection:
         events = {
@@ -611,7 +609,7 @@ def audit(
 
 
 def exported_quantities(path: Path) -> Counter[uuid.UUID]:
-    """Return tokens by identifier in the exporter's file. Raises: ValueError for a duplicate."""
+    """Sum the tokens in the exporter's file by identifier. Raises: ValueError for a duplicate."""
     quantities: Counter[uuid.UUID] = Counter()
     for line in path.read_bytes().splitlines() if path.exists() else ():
         entry = json.loads(line)
@@ -635,7 +633,7 @@ def run(
     directory: Path | None,
     as_json: bool,
 ) -> bool:
-    """Run the rounds and print the report; return whether every token is accounted for."""
+    """Run the rounds and print the report. Return whether every token is accounted for."""
     chosen = random.randrange(2**32) if seed is None else seed
     home = directory or Path(tempfile.mkdtemp(prefix="weir-chaos-"))
     home = home.expanduser().absolute()
@@ -656,7 +654,7 @@ def run(
 
 
 def print_line(report: Report, duration_s: float) -> None:
-    """Print the table by kind of kill and the verdict."""
+    """Print the table of kills by kind, and the verdict."""
     heads = (
         "killed",
         "kills",
@@ -694,7 +692,7 @@ def print_line(report: Report, duration_s: float) -> None:
 
 
 def document(report: Report, seed: int) -> dict[str, object]:
-    """Return the report for `--json`."""
+    """Convert the report for `--json`."""
     rows = [{"killed": kind, **asdict(row)} for kind, row in report.rows().items()]
     return {
         "sound": not report.wrong,
@@ -707,9 +705,9 @@ def document(report: Report, seed: int) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Plan of a run: rounds with `kills_per_round` kills.
+    """Plan of a run: a number of rounds with `kills_per_round` kills each.
 
-    kinds: kinds of kills; empty for all, weighted by `WEIGHTS`.
+    `kinds` are the kinds of kills to use; if empty, all are, with the probabilities in `WEIGHTS`.
     """
 
     rounds: int
@@ -721,9 +719,10 @@ class Plan:
 
 @dataclass(slots=True)
 class Row:
-    """Effect of the kills of one kind on the requests that ran, in tokens.
+    """Effect of one kind of kill on the requests that ran, in tokens.
 
-    refused: requests without output and usage. cut_off: requests with usage but without an end.
+    `refused` counts requests without output and usage, `cut_off` those with usage but no final
+    frame.
     """
 
     kills: int = 0
@@ -753,7 +752,7 @@ class Row:
 
 @dataclass(slots=True)
 class Report:
-    """Result of a run. back_s: median outage in seconds by process."""
+    """Result of a run. `back_s` has the median outage of each process, in seconds."""
 
     kills: list[Kill] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
@@ -761,7 +760,7 @@ class Report:
     back_s: dict[str, float] = field(default_factory=dict)
 
     def rows(self) -> dict[Kind | None, Row]:
-        """Return one row per kind; None means no kill. Requests count for their first kill only."""
+        """Sum the outcomes by kind of kill, None for no kill. Only a request's first one counts."""
         rows: dict[Kind | None, Row] = {kind: Row() for kind in (*Kind, None)}
         for kill in self.kills:
             rows[kill.kind].kills += 1
@@ -771,7 +770,7 @@ class Report:
 
 
 def first_kill(kills: Iterable[Kill], outcome: Outcome) -> Kind | None:
-    """Return the kind of the first kill while a request ran, if any."""
+    """Find the first kill while a request ran; None if there was none."""
     sent = outcome.sent
     for kill in kills:
         if sent.began_at <= kill.at <= sent.ended_at and kill.api in (None, sent.api):
@@ -782,7 +781,7 @@ def first_kill(kills: Iterable[Kill], outcome: Outcome) -> Kind | None:
 async def run_rounds(
     directory: Path, settings: Settings, plan: Plan, print_line: Printer
 ) -> Report:
-    """Run all rounds; stop after the first one with a discrepancy. settings: of the API processes.
+    """Run all rounds with API processes of these settings; stop after the first discrepancy.
 
     Raises: StackFailed, PostgresNotStarted.
     """
@@ -825,7 +824,7 @@ async def run_rounds(
 async def one_round(
     system: System, load: Load, plan: Plan, rng: random.Random, report: Report
 ) -> Sequence[Kill]:
-    """Run load and kills, and wait until all work is done; unfinished work goes into the report."""
+    """Run load and kills, then wait until all work is done. The report gets unfinished work."""
     kills: list[Kill] = []
     before = load.received
     async with asyncio.TaskGroup() as tasks:
@@ -852,12 +851,12 @@ async def one_round(
 
 
 def chaos_settings(engine: str) -> Settings:
-    """Return the settings of the API processes: the engine, and limits that provoke many events."""
+    """Build the settings of the API processes: the engine, and limits that are often reached."""
     return replace(Settings(), **BOUNDS, **ENGINES[engine])
 
 
 class Kind(StrEnum):
-    """Kind of kill, by SIGKILL unless stated otherwise."""
+    """Kind of kill. The signal is SIGKILL unless the value says otherwise."""
 
     API = "API process"
     ENGINE = "engine host"
@@ -890,7 +889,7 @@ OF_ONE_API = (Kind.API, Kind.ENGINE, Kind.API_AND_ENGINE)
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Kill of a process. api: index of the API process whose requests it affects; None: all."""
+    """Kill of a process. `api` is the index of the API process that it affects, None for all."""
 
     kind: Kind
     at: float
@@ -898,7 +897,7 @@ class Kill:
 
 
 async def strike(system: System, kind: Kind, rng: random.Random) -> Kill | None:
-    """Kill a process; return None if it was down."""
+    """Kill a process and describe the kill; None if the process was down already."""
     api = aim(system, rng)
     kill = Kill(kind, time.monotonic(), api if kind in OF_ONE_API else None)
     match kind:
@@ -933,7 +932,7 @@ async def strike(system: System, kind: Kind, rng: random.Random) -> Kill | None:
 
 
 def aim(system: System, rng: random.Random) -> int:
-    """Return an API process: mostly a ready one, sometimes one that is starting."""
+    """Choose an API process: mostly one that is ready, sometimes one that is starting."""
     up = [index for index, api in enumerate(system.apis) if api.up]
     return (
         rng.choice(up) if up and rng.random() < AT_WORK_SHARE else rng.randrange(len(system.apis))
@@ -941,14 +940,14 @@ def aim(system: System, rng: random.Random) -> int:
 
 
 def kill_backend(system: System, rng: random.Random) -> bool:
-    """Kill one of the server's children; the server then restarts all of them and recovers."""
+    """Kill one of PostgreSQL's child processes, so that the server restarts all and recovers."""
     pid = system.postgres.pid
     children = children_of(pid) if pid is not None else []
     return kill_process(rng.choice(children)) if children else False
 
 
 def kill_process(pid: int | None) -> bool:
-    """Send SIGKILL to a process; return whether it existed."""
+    """Send SIGKILL to a process and return whether it existed."""
     if pid is None:
         return False
     with contextlib.suppress(ProcessLookupError):

@@ -595,7 +595,7 @@ def report(
 ) -> NoReturn:
     """Print the observations and exit, with code 1 if any is bad.
 
-    facts, words: for a report as JSON; see `report_of` and `Scrubber`.
+    `facts` and `words` are for the report as JSON; see `report_of` and `Scrubber`.
     """
     from common.scrubbing import Scrubber
     from inference.adapters.findings import Verdict, report_of

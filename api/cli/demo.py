@@ -53,7 +53,7 @@ console = make_console()
 
 @dataclass(slots=True)
 class AgentRun:
-    """Measurements of one agent, in ms from sending; gaps are between messages with tokens."""
+    """Measurements of one agent, in ms after sending. Gaps are between messages with tokens."""
 
     ttft_ms: float = 0.0
     gaps_ms: list[float] = field(default_factory=list)
@@ -63,7 +63,7 @@ class AgentRun:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRun:
-    """All agents of one run, and its duration in seconds."""
+    """Measurements of all agents in one run, and its duration in seconds."""
 
     agents: tuple[AgentRun, ...]
     duration_s: float
@@ -79,13 +79,13 @@ class WorkloadRun:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the nearest-rank percentile; 0 for no values."""
+    """Compute a percentile by the nearest-rank method; 0 if there are no values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else 0.0
 
 
 def reference_prompts(model_directory: Path, count: int, first_seed: int = 0) -> list[Conversation]:
-    """Return distinct conversations of exactly 1,025 tokens of the model's tokenizer."""
+    """Generate distinct conversations of exactly 1,025 tokens of the model's tokenizer."""
     tokenizer = Tokenizer(model_directory)
 
     def count_tokens(messages: list[messages.Message]) -> int:
@@ -113,8 +113,8 @@ async def run_agents(
 ) -> WorkloadRun:
     """Send all prompts at once and read all answers.
 
-    cancel_after: agent index → tokens after which it cancels. on_tokens: called with the number of
-    arriving tokens. Raises: WeirError if a request fails.
+    `cancel_after` maps an agent's index to the number of tokens after which it cancels; `on_tokens`
+    gets the number of each message's tokens. Raises: WeirError if a request fails.
     """
     started_at = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
@@ -132,7 +132,7 @@ async def run_agent(
     cancel_after: int | None,
     on_tokens: Callable[[int], None],
 ) -> AgentRun:
-    """Run one agent: send, read, perhaps cancel."""
+    """Run one agent: send a request, read its answer, and perhaps cancel in mid-stream."""
     run = AgentRun()
     sent_at = last_at = time.perf_counter()
     async with client.generate(
@@ -157,7 +157,7 @@ async def run_agent(
 
 
 def run(agents: int) -> None:
-    """Run the demo in a temporary directory. Exits with 1 if the numbers of its end differ."""
+    """Run the demo in a temporary directory. Exits with 1 if its token counts differ at the end."""
     home = Path(tempfile.mkdtemp(prefix="weir-demo-"))
     settings = replace(read_settings(home, "127.0.0.1:0"), database_url="")
     try:
@@ -172,7 +172,7 @@ def run(agents: int) -> None:
 
 
 async def run_demo(settings: Settings, agent_count: int) -> bool:
-    """Run the demo; return whether delivered tokens = usage events = ledger."""
+    """Run the demo. Return whether delivered tokens, usage events and ledger agree."""
     began_at = time.monotonic()
     with console.status("Starting") as status:
         async with run_stack(settings, status.update) as stack:
@@ -196,7 +196,7 @@ async def run_demo(settings: Settings, agent_count: int) -> bool:
 
 
 async def run_chapters(stack: Stack, model_directory: Path, agent_count: int) -> bool:
-    """Run the chapters of the demo on a running stack."""
+    """Run the demo's chapters on a running stack. Return whether its token counts agree."""
     address, admin_key = stack.connection.address, stack.connection.admin_key
     async with AsyncAdminClient(address=address, api_key=admin_key) as admin:
         api_key, month = await create_tenant(admin), f"{datetime.now(UTC):%Y-%m}"
@@ -223,7 +223,7 @@ async def run_chapters(stack: Stack, model_directory: Path, agent_count: int) ->
 
 
 async def create_tenant(admin: AsyncAdminClient) -> str:
-    """Create the demo's customer; return the key of its application."""
+    """Create the demo's customer and return an API key for its application."""
     await admin.create_organization(ORGANIZATION)
     await admin.create_project(ORGANIZATION, PROJECT)
     created = await admin.create_api_key(ORGANIZATION, PROJECT, name="demo")
@@ -291,7 +291,7 @@ async def show_workload(client: AsyncClient, prompts: Sequence[Conversation]) ->
 
 
 def measurements(run: WorkloadRun) -> Sheet:
-    """Return latency percentiles, throughput and cache hits of a run."""
+    """Build a table of the latency percentiles, throughput and cache hits of a run."""
     figures = table("", "p50", "p90", "p99", right=("p50", "p90", "p99"))
     ttfts_ms = [agent.ttft_ms for agent in run.agents if agent.received_token_count]
     gaps_ms = [gap for agent in run.agents for gap in agent.gaps_ms]
@@ -313,7 +313,7 @@ def measurements(run: WorkloadRun) -> Sheet:
 
 
 def quota_table(before: Sequence[QuotaStatus], after: Sequence[QuotaStatus]) -> Sheet:
-    """Return each limit's usage before and after, with its held and remaining amount."""
+    """Build a table of each limit's usage before and after, with its held and remaining amount."""
     numbers = ("limit", "before", "after", "held", "remaining")
     rows = table("quota", *numbers, right=numbers)
     used_before = {quota.quota_id: quota.used_value for quota in before}
@@ -325,7 +325,7 @@ def quota_table(before: Sequence[QuotaStatus], after: Sequence[QuotaStatus]) -> 
 
 
 async def rated_report(billing: AsyncBillingClient, month: str, request_count: int) -> MonthReport:
-    """Return the report once every request is in the ledger, or as it is after a timeout."""
+    """Wait until every request is in the ledger, or a timeout passes. Return the report."""
     deadline = time.monotonic() + LEDGER_TIMEOUT_S
     while True:
         report = await billing.get_month_report(ORGANIZATION, month)
@@ -338,7 +338,7 @@ async def rated_report(billing: AsyncBillingClient, month: str, request_count: i
 
 
 def check(shown: Result, run: WorkloadRun, report: MonthReport) -> bool:
-    """Check that the clients' tokens equal those of usage events and ledger."""
+    """Compare the clients' tokens with usage events and ledger, and print the result."""
     results = [shown, *run.results]
     sent = sum(result.usage.input_token_count for result in results)
     received = run.received_token_count + len(shown.token_ids)

@@ -45,7 +45,7 @@ def prove(
     as_json: bool,
     home: Path | None,
 ) -> None:
-    """Run the checks and print their verdicts. Exits with 1 if any fails. only: none for all."""
+    """Run the checks named in `only`, or all, and print verdicts. Exits with 1 if any fails."""
     moments = tuple(Moment) if at_rest else (Moment.ALWAYS, Moment.SOON)
     names = [name for name in only if name != REPRODUCED.name]
     verdicts: list[Verdict] = []
@@ -77,7 +77,7 @@ def prove(
 
 @contextlib.contextmanager
 def schema_of_this_version() -> Iterator[None]:
-    """Report a database that this version cannot read in one line."""
+    """Turn the error for a schema that this version cannot read into one line."""
     try:
         yield
     except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn) as error:
@@ -100,7 +100,7 @@ async def reproduce_months(database_url: str, sample_max: int) -> Verdict:
 
 
 def print_check(verdict: Verdict) -> None:
-    """Print one line for a check, and one for each sampled violation."""
+    """Print one line for a check, and one for each violation in its sample."""
     console = make_console()
     count = verdict.violation_count
     mark = f"[red]{count:,} wrong[/red]" if count else "[green]holds[/green]"
@@ -122,7 +122,7 @@ def conclude(verdicts: list[Verdict], wrong: list[Verdict]) -> None:
 
 
 def document(verdict: Verdict) -> dict[str, object]:
-    """Return a verdict for `--json`."""
+    """Convert a verdict for `--json`."""
     return {
         "name": verdict.check.name,
         "proves": verdict.check.proves,

@@ -37,9 +37,10 @@ class AlreadyRunning(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Part of a process that this command started as `weir up`; file descriptors are inherited.
+    """Role of this process in a running `weir up`, with inherited file descriptors.
 
-    guard_fd: pipe that ends with the guard; -1 for a guard. adopts: whether parts may be running.
+    `guard_fd` is a pipe that closes when the guard dies, -1 in the guard itself. `adopts` tells
+    whether parts of Weir may be running already.
     """
 
     lock_fd: int
@@ -48,16 +49,16 @@ class Role:
 
     @classmethod
     def taken(cls) -> Role | None:
-        """Remove the role from the environment and return it; None if a person started this."""
+        """Take the role out of the environment; None if a person started the process."""
         words = os.environ.pop(ROLE, "").split()
         return cls(int(words[0]), int(words[1]), words[2] == "1") if words else None
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of a process with this role."""
+        """Build the environment that gives a child process this role."""
         return {**os.environ, ROLE: f"{self.lock_fd} {self.guard_fd} {self.adopts:d}"}
 
     def lose_guard(self) -> None:
-        """Become the guard, since it was killed. Does not return."""
+        """Replace this process by a guard, since its own was killed. Does not return."""
         note(
             "`weir up` was killed and goes on in the background as process"
             f" {os.getpid()}: stop it with `kill {os.getpid()}`"
@@ -94,18 +95,18 @@ def lock_home(home: Path) -> int:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that end `weir up`: not that of a closed terminal under `nohup`."""
+    """Choose the signals that end `weir up`. Under `nohup`, a closed terminal does not end it."""
     ignores = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if ignores else [signal.SIGHUP])]
 
 
 class Guard:
-    """Starts supervisors, one after the other."""
+    """Process that starts a supervisor, and another one whenever it is killed."""
 
     def __init__(self, home: Path, role: Role | None, end_left: Callable[[Path], None]) -> None:
-        """role: None locks the home directory. end_left: ends what a killed supervisor left there.
+        """Lock the home directory, unless `role` has inherited the lock. Raises: AlreadyRunning.
 
-        Raises: AlreadyRunning.
+        `end_left` ends the processes that a killed supervisor left there.
         """
         self._home = home
         self._end_left = end_left
@@ -116,7 +117,7 @@ class Guard:
         os.set_inheritable(self._lock_fd, True)
 
     def run(self) -> int:
-        """Keep a supervisor running until one ends by itself; return its exit status.
+        """Keep a supervisor running until one ends by itself, and return its exit status.
 
         After a signal that killed it, everything that it left is ended.
         """
@@ -142,7 +143,7 @@ class Guard:
             self._adopts = True
 
     def _supervised(self) -> int:
-        """Run one supervisor, and return its exit status."""
+        """Run one supervisor and return its exit status."""
         theirs, ours = os.pipe()
         os.set_inheritable(theirs, True)
         command = [sys.executable, *sys.orig_argv[1:]]

@@ -108,7 +108,7 @@ WORKER_READY = "worker.pid"  # in the home directory
 
 
 def read_settings(home: Path | None = None, listen: str = "") -> Settings:
-    """Return settings from the environment and flags; home is absolute, for child processes."""
+    """Read settings from the environment and flags. `home` is absolute, for child processes."""
     try:
         settings = Settings.from_environment()
     except SettingInvalid as error:
@@ -123,13 +123,13 @@ def read_settings(home: Path | None = None, listen: str = "") -> Settings:
 
 
 def error_text(error: Exception) -> str:
-    """Return PostgreSQL's or the driver's message in one line, without the libraries' wrapping."""
+    """Format PostgreSQL's or the driver's message in one line, without the text libraries add."""
     return " ".join(str(getattr(error, "orig", None) or error).split())
 
 
 @contextlib.contextmanager
 def clear_failures() -> Iterator[None]:
-    """Report errors of start-up and of metering in one line."""
+    """Turn errors of start-up and of metering into one-line messages."""
     try:
         try:
             yield
@@ -158,7 +158,7 @@ def clear_failures() -> Iterator[None]:
 
 
 def ensure_receipt_key(settings: Settings) -> Path | None:
-    """Create the signing key of receipts if there is none; return its file if created."""
+    """Create the signing key of receipts if there is none. Return its file if it was created."""
     path = key_path(settings.to_environment())
     return path if path is not None and ensure_key(path) else None
 
@@ -166,7 +166,7 @@ def ensure_receipt_key(settings: Settings) -> Path | None:
 async def bootstrap(
     database_url: str, home: Path, models: Collection[str], encoders: Collection[str] = ()
 ) -> Connection:
-    """Create the local customer, its keys and a price for each model if missing.
+    """Create the local customer, its keys and a price for each model, unless they exist.
 
     Returns the connection without its address, which is not known yet.
     """
@@ -189,7 +189,7 @@ async def create_admin(
     models: Collection[str],
     encoders: Collection[str] = (),
 ) -> str:
-    """Create customer, project and prices if missing, and one more admin key; return its secret."""
+    """Create an admin key and return its secret; add customer, project and prices if missing."""
     async with open_sessions(database_url) as sessions:
         await ensure_tenant(sessions, organization, project)
         await ensure_prices(sessions, models, encoders)
@@ -233,7 +233,7 @@ async def ensure_tenant(sessions: Sessions, organization: str, project: str) -> 
 async def ensure_prices(
     sessions: Sessions, models: Collection[str], encoders: Collection[str]
 ) -> None:
-    """Set a price for each model without one, required for use. encoders: embedding models."""
+    """Set a price, without which no request runs, for each model that has none."""
     async with sessions.begin() as session:
         priced = {price.model for price in await list_current_prices(session, currency_code="USD")}
         rates = dict.fromkeys(encoders, (0, 0, 0, EMBEDDING_PICOS_PER_TOKEN)) | dict.fromkeys(
@@ -268,7 +268,7 @@ Report = Callable[[str], None]
 
 
 def run(home: Path | None, work: Callable[[Sessions], Awaitable[Result]]) -> Result:
-    """Run `work` on the configured database; errors are reported in one line."""
+    """Run `work` on the configured database. Errors are reported in one line."""
 
     async def connected() -> Result:
         with local_database(home) as url:
@@ -309,7 +309,7 @@ class Adopted:
     """Process that a killed supervisor started. Its exit status cannot be known."""
 
     def __init__(self, pid: int) -> None:
-        """Raises: ProcessLookupError."""
+        """Watch a running process. Raises: ProcessLookupError if it has ended."""
         self.pid = pid
         self.returncode: int | None = None
         self._fd = os.pidfd_open(pid)
@@ -323,7 +323,7 @@ class Adopted:
         self._ended.set()
 
     async def wait(self) -> int:
-        """Wait until it ends; report it as killed."""
+        """Wait until the process ends. The result says that it was killed."""
         await self._ended.wait()
         return -signal.SIGKILL
 
@@ -333,9 +333,9 @@ class Adopted:
 
 @dataclass(slots=True)
 class Child:
-    """One child process: its command and its log file.
+    """Child process of the stack, with its command and log file.
 
-    secrets: variables that only other children need, which it does not get.
+    `secrets` names the environment variables that are for other children only.
     """
 
     name: str
@@ -347,12 +347,12 @@ class Child:
     process: asyncio.subprocess.Process | Adopted | None = None
 
     def left(self, home: str) -> int | None:
-        """Return the process of this name that another supervisor left in a home directory."""
+        """Find the process of this name that another supervisor left in a home directory."""
         each = started_with(STACK_PART, f"{home} {self.name}")
         return next((pid for pid in each if alive(pid)), None)
 
     def adopt(self, home: str) -> bool:
-        """Take over the process that was left, if there is one."""
+        """Take over the process that another supervisor left. Return whether there was one."""
         with contextlib.suppress(ProcessLookupError):
             if (pid := self.left(home)) is not None:
                 self.process = Adopted(pid)
@@ -360,7 +360,7 @@ class Child:
         return False
 
     async def start(self, environment: Mapping[str, str]) -> None:
-        """Start it in its own session, so that Ctrl-C in the terminal reaches the parent first."""
+        """Start the process in its own session, so that Ctrl-C reaches only the parent."""
         with open_log(self.log_path) as log:
             self.process = await asyncio.create_subprocess_exec(
                 *self.command,
@@ -373,7 +373,7 @@ class Child:
             )
 
     async def stop(self) -> None:
-        """Terminate it, then kill it after a timeout."""
+        """Terminate the process, and kill it if it still runs after a timeout."""
         if self.process is None or self.process.returncode is not None:
             return
         self.process.terminate()
@@ -384,7 +384,7 @@ class Child:
             await self.process.wait()
 
     async def wait(self) -> tuple[int, bool]:
-        """Wait until it ends; return its status, and whether it was ready before."""
+        """Wait until the process ends. Return its status, and whether it had been ready."""
         assert self.process is not None
         started_at, ready = time.monotonic(), False
         while not ready:
@@ -402,12 +402,12 @@ class Child:
         )
 
     def log_tail(self, line_count: int = LOG_TAIL_LINES) -> str:
-        """Return the last lines of the log."""
+        """Read the last lines of the log."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-line_count:])
 
 
 class Stack:
-    """A running stack. `connection` has its address and keys."""
+    """Running stack. `connection` has its address and keys."""
 
     def __init__(
         self,
@@ -416,7 +416,7 @@ class Stack:
         environment: Mapping[str, str],
         database: EmbeddedPostgres | None = None,
     ) -> None:
-        """database: the embedded server; None for one that others run."""
+        """Take over started children. `database` is the embedded server, None for another one."""
         self.connection = connection
         self.children = children
         self._environment = environment
@@ -433,7 +433,7 @@ class Stack:
                 )
 
     async def _keep_alive(self, child: Child, report: Report) -> None:
-        """Restart at once if it was ready before, else after a delay that doubles each time.
+        """Restart a child at once if it had been ready, else after a delay that doubles each time.
 
         The first restart of a process that was killed before it was ready is immediate as well.
         """
@@ -468,7 +468,7 @@ class Stack:
 
 
 async def keep_database(database: EmbeddedPostgres, report: Report) -> None:
-    """Restart the embedded server when its postmaster has ended, until cancelled."""
+    """Restart the embedded server whenever its postmaster ends, until cancelled."""
     backoff = Backoff(RESTART_DELAY_S_MIN, KILLED_DELAY_S_MAX)
     log_path = database.data_dir / "server.log"
     while True:
@@ -491,9 +491,9 @@ async def run_stack(
 ) -> AsyncIterator[Stack]:
     """Start everything, run the block when requests are accepted, and stop everything afterwards.
 
-    settings: with an empty `database_url` the embedded PostgreSQL is started, under `home`. role:
-    of a supervisor, which adopts what another one left; None locks the directory. Raises:
-    StackFailed, AlreadyRunning, PostgresNotStarted.
+    If `database_url` is empty, an embedded PostgreSQL is started under `home`. `role` is that of a
+    supervisor, which adopts what another one left; None locks the directory. Raises: StackFailed,
+    AlreadyRunning, PostgresNotStarted.
     """
     home = settings.home
     make_private(home)
@@ -550,7 +550,7 @@ async def run_stack(
 
 
 async def prepare_database(settings: Settings, server: EmbeddedPostgres | None) -> Connection:
-    """Migrate the database and create what is missing, again if its server dies meanwhile."""
+    """Migrate the database and create missing objects; repeat if its server dies meanwhile."""
     for tries_left in reversed(range(DATABASE_TRIES_MAX)):
         try:
             await asyncio.to_thread(upgrade, settings.database_url)
@@ -567,9 +567,9 @@ async def prepare_database(settings: Settings, server: EmbeddedPostgres | None) 
 
 
 async def supervised_start(stack: Stack, home: Path, api: Child, report: Report) -> ConnectionFile:
-    """Return the server's addresses once it accepts requests; restart what is killed meanwhile.
+    """Wait until the server accepts requests and return its addresses.
 
-    Raises: StackFailed.
+    Restarts processes that are killed meanwhile. Raises: StackFailed.
     """
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -611,20 +611,20 @@ def end_left(home: Path) -> None:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """Open a log for appending, readable by its owner only."""
+    """Open a log file for appending. Only its owner can read it."""
     log = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
     os.fchmod(log.fileno(), 0o600)  # an earlier version may have created it
     return log
 
 
 def serving_pid(home: Path) -> int | None:
-    """Return the id of the process that serves requests, or None."""
+    """Find the id of the process that serves requests; None if there is none."""
     endpoint = read_endpoint(home)
     return endpoint.pid if endpoint.serving else None
 
 
 def written_pid(path: Path) -> int | None:
-    """Return the process id in a file; None if there is none."""
+    """Read a process id from a file; None if there is none."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -632,7 +632,7 @@ def written_pid(path: Path) -> int | None:
 
 
 def optional_children(environment: Mapping[str, str], home: Path) -> list[Child]:
-    """Return the endpoint for Stripe's events, if its secret is set.
+    """Build the endpoint for Stripe's events if its secret is set, else an empty list.
 
     Raises: StackFailed for invalid export settings.
     """
@@ -648,7 +648,7 @@ def optional_children(environment: Mapping[str, str], home: Path) -> list[Child]
 
 
 def with_issuer(settings: Settings) -> Settings:
-    """Return settings with a sample issuer, unless one is set, so that a close can be tried."""
+    """Add a sample invoice issuer to settings without one, so that you can close a month."""
     if settings.issuer() != Issuer():
         return settings
     return replace(
@@ -660,7 +660,7 @@ def with_issuer(settings: Settings) -> Settings:
 
 
 def child_environment(settings: Settings) -> dict[str, str]:
-    """Return the environment that passes these settings to a child process."""
+    """Build the environment that passes these settings to a child process."""
     return {**os.environ, **settings.to_environment()}
 
 
@@ -683,7 +683,7 @@ async def wait_until_serving(home: Path, api: Child) -> ConnectionFile:
 
 
 async def run_until_stopped(listen: str, home: Path | None, role: Role) -> None:
-    """Supervise the stack until a signal ends it."""
+    """Run and supervise the stack until a signal ends it."""
     settings = read_settings(home, listen)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -707,7 +707,7 @@ async def run_until_stopped(listen: str, home: Path | None, role: Role) -> None:
 
 
 def welcome(address: str, home: Path, endpoint: ConnectionFile) -> Panel:
-    """Return the panel with next steps. endpoint: the server's HTTP listeners."""
+    """Build the panel with next steps. `endpoint` has the server's HTTP addresses."""
     openai = (
         f"\nOpenAI's clients take [bold]base_url={endpoint.openai_url}[/bold] with the same keys."
         if endpoint.openai_url
@@ -741,7 +741,7 @@ def welcome(address: str, home: Path, endpoint: ConnectionFile) -> Panel:
 
 
 def command_name() -> str:
-    """Return this program's name for the shell: `weir`, or its path if PATH has no such command."""
+    """Return this program's name in the shell: `weir`, or its path if that is not in PATH."""
     called = sys.argv[0]
     known = Path(called).name != "weir" or shutil.which("weir") == called
     return "weir" if known else shlex.quote(called)

@@ -67,7 +67,7 @@ CSV_COLUMNS = (
 
 
 def synchronize(home: Path | None, *, dry_run: bool, as_json: bool) -> None:
-    """Create and update the objects at Stripe, and print them."""
+    """Create and update the objects at Stripe, and print the changes."""
 
     async def synchronized(sessions: Sessions) -> Sync | BillingDetailsMissing:
         sync = Sync(sessions, gateway(), dry_run)
@@ -142,7 +142,7 @@ def print_status(found: ExportStatus) -> None:
 
 
 def without_payment_method_text(organization: str) -> str:
-    """Return the remedy for an organization that Stripe cannot charge."""
+    """Format the remedy for an organization that Stripe cannot charge."""
     remedy = f"have the customer open the page that `weir stripe portal {organization}` prints"
     return (
         f"{organization} has no default payment method at Stripe, so its next invoice cannot be"
@@ -151,7 +151,7 @@ def without_payment_method_text(organization: str) -> str:
 
 
 def charges_automatically() -> bool:
-    """Return whether Stripe charges payment methods by the settings; False without a key."""
+    """Return whether Stripe charges payment methods, by the settings; False without an API key."""
     with contextlib.suppress(InvalidValue):
         return stripe_settings(os.environ).collection is Collection.CHARGE
     return False
@@ -170,7 +170,7 @@ def compare(
     as_json: bool,
     as_csv: bool,
 ) -> bool:
-    """Compare the stages of a month and print them; return whether all agree."""
+    """Compare the stages of a month and print them. Return whether all agree."""
     found = run(
         home,
         lambda sessions: reconciled(sessions, month, organization, against_stripe=against_stripe),
@@ -188,7 +188,7 @@ def compare(
 async def reconciled(
     sessions: Sessions, month: str, organization: str | None, *, against_stripe: bool
 ) -> MonthReconciliation:
-    """Return every stage of the month, from one snapshot of the database. Raises: MeteringError."""
+    """Read every stage of the month from one snapshot of the database. Raises: MeteringError."""
     settings = export_settings(os.environ)
     destination = Destination.STRIPE if against_stripe else settings.destination
     async with sessions() as session:
@@ -207,7 +207,7 @@ async def reconciled(
 async def biller_counts(
     sessions: Sessions, settings: ExportSettings, ours: OurMonth, *, against_stripe: bool
 ) -> Sequence[int] | None:
-    """Return the biller's count of each sum; None if not fetched. Raises: StripeFailed."""
+    """Fetch the biller's count for each of our sums; None without one. Raises: StripeFailed."""
     if against_stripe:
         return await stripe_counts(
             sessions, StripeGateway(settings.stripe or stripe_settings(os.environ)), ours
@@ -222,7 +222,7 @@ async def biller_counts(
 
 
 def print_comparison(found: MonthReconciliation, now: datetime) -> None:
-    """Print the sums of each stage, then the differences with age and remedy."""
+    """Print the sums of each stage, then the differences, each with its age and remedy."""
     counted = ("used", "posted", "invoiced", "due", "batched", "delivered")
     heads = ("organization", "model", "tier", "price version", "tokens", *counted, "biller")
     made = table(
@@ -277,7 +277,7 @@ def headline(difference: Difference, now: datetime) -> str:
 
 
 def document(found: MonthReconciliation) -> dict[str, object]:
-    """Return the comparison for `--json`."""
+    """Convert the comparison for `--json`."""
     counts = found.counted or [None] * len(found.ours.sums)
     sums = [
         asdict(each) | {"biller": count}
@@ -288,7 +288,7 @@ def document(found: MonthReconciliation) -> dict[str, object]:
 
 
 def sheet(differences: Sequence[Difference]) -> str:
-    """Return the differences as CSV (RFC 4180) with a header."""
+    """Format the differences as CSV (RFC 4180) with a header."""
     columns: dict[str, Callable[[Difference], object]] = {
         name: attrgetter(name) for name in CSV_COLUMNS
     }

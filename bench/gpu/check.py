@@ -86,12 +86,12 @@ Answer = tuple[bool | None, str]  # None: not asked on this device
 
 
 def kernels_for(device: torch.device) -> TorchKernels | None:
-    """Return the interpreted kernels for a CPU, and None, for the decoder's own, on a GPU."""
+    """Choose the kernels: interpreted ones on a CPU, None on a GPU for those of the decoder."""
     return None if device.type == "cuda" else TritonKernels(INTERPRETED_PROCESSORS)
 
 
 def outputs(decoder: TorchDecoder, vocabulary_size: int) -> tuple[list[list[int]], torch.Tensor]:
-    """Return greedy tokens of prompts in chunks and of steps that decode, and the first logits."""
+    """Compute greedy tokens, for prompts in chunks and in decoding steps, and the first logits."""
     rng, run = random.Random(5), Run(decoder)
     for count in PROMPT_TOKENS:
         prompt = [rng.randrange(FIRST_PLAIN_TOKEN, vocabulary_size) for _ in range(count)]
@@ -104,7 +104,7 @@ def outputs(decoder: TorchDecoder, vocabulary_size: int) -> tuple[list[list[int]
 
 
 def compared(device: torch.device, shape: Shape, dtype: torch.dtype) -> Answer:
-    """Compare tokens and logits with those of float32 on the CPU."""
+    """Compare tokens and logits with those computed in float32 on the CPU."""
     weights = random_weights(shape, dtype, device)
     exact = widened(on_device(weights, CPU))
     ours, logits = outputs(
@@ -124,7 +124,7 @@ def compared(device: torch.device, shape: Shape, dtype: torch.dtype) -> Answer:
 
 
 def widened(weights: DecoderWeights) -> DecoderWeights:
-    """Return weights in float32."""
+    """Convert weights to float32."""
 
     def wide(held: Any) -> Any:
         if isinstance(held, torch.Tensor):
@@ -240,7 +240,7 @@ def whole_engine(device: torch.device) -> Answer:
 
 
 def engine_outputs(device: Device) -> tuple[dict[int, list[int]], EngineCore]:
-    """Return the tokens of greedy and sampled requests by number, from the bundled model."""
+    """Generate with the bundled model; return tokens of greedy and sampled requests by number."""
     core = EngineCore(
         EngineOptions(str(DEMO), ENGINE_LIMITS, "float32", ENGINE_KV_BYTES, device=device)
     )
@@ -346,7 +346,7 @@ def too_little_memory(device: torch.device) -> Answer:
 
 
 def start_failure(options: EngineOptions) -> str | None:
-    """Return why an engine does not start, or None."""
+    """Start an engine; return the reason if it fails, else None."""
     try:
         EngineCore(options)
     except EngineStartFailed as error:
@@ -372,7 +372,7 @@ QUESTIONS: tuple[Callable[[torch.device], Answer], ...] = (
 
 
 def answer_in_turn(indices: Sequence[int], device_name: str, results: Connection) -> None:
-    """Answer questions up to the first exception. The main function of a process."""
+    """Answer questions until one raises an exception. Runs in a process of its own."""
     device = open_device(device_name)
     for index in indices:
         try:
@@ -386,7 +386,7 @@ def answer_in_turn(indices: Sequence[int], device_name: str, results: Connection
 
 
 def answers(device_name: str) -> Iterator[Answer]:
-    """Yield the answers to all questions, from a new process after each failure."""
+    """Yield the answers to all questions. After a failure, a new process answers the rest."""
     context, index = multiprocessing.get_context("spawn"), 0
     while index < len(QUESTIONS):
         ours, theirs = context.Pipe(duplex=False)
@@ -411,7 +411,7 @@ def answers(device_name: str) -> Iterator[Answer]:
 
 
 def main() -> int:
-    """Command line."""
+    """Parse the command line and answer the questions. Return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.check")
     add_common_arguments(parser)
     arguments = parser.parse_args()

@@ -56,13 +56,13 @@ SAMPLINGS = {
 
 
 def wait(device: torch.device) -> None:
-    """Wait until the device has computed everything."""
+    """Wait until the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def median_s(action: Callable[[], Any], repeats: int, device: torch.device) -> float:
-    """Return the median duration of an action, after one that warms up."""
+    """Measure the median duration of an action in seconds, after one run that warms up."""
     durations = []
     for _ in range(repeats + 1):
         wait(device)
@@ -74,7 +74,7 @@ def median_s(action: Callable[[], Any], repeats: int, device: torch.device) -> f
 
 
 def limits_of_device(device: torch.device, repeats: int) -> tuple[float, float]:
-    """Return the bytes per second of reading, and the operations per second of a product."""
+    """Measure the bytes read per second, and the operations per second of a matrix product."""
     on_gpu = device.type == "cuda"
     count = BANDWIDTH_FLOATS if on_gpu else BANDWIDTH_FLOATS_CPU
     size = PRODUCT_SIZE if on_gpu else PRODUCT_SIZE_CPU
@@ -88,7 +88,7 @@ def limits_of_device(device: torch.device, repeats: int) -> tuple[float, float]:
 def open_for(
     shape: Shape, batches: list[int], contexts: list[int], prompts: list[int], device: torch.device
 ) -> TorchDecoder:
-    """Return a decoder for all measurements, with its own choice of the KV cache's size."""
+    """Open a decoder that fits all measurements; it chooses the size of the KV cache."""
     context_count = max([*contexts, *prompts]) + STEP_TOKENS
     step_token_count = STEP_TOKENS if device.type == "cuda" else max(prompts)
     limits = EngineLimits(
@@ -113,8 +113,10 @@ def measure_decode(
     repeats: int,
     sampling: SamplingParams | None = None,
 ) -> tuple[float, float] | None:
-    """Return the seconds of a step, and of its graph alone; None if the contexts do not fit the KV
-    cache. sampling: of all rows; None for the best tokens.
+    """Measure a decoding step, and its graph alone, in seconds.
+
+    `sampling` applies to all rows; None takes the likeliest tokens. Returns None if the contexts do
+    not fit the KV cache.
     """
     run, room = Run(decoder), WARM_UP_STEPS + (repeats + 1) * step_count
     if batch * blocks_for(context + room) > decoder.block_count:
@@ -145,7 +147,7 @@ def measure_decode(
 
 
 def measure_prompt(decoder: TorchDecoder, count: int, chunk: int, repeats: int) -> float:
-    """Return the seconds of a prompt in chunks."""
+    """Measure the seconds to compute a prompt in chunks."""
 
     def compute() -> None:
         run = Run(decoder)
@@ -159,7 +161,10 @@ def measure_prompt(decoder: TorchDecoder, count: int, chunk: int, repeats: int) 
 def measure_transformers(
     shape: Shape, batches: list[int], step_count: int, device: torch.device
 ) -> dict[int, float]:
-    """Return the seconds per step of greedy decoding by batch, from two lengths of output."""
+    """Measure a step of greedy decoding with transformers, in seconds by batch.
+
+    The time of the prompt cancels out, as two lengths of output are compared.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -202,7 +207,7 @@ def measure_transformers(
 
 
 def measure(arguments: argparse.Namespace, name: str, device: torch.device) -> list[dict[str, Any]]:
-    """Measure one shape, print its rows, and return them."""
+    """Measure one shape, and print and return its rows."""
     shape, rows = SHAPES[name], list[dict[str, Any]]()
     bytes_per_s, operations_per_s = limits_of_device(device, arguments.repeats)
     print(f"{name}: reads {bytes_per_s / 1e9:,.0f} GB/s, {operations_per_s / 1e12:,.1f} TFLOPS")
@@ -285,7 +290,7 @@ def whole_numbers(text: str) -> list[int]:
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line, and measure each shape."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.measure")
     add_common_arguments(parser)
     parser.add_argument("--shape", default="1b,8b", help=f"of {', '.join(SHAPES)}")

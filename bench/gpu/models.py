@@ -33,7 +33,7 @@ FIRST_PLAIN_TOKEN = 16
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a Llama decoder, in floats, layers and heads. window: of half of the layers."""
+    """Sizes of a Llama decoder, in floats, layers and heads. Half the layers have the `window`."""
 
     hidden_size: int
     intermediate_size: int
@@ -46,7 +46,7 @@ class Shape:
     qk_norm: bool = False
 
     def config(self, context_window_tokens: int) -> DecoderConfig:
-        """Return the configuration of a checkpoint of this shape."""
+        """Build the configuration of a checkpoint of this shape."""
         windows = (None, self.window) * self.layer_count
         return DecoderConfig(
             architecture="LlamaForCausalLM",
@@ -71,7 +71,7 @@ class Shape:
 
     @property
     def layer_weight_count(self) -> int:
-        """Number of weights of all layers' matrices."""
+        """Number of weights in the matrices of all layers."""
         heads = 2 * (self.head_count + self.kv_head_count) * self.head_dim
         return self.layer_count * self.hidden_size * (heads + 3 * self.intermediate_size)
 
@@ -82,7 +82,7 @@ class Shape:
 
     @property
     def kv_count_per_token(self) -> int:
-        """Floats of keys and values per position."""
+        """Number of floats of keys and values per position."""
         return 2 * self.layer_count * self.kv_head_count * self.head_dim
 
 
@@ -97,7 +97,7 @@ SHAPES = {
 def random_weights(
     shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> DecoderWeights:
-    """Return weights that keep the spread of hidden states, and logits that are not flat."""
+    """Draw weights that keep the spread of hidden states and give logits that are not flat."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def matrix(rows: int, columns: int, spread: float = 1.0) -> LinearWeights:
@@ -135,7 +135,7 @@ def open_decoder(
     block_count: int | None = None,
     kernels: TorchKernels | None = None,
 ) -> TorchDecoder:
-    """Return a decoder on the device of the weights. block_count: None for the free memory."""
+    """Open a decoder on the weights' device. A `block_count` of None takes the free memory."""
     dtype = weights.embedding.dtype
     name = next(name for name, each in DTYPES.items() if each == dtype)
     config = shape.config(limits.context_window_tokens)
@@ -147,7 +147,7 @@ def open_decoder(
 
 @dataclass(slots=True)
 class Text:
-    """A sequence: the fields that a decoder reads. Implements `CachedTokens`."""
+    """Sequence with the fields that a decoder reads. Implements `CachedTokens`."""
 
     token_ids: list[int]
     block_table: list[int]
@@ -157,7 +157,7 @@ class Text:
 
 @dataclass(slots=True)
 class Part:
-    """The next tokens of a text. Implements `Rows`."""
+    """Next tokens of a text to compute. Implements `Rows`."""
 
     sequence: Text
     token_count: int
@@ -165,21 +165,21 @@ class Part:
 
     @property
     def logit_row_count(self) -> int:
-        """1 if no token is uncomputed afterwards."""
+        """1 if this part ends with the text's last token, else 0."""
         text = self.sequence
         return int(text.computed_token_count + self.token_count == len(text.token_ids))
 
 
 @dataclass(slots=True)
 class Run:
-    """Texts on a decoder, with blocks of their own."""
+    """Texts on a decoder, each with its own blocks."""
 
     decoder: TorchDecoder
     texts: list[Text] = field(default_factory=list)
     used_block_count: int = 0
 
     def add(self, token_ids: Sequence[int], output_token_count: int) -> Text:
-        """Add a text with room for its output."""
+        """Add a text with blocks for its output."""
         first = self.used_block_count
         self.used_block_count += blocks_for(len(token_ids) + output_token_count)
         assert self.used_block_count <= self.decoder.block_count, "the pool is too small"
@@ -188,7 +188,7 @@ class Run:
         return text
 
     def step(self, token_count_max: int) -> Logits:
-        """Compute up to this many tokens of each text, and append the best next ones."""
+        """Compute up to this many tokens of each text, and append the likeliest next ones."""
         parts = [
             Part(text, min(len(text.token_ids) - text.computed_token_count, token_count_max))
             for text in self.texts
@@ -204,14 +204,14 @@ class Run:
         return logits
 
     def fill(self, context_token_count: int) -> None:
-        """Pretend that all but the last of this many tokens of each text are computed."""
+        """Mark all but the last of this many tokens of each text as computed."""
         for text in self.texts:
             text.token_ids = [FIRST_PLAIN_TOKEN] * context_token_count
             text.computed_token_count = context_token_count - 1
 
 
 def open_device(name: str) -> torch.device:
-    """Return the device to run on. Raises: SystemExit without a GPU, or without an interpreter."""
+    """Open the device to run on. Raises: SystemExit without a GPU, or without an interpreter."""
     if name == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch finds no CUDA device; --device cpu tries this program out")
     if name == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -220,7 +220,7 @@ def open_device(name: str) -> torch.device:
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
-    """Return the device with the versions of the software."""
+    """Describe the device and the versions of the software."""
     facts: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__}
     if device.type != "cuda":
         return facts | {"device": "cpu, Triton's interpreter: no measurement"}
@@ -241,7 +241,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write_results(out: Path | None, name: str, results: Any) -> None:
-    """Write results as JSON, if there is a directory for them."""
+    """Write results as JSON into the directory `out`, unless it is None."""
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / name).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")

@@ -21,7 +21,7 @@ Keys = dict[str, yaml.Node]
 
 @dataclass(frozen=True, slots=True, order=True)
 class FileError:
-    """One error with its line and remedy. location: as in `organizations[0].quotas[2].limit`."""
+    """Error in a file, with line and remedy. `location` is as in `organizations[0].quotas[2]`."""
 
     line: int
     location: str
@@ -29,7 +29,7 @@ class FileError:
 
 
 class NotYaml(ValueError):
-    """The text is not YAML. line: of the error, from 1 on."""
+    """The text is not YAML. `line` has the error, counted from 1."""
 
     def __init__(self, line: int, message: str) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class NotYaml(ValueError):
 
 
 class BoundedLoader(yaml.SafeLoader):
-    """Loader that refuses files whose readers would not end."""
+    """YAML loader that refuses files that would take too long or too much memory to read."""
 
     def __init__(self, content: str) -> None:
         super().__init__(content)
@@ -70,14 +70,17 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 def similar_name(name: str, known: Iterable[str], error_count: int) -> str | None:
-    """Return the known name that a wrong one resembles. error_count: of errors before it."""
+    """Find the known name that a wrong one resembles; None if there is none.
+
+    `error_count` is the number of errors before it: the search is skipped after too many.
+    """
     if error_count >= SIMILAR_COUNT_MAX or len(name) > SIMILAR_CHARS_MAX:
         return None
     return next(iter(difflib.get_close_matches(name, known, 1)), None)
 
 
 def compose(content: str) -> yaml.Node | None:
-    """Return the root of a file; None for an empty one. Raises: NotYaml."""
+    """Parse a file to its root node; None if it is empty. Raises: NotYaml."""
     try:
         root: yaml.Node | None = yaml.compose(content, Loader=BoundedLoader)
     except yaml.YAMLError as broken:
@@ -88,9 +91,10 @@ def compose(content: str) -> yaml.Node | None:
 
 
 class StrictReader:
-    """Reads nodes into values.
+    """Reader of YAML nodes that collects errors instead of raising them.
 
-    meant: places of the keys that unknown keys resemble; these are not reported as missing as well.
+    `meant` has the places of keys for which a similar unknown key was found; these are not reported
+    as missing as well.
     """
 
     def __init__(self) -> None:
@@ -105,9 +109,9 @@ class StrictReader:
     def mapping(
         self, node: yaml.Node | None, location: str, known: Collection[str] | None = None
     ) -> Keys:
-        """Return the values of a mapping by key; keys merged in by `<<` are overridden by its own.
+        """Read a mapping to its value nodes by key. Its own keys override those merged in by `<<`.
 
-        known: the allowed keys; None if the file chooses them.
+        A key that is not in `known` is an error; None allows all.
         """
         if not isinstance(node, yaml.MappingNode):
             expected = (
@@ -146,13 +150,13 @@ class StrictReader:
         return found
 
     def require(self, node: yaml.Node | None, location: str, keys: Keys, *names: str) -> None:
-        """Record missing keys of a mapping."""
+        """Record an error for each missing key of a mapping."""
         for name in names:
             if name not in keys and joined(location, name) not in self.meant:
                 self.wrong(node, location, f"`{name}` is missing")
 
     def scalar(self, node: yaml.Node, location: str, parse: Callable[[str], Value]) -> Value | None:
-        """Return a parsed scalar; None if it is wrong. parse: raises ValueError with the remedy."""
+        """Parse a scalar; None if it is wrong. `parse` raises ValueError with the remedy."""
         if not isinstance(node, yaml.ScalarNode):
             self.wrong(node, location, "write a single value")
         elif node.tag.endswith(":null"):
@@ -165,7 +169,7 @@ class StrictReader:
         return None
 
     def items(self, node: yaml.Node, location: str) -> list[yaml.Node]:
-        """Return the entries of a list."""
+        """Read the entries of a list."""
         if isinstance(node, yaml.SequenceNode):
             return list(node.value)
         self.wrong(
@@ -177,5 +181,5 @@ class StrictReader:
 
 
 def joined(location: str, key: str) -> str:
-    """Return the place of a key below another place."""
+    """Append a key to the place of its mapping."""
     return f"{location}.{key}" if location else key

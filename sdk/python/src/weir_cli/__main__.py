@@ -31,13 +31,13 @@ HELP_END = "More: weir COMMAND --help. Exit codes: " + ", ".join(
 
 
 def imported(command: Command) -> Any:
-    """Return the object that a command's target names."""
+    """Import the function or typer group that a command's target names."""
     module, _, name = command.target.partition(":")
     return getattr(import_module(module), name)
 
 
 class GroupOption(TyperOption):
-    """Option of a group. Its default is not converted, since conversion loads pydantic."""
+    """Option of a group whose default stays text, since converting it would load pydantic."""
 
     def process_value(self, ctx: Any, value: Any) -> Any:
         is_default = ctx.get_parameter_source(self.name).name == "DEFAULT"
@@ -45,10 +45,10 @@ class GroupOption(TyperOption):
 
 
 class Group(TyperGroup):
-    """Group that lists its commands with the first paragraph of their help, not cut to a line."""
+    """Group whose help shows the first paragraph of each command's help, not cut to one line."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the options, including typer's own."""
+        """Return the options of the group, including those that typer adds."""
         found = super().get_params(ctx)
         for option in found:
             option.__class__ = GroupOption
@@ -61,14 +61,14 @@ class Group(TyperGroup):
 
 
 def single(command: Command, name: str) -> Any:
-    """Return a command of this name made of a function."""
+    """Make a command with this name from the function of a table entry."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(name)(imported(command))
     return typer.main.get_command(app)
 
 
 def load(name: str) -> Any:
-    """Return the command of a name; groups include commands of other distributions."""
+    """Build a command by name. A group includes the commands that other distributions add."""
     target = imported(COMMANDS[name])
     if not isinstance(target, typer.Typer):
         return single(COMMANDS[name], name)
@@ -82,7 +82,7 @@ def load(name: str) -> Any:
 
 
 def group_of(target: typer.Typer) -> TyperGroup:
-    """Return a group with plain help, since rich takes longer to load than everything else."""
+    """Build a group with plain help, since rich takes longer to load than everything else."""
     target.rich_markup_mode = None
     for each in (target, *(nested.typer_instance for nested in target.registered_groups)):
         assert each is not None
@@ -91,7 +91,7 @@ def group_of(target: typer.Typer) -> TyperGroup:
 
 
 class LazyGroup(Group):
-    """Group that knows the names and help of its commands, and imports only the one that is run."""
+    """Group that knows the names and help of all commands, but imports only the one that runs."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -100,13 +100,13 @@ class LazyGroup(Group):
                 self.add_command(TyperCommand(name, help=entry.help))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Replace the placeholder by the imported command."""
+        """Import the command that is about to run, in place of its placeholder."""
         if args and args[0] in self.commands:
             self.add_command(load(args[0]))
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; its errors of values come without the name of pydantic's error."""
+        """Run the command. Errors of values are shown without pydantic's prefix."""
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
@@ -114,7 +114,7 @@ class LazyGroup(Group):
             raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write one line per command, by persona."""
+        """Write one help line per command, grouped by the role of the user."""
         options = ", ".join(parameter.opts[0] for parameter in self.get_params(ctx))
         lines = [f"Usage: {ctx.command_path} [OPTIONS] COMMAND [ARGS]..."]
         for persona in PERSONAS:

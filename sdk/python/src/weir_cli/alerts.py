@@ -162,7 +162,7 @@ def remove_webhook(
 
 
 def alerts_table(found: list[Alert]) -> RenderableType:
-    """Build a table of alerts with the usage at the time of each."""
+    """Build a table of alerts, with the usage when each was raised."""
     columns = (
         "found",
         "of",
@@ -183,7 +183,7 @@ def alerts_table(found: list[Alert]) -> RenderableType:
 
 
 def about(alert: Alert) -> tuple[str, ...]:
-    """Return the cells of an alert's limit, from owner and dimension to limit and window."""
+    """Format the cells of an alert that follow its time, from owner and dimension to window."""
     if alert.invoice is not None:
         paid, due = money_text(alert.invoice.amount_paid), money_text(alert.invoice.amount_due)
         what = "invoice", "—", alert.kind.replace("_", " ")
@@ -205,7 +205,7 @@ def about(alert: Alert) -> tuple[str, ...]:
 
 
 def window_text(alert: Alert) -> str:
-    """Return the day or month of an alert's window, in UTC."""
+    """Format the day or month that an alert's window covers, in UTC."""
     if alert.window_start_time is None:
         return "—"
     is_of_month = alert.dimension in (
@@ -218,7 +218,7 @@ def window_text(alert: Alert) -> str:
 
 
 def delivery_text(alert: Alert) -> str:
-    """Return the delivery state of an alert as text."""
+    """Describe the delivery state of an alert."""
     if (delivery := alert.delivery) is None:
         return "none"
     after = f" after {delivery.attempt_count} attempts" if delivery.attempt_count > 1 else ""

@@ -73,7 +73,7 @@ def audit(
 
 
 def audit_table(entries: list[AuditEntry]) -> RenderableType:
-    """Build a table of changes, newest first, with the changed fields."""
+    """Build a table of audit log entries, with the fields that each has changed."""
     made = table("entry", "time", "actor", "action", "subject", "change", right=("entry",))
     for each in entries:
         change = changed(each.before_json, each.after_json)

@@ -18,7 +18,7 @@ PLUGINS = "weir_commands"
 
 
 class ExitCode(IntEnum):
-    """Exit codes of all commands; scripts rely on them."""
+    """Exit code of every command. Scripts rely on the values."""
 
     DONE = 0
     FAILED = 1
@@ -29,7 +29,7 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command: its target (`module:name` of a function or `typer.Typer`) and help line."""
+    """Command in a table: its target (`module:name`) and the line that help shows."""
 
     target: str
     help: str
@@ -81,7 +81,7 @@ CLIENT_COMMANDS: Mapping[str, Command] = {
 
 
 def all_commands() -> dict[str, Command]:
-    """Return all installed commands by name; `receipt rotate` is one of the group `receipt`."""
+    """Collect all installed commands by name. `receipt rotate` belongs to the group `receipt`."""
     found = dict(CLIENT_COMMANDS)
     try:
         plugins = import_module(PLUGINS)

@@ -72,7 +72,7 @@ def block(change: ConfigurationChange) -> Text:
 
 
 def title(change: ConfigurationChange) -> str:
-    """Return the headline of a change."""
+    """Format the headline of a change."""
     from weir_cli.document_fields import dimension_of
 
     named = f"{change.kind.replace('_', ' ')} {printable(change.path)}"
@@ -181,7 +181,7 @@ def export(
 
 
 def content_of(file: Path) -> str:
-    """Read a file, or stdin for `-`. Exits if it cannot be read."""
+    """Read a file, or stdin for `-`. Exits with an error if it cannot be read."""
     try:
         return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -189,9 +189,9 @@ def content_of(file: Path) -> str:
 
 
 def new_secrets_file(path: Path) -> int:
-    """Create a file that only its owner may read, before anything is applied.
+    """Create a file that only its owner may read, and return its descriptor.
 
-    A secret that cannot be written would be lost.
+    Called before anything is applied, since a secret that cannot be written would be lost.
     """
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -203,9 +203,9 @@ def new_secrets_file(path: Path) -> int:
 
 
 def errors_of(document: Document, applied: AppliedConfiguration) -> list[FileError]:
-    """Return the errors found by reader and server, by line.
+    """Merge the errors of the reader and those of the server, sorted by line.
 
-    The server's findings are left out for lines that the reader reported.
+    Errors of the server are dropped for lines where the reader has found one.
     """
     wrong = {error.line for error in document.errors}
     reported = (document.error_at(error.field, error.description) for error in applied.violations)
@@ -231,7 +231,7 @@ def print_errors(file: Path, errors: list[FileError]) -> NoReturn:
 def print_applied(
     applied: AppliedConfiguration, *, dry_run: bool, prune: bool, with_secrets: bool
 ) -> None:
-    """Print the differences, their summary, and the secrets of new keys."""
+    """Print the differences, a summary of them, and the secrets of new keys."""
     if applied.changes:
         show(plan(applied.changes))
     note(summary(applied.changes, dry_run=dry_run))
@@ -256,7 +256,7 @@ def print_applied(
 def plan_document(
     applied: AppliedConfiguration, *, dry_run: bool, with_secrets: bool
 ) -> dict[str, Any]:
-    """Convert a plan for scripts, with the names and units of the contract."""
+    """Convert the changes of a configuration to JSON, with the names and units of the API."""
     return {
         "applied": not dry_run,
         "changes": [

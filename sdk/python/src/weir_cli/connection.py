@@ -145,7 +145,7 @@ MonthArgument = Annotated[
 
 
 def explain(error: WeirError, address: str) -> str:
-    """Explain an error of a call to `address`."""
+    """Format the message for a failed call to `address`, with a remedy."""
     match error:
         case Unavailable() if not error.details.reason and (advice := _tls_advice(error.message)):
             return f"no secure connection to {address}: {advice}"
@@ -171,14 +171,14 @@ def explain(error: WeirError, address: str) -> str:
 
 
 def _tls_advice(message: str) -> str | None:
-    """Return advice on a failed TLS connection; None for other failures."""
+    """Find the remedy for a failed TLS connection; None if the failure is another one."""
     if "failed to connect" not in message:
         return None
     return next((advice for sign, advice in _TLS_ADVICE.items() if sign in message), None)
 
 
 def _no_server(address: str, message: str) -> str:
-    """Return the message for a server that does not answer, with advice for local ones."""
+    """Format the message for a server that does not answer, with a remedy for local servers."""
     from weir_client.connection import is_local
     from weir_client.status import HINTS
 
@@ -202,7 +202,7 @@ def _no_server(address: str, message: str) -> str:
 
 
 def flag_of(field: str) -> str:
-    """Return the flag or argument of an API field; the field's name if there is none."""
+    """Return the flag or argument for an API field, or the field's own name if there is none."""
     name = field.partition("[")[0].rpartition(".")[2]
     if name in _FLAGS:
         return _FLAGS[name]
@@ -244,7 +244,7 @@ def _when(error: QuotaExceeded) -> str:
 
 
 def _moment(time: datetime, wait_s: float) -> str:
-    """Return a time of day, with its date unless it is within hours."""
+    """Format a time of day, with its date unless it is only hours away."""
     return (
         f"{time.astimezone(UTC):%H:%M:%S}"
         if wait_s < CLOCK_ONLY_S
@@ -254,7 +254,7 @@ def _moment(time: datetime, wait_s: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Connection to a local server, as written by `weir up`. Empty if it never ran."""
+    """Address and keys of the local server that `weir up` has written. Empty if it never ran."""
 
     address: str = ""
     api_key: str = ""
@@ -264,7 +264,7 @@ class Connection:
     openai_url: str = ""
 
     def write(self, home: Path) -> None:
-        """Store it for the commands of this user, with permissions for the owner only."""
+        """Write the settings for the commands of this user. Only the file's owner may read them."""
         path = home / CONNECTION_FILE
         unfinished = path.with_suffix(".new")
         unfinished.unlink(missing_ok=True)
@@ -276,23 +276,23 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Server and key of a command."""
+    """Address and key that a command uses."""
 
     address: str
     api_key: str
 
 
 class ConnectionProblem(Exception):
-    """The connection settings are incomplete. The message has the remedy."""
+    """The connection settings are incomplete or malformed. The message has the remedy."""
 
 
 def connection_path() -> Path:
-    """Return the path of the file that `weir up` writes."""
+    """Return the path of the connection file, which `weir up` writes."""
     return Path(os.environ.get("WEIR_HOME") or Path.home() / ".weir") / CONNECTION_FILE
 
 
 def read_connection_file(path: Path | None = None) -> Connection:
-    """Read the file; empty if there is none. Raises: ConnectionProblem if it is malformed."""
+    """Read the connection file; empty if it is missing. Raises: ConnectionProblem if malformed."""
     path = path or connection_path()
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -311,7 +311,7 @@ def read_connection_file(path: Path | None = None) -> Connection:
 
 
 def resolve(role: Role, address: str | None, api_key: str | None) -> Target:
-    """Return server and key. Raises: ConnectionProblem if there is no key."""
+    """Choose the server and the key of a command. Raises: ConnectionProblem if there is no key."""
     file = read_connection_file()
     chosen = (
         address or os.environ.get("WEIR_ADDRESS") or file.address or weir_client.DEFAULT_ADDRESS
@@ -332,12 +332,12 @@ def resolve(role: Role, address: str | None, api_key: str | None) -> Target:
 
 
 def organization_or_default(organization: str | None, address: str) -> str:
-    """Return the given organization, or that of `weir up`. Raises: typer.BadParameter if none."""
+    """Return `organization` or, if empty, that of `weir up`. Raises: typer.BadParameter if none."""
     return _or_default(organization, "organization", "--org", address)
 
 
 def project_or_default(project: str | None, address: str) -> str:
-    """Return the given project, or that of `weir up`. Raises: typer.BadParameter if none."""
+    """Return `project` or, if empty, that of `weir up`. Raises: typer.BadParameter if none."""
     return _or_default(project, "project", "--project", address)
 
 
@@ -352,7 +352,7 @@ def _or_default(
 
 
 def _opener(role: Role, kind: str, **usual: Any) -> Callable[..., AbstractContextManager[Any]]:
-    """Return a function that opens a client with the role's key; errors exit with code 1."""
+    """Make a context manager that opens a client with the role's key. Errors exit with code 1."""
 
     @contextmanager
     def opened(address: str | None, api_key: str | None, **settings: Any) -> Iterator[Any]:
@@ -388,11 +388,11 @@ Opener = Callable[..., AbstractContextManager[Any]]
 def calls(
     *openers: Opener, **settings: Any
 ) -> Callable[[Callable[..., Output | None]], Callable[..., None]]:
-    """Return a decorator that makes a function a command with a client of each opener.
+    """Make a decorator that turns a function into a command and opens a client with each opener.
 
-    The clients are its first arguments; it returns its output unless it has shown it. The command
-    also takes `--json`, `--address` and `--api-key`; a function with a parameter `as_json` gets the
-    first.
+    The clients are the function's first arguments. It returns its output, or None if it has printed
+    it. The command also takes `--json`, `--address` and `--api-key`; a function with a parameter
+    `as_json` gets the first.
     """
 
     def decorate(function: Callable[..., Output | None]) -> Callable[..., None]:
@@ -440,7 +440,7 @@ def calls(
 
 @contextmanager
 def reported(address: str | None) -> Iterator[None]:
-    """Report errors as one line on stderr and exit code 1, an interrupt as exit code 130."""
+    """Report an error as one line on stderr and exit with code 1; with 130 for an interrupt."""
     try:
         yield
     except ConnectionProblem as problem:

@@ -166,7 +166,7 @@ SECTIONS = {
 
 
 def shown_field(kind: str, name: str, value: Json, quota: Mapping[str, Json]) -> tuple[str, str]:
-    """Return the file's key for a field of the contract, and the value as shown to people."""
+    """Convert a field of the API to the file's key and the text to show."""
     for key, entry in SECTIONS[kind].keys.items():
         if entry.name == name:
             if isinstance(entry, Words) and entry.are_percentages:
@@ -182,14 +182,14 @@ def shown_field(kind: str, name: str, value: Json, quota: Mapping[str, Json]) ->
 
 @dataclass(slots=True)
 class Document:
-    """A parsed file. lines: line and place in the file, by path in the contract."""
+    """Parsed file. `lines` maps each path in the API message to its line and place in the file."""
 
     configuration: dict[str, Json] = field(default_factory=dict)
     errors: list[FileError] = field(default_factory=list)
     lines: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def error_at(self, path: str, message: str) -> FileError:
-        """Locate an error found by the server at the nearest known place of the file."""
+        """Locate an error that the server found, at the nearest known place of the file."""
         found = path
         while found not in self.lines and found:
             found = found[: max(found.rfind("."), found.rfind("["), 0)]
@@ -198,9 +198,10 @@ class Document:
 
 
 def read_document(content: str, *, prune: bool, section: Section = DOCUMENT) -> Document:
-    """Parse a file. section: the kind of file.
+    """Parse a file whose root has the keys of `section`.
 
-    prune: request the removal of objects absent from the file's lists; absent lists are left alone.
+    With `prune`, the server removes objects that are absent from the file's lists; lists that the
+    file does not have are left alone.
     """
     reader = Reader(prune)
     document = Document(errors=reader.errors, lines=reader.lines)
@@ -221,7 +222,7 @@ def read_document(content: str, *, prune: bool, section: Section = DOCUMENT) -> 
 
 
 class Reader(StrictReader):
-    """Converts the nodes of a file by the tables. lines: as in `Document`."""
+    """Parser that converts the nodes of a file by the tables. `lines` is as in `Document`."""
 
     def __init__(self, prune: bool) -> None:
         super().__init__()
@@ -231,7 +232,7 @@ class Reader(StrictReader):
     def section(
         self, node: yaml.Node, section: Section, path: str, location: str, *, is_root: bool = False
     ) -> dict[str, Json]:
-        """Return one mapping by the contract's names. path: in the contract; place: in the file."""
+        """Convert a mapping to the API's names. `path` is its API path, `location` its place."""
         self._enter(node, path, location)
         nodes = self.mapping(node, location, [*section.keys, *(["version"] if is_root else [])])
         if not isinstance(node, yaml.MappingNode):
@@ -297,7 +298,7 @@ def _read(entry: Scalar, texts: Texts, given: str) -> Json:
 
 
 def write_document(configuration: Mapping[str, Json]) -> str:
-    """Convert a configuration to the text of a file. Default values are omitted."""
+    """Format a configuration as a file. Default values are left out."""
     node = mapping_node(configuration, DOCUMENT)
     node.value.insert(0, (scalar_node("version"), scalar_node(VERSION, "int")))
     written: str = yaml.serialize(node, Dumper=yaml.SafeDumper, allow_unicode=True, width=132)

@@ -29,11 +29,11 @@ Texts = Mapping[str, str]  # the scalars of one mapping of the file, by key
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """One value.
+    """Key of a file that has a single value, and the API field `name` that it becomes.
 
-    read: parses the text, given the texts of the sibling keys; raises ValueError with the remedy.
-    show: formats the value for tables and files. name: field in the contract; `a.b` is the field
-    `b` of the message in the field `a`. tag: YAML type, so that the value needs no quotes.
+    `read` parses the text, given the texts of the sibling keys, and raises ValueError with the
+    remedy. `show` formats the value for tables and files. A `name` such as `a.b` is the field `b`
+    of the message in the field `a`. `tag` is the YAML type with which the value needs no quotes.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A list of words, or of percentages (a message in the contract)."""
+    """Key of a file that has a list of words, or of percentages, which are a message in the API."""
 
     name: str
     are_percentages: bool = False
@@ -52,9 +52,9 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """A list of mappings, or one mapping.
+    """Key of a file that has a list of mappings, or one mapping.
 
-    prune: field of the contract that removes entries absent from the list; empty if not supported.
+    `prune` is the API field that removes entries absent from the list; empty if there is none.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Sections:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One kind of mapping: its keys in writing order, and the required ones."""
+    """Kind of mapping in a file: its keys in the order of writing, and the required ones."""
 
     keys: Mapping[str, Scalar | Words | Sections]
     required: tuple[str, ...]
@@ -85,7 +85,7 @@ def truth(name: str) -> Scalar:
 
 
 def moment(name: str) -> Scalar:
-    """Build a field for a time; default offset UTC, default time of day midnight."""
+    """Build a `Scalar` for a time. Its default time of day is midnight, its default offset UTC."""
 
     def read(given: str, _: Texts) -> str:
         try:
@@ -123,7 +123,7 @@ def tier(name: str) -> Scalar:
 
 
 def limit(name: str) -> Scalar:
-    """Build a field for a limit, in requests, tokens or currency units by its dimension."""
+    """Build a `Scalar` for a limit, in requests, tokens or currency units by its dimension."""
 
     def read(given: str, siblings: Texts) -> int:
         kind = siblings.get("dimension", "")
@@ -140,7 +140,7 @@ def limit(name: str) -> Scalar:
 
 
 def price(name: str) -> Scalar:
-    """Build a field for a price per million tokens in units of the currency."""
+    """Build a `Scalar` for a price per million tokens, in units of the currency."""
     return Scalar(
         name,
         lambda given, _: parse_price(given.replace("_", "")),
@@ -186,7 +186,7 @@ def dimension(name: str) -> Scalar:
 
 
 def dimension_of(value: Json) -> QuotaDimension:
-    """Return a dimension from its name or number in the contract."""
+    """Convert a dimension's name or number in the API."""
     number = (
         types_pb2.QuotaDimension.Value(value)
         if isinstance(value, str)

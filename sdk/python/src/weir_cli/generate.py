@@ -109,7 +109,7 @@ EARLY_STOPPING: Mapping[str | None, bool | Literal["never"]] = {
 def messages(
     prompt: str | None, system: str | None, context: Path | None, file: str | None
 ) -> list[Message]:
-    """Return the conversation to send; after a context, the question follows as `Question: ...`.
+    """Build the conversation to send. After a context, the question follows as `Question: ...`.
 
     Raises: typer.BadParameter if there is not exactly one question, or a file cannot be read.
     """
@@ -128,7 +128,7 @@ def messages(
 
 
 def read_file(path: str) -> str:
-    """Read a file, or standard input for -. Raises: typer.BadParameter."""
+    """Read a file, or standard input for `-`. Raises: typer.BadParameter if it cannot be read."""
     if path == "-":
         return sys.stdin.read()
     try:
@@ -165,7 +165,7 @@ def count(
 
 
 def models_table(models: list[Model]) -> RenderableType:
-    """Build a table of models and prices per million tokens; optional columns only where used."""
+    """Build a table of models and prices per million tokens, without columns that no model uses."""
     embeds = any(each.task is ModelTask.EMBED for each in models)
     thinks = any(
         each.price is not None
@@ -207,7 +207,7 @@ def models_table(models: list[Model]) -> RenderableType:
 
 
 def ready_text(model: Model) -> str:
-    """Return the number of ready engines, of all engines, and of drained ones."""
+    """Format the numbers of ready, existing and drained engines of a model."""
     drained = f", {model.drained_replica_count} drained" if model.drained_replica_count else ""
     return f"{model.ready_replica_count} of {model.replica_count}{drained}"
 
@@ -246,7 +246,7 @@ def quote(
 
 
 def print_quote(found: Quote, *, as_json: bool) -> None:
-    """Show a quote. Raises: typer.Exit if the request would be refused."""
+    """Print a quote. Raises: typer.Exit if the request would be refused."""
     from rich.text import Text
 
     quotas = [quotas_table(list(found.quotas), ids=False)] if found.quotas else []
@@ -257,7 +257,7 @@ def print_quote(found: Quote, *, as_json: bool) -> None:
 
 
 def quote_text(found: Quote) -> str:
-    """Return tokens and cost in two lines; in one line for an embedding."""
+    """Format tokens and cost of a quote, in two lines or, for an embedding, in one."""
     if not found.max_output_token_count:
         return (
             f"{found.input_token_count:,} tokens; {found.worst_case_cost} (price version"
@@ -276,7 +276,7 @@ def quote_text(found: Quote) -> str:
 
 
 def why_refused(found: Quote) -> str:
-    """Return the limits that would refuse the request, and the remedy."""
+    """Describe the limits that would refuse the request, and the remedy."""
     limits = ", ".join(
         f"{each.dimension.value} of the {each.subject.value.replace('-', ' ')}"
         for each in found.failing_quotas
@@ -329,7 +329,7 @@ def embed(
 
 
 def lines(texts: Sequence[str] | None, file: str | None) -> list[str]:
-    """Return the texts, or the non-empty lines of a file. Raises: typer.BadParameter for none."""
+    """Return the texts, or else the non-empty lines of a file. Raises: typer.BadParameter."""
     if bool(texts) == (file is not None):
         raise typer.BadParameter("give texts, or --file with one per line; - reads standard input")
     if file is not None or list(texts or ()) == ["-"]:
@@ -340,7 +340,7 @@ def lines(texts: Sequence[str] | None, file: str | None) -> list[str]:
 
 
 def vectors_table(texts: Sequence[str], result: EmbedResult) -> RenderableType:
-    """Build a table of texts, each with the beginning of its vector."""
+    """Build a table of texts with the first numbers of their vectors."""
     made = table("", "text", "tokens", "floats", "vector", right=("", "tokens", "floats"))
     for index, (text, each) in enumerate(zip(texts, result.embeddings, strict=True)):
         shown = " ".join(f"{number:+.4f}" for number in each.vector[:FLOATS_SHOWN])
@@ -520,7 +520,7 @@ def generate(
 
 
 def write_choices(result: Result) -> None:
-    """Write the answers one after the other, with their numbers."""
+    """Print the answers one after the other, each with its number."""
     for choice in result.choices:
         write(f"[{choice.index + 1}] {choice.text.rstrip()}\n")
 
@@ -534,7 +534,7 @@ def cost_limit(client: Client, model: str, text: str) -> Money:
 
 
 def biases(texts: Sequence[str]) -> dict[int, float]:
-    """Parse `ID=BIAS` pairs. Exits if one is malformed."""
+    """Parse `ID=BIAS` pairs. Exits with an error if one is malformed."""
     pairs = {}
     for text in texts:
         token_id, _, bias = text.partition("=")
@@ -549,7 +549,7 @@ def biases(texts: Sequence[str]) -> dict[int, float]:
 
 
 def run(stream: GenerationStream, *, quiet: bool) -> tuple[Result, bool]:
-    """Stream to stdout unless `quiet`; return the result, and whether Ctrl-C ended it."""
+    """Print a stream to stdout unless `quiet`. Return its result, and whether Ctrl-C ended it."""
     interrupted = False
     try:
         with stream, WaitingLine() as waiting:
@@ -580,13 +580,13 @@ def run(stream: GenerationStream, *, quiet: bool) -> tuple[Result, bool]:
 
 
 def write(text: str) -> None:
-    """Write a piece of the answer at once; without control characters on a terminal."""
+    """Print a piece of the answer at once, on a terminal without control characters."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 class WaitingLine:
-    """Transient line on stderr until the first token; only if stderr is a terminal."""
+    """Line on stderr that disappears at the first token. Shown only if stderr is a terminal."""
 
     def __init__(self) -> None:
         self._status = make_console(stderr=True).status(
@@ -613,7 +613,7 @@ class WaitingLine:
 
 
 def progress_text(progress: Progress) -> str:
-    """Return the reason of the wait and its estimated length."""
+    """Format the reason of a wait, and its estimated length."""
     wait = (
         f", about {duration_text(progress.estimated_wait_s)}"
         if progress.estimated_wait_s is not None

@@ -158,7 +158,7 @@ def plain(money: Money) -> str:
 def usage_table(
     rows: Sequence[UsageRow], by: Sequence[UsageGrouping], total: UsageRow | None, title: str
 ) -> RenderableType:
-    """Build a table of groups with early endings separate, and the total of all rows."""
+    """Build a table of usage by group, with requests that ended early apart, and the total."""
     if UsageGrouping.REQUEST in by:
         return request_table(rows, total, title)
     shown = [*rows, *([total] if total else [])]
@@ -221,12 +221,12 @@ def request_table(rows: Sequence[UsageRow], total: UsageRow | None, title: str) 
 
 
 def total_of(row: UsageRow) -> Decimal:
-    """Return the posted and the pending amount together."""
+    """Add the posted and the pending amount of a row."""
     return Money(row.amount.currency_code, row.amount.picos + row.pending_amount.picos).amount
 
 
 def kinds_of(rows: Sequence[UsageRow]) -> Mapping[str, Callable[[UsageRow], Cell]]:
-    """Return the token columns; thinking and embedded tokens only if a row has any."""
+    """Choose the token columns. Reasoning and embedding tokens have one only if a row has any."""
     return {
         name: count
         for name, count in KIND_COLUMNS.items()
@@ -235,17 +235,17 @@ def kinds_of(rows: Sequence[UsageRow]) -> Mapping[str, Callable[[UsageRow], Cell
 
 
 def row_places(rows: Iterable[UsageRow]) -> int:
-    """Return the decimals needed by the finest amount."""
+    """Count the decimals that the finest amount needs."""
     return money_places(money for row in rows for money in (row.amount, row.pending_amount))
 
 
 def usage_csv(rows: Iterable[UsageRow], *, header: bool) -> str:
-    """Return rows as CSV with exact plain numbers and no totals, for spreadsheets."""
+    """Format rows as CSV for spreadsheets, with exact plain numbers and without totals."""
     return csv_of(rows, CSV_FIELDS, header=header)
 
 
 def forecast_lines(forecast: UsageForecast) -> list[Text]:
-    """Return the forecast as text: the numbers first, then their basis."""
+    """Format a forecast: the numbers first, then what they are based on."""
     from rich.text import Text
 
     currency = forecast.month_to_date.currency_code
@@ -366,7 +366,7 @@ def write_report(
     output: Path | None,
     plot: bool | None,
 ) -> None:
-    """Write the report as tables or as a document. Exits if ledger and usage do not agree."""
+    """Print the report as tables or as a document. Exits with 1 if ledger and usage disagree."""
     report = client.get_month_report(organization, month)
     if form == "table":
         write_month(client, report, output)
@@ -390,7 +390,7 @@ def forecast(
 
 
 def parse_groups(by: str) -> list[UsageGrouping]:
-    """Parse the groupings of `--by`. Raises: typer.BadParameter."""
+    """Parse the keys of `--by`. Raises: typer.BadParameter for an unknown one."""
     names = [name.strip() for name in by.split(",") if name.strip()]
     if wrong := [name for name in names if name not in KEYS]:
         raise typer.BadParameter(f"{wrong[0]!r} is not one of {', '.join(KEYS)}", param_hint="--by")
@@ -404,7 +404,7 @@ def write_usage(
     groups: list[UsageGrouping],
     month: str,
 ) -> None:
-    """Write rows as a table, CSV or JSON. CSV is written page by page, at any length."""
+    """Print rows as a table, CSV or JSON. CSV is written page by page, to save memory."""
     if form == "csv":
         put(output, (usage_csv(page.rows, header=not index) for index, page in enumerate(found)))
         return
@@ -440,7 +440,7 @@ def write_usage(
 
 
 def write_month(client: BillingClient, report: MonthReport, output: Path | None) -> None:
-    """Write the report as tables, with its invoice or the draft of it."""
+    """Print the report as tables, with the month's invoice or, for an open month, its draft."""
     from weir_cli.tables import draft_table, month_report
 
     parts = [month_report(report)]
@@ -462,7 +462,7 @@ def write_content(target: Path | None, content: bytes) -> None:
 
 
 def print_check(report: MonthReport, form: Format) -> None:
-    """Report usage that is not in a document yet. Exits if ledger and usage do not agree."""
+    """Print how much usage is not in a document yet. Exits with 1 if ledger and usage disagree."""
     balanced = report.reconciliation.balanced
     if form != "table" and (report.unrated_event_count or not balanced):
         note(
@@ -474,7 +474,7 @@ def print_check(report: MonthReport, form: Format) -> None:
 
 
 def add_outlook(client: BillingClient, month: str, organization: str, plot: bool | None) -> None:
-    """Show the forecast of the current month, and a plot of daily tokens on terminals."""
+    """Print the forecast of the current month and, on a terminal, a plot of daily tokens."""
     today = present_day()
     if month == f"{today:%Y-%m}":
         show(*forecast_lines(client.get_forecast(organization, month)))
@@ -494,7 +494,7 @@ def present_day() -> date:
 def save(
     client: BillingClient, month: str, form: MonthExportFormat, organization: str, path: Path | None
 ) -> None:
-    """Write a file of the month; to stdout without a path."""
+    """Write the file of a month, to stdout without a `path`."""
     write_file(client.export_month(month, form, organization=organization), path)
 
 
@@ -619,7 +619,7 @@ def verify_months(
 
 
 def one_failure(every: bool) -> tuple[type[WeirError], ...]:
-    """Return the errors of one organization that do not stop the rest.
+    """Return the errors that concern one organization, so that the loop goes on with the others.
 
     PermissionDenied is not one of them: such a key lacks the permission for every organization.
     """
@@ -630,7 +630,7 @@ def one_failure(every: bool) -> tuple[type[WeirError], ...]:
 def organizations(
     given: str | None, client: BillingClient, admin: AdminClient, *, every: bool
 ) -> list[str]:
-    """Return the selected organizations. Raises: typer.BadParameter for both or neither."""
+    """Choose the organizations. Raises: typer.BadParameter if one and all are selected."""
     if not every:
         return [organization_or_default(given, client.address)]
     if given:
@@ -641,7 +641,7 @@ def organizations(
 def months_to_close(
     client: BillingClient, organization: str, month: str, *, earlier: bool
 ) -> list[str]:
-    """Return the month, after the open ones before it if these are to be closed too."""
+    """List the months to close: `month` and, with `earlier`, the open ones before it."""
     if not earlier:
         return [month]
     known = [each for each in reversed(client.list_months(organization)) if each.month < month]
@@ -671,7 +671,7 @@ def print_closed(result: ClosedMonth, *, check: bool) -> None:
 
 
 def print_refusal(organization: str, error: WeirError) -> None:
-    """Print each obstacle on a line of stderr."""
+    """Print each obstacle to the close as a line on stderr."""
     reasons = [f"{each.kind}: {each.description}" for each in error.details.preconditions] or [
         error.message
     ]
@@ -724,7 +724,7 @@ def months_table(months: list[Month]) -> RenderableType:
 
 
 def invoice_table(invoice: Invoice) -> RenderableType:
-    """Build a table of the invoice's lines and its credit notes."""
+    """Build a table of an invoice's lines and credit notes."""
     from rich.console import Group
 
     from weir_cli.tables import BillLine, bill_table
@@ -859,7 +859,7 @@ def list_credit_notes(
 def listed(
     client: BillingClient, organization: str | None, undecided: bool, *, credit_notes: bool
 ) -> Output:
-    """Return the credit notes, or the other adjustments."""
+    """List either the credit notes or the other adjustments of an organization."""
     found = client.list_adjustments(
         organization_or_default(organization, client.address), undecided_only=undecided
     )
@@ -868,7 +868,7 @@ def listed(
 
 
 def parse_money(amount: str) -> Money:
-    """Return an amount. Raises: typer.BadParameter."""
+    """Parse an amount, whose currency is the organization's. Raises: typer.BadParameter."""
     return Money("", parsed("AMOUNT", parse_picos, amount))
 
 

@@ -163,7 +163,7 @@ def about(rule: Mapping[str, Any]) -> str:
 
 
 def read_proposal(file: Path) -> dict[str, Any]:
-    """Read the plans and prices of a file. Exits with all errors, by line."""
+    """Read the plans and prices of a file. On errors, prints all of them by line and exits."""
     from weir_cli.document import PROPOSAL, read_document
 
     document = read_document(content_of(file), prune=False, section=PROPOSAL)
@@ -491,7 +491,7 @@ def versions_table(versions: Sequence[PriceVersion]) -> RenderableType:
 
 
 def kinds_of(versions: Iterable[PriceVersion]) -> tuple[str, ...]:
-    """Return the kinds of token to show: reasoning only if a price differs from that of output."""
+    """Choose the kinds of token to show; reasoning only if it costs more or less than output."""
     has_own = any(
         each.reasoning_picos_per_token != each.output_picos_per_token for each in versions
     )
@@ -499,7 +499,7 @@ def kinds_of(versions: Iterable[PriceVersion]) -> tuple[str, ...]:
 
 
 def rates(version: PriceVersion, kinds: Iterable[str]) -> list[str]:
-    """Return the prices of these kinds."""
+    """Format the prices of these kinds of token."""
     picos = (getattr(version, f"{kind.replace(' ', '_')}_picos_per_token") for kind in kinds)
     return [decimal_text(per_million(each)) for each in picos]
 
@@ -541,7 +541,7 @@ def simulate(
 
 
 def simulated_table(customers: list[SimulatedCustomer]) -> RenderableType:
-    """Build a table of actual and simulated amounts by customer."""
+    """Build a table of actual and simulated amounts, one row per customer."""
     numbers = ("tokens", "paid", "would pay", "difference", "%")
     made = table("organization", *numbers, "plan", right=numbers)
     for each in customers:

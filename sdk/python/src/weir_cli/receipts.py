@@ -47,12 +47,12 @@ PROBLEMS_SHOWN_MAX = 50
 
 
 class FileInvalid(ValueError):
-    """A malformed file; the message has the place and the reason."""
+    """A file is malformed; the message has the place and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedMonth:
-    """Values of a month's report that receipts are compared with. None: not compared."""
+    """Values of a month's report to compare receipts with. A value of None is not compared."""
 
     month: str = ""
     organization_id: str = ""
@@ -71,7 +71,7 @@ def read_receipts(lines: Iterable[str]) -> Iterator[Receipt]:
 
 
 def read_keys(path: Path) -> list[ReceiptKey]:
-    """Parse a file of public keys. Raises: FileInvalid, OSError."""
+    """Parse a file of public keys. Raises: FileInvalid if it is malformed, OSError."""
     try:
         return [
             ReceiptKey(key["key_id"], bytes.fromhex(key["public_key"]))
@@ -249,7 +249,7 @@ def verify(
 def fetched_keys(
     receipts: list[Receipt], address: str | None, api_key: str | None
 ) -> list[ReceiptKey]:
-    """Return the server's public keys, or none if no receipt is signed."""
+    """Fetch the server's public keys, unless none of the receipts is signed."""
     if not any(each.key_id for each in receipts):
         return []
     with receipt_client(address, api_key) as client:

@@ -88,7 +88,7 @@ def csv_of(
     header: bool = True,
     line_end: str = "\n",
 ) -> str:
-    """Write CSV with a function for each column."""
+    """Format objects as CSV. `columns` maps each column's name to the function for its cells."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator=line_end)
     writer.writerows([columns] if header else [])
@@ -97,7 +97,10 @@ def csv_of(
 
 
 def put(output: Path | None, pieces: Iterable[str] | Iterable[bytes]) -> None:
-    """Write pieces to a file or to stdout. An incomplete file is removed."""
+    """Write pieces of text or bytes to a file, or to stdout if `output` is None.
+
+    A file appears only when it is complete.
+    """
     if output is None:
         for piece in pieces:
             typer.echo(piece, nl=False)
@@ -121,7 +124,7 @@ def fail(message: str, status: ExitCode = ExitCode.FAILED) -> NoReturn:
 
 
 def wrong_use(message: str) -> NoReturn:
-    """Exit as `fail` does, for an error in the command line, a setting or a file of the user."""
+    """Print an error in the command line, a setting or a user's file on stderr, and exit."""
     fail(message, ExitCode.WRONG_USE)
 
 
@@ -143,7 +146,7 @@ def note(text: str) -> None:
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Build a console as wide as the terminal, or wide enough for ids in a pipe."""
+    """Build a console as wide as the terminal, or for a pipe wide enough for ids."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -152,7 +155,7 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 def to_text(renderable: RenderableType, width: int = 100) -> str:
-    """Render as plain text, without trailing spaces."""
+    """Render a table or chart as plain text, without trailing spaces."""
     from rich.console import Console
 
     console = Console(
@@ -170,7 +173,7 @@ def table(
     title: str | None = None,
     rows: Iterable[Sequence[Cell]] = (),
 ) -> Sheet:
-    """Build a table in the common style. right: columns of numbers."""
+    """Build a table in the style of all commands. `right` names the columns of numbers."""
     from weir_cli.tables import Sheet
 
     made = Sheet(*columns, right=right, title=title)
@@ -186,7 +189,7 @@ def table_of(
     right: Iterable[str] = (),
     title: str | None = None,
 ) -> Sheet:
-    """Build a table with a function for each column."""
+    """Build a table of objects. `columns` maps each column's name to the function for its cells."""
     return table(
         *columns,
         right=right,

@@ -162,7 +162,7 @@ def print_view(view: LiveView, *, wide: bool, as_json: bool) -> None:
 
 
 def stuck_parts(view: LiveView) -> list[RenderableType]:
-    """Build a table of overdue holds, and the remedy."""
+    """Build a table of overdue holds, with a remedy below."""
     if not view.request_count:
         return ["no stuck holds"]
     remedy = (
@@ -188,7 +188,7 @@ def killed_text(request_id: str, killed: KilledRequest) -> str:
 
 
 def live_tables(view: LiveView, *, wide: bool) -> RenderableType:
-    """Build tables of requests and of organizations' totals, with notes on missing data."""
+    """Build tables of requests and of totals by organization, with notes on missing data."""
     from rich.console import Group
     from rich.text import Text
 
@@ -306,7 +306,7 @@ def trace(
 def look_up(
     request_id: str, project: str, address: str | None, api_key: str | None
 ) -> tuple[Generation, RecordedRequest | None]:
-    """Return the request, with its owner if an admin key was needed to find it."""
+    """Find a request with the inference key or else an admin key, which also shows its owner."""
     if not project:
         with inference_client(address, api_key) as client:
             try:
@@ -320,7 +320,7 @@ def look_up(
 
 
 def has_admin_key(address: str | None, api_key: str | None) -> bool:
-    """Return whether a separate admin key is available."""
+    """Return whether there is an admin key besides the inference key."""
     try:
         return resolve("admin", address, api_key) != resolve("inference", address, api_key)
     except ConnectionProblem:
@@ -328,7 +328,7 @@ def has_admin_key(address: str | None, api_key: str | None) -> bool:
 
 
 def traced(generation: Generation, record: RecordedRequest | None = None) -> RenderableType:
-    """Return a recorded request with state, waterfall, usage and cost."""
+    """Draw a recorded request: state, time per stage, usage and cost."""
     from rich.console import Group
     from rich.text import Text
 

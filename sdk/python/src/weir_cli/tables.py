@@ -53,11 +53,11 @@ AXIS_CELLS = 7  # `999.9M ` before the columns
 
 
 class Sheet:
-    """A table of literal text in which nothing is cut and no word is broken, so ids can be copied.
+    """Table of literal text that cuts nothing and breaks no word, so that ids can be copied.
 
     On a terminal that is too narrow, columns of ids and other long words move to lines of their own
     below each row, then cells wrap between words. Where that is not enough, each row is drawn as a
-    list of its columns. right: columns of numbers.
+    list of its columns. `right` names the columns of numbers.
     """
 
     def __init__(self, *columns: str, right: Iterable[str] = (), title: str | None = None) -> None:
@@ -66,7 +66,7 @@ class Sheet:
         self._rows: list[tuple[list[str], str]] = []  # cells and style; a blank line has no cells
 
     def add_row(self, *cells: Cell, style: str = "") -> None:
-        """Add a row; text is neither parsed as markup nor able to control the terminal."""
+        """Add a row. Its text is not parsed as markup and cannot control the terminal."""
         self._rows.append(([printable(cell_text(cell)) for cell in cells], style))
 
     def add_section(self) -> None:
@@ -79,7 +79,7 @@ class Sheet:
         return Measurement(min(width, options.max_width), width)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw in the available width."""
+        """Draw the table in the available width."""
         ranges = self._ranges(console, options)
         widths = {index: each.maximum for index, each in enumerate(ranges)}
         below: list[int] = []
@@ -111,7 +111,7 @@ class Sheet:
         yield Text(self.caption, style="dim")
 
     def _ranges(self, console: Console, options: ConsoleOptions) -> list[Measurement]:
-        """Return the lengths of each column's longest word and text; numbers are one word."""
+        """Measure each column: its longest word and its longest text. A number is one word."""
         unlimited = options.update(max_width=TABLE_WIDTH_MAX)
         rows = [self._columns, *(cells for cells, _ in self._rows if cells)]
         ranges = []
@@ -145,7 +145,7 @@ class Sheet:
             yield line(f" {shown}".rstrip(), style)
 
     def _as_lists(self) -> Iterator[Text]:
-        """Yield a line for each cell, which the terminal wraps."""
+        """Yield one line for each cell. The terminal wraps it."""
         width = max(map(len, self._columns))
         for cells, _ in self._rows:
             yield Text()
@@ -155,17 +155,17 @@ class Sheet:
 
 
 def line(text: str, style: str = "") -> Text:
-    """Return a line that rich neither wraps nor cuts."""
+    """Make a text that rich neither wraps nor cuts."""
     return Text(text, style=style, no_wrap=True, overflow="ignore")
 
 
 def total_width(widths: Iterable[int], gap: int) -> int:
-    """Return the width of a table with columns of these widths, and a space at both ends."""
+    """Compute the width of a table from those of its columns, with a space at both ends."""
     return sum(width + gap for width in widths) + 2 - gap
 
 
 def cell_text(cell: Cell) -> str:
-    """Return a cell's text: separators in numbers, times in UTC, currencies; else a dash."""
+    """Format a value: separators in numbers, times in UTC, currencies; a dash for None."""
     match cell:
         case int():
             return f"{cell:,}"
@@ -178,7 +178,7 @@ def cell_text(cell: Cell) -> str:
 
 
 def whole_width(console: Console, part: RenderableType) -> int:
-    """Return the width of a table or text without wrapping, for pipes; 0 for anything else."""
+    """Measure a table or text without wrapping, for pipes; 0 for anything else."""
     if not isinstance(part, Sheet | Text):
         return 0
     return Measurement.get(console, console.options.update(max_width=TABLE_WIDTH_MAX), part).maximum
@@ -187,10 +187,10 @@ def whole_width(console: Console, part: RenderableType) -> int:
 def waterfall(
     timings: Timings, *, cells: int = BAR_CELLS, usage: Usage | None = None
 ) -> RenderableType:
-    """Draw the stages of a request as bars on one time axis, each from the end of the previous
-    one; the client's stall, which may overlap decode, ends where the settlement begins.
+    """Draw the stages of a request as bars on one time axis, each from the end of the previous one.
 
-    usage: adds details to prefill and decode.
+    The client's stall, which may overlap decode, ends where the settlement begins. `usage` adds
+    details to prefill and decode.
     """
     about = {} if usage is None else work_of(usage, timings)
     lengths = [float(getattr(timings, field)) for _, field, _ in STAGES]
@@ -222,7 +222,7 @@ def waterfall(
 
 
 def work_of(usage: Usage, timings: Timings) -> dict[str, str]:
-    """Return details of a recorded request's stages: computed and cached tokens, time per token.
+    """Describe stages of a recorded request: computed and cached tokens, time per token.
 
     The duration of the settlement is unknown: the settlement itself writes the record.
     """
@@ -240,7 +240,7 @@ def work_of(usage: Usage, timings: Timings) -> dict[str, str]:
 
 
 def _bar(start: float, length: float, cells: int) -> str:
-    """Return a bar, to an eighth of a cell; a short length is at least one eighth."""
+    """Draw a bar to an eighth of a cell. Even a very short one has an eighth."""
     if length <= 0:
         return ""
     first = min(int(start * cells), cells - 1)
@@ -254,7 +254,7 @@ def _marker(at: float, cells: int) -> str:
 
 
 def month_report(report: MonthReport) -> RenderableType:
-    """Return a month's tables: lines by model, price version and token kind, total, and check."""
+    """Build a month's tables: lines by model, price version and token kind, total, and check."""
     currency = report.total.currency_code
     about = f"{currency} before tax, rates per million tokens"
     title = f"{report.organization_name} · {report.month} (UTC) · {about}"
@@ -293,7 +293,7 @@ def month_report(report: MonthReport) -> RenderableType:
 
 
 def draft_table(report: MonthReport) -> RenderableType:
-    """Build the invoice of an open month as it would be now."""
+    """Build the invoice that an open month would have now."""
     lines = [
         BillLine(
             f"{each.model}, {each.token_kind.value.replace('-', ' ')} tokens, v{each.price_version}"
@@ -314,7 +314,7 @@ def draft_table(report: MonthReport) -> RenderableType:
 
 @dataclass(frozen=True, slots=True)
 class BillLine:
-    """A line of a bill: its exact and its rounded amount."""
+    """Line of a bill, with its exact and its rounded amount."""
 
     label: str
     exact: Money
@@ -328,9 +328,9 @@ def bill_table(
     rounding: Money,
     total: Money,
 ) -> Sheet:
-    """Return lines and total; each column adds up to its last row.
+    """Build a table of lines and total. Each column adds up to its last row.
 
-    carried: rounding from previous months, and to the next one.
+    `carried` has the rounding from previous months, and that to the next one.
     """
     currency = total.currency_code
     carried_in, carried_out = carried[0], Money(currency, -carried[1].picos)
@@ -406,7 +406,7 @@ def _month_footer(report: MonthReport) -> list[Text]:
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """A day of a month and its tokens; None for a day that has not begun."""
+    """Day of a month with its tokens, which are None if the day has not begun."""
 
     number: int
     token_count: int | None
@@ -414,13 +414,13 @@ class Day:
 
 @dataclass(frozen=True, slots=True)
 class DailyPlot:
-    """Bar chart of tokens by day, with the title and the peak above."""
+    """Bar chart of tokens by day, with title and peak above it."""
 
     title: str
     days: Sequence[Day]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw in the available width: narrower columns first, then no axis, then merged days."""
+        """Draw the chart. To fit, columns get narrower, then the axis goes, then days merge."""
         marks = "  ..:::##" if options.ascii_only else EIGHTHS
         cells, axis, columns = layout(self.days, options.max_width)
         counts = [sum(day.token_count or 0 for day in column) for column in columns]
@@ -451,7 +451,7 @@ class DailyPlot:
 
 
 def layout(days: Sequence[Day], width: int) -> tuple[int, int, list[list[Day]]]:
-    """Return the cells of a column, the cells of the axis, and the days of each column."""
+    """Compute the width of a column and of the axis, in cells, and the days of each column."""
     axis = AXIS_CELLS if width >= AXIS_CELLS + len(days) else 0
     per_column = max(1, -(-len(days) // max(width - axis, 1)))
     columns = [list(days[start : start + per_column]) for start in range(0, len(days), per_column)]
@@ -460,7 +460,7 @@ def layout(days: Sequence[Day], width: int) -> tuple[int, int, list[list[Day]]]:
 
 
 def mark(count: int, top: int, row: int, marks: str) -> str:
-    """Return a column's character in a row from below; a day with tokens is never blank."""
+    """Choose a column's character in a row counted from below. Days with tokens are not blank."""
     if not count:
         return " "
     eighths = max(1, round(count * HEIGHT_ROWS * 8 / top)) - (row - 1) * 8
@@ -468,7 +468,7 @@ def mark(count: int, top: int, row: int, marks: str) -> str:
 
 
 def day_labels(columns: Sequence[Sequence[Day]], cells: int) -> str:
-    """Return the labels of the first and every fifth day, where they fit."""
+    """Format the labels of the first and every fifth day, where they fit."""
     text = ""
     for index, column in enumerate(columns):
         at = index * cells
@@ -480,7 +480,7 @@ def day_labels(columns: Sequence[Sequence[Day]], cells: int) -> str:
 
 
 def short_count(count: int) -> str:
-    """Return a count in at most six characters: `950`, `12.3k`, `4.5M`."""
+    """Format a count in at most six characters: `950`, `12.3k`, `4.5M`."""
     if count < 1_000:
         return str(count)
     for limit, unit, letter in (
@@ -496,7 +496,7 @@ def short_count(count: int) -> str:
 
 
 def daily_plot(month: str, by_day: dict[str, int], today: date) -> DailyPlot:
-    """Plot all days of the month; future days are empty, late usage is left out."""
+    """Build a chart of all days of a month. Future days are empty, late usage is left out."""
     begins = date.fromisoformat(f"{month}-01")
     ends = (begins + timedelta(days=31)).replace(day=1)
     days = [begins + timedelta(days=index) for index in range((ends - begins).days)]

@@ -450,7 +450,7 @@ def key_state(key: ApiKey, now: datetime) -> str:
 
 
 def use_text(key: ApiKey) -> str:
-    """Return the time of a key's last use, as far as known."""
+    """Format when a key was last used, as far as the server knows."""
     if key.last_use_time is not None:
         return time_text(key.last_use_time)
     if key.use_tracked_since_time is None or key.use_tracked_since_time == key.create_time:
@@ -472,7 +472,7 @@ def restrictions(key: ApiKey | KeyRestrictions) -> list[tuple[str, str]]:
 
 
 def keys_table(keys: list[ApiKey], now: datetime) -> RenderableType:
-    """Build a table of keys with their scopes and state at `now`."""
+    """Build a table of keys with their scopes, and their state at the time `now`."""
     made = table("key", "of", "prefix", "scopes", "models", "state", "created", "last used", "id")
     for each in keys:
         scopes, models = " ".join(each.scopes), " ".join(each.models) or "all"
@@ -709,7 +709,7 @@ def changed(status: QuotaStatus) -> Output:
 
 
 def parse_dimension(text: str) -> QuotaDimension:
-    """Return a dimension by name. Raises: typer.BadParameter naming the valid ones."""
+    """Parse the name of a dimension. Raises: typer.BadParameter with the valid names."""
     if text not in DIMENSIONS:
         raise typer.BadParameter(
             f"{text!r} is not one of {', '.join(DIMENSIONS)}", param_hint="DIMENSION"
@@ -766,7 +766,7 @@ def quotas_table(quotas: list[QuotaStatus], *, ids: bool = True) -> RenderableTy
 
 
 def remarks(each: QuotaStatus) -> str:
-    """Return the special properties of a limit in parentheses; empty if none."""
+    """Format the special properties of a limit in parentheses; empty if it has none."""
     notes = []
     weights = (each.input_weight_milli, each.cached_input_weight_milli, each.output_weight_milli)
     if len({*weights, 1000}) > 1 and any(weights):

@@ -26,7 +26,7 @@ SPAN_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 def parse_span(text: str, examples: str = "90m, 12h, 30d or 4w") -> timedelta:
-    """Parse a length of time such as `30d`, in a unit of the examples. Raises: ValueError."""
+    """Parse a length of time such as `30d`, in a unit that `examples` use. Raises: ValueError."""
     match = re.fullmatch(r"(\d{1,6})([mhdw])", text.strip())
     if match is None or match[2] not in examples or int(match[1]) == 0:
         raise ValueError(f"{text!r} is not a length of time: write it as {examples}")
@@ -34,7 +34,10 @@ def parse_span(text: str, examples: str = "90m, 12h, 30d or 4w") -> timedelta:
 
 
 def parse_time(text: str | None, now: datetime, flag: str) -> datetime | None:
-    """Parse a time, or a length of time before `now`. Raises: typer.BadParameter."""
+    """Parse a time, or a length of time that is counted back from `now`.
+
+    Raises: typer.BadParameter naming `flag`.
+    """
     if text is None:
         return None
     with contextlib.suppress(ValueError):
@@ -66,7 +69,7 @@ def decimal_text(value: Decimal, decimals: int = 2) -> str:
 
 
 def time_text(time: datetime | None, absent: str = "—") -> str:
-    """Format a time in UTC, to the second."""
+    """Format a time in UTC, to the second; `absent` for None."""
     return f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S}Z" if time else absent
 
 
@@ -85,20 +88,20 @@ def amount_text(money: Money) -> str:
 
 
 def price_text(price: Price | None, kind: str) -> str:
-    """Format the price of a million tokens of a kind, with its currency; a dash for none."""
+    """Format the price of a million tokens of a kind, with its currency; a dash if it has none."""
     picos_per_token = getattr(price, f"{kind.replace(' ', '_')}_picos_per_token", 0)
     return f"{decimal_text(per_million(picos_per_token))} {price.currency_code}" if price else "—"
 
 
 def dimension_amount(dimension: QuotaDimension | None, value: int) -> str:
-    """Format a quota value in the unit of its dimension; money in units of the currency."""
+    """Format a value of a limit in the unit of its dimension, money in units of the currency."""
     if dimension in MONEY:
         return decimal_text(Money("", value).amount)
     return f"{value:,}"
 
 
 def parsed(flag: str, parse: Callable[..., T], *values: Any) -> T:
-    """Parse a parameter. Raises: typer.BadParameter with the flag if `parse` raises ValueError."""
+    """Parse a parameter with `parse`. Raises: typer.BadParameter naming `flag` on a ValueError."""
     try:
         return parse(*values)
     except ValueError as error:
@@ -122,7 +125,7 @@ def parse_picos(text: str) -> int:
 
 
 def parse_limit(dimension: QuotaDimension, text: str) -> int:
-    """Parse a limit: whole requests or tokens, or units of the currency, which become picos.
+    """Parse a limit: whole requests or tokens, or units of the currency, converted to picos.
 
     Raises: ValueError with the remedy.
     """
@@ -153,7 +156,7 @@ def parse_price(text: str) -> int:
 
 
 def parse_thousandths(text: str) -> int:
-    """Parse a number into thousandths. Raises: ValueError."""
+    """Parse a number with at most three decimals into thousandths. Raises: ValueError."""
     milli = parse_amount(text) * 1000
     if milli != milli.to_integral_value() or not 0 <= milli <= 10**9:
         raise ValueError("write a number of 0 or more with at most three decimals, such as 0.25")
@@ -161,7 +164,7 @@ def parse_thousandths(text: str) -> int:
 
 
 def parse_thresholds(text: str) -> list[int]:
-    """Parse percentages, separated by commas; `none` for none. Raises: ValueError."""
+    """Parse percentages separated by commas; `none` gives an empty list. Raises: ValueError."""
     if text == "none":
         return []
     parts = text.split(",")
@@ -178,7 +181,7 @@ def percents_text(values: Iterable[int]) -> str:
 
 
 def thresholds_text(dimension: QuotaDimension, values: Iterable[int]) -> str:
-    """Format alert thresholds: percent of a limit, or remaining money."""
+    """Format alert thresholds: percentages of a limit, or amounts of remaining credit."""
     if dimension is not QuotaDimension.PREPAID_CREDIT:
         return percents_text(values)
     text = ", ".join(dimension_amount(dimension, value) for value in values)
@@ -197,7 +200,7 @@ def checked_month(month: str) -> str:
 def printable(text: str) -> str:
     """Remove control characters except line breaks and tabs.
 
-    Text of models and names must not control the terminal.
+    The output of models and the names of objects must not control the terminal.
     """
     return "".join(
         each for each in text if each in "\n\t" or (each >= " " and not "\x7f" <= each <= "\x9f")
@@ -231,7 +234,7 @@ def usage_line(
 
 
 def tokens_per_second(usage: Usage, timings: Timings | None) -> float | None:
-    """Compute the decode speed: tokens after the first, by their time. None if unknown."""
+    """Compute the decode speed: tokens after the first, divided by their time. None if unknown."""
     if timings is None or timings.decode_ms <= 0 or usage.generated_token_count < 2:
         return None
     return (usage.generated_token_count - 1) / timings.decode_ms * 1000
@@ -243,7 +246,7 @@ def result_line(result: Result) -> str:
 
 
 def money_places(amounts: Iterable[Money]) -> int:
-    """Return the decimals of a column: those of the finest amount, at least the currency's."""
+    """Count the decimals of a column: those of the finest amount, at least the currency's."""
     return max(
         (
             max(len(f"{each.amount:f}".partition(".")[2].rstrip("0")), minor_digits(code))

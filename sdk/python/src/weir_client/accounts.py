@@ -12,7 +12,7 @@ from weir_client.plain import Value
 
 
 class TokenKind(StrEnum):
-    """Billing class of a token."""
+    """Kind of token that has a price of its own."""
 
     UNSPECIFIED = "unspecified"
     INPUT = "input"
@@ -26,7 +26,7 @@ class TokenKind(StrEnum):
 class BillingProfile(Value):
     """Recipient of an organization's invoices. Unknown fields are empty.
 
-    emails: Stripe sends invoices to the first address; the rest is for the operator.
+    Stripe sends invoices to the first address in `emails`; the others are for the operator.
     """
 
     emails: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class BillingProfile(Value):
 
 @dataclass(frozen=True, slots=True)
 class Organization(Value):
-    """A customer."""
+    """Customer, billed in one currency."""
 
     organization_id: str
     name: str
@@ -54,7 +54,7 @@ class Organization(Value):
 
 @dataclass(frozen=True, slots=True)
 class Project(Value):
-    """A subdivision of an organization, with its own keys."""
+    """Subdivision of an organization, with its own API keys."""
 
     project_id: str
     organization_id: str
@@ -64,7 +64,7 @@ class Project(Value):
 
 @dataclass(frozen=True, slots=True)
 class ApiKey(Value):
-    """An API key without its secret."""
+    """API key without its secret."""
 
     api_key_id: str
     organization_id: str
@@ -81,7 +81,7 @@ class ApiKey(Value):
     allowed_networks: tuple[str, ...] = ()  # allowed client networks; empty: all
     max_input_tokens: int | None = None  # per request; None: the model's own limit
     max_output_tokens: int | None = None  # per request, all choices together
-    strict_parameters: bool = False  # unknown parameters over HTTP are refused
+    strict_parameters: bool = False  # the HTTP API refuses unknown parameters
     # Accurate to two minutes; None: unused since `use_tracked_since_time`.
     last_use_time: datetime | None = None
     # create_time, or for older keys the time since when uses are recorded.
@@ -92,7 +92,7 @@ class ApiKey(Value):
 
 @dataclass(frozen=True, slots=True)
 class CreatedApiKey(Value):
-    """A new key with its secret, which is returned only once."""
+    """New API key with its secret. No later call returns the secret."""
 
     api_key: ApiKey
     secret: str = field(repr=False)  # kept out of logs; empty if the key existed before
@@ -101,16 +101,16 @@ class CreatedApiKey(Value):
 
 @dataclass(frozen=True, slots=True)
 class RotatedApiKey(Value):
-    """Key with its new secret, which is returned only once. The old one works for an overlap."""
+    """API key with its new secret, returned only once. The old secret still works for a while."""
 
     api_key: ApiKey
-    secret: str = field(repr=False)  # kept out of logs; empty if this repeats a call
+    secret: str = field(repr=False)  # kept out of logs; empty if this call was repeated
     overlap_end_time: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry(Value):
-    """One change, its author, and the object before and after as JSON text."""
+    """Entry of the audit log: a change, its author, and the object before and after as JSON."""
 
     entry_id: int
     create_time: datetime | None
@@ -123,7 +123,7 @@ class AuditEntry(Value):
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts(Value):
-    """Number of requests in a month, by outcome."""
+    """Numbers of requests in a month, by outcome."""
 
     total_count: int
     completed_count: int
@@ -134,7 +134,7 @@ class RequestCounts(Value):
 
 @dataclass(frozen=True, slots=True)
 class MonthReportLine(Value):
-    """One line of a month: a model, a price version, a token kind."""
+    """Line of a month's report: usage of one model at one price version, for one kind of token."""
 
     model: str
     token_kind: TokenKind
@@ -152,7 +152,7 @@ class MonthReportLine(Value):
 
 @dataclass(frozen=True, slots=True)
 class Reconciliation(Value):
-    """Comparison of usage events and ledger, in tokens of all kinds."""
+    """Comparison of a month's usage events with the ledger, in tokens of all kinds."""
 
     usage_token_count: int
     ledger_token_count: int
@@ -162,15 +162,15 @@ class Reconciliation(Value):
 
 @dataclass(frozen=True, slots=True)
 class MonthReport(Value):
-    """One calendar month (UTC) of one organization, from the ledger."""
+    """Report of one calendar month (UTC) of one organization, from the ledger."""
 
     organization_id: str
     organization_name: str
     month: str  # YYYY-MM
     lines: tuple[MonthReportLine, ...]
     request_counts: RequestCounts
-    total: Money  # exact
-    total_rounded: Money  # to the minor unit of the currency
+    total: Money  # before rounding
+    total_rounded: Money  # rounded to the currency's minor unit
     unrated_event_count: int
     reconciliation: Reconciliation
     state: MonthState = MonthState.UNSPECIFIED
@@ -181,9 +181,9 @@ class MonthReport(Value):
     carried_in: Money | None = None  # rounding remainder of previous months
     carried_out: Money | None = None  # rounding remainder for the next month
     prepaid_credit: PrepaidCredit | None = None
-    credit_notes: tuple[CreditNoteSummary, ...] = ()  # beside the invoice, not in its total
+    credit_notes: tuple[CreditNoteSummary, ...] = ()  # not part of the invoice's total
     tax_note: str = ""
     report_format: int = 0
     receipts_root: str = ""
     billing_profile: BillingProfile | None = None  # as it was at the close, for a closed month
-    rounding: Money | None = None  # completes the rounded lines and charges to the total
+    rounding: Money | None = None  # makes the rounded lines and charges add up to the total

@@ -52,11 +52,11 @@ from weir_client.values import QuotaDimension, QuotaStatus, QuotaSubject
 
 
 class AsyncAdminClient(UnaryClient):
-    """Manages access and limits. Needs a key with the scope `admin`.
+    """Client of the admin API, which manages access and limits. Needs a key with the scope `admin`.
 
-    References to organizations, projects and keys are a name or an id, `organization/project`, or a
-    key's prefix. Every call raises WeirError: NotFound for an unknown name, AlreadyExists for a
-    taken one, InvalidRequest for a bad value.
+    You can name an organization, project or key by its name or id, as `organization/project`, or by
+    the prefix of a key. Every call raises WeirError: NotFound for an unknown name, AlreadyExists
+    for a taken one, InvalidRequest for a bad value.
     """
 
     @property
@@ -73,8 +73,9 @@ class AsyncAdminClient(UnaryClient):
     ) -> Organization:
         """Create a customer, billed in one currency (ISO 4217).
 
-        allow_existing: return the existing one if it has this name and currency. request_id: a UUID
-        chosen by the caller; repeating the call with it creates nothing new.
+        `allow_existing` returns the existing organization if it has this name and currency, instead
+        of raising AlreadyExists. `request_id` is a UUID of your choice: a repeated call with it
+        creates nothing new.
         """
         request = admin_service_pb2.CreateOrganizationRequest(
             name=name,
@@ -86,14 +87,14 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(Organization, response.organization)
 
     async def list_organizations(self) -> list[Organization]:
-        """Return all customers, by name."""
+        """Return all customers, sorted by name."""
         request = admin_service_pb2.ListOrganizationsRequest()
         return await self._list(
             Organization, "organizations", self._stub.ListOrganizations, request
         )
 
     async def set_billing_profile(self, organization: str, profile: BillingProfile) -> Organization:
-        """Replace the billing profile of an organization; empty fields are cleared."""
+        """Replace the billing profile of an organization. Fields that are empty are cleared."""
         request = admin_service_pb2.SetBillingProfileRequest(
             organization=organization, billing_profile=types_pb2.BillingProfile(**asdict(profile))
         )
@@ -108,9 +109,9 @@ class AsyncAdminClient(UnaryClient):
         allow_existing: bool = False,
         request_id: str | None = None,
     ) -> Project:
-        """Create a project of an organization. request_id: as in `create_organization`.
+        """Create a project of an organization. For `request_id`, see `create_organization`.
 
-        allow_existing: return the existing project of this name instead of raising AlreadyExists.
+        `allow_existing` returns an existing project of this name instead of raising AlreadyExists.
         """
         request = admin_service_pb2.CreateProjectRequest(
             organization=organization,
@@ -122,7 +123,7 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(Project, response.project)
 
     async def list_projects(self, organization: str) -> list[Project]:
-        """Return the projects of an organization, by name."""
+        """Return the projects of an organization, sorted by name."""
         request = admin_service_pb2.ListProjectsRequest(organization=organization)
         return await self._list(Project, "projects", self._stub.ListProjects, request)
 
@@ -142,14 +143,15 @@ class AsyncAdminClient(UnaryClient):
         allow_existing: bool = False,
         request_id: str = "",
     ) -> CreatedApiKey:
-        """Create a key; its secret is returned only here. `lifetime` None: valid until revoked.
+        """Create an API key and return it with its secret, which no later call returns.
 
-        models: names of the allowed models; empty: all. allowed_networks: networks that may use the
-        key, such as 203.0.113.0/24; empty: all. max_input_tokens, max_output_tokens: per request.
-        strict_parameters: refuse unknown parameters over HTTP instead of ignoring harmless ones.
-        allow_existing: return the active key of this name and the same permissions, without its
-        secret. request_id: a UUID chosen by the caller; repeating the call with it creates nothing
-        new and returns no secret.
+        The key is valid for `lifetime`, or until it is revoked if that is None. It may use the
+        models named in `models`, from the networks in `allowed_networks` (such as 203.0.113.0/24);
+        an empty sequence allows all. `max_input_tokens` and `max_output_tokens` limit each request.
+        With `strict_parameters`, the HTTP API refuses unknown parameters that it would otherwise
+        ignore. `allow_existing` returns an active key of this name with the same permissions,
+        without its secret. `request_id` is a UUID of your choice: a repeated call with it creates
+        nothing new and returns no secret.
         """
         request = admin_service_pb2.CreateApiKeyRequest(
             organization=organization,
@@ -172,10 +174,10 @@ class AsyncAdminClient(UnaryClient):
     async def rotate_api_key(
         self, api_key: str, *, overlap: timedelta | None = None, request_id: str = ""
     ) -> RotatedApiKey:
-        """Replace the secret of a key, given by id or prefix; the new one is returned only here.
+        """Replace the secret of a key, given by id or prefix. No later call returns the new secret.
 
-        overlap: how long the old secret keeps working; None: one day. request_id: a UUID chosen by
-        the caller; repeating the call with it changes nothing and returns no secret.
+        The old secret keeps working for `overlap`, one day if None. `request_id` is a UUID of your
+        choice: a repeated call with it changes nothing and returns no secret.
         """
         request = admin_service_pb2.RotateApiKeyRequest(api_key=api_key, request_id=request_id)
         if overlap is not None:
@@ -199,9 +201,9 @@ class AsyncAdminClient(UnaryClient):
         expire_time: datetime | None = None,
         never_expires: bool = False,
     ) -> ApiKey:
-        """Change the given fields of a key, by id or prefix.
+        """Change fields of a key, given by id or prefix. Arguments of None leave a field unchanged.
 
-        expire_time: a time in the past ends the key now. Token limits: 0 removes the limit.
+        An `expire_time` in the past ends the key now. A token limit of 0 removes the limit.
         """
         request = admin_service_pb2.UpdateApiKeyRequest(
             api_key=api_key,
@@ -222,7 +224,7 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(ApiKey, response.api_key)
 
     async def revoke_api_key(self, api_key: str) -> ApiKey:
-        """Revoke a key permanently, by id or prefix. Idempotent."""
+        """Revoke a key, given by id or prefix, permanently. Idempotent."""
         request = admin_service_pb2.RevokeApiKeyRequest(api_key=api_key)
         response = await self._call(self._stub.RevokeApiKey, request)
         return wire.read(ApiKey, response.api_key)
@@ -230,9 +232,10 @@ class AsyncAdminClient(UnaryClient):
     async def list_api_keys(
         self, organization: str = "", *, api_key: str = "", unused_for: timedelta | None = None
     ) -> list[ApiKey]:
-        """Return the keys of one organization, or all, newest first. api_key: an id or prefix.
+        """Return the keys of one organization, or of all, newest first.
 
-        unused_for: return only keys that are not revoked and have no recorded use for this long.
+        `api_key` (an id or prefix) selects one key. `unused_for` selects the keys that are not
+        revoked and have no recorded use for this long.
         """
         request = admin_service_pb2.ListApiKeysRequest(organization=organization, api_key=api_key)
         if unused_for is not None:
@@ -254,15 +257,13 @@ class AsyncAdminClient(UnaryClient):
         for_new_keys: bool = False,
         alert_at: Sequence[int] | None = None,
     ) -> QuotaStatus:
-        """Set one limit, in requests, tokens or picos by dimension; past usage counts. 0 admits
-        nothing.
+        """Set a limit, in requests, tokens or picos by `dimension`. Past usage counts.
 
-        Weights are thousandths that a token of a kind counts. Arguments of None keep the current
-        value; a new limit counts each token as one and is enforced. `for_new_keys`: a default
-        copied to each key created under the subject from now on, instead of a limit of the subject
-        itself.
-        `alert_at`: percentages that trigger an alert, empty for none; a new limit per day or month
-        alerts at 50, 80 and 100.
+        A `limit_value` of 0 admits nothing. The weights say how much a token of a kind counts, in
+        thousandths. None keeps the current value; a new limit counts each token as one and is
+        enforced. With `for_new_keys`, the subject itself is not limited, but each key created under
+        it from now on gets its own copy of the limit. `alert_at` has the percentages of the limit
+        that send an alert, empty for none; a new limit per day or month alerts at 50, 80 and 100.
         """
         request = admin_service_pb2.SetQuotaRequest(
             subject=wire.SUBJECT_NUMBERS[subject],
@@ -283,9 +284,9 @@ class AsyncAdminClient(UnaryClient):
     async def override_quota(
         self, quota_id: str, limit_value: int, expire_time: datetime, reason: str
     ) -> QuotaStatus:
-        """Override a limit with a higher one until an aware datetime.
+        """Replace a limit by a higher one until `expire_time`, an aware datetime.
 
-        reason: shown with the limit and recorded in the audit log.
+        `reason` is shown with the limit and recorded in the audit log.
         """
         request = admin_service_pb2.OverrideQuotaRequest(
             quota_id=quota_id, limit_value=limit_value, reason=reason
@@ -295,7 +296,7 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(QuotaStatus, response.quota)
 
     async def end_quota_override(self, quota_id: str) -> QuotaStatus:
-        """End a temporary override early."""
+        """End a temporary override before its time; the limit itself applies again."""
         response = await self._call(
             self._stub.OverrideQuota, admin_service_pb2.OverrideQuotaRequest(quota_id=quota_id)
         )
@@ -304,7 +305,7 @@ class AsyncAdminClient(UnaryClient):
     async def delete_quota(self, quota_id: str, *, allow_missing: bool = False) -> bool:
         """Remove a limit and return whether it existed.
 
-        allow_missing: return False instead of raising NotFound if it does not exist.
+        `allow_missing` returns False instead of raising NotFound if there is no such limit.
         """
         request = admin_service_pb2.DeleteQuotaRequest(
             quota_id=quota_id, allow_missing=allow_missing
@@ -313,12 +314,15 @@ class AsyncAdminClient(UnaryClient):
         return response.deleted or not allow_missing  # older servers do not return `deleted`
 
     async def list_quotas(self, organization: str = "") -> list[QuotaStatus]:
-        """Return the limits of an organization, its projects and keys, or all, with remainders."""
+        """Return the limits of one organization, its projects and keys, or all, with remainders."""
         request = admin_service_pb2.ListQuotasRequest(organization=organization)
         return await self._list(QuotaStatus, "quotas", self._stub.ListQuotas, request)
 
     async def list_key_quotas(self, api_key: str, model: str = "") -> list[QuotaStatus]:
-        """Return every limit that applies to a key, inherited ones too, for one model or all."""
+        """Return every limit that applies to a key, even those of its project and organization.
+
+        `model` selects the limits that apply to this model.
+        """
         request = admin_service_pb2.ListQuotasRequest(api_key=api_key, model=model)
         return await self._list(QuotaStatus, "quotas", self._stub.ListQuotas, request)
 
@@ -333,12 +337,12 @@ class AsyncAdminClient(UnaryClient):
         start_time: datetime | None = None,
         end_time: datetime | None = None,
     ) -> AsyncIterator[list[AuditEntry]]:
-        """Yield changes, newest first.
+        """Yield entries of the audit log, newest first.
 
-        before_entry_id: only entries before it; 0: all. subject: only entries about an
-        organization, "organization/project", a key's prefix, or any id. actor: only changes made
-        with this key. action_prefix: only actions with this prefix. start_time (inclusive),
-        end_time (exclusive): aware datetimes.
+        `before_entry_id` selects older entries; 0 begins with the newest. `subject` selects entries
+        about an organization, an "organization/project", the prefix of a key, or any id; `actor`
+        the changes made with this key; `action_prefix` the actions that begin with it. `start_time`
+        (inclusive) and `end_time` (exclusive) are aware datetimes.
         """
         request = admin_service_pb2.ListAuditEntriesRequest(
             page_size=page_size,
@@ -362,10 +366,11 @@ class AsyncAdminClient(UnaryClient):
     async def simulate_prices(
         self, month: str, proposal: Mapping[str, Any], *, organization: str = ""
     ) -> list[SimulatedCustomer]:
-        """Return the bills of a past month (`YYYY-MM`, UTC) under other prices or plans. Read-only.
+        """Compute the bills of a past month (`YYYY-MM`, UTC) with other prices or plans. Read-only.
 
-        proposal: `prices` and `plans`, JSON mappings of `weir.v1.PriceConfiguration` and
-        `PlanConfiguration`. Raises: google.protobuf.json_format.ParseError if it is malformed.
+        `proposal` may have the keys `prices` and `plans`, JSON mappings of
+        `weir.v1.PriceConfiguration` and `PlanConfiguration`. Raises:
+        google.protobuf.json_format.ParseError if it is malformed.
         """
         request = plans_pb2.SimulatePricesRequest()
         ParseDict(dict(proposal), request)
@@ -375,7 +380,7 @@ class AsyncAdminClient(UnaryClient):
     async def create_plan(self, plan: Mapping[str, Any]) -> Plan:
         """Create a plan or its next version; return the latest version if it is identical.
 
-        plan: JSON mapping of `weir.v1.PlanConfiguration`. Raises:
+        `plan` is a JSON mapping of `weir.v1.PlanConfiguration`. Raises:
         google.protobuf.json_format.ParseError if it is malformed.
         """
         request = plans_pb2.CreatePlanRequest()
@@ -384,7 +389,7 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(Plan, response.plan, existed=response.existed)
 
     async def list_plans(self, name: str = "", *, organization: str = "") -> PlanList:
-        """Return plans and their assignments to organizations."""
+        """Return plans and their assignments, optionally of one name or organization."""
         request = plans_pb2.ListPlansRequest(name=name, organization=organization)
         return wire.read(PlanList, await self._call(self._stub.ListPlans, request))
 
@@ -393,7 +398,7 @@ class AsyncAdminClient(UnaryClient):
     ) -> PlanAssignment:
         """Assign a plan to an organization: by default its latest version, from this month on.
 
-        first_month: `YYYY-MM`. plan: empty removes the plan from then on. Idempotent.
+        `first_month` is `YYYY-MM`. An empty `plan` removes the plan from that month on. Idempotent.
         """
         request = plans_pb2.AssignPlanRequest(
             organization=organization, plan=plan, version=version, first_month=first_month
@@ -411,10 +416,10 @@ class AsyncAdminClient(UnaryClient):
         first_month: str = "",
         request_id: str | None = None,
     ) -> CreditGrant:
-        """Grant credit for charges from `first_month` (`YYYY-MM`, by default this one) up to
-        `last_month`.
+        """Grant an organization credit for its charges from `first_month` through `last_month`.
 
-        request_id: as in `create_organization`.
+        Months are `YYYY-MM`; the default of `first_month` is this one. For `request_id`, see
+        `create_organization`.
         """
         request = plans_pb2.GrantCreditRequest(
             organization=organization,
@@ -427,7 +432,7 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(CreditGrant, (await self._call(self._stub.GrantCredit, request)).grant)
 
     async def list_credit_grants(self, organization: str = "") -> list[CreditGrant]:
-        """Return credit grants of one organization or all, those that expire first in front."""
+        """Return the credit grants of one organization, or of all; the first to expire leads."""
         return await self._list(
             CreditGrant,
             "grants",
@@ -445,8 +450,8 @@ class AsyncAdminClient(UnaryClient):
     ) -> bool:
         """Switch an organization to prepaid or back, and return the previous setting.
 
-        alert_at: amounts of remaining credit, in picos, that trigger an alert; None: unchanged, at
-        first empty.
+        `alert_at` has the amounts of remaining credit, in picos, that send an alert. None keeps the
+        present ones; at first there are none.
         """
         thresholds = None if alert_at is None else types_pb2.AlertThresholds(values=alert_at)
         request = plans_pb2.SetPrepaidRequest(
@@ -469,12 +474,13 @@ class AsyncAdminClient(UnaryClient):
         effective_time: datetime | None = None,
         request_id: str | None = None,
     ) -> list[PriceVersion]:
-        """Add a price version, plus one for the batch tier if its price differs; interactive first.
+        """Add a price version, and a second one for the batch tier if its price differs.
 
-        organization: sets its own price; empty sets the list price. currency_code: empty for the
-        organization's, or USD. The batch multiplier (thousandths) and the embedding price are
-        unchanged where None; without a price of its own, reasoning has the price of output.
-        `effective_time`: an aware datetime; None: now. request_id: as in `create_organization`.
+        The interactive version comes first. With an empty `organization` the price is the list
+        price. An empty `currency_code` means the organization's currency, or USD. None keeps the
+        embedding price and the batch multiplier (in thousandths); reasoning costs as much as output
+        unless it has a price of its own. `effective_time` is an aware datetime, None means now. For
+        `request_id`, see `create_organization`.
         """
         request = admin_service_pb2.SetPriceRequest(
             model=model,
@@ -501,7 +507,7 @@ class AsyncAdminClient(UnaryClient):
     ) -> list[PriceVersion]:
         """End an organization's own price of a model; the list price applies from then on.
 
-        effective_time: None: now.
+        `effective_time` is an aware datetime; None means now.
         """
         request = prices_pb2.WithdrawPriceRequest(
             organization=organization,
@@ -520,10 +526,10 @@ class AsyncAdminClient(UnaryClient):
         time: datetime | None = None,
         history: bool = False,
     ) -> PriceList:
-        """Return the prices by model and tier, of an organization or the list, with source and
-        start.
+        """Return list prices, or those that apply to an organization, by model and tier.
 
-        time: None: now. history: also return all past and future versions.
+        Each price has its source and start. `time` is an aware datetime; None means now. With
+        `history`, all past and future versions are returned too.
         """
         request = prices_pb2.ListPricesRequest(
             organization=organization,
@@ -537,9 +543,9 @@ class AsyncAdminClient(UnaryClient):
     async def list_live_requests(
         self, organization: str = "", *, page_size: int = 200, stuck_only: bool = False
     ) -> LiveView:
-        """Return the live requests of all processes, of one organization or all.
+        """Return the live requests of one organization, or of all, in all processes.
 
-        stuck_only: only holds that are past their expiry.
+        `stuck_only` selects requests whose hold is past its expiry.
         """
         request = live_requests_pb2.ListLiveRequestsRequest(
             organization=organization, page_size=page_size, stuck_only=stuck_only
@@ -549,7 +555,7 @@ class AsyncAdminClient(UnaryClient):
     async def get_request(self, request_id: str, *, project: str = "") -> RecordedRequest:
         """Return the record of a request of any project. Raises: NotFound.
 
-        project: required if several projects have a request of this id.
+        Name the `project` if several projects have a request with this id.
         """
         request = live_requests_pb2.GetRequestRequest(request_id=request_id, project=project)
         return wire.read(RecordedRequest, await self._call(self._stub.GetRequest, request))
@@ -557,14 +563,14 @@ class AsyncAdminClient(UnaryClient):
     async def kill_request(
         self, request_id: str, *, project: str = "", reason: str = ""
     ) -> KilledRequest:
-        """End a request in any process; its client receives the reason. Idempotent."""
+        """End a request in any process. Its client receives the reason. Idempotent."""
         request = live_requests_pb2.KillRequestRequest(
             request_id=request_id, project=project, reason=reason
         )
         return wire.read(KilledRequest, await self._call(self._stub.KillRequest, request))
 
     async def expire_overdue_holds(self) -> int:
-        """Expire the overdue holds, as the worker does, and return their number."""
+        """Expire overdue holds at once, as the worker does regularly, and return their number."""
         response = await self._call(
             self._stub.ExpireOverdueHolds, live_requests_pb2.ExpireOverdueHoldsRequest()
         )
@@ -573,11 +579,11 @@ class AsyncAdminClient(UnaryClient):
     async def apply_configuration(
         self, configuration: Mapping[str, Any], *, dry_run: bool = False
     ) -> AppliedConfiguration:
-        """Apply a configuration of organizations, projects, keys, limits and prices, all or
-        nothing.
+        """Apply a configuration of organizations, projects, keys, limits and prices, all or none.
 
-        configuration: JSON mapping of `weir.v1.Configuration`. Raises:
-        google.protobuf.json_format.ParseError if it is malformed.
+        `configuration` is a JSON mapping of `weir.v1.Configuration`; with `dry_run`, the changes
+        are only returned. Raises: google.protobuf.json_format.ParseError if the mapping is
+        malformed.
         """
         request = configuration_pb2.ApplyConfigurationRequest(dry_run=dry_run)
         ParseDict(dict(configuration), request.configuration)
@@ -588,7 +594,7 @@ class AsyncAdminClient(UnaryClient):
         )
 
     async def export_configuration(self, organization: str = "") -> dict[str, Any]:
-        """Return the current state as a configuration, of one organization or all."""
+        """Return the current state of one organization, or of all, as a configuration."""
         request = configuration_pb2.ExportConfigurationRequest(organization=organization)
         response = await self._call(self._stub.ExportConfiguration, request)
         exported: dict[str, Any] = MessageToDict(
@@ -597,7 +603,7 @@ class AsyncAdminClient(UnaryClient):
         return exported
 
     async def list_replicas(self, model: str = "") -> ReplicaList:
-        """Return the engines of all processes, of all models or of one model or `name@version`."""
+        """Return the engines of all processes, or those of one model or `name@version`."""
         answer = await self._call(
             self._stub.ListReplicas, replicas_pb2.ListReplicasRequest(model=model)
         )
@@ -606,10 +612,10 @@ class AsyncAdminClient(UnaryClient):
     async def drain_replica(
         self, model: str, name: str, *, reason: str = "", move_after_s: float | None = None
     ) -> DrainedReplica:
-        """Drain a replica in all processes. Idempotent.
+        """Stop sending new requests to a replica, in all processes. Idempotent.
 
-        move_after_s: seconds after the order when running requests move to other replicas if
-        possible; None: they finish where they run.
+        Requests that still run after `move_after_s` seconds move to other replicas if possible;
+        with None they finish where they run.
         """
         request = replicas_pb2.DrainReplicaRequest(model=model, replica=name, reason=reason)
         if move_after_s is not None:
@@ -618,7 +624,7 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(DrainedReplica, answer)
 
     async def undrain_replica(self, model: str, name: str, *, reason: str = "") -> UndrainedReplica:
-        """Return a drained replica to service. Idempotent."""
+        """Let a drained replica take requests again. Idempotent."""
         request = replicas_pb2.UndrainReplicaRequest(model=model, replica=name, reason=reason)
         answer = await self._call(self._stub.UndrainReplica, request)
         return wire.read(UndrainedReplica, answer)
@@ -628,8 +634,8 @@ class AsyncAdminClient(UnaryClient):
     ) -> CreatedAlertWebhook:
         """Post an organization's alerts to a URL from now on, signed with a new secret.
 
-        request_id: a UUID chosen by the caller; repeating the call with it changes nothing and
-        returns an empty secret.
+        `request_id` is a UUID of your choice: a repeated call with it changes nothing and returns
+        an empty secret.
         """
         request = alerts_pb2.SetAlertWebhookRequest(
             organization=organization, url=url, request_id=request_id or str(uuid.uuid4())
@@ -638,7 +644,7 @@ class AsyncAdminClient(UnaryClient):
         return wire.read(CreatedAlertWebhook, response)
 
     async def list_alert_webhooks(self, organization: str = "") -> list[AlertWebhook]:
-        """Return the webhook of one organization, or all."""
+        """Return the alert webhooks of one organization, or of all."""
         return await self._list(
             AlertWebhook,
             "webhooks",
@@ -647,7 +653,10 @@ class AsyncAdminClient(UnaryClient):
         )
 
     async def delete_alert_webhook(self, organization: str, *, allow_missing: bool = False) -> bool:
-        """Remove the webhook of an organization; return whether it existed."""
+        """Remove the webhook of an organization and return whether it existed.
+
+        `allow_missing` returns False instead of raising NotFound if there is none.
+        """
         request = alerts_pb2.DeleteAlertWebhookRequest(
             organization=organization, allow_missing=allow_missing
         )
@@ -656,9 +665,9 @@ class AsyncAdminClient(UnaryClient):
     async def test_alert_webhook(
         self, organization: str, *, request_id: str | None = None
     ) -> Alert:
-        """Send a test alert; `list_alerts` returns its delivery.
+        """Send a test alert to an organization's webhook; `list_alerts` shows its delivery.
 
-        request_id: a UUID chosen by the caller; repeating the call with it sends no second test.
+        `request_id` is a UUID of your choice: a repeated call with it sends no second test.
         """
         request = alerts_pb2.TestAlertWebhookRequest(
             organization=organization, request_id=request_id or str(uuid.uuid4())
@@ -667,7 +676,7 @@ class AsyncAdminClient(UnaryClient):
 
 
 class AdminClient(BlockingUnaryClient):
-    """Manages access and limits. `AsyncAdminClient` documents every call and its errors.
+    """Blocking client of the admin API. `AsyncAdminClient` documents every call and its errors.
 
     >>> with AdminClient() as admin:
     ...     organization = admin.create_organization("example", allow_existing=True)

@@ -42,7 +42,7 @@ OPTIONS = (*UNARY_OPTIONS, "max_retries", "retry_wait_max_s", "max_message_bytes
 
 
 class AsyncClient(LazyClient):
-    """A connection to the inference API, opened on first use.
+    """Client of the inference API, which connects on first use.
 
     Close it with `aclose()`, or use it as `async with AsyncClient() as client`. All generations
     share one stream; run as many at once as you like from the tasks of one event loop.
@@ -74,9 +74,9 @@ class AsyncClient(LazyClient):
 
         address: `host:port`, `unix:/path`, or either after `https://` or `http://`; default
             `WEIR_ADDRESS`, then this machine.
-        tls: see `TlsOptions`: TLS unless the address is this machine, trusted CAs, client
-            certificate.
-        api_key: default `WEIR_API_KEY`; empty: call without a key.
+        tls: options of TLS and its certificates, see `TlsOptions`. By default TLS is used unless
+            the address is this machine.
+        api_key: default `WEIR_API_KEY`; an empty string calls without a key.
         max_retries: further attempts for UNAVAILABLE, and for a quota that resets within
             `retry_wait_max_s` seconds; only before the first token, with the same request id and
             the server's retry-after.
@@ -129,13 +129,13 @@ class AsyncClient(LazyClient):
         return AsyncGeneration(stream, frame, self._terms(frame, options))
 
     def attach(self, request_id: str, **options: Unpack[AttachOptions]) -> AsyncGeneration:
-        """Receive a request of the project that was started earlier, by any client.
+        """Receive the output of a request of the same project that any client started earlier.
 
         The stream that received it until now gets `Aborted` with the reason `ATTACHED_ELSEWHERE`.
-        The request belongs to this client from then on: leaving its block cancels it. Reading
-        raises NotFound for a request that was not admitted, AlreadyExists (`REQUEST_SETTLED`) for
-        one that has ended and is no longer kept, InvalidRequest (`OUTPUT_GONE`) for output that is
-        not available.
+        From then on the request belongs to this client: leaving the `async with` block cancels it.
+        Reading raises NotFound for a request that was not admitted, AlreadyExists
+        (`REQUEST_SETTLED`) for one that has ended and is no longer kept, InvalidRequest
+        (`OUTPUT_GONE`) for output that is not available.
         """
         check_known(options, AttachOptions.__annotations__)
         for name in ("timeout", "resume_s"):
@@ -155,14 +155,14 @@ class AsyncClient(LazyClient):
         return self._stream
 
     def _timed(self, options: GenerateOptions) -> GenerateOptions:
-        """Return the options with the client's time limit, unless they have one."""
+        """Add the client's time limit to options without one."""
         limit_s = self._settings.timeout_s
         if limit_s is None or "timeout" in options:
             return options
         return {**options, "timeout": limit_s}
 
     def _terms(self, frame: pb.ClientFrame, options: GenerateOptions) -> Terms:
-        """Build the terms of a request, and set the keep time in its frame."""
+        """Build the terms of a request, and set the keep time in its start frame."""
         retry, timeout_s, max_retries = (
             self._settings.retry,
             options.get("timeout"),
@@ -193,7 +193,7 @@ class AsyncClient(LazyClient):
     async def complete(
         self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]
     ) -> Result:
-        """Return the whole answer of a request; takes the arguments of `generate`.
+        """Generate a whole answer and return it. Takes the arguments of `generate`.
 
         Cancelling the call cancels the request. Raises: WeirError.
         """
@@ -209,8 +209,7 @@ class AsyncClient(LazyClient):
         tools: Sequence[Tool] = (),
         timeout: float | None = None,
     ) -> TokenCount:
-        """Return the size of a prompt, tools included, as admission counts it. Nothing is run or
-        billed.
+        """Count the tokens of a prompt and its tools as admission does. Nothing is run or billed.
 
         Raises: NotFound for an unknown model; InvalidRequest for tools together with `text=`, or
         with a model that does not support tools; any WeirError.
@@ -228,9 +227,10 @@ class AsyncClient(LazyClient):
     async def quote(
         self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]
     ) -> Quote:
-        """Return tokens and cost of the same call of `generate`, and whether it would be admitted.
+        """Estimate tokens and cost of a `generate` with these arguments, and check its admission.
 
-        Raises: as `generate`, except QuotaExceeded: the quote reports it.
+        Nothing is generated or billed. Raises: as `generate`, but an exceeded quota is in the
+        quote.
         """
         request = pb.QuoteRequest(start=build_start(model, prompt, options).start)
         response = await self._opened().call(
@@ -241,9 +241,9 @@ class AsyncClient(LazyClient):
     async def quote_embed(
         self, model: str, inputs: str | Sequence[EmbedInput], **options: Unpack[EmbedOptions]
     ) -> Quote:
-        """Return tokens and cost of the same call of `embed`, and whether it would be admitted.
+        """Compute tokens and cost of an `embed` with these arguments, and check its admission.
 
-        Raises: as `embed`, except QuotaExceeded: the quote reports it.
+        Nothing is computed or billed. Raises: as `embed`, but an exceeded quota is in the quote.
         """
         request = pb.QuoteRequest(embed=build_embed(model, inputs, options))
         response = await self._opened().call(
@@ -254,10 +254,10 @@ class AsyncClient(LazyClient):
     async def embed(
         self, model: str, inputs: str | Sequence[EmbedInput], **options: Unpack[EmbedOptions]
     ) -> EmbedResult:
-        """Return vectors of one text or several, each a text or its token ids; see `EmbedOptions`.
+        """Compute the vectors of one text or several, as strings or token ids; see `EmbedOptions`.
 
-        Retried like every call with the same request id, which is billed once. Raises:
-        InvalidRequest, QuotaExceeded, AlreadyExists if an earlier attempt was billed and its answer
+        Retries have the same request id, so that the request is billed once. Raises:
+        InvalidRequest; QuotaExceeded; AlreadyExists if an earlier attempt was billed and its answer
         lost; any WeirError.
         """
         request = build_embed(model, inputs, options)
@@ -267,7 +267,7 @@ class AsyncClient(LazyClient):
         return embed_result(request, response)
 
     async def list_models(self, *, timeout: float | None = None) -> list[Model]:
-        """Return the models that the key may use, by name. Raises: WeirError."""
+        """Return the models that the key may use, sorted by name. Raises: WeirError."""
         response = await self._opened().call(
             self._stub.ListModels, pb.ListModelsRequest(), timeout=timeout
         )
@@ -276,9 +276,9 @@ class AsyncClient(LazyClient):
     async def get_quota(
         self, model: str = "", *, timeout: float | None = None
     ) -> list[QuotaStatus]:
-        """Return every limit that applies to the key, optionally for one model. Raises: WeirError.
+        """Return every limit that applies to the key; an empty list means unlimited.
 
-        An empty list means unlimited.
+        `model` selects the limits that apply to this model. Raises: WeirError.
         """
         response = await self._opened().call(
             self._stub.GetQuota, pb.GetQuotaRequest(model=model), timeout=timeout

@@ -12,7 +12,7 @@ from weir_client.values import QuotaDimension, QuotaSubject
 
 
 class AlertDeliveryState(StrEnum):
-    """State of an alert's delivery: PENDING for at most 24 hours, then one of the others."""
+    """State of an alert's delivery: PENDING for at most 24 hours, then final."""
 
     UNSPECIFIED = "unspecified"
     PENDING = "pending"
@@ -22,7 +22,7 @@ class AlertDeliveryState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AlertDelivery(Value):
-    """Delivery of an alert to a webhook. last_error: of the latest failed attempt, or empty."""
+    """Delivery of an alert to a webhook. `last_error` describes the latest failed attempt."""
 
     state: AlertDeliveryState
     attempt_count: int
@@ -33,7 +33,7 @@ class AlertDelivery(Value):
 
 @dataclass(frozen=True, slots=True)
 class AlertInvoice(Value):
-    """A Stripe invoice at the time of an alert. month: the billed month, YYYY-MM."""
+    """Stripe invoice when the alert was raised. `month` is the billed month, `YYYY-MM`."""
 
     stripe_invoice_id: str
     stripe_number: str
@@ -45,7 +45,7 @@ class AlertInvoice(Value):
 
 @dataclass(frozen=True, slots=True)
 class AlertKey(Value):
-    """An API key that was rotated or given more rights. changed_by: prefix of another key."""
+    """API key that was rotated or given more rights. `changed_by` is the prefix of another key."""
 
     prefix: str
     name: str
@@ -57,7 +57,7 @@ class AlertKey(Value):
 class Alert(Value):
     """Notice of usage or credit at a threshold, of a paid or failed invoice, or of a changed key.
 
-    Values are tokens or picos, by dimension. quota_id is empty for tests and invoices.
+    Values are tokens or picos, by `dimension`. `quota_id` is empty for tests and invoices.
     """
 
     alert_id: str
@@ -79,13 +79,13 @@ class Alert(Value):
     # "quota", "credit", "test", "invoice_payment_failed", "invoice_paid", "key_rotated" or
     # "key_widened"
     kind: str = ""
-    invoice: AlertInvoice | None = None  # for the kinds of an invoice
-    key: AlertKey | None = None  # for the kinds of a key
+    invoice: AlertInvoice | None = None  # only for alerts about an invoice
+    key: AlertKey | None = None  # only for alerts about a key
 
 
 @dataclass(frozen=True, slots=True)
 class AlertWebhook(Value):
-    """Webhook for an organization's alerts. failure_count: failures since the last success."""
+    """Webhook of one organization; `failure_count` counts failures since the last success."""
 
     organization_id: str
     organization_name: str
@@ -99,7 +99,7 @@ class AlertWebhook(Value):
 
 @dataclass(frozen=True, slots=True)
 class CreatedAlertWebhook(Value):
-    """A webhook with the secret that signs its requests, which is returned only once."""
+    """Webhook with the secret that signs its requests. No later call returns the secret."""
 
     webhook: AlertWebhook
     secret: str = field(repr=False)  # kept out of logs

@@ -40,55 +40,56 @@ GRANT_INTERVAL_S = 5.0
 
 
 class Carrier(Protocol):
-    """Stream that an attempt runs on."""
+    """Stream on which an attempt sends its frames."""
 
     def send_cancel(self, attempt: Attempt) -> None:
-        """Write a cancel frame soon; never blocks."""
+        """Queue a cancel frame; never blocks."""
 
     def send_update(self, attempt: Attempt, update: pb.UpdateFrame) -> None:
-        """Write an update frame soon; never blocks. Raises: Unavailable if there is no stream."""
+        """Queue an update frame; never blocks. Raises: Unavailable if there is no stream."""
 
     def send_credit(self, attempt: Attempt, token_count: int) -> None:
-        """Write a credit frame soon; never blocks."""
+        """Queue a frame that grants credit for more output tokens; never blocks."""
 
     def release(self, attempt: Attempt) -> None:
-        """Forget an attempt that has ended; its later frames are ignored."""
+        """Remove an attempt that has ended from the stream. Its later frames are ignored."""
 
 
 class Continuation(Protocol):
-    """Moves an attempt to another stream.
+    """Handler that moves an attempt to another stream when its stream breaks.
 
     `broken` and `refused` return the final error, or None if the attempt will continue.
     """
 
     def broken(self, cause: errors.WeirError) -> errors.WeirError | None:
-        """Handle the end of the stream."""
+        """Look for another stream after the current one has ended with `cause`."""
 
     def refused(self, error: errors.WeirError) -> errors.WeirError | None:
-        """Handle the server's refusal to continue on this stream."""
+        """Look for another stream after the server has refused to continue on this one."""
 
     def resumed(self) -> None:
-        """Handle the continuation of the attempt."""
+        """Stop looking for a stream: the server continues the request on the new one."""
 
     def stop(self) -> None:
-        """Handle the end of the attempt."""
+        """Stop looking for a stream: the attempt has ended."""
 
 
 class Prefetch:
-    """Keeps tokens granted but not received, plus tokens received but unread, at `limit`.
+    """Credit of a request: at most `limit` output tokens are granted or unread at any time.
 
-    Grants when half of it is free, or when some of it is free and the last grant is old enough.
+    More is granted when half of the limit is free, or when any of it is free and the last grant is
+    old enough.
     """
 
     def __init__(self, limit: int) -> None:
-        """limit: output tokens, at least 1."""
+        """Start without granted credit. `limit` is a number of output tokens, at least 1."""
         self.limit = limit
         self._outstanding = 0  # granted on this stream, not arrived
         self._unread = 0  # arrived, not read
         self._granted_at = time.monotonic()
 
     def begin(self, granted: int) -> None:
-        """Move to another stream with this credit; the credit of the previous stream is void."""
+        """Start anew on another stream, with `granted` tokens of credit; earlier credit is void."""
         self._outstanding = granted
         self._granted_at = time.monotonic()
 
@@ -102,7 +103,7 @@ class Prefetch:
         self._unread -= token_count
 
     def grant(self, *, at_once: bool = False) -> int:
-        """Return the tokens to grant now, or 0. at_once: grant all free tokens."""
+        """Return the number of tokens to grant now, or 0. `at_once` grants every free token."""
         room = self.limit - self._outstanding - self._unread
         is_due = (
             at_once
@@ -117,19 +118,19 @@ class Prefetch:
 
 
 class LimitChanges:
-    """Requested changes without an answer yet, in their order."""
+    """Changes of limits that the server has not answered yet, oldest first."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[Limits]] = deque()
 
     def expect(self) -> asyncio.Future[Limits]:
-        """Return a future for the answer to the change that is being sent."""
+        """Create the future for the server's answer to the change that is being sent."""
         answer: asyncio.Future[Limits] = asyncio.get_running_loop().create_future()
         self._waiting.append(answer)
         return answer
 
     def answer(self, frame: pb.UpdatedFrame, request_id: str) -> None:
-        """Resolve the oldest pending change."""
+        """Resolve the oldest pending change with the new limits, or with the server's refusal."""
         answer = self._waiting.popleft() if self._waiting else None
         if answer is None or answer.done():
             return
@@ -140,7 +141,7 @@ class LimitChanges:
             answer.set_result(Limits(frame.max_output_tokens, max_cost))
 
     def fail(self, error: errors.WeirError) -> None:
-        """Fail all pending changes."""
+        """Fail all pending changes with `error`."""
         while self._waiting:
             answer = self._waiting.popleft()
             if not answer.done():
@@ -148,17 +149,20 @@ class LimitChanges:
 
 
 class Attempt:
-    """Received frames of one request, and its outcome.
+    """State of one request on a stream: received frames, and the outcome.
 
     `outcome` is set once: a `Result`, or the error to raise. After a cancel it is set within
-    `CANCEL_GRACE_S`, whatever the server does, so that a caller that waits for the end never hangs.
-    With a `continuation` the attempt can move from stream to stream.
+    `CANCEL_GRACE_S`, even if the server does not answer, so that a caller that waits for the end
+    never hangs. With a `continuation` the attempt can move from stream to stream.
     """
 
     def __init__(
         self, request_id: str, model: str, after_seq: int = 0, prefetch: Prefetch | None = None
     ) -> None:
-        """prefetch: credit granted to the server; None: the request needs no credit."""
+        """Prepare an attempt that is not on a stream yet.
+
+        `prefetch` is the credit to grant to the server; None if the request needs no credit.
+        """
         self.request_id = request_id
         self.outcome: Result | errors.WeirError | None = None
         self.begun = False  # a frame of this request has arrived
@@ -181,22 +185,22 @@ class Attempt:
         self._timers: list[asyncio.TimerHandle] = []
 
     def ride(self, carrier: Carrier, credit_token_count: int = 0) -> None:
-        """Bind to a stream or to its replacement while there is none.
+        """Bind to a stream, or to its replacement while there is none.
 
-        credit_token_count: tokens of credit granted to that stream.
+        `credit_token_count` is the number of tokens of credit granted to that stream.
         """
         self._carrier = carrier
         if self._prefetch is not None:
             self._prefetch.begin(credit_token_count)
 
     def expire_at(self, deadline: float) -> None:
-        """End the request at that time of the loop at the latest."""
+        """End the request at `deadline` (time of the event loop) if it still runs."""
         if self.outcome is None:
             self._timers.append(asyncio.get_running_loop().call_at(deadline, self._expire))
 
     @property
     def admitted(self) -> Admitted | None:
-        """The admission, or None before it arrives."""
+        """Admission, or None before it arrives."""
         return self._received.admitted
 
     @property
@@ -210,19 +214,19 @@ class Attempt:
         return self.seq > self._after_seq
 
     def take(self) -> list[Event]:
-        """Remove and return all pending events. The caller reports the read ones with `read`."""
+        """Remove and return all pending events. Call `read` for those that the caller consumes."""
         events = list(self._events)
         self._events.clear()
         return events
 
     def read(self, token_count: int) -> None:
-        """Record that the caller has read this many more tokens of output."""
+        """Record that the caller has consumed this many more tokens of output."""
         if self._prefetch is not None:
             self._prefetch.read(token_count)
             self._grant(self._prefetch.grant())
 
     async def wait(self) -> None:
-        """Wait until there is an event to take or the outcome is known."""
+        """Wait until there are events to take, or the outcome is known."""
         while not self._events and self.outcome is None:
             self._changed.clear()
             await self._changed.wait()
@@ -232,7 +236,7 @@ class Attempt:
         await self._ended.wait()
 
     async def update(self, update: pb.UpdateFrame) -> Limits:
-        """Request other limits and return the new ones. Raises: WeirError if refused."""
+        """Ask the server for other limits and return the new ones. Raises: WeirError if refused."""
         if self.outcome is not None or self._carrier is None:
             raise errors.FailedPrecondition(
                 "the request has ended", reason="REQUEST_ENDED", request_id=self.request_id
@@ -241,7 +245,7 @@ class Attempt:
         return await self._limit_changes.expect()
 
     def cancel(self) -> None:
-        """Ask the server to stop; the outcome follows within `CANCEL_GRACE_S`. Idempotent."""
+        """Ask the server to stop. The outcome follows within `CANCEL_GRACE_S`. Idempotent."""
         if self.cancelled or self.outcome is not None:
             return
         self.cancelled = True
@@ -250,12 +254,12 @@ class Attempt:
         self._timers.append(asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._give_up))
 
     def resend_cancel(self) -> None:
-        """Repeat the cancel on the present stream; the previous stream did not deliver it."""
+        """Send the cancel again, on the new stream, as the previous one did not deliver it."""
         if self.cancelled and self._carrier is not None:
             self._carrier.send_cancel(self)
 
     def receive(self, frame: pb.ServerFrame) -> None:
-        """Process one frame of the server; ignore unknown kinds, and all frames after the end."""
+        """Process one frame of the server. Unknown kinds, and frames after the end, are ignored."""
         if self.outcome is not None:
             return
         kind = frame.WhichOneof("kind")
@@ -297,8 +301,8 @@ class Attempt:
     def break_off(self, cause: errors.WeirError) -> None:
         """Handle the end of the stream.
 
-        A request that had begun continues elsewhere or ends as incomplete; any other ends with
-        `cause`.
+        A request that had begun continues on another stream or ends as incomplete; any other ends
+        with `cause`.
         """
         if self.outcome is not None:
             return
@@ -313,16 +317,16 @@ class Attempt:
             self._end(error)
 
     def fail(self, error: errors.WeirError) -> None:
-        """End with an error, or as DeadlineExceeded if the caller's time has passed."""
+        """End with `error`, or with DeadlineExceeded if the caller's time limit has passed."""
         self._end(self._deadline_error() if self.expired else error)
 
     def lose(self, message: str, cause: errors.WeirError) -> None:
-        """Cancel because output is missing; end as incomplete with the settled usage."""
+        """Cancel because output is missing, and end as incomplete with the settled usage."""
         self._lost, self._lost_cause = message, cause
         self.cancel()
 
     def release(self) -> None:
-        """Leave the current stream, to continue on another."""
+        """Leave the current stream, so that the attempt can continue on another one."""
         self._limit_changes.fail(
             errors.Unavailable("no answer came before the stream ended", request_id=self.request_id)
         )
@@ -333,7 +337,7 @@ class Attempt:
     def incomplete(
         self, message: str, cause: errors.WeirError | None = None
     ) -> errors.IncompleteGeneration:
-        """Build the error for a request that ended without a final frame."""
+        """Build the error for a request whose final frame never came."""
         error = errors.IncompleteGeneration(
             message,
             code=cause.code if cause else None,
@@ -345,7 +349,7 @@ class Attempt:
         return error
 
     def partial(self) -> Partial:
-        """Return the output and usage received so far."""
+        """Return output and usage received so far."""
         return self._received.partial()
 
     def _grant(self, token_count: int) -> None:
@@ -382,7 +386,7 @@ class Attempt:
         return error
 
     def _receive_refusal(self, frame: pb.FailedFrame) -> None:
-        """Handle the refusal of a resumption, which ends the request only as a last resort."""
+        """Handle the server's refusal to resume. The request ends if `continuation` gives up."""
         error = self._failure(frame)
         verdict = self.continuation.refused(error) if self.continuation else error
         if verdict is not None:

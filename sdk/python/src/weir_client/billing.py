@@ -35,7 +35,7 @@ _GROUPINGS = wire.numbers(UsageGrouping, usage_reports_pb2.UsageGrouping.DESCRIP
 
 
 class AsyncBillingClient(UnaryClient):
-    """Reads bills, closes months and corrects them.
+    """Client of the billing API, which reads bills, and closes and corrects months.
 
     Reading needs a key with the scope `billing` (its own organization only) or `admin`, everything
     else `admin`. Organizations are given by name or id, months as `YYYY-MM` in UTC. Every call
@@ -48,21 +48,21 @@ class AsyncBillingClient(UnaryClient):
         return billing_service_pb2_grpc.BillingServiceStub(self._opened().channel)
 
     async def get_month_report(self, organization: str, month: str) -> MonthReport:
-        """Return the report of a month; for an open month, the invoice as of now."""
+        """Return the report of a month. For an open month, it shows the invoice as of now."""
         request = billing_service_pb2.GetMonthReportRequest(organization=organization, month=month)
         return wire.read(MonthReport, await self._call(self._stub.GetMonthReport, request))
 
     async def get_month_document(
         self, organization: str, month: str, document_format: DocumentFormat
     ) -> bytes:
-        """Return the report as a document; that of a closed month never changes."""
+        """Return the report of a month as a file. The file of a closed month never changes."""
         request = months_pb2.GetMonthDocumentRequest(
             organization=organization, month=month, format=_DOCUMENT_FORMATS[document_format]
         )
         return (await self._call(self._stub.GetMonthDocument, request)).content
 
     async def list_months(self, organization: str) -> list[Month]:
-        """Return the months of an organization, the latest first."""
+        """Return the months of an organization, latest first."""
         return await self._list(
             Month,
             "months",
@@ -82,11 +82,11 @@ class AsyncBillingClient(UnaryClient):
     ) -> ClosedMonth:
         """Close a month permanently and issue its invoice. Idempotent.
 
-        leave_running: close even while requests of the month still run. before_first: allow a month
-        before the customer's first one; the empty months between must then be closed as well.
-        corrected_by: id of the approved adjustment that corrects misstated usage. validate_only:
-        only return the obstacles. Raises: FailedPrecondition with each obstacle in
-        `details.preconditions`.
+        `leave_running` closes the month even while some of its requests still run. `before_first`
+        allows a month before the customer's first one; the empty months between must then be closed
+        as well. `corrected_by` is the id of an approved adjustment that corrects misstated usage.
+        `validate_only` returns the obstacles and closes nothing. Raises: FailedPrecondition with
+        each obstacle in `details.preconditions`.
         """
         request = months_pb2.CloseMonthRequest(
             organization=organization,
@@ -99,14 +99,17 @@ class AsyncBillingClient(UnaryClient):
         return wire.read(ClosedMonth, await self._call(self._stub.CloseMonth, request))
 
     async def verify_month(self, organization: str, month: str) -> MonthVerification:
-        """Recompute a closed month's report and compare its digests. Raises: FailedPrecondition."""
+        """Recompute a closed month's report and compare its digests with the stored ones.
+
+        Raises: FailedPrecondition for a month that is not closed.
+        """
         request = months_pb2.VerifyMonthRequest(organization=organization, month=month)
         return wire.read(MonthVerification, await self._call(self._stub.VerifyMonth, request))
 
     async def get_invoice(
         self, number: str = "", *, organization: str = "", month: str = ""
     ) -> Invoice:
-        """Return one invoice, by its number or by organization and month."""
+        """Return one invoice, given by its number or by organization and month."""
         request = months_pb2.GetInvoiceRequest(
             number=number, organization=organization, month=month
         )
@@ -117,11 +120,11 @@ class AsyncBillingClient(UnaryClient):
     async def create_adjustment(
         self, organization: str, amount: Money, reason: str, *, request_id: str | None = None
     ) -> Adjustment:
-        """Propose a line for the next invoice: positive charges the customer, negative credits
-        them.
+        """Propose a line for the next invoice.
 
-        A second person must approve it. request_id: a UUID chosen by the caller; repeating the call
-        with it creates nothing new.
+        A positive amount charges the customer, a negative one credits them. Another person must
+        approve it. `request_id` is a UUID of your choice: a repeated call with it creates nothing
+        new.
         """
         request = months_pb2.CreateAdjustmentRequest(
             organization=organization,
@@ -136,9 +139,9 @@ class AsyncBillingClient(UnaryClient):
     async def create_credit_note(
         self, invoice_number: str, amount: Money, reason: str, *, request_id: str | None = None
     ) -> Adjustment:
-        """Propose a partial refund of an invoice. request_id: as in `create_adjustment`.
+        """Propose a partial refund of an invoice. For `request_id`, see `create_adjustment`.
 
-        amount: above zero, in whole minor units.
+        `amount` is above zero, in whole minor units (such as cents).
         """
         request = months_pb2.CreateCreditNoteRequest(
             invoice_number=invoice_number,
@@ -151,7 +154,7 @@ class AsyncBillingClient(UnaryClient):
         )
 
     async def approve_adjustment(self, adjustment_id: str) -> Adjustment:
-        """Approve and post an adjustment or a credit note that another person proposed."""
+        """Approve an adjustment or credit note that another person has proposed, and post it."""
         request = months_pb2.ApproveAdjustmentRequest(adjustment_id=adjustment_id)
         return wire.read(
             Adjustment, (await self._call(self._stub.ApproveAdjustment, request)).adjustment
@@ -167,7 +170,7 @@ class AsyncBillingClient(UnaryClient):
     async def list_adjustments(
         self, organization: str, *, undecided_only: bool = False
     ) -> list[Adjustment]:
-        """Return the adjustments and credit notes of an organization, the latest first."""
+        """Return the adjustments and credit notes of an organization, latest first."""
         request = months_pb2.ListAdjustmentsRequest(
             organization=organization, undecided_only=undecided_only
         )
@@ -187,8 +190,9 @@ class AsyncBillingClient(UnaryClient):
     ) -> AsyncIterator[list[UsagePage]]:
         """Yield pages of a month's charges (UTC, `YYYY-MM`), grouped by `group_by` in that order.
 
-        organization: empty for the key's own, or for all with an `admin` key. day (`YYYY-MM-DD`),
-        project, api_key, model: filters. Raises: NotFound, InvalidRequest; any WeirError.
+        An empty `organization` means the key's own, or all with an `admin` key. `day`
+        (`YYYY-MM-DD`), `project`, `api_key` and `model` are filters. Raises: NotFound,
+        InvalidRequest; any WeirError.
         """
         request = usage_reports_pb2.GetUsageRequest(
             organization=organization,
@@ -206,7 +210,7 @@ class AsyncBillingClient(UnaryClient):
     get_usage = items_of(_usage_pages)
 
     async def get_forecast(self, organization: str = "", month: str = "") -> UsageForecast:
-        """Return the forecast cost of a month, by default this one, with its range."""
+        """Return the expected cost of a month, by default of this one, with its range."""
         request = usage_reports_pb2.GetForecastRequest(organization=organization, month=month)
         response = await self._call(self._stub.GetForecast, request)
         return wire.read(UsageForecast, response)
@@ -214,14 +218,14 @@ class AsyncBillingClient(UnaryClient):
     async def export_month(
         self, month: str, file_format: MonthExportFormat, *, organization: str = ""
     ) -> MonthFile:
-        """Return a month (UTC, `YYYY-MM`) as a file. Raises: NotFound, InvalidRequest."""
+        """Export a month (UTC, `YYYY-MM`) as a file. Raises: NotFound, InvalidRequest."""
         request = usage_reports_pb2.ExportMonthRequest(
             organization=organization, month=month, format=_EXPORT_FORMATS[file_format]
         )
         return await self._export(request)
 
     async def export_credit_note(self, number: str) -> MonthFile:
-        """Return an approved credit note as PDF, by its number. Raises: NotFound."""
+        """Export an approved credit note, given by its number, as PDF. Raises: NotFound."""
         return await self._export(usage_reports_pb2.ExportMonthRequest(credit_note_number=number))
 
     async def _export(self, request: usage_reports_pb2.ExportMonthRequest) -> MonthFile:
@@ -234,9 +238,9 @@ class AsyncBillingClient(UnaryClient):
     async def _alert_pages(
         self, organization: str = "", *, page_size: int = 0
     ) -> AsyncIterator[list[Alert]]:
-        """Yield alerts, the latest first. Raises: NotFound, InvalidRequest.
+        """Yield pages of alerts, latest first. Raises: NotFound, InvalidRequest.
 
-        organization: empty for the key's own, or for all with an `admin` key.
+        An empty `organization` means the key's own, or all with an `admin` key.
         """
         request = alerts_pb2.ListAlertsRequest(organization=organization, page_size=page_size)
         async for page in self._pages(self._stub.ListAlerts, request):
@@ -246,7 +250,7 @@ class AsyncBillingClient(UnaryClient):
 
 
 class BillingClient(BlockingUnaryClient):
-    """Reads bills, closes months and corrects them. `AsyncBillingClient` documents every call.
+    """Blocking client of the billing API. `AsyncBillingClient` documents every call.
 
     >>> with AdminClient() as admin, BillingClient() as billing:
     ...     customer = admin.create_organization("example", allow_existing=True)

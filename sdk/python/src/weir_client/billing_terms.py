@@ -13,13 +13,13 @@ from weir_client.plain import Value
 
 @dataclass(frozen=True, slots=True)
 class PriceVersion(Value):
-    """One immutable price version, in picos of the currency per token."""
+    """Price of a model from a time on, in picos of the currency per token. Never changes."""
 
     version: int
     model: str
     currency_code: str
     tier: str  # "interactive" or "batch"
-    organization_id: str  # of an organization's own price; empty for the list price
+    organization_id: str  # organization with its own price; empty for the list price
     organization_name: str
     input_picos_per_token: int
     cached_input_picos_per_token: int
@@ -27,15 +27,15 @@ class PriceVersion(Value):
     embedding_picos_per_token: int
     multiplier_milli: int  # thousandths of the interactive prices that these were derived with
     effective_time: datetime | None
-    withdrawn: bool  # only ends the organization's own price
-    reasoning_picos_per_token: int = 0  # of the output that is thinking
+    withdrawn: bool  # this version only ends the organization's own price
+    reasoning_picos_per_token: int = 0  # price of the output that is thinking
 
 
 @dataclass(frozen=True, slots=True)
 class AppliedPrice(Value):
-    """Price that applies to a model in a tier. source: "list" or "organization".
+    """Price that applies to a model in a tier. `source` is "list" or "organization".
 
-    version.tier differs from tier if there is no price for the tier itself.
+    `version.tier` differs from `tier` if the tier has no price of its own.
     """
 
     model: str
@@ -46,7 +46,7 @@ class AppliedPrice(Value):
 
 @dataclass(frozen=True, slots=True)
 class PriceList(Value):
-    """Prices at one time; with history, also all past and future versions."""
+    """Prices that apply at one time. With `history`, past and future versions too."""
 
     prices: tuple[AppliedPrice, ...]
     versions: tuple[PriceVersion, ...]
@@ -54,7 +54,7 @@ class PriceList(Value):
 
 @dataclass(frozen=True, slots=True)
 class Plan(Value):
-    """One version of a plan. configuration: JSON mapping of `weir.v1.PlanConfiguration`."""
+    """One version of a plan. `configuration` is a JSON mapping of `weir.v1.PlanConfiguration`."""
 
     name: str = field(metadata={"source": "configuration.name"})
     version: int
@@ -65,7 +65,7 @@ class Plan(Value):
 
 @dataclass(frozen=True, slots=True)
 class PlanAssignment(Value):
-    """Plan of an organization from a month on; an empty name for none."""
+    """Plan of an organization from a month on. The name is empty if it has no plan from then on."""
 
     organization_id: str
     organization_name: str
@@ -86,7 +86,7 @@ class PlanList(Value):
 
 @dataclass(frozen=True, slots=True)
 class CreditGrant(Value):
-    """Credit for the charges of some months. `remaining` counts closed months only."""
+    """Credit for the charges of some months. `remaining` is reduced only when a month is closed."""
 
     grant_id: str
     organization_id: str
@@ -104,20 +104,20 @@ class CreditGrant(Value):
 
 @dataclass(frozen=True, slots=True)
 class CreditBalance(Value):
-    """Credit of an organization at a moment."""
+    """Credit of an organization at one time."""
 
     organization_id: str
     organization_name: str
     prepaid: bool  # admitted only within its credit
-    remaining: Money  # of grants for this month and later ones, counting closed months
+    remaining: Money  # of grants for this month or later, less charges of closed months
     unbilled: Money  # charges of open months so far
-    held: Money  # by running requests of a prepaid organization
+    held: Money  # reserved by running requests of a prepaid organization
     available: Money  # spendable this month
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCustomer(Value):
-    """Actual and simulated charges of a month for one organization."""
+    """Charges of one organization in a month: the actual ones, and those of the simulation."""
 
     organization_id: str
     organization_name: str

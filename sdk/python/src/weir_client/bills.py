@@ -29,7 +29,7 @@ class AdjustmentState(StrEnum):
 
 
 class DocumentFormat(StrEnum):
-    """File format of a report's document."""
+    """File format of a month's report."""
 
     JSON = "json"
     CSV = "csv"
@@ -49,7 +49,7 @@ class PaymentState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InvoicePayment(Value):
-    """One invoice at Stripe, from its events. Unknown texts are empty, unknown times None."""
+    """Invoice at Stripe, as reported by its events. Unknown texts are empty, unknown times None."""
 
     stripe_invoice_id: str
     stripe_number: str
@@ -59,12 +59,12 @@ class InvoicePayment(Value):
     hosted_url: str  # Stripe's payment page
     finalize_time: datetime | None
     pay_time: datetime | None
-    failure_time: datetime | None  # of the latest attempt to charge it
+    failure_time: datetime | None  # when the latest attempt to charge it failed
 
 
 @dataclass(frozen=True, slots=True)
 class Month(Value):
-    """One month of one organization. Digests are SHA-256 in hexadecimal; empty before the close."""
+    """Month of one organization. SHA-256 digests are in hexadecimal, and empty before the close."""
 
     organization_name: str
     organization_id: str
@@ -75,18 +75,18 @@ class Month(Value):
     close_time: datetime | None
     closed_by: str
     invoice_number: str  # empty where there is nothing to invoice
-    total: Money | None  # of the invoice
+    total: Money | None  # total of the invoice
     json_sha256: str
     csv_sha256: str
     report_format: int
     receipts_root: str
-    payments: tuple[InvoicePayment, ...] = ()  # of Stripe's invoices of the month
+    payments: tuple[InvoicePayment, ...] = ()  # state of Stripe's invoices for the month
     pdf_sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Obstacle(Value):
-    """A reason why a month cannot be closed. kind: stable, such as `MONTH_NOT_OVER`."""
+    """Reason why a month cannot be closed. `kind` is stable, such as `MONTH_NOT_OVER`."""
 
     kind: str
     description: str
@@ -94,7 +94,7 @@ class Obstacle(Value):
 
 @dataclass(frozen=True, slots=True)
 class ClosedMonth(Value):
-    """Result of a close. obstacles: filled only by a validation."""
+    """Result of closing a month. `obstacles` is filled only with `validate_only`."""
 
     month: Month
     obstacles: tuple[Obstacle, ...]
@@ -103,7 +103,7 @@ class ClosedMonth(Value):
 
 @dataclass(frozen=True, slots=True)
 class MonthVerification(Value):
-    """A closed month recomputed from the ledger. differences: descriptions; empty for none."""
+    """Result of recomputing a closed month from the ledger. `differences` lists deviations."""
 
     month: Month
     json_sha256: str
@@ -114,11 +114,11 @@ class MonthVerification(Value):
 
 @dataclass(frozen=True, slots=True)
 class MonthCharge(Value):
-    """Line beside usage. kind: allowance, graduated, volume, commitment, adjustment, credit."""
+    """Charge other than usage: allowance, graduated, volume, commitment, adjustment or credit."""
 
     kind: str
     description: str
-    amount: Money  # exact
+    amount: Money  # before rounding
     rounded_amount: Money
     model: str
     token_count: int
@@ -127,7 +127,7 @@ class MonthCharge(Value):
 
 @dataclass(frozen=True, slots=True)
 class PrepaidCredit(Value):
-    """Prepaid credit of a month."""
+    """Prepaid credit of an organization in a month."""
 
     granted: Money
     expired: Money
@@ -136,7 +136,7 @@ class PrepaidCredit(Value):
 
 @dataclass(frozen=True, slots=True)
 class CreditNoteSummary(Value):
-    """A credit note in the report of its month; it does not change any invoice's total."""
+    """Credit note in the report of its month. It does not change the total of any invoice."""
 
     number: str
     invoice_number: str
@@ -146,9 +146,9 @@ class CreditNoteSummary(Value):
 
 @dataclass(frozen=True, slots=True)
 class InvoiceLine(Value):
-    """A line of an invoice. exact_amount: before rounding; amount: what the customer pays.
+    """Line of an invoice: `amount` is charged, `exact_amount` is the amount before rounding.
 
-    The line of kind `rounding` completes the others to the total; its exact amount is zero.
+    A line of kind `rounding` makes the lines add up to the total; its exact amount is zero.
     """
 
     kind: str
@@ -178,7 +178,7 @@ class Adjustment(Value):
     create_time: datetime | None
     decided_by: str
     decide_time: datetime | None
-    billing_month: str  # that it was posted in
+    billing_month: str  # YYYY-MM in which it was posted
     credit_note_number: str
 
 
@@ -200,4 +200,4 @@ class Invoice(Value):
     credited: Money
     tax_note: str
     credit_notes: tuple[Adjustment, ...] = ()
-    payments: tuple[InvoicePayment, ...] = ()  # of Stripe's invoices of the month
+    payments: tuple[InvoicePayment, ...] = ()  # state of Stripe's invoices for the month

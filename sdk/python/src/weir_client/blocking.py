@@ -17,13 +17,13 @@ _Result = TypeVar("_Result")
 
 
 class AddressedClient(Protocol):
-    """The part of an asyncio client that its blocking twin needs."""
+    """Protocol of the asyncio clients that a blocking client can wrap."""
 
     _checks_loop: bool
 
     @property
     def address(self) -> str:
-        """Address that the client connects to."""
+        """Address of the server."""
 
     async def __aenter__(self) -> Any:
         """Open the client."""
@@ -42,7 +42,7 @@ _AsyncClient = TypeVar("_AsyncClient", bound=AddressedClient)
 
 
 class BlockingClient(Generic[_AsyncClient]):
-    """Client that may be used from any number of threads at once, opened on first use."""
+    """Base of the blocking clients. Any number of threads can use one; it connects on first use."""
 
     def __init__(self, client: _AsyncClient) -> None:
         client._checks_loop = False
@@ -51,11 +51,11 @@ class BlockingClient(Generic[_AsyncClient]):
 
     @property
     def address(self) -> str:
-        """Address that this client connects to."""
+        """Address of the server."""
         return self._client.address
 
     def close(self) -> None:
-        """Close the connection and cancel what runs. The client cannot be used afterwards."""
+        """Close the connection and cancel running calls. The client cannot be used afterwards."""
         self._thread.close()
 
     def __del__(self) -> None:
@@ -76,7 +76,7 @@ class BlockingClient(Generic[_AsyncClient]):
 
 
 class BlockingUnaryClient(BlockingClient[UnaryClient]):
-    """Blocking twin of the client of unary calls named by `_async_class`."""
+    """Base of the blocking clients of unary calls. `_async_class` is the asyncio client to run."""
 
     _async_class: type[UnaryClient]
 
@@ -90,7 +90,7 @@ class BlockingUnaryClient(BlockingClient[UnaryClient]):
     ) -> None:
         """Resolve the settings as `AsyncClient` does; `WEIR_ADMIN_KEY` precedes `WEIR_API_KEY`.
 
-        timeout: seconds for each call, retries included. Raises: Unauthenticated if there is no
+        `timeout` limits each call, in seconds, retries included. Raises: Unauthenticated without a
         key.
         """
         super().__init__(self._async_class(address, api_key, timeout=timeout, **tls))
@@ -99,7 +99,7 @@ class BlockingUnaryClient(BlockingClient[UnaryClient]):
 def blocking(
     call: Callable[Concatenate[_AsyncClient, _Arguments], Coroutine[Any, Any, _Result]],
 ) -> Callable[Concatenate[Any, _Arguments], _Result]:
-    """Make the blocking twin of an asyncio method, with the same signature and errors."""
+    """Wrap an asyncio method in a blocking one with the same signature and errors."""
 
     @functools.wraps(call)
     def wait(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -112,7 +112,7 @@ def blocking(
 def blocking_items(
     pages: Callable[Concatenate[_AsyncClient, _Arguments], AsyncIterator[Sequence[_Result]]],
 ) -> Callable[Concatenate[Any, _Arguments], Iterator[_Result]]:
-    """Make the blocking twin of an asyncio method that yields pages; it yields their items."""
+    """Wrap an asyncio method that yields pages in a blocking one that yields their items."""
 
     @functools.wraps(pages)
     def items(

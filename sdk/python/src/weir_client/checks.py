@@ -24,7 +24,7 @@ PROMPTS = (
 
 
 def invalid(field: str, description: str) -> InvalidRequest:
-    """Return the error for an argument that cannot be encoded."""
+    """Build the error for an argument that cannot be encoded."""
     details = ErrorDetails(
         reason="FIELD_INVALID", field_violations=(FieldViolation(field, description),)
     )
@@ -32,7 +32,7 @@ def invalid(field: str, description: str) -> InvalidRequest:
 
 
 def check_known(given: Iterable[str], known: Iterable[str], where: str = "") -> None:
-    """Check the names of options. where: prefix of the name in the message.
+    """Check the names of options. The error shows each name after the prefix `where`.
 
     Raises: InvalidRequest for an unknown option, with the closest known one.
     """
@@ -45,7 +45,7 @@ def check_known(given: Iterable[str], known: Iterable[str], where: str = "") -> 
 
 
 def check_seconds(field: str, value: object) -> None:
-    """Check a number of seconds; None passes. Raises: InvalidRequest for anything else."""
+    """Check that `value` is a number of seconds or None. Raises: InvalidRequest."""
     if value is not None and (
         isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value)
     ):
@@ -55,7 +55,7 @@ def check_seconds(field: str, value: object) -> None:
 def written(
     kind: type[_Message], values: Mapping[str, Any], names: Mapping[str, str] | None = None
 ) -> _Message:
-    """Build a message of these fields. names: option names that differ from the field names.
+    """Build a message from field values. `names` maps fields to the option names to report.
 
     Raises: InvalidRequest naming the first value that does not fit.
     """

@@ -50,14 +50,13 @@ def _version() -> str:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Retries at most `max_retries` times, and never after a wait of more than `wait_max_s`."""
+    """Policy of retries: at most `max_retries`, each after at most `wait_max_s` seconds."""
 
     max_retries: int = 2
     wait_max_s: float = RETRY_WAIT_MAX_S
 
     def wait_s(self, error: errors.WeirError, attempt: int) -> float | None:
-        """Return the seconds before retry number `attempt` (from 0), with jitter; None to raise the
-        error.
+        """Return the seconds to wait before retry `attempt` (0 is the first); None to give up.
 
         The server's retry-after is a lower bound; jitter is added to it so that refused clients do
         not all return at once.
@@ -81,7 +80,7 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionSettings:
-    """Resolved address and options of a connection; `AsyncClient` documents each."""
+    """Resolved address and options of a connection. `AsyncClient` documents each of them."""
 
     address: str
     api_key: str = field(repr=False)
@@ -105,13 +104,12 @@ class ConnectionSettings:
         options: Sequence[str] = UNARY_OPTIONS,
         **tls: Unpack[TlsOptions],
     ) -> ConnectionSettings:
-        """Resolve missing values from the environment.
+        """Take missing values from the environment, and check all values.
 
-        Raises: Unauthenticated if no key is given and none of `key_variables` is set (an empty key
-        means a call without one); InvalidRequest for invalid addresses, certificates, times and
-        unknown options.
-
-        options: names of the client's own options, for the message about an unknown one.
+        `options` has the names of the client's own options, which the error for an unknown option
+        lists. Raises: Unauthenticated if no key is given and none of `key_variables` is set (an
+        empty key means a call without one); InvalidRequest for invalid addresses, certificates,
+        times and unknown options.
         """
         check_known(tls, (*TlsOptions.__annotations__, *options))
         check_seconds("timeout", timeout)
@@ -147,7 +145,7 @@ class ConnectionSettings:
 
 
 def check_address(field: str, address: str) -> None:
-    """Check the form of an address. field: where it comes from. Raises: InvalidRequest."""
+    """Check the syntax of an address. Raises: InvalidRequest naming `field`, its source."""
     if RESOLVER.match(address):
         return
     right = "must be host:port, such as weir.example.com:443, or unix:/path"
@@ -162,7 +160,7 @@ def check_address(field: str, address: str) -> None:
 
 
 def is_local(address: str) -> bool:
-    """Return whether an address is on this machine: unix socket, `localhost` or a loopback IP."""
+    """Return whether an address is on this machine: Unix socket, `localhost` or a loopback IP."""
     if address.startswith(("unix:", "unix-abstract:")):
         return True
     host = address.rpartition("/")[2].rpartition(":")[0].strip("[]")
@@ -173,7 +171,7 @@ def is_local(address: str) -> bool:
 
 
 class Connection:
-    """One channel with its credentials. Create it in the event loop that uses it."""
+    """gRPC channel with its credentials. Create it in the event loop that uses it."""
 
     def __init__(self, settings: ConnectionSettings) -> None:
         self.settings = settings
@@ -190,7 +188,7 @@ class Connection:
             self.channel = grpc.aio.insecure_channel(settings.address, options)
 
     async def close(self) -> None:
-        """Close the channel; calls that still run or wait for a retry end as Cancelled."""
+        """Close the channel. Calls that still run or wait for a retry end as Cancelled."""
         self._closing.set()
         await self.channel.close()
 
@@ -202,10 +200,10 @@ class Connection:
         timeout: float | None = None,
         idempotent: bool = True,
     ) -> _Response:
-        """Make one unary call; `timeout` in seconds includes retries, None: 30 s.
+        """Make one unary call. `timeout` is in seconds and includes retries; None means 30 s.
 
-        Only an idempotent call is retried: after UNAVAILABLE it is unknown whether the server ran
-        it. Raises: WeirError.
+        Only an idempotent call is retried, since after UNAVAILABLE the server may have run it.
+        Raises: WeirError.
         """
         return await self._attempt(
             lambda remaining_s: method(
@@ -216,7 +214,7 @@ class Connection:
         )
 
     def _limit_s(self, timeout: float | None) -> float:
-        """Return the time limit of a unary call: its own, the client's, or the default."""
+        """Choose the time limit of a unary call: its own, the client's, or the default."""
         return next(
             each for each in (timeout, self.settings.timeout_s, UNARY_TIMEOUT_S) if each is not None
         )
@@ -228,7 +226,7 @@ class Connection:
         *,
         timeout: float,
     ) -> list[_Response]:
-        """Collect all responses of a read-only streaming call; retried from the start like `call`.
+        """Collect all responses of a read-only streaming call, retried from the start like `call`.
 
         Raises: WeirError.
         """
@@ -244,7 +242,7 @@ class Connection:
     async def _attempt(
         self, call: Callable[[float], Awaitable[_Response]], timeout: float, *, idempotent: bool
     ) -> _Response:
-        """Make a call within the remaining time, with the retries of the policy."""
+        """Make a call within `timeout` seconds, with the retries of the policy."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         attempt = 0
@@ -271,13 +269,13 @@ class Connection:
 
 
 def tried(settings: ConnectionSettings) -> str:
-    """Return what a call tried to reach, for the message of a failed connection."""
+    """Format the address and whether TLS is used, for the message of a failed connection."""
     how = "without TLS" if settings.tls is None else "with TLS"
     return f"{settings.address} {how}"
 
 
 class LazyClient:
-    """Base of the asyncio clients: opens its connection on first use, or by `async with`."""
+    """Base of the asyncio clients. Connects on first use, or when its `async with` block begins."""
 
     # A blocking twin has an event loop of its own, and calls from threads with others.
     _checks_loop = True
@@ -290,11 +288,11 @@ class LazyClient:
 
     @property
     def address(self) -> str:
-        """Address that this client connects to."""
+        """Address of the server."""
         return self._settings.address
 
     async def aclose(self) -> None:
-        """Close the connection and cancel what runs. The client cannot be used afterwards."""
+        """Close the connection and cancel running calls. The client cannot be used afterwards."""
         connection, self._connection = self._connection, None
         self._is_closed, self._is_entered = True, False
         if connection is not None and self._loop is asyncio.get_running_loop():
@@ -317,7 +315,7 @@ class LazyClient:
         await self.aclose()
 
     def _opened(self) -> Connection:
-        """Return the connection; open it if this is the first use in this event loop.
+        """Return the connection, opened if this is the first use in this event loop.
 
         Raises: RuntimeError if the client is closed, or belongs to another running event loop.
         """
@@ -348,7 +346,7 @@ class LazyClient:
         return self._connection
 
     def _open(self, connection: Connection) -> None:
-        """Prepare what belongs to a new connection."""
+        """Prepare the parts of the client that need the new connection. Subclasses extend it."""
 
     async def _close(self, connection: Connection) -> None:
         await connection.close()

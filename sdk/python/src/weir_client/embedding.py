@@ -62,14 +62,17 @@ class EmbedResult(Value):
 
     @property
     def vectors(self) -> list[tuple[float, ...]]:
-        """Vectors without their metadata."""
+        """The vectors alone, in the order of the texts."""
         return [each.vector for each in self.embeddings]
 
 
 def build_embed(
     model: str, inputs: str | Sequence[EmbedInput], options: EmbedOptions
 ) -> pb.EmbedRequest:
-    """Build the request of one or several texts, or token ids. Raises: InvalidRequest."""
+    """Build the request for one text or several, each a string or token ids.
+
+    Raises: InvalidRequest.
+    """
     check_known(options, EmbedOptions.__annotations__)
     check_seconds("timeout", options.get("timeout"))
     texts = [inputs] if isinstance(inputs, str) else list(inputs)
@@ -96,7 +99,7 @@ def _input(index: int, given: EmbedInput) -> pb.EmbedInput:
 
 
 def embed_result(request: pb.EmbedRequest, message: pb.EmbedResponse) -> EmbedResult:
-    """Convert a response to the result of its request."""
+    """Convert the response to `request` to its result."""
     return EmbedResult(
         request_id=request.request_id,
         model=request.model,

@@ -18,7 +18,7 @@ from weir_client.values import Partial, QuotaDimension
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation(Value):
-    """One refused field of a request, and the reason."""
+    """Field of a request that the server refused, and the reason."""
 
     field: str
     description: str
@@ -26,7 +26,7 @@ class FieldViolation(Value):
 
 @dataclass(frozen=True, slots=True)
 class QuotaViolation(Value):
-    """One exceeded quota, as described by the server."""
+    """Quota that a request exceeded, in the server's words."""
 
     subject: str
     description: str
@@ -34,7 +34,7 @@ class QuotaViolation(Value):
 
 @dataclass(frozen=True, slots=True)
 class PreconditionViolation(Value):
-    """One unmet precondition of a call. kind: stable and machine-readable."""
+    """Precondition that a call does not meet. `kind` is a stable, machine-readable identifier."""
 
     kind: str
     description: str
@@ -42,7 +42,7 @@ class PreconditionViolation(Value):
 
 @dataclass(frozen=True, slots=True)
 class ExceededQuota(Value):
-    """The quota that refused a request.
+    """Quota that refused the request, with its numbers.
 
     Values are requests, tokens or picos by dimension; None if the server did not send them.
     """
@@ -63,7 +63,7 @@ class ExceededQuota(Value):
 
 @dataclass(frozen=True, slots=True)
 class ErrorDetails(Value):
-    """Decoded details of a `google.rpc.Status`."""
+    """Details of an error, decoded from a `google.rpc.Status`."""
 
     reason: str = ""
     metadata: Mapping[str, str] | None = None
@@ -75,7 +75,7 @@ class ErrorDetails(Value):
 
 
 class WeirError(Exception):
-    """Base of all errors. Its text is the server's message, then the request id if known."""
+    """Base of all errors. Its text is the server's message, followed by the request id if known."""
 
     default_code: ClassVar[str] = "UNKNOWN"
 
@@ -99,7 +99,7 @@ class WeirError(Exception):
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """`ErrorInfo.metadata` of the server; empty if absent."""
+        """Metadata of the server's `ErrorInfo`; empty if there is none."""
         return self.details.metadata or {}
 
     @property
@@ -112,7 +112,7 @@ class WeirError(Exception):
 
 
 class Unauthenticated(WeirError):
-    """No API key, or one that is unknown, expired or revoked."""
+    """The API key is missing, unknown, expired or revoked."""
 
     default_code = "UNAUTHENTICATED"
 
@@ -130,7 +130,7 @@ class InvalidRequest(WeirError):
 
     @property
     def field_violations(self) -> tuple[FieldViolation, ...]:
-        """Refused fields."""
+        """Fields that the server refused, with reasons."""
         return self.details.field_violations
 
 
@@ -143,7 +143,7 @@ class NotFound(WeirError):
 class AlreadyExists(WeirError):
     """The name is taken, or the request id was used before.
 
-    `REQUEST_SETTLED`: the request has already run, and `partial` has its usage.
+    If `reason` is `REQUEST_SETTLED`, the request has already run, and `partial` has its usage.
     """
 
     default_code = "ALREADY_EXISTS"
@@ -156,7 +156,7 @@ class FailedPrecondition(WeirError):
 
 
 class Aborted(WeirError):
-    """The request collided with another one. Start it again."""
+    """The request conflicted with another one. Send it again."""
 
     default_code = "ABORTED"
 
@@ -177,33 +177,33 @@ class QuotaExceeded(ResourceExhausted):
 
     @property
     def violations(self) -> tuple[QuotaViolation, ...]:
-        """Quotas that refused the request, as described by the server."""
+        """Exceeded quotas, in the server's words."""
         return self.details.quota_violations
 
     @property
     def remaining(self) -> int | None:
-        """Remainder of the quota, in requests, tokens or picos by its dimension."""
+        """Remainder of the quota in requests, tokens or picos, by its dimension."""
         return self.quota.remaining if self.quota else None
 
     @property
     def reset_time(self) -> datetime | None:
-        """Time when the quota's window resets."""
+        """Time when the window of the quota ends and it can be used again; None if unknown."""
         return self.quota.reset_time if self.quota else None
 
     @property
     def retry_helps(self) -> bool:
-        """True if the same request can be admitted later."""
+        """True if the quota can admit the same request later."""
         return self.quota.retry_helps if self.quota else self.retry_after_s is not None
 
 
 class Unavailable(WeirError):
-    """The server is unreachable, draining, or has no free engine. A later retry can succeed."""
+    """The server is unreachable, is draining, or has no free engine. A later retry can succeed."""
 
     default_code = "UNAVAILABLE"
 
 
 class DeadlineExceeded(WeirError):
-    """The time of `timeout=` passed. `partial` holds the output so far, with usage if received."""
+    """The time limit `timeout` has passed. `partial` holds the output received so far."""
 
     default_code = "DEADLINE_EXCEEDED"
 
@@ -225,11 +225,11 @@ class IncompleteGeneration(WeirError):
 
 
 class Internal(WeirError):
-    """The server failed. Quote `incident_id` in a report."""
+    """The server failed. Quote `incident_id` when you report it."""
 
     default_code = "INTERNAL"
 
     @property
     def incident_id(self) -> str:
-        """The server's id of this incident; empty if it sent none."""
+        """Id that the server gave this incident; empty if it sent none."""
         return self.metadata.get("incident_id", "")

@@ -25,7 +25,7 @@ from weir_client.values import Admitted, Delta, Event, Limits, Partial, Result
 
 
 class AsyncGeneration:
-    """A streamed answer, made by `AsyncClient.generate`. Nothing is sent before the first use.
+    """Stream of one answer, made by `AsyncClient.generate`. Nothing is sent before the first use.
 
     Leaving the `async with` block cancels a running request and waits (at most 2 s) until the
     server has settled it, so that `result` has usage and cost. Breaking out of `async for`, or
@@ -51,7 +51,7 @@ class AsyncGeneration:
 
     @property
     def admitted(self) -> Admitted | None:
-        """The admission, with input tokens and remaining quotas; None before it arrives."""
+        """Admission, with input tokens and remaining quotas; None before it arrives."""
         return self._attempt.admitted if self._attempt else None
 
     @property
@@ -68,7 +68,7 @@ class AsyncGeneration:
 
     @property
     def holds_back(self) -> bool:
-        """True if the server sends at most `prefetch_tokens` ahead of the reader."""
+        """True if the server sends at most `prefetch_tokens` more than the reader has consumed."""
         return self._terms.prefetch_tokens is not None
 
     @property
@@ -78,7 +78,7 @@ class AsyncGeneration:
 
     @property
     def result(self) -> Result:
-        """The whole answer with finish reason, usage and cost; after a cancel, the delivered part.
+        """Whole answer with finish reason, usage and cost. After a cancel, the delivered part.
 
         Raises: the WeirError that the request ended with; RuntimeError while it still runs.
         """
@@ -92,9 +92,9 @@ class AsyncGeneration:
         )
 
     def start(self) -> None:
-        """Send the request unless it was sent. Must run in the event loop; `timeout=` begins here.
+        """Send the request unless it was sent already. The time of `timeout` begins here.
 
-        Raises: WeirError if the client cannot send it.
+        Must run in the event loop. Raises: WeirError if the client cannot send the request.
         """
         if self._loop is not None:
             return
@@ -104,7 +104,7 @@ class AsyncGeneration:
         self._begin_attempt()
 
     def cancel(self) -> None:
-        """Ask the server to stop, without waiting. Iteration ends after the output until then."""
+        """Ask the server to stop, without waiting. Output up to that point can still be read."""
         self._cancel_requested.set()
         if self._attempt is not None:
             self._attempt.cancel()
@@ -112,11 +112,11 @@ class AsyncGeneration:
     async def update(
         self, *, max_output_tokens: int | None = None, max_cost: Money | None = None
     ) -> Limits:
-        """Change the limits of the running request and return the new ones. None: unchanged.
+        """Change limits of the running request and return the new ones. None leaves one unchanged.
 
         A limit below the present output or cost ends the request, as LENGTH or COST_LIMIT. Raises:
-        InvalidRequest for invalid limits, FailedPrecondition before its admission and after its
-        end, Unavailable if no answer came.
+        InvalidRequest for invalid limits, FailedPrecondition before the request's admission and
+        after its end, Unavailable if no answer came.
         """
         if self._attempt is None:
             raise errors.FailedPrecondition(
@@ -125,7 +125,7 @@ class AsyncGeneration:
         return await self._attempt.update(update_frame(max_output_tokens, max_cost))
 
     async def aclose(self) -> None:
-        """Cancel the request if it runs, and wait at most 2 s. Never raises a WeirError."""
+        """Cancel the request if it still runs, and wait at most 2 s. Raises no WeirError."""
         if self._attempt is None or self.done:
             return
         self.cancel()
@@ -143,9 +143,9 @@ class AsyncGeneration:
         return self.result
 
     async def take(self) -> list[Event]:
-        """Return all pending events, at least one; an empty list at the end of the request.
+        """Wait for events and return all pending ones; an empty list at the end of the request.
 
-        Not to be mixed with iteration. Raises: WeirError if the request failed.
+        Do not mix it with iteration. Raises: WeirError if the request failed.
         """
         events = await self._take()
         for event in events:
@@ -153,7 +153,7 @@ class AsyncGeneration:
         return events
 
     async def next_event(self) -> Event | None:
-        """Return the next event; None at the end. Raises: WeirError if the request failed."""
+        """Wait for the next event; None at the end. Raises: WeirError if the request failed."""
         if not self._unread:
             async with self._taking:
                 if not self._unread:
@@ -168,7 +168,7 @@ class AsyncGeneration:
             yield event
 
     def __aiter__(self) -> AsyncIterator[Delta]:
-        """Return the deltas. Dropping the iterator early, as by `break`, cancels the request."""
+        """Iterate over the deltas. Leaving the iterator early (`break`) cancels the request."""
         return _Deltas(self)
 
     async def __anext__(self) -> Delta:
@@ -247,11 +247,11 @@ class AsyncGeneration:
         return None if limit is None else Prefetch(limit)
 
     async def _retry_or_raise(self, error: errors.WeirError) -> None:
-        """Begin the next attempt after its wait, or end the request with `error` and raise it.
+        """Wait and begin the next attempt, or end the request with `error` and raise it.
 
-        Only before the first token, with the same request id. A refused request left no trace; one
-        that the server did accept is attached to, or answered with ALREADY_EXISTS or ABORTED, and
-        never run and billed twice. If a retry gets such an answer, it concerns our own first
+        Only before the first token, with the same request id. A refused request left no trace. A
+        request that the server did accept is attached to, or answered with ALREADY_EXISTS or
+        ABORTED; it never runs or is billed twice. These answers to a retry concern our own first
         attempt: its output is fetched if the server kept it, otherwise the error of that attempt is
         raised.
         """
@@ -309,7 +309,7 @@ class AsyncGeneration:
         return wait_s
 
     def _abandon(self) -> None:
-        """Cancel from the garbage collector: in any thread, perhaps after the loop was closed."""
+        """Cancel from the garbage collector, which runs in any thread, perhaps after the loop."""
         loop = self._loop
         if (
             loop is None
@@ -323,7 +323,7 @@ class AsyncGeneration:
 
 
 class _Deltas:
-    """Deltas of one generation, which is cancelled if they are dropped before the end."""
+    """Iterator over the deltas of a generation. Dropping it early cancels the generation."""
 
     def __init__(self, generation: AsyncGeneration) -> None:
         self._generation = generation

@@ -11,7 +11,7 @@ from weir_client.values import Generation
 
 
 class RequestPhase(StrEnum):
-    """Phase of a running request. UNSPECIFIED: not reported by its process."""
+    """Phase of a running request. UNSPECIFIED if the request's process did not report it."""
 
     UNSPECIFIED = "unspecified"
     PREPARING = "preparing"
@@ -24,7 +24,7 @@ class RequestPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LiveRequest(Value):
-    """A running or waiting request. Without a hold yet, `admit_time` and `expire_time` are None."""
+    """Running or waiting request. Without a hold yet, `admit_time` and `expire_time` are None."""
 
     request_id: str
     organization_id: str
@@ -49,7 +49,7 @@ class LiveRequest(Value):
 
 @dataclass(frozen=True, slots=True)
 class LiveOrganization(Value):
-    """Totals of the running requests of one organization."""
+    """Sums over the running requests of one organization."""
 
     organization_id: str
     name: str
@@ -63,8 +63,8 @@ class LiveOrganization(Value):
 class LiveView(Value):
     """Running requests of all processes.
 
-    The oldest come first; counts and sums cover all. unresponsive_process_ids: processes without an
-    answer.
+    The oldest come first; counts and sums cover all. `unresponsive_process_ids` has the processes
+    that did not answer.
     """
 
     requests: tuple[LiveRequest, ...]
@@ -74,9 +74,10 @@ class LiveView(Value):
 
 
 class KillResult(StrEnum):
-    """Result of ending a request.
+    """Result of ending a request by an admin.
 
-    PENDING: its process did not answer; the hold ends at `KilledRequest.expire_time`.
+    PENDING means that the request's process did not answer; the hold ends at
+    `KilledRequest.expire_time`.
     """
 
     UNSPECIFIED = "unspecified"
@@ -87,7 +88,7 @@ class KillResult(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest(Value):
-    """Record of one request and its owner."""
+    """Record of one request, with the organization, project and key that it belongs to."""
 
     generation: Generation
     organization_name: str
@@ -97,7 +98,7 @@ class RecordedRequest(Value):
 
 @dataclass(frozen=True, slots=True)
 class KilledRequest(Value):
-    """A request ended by an admin. generation: its record; None if it had no hold."""
+    """Request that an admin has ended. `generation` is its record, None if it had no hold."""
 
     result: KillResult
     generation: Generation | None
@@ -105,7 +106,7 @@ class KilledRequest(Value):
 
 
 class ChangeAction(StrEnum):
-    """Action of a configuration on one object. KEEP: it exists, is not named, and stays."""
+    """Change that a configuration makes to an object. KEEP: the configuration does not name it."""
 
     UNSPECIFIED = "unspecified"
     CREATE = "create"
@@ -116,7 +117,7 @@ class ChangeAction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FieldChange(Value):
-    """One changed field; values as JSON text, None if absent."""
+    """Changed field, before and after, as JSON text; None if absent."""
 
     field: str
     before_json: str | None
@@ -125,7 +126,7 @@ class FieldChange(Value):
 
 @dataclass(frozen=True, slots=True)
 class ConfigurationChange(Value):
-    """One difference. quota: the limit as JSON mapping of `QuotaConfiguration`; else empty."""
+    """Change to one object. `quota` is a limit as JSON of `QuotaConfiguration`, else empty."""
 
     action: ChangeAction
     kind: str
@@ -138,7 +139,7 @@ class ConfigurationChange(Value):
 
 @dataclass(frozen=True, slots=True)
 class ConfigurationViolation(Value):
-    """One error in a configuration, with its path."""
+    """Error in a configuration, with the path of the field."""
 
     field: str
     description: str
@@ -146,7 +147,10 @@ class ConfigurationViolation(Value):
 
 @dataclass(frozen=True, slots=True)
 class AppliedConfiguration(Value):
-    """Applied or planned changes; empty with violations. kept: existing objects not named."""
+    """Changes that were applied or planned; empty if there are violations.
+
+    `kept` lists the objects that exist but are not in the configuration.
+    """
 
     changes: tuple[ConfigurationChange, ...]
     kept: tuple[ConfigurationChange, ...]

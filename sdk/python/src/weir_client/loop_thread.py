@@ -19,7 +19,7 @@ _Result = TypeVar("_Result")
 
 
 class LoopThread(Generic[_Client]):
-    """Keeps an async client open in a thread, from its first use to `close`.
+    """Thread with an event loop that keeps an async client open, from its first use to `close`.
 
     One task enters and leaves the client, so that its task group has one parent. Calls may come
     from any thread but the loop's own. The thread is a daemon: a program that forgets to close
@@ -38,9 +38,9 @@ class LoopThread(Generic[_Client]):
         self._stop: asyncio.Event | None = None
 
     def enter(self) -> None:
-        """Open the client for a `with` block, which may follow another one.
+        """Open the client for a `with` block. A second block may follow the first.
 
-        Raises: RuntimeError if it is in a block; any error of opening.
+        Raises: RuntimeError if it is in a block already; any error of opening.
         """
         if self._is_entered:
             raise RuntimeError("this client is open already")
@@ -49,7 +49,7 @@ class LoopThread(Generic[_Client]):
         self._is_entered = True
 
     def open(self) -> _Client | None:
-        """Start the thread and enter the client, unless it is open; return what it entered.
+        """Start the thread and enter the client, unless it is open. Return the entered client.
 
         Raises: RuntimeError if the client is closed, or was opened in another process; any error of
         entering.
@@ -84,13 +84,13 @@ class LoopThread(Generic[_Client]):
             return client
 
     def forget(self) -> None:
-        """End the thread without waiting for it: its client has no users any more."""
+        """Tell the thread to end, without waiting: nothing uses its client any more."""
         if self._stop is not None and not self._is_entered:
             atexit.unregister(self.close)
             self.run_soon(self._stop.set)
 
     def close(self) -> None:
-        """Close the client and end the thread; other calls end as Cancelled. Idempotent."""
+        """Close the client and end the thread. Running calls end as Cancelled. Idempotent."""
         self._is_closed, self._is_entered, self._is_open = True, False, False
         atexit.unregister(self.close)
         if self._is_of_another_process:
@@ -108,7 +108,7 @@ class LoopThread(Generic[_Client]):
             call.cancel()  # it came after the loop had stopped, so nothing else would end it
 
     def run(self, call: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
-        """Await `call()` in the loop and return its result. Interrupting the wait cancels the call.
+        """Run `call()` in the loop and wait for its result. Interrupting the wait cancels the call.
 
         Raises: as `open`; RuntimeError if called from the loop's own thread (which would deadlock);
         Cancelled if the client is closed meanwhile.
@@ -137,7 +137,7 @@ class LoopThread(Generic[_Client]):
             self._calls.discard(future)
 
     def run_soon(self, call: Callable[[], object]) -> None:
-        """Schedule `call()` in the loop without waiting. Ignored once the client is closed."""
+        """Schedule `call()` in the loop without waiting. Does nothing once the client is closed."""
         loop = self._loop
         if self._thread is not None and loop is not None and not self._is_of_another_process:
             with contextlib.suppress(RuntimeError):  # it was just closed
@@ -145,7 +145,7 @@ class LoopThread(Generic[_Client]):
 
     @property
     def _is_of_another_process(self) -> bool:
-        """Return whether this process is a fork, in which the lock is useless."""
+        """Return whether this process is a fork of the one that opened the client."""
         return self._thread is not None and self._process_id != os.getpid()
 
     async def _live(self, entered: Future[_Client]) -> None:

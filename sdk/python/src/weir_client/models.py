@@ -26,7 +26,7 @@ class Price(Value):
 
 
 class ModelTask(StrEnum):
-    """Task of a model. UNSPECIFIED: a task newer than this client."""
+    """Task of a model. UNSPECIFIED if this client does not know the task yet."""
 
     UNSPECIFIED = "UNSPECIFIED"
     GENERATE = "GENERATE"
@@ -35,7 +35,7 @@ class ModelTask(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelVersion(Value):
-    """One version of a model. share: fraction of requests without a version, 0 to 1."""
+    """One version of a model. `share` is its part (0 to 1) of the requests that name no version."""
 
     version: str
     share: float
@@ -43,7 +43,7 @@ class ModelVersion(Value):
 
 @dataclass(frozen=True, slots=True)
 class RefusedField(Value):
-    """A request field that a model's engine refuses. values: the refused ones; empty: all."""
+    """Request field that a model's engine refuses. `values` has the refused ones, empty for all."""
 
     field: str
     values: str = ""
@@ -51,7 +51,7 @@ class RefusedField(Value):
 
 @dataclass(frozen=True, slots=True)
 class Model(Value):
-    """One available model."""
+    """Model that the key may use."""
 
     name: str
     architecture: str

@@ -22,13 +22,13 @@ MINOR_DIGITS = {
 
 
 def minor_digits(currency_code: str) -> int:
-    """Return the decimals of a currency's minor unit: 2 for USD, 0 for JPY, 3 for KWD."""
+    """Return the number of decimals of a currency's minor unit: 2 for USD, 0 for JPY, 3 for KWD."""
     return MINOR_DIGITS.get(currency_code, 2)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Money(Value):
-    """An exact amount: whole picos (1e-12) of one unit of a currency.
+    """Exact amount of money: a whole number of picos (1e-12) of one unit of a currency.
 
     >>> Money.of("0.05", "USD")
     Money(currency_code='USD', picos=50000000000)
@@ -41,7 +41,7 @@ class Money(Value):
 
     @classmethod
     def of(cls, amount: str | int | Decimal, currency_code: str) -> Self:
-        """Return an amount in units of the currency.
+        """Convert an amount in units of the currency, such as dollars.
 
         Raises: ValueError for an invalid amount, or one finer than a pico.
         """
@@ -69,12 +69,12 @@ class Money(Value):
 
     @property
     def amount(self) -> Decimal:
-        """The amount in units of the currency, exact to the pico."""
+        """Amount in units of the currency, exact to the pico."""
         digits = tuple(int(digit) for digit in str(abs(self.picos)))
         return Decimal((int(self.picos < 0), digits, -12))
 
     def __str__(self) -> str:
-        """Return the exact amount, with at least the currency's decimals: `0.00184 USD`."""
+        """Format the exact amount, with at least the currency's decimals: `0.00184 USD`."""
         whole, _, fraction = f"{self.amount:f}".partition(".")
         fraction = fraction.rstrip("0").ljust(minor_digits(self.currency_code), "0")
         return f"{whole}{'.' if fraction else ''}{fraction} {self.currency_code}"

@@ -17,9 +17,9 @@ Role = Literal["system", "user", "assistant", "tool"]
 class Message(Value):
     """One message of a conversation.
 
-    tool_calls: the model's calls (`Result.tool_calls`), in a message of the role "assistant".
-    tool_call_id: the call whose result a message of the role "tool" holds. reasoning: the model's
-    thinking (`Result.reasoning`), in a message of the role "assistant".
+    A message of the role "assistant" may have `tool_calls` (from `Result.tool_calls`) and
+    `reasoning` (from `Result.reasoning`). A message of the role "tool" has the result of the call
+    named by `tool_call_id`.
     """
 
     role: Role
@@ -37,18 +37,20 @@ class GenerateOptions(TypedDict, total=False):
 
     text: a prompt passed to the model without a chat template (instead of `prompt`).
     token_ids: a prompt as ids of the model's tokenizer (instead of `prompt`).
-    max_output_tokens: at least 1; default: until the model stops or its context window is full.
+    max_output_tokens: at least 1; by default the output ends when the model stops or its context
+        window is full.
     max_cost: limit of the request's cost, in the organization's currency; generation ends as
         COST_LIMIT before the token that would exceed it.
-    temperature: 0 (greedy) to 2. top_p: above 0, at most 1. top_k: 0 keeps all. seed: makes
-        sampling repeatable. Unset: the model's own defaults.
+    temperature: 0 (greedy) to 2. top_p: above 0, at most 1. top_k: number of likeliest tokens to
+        keep; 0 keeps all. seed: makes sampling repeatable. If unset, the model's own
+        defaults apply.
     min_p: 0 to 1; drops tokens less likely than this fraction of the likeliest token's probability.
     repetition_penalty: above 0, at most 2; above 1 makes tokens of prompt and output less likely.
     presence_penalty, frequency_penalty: -2 to 2, subtracted for tokens of the output, once or per
         occurrence.
     logit_bias: added to the logits of these token ids, -100 to 100 each.
-    stop: one string, or up to 16, that ends the output and is cut off. stop_token_ids: ids that end
-        it.
+    stop: one string, or up to 16, each of which ends the output and is cut off. stop_token_ids: ids
+        that end the output.
     min_output_tokens: number of tokens before the output may end by itself.
     thinking: whether the model thinks before it answers, if its chat template has a switch;
         reasoning_effort, instead: "none" to "max". max_reasoning_tokens: limit of tokens of
@@ -145,8 +147,8 @@ class GenerateOptions(TypedDict, total=False):
 class AttachOptions(TypedDict, total=False):
     """Keyword arguments of `attach`.
 
-    after_seq: the number of the last `Delta` already received; 0: none.
-    timeout: seconds in total; then the request is cancelled and DeadlineExceeded is raised.
+    after_seq: number of the last `Delta` that you have received; 0 sends all output.
+    timeout: seconds until the request is cancelled and DeadlineExceeded is raised.
     resume_s: seconds to look for another stream when one breaks, or for the request's server if
         that does not answer; default 30.
     prefetch_tokens: as in `GenerateOptions`, for a request that was started with it.

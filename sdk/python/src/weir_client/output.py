@@ -38,7 +38,7 @@ class Output:
         self.calls: list[tuple[str, str, list[str]]] = []  # id, name and pieces of the arguments
 
     def add(self, frame: pb.DeltaFrame, logprobs: tuple[TokenLogprobs, ...]) -> None:
-        """Append the output of one frame."""
+        """Append the text and tokens of one frame."""
         self.texts.append(frame.text)
         self.thoughts.append(frame.reasoning)
         self.token_ids.extend(frame.token_ids)
@@ -51,7 +51,7 @@ class Output:
     def choice(
         self, index: int, reason: FinishReason, stopped_by: str | int | None = None
     ) -> Choice:
-        """Return the complete choice."""
+        """Build the complete choice number `index`."""
         calls = tuple(
             ToolCall(call_id, name, "".join(pieces)) for call_id, name, pieces in self.calls
         )
@@ -68,20 +68,20 @@ class Output:
 
 
 class Outputs:
-    """Received output of all choices; their number follows from the frames."""
+    """Received output of all choices. Choices are added as frames of them arrive."""
 
     def __init__(self) -> None:
         self._outputs = [Output()]
 
     def of(self, choice_index: int) -> Output:
-        """Return the output of one choice. Raises: IndexError for an impossible index."""
+        """Return the output of one choice. Raises: IndexError if the index is above the maximum."""
         while len(self._outputs) <= min(choice_index, CHOICES_MAX):
             self._outputs.append(Output())
         return self._outputs[choice_index]
 
 
 class Received:
-    """Collects frames into a `Partial` or a `Result`. `seq`: of the last frame of output."""
+    """Collector of frames for a `Partial` or a `Result`. `seq` is that of the last output frame."""
 
     def __init__(self, request_id: str, model: str, after_seq: int) -> None:
         self.seq = after_seq
@@ -95,7 +95,7 @@ class Received:
         self._receipts: tuple[Receipt, ...] = ()
 
     def add(self, frame: pb.DeltaFrame) -> Delta:
-        """Add a frame of output and return its delta."""
+        """Record a frame of output and convert it to a delta."""
         self.seq = frame.seq
         logprobs = wire.logprobs(frame)
         self._outputs.of(frame.choice_index).add(frame, logprobs)
@@ -117,7 +117,7 @@ class Received:
         )
 
     def bill(self, frame: pb.FinishedFrame | pb.FailedFrame) -> None:
-        """Record the settled usage, cost and receipts."""
+        """Record the settled usage, cost and receipts of a final frame."""
         self.usage, self.cost = wire.read(Usage, frame.usage), wire.money(frame.cost)
         self._receipts = tuple(map(wire.receipt, frame.receipts))
 
@@ -128,7 +128,7 @@ class Received:
         return wire.finish_reason(frame.reason)
 
     def partial(self) -> Partial:
-        """Return the output and usage received so far."""
+        """Build a `Partial` from the output and usage received so far."""
         return Partial(
             request_id=self._request_id,
             model=self._model,
@@ -143,7 +143,7 @@ class Received:
         )
 
     def result(self, frame: pb.FinishedFrame) -> Result:
-        """Return the complete result, after `finish`."""
+        """Build the complete result. Call it after `finish`."""
         assert self.usage is not None, "finish comes first"
         assert self.cost is not None, "finish comes first"
         assert self._timings is not None, "finish comes first"

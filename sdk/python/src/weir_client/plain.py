@@ -12,14 +12,12 @@ from typing import Any
 
 
 class Value:
-    """Base of everything that a client returns."""
+    """Base class of the objects that the client returns."""
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as `json.dumps` takes them: enumerations by value, times in ISO 8601,
-        bytes as base64.
-        """
+        """Convert to a dict for `json.dumps`: times to ISO 8601, bytes to base64."""
         return {
             field.name: plain(getattr(self, field.name))
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
@@ -27,7 +25,7 @@ class Value:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it."""
+    """Convert a value, and all values in it, to types that JSON has."""
     match value:
         case Value():
             return value.to_dict()

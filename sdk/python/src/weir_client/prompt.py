@@ -129,7 +129,10 @@ def build_start(model: str, prompt: Prompt | None, options: GenerateOptions) -> 
 
 
 def checked_prefetch(token_count: object) -> int | None:
-    """Return the value. Raises: InvalidRequest unless it is None or a whole number from 1 on."""
+    """Validate the number of tokens to prefetch and return it unchanged.
+
+    Raises: InvalidRequest unless it is None or a whole number of at least 1.
+    """
     if token_count is None or (
         isinstance(token_count, int) and not isinstance(token_count, bool) and token_count >= 1
     ):
@@ -141,7 +144,7 @@ def checked_prefetch(token_count: object) -> int | None:
 
 
 def service_tier(name: str | None) -> pb.ServiceTier.ValueType:
-    """Return a tier by name. Raises: InvalidRequest."""
+    """Convert the name of a tier to its number. Raises: InvalidRequest."""
     tiers = {
         None: pb.SERVICE_TIER_UNSPECIFIED,
         "interactive": pb.SERVICE_TIER_INTERACTIVE,
@@ -153,7 +156,7 @@ def service_tier(name: str | None) -> pb.ServiceTier.ValueType:
 
 
 def update_frame(max_output_tokens: int | None, max_cost: Money | None) -> pb.UpdateFrame:
-    """Build the frame that requests other limits; None: unchanged."""
+    """Build the frame that asks for other limits. None leaves a limit unchanged."""
     frame = pb.UpdateFrame(max_output_tokens=max_output_tokens)
     if max_cost is not None:
         frame.max_cost.CopyFrom(money_message(max_cost))
@@ -172,7 +175,7 @@ def _start_timeout(options: GenerateOptions) -> Duration | None:
 
 
 def conversation(prompt: Prompt) -> pb.Conversation:
-    """Build a conversation from a question or from messages.
+    """Build a conversation from a question or from a list of messages.
 
     Raises: InvalidRequest for a message without role or content, or with an unknown role.
     """
@@ -189,7 +192,7 @@ def conversation(prompt: Prompt) -> pb.Conversation:
 
 
 def _with_options(conversation: pb.Conversation, options: GenerateOptions) -> pb.Conversation:
-    """Return the conversation with the options that concern it. Raises: InvalidRequest."""
+    """Add the options of the chat template to a conversation. Raises: InvalidRequest."""
     fields = {
         name: value for name in CONVERSATION_OPTIONS if (value := options.get(name)) is not None
     }
@@ -230,7 +233,7 @@ def _beam_search(options: GenerateOptions) -> pb.BeamSearch | None:
 
 
 def tools_shown(tools: Sequence[Tool]) -> list[pb.Tool]:
-    """Return the tools of a frame. Raises: InvalidRequest for anything else than a `Tool`."""
+    """Convert tools to messages. Raises: InvalidRequest for an item that is not a `Tool`."""
     return [_tool(index, each) for index, each in enumerate(tools)]
 
 

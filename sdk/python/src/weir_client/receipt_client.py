@@ -16,7 +16,7 @@ PAGE_SIZE = 1000
 
 
 class AsyncReceiptClient(UnaryClient):
-    """Fetches receipts.
+    """Client of the receipt API, which returns signed receipts of usage and cost.
 
     Needs a key with the scope `billing` (its own organization only) or `admin`; public keys need
     any key.
@@ -27,7 +27,7 @@ class AsyncReceiptClient(UnaryClient):
         return pb_grpc.ReceiptServiceStub(self._opened().channel)
 
     async def list_receipt_keys(self) -> list[ReceiptKey]:
-        """Return all public keys that ever signed receipts, the oldest first.
+        """Return all public keys that ever signed receipts, oldest first.
 
         Store them apart from the receipts that they verify.
         """
@@ -38,7 +38,7 @@ class AsyncReceiptClient(UnaryClient):
         ]
 
     async def _receipt_pages(self, organization: str, month: str) -> AsyncIterator[list[Receipt]]:
-        """Yield the receipts of a calendar month (UTC, `YYYY-MM`) by time.
+        """Yield the receipts of a calendar month (UTC, `YYYY-MM`) in pages, sorted by time.
 
         Raises: NotFound, InvalidRequest, WeirError.
         """
@@ -51,13 +51,13 @@ class AsyncReceiptClient(UnaryClient):
     list_receipts = items_of(_receipt_pages)
 
     async def get_receipt_month(self, organization: str, month: str) -> ReceiptMonth:
-        """Return the root over a month's receipts, with the ends of each chain."""
+        """Return the Merkle root over a month's receipts, and the range of each project's chain."""
         request = pb.GetReceiptMonthRequest(organization=organization, month=month)
         return wire.read(ReceiptMonth, await self._call(self._stub.GetReceiptMonth, request))
 
 
 class ReceiptClient(BlockingUnaryClient):
-    """Blocking twin of `AsyncReceiptClient`."""
+    """Blocking client of the receipt API. `AsyncReceiptClient` documents every call."""
 
     _async_class = AsyncReceiptClient
 

@@ -37,7 +37,7 @@ Totals = Mapping[tuple[str, ...], int]
 
 @dataclass(frozen=True, slots=True)
 class ReceiptVerdict(Value):
-    """Result of a verification. root: over all receipts, by project and sequence."""
+    """Result of a verification, with the Merkle root over all receipts by project and sequence."""
 
     receipt_count: int
     signed_count: int
@@ -61,12 +61,11 @@ def verify_receipts(
     root: bytes | None = None,
     totals: Totals | None = None,
 ) -> ReceiptVerdict:
-    """Check receipts of one organization, in any order; of a whole month if `month` (YYYY-MM) is
-    given.
+    """Verify receipts of one organization, in any order.
 
-    root, totals: values of the month's report; with them, missing receipts are detected. Without a
-    month, each receipt is checked, and the chain between consecutive ones. Raises: ImportError
-    without the package `cryptography`.
+    With `month` (YYYY-MM), they must be all receipts of that month. Otherwise each receipt is
+    checked, and the chain between consecutive ones. `root` and `totals` are values of the month's
+    report, which reveal missing receipts. Raises: ImportError without the package `cryptography`.
     """
     ordered = sorted(
         receipts, key=lambda receipt: (receipt.project_id, receipt.sequence, receipt.hash)
@@ -99,7 +98,7 @@ def verify_receipts(
 
 
 def merkle_root(hashes: Sequence[bytes]) -> bytes:
-    """Compute the Merkle root of hashes in this order; the hash of nothing if there are none."""
+    """Compute the Merkle root of hashes in this order; without hashes, the hash of empty input."""
     level = list(hashes)
     while len(level) > 1:
         pairs = [node(left, right) for left, right in zip(level[::2], level[1::2], strict=False)]
@@ -108,7 +107,7 @@ def merkle_root(hashes: Sequence[bytes]) -> bytes:
 
 
 def content_problems(ordered: Sequence[Receipt]) -> Iterator[ReceiptProblem]:
-    """Yield receipts that do not match their hash, with the altered field if a search finds it."""
+    """Yield each receipt that does not match its hash, with the altered field if it is found."""
     altered = [receipt for receipt in ordered if content_hash(receipt) != receipt.hash]
     for count, receipt in enumerate(altered):
         altered_text = altered_field(receipt, ordered) if count < SEARCHED_COUNT_MAX else ""
@@ -117,9 +116,9 @@ def content_problems(ordered: Sequence[Receipt]) -> Iterator[ReceiptProblem]:
 
 
 def altered_field(receipt: Receipt, others: Iterable[Receipt]) -> str:
-    """Return the altered field and its original value, or an empty string.
+    """Search for the altered field; describe it with its original value, or return an empty string.
 
-    Finds values of other receipts and small numbers, for a single altered field.
+    Finds a single altered field whose original value is a small number or is in other receipts.
     """
     known = list(others)
     for name in (*ID_FIELDS, *TEXT_FIELDS, "previous_hash", *number_fields(version=2)):
@@ -138,7 +137,7 @@ def altered_field(receipt: Receipt, others: Iterable[Receipt]) -> str:
 
 
 def original_number(receipt: Receipt, name: str) -> int | None:
-    """Return the small number that gives the receipt its hash, if there is one."""
+    """Search for the small number that gives the receipt its hash; None if there is none."""
     try:
         encoded = receipt.encoded()
     except (ValueError, OverflowError):
@@ -152,7 +151,7 @@ def original_number(receipt: Receipt, name: str) -> int | None:
 
 
 def change_text(receipt: Receipt, name: str, value: object) -> str:
-    """Describe the change of a field."""
+    """Describe the change of the field `name` to its present value."""
     now, was = (
         each.hex() if isinstance(each, bytes) else each for each in (getattr(receipt, name), value)
     )
@@ -160,7 +159,7 @@ def change_text(receipt: Receipt, name: str, value: object) -> str:
 
 
 def signature_problems(ordered: Sequence[Receipt], keys: PublicKeys) -> Iterator[ReceiptProblem]:
-    """Yield signed receipts with a wrong signature; each signature of a root is checked once."""
+    """Yield a problem for each receipt with a wrong signature. Each signature is checked once."""
     checked: dict[tuple[str, bytes, bytes], bool] = {}
     for receipt in ordered:
         if not receipt.key_id:
@@ -183,7 +182,7 @@ def signature_problems(ordered: Sequence[Receipt], keys: PublicKeys) -> Iterator
 
 
 def unsigned_problems(ordered: Sequence[Receipt]) -> Iterator[ReceiptProblem]:
-    """Yield unsigned receipts without a later signed receipt in their chain."""
+    """Yield a problem for each unsigned receipt without a later signed receipt in its chain."""
     last_signed: dict[str, int] = {}
     for receipt in ordered:
         if receipt.key_id:
@@ -195,7 +194,7 @@ def unsigned_problems(ordered: Sequence[Receipt]) -> Iterator[ReceiptProblem]:
 
 
 def chain_problems(ordered: Sequence[Receipt], *, complete: bool) -> Iterator[ReceiptProblem]:
-    """Yield breaks of the chains. complete: also missing receipts between two present ones."""
+    """Yield breaks of the chains. With `complete`, report gaps between two receipts too."""
     for before, receipt in pairwise(ordered):
         if receipt.project_id != before.project_id:
             continue
@@ -239,7 +238,7 @@ def chain_problems(ordered: Sequence[Receipt], *, complete: bool) -> Iterator[Re
 def foreign_problems(
     ordered: Sequence[Receipt], month: str, organization_id: str
 ) -> Iterator[ReceiptProblem]:
-    """Yield receipts of another month or another customer."""
+    """Yield a problem for each receipt of another month or another organization."""
     for receipt in ordered:
         if receipt.month != month:
             yield ReceiptProblem(
@@ -253,7 +252,7 @@ def foreign_problems(
 
 
 def totals_of(receipts: Iterable[Receipt]) -> Counter[tuple[str, ...]]:
-    """Sum tokens and picos of receipts, by the keys of a report's lines."""
+    """Sum tokens and picos of receipts, with the same keys as the lines of a report."""
     totals: Counter[tuple[str, ...]] = Counter()
     for receipt in receipts:
         priced = (receipt.model, str(receipt.price_version))
@@ -267,7 +266,7 @@ def totals_of(receipts: Iterable[Receipt]) -> Counter[tuple[str, ...]]:
 
 
 def total_problems(ordered: Sequence[Receipt], totals: Totals) -> Iterator[ReceiptProblem]:
-    """Yield differences between the report's sums and the receipts'."""
+    """Yield differences between the sums in the report and those of the receipts."""
     found = totals_of(ordered)
     for key in sorted({*found, *(key for key, total in totals.items() if total)}):
         if found[key] != totals.get(key, 0):

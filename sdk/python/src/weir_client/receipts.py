@@ -48,7 +48,7 @@ PublicKeys = Mapping[str, bytes]  # 32 bytes each, by key id
 
 @dataclass(frozen=True, slots=True)
 class ReceiptStep(Value):
-    """One step of the path from a receipt to the signed root."""
+    """Step of the path from a receipt to the signed Merkle root."""
 
     on_left: bool  # whether the sibling is the left node
     hash: bytes
@@ -56,7 +56,7 @@ class ReceiptStep(Value):
 
 @dataclass(frozen=True, slots=True)
 class ReceiptKey(Value):
-    """Public key of receipt signatures."""
+    """Public key that verifies signatures of receipts."""
 
     key_id: str
     public_key: bytes
@@ -65,7 +65,7 @@ class ReceiptKey(Value):
 
 @dataclass(frozen=True, slots=True)
 class ReceiptChain(Value):
-    """The receipts of one project in a month."""
+    """Hash chain of the receipts of one project in a month."""
 
     project_id: str
     first_sequence: int
@@ -77,7 +77,7 @@ class ReceiptChain(Value):
 
 @dataclass(frozen=True, slots=True)
 class ReceiptMonth(Value):
-    """Summary of a month's receipts; the root changes until the month is closed."""
+    """Summary of a month's receipts. Its root changes until the month is closed."""
 
     organization_id: str
     month: str
@@ -89,7 +89,7 @@ class ReceiptMonth(Value):
 
 @dataclass(frozen=True, slots=True)
 class ReceiptTimings(Value):
-    """Pace of an answer in its receipt: `Timings` in whole microseconds."""
+    """Latency and pace of an answer, as in `Timings`, in whole microseconds."""
 
     ttft_us: int
     tokens_per_second_milli: int  # thousandths of tokens per second
@@ -101,7 +101,7 @@ class ReceiptTimings(Value):
 
 @dataclass(frozen=True, slots=True)
 class Receipt(Value):
-    """Usage and cost of one request, its place in the project's chain, and the proof of both.
+    """Usage and cost of one request, with its place in the project's hash chain and a signature.
 
     Times are microseconds since 1970 (UTC), costs picos of `currency_code`. `verify_receipt` checks
     it.
@@ -134,31 +134,31 @@ class Receipt(Value):
 
     @property
     def version(self) -> int:
-        """Version of the encoding: 3 with timings, else 2 if it bills reasoning tokens."""
+        """Version of the encoding: 3 with timings, else 2 with reasoning tokens, else 1."""
         if self.timings is not None:
             return 3
         return 2 if self.reasoning_token_count else 1
 
     @property
     def admit_time(self) -> datetime:
-        """Time of the request's admission."""
+        """Time when the request was admitted."""
         return EPOCH + timedelta(microseconds=self.admitted_at_us)
 
     @property
     def settle_time(self) -> datetime:
-        """Time of the request's settlement."""
+        """Time when the request was settled."""
         return EPOCH + timedelta(microseconds=self.settled_at_us)
 
     @property
     def month(self) -> str:
-        """Calendar month (UTC) that it belongs to, as YYYY-MM."""
+        """Calendar month (UTC) of the receipt, as YYYY-MM."""
         return f"{self.settle_time:%Y-%m}"
 
     def __str__(self) -> str:
         return f"receipt {self.sequence} of project {self.project_id} (request {self.request_id})"
 
     def encoded(self) -> bytes:
-        """Return the bytes that are hashed.
+        """Encode the receipt to the bytes that are hashed.
 
         Raises: ValueError for an id that is not a UUID, OverflowError for a number beyond 64 bits.
         """
@@ -182,7 +182,7 @@ class Receipt(Value):
         return number_fields(self.version)
 
     def to_json(self) -> str:
-        """Return one line of JSON: bytes in hexadecimal, steps as `L` or `R` with a hash."""
+        """Format as one line of JSON: bytes in hexadecimal, steps as `L` or `R` with a hash."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("previous_hash", "hash", "signature"):
             values[name] = values[name].hex()
@@ -199,7 +199,7 @@ class Receipt(Value):
 
     @classmethod
     def from_json(cls, line: str) -> Receipt:
-        """Parse one line. Raises: ValueError naming the missing or wrong field."""
+        """Parse a line of `to_json`. Raises: ValueError naming the missing or wrong field."""
         values = json.loads(line)
         if not isinstance(values, dict):
             raise ValueError("a receipt is a JSON object")
@@ -238,7 +238,7 @@ class Receipt(Value):
 
 
 def number_fields(version: int) -> tuple[str, ...]:
-    """Return the numbers of the encoding in their order."""
+    """Return the names of the numbers in a version of the encoding, in their order."""
     if version == 1:
         return NUMBER_FIELDS
     return (*NUMBER_FIELDS[:5], "reasoning_token_count", *NUMBER_FIELDS[5:])
@@ -262,10 +262,10 @@ def _from_hex(name: str, text: object) -> bytes:
 
 
 class Fault(StrEnum):
-    """Kinds of problems with a receipt or a month of them."""
+    """Kind of problem with a receipt, or with the receipts of a month."""
 
     ALTERED = "altered"  # the content does not match the hash
-    SIGNATURE_WRONG = "signature_wrong"  # not made by the named key
+    SIGNATURE_WRONG = "signature_wrong"  # the named key did not make it
     KEY_UNKNOWN = "key_unknown"
     NOT_SIGNED = "not_signed"
     OTHER_ORGANIZATION = "other_organization"
@@ -281,7 +281,7 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ReceiptProblem(Value):
-    """One problem and its description."""
+    """Problem with a receipt, and its description."""
 
     fault: Fault
     message: str
@@ -291,7 +291,7 @@ class ReceiptProblem(Value):
 
 
 class ReceiptInvalid(Exception):
-    """Verification failure of a receipt; `problem` has the reason."""
+    """The verification of a receipt failed; `problem` has the reason."""
 
     def __init__(self, problem: ReceiptProblem) -> None:
         super().__init__(problem.message)
@@ -299,17 +299,17 @@ class ReceiptInvalid(Exception):
 
 
 def verify_receipt(receipt: Receipt, keys: PublicKeys) -> None:
-    """Check one receipt offline: its content is unaltered and one of the keys signed it.
+    """Verify one receipt offline: its content is unaltered, and one of the keys signed it.
 
-    keys: from `public_keys`, obtained from a trusted source. Raises: ReceiptInvalid with the
-    reason; ImportError without the package `cryptography`.
+    Get `keys` from a trusted source; see `public_keys`. Raises: ReceiptInvalid with the reason;
+    ImportError without the package `cryptography`.
     """
     for problem in receipt_problems(receipt, keys):
         raise ReceiptInvalid(problem)
 
 
 def receipt_problems(receipt: Receipt, keys: PublicKeys) -> Iterable[ReceiptProblem]:
-    """Yield the problems of a single receipt."""
+    """Yield the problems of a single receipt, regardless of its chain."""
     if content_hash(receipt) != receipt.hash:
         yield ReceiptProblem(
             Fault.ALTERED, f"{receipt} was altered: its content does not match its hash"
@@ -330,7 +330,7 @@ def receipt_problems(receipt: Receipt, keys: PublicKeys) -> Iterable[ReceiptProb
 
 
 def content_hash(receipt: Receipt) -> bytes | None:
-    """Hash a receipt's content with SHA-256; None if it cannot be encoded."""
+    """Hash a receipt's content with SHA-256; None if the content cannot be encoded."""
     try:
         return hashlib.sha256(receipt.encoded()).digest()
     except (ValueError, OverflowError):
@@ -338,7 +338,7 @@ def content_hash(receipt: Receipt) -> bytes | None:
 
 
 def root_of(receipt: Receipt) -> bytes:
-    """Return the signed root, computed along the receipt's path."""
+    """Compute the Merkle root that was signed, along the receipt's path."""
     at = receipt.hash
     for step in receipt.path:
         at = node(step.hash, at) if step.on_left else node(at, step.hash)
@@ -346,12 +346,12 @@ def root_of(receipt: Receipt) -> bytes:
 
 
 def node(left: bytes, right: bytes) -> bytes:
-    """Hash two children to their parent in the tree."""
+    """Hash two child nodes of the Merkle tree to their parent."""
     return hashlib.sha256(b"\1" + left + right).digest()
 
 
 def is_signed(public_key: bytes, root: bytes, signature: bytes) -> bool:
-    """Return whether the key signed the root. Raises: ImportError without `cryptography`."""
+    """Return whether the key has signed the root. Raises: ImportError without `cryptography`."""
     try:
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -367,12 +367,12 @@ def is_signed(public_key: bytes, root: bytes, signature: bytes) -> bool:
 
 
 def key_id_of(public_key: bytes) -> str:
-    """Return the id that belongs to a public key."""
+    """Derive the id of a public key."""
     return hashlib.sha256(public_key).hexdigest()[:16]
 
 
 def public_keys(keys: Iterable[ReceiptKey]) -> dict[str, bytes]:
-    """Return keys by id. Raises: ValueError for a key whose id does not match it."""
+    """Map the ids of keys to the keys. Raises: ValueError for a key whose id does not match it."""
     for key in keys:
         if key_id_of(key.public_key) != key.key_id:
             raise ValueError(

@@ -10,7 +10,7 @@ from weir_client.plain import Value
 
 
 class ReplicaState(StrEnum):
-    """State of an engine. DRAINING: takes no new requests. TRIPPED: circuit breaker open."""
+    """State of an engine. DRAINING: takes no new requests. TRIPPED: its circuit breaker is open."""
 
     UNSPECIFIED = "unspecified"
     COLD = "cold"
@@ -25,7 +25,7 @@ class ReplicaState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Replica(Value):
-    """One engine of one process. model: `name`, or `name@version`. drained: by an admin."""
+    """Engine of one process. `model` is `name` or `name@version`; `drained` is set by an admin."""
 
     model: str
     replica: str
@@ -41,7 +41,7 @@ class Replica(Value):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDrain(Value):
-    """A drain. move_after_s: seconds until running requests are moved; None: never."""
+    """Order to drain a replica; requests move after `move_after_s` seconds, never if None."""
 
     model: str
     replica: str
@@ -52,7 +52,7 @@ class ReplicaDrain(Value):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaList(Value):
-    """Engines of all processes that answered, drains, and processes without an answer."""
+    """Engines of all processes that answered, drains, and the processes that did not answer."""
 
     replicas: tuple[Replica, ...]
     drains: tuple[ReplicaDrain, ...]
@@ -61,7 +61,7 @@ class ReplicaList(Value):
 
 @dataclass(frozen=True, slots=True)
 class DrainedReplica(Value):
-    """A drained replica. replicas: its instances, in each process that has applied the order."""
+    """Drained replica. `replicas` has its instance in each process that has applied the order."""
 
     drain: ReplicaDrain
     replicas: tuple[Replica, ...]
@@ -70,7 +70,7 @@ class DrainedReplica(Value):
 
 @dataclass(frozen=True, slots=True)
 class UndrainedReplica(Value):
-    """A replica back in service. undrained: whether it was drained before."""
+    """Replica that takes requests again. `undrained` tells whether it was drained before."""
 
     undrained: bool
     replicas: tuple[Replica, ...]

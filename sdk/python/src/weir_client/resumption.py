@@ -33,10 +33,10 @@ _FINAL = (
 
 
 class Resumption:
-    """Moves one attempt from stream to stream; its carrier while it has no stream.
+    """Handler that moves one attempt from stream to stream, and its carrier between two streams.
 
-    `frame` began the request: a start or an attach. Tries for `keep_s` seconds from each break, as
-    long as the server keeps the request.
+    `frame` began the request: a start or an attach frame. From each break it tries for `keep_s`
+    seconds, as long as the server keeps the request.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class Resumption:
         self._try()
 
     def broken(self, cause: errors.WeirError) -> errors.WeirError | None:
-        """Look for another stream, unless it would fail in the same way."""
+        """Look for another stream, unless the request would fail there in the same way."""
         if isinstance(cause, _FINAL) or cause.reason == UNREADABLE:
             return self._ended(cause)
         self._wait(cause)
         return None
 
     def refused(self, error: errors.WeirError) -> errors.WeirError | None:
-        """Handle the refusal of an `attach` or of a repeated start frame."""
+        """Handle the server's refusal of an attach frame or of a repeated start frame."""
         attempt = self._attempt
         if isinstance(error, errors.Unavailable) or error.reason == REQUEST_IN_FLIGHT:
             self._wait(error)
@@ -108,21 +108,21 @@ class Resumption:
         self._stream.forget(self._attempt)
 
     def send_cancel(self, attempt: Attempt) -> None:
-        """Try now: the server does not know of the cancel yet."""
+        """Look for a stream at once, as the server does not know of the cancel yet."""
         if self._try_timer is not None:
             self._try()
 
     def send_update(self, attempt: Attempt, update: pb.UpdateFrame) -> None:
-        """Refuse: there is no stream. Raises: Unavailable."""
+        """Raise Unavailable, as there is no stream."""
         raise errors.Unavailable(
             "the connection is broken: retry after it is restored", request_id=attempt.request_id
         )
 
     def send_credit(self, attempt: Attempt, token_count: int) -> None:
-        """Do nothing: the next stream is granted all free credit."""
+        """Do nothing. The next stream is granted all free credit."""
 
     def release(self, attempt: Attempt) -> None:
-        """Do nothing: `stop` follows."""
+        """Do nothing. `stop` is called next."""
 
     def _suspend(self) -> None:
         attempt = self._attempt

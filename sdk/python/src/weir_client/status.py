@@ -59,7 +59,7 @@ HINTS = {
 def error_from_status(
     status: status_pb2.Status, *, request_id: str = "", partial: Partial | None = None
 ) -> errors.WeirError:
-    """Convert a status with its details to a typed error; `WeirError` for an unknown code."""
+    """Convert a status with its details to a typed error, or to `WeirError` for an unknown code."""
     code = _code_name(status.code)
     details = _decode_details(status)
     kind = _CLASSES.get(code, errors.WeirError)
@@ -81,9 +81,9 @@ def error_from_rpc(
     partial: Partial | None = None,
     tried: str = "",
 ) -> errors.WeirError:
-    """Convert a failed RPC to a typed error, by its status details if the server sent them.
+    """Convert a failed RPC to a typed error, from the status details if the server sent them.
 
-    tried: address of the server, named if it could not be reached.
+    `tried` is the server's address, which the error names if the server could not be reached.
     """
     status = _status_of(error, tried)
     return error_from_status(status, request_id=request_id, partial=partial)

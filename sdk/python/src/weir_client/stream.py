@@ -33,15 +33,15 @@ Call = grpc.aio.StreamStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
 
 class StreamConnection:
-    """One open `Generate` call and its requests; `run` serves it until it ends.
+    """Open `Generate` call and the requests on it. `run` serves it until it ends.
 
-    `open` until the stream ends; `accepting` until then or until the server starts to drain: its
-    requests finish, and new ones use another stream, which a load balancer routes to another
-    server.
+    `open` is true until the stream ends, `accepting` until then or until the server starts to
+    drain. When it drains, requests finish on this stream, and new ones use another stream, which a
+    load balancer routes to another server.
     """
 
     def __init__(self, call: Call, tried: str) -> None:
-        """tried: address of the server, for messages."""
+        """Take over an open call. `tried` is the server's address, for error messages."""
         self._tried = tried
         self.open = True
         self.accepting = True
@@ -53,14 +53,14 @@ class StreamConnection:
 
     @property
     def attempts(self) -> tuple[Attempt, ...]:
-        """Requests that have not ended."""
+        """Attempts on this stream that have not ended."""
         return tuple(self._attempts.values())
 
     def start(self, attempt: Attempt, frame: pb.ClientFrame) -> None:
-        """Begin a request.
+        """Begin a request on this stream.
 
-        Raises: Aborted if one with this id runs on this client, ResourceExhausted beyond
-        `IN_FLIGHT_MAX`.
+        Raises: Aborted if a request with this id runs on this client already, ResourceExhausted
+        beyond `IN_FLIGHT_MAX` requests.
         """
         request_id = attempt.request_id
         if request_id in self._attempts:
@@ -77,16 +77,16 @@ class StreamConnection:
         self._send(frame)
 
     def send_cancel(self, attempt: Attempt) -> None:
-        """Write a cancel frame soon; never blocks."""
+        """Queue a cancel frame; never blocks."""
         if self.open and attempt.request_id in self._attempts:
             self._send(pb.ClientFrame(request_id=attempt.request_id, cancel=pb.CancelFrame()))
 
     def send_update(self, attempt: Attempt, update: pb.UpdateFrame) -> None:
-        """Write an update frame soon; never blocks."""
+        """Queue an update frame; never blocks."""
         self._send(pb.ClientFrame(request_id=attempt.request_id, update=update))
 
     def send_credit(self, attempt: Attempt, token_count: int) -> None:
-        """Write a credit frame soon; never blocks."""
+        """Queue a frame that grants credit for more output tokens; never blocks."""
         if self.open and attempt.request_id in self._attempts:
             self._send(
                 pb.ClientFrame(
@@ -95,18 +95,18 @@ class StreamConnection:
             )
 
     def release(self, attempt: Attempt) -> None:
-        """Forget an attempt that has ended; its later frames are ignored."""
+        """Remove an attempt that has ended from the stream. Its later frames are ignored."""
         if self._attempts.get(attempt.request_id) is attempt:
             del self._attempts[attempt.request_id]
             self._wake.set()
 
     def half_close(self) -> None:
-        """Half-close the call as soon as the requests on this stream have ended."""
+        """Close the sending side of the call as soon as the requests on this stream have ended."""
         self._closing = True
         self._wake.set()
 
     async def run(self) -> None:
-        """Read and write until the stream ends; fail its requests. Raises only CancelledError."""
+        """Read and write until the stream ends, then fail its requests. Raises no WeirError."""
         cause: errors.WeirError = errors.Unavailable("the client was closed")
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -124,7 +124,7 @@ class StreamConnection:
         self._wake.set()
 
     async def _read(self) -> errors.WeirError:
-        """Pass frames to their requests until the stream ends; return the cause of the end."""
+        """Pass frames to their requests until the stream ends. Return the cause of the end."""
         try:
             while True:
                 message = await self._call.read()
@@ -148,7 +148,7 @@ class StreamConnection:
             self.open = self.accepting = False
 
     async def _write(self) -> None:
-        """Write pending frames in few messages. The reader reports a broken stream."""
+        """Send queued frames, several in one message. `_read` reports a broken stream."""
         try:
             while True:
                 await self._wake.wait()
@@ -174,12 +174,12 @@ class StreamConnection:
 
 
 class SharedStream:
-    """Opens a stream on first use, and another after it ended or its server began to drain."""
+    """Stream shared by a client's requests, opened again when it ends or its server drains."""
 
     keep_max_s = math.inf  # longest keep time of the servers, if known
 
     def __init__(self, open_call: Callable[[], Call], tried: str) -> None:
-        """tried: address of the server, for messages."""
+        """Store how to open a stream, and the server's address (`tried`) for error messages."""
         self._open_call = open_call
         self._tried = tried
         self._connection: StreamConnection | None = None
@@ -191,13 +191,13 @@ class SharedStream:
 
     @property
     def closed(self) -> bool:
-        """True if new requests are refused."""
+        """True if the client is closed, so that new requests are refused."""
         return self._closed
 
     def start(self, attempt: Attempt, frame: pb.ClientFrame) -> None:
         """Begin a request on the open stream, or on a new one.
 
-        Raises: WeirError if the client is closed or refuses the request (see
+        Raises: WeirError if the client is closed or cannot begin the request (see
         `StreamConnection.start`).
         """
         if self._closed:
@@ -205,7 +205,10 @@ class SharedStream:
         self.resume(attempt, frame)
 
     def resume(self, attempt: Attempt, frame: pb.ClientFrame) -> None:
-        """Continue a request, even to deliver its cancel while closing. Raises: WeirError."""
+        """Continue a request on the open stream or a new one. Raises: WeirError.
+
+        This works even while the client closes, so that a cancel can be delivered.
+        """
         if self._ended:
             raise errors.Cancelled("the client is closed", request_id=attempt.request_id)
         connection = self._connection
@@ -218,16 +221,16 @@ class SharedStream:
         attempt.ride(connection, frame.start.initial_credit_tokens)
 
     def suspend(self, attempt: Attempt) -> None:
-        """Track a request without a stream, until `resume` or `forget`."""
+        """Track a request that has no stream, until `resume` or `forget` is called for it."""
         self._suspended.add(attempt)
 
     def forget(self, attempt: Attempt) -> None:
-        """Stop tracking a request."""
+        """Stop tracking a request, which has ended."""
         self._suspended.discard(attempt)
 
     @contextlib.contextmanager
     def woken_at_close(self, event: asyncio.Event) -> Iterator[None]:
-        """Set the event when the client is closed, or at once if it is."""
+        """Set the event when the client is closed, or at once if it is closed already."""
         self._waiting.add(event)
         if self._closed:
             event.set()
@@ -237,7 +240,7 @@ class SharedStream:
             self._waiting.discard(event)
 
     async def close(self) -> None:
-        """Cancel all requests, wait a bounded time for their final frames, and end the streams."""
+        """Cancel all requests, wait a limited time for their final frames, and end the streams."""
         self._closed = True
         for event in self._waiting:
             event.set()
@@ -266,7 +269,7 @@ class SharedStream:
 
 
 def _copy(error: errors.WeirError, request_id: str) -> errors.WeirError:
-    """Return a separate exception for each request, so that tracebacks do not mix."""
+    """Copy an error for one request, so that the tracebacks of several requests do not mix."""
     return type(error)(
         error.message,
         code=error.code,

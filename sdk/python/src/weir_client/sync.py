@@ -19,7 +19,7 @@ from weir_client.values import Admitted, Delta, Event, Limits, Partial, Result
 
 
 class GenerationStream:
-    """A streamed answer, made by `Client.generate`. Nothing is sent before the first use.
+    """Stream of one answer, made by `Client.generate`. Nothing is sent before the first use.
 
     Leaving the `with` block cancels a running request and waits (at most 2 s) until the server has
     settled it, so that `result` has usage and cost. Breaking out of `for`, and an interrupt
@@ -35,7 +35,10 @@ class GenerationStream:
     def __init__(
         self, thread: LoopThread[AsyncClient], generation: AsyncGeneration, owner: Client
     ) -> None:
-        """owner: the client, which stays open as long as its streams are used."""
+        """Wrap a generation that runs in `thread`.
+
+        The stream keeps its client, `owner`, open as long as it is used.
+        """
         self._owner = owner
         self._thread = thread
         self._generation = generation
@@ -43,17 +46,17 @@ class GenerationStream:
 
     @property
     def request_id(self) -> str:
-        """Id of this request, its idempotency key."""
+        """Id of the request, and its idempotency key."""
         return self._generation.request_id
 
     @property
     def model(self) -> str:
-        """Requested model."""
+        """Model that the request asked for."""
         return self._generation.model
 
     @property
     def admitted(self) -> Admitted | None:
-        """The admission, with input tokens and remaining quotas; None before it arrives."""
+        """Admission, with input tokens and remaining quotas; None before it arrives."""
         return self._generation.admitted
 
     @property
@@ -73,34 +76,33 @@ class GenerationStream:
 
     @property
     def result(self) -> Result:
-        """The whole answer with finish reason, usage and cost; after a cancel, the delivered part.
+        """Whole answer with finish reason, usage and cost. After a cancel, the delivered part.
 
         Raises: the WeirError that the request ended with; RuntimeError while it still runs.
         """
         return self._generation.result
 
     def cancel(self) -> None:
-        """Ask the server to stop, without waiting; output until then is still returned."""
+        """Ask the server to stop, without waiting. Output up to that point can still be read."""
         self._thread.run_soon(self._generation.cancel)
 
     def update(
         self, *, max_output_tokens: int | None = None, max_cost: Money | None = None
     ) -> Limits:
-        """Change the limits of the running request; see `AsyncGeneration.update`. Raises:
-        WeirError.
+        """Change the limits of the running request; see `AsyncGeneration.update`.
 
-        May be called from any thread.
+        May be called from any thread. Raises: WeirError.
         """
         return self._thread.run(
             lambda: self._generation.update(max_output_tokens=max_output_tokens, max_cost=max_cost)
         )
 
     def close(self) -> None:
-        """Cancel the request if it runs, and wait at most 2 s. Never raises a WeirError."""
+        """Cancel the request if it still runs, and wait at most 2 s. Raises no WeirError."""
         self._thread.run(self._generation.aclose)
 
     def wait(self) -> Result:
-        """Wait for the end and return the result. Raises: WeirError."""
+        """Wait for the end of the request and return its result. Raises: WeirError."""
         return self._thread.run(self._generation.wait)
 
     def events(self) -> Iterator[Event]:
@@ -109,7 +111,7 @@ class GenerationStream:
             yield event
 
     def __iter__(self) -> Iterator[Delta]:
-        """Return the deltas. Dropping the iterator early, as by `break`, cancels the request."""
+        """Iterate over the deltas. Leaving the iterator early (`break`) cancels the request."""
         return _Deltas(self)
 
     def __next__(self) -> Delta:
@@ -142,7 +144,7 @@ class GenerationStream:
 
 
 class _Deltas:
-    """Deltas of one generation, which is cancelled if they are dropped before the end."""
+    """Iterator over the deltas of a generation. Dropping it early cancels the generation."""
 
     def __init__(self, stream: GenerationStream) -> None:
         self._stream = stream
@@ -159,7 +161,7 @@ class _Deltas:
 
 
 class Client(BlockingClient[AsyncClient]):
-    """Connection to the inference API, opened on first use.
+    """Blocking client of the inference API, which connects on first use.
 
     Close it with `close()`, or use it as `with Client() as client`. `AsyncClient` documents every
     argument.
@@ -182,7 +184,11 @@ class Client(BlockingClient[AsyncClient]):
         timeout: float | None = None,
         **tls: Unpack[TlsOptions],
     ) -> None:
-        """Resolve the settings; the connection is made on first use. Raises: Unauthenticated."""
+        """Resolve the settings; the client connects on first use.
+
+        See `AsyncClient` for the arguments. Raises: Unauthenticated without a key; InvalidRequest
+        for invalid settings.
+        """
         client = AsyncClient(
             address,
             api_key,
@@ -198,13 +204,13 @@ class Client(BlockingClient[AsyncClient]):
     def generate(
         self, model: str, prompt: Prompt | None = None, **options: Unpack[GenerateOptions]
     ) -> GenerationStream:
-        """Stream an answer; see `AsyncClient.generate`. Raises: InvalidRequest."""
+        """Stream an answer. See `AsyncClient.generate` for arguments and errors."""
         self._thread.open()
         generation = self._client.generate(model, prompt, **options)
         return GenerationStream(self._thread, generation, self)
 
     def attach(self, request_id: str, **options: Unpack[AttachOptions]) -> GenerationStream:
-        """Receive a request that was started elsewhere; see `AsyncClient.attach`."""
+        """Receive a request that any client started earlier; see `AsyncClient.attach`."""
         self._thread.open()
         return GenerationStream(self._thread, self._client.attach(request_id, **options), self)
 

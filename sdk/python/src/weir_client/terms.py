@@ -15,7 +15,7 @@ KEEP_FIELD = "keep_on_disconnect"
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Terms of one generation. Times in seconds; None: unlimited."""
+    """Limits and retries of one generation. Times are in seconds; None is unlimited."""
 
     timeout_s: float | None
     retry: RetryPolicy
@@ -28,7 +28,7 @@ class Terms:
 
 
 def set_keep(start: pb.StartFrame, keep_s: float | None) -> None:
-    """Set how long the request outlives its connection; None: not at all."""
+    """Set for how many seconds the request outlives its connection; None: it ends with it."""
     if keep_s is None:
         start.ClearField("keep_on_disconnect")
     else:
@@ -38,9 +38,10 @@ def set_keep(start: pb.StartFrame, keep_s: float | None) -> None:
 def requested_differently(
     frame: pb.ClientFrame, terms: Terms, error: errors.WeirError, failure: errors.WeirError | None
 ) -> tuple[pb.ClientFrame, Terms] | None:
-    """Return the frame and terms to retry with after the server's refusal; None: no change.
+    """Build the frame and terms for another try after the server's refusal; None: do not try again.
 
-    failure: of the previous attempt, if any. If that one was accepted after all, it is attached to.
+    `failure` is the error of the previous attempt, if any. If the server did accept that attempt,
+    the new frame attaches to it.
     """
     if not frame.HasField("start") or terms.keep_s is None:
         return None
@@ -58,7 +59,7 @@ def requested_differently(
 
 
 def _allowed_s(refusal: errors.WeirError, refused_s: float) -> float | None:
-    """Read the operator's limit of the keep time in a refusal; None: not allowed or unknown."""
+    """Read the operator's limit of the keep time from a refusal; None if not allowed or unknown."""
     try:
         allowed_s = float(refusal.metadata.get("keep_on_disconnect_max_s", 0))
     except ValueError:

@@ -35,21 +35,21 @@ class TlsOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """The loaded certificates of one connection."""
+    """Certificates and key of one connection, as PEM bytes."""
 
     root_certificates: bytes | None = field(default=None, repr=False)
     client_certificate: bytes | None = field(default=None, repr=False)
     client_key: bytes | None = field(default=None, repr=False)
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Build the credentials of a channel."""
+        """Build gRPC channel credentials from the certificates."""
         return grpc.ssl_channel_credentials(
             self.root_certificates, self.client_key, self.client_certificate
         )
 
 
 def without_scheme(address: str) -> tuple[str, bool | None]:
-    """Return an address without its scheme, and whether that requires TLS; None if absent."""
+    """Return an address without its scheme, and whether that means TLS; None without a scheme."""
     for scheme, secure in SCHEMES:
         if address.startswith(scheme):
             return address.removeprefix(scheme).rstrip("/"), secure
@@ -57,10 +57,11 @@ def without_scheme(address: str) -> tuple[str, bool | None]:
 
 
 def resolve_tls(options: TlsOptions, *, scheme: bool | None, local: bool) -> Tls | None:
-    """Return the certificates to use; None for plaintext. scheme: the address's; local: on this
-    machine.
+    """Choose the certificates to use, or None for a connection without TLS.
 
-    Raises: InvalidRequest for an unreadable file, or a certificate without a key or the reverse.
+    `scheme` tells whether the address's scheme requires TLS, `local` whether the server is on this
+    machine. Raises: InvalidRequest for an unreadable file, a certificate without a key, or a key
+    without a certificate.
     """
     enabled = options.get("tls")
     if enabled is None:
@@ -97,7 +98,7 @@ def resolve_tls(options: TlsOptions, *, scheme: bool | None, local: bool) -> Tls
 
 
 def _read(name: str, given: Pem | None, variable: str) -> bytes | None:
-    """Read PEM bytes from a file. Raises: InvalidRequest naming the source of the path."""
+    """Read PEM bytes from a file. Raises: InvalidRequest naming the option or the variable."""
     if isinstance(given, bytes):
         return given or None
     where, path = (name, given) if given else (variable, os.environ.get(variable))

@@ -12,7 +12,7 @@ from weir_client.plain import Value
 
 @dataclass(frozen=True, slots=True)
 class Tool(Value):
-    """Function that the model may call. The caller runs it and sends its result back."""
+    """Function that the model may call. You run it, and send its result back as a message."""
 
     name: str
     description: str = ""
@@ -22,7 +22,7 @@ class Tool(Value):
 
     @property
     def parameters_json(self) -> str:
-        """The schema as text; empty if there is none."""
+        """Schema of the parameters as JSON text; empty if there is none."""
         if self.parameters is None:
             return ""
         return self.parameters if isinstance(self.parameters, str) else json.dumps(self.parameters)
@@ -30,23 +30,23 @@ class Tool(Value):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall(Value):
-    """One call made by the model. Arguments are unchecked unless it was required or strict."""
+    """Call of a tool by the model. Its arguments are validated only if it is required or strict."""
 
-    id: str  # for the message with the result
+    id: str  # to be named in the message with the result
     name: str
     arguments_json: str
 
     @property
     def arguments(self) -> Any:
-        """The decoded arguments. Raises: ValueError if they are not JSON."""
+        """Decoded arguments of the call. Raises: ValueError if they are not JSON."""
         return json.loads(self.arguments_json)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta(Value):
-    """An increment of one call."""
+    """New part of a tool call while it streams."""
 
-    index: int  # among the calls of the choice, from 0
+    index: int  # position among the calls of the choice, from 0
     id: str  # sent with the first piece of a call only
     name: str  # sent with the first piece of a call only
-    arguments_json: str  # next piece of the arguments
+    arguments_json: str  # continues the arguments received so far

@@ -19,7 +19,7 @@ _Arguments = ParamSpec("_Arguments")
 
 
 class UnaryClient(LazyClient):
-    """Client of unary calls: resolves its settings, opens and closes the connection."""
+    """Base of the asyncio clients of unary calls, which owns their settings and connection."""
 
     key_variables: ClassVar[tuple[str, ...]] = ("WEIR_ADMIN_KEY", "WEIR_API_KEY")
 
@@ -33,7 +33,7 @@ class UnaryClient(LazyClient):
     ) -> None:
         """Resolve the settings as `AsyncClient` does; `WEIR_ADMIN_KEY` precedes `WEIR_API_KEY`.
 
-        timeout: seconds for each call, retries included. Raises: Unauthenticated if there is no
+        `timeout` limits each call, in seconds, retries included. Raises: Unauthenticated without a
         key.
         """
         super().__init__(
@@ -61,14 +61,14 @@ class UnaryClient(LazyClient):
         method: UnaryUnaryMultiCallable[_Request, Any],
         request: _Request,
     ) -> list[_Item]:
-        """Return the messages in a repeated field of the response, read as `kind`."""
+        """Call `method` and convert the messages in `field` of its response to `kind`."""
         response = await self._call(method, request)
         return [wire.read(kind, each) for each in getattr(response, field)]
 
     async def _pages(
         self, method: UnaryUnaryMultiCallable[Any, _Response], request: Any
     ) -> AsyncIterator[_Response]:
-        """Yield the pages of a list, each fetched on demand."""
+        """Yield the pages of a list. Each page is fetched when the caller asks for it."""
         while True:
             response: Any = await self._call(method, request)
             yield response
@@ -80,7 +80,7 @@ class UnaryClient(LazyClient):
 def items_of(
     pages: Callable[Concatenate[Any, _Arguments], AsyncIterator[Sequence[_Item]]],
 ) -> Callable[Concatenate[Any, _Arguments], AsyncIterator[_Item]]:
-    """Return a method that yields the items of a method's pages (see `blocking_items`)."""
+    """Wrap a method that yields pages in one that yields their items (see `blocking_items`)."""
 
     @functools.wraps(pages)
     async def items(

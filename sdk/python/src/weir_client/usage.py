@@ -11,7 +11,7 @@ from weir_client.plain import Value
 
 
 class UsageGrouping(StrEnum):
-    """Grouping of usage rows. `request` lists single requests and cannot be combined."""
+    """Key by which usage is grouped. `request` lists single requests and excludes other keys."""
 
     ORGANIZATION = "organization"
     DAY = "day"
@@ -30,7 +30,7 @@ class MonthExportFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class UsageShare(Value):
-    """The part of a row with one outcome; included in the row's numbers."""
+    """Part of a usage row with one outcome. The row's own numbers include it."""
 
     request_count: int
     token_count: int
@@ -39,11 +39,11 @@ class UsageShare(Value):
 
 @dataclass(frozen=True, slots=True)
 class UsageRow(Value):
-    """Usage of one group; fields outside the grouping are empty or None. Days are `YYYY-MM-DD` in
-    UTC.
+    """Usage of one group. Fields outside the grouping are empty or None.
 
-    Computed input and input from the prefix cache are separate. amount: posted to the ledger;
-    pending_amount: recorded, not posted yet. late: includes usage of a month closed before.
+    Days are `YYYY-MM-DD` in UTC. Input computed anew and input from the prefix cache are separate.
+    `amount` is posted to the ledger, `pending_amount` is recorded but not posted yet. `late` marks
+    usage of a month closed before.
     """
 
     organization_id: str
@@ -70,11 +70,11 @@ class UsageRow(Value):
     pending_amount: Money
     embedding_token_count: int = 0
     migration_count: int = 0  # number of moves to another engine
-    reasoning_token_count: int = 0  # thinking, which is not in `output_token_count`
+    reasoning_token_count: int = 0  # thinking; not part of `output_token_count`
 
     @property
     def token_count(self) -> int:
-        """Tokens of all kinds."""
+        """Sum of the tokens of all kinds."""
         return (
             self.input_token_count
             + self.cached_input_token_count
@@ -86,7 +86,7 @@ class UsageRow(Value):
 
 @dataclass(frozen=True, slots=True)
 class UsagePage(Value):
-    """A page of rows. total: of all pages, on the first page of a single organization."""
+    """Page of usage rows. `total` sums all pages, on the first page of one organization only."""
 
     rows: tuple[UsageRow, ...]
     total: UsageRow | None
@@ -95,7 +95,7 @@ class UsagePage(Value):
 
 @dataclass(frozen=True, slots=True)
 class UsageForecast(Value):
-    """Forecast of a month's cost, before plan discounts, credit and tax. None: too little data."""
+    """Expected cost of a month before plan discounts, credit and tax; None with too little data."""
 
     organization_name: str
     month: str
@@ -112,7 +112,7 @@ class UsageForecast(Value):
 
 @dataclass(frozen=True, slots=True)
 class MonthFile(Value):
-    """Complete file of a month."""
+    """Complete file of an exported month."""
 
     file_name: str
     media_type: str

@@ -18,9 +18,9 @@ from weir_client.tools import ToolCall, ToolCallDelta
 
 
 class FinishReason(StrEnum):
-    """Reason why an admitted request ended."""
+    """Reason why a request ended after it was admitted."""
 
-    UNSPECIFIED = "UNSPECIFIED"  # a reason newer than this client
+    UNSPECIFIED = "UNSPECIFIED"  # a reason that this client does not know
     STOP = "STOP"
     STOP_SEQUENCE = "STOP_SEQUENCE"
     LENGTH = "LENGTH"
@@ -34,7 +34,7 @@ class FinishReason(StrEnum):
 
 
 class Stage(StrEnum):
-    """Reason why a request has no new output."""
+    """Reason why a request has no new output at present."""
 
     UNSPECIFIED = "UNSPECIFIED"
     QUEUED = "QUEUED"
@@ -43,7 +43,7 @@ class Stage(StrEnum):
 
 
 class GenerationState(StrEnum):
-    """State of a recorded request."""
+    """State of a request in the server's records."""
 
     UNSPECIFIED = "UNSPECIFIED"
     RUNNING = "RUNNING"
@@ -53,7 +53,7 @@ class GenerationState(StrEnum):
 
 
 class QuotaSubject(StrEnum):
-    """Owner of a quota."""
+    """Kind of owner of a quota: organization, project or key."""
 
     UNSPECIFIED = "unspecified"
     ORGANIZATION = "organization"
@@ -62,7 +62,7 @@ class QuotaSubject(StrEnum):
 
 
 class QuotaDimension(StrEnum):
-    """Measure and window of a quota. The values are the names used by the command line."""
+    """Quantity and window that a quota limits. The values are its names on the command line."""
 
     UNSPECIFIED = "unspecified"
     CONCURRENT_REQUESTS = "concurrent-requests"
@@ -73,13 +73,13 @@ class QuotaDimension(StrEnum):
     TOKENS_PER_DAY = "tokens-per-day"
     TOKENS_PER_MONTH = "tokens-per-month"
     COST_PER_DAY = "cost-per-day"
-    PREPAID_CREDIT = "prepaid-credit"  # of a prepaid organization; follows from its credit grants
+    PREPAID_CREDIT = "prepaid-credit"  # limit of a prepaid organization, from its credit grants
     COST_PER_MONTH = "cost-per-month"
 
 
 @dataclass(frozen=True, slots=True)
 class Usage(Value):
-    """Token counts of one request."""
+    """Token counts of one request, which its bill is based on."""
 
     input_token_count: int = 0
     cached_input_token_count: int = 0  # part of `input_token_count`, served from the prefix cache
@@ -94,7 +94,7 @@ class Usage(Value):
 
 @dataclass(frozen=True, slots=True)
 class Timings(Value):
-    """Milliseconds spent in each stage of a request, and its pace.
+    """Milliseconds spent in each stage of a request, and its tokens per second.
 
     The stages sum to `total_ms`, except `client_stall_ms`, which overlaps `decode_ms` up to the
     last token.
@@ -120,12 +120,11 @@ class Timings(Value):
 
 @dataclass(frozen=True, slots=True)
 class QuotaStatus(Value):
-    """One limit with its remainder. Values are requests, tokens or picos of the currency, by
-    dimension.
+    """Limit with its remainder. Values are requests, tokens or picos of the currency, by dimension.
 
-    Weights are thousandths that a token of a kind counts; 0 for limits that do not count tokens.
-    `binding` and `narrowed_by_quota_id` are set only in lists of all limits of one key;
-    `would_refuse_count`, `subject_name` and `override_reason` are not set with a generation.
+    Weights say how much a token of a kind counts, in thousandths; 0 for limits that do not count
+    tokens. Only lists of all limits of one key set `binding` and `narrowed_by_quota_id`; with a
+    generation, `would_refuse_count`, `subject_name` and `override_reason` are not set.
     """
 
     quota_id: str
@@ -135,7 +134,7 @@ class QuotaStatus(Value):
     dimension: QuotaDimension
     limit_value: int
     used_value: int
-    held_value: int  # by running requests
+    held_value: int  # reserved by running requests
     remaining_value: int
     reset_time: datetime | None  # None for concurrency
     reset_delay_s: float | None
@@ -156,7 +155,7 @@ class QuotaStatus(Value):
 
 @dataclass(frozen=True, slots=True)
 class Admitted(Value):
-    """The request was admitted and its tokens are held."""
+    """Event: the request was admitted and its tokens are held."""
 
     input_token_count: int
     predicted_cached_token_count: int
@@ -168,16 +167,16 @@ class Admitted(Value):
 
 @dataclass(frozen=True, slots=True)
 class KeyChange(Value):
-    """A change that gave a key a new secret or more rights."""
+    """Change that gave a key a new secret or more rights."""
 
     act: str  # "rotated" or "widened": more scopes, more networks, or a longer life
-    actor: str  # prefix of the key that made it
+    actor: str  # prefix of the key that made the change
     change_time: datetime
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRestrictions(Value):
-    """Permissions of a key."""
+    """Scopes, models and limits of a key."""
 
     prefix: str
     scopes: tuple[str, ...]
@@ -185,25 +184,25 @@ class KeyRestrictions(Value):
     max_input_tokens: int | None  # per request; None: the model's own limit
     max_output_tokens: int | None  # per request, all choices together
     allowed_networks: tuple[str, ...]  # allowed client networks; empty: all
-    secret_expire_time: datetime | None  # of the secret in use; None: never
-    strict_parameters: bool = False  # unknown parameters over HTTP are refused
+    secret_expire_time: datetime | None  # when the secret in use expires; None: never
+    strict_parameters: bool = False  # the HTTP API refuses unknown parameters
     latest_change: KeyChange | None = None  # None: never rotated or widened
 
 
 @dataclass(frozen=True, slots=True)
 class Progress(Value):
-    """The request is waiting, or RUNNING without output for some seconds."""
+    """Event: the request is waiting, or is RUNNING without output for some seconds."""
 
     stage: Stage
     queue_position: int  # number of requests ahead, only while QUEUED
     estimated_wait_s: float | None  # None: unknown
-    loading_fraction: float = 0.0  # of the engine, 0 to 1, only while ENGINE_LOADING
+    loading_fraction: float = 0.0  # progress of the engine, 0 to 1, only while ENGINE_LOADING
     loading_stage: str = ""  # memory, process, import, weights, or a newer stage
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob(Value):
-    """A token and the natural logarithm of its probability."""
+    """Token and the natural logarithm of its probability."""
 
     token_id: int
     logprob: float
@@ -211,7 +210,7 @@ class TokenLogprob(Value):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs(Value):
-    """Log-probability of an output token in the model's distribution, and its likeliest tokens."""
+    """Log-probability of an output token in the model's distribution, and of the likeliest ones."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]  # the likeliest first
@@ -219,7 +218,7 @@ class TokenLogprobs(Value):
 
 @dataclass(frozen=True, slots=True)
 class Delta(Value):
-    """New output of a request."""
+    """Event: new output of a request."""
 
     seq: int  # grows by one, from 1
     text: str  # empty while a character is incomplete or may belong to a stop sequence
@@ -230,21 +229,21 @@ class Delta(Value):
     tool_calls: tuple[ToolCallDelta, ...] = ()  # increments of calls, if `tools` was given
     reasoning: str = ""  # new thinking, which precedes the text
     reasoning_token_count: int = 0  # tokens now known to be thinking
-    finish_reason: FinishReason | None = None  # of one of several choices, which ends with this
+    finish_reason: FinishReason | None = None  # of a choice that ends with this delta
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed(Value):
-    """The request continues on another stream. No output is missing or repeated."""
+    """Event: the request continues on another stream. No output is missing or repeated."""
 
     after_seq: int  # the next `Delta` has the number after this one
-    last_seq: int  # last one generated so far
+    last_seq: int  # number of the last `Delta` generated so far
     running: bool  # False: it has ended, and the rest of its output follows
 
 
 @dataclass(frozen=True, slots=True)
 class UsageUpdate(Value):
-    """Running counts, sent at the interval asked for with `usage_interval_tokens`."""
+    """Event: token counts so far. Sent at the interval that `usage_interval_tokens` asks for."""
 
     usage: Usage
     cost: Money
@@ -255,7 +254,7 @@ Event = Admitted | Progress | Delta | UsageUpdate | Resumed
 
 @dataclass(frozen=True, slots=True)
 class Choice(Value):
-    """One of several outputs of a prompt."""
+    """One of the answers to a prompt."""
 
     index: int
     finish_reason: FinishReason
@@ -269,7 +268,7 @@ class Choice(Value):
 
 @dataclass(frozen=True, slots=True)
 class Result(Value):
-    """A completed request, with the numbers on the bill.
+    """Outcome of a completed request, with the numbers on the bill.
 
     `choices` has every output in order, one unless `choice_count` was given; text, tokens and
     reason beside it are those of the first. `usage` and `cost` cover all choices.
@@ -296,7 +295,7 @@ class Result(Value):
 
 @dataclass(frozen=True, slots=True)
 class Partial(Value):
-    """Received part of a request without a final frame.
+    """Output received from a request whose final frame did not arrive.
 
     `usage` and `cost` are None if the server did not send them. Text and tokens are the first
     choice's.
@@ -310,21 +309,21 @@ class Partial(Value):
     cost: Money | None = None
     timings: Timings | None = None
     admitted: Admitted | None = None
-    receipts: tuple[Receipt, ...] = ()  # of `usage`, if it is final
+    receipts: tuple[Receipt, ...] = ()  # signed records of `usage`, if it is final
     reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits(Value):
-    """Limits of a running request."""
+    """Limits on the output and cost of a running request."""
 
-    max_output_tokens: int  # of each choice
+    max_output_tokens: int  # limit of each choice
     max_cost: Money | None  # None: limited by the quotas only
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCount(Value):
-    """The size of a prompt."""
+    """Number of tokens of a prompt."""
 
     input_token_count: int
     context_window_tokens: int
@@ -332,7 +331,7 @@ class TokenCount(Value):
 
 @dataclass(frozen=True, slots=True)
 class Generation(Value):
-    """The server's record of one request."""
+    """Record of one request on the server."""
 
     request_id: str
     state: GenerationState

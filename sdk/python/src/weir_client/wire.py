@@ -28,12 +28,12 @@ Take = Callable[[Any], Any]
 
 
 def read(kind: Callable[..., _Value], message: Any, **known: Any) -> _Value:
-    """Build a dataclass from the message fields of the same names; absent fields keep their
-    default.
+    """Convert a message to a dataclass whose fields have the same names.
 
-    The type hints choose the conversion: times, amounts, other dataclasses and tuples of them; a
-    mapping is the JSON mapping of the message; an optional field is None where the message has
-    none. `a_s` is the duration `a` in seconds. known: fields with a given value.
+    The type hints choose the conversion: times, amounts, other dataclasses and tuples of them. A
+    mapping is the JSON mapping of the message; an optional field is None, and any other keeps its
+    default, where the message has none. `a_s` is the duration `a` in seconds. `known` gives fields
+    a value that is not in the message.
     """
     taken = {
         name: take(message) for name, take in _takes(kind, message.DESCRIPTOR) if name not in known
@@ -43,7 +43,7 @@ def read(kind: Callable[..., _Value], message: Any, **known: Any) -> _Value:
 
 @cache
 def _takes(kind: Any, descriptor: Descriptor) -> tuple[tuple[str, Take], ...]:
-    """Build the converter of each field of a dataclass."""
+    """Build a converter for each field of a dataclass that the message has."""
     hints = get_type_hints(kind)
     found = []
     for each in fields(kind):
@@ -59,7 +59,7 @@ def _takes(kind: Any, descriptor: Descriptor) -> tuple[tuple[str, Take], ...]:
 
 
 def _take(proto: FieldDescriptor, target: Field[Any], hint: Any) -> Take:
-    """Build the converter of one field. proto: the field of the message."""
+    """Build the converter from the message field `proto` to the dataclass field `target`."""
     name, get = proto.name, attrgetter(proto.name)
     if isinstance(hint, types.UnionType):
         [inner] = [each for each in get_args(hint) if each is not type(None)]
@@ -75,7 +75,7 @@ def _take(proto: FieldDescriptor, target: Field[Any], hint: Any) -> Take:
 
 
 def _conversion(proto: FieldDescriptor, target: Field[Any], hint: Any) -> Take:
-    """Return the function that converts a message's value to a type."""
+    """Choose the function that converts a field's value to the type `hint`."""
     if proto.enum_type is not None:
         return _member(proto.enum_type, target, hint)
     if proto.message_type is None:
@@ -97,7 +97,7 @@ def _same(value: Any) -> Any:
 def _member(descriptor: EnumDescriptor, target: Field[Any], hint: Any) -> Take:
     """Build the converter from enumeration numbers to members, or to lower-case names.
 
-    Numbers newer than this client become UNSPECIFIED, or an empty string.
+    Numbers that this client does not know become UNSPECIFIED, or an empty string.
     """
     if hint is str:
         members: dict[int, Any] = {
@@ -116,9 +116,9 @@ def _member(descriptor: EnumDescriptor, target: Field[Any], hint: Any) -> Take:
 
 
 def _words(descriptor: EnumDescriptor) -> dict[int, str]:
-    """Return the names of an enumeration without their prefix: `OPEN` for `MONTH_STATE_OPEN`.
+    """Map an enumeration's numbers to names without their prefix: `OPEN` for `MONTH_STATE_OPEN`.
 
-    `_PICOS` is removed as a unit.
+    The suffix `_PICOS` is removed as well, being a unit.
     """
     prefix = descriptor.values_by_number[0].name.removesuffix("UNSPECIFIED")
     return {
@@ -128,7 +128,7 @@ def _words(descriptor: EnumDescriptor) -> dict[int, str]:
 
 
 def numbers(kind: type[_Enum], descriptor: EnumDescriptor) -> dict[_Enum, Any]:
-    """Map each member to its number, for requests."""
+    """Map the members of `kind` to the enumeration's numbers, for requests."""
     return {
         kind[word]: number
         for number, word in _words(descriptor).items()
@@ -141,22 +141,22 @@ DIMENSION_NUMBERS = numbers(values.QuotaDimension, types_pb2.QuotaDimension.DESC
 
 
 def time_of(stamp: Timestamp) -> datetime:
-    """Convert a timestamp to an aware datetime in UTC, to the microsecond."""
+    """Convert a protobuf timestamp to an aware UTC datetime, with microseconds."""
     return stamp.ToDatetime(tzinfo=UTC)
 
 
 def micros_of(stamp: Timestamp) -> int:
-    """Convert a timestamp to microseconds since 1970."""
+    """Convert a protobuf timestamp to microseconds since 1970."""
     return stamp.seconds * 1_000_000 + stamp.nanos // 1000
 
 
 def seconds_of(duration: Duration) -> float:
-    """Convert a duration to seconds."""
+    """Convert a protobuf duration to seconds."""
     return duration.seconds + duration.nanos / 1e9
 
 
 def money_message(value: Money) -> types_pb2.Money:
-    """Convert an amount to its message, whose two parts have its sign."""
+    """Convert an amount to a message. Its whole units and its fraction have the same sign."""
     units, picos = divmod(abs(value.picos), PICOS_PER_UNIT)
     sign = -1 if value.picos < 0 else 1
     return types_pb2.Money(
@@ -165,12 +165,12 @@ def money_message(value: Money) -> types_pb2.Money:
 
 
 def money(message: types_pb2.Money) -> Money:
-    """Convert a message to an exact amount."""
+    """Convert a `Money` message to an exact amount."""
     return Money(message.currency_code, message.units * PICOS_PER_UNIT + message.picos)
 
 
 def receipt(message: receipts_pb2.Receipt) -> Receipt:
-    """Convert a message to a receipt, without checking it."""
+    """Convert a message to a receipt, without verifying it."""
     times = {
         "admitted_at_us": micros_of(message.admit_time),
         "settled_at_us": micros_of(message.settle_time),
@@ -179,7 +179,7 @@ def receipt(message: receipts_pb2.Receipt) -> Receipt:
 
 
 def stopped_by(end: pb.FinishedFrame | pb.ChoiceEnd) -> str | int | None:
-    """Return the stop sequence or stop token that ended an output."""
+    """Read the stop sequence or the stop token that ended an output; None if it ended otherwise."""
     if end.WhichOneof("stopped_by") == "stop_sequence":
         return end.stop_sequence
     return end.stop_token_id if end.HasField("stop_token_id") else None
@@ -197,5 +197,5 @@ def _finish_reasons() -> dict[int, values.FinishReason]:
 
 
 def logprobs(frame: pb.DeltaFrame) -> tuple[values.TokenLogprobs, ...]:
-    """Read the log-probabilities of a frame: one per token, or none."""
+    """Read the log-probabilities of a frame: one per token, or none if they were not requested."""
     return tuple(read(values.TokenLogprobs, each) for each in frame.logprobs)
