@@ -33,7 +33,7 @@ PREFIXES = (
 
 
 def inherited(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that a child inherits: an allowlist, since secrets may have any name."""
+    """Select the variables for a child by an allowlist, since secrets may have any name."""
     return {
         name: value
         for name, value in environment.items()

@@ -30,18 +30,18 @@ IDLE_MODULES = frozenset({"asyncio.base_events", "asyncio.runners", "selectors",
 
 
 class Doing(Protocol):
-    """Work that the loop does for a caller."""
+    """Work that the loop does for a caller, identified by the path and the API key of the call."""
 
     def facts(self) -> Mapping[str, str]:
-        """Return path and key for the log; never a secret."""
+        """Return the path and the key's id for the log, never a secret."""
         ...
 
 
 class CurrentWork:
-    """Work of the running callback. Written on the loop, read by the watching thread.
+    """Work of the running callback. The loop writes it and the watching thread reads it.
 
-    work: None between two pieces of work; a path where nothing else is known yet. stage: parse,
-    validate and so on; empty if it is not marked.
+    `work` is None between two pieces of work, and a path where nothing else is known yet. `stage`
+    names the phase, such as "parse" or "validate"; it is empty if the code did not set one.
     """
 
     __slots__ = ("stage", "work")
@@ -55,7 +55,7 @@ CURRENT = CurrentWork()
 
 
 class Stage:
-    """Block of code that does not await, named for the watching thread."""
+    """Context manager that names the phase of a block, for the watching thread; must not await."""
 
     __slots__ = ("_before", "_name")
 
@@ -86,7 +86,7 @@ class Sample:
 
 
 def function_of(frame: types.FrameType | None) -> str:
-    """Return the name of the innermost function of ours; empty if there is none."""
+    """Find the innermost function of this project on the stack; empty if there is none."""
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         if module.partition(".")[0] in PACKAGES:
@@ -96,7 +96,7 @@ def function_of(frame: types.FrameType | None) -> str:
 
 
 class LoopWatch:
-    """Heartbeat of the loop in the thread that creates it. `start` starts the watching thread.
+    """Watchdog of the event loop of the thread that creates it. `start` starts the watching thread.
 
     Time in which the whole process did not run is not counted: it was stopped, or other processes
     took the CPUs.
@@ -116,27 +116,27 @@ class LoopWatch:
         INCIDENT_COUNTS.setdefault(SOURCE, 0)
 
     def beat(self, lag_s: float) -> None:
-        """Report a sign of life, on the loop. lag_s: how late it is, in seconds."""
+        """Report from the loop that it runs. `lag_s` is how many seconds late the report is."""
         self._beat_at = time.monotonic()
         self._lag_s = max(self._lag_s or 0.0, lag_s)
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the last beat. Thread-safe."""
+        """Return the seconds since the last `beat`. Thread-safe."""
         return time.monotonic() - self._beat_at
 
     def take_longest_s(self) -> float:
-        """Return the longest block since the last call, in seconds."""
+        """Return the longest block since the previous call, in seconds, and reset it."""
         longest_s, self._longest_recent_s = self._longest_recent_s, 0.0
         return longest_s
 
     def start(self) -> None:
-        """Start the thread. It ends with `stop` or with the process."""
+        """Start the watching thread, which ends with `stop` or with the process."""
         self._checked_at, self._used_s = time.monotonic(), time.process_time()
         threading.Thread(target=self._run, name="weir-loop-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """Ask the thread to end."""
+        """Ask the watching thread to end; does not wait for it."""
         self._stopping.set()
 
     def _run(self) -> None:
@@ -160,7 +160,7 @@ class LoopWatch:
                 self._sample = Sample(frame, CURRENT.work, CURRENT.stage)
 
     def _ended(self, blocked_s: float) -> None:
-        """Count a block, and report a long one with the work that was found."""
+        """Count a block of the loop; report a long one with the work that was sampled in it."""
         sample, self._sample = self._sample, None
         self._absent_s, self._sample_at_s = 0.0, SAMPLE_S
         self.longest_s = max(self.longest_s, blocked_s)
