@@ -12,9 +12,7 @@ ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class UsableCpus:
-    """CPUs for computing. `count` is the number of threads that can compute at once, at least 1;
-    `source` names the limit that set it.
-    """
+    """CPUs for computing: the number of threads at once, at least 1, and the limit that sets it."""
 
     count: int
     source: str
