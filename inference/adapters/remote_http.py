@@ -482,7 +482,7 @@ class HttpDialect(Dialect):
         return list(stop.stop_sequences) if is_sent else []
 
     async def post(self, request_id: str, body: dict[str, Any]) -> aiohttp.ClientResponse:
-        """Send a request for an output; return its response. Raises aiohttp.ClientError, OSError."""
+        """Send the request for an output. Raises aiohttp.ClientError or OSError."""
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
         headers |= self._key_header()
         if (tenant := body.pop(TENANT_HEADER, None)) is not None:
