@@ -75,7 +75,7 @@ class RequestImpossible(EngineError):
 
 
 class SafetyUnavailable(EngineError):
-    """A required safety check is not possible: classifiers do not answer. Retry after a delay."""
+    """The safety classifiers that must check this text do not answer. Retry after the delay."""
 
     reason = "SAFETY_UNAVAILABLE"
 

@@ -395,7 +395,7 @@ class StepPace:
     """Estimates of the seconds per decoding step and per prompt token, from measured steps."""
 
     def __init__(self, step_time_target_s: float | None) -> None:
-        """`step_time_target_s` limits a step with running streams, in seconds; None for no limit."""
+        """`step_time_target_s` limits a step with running streams, in seconds; None: no limit."""
         self._target_s = step_time_target_s
         self._decode_s: float | None = None  # duration of a step that only decodes
         self._prompt_token_s: float | None = None

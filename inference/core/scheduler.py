@@ -136,7 +136,7 @@ class Scheduler:
 
     @property
     def waiting_is_full(self) -> bool:
-        """True if the queue is full. Preempted sequences do not count, as they had been admitted."""
+        """True if the queue is full. Preempted sequences do not count: they were admitted once."""
         limit = self._limits.waiting_sequence_count_max
         return (
             len(self._waiting) >= limit
