@@ -122,7 +122,7 @@ class LoopWatch:
 
     @property
     def silence_s(self) -> float:
-        """Return the seconds since the last `beat`. Thread-safe."""
+        """Seconds since the last `beat`. Thread-safe."""
         return time.monotonic() - self._beat_at
 
     def take_longest_s(self) -> float:

@@ -27,7 +27,7 @@ HIDDEN = "[removed]"
 
 
 class Scrubber:
-    """Replaces secrets in text and in JSON values before a report leaves the machine.
+    """Filter that replaces secrets in text and JSON values before a report leaves the machine.
 
     It removes the values of environment variables that a worker would not inherit, except for short
     words; users in URLs, keys of known formats, and text under a name such as `password`; IP

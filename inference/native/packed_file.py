@@ -183,9 +183,7 @@ def trim_packed(directory: Path, bytes_max: int) -> None:
 
 
 def _removed_unmapped(path: Path) -> bool:
-    """Remove a file unless it is mapped, and return whether it was removed. A process that opened
-    it meanwhile keeps its mapping.
-    """
+    """Remove a file unless it is mapped; return success. A process that just opened it keeps it."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

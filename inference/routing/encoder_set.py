@@ -59,7 +59,7 @@ class EncoderReplica:
 
     @property
     def takes(self) -> bool:
-        """Return whether the replica accepts calls now."""
+        """True if the replica accepts calls now."""
         return self.encoder.healthy() and not self.is_drained
 
     @contextlib.contextmanager

@@ -405,9 +405,7 @@ class ManagedBackend(Generic[Served]):
 
 
 class ManagedEngine(ManagedBackend[Engine]):
-    """Engine that starts at its first use and stops when it is idle, or when another model needs
-    its memory. Implements `Engine`.
-    """
+    """Engine that starts at its first use, and stops when idle or evicted. Implements `Engine`."""
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
         """Implement `Engine.predict_cached_token_count`."""

@@ -462,7 +462,7 @@ class RoutedSequence:
 
     @property
     def _may_go_on(self) -> bool:
-        """Return whether another engine could run it, from the start or from its output so far."""
+        """True if another engine could run it, from the start or from its output so far."""
         return not self._has_output or self._replica_set.could_continue(self._continued())
 
     def _continued(self) -> GenerationRequest:

@@ -74,9 +74,7 @@ class OutputCheck(Protocol):
         ...
 
     async def finish(self) -> Verdict:
-        """Check the end of the output, of which all is safe without a match. Raises
-        SafetyUnavailable.
-        """
+        """Check the end of the output; without a match, all is safe. Raises SafetyUnavailable."""
         ...
 
     def fork(self) -> OutputCheck:
@@ -88,7 +86,7 @@ class SafetyChecker(Protocol):
     """Checker of prompts and outputs, many at a time. Blocking work runs off the event loop."""
 
     async def check_prompt(self, text: str) -> str | None:
-        """Search a prompt for a forbidden match; return its name or None. Raises SafetyUnavailable."""
+        """Search a prompt; return a forbidden match's name or None. Raises SafetyUnavailable."""
         ...
 
     def open_output(self) -> OutputCheck | None:

@@ -39,7 +39,7 @@ class Candidates:
 
 @dataclass(slots=True)
 class Hypothesis:
-    """One output. `score` is a sum, length-penalized once finished; `logprobs` only if requested."""
+    """One output. `score` is a sum, length-penalized once finished; `logprobs` if requested."""
 
     token_ids: list[int] = field(default_factory=list)
     score: float = 0.0
