@@ -7,10 +7,10 @@ from typing import Self
 
 
 class EngineError(Exception):
-    """Base of all engine errors. `reason` is machine-readable; attributes carry the facts.
+    """Base of all engine errors. `reason` is a machine-readable code; attributes carry the facts.
 
-    client_message: for clients, if the error's own is for operators: it may repeat text of a
-    server or a library, or name an address.
+    client_message: text for clients, set if the error's own text is for operators: it may repeat
+    text of a server or a library, or name an address.
     """
 
     reason = "ENGINE_FAILED"

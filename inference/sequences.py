@@ -26,15 +26,18 @@ _MASK = (1 << 64) - 1
 class SamplingParams:
     """Sampling parameters of the next token.
 
-    They are applied to the model's logits in this order: logit_bias is added for its token ids;
-    repetition_penalty divides positive and multiplies negative logits of tokens in prompt or
-    output; frequency_penalty is subtracted once per occurrence in the output, presence_penalty once
-    if there is any; temperature divides, 0 is greedy; top_k keeps the k largest, 0 keeps all; top_p
-    in (0, 1] keeps the smallest set that reaches it; min_p in [0, 1] keeps tokens at least that
-    fraction as likely as the most likely one. seed: output depends only on it and the prompt, not
-    on the batch; None for a random seed. top_logprobs: report each token's log-probability and
-    those of this many top tokens; None for no report. prompt_logprobs: the same for the prompt's
-    tokens, computed without the prefix cache.
+    They are applied to the model's logits in this order. `logit_bias` is added to the logits of its
+    token ids. `repetition_penalty` divides positive and multiplies negative logits of tokens in
+    prompt or output. `frequency_penalty` is subtracted once per occurrence in the output,
+    `presence_penalty` once if there is any. Logits are divided by `temperature`; 0 selects the most
+    likely token. `top_k` keeps the k largest, 0 keeps all; `top_p` in (0, 1] keeps the smallest set
+    that reaches it; `min_p` in [0, 1] keeps tokens at least that fraction as likely as the most
+    likely one.
+
+    The output depends only on prompt and `seed`, not on the batch; None draws a random seed.
+    `top_logprobs` asks for each token's log-probability and for those of this many top tokens; None
+    for none. `prompt_logprobs` asks for the same for the prompt's tokens, computed without the
+    prefix cache.
     """
 
     temperature: float = 0.0
@@ -159,25 +162,30 @@ class ThinkingStart(StrEnum):
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """A sequence to run. Must not be modified after submission; `frozen` would cost 2 µs per
+    """A sequence to run. It must not be modified after submission; `frozen` would cost 2 µs per
     request.
 
-    cache_salt: separates prefix caches; blocks are shared between equal salts only.
-    response_format: needs `StopCriteria.leaves_end_open`. choice_count: number of outputs, each
-    with its own `stop` limits; the first equals a single one, the others use seeds derived from the
-    request's. beam_search: choices are the best outputs found, best first. Needs temperature 0;
-    excludes stop sequences and a response format. Tokens are emitted once all possible best outputs
-    share them, the others at the end. rank: queue position, lowest first, then by arrival. In
+    Prefix caches are separated by `cache_salt`: blocks are shared between equal salts only.
+    `response_format` needs `StopCriteria.leaves_end_open`. `choice_count` is the number of outputs,
+    each with its own `stop` limits; the first equals a single one, the others use seeds derived
+    from the request's. The queue is ordered by `rank`, lowest first, then by arrival. Ranks are in
     tokens: a waiting sequence displaces a running one if its rank is lower by more than its
-    prompt's tokens. No sequence is overtaken indefinitely. output_token_ids: output generated
-    elsewhere, which the sequence continues. It counts in all limits, penalties, counts and random
-    positions; events cover only new output. Needs `ModelInfo.continues_output`; excludes a response
-    format, beam search and several choices. regions: where it may run, preferred first; empty for
-    anywhere. Used by replica sets only. adapter: one of `ModelInfo.adapters` to apply; empty for
-    the base model. splits_reasoning: thinking is told apart from the answer, if the model marks it;
-    stop sequences and stop token ids then act on the answer only. thinking: whether the model is to
-    think before its answer; a response format is that of the answer. marked_functions: functions
-    whose calls are marked in the text if only token ids tell them from it, see
+    prompt's tokens, but no sequence is overtaken indefinitely.
+
+    With `beam_search`, the choices are the best outputs found, best first. It needs temperature 0
+    and excludes stop sequences and a response format. Tokens are emitted once all possible best
+    outputs share them, the others at the end.
+
+    `output_token_ids` is output generated elsewhere, which the sequence continues. It counts in all
+    limits, penalties, counts and random positions; events cover only new output. It needs
+    `ModelInfo.continues_output` and excludes a response format, beam search and several choices.
+
+    `regions` lists where the request may run, preferred first, empty for anywhere; only replica
+    sets use it. `adapter` is one of `ModelInfo.adapters`, empty for the base model. With
+    `splits_reasoning`, thinking is separated from the answer if the model marks it; stop sequences
+    and stop token ids then act on the answer only. `thinking` says where the model's thinking
+    begins; a response format applies to the answer after it. `marked_functions` are the functions
+    whose calls are marked in the text if only token ids distinguish them from it, see
     `CallFormat.HARMONY`.
     """
 

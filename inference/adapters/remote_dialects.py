@@ -313,10 +313,10 @@ class AnswerCall(Protocol):
 
 
 class GrpcCall:
-    """Implement `AnswerCall` with a call that yields bytes. kind: of message.
+    """Implement `AnswerCall` with a call that yields bytes, which are parsed as `kind`.
 
-    bytes_max: from the beginning, or one `progressed` to the next; None if messages only have a
-    bound of their own, `EVENTS_BYTES_MAX`.
+    `bytes_max` limits the bytes between two calls of `progressed`; None if each message only has
+    its own limit, `EVENTS_BYTES_MAX`.
     """
 
     def __init__(self, call: Any, kind: Any, bytes_max: int | None = None) -> None:

@@ -227,7 +227,7 @@ class Worker:
         return reason
 
     async def _run(self, log_lines: list[str]) -> str:
-        """Implement `run`, without counting. log_lines: gets the end of the worker's log."""
+        """Implement `run` without counting. `log_lines` receives the end of the worker's log."""
         try:
             async with self._kind.opener(self._kind.module, self._kind.environment) as process:
                 if self._supervised.is_closing:
