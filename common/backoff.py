@@ -16,7 +16,7 @@ class Backoff:
         self._failure_count = 0
 
     def next_s(self) -> float:
-        """Count a failure and return the delay in seconds after it."""
+        """Count a failure; compute the delay in seconds before the next attempt."""
         self._failure_count += 1
         return backoff_s(self._failure_count, self._shortest_s, self._longest_s)
 

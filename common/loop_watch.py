@@ -1,9 +1,9 @@
-"""Watch over an event loop from a thread: its heartbeat, its longest block, and who blocked it.
+"""Watchdog thread of an event loop: its heartbeat, its longest block, and what it ran then.
 
-Nothing may hold the loop for long, since every stream waits for it. A thread that finds it held
-samples the loop's stack; the entry points of work mark what they do in `CURRENT`. Marks are plain
-attributes, because a thread cannot read the context variables of another one. Never on the loop:
-formatting and logging.
+No callback may block the loop for long, since every stream waits for it. A thread that finds it
+blocked samples the loop's stack; the entry points of work mark what they do in `CURRENT`. Marks are
+plain attributes, because a thread cannot read the context variables of another one. The thread
+formats and logs, never the loop.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Protocol
 from common.incidents import INCIDENT_COUNTS, log_incident
 
 BEAT_S = 0.05  # between two beats of the loop; a block is measured to this accuracy
-CHECK_INTERVAL_S = 0.05  # between two looks of the thread
-BLOCK_S = 0.2  # of an incident: several tokens late for every stream
+CHECK_INTERVAL_S = 0.05  # between two polls of the thread
+BLOCK_S = 0.2  # a longer block is an incident: every stream is several tokens late
 SAMPLE_S = BLOCK_S / 2  # silence before the first sample; each later one doubles it
-FRAMES_MAX = 12  # innermost, in the log
-SOURCE = "event_loop"  # of the incidents
+FRAMES_MAX = 12  # number of innermost frames in the log
+SOURCE = "event_loop"  # name of this source of incidents
 PACKAGES = frozenset({"api", "common", "inference", "metering", "weir_client"})
 # Modules whose frames are innermost while the loop waits for something to do.
 IDLE_MODULES = frozenset({"asyncio.base_events", "asyncio.runners", "selectors", "uvloop"})
 
 
 class Doing(Protocol):
-    """Work that the loop does for a caller, identified by the path and the API key of the call."""
+    """Work that the loop does for a caller: a request, by its path and API key."""
 
     def facts(self) -> Mapping[str, str]:
-        """Return the path and the key's id for the log, never a secret."""
+        """Return the path and the ids of key and organization for the log, never a secret."""
         ...
 
 
@@ -71,11 +71,11 @@ class Stage:
 
 
 class LoopBlocked(Exception):
-    """The event loop ran one piece of work for too long."""
+    """A callback held the event loop for too long."""
 
 
 class Sample:
-    """Work and stack of the loop at one moment."""
+    """Current work of the loop, and its stack, at one moment."""
 
     def __init__(self, frame: types.FrameType, work: Doing | str | None, stage: str) -> None:
         self.is_idle = frame.f_globals.get("__name__") in IDLE_MODULES
@@ -106,7 +106,7 @@ class LoopWatch:
         self.longest_s = 0.0  # block since the start
         self._longest_recent_s = 0.0  # since the last `take_longest_s`
         self._beat_at = time.monotonic()
-        self._lag_s: float | None = None  # the longest one reported since the last look
+        self._lag_s: float | None = None  # the longest one reported since the last poll
         self._thread_id = threading.get_ident()
         self._checked_at, self._used_s = time.monotonic(), time.process_time()
         self._absent_s = 0.0  # since the last beat

@@ -201,7 +201,7 @@ class ExternalQueue:
         self._waiting.clear()
 
     def fail(self, choice: Choice, why: EngineError) -> None:
-        """End the request with an error, unless only the last message of a whole output failed."""
+        """End the request with an error; a choice that only awaits its last message just ends."""
         if choice.awaits_last:
             self._report_end(choice)
             return

@@ -1,7 +1,7 @@
 """Request of an external engine: its choices, their output so far, and the events for the caller.
 
 The engine's token lists are cumulative, may shrink, and may grow by any number of tokens, so new
-tokens are counted and checked here: whatever is wrong in an answer fails its choice alone. Text is
+tokens are counted and checked here, and an invalid answer fails only its own choice. Text is
 decoded here too, from the token ids: text that was sent is final, and a stop sequence is found even
 where it spans tokens. An engine that ends an output at a stop sequence must agree.
 """

@@ -1,7 +1,7 @@
 """Observations about an engine, one per question of a doctor command, and the report of them.
 
-The adapters handle most answers either way. The answers show which precautions an installation
-needs, and where the engine differs from its documentation.
+The adapters handle most answers, expected or not. The answers show which precautions an
+installation needs, and where the engine differs from its documentation.
 """
 
 from __future__ import annotations

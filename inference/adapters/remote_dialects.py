@@ -1,6 +1,6 @@
 """Interface of a dialect, and the gRPC dialects. One dialect uses one channel.
 
-A server is a stranger: each answer is bounded by its request before it is decoded, and checked
+Servers are not trusted: each answer is bounded by its request before it is decoded, and checked
 while it is read. Text that a server sends goes to the log and to operators, bounded and
 with its control characters escaped, but never to a client.
 

@@ -1,4 +1,4 @@
-"""Checks a server against its documentation: one connection, questions, observations."""
+"""Examination of a server by its documentation: one connection, and a list of questions."""
 
 from __future__ import annotations
 

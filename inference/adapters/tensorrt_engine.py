@@ -1,4 +1,4 @@
-"""TensorRT-LLM in the API process: settings for a child process. Imports neither it nor torch."""
+"""TensorRT-LLM in the API process: settings for a child process. Does not import it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def load_message(settings: TensorRtSettings) -> tuple[ModelInfo, LoadTensorRt]:
 
 
 class TensorRtEngine(WorkerEngine):
-    """One model on TensorRT-LLM, on one or more GPUs of this machine."""
+    """Engine of one model on TensorRT-LLM, on one or more GPUs of this machine."""
 
     loss_message = "TensorRT-LLM has failed; operators find the reason in the log"
 

@@ -1,6 +1,6 @@
-"""Examines how the embedded engine computes a model on the CPUs of this machine, and how fast.
+"""Examination of the embedded engine: how it uses the CPUs of this machine, and how fast it is.
 
-One engine without a worker process, a list of questions, an observation each.
+It runs one engine without a worker process, and makes one observation per question.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PyTorch engine: settings for a child process that runs `torch_worker.py`; no torch."""
+"""PyTorch engine: settings for a child process, `torch_worker.py`. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads the library of the native decoder and chooses the instruction set.
+"""Loading of the native decoder's library, and choice of its instruction set.
 
 One library has code for several processor generations ("levels") and asks the processor which of
 them it can run. `build.py` compiles it into `prebuilt/` beside this file: at installation, in the

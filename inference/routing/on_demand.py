@@ -166,7 +166,7 @@ class ManagedBackend(Generic[Served]):
         return EngineStatistics() if self._engine is None else self._engine.statistics()
 
     def condition(self) -> EngineCondition:
-        """Implement `Backend.condition`. LOADING with stage `memory`: waiting for evictions."""
+        """Implement `Backend.condition`. LOADING in stage `memory` means waiting for evictions."""
         if self._closed:
             return EngineCondition(EngineState.CLOSED, reason="closed")
         if (fault := self._current_fault()) is not None:
@@ -428,7 +428,7 @@ class ManagedEncoder(ManagedBackend[Encoder]):
     """Encoder that starts at its first use, even while cold. Implements `Encoder`."""
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
-        """Implement `Encoder.embed`; start a cold encoder first. Raises: also as `start`."""
+        """Implement `Encoder.embed`; start a cold encoder first. Raises like `start`, too."""
         with self._in_use():
             encoder = await self.started()
             return await encoder.embed(request)

@@ -113,7 +113,7 @@ class CircuitBreaker:
         return self._probing
 
     def succeeded(self) -> None:
-        """Close the breaker: a sequence that began after the last failure has produced a token."""
+        """Close the breaker: a sequence newer than the last failure has produced a token."""
         self.failure_count = 0
         self._pauses.reset()
         self._open_until_s, self.is_closed = None, True
@@ -142,7 +142,7 @@ Keys = tuple[int, ...]
 
 
 def prefix_keys(token_ids: Sequence[int], cache_salt: str) -> Keys:
-    """Compute the keys of a prompt's full blocks before its last token, which a cache can serve."""
+    """Compute the keys of the full blocks that a cache can serve: all before the last token."""
     return block_hashes(tuple(token_ids), cache_salt, KV_BLOCK_TOKENS)[
         : max(len(token_ids) - 1, 0) // KV_BLOCK_TOKENS
     ]

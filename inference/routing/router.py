@@ -254,7 +254,7 @@ class Router:
             backend.drain(drained.get(name, ()))
 
     def move_out(self, served: str, replica: str) -> None:
-        """Move sequences from a drained replica to others."""
+        """Move sequences of the engine `served` from a drained replica to others."""
         for name, backend in self._replicated():
             if name == served:
                 backend.move_out(replica)

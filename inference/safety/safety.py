@@ -151,7 +151,7 @@ class _SeveralOutputChecks:
 
 
 class EscapedOutputCheck:
-    r"""Checks an output that contains JSON both as written and with its escapes decoded.
+    r"""Check of an output that contains JSON, both as written and with its escapes decoded.
 
     `forbidden\u0020topic` in a call's arguments is a forbidden topic once parsed. So a second check
     sees the decoded output; until the first escape, both are the same and there is only one.

@@ -90,8 +90,8 @@ class Grammar:
 class AfterThinking(Grammar):
     """Grammar of an answer that follows thinking; also ends thinking that has used up its budget.
 
-    Under a grammar the thinking cannot end the output, and while it is undecided whether the model
-    thinks, it may begin to, or begin its answer.
+    The thinking cannot end the output. While it is undecided whether the model thinks, the output
+    may begin with thinking or with the answer.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Rendering of conversations to prompts with the checkpoint's Jinja templates.
 
-Templates lose text in silence if they get it in a form that they do not read. So each template is
+A template silently drops text that it gets in a form it does not read. So each template is
 probed with unique words: the probes choose the form of conversations (`Form`), and a conversation
 of which the template leaves out or repeats a part is refused.
 """

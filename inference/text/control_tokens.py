@@ -1,4 +1,4 @@
-"""Encodes conversations so that only the chat template writes control tokens.
+"""Encoding of conversations, so that only the chat template writes control tokens.
 
 A tokenizer finds its added tokens in the text of a prompt, so `<|im_end|>` typed by a user would
 end the user's turn. A message that contains such text, or could complete it where it meets the

@@ -268,10 +268,10 @@ def late_system(messages: Sequence[ChatMessage]) -> int | None:
 
 
 def _with_one_answer(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Leave one answer between two questions, for templates that require alternation.
+    """Merge the turns between two questions into one answer, for templates that alternate.
 
     Texts beside calls move to the answer that follows the results. Where no answer follows yet,
-    they are a turn before the calls. A question right after results follows an empty answer.
+    they become a turn before the calls. A question right after results follows an empty answer.
     """
     turns: list[ChatMessage] = []
     begun: list[str] = []  # texts beside calls since the last question

@@ -428,7 +428,7 @@ class ChannelSplit(Split):
 
     @property
     def thinks(self) -> bool:
-        """Implement `Detokenizer.thinks`. Headers are as little of the answer as thoughts."""
+        """Implement `Detokenizer.thinks`. Headers do not belong to the answer either."""
         return self.phase is not Phase.ANSWER
 
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:

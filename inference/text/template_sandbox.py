@@ -164,7 +164,7 @@ def _refuse_costly(layout: Any, arguments: tuple[Any, ...]) -> None:
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}`, which marks trained text; rendering keeps only its content."""
+    """Jinja block `{% generation %}`, which marks text for training; its content is rendered."""
 
     # An instance variable in the stubs.
     tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]

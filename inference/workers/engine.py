@@ -90,7 +90,7 @@ class SequenceOwner(Protocol):
 
 
 class SupervisedEngine(SupervisedBackend):
-    """One model on an engine that is restarted when lost. Implements `Engine`."""
+    """Engine that is restarted when it is lost. Implements `Engine`."""
 
     def __init__(
         self, model: ModelInfo, limits: EngineLimits, waits: RestartPolicy, block_tokens: int

@@ -28,8 +28,8 @@ from inference.workers.supervised_backend import RestartPolicy, SupervisedBacken
 
 LOG_LINES = 20  # in the report of a load that is given up
 _log = logging.getLogger("weir.inference.workers")
-WATCH_INTERVAL_S = 0.5  # between two looks of a watchdog
-POLL_LATE_S = 0.5  # of a look that judges nothing
+WATCH_INTERVAL_S = 0.5  # between two polls of a watchdog
+POLL_LATE_S = 0.5  # of a poll that judges nothing
 PULSE_LOST_S = 3.0  # three pulses
 # A stalled step is longer than both. Steps aim at 0.1 s; a long prefill on a slow CPU, or another
 # process on its cores, makes one ten times longer than its predecessors at most.
