@@ -1,4 +1,4 @@
-"""Watchdog thread of an event loop: its heartbeat, its longest block, and what it ran then.
+"""Watchdog thread of an event loop: its heartbeat, its longest block, and the work in it.
 
 No callback may block the loop for long, since every stream waits for it. A thread that finds it
 blocked samples the loop's stack; the entry points of work mark what they do in `CURRENT`. Marks are

@@ -202,7 +202,9 @@ class Choice:
         ]
 
     def _take_token(self, token_id: int, count: int) -> TextPiece:
-        """Decode a token into text; set `ended` on the last. `count` tokens include this one."""
+        """Decode a token and return the text that it releases. `count` is the number of output
+        tokens including it; `ended` is set if it is the last.
+        """
         stop, request, thinks = self.request.generation.stop, self.request, self.detokenizer.thinks
         if token_id in request.end_token_ids or (
             token_id in request.answer_end_token_ids and not thinks

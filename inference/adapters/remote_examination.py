@@ -47,7 +47,7 @@ _log = logging.getLogger("weir.inference.adapters")
 
 
 class Introduction:
-    """Checks of any server before its first request. Raise ServerUnfit, grpc.aio.AioRpcError."""
+    """Checks of any server before its first request, which raise ServerUnfit or AioRpcError."""
 
     def __init__(self, dialect: Dialect, settings: RemoteSettings, model: ModelInfo) -> None:
         self.dialect = dialect

@@ -131,7 +131,7 @@ class KeyFile:
     """
 
     def __init__(self, path: Path, header: str = AUTHORIZATION) -> None:
-        """Name the file without reading it. Raises ValueError for an invalid header."""
+        """Create without reading the file. Raises ValueError for an invalid header."""
         self.path = path
         self._header = key_header(header)
         self._version: tuple[int, ...] | None = None  # of the file when it was read

@@ -45,7 +45,7 @@ _MERGE = "merge the adapter into its checkpoint, and serve that as a model"
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """LoRA adapter in PEFT's format. `modules` are the matrices it changes, as the library says."""
+    """LoRA adapter in PEFT's format. `modules` has the library's names, see `MODULES`."""
 
     name: str
     directory: str

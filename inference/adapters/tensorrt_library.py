@@ -235,7 +235,7 @@ _log = logging.getLogger("weir.inference.adapters")
 
 
 def ranks() -> list[int]:
-    """Find the processes below this one that its engine needs; log all of its processes."""
+    """Find the processes below this one that the engine needs; log all that are below it."""
     below = {pid: command_line(pid) for pid in descendants(os.getpid())}
     found = [pid for pid, line in below.items() if any(rank in line for rank in RANKS)]
     _log.info("processes below the engine: %s; needed: %s", below, found)

@@ -57,8 +57,8 @@ class DecoderConfig:
     """Sizes of a Llama-family decoder, in heads, layers or floats.
 
     `layer_windows` is the attention window of each layer in positions, including the query's own;
-    None for all. `qk_norm` tells whether each head's queries and keys are normalized before
-    rotation.
+    None means full attention. `qk_norm` tells whether each head's queries and keys are normalized
+    before rotation.
     """
 
     architecture: str

@@ -45,7 +45,7 @@ class CostModel:
     time_scale: float = 1.0
 
     def step_s(self, token_count: int, context_token_count: int) -> float:
-        """Compute the seconds of a step with so many rows that read so many KV positions."""
+        """Estimate a step's seconds from its number of rows and the KV positions that they read."""
         compute_s = max(self.weights_ms * 1e-3, token_count * self.token_us * 1e-6)
         return (compute_s + context_token_count * self.context_token_us * 1e-6) * self.time_scale
 

@@ -46,7 +46,7 @@ from inference.text.detokenizer import NOTHING, Detokenizer, TextPiece
 
 
 class AppendedToken(NamedTuple):
-    """Result of appending a token: released text, and the finish reason, None if it goes on."""
+    """Result of appending a token: released text; the finish reason, None if output continues."""
 
     piece: TextPiece
     finish_reason: EngineFinishReason | None
@@ -173,7 +173,7 @@ class Sequence:
         return 0 < len(self.prompt_logprobs) < self.prompt_token_count
 
     def scored_token_count(self, token_count: int) -> int:
-        """Count the prompt tokens whose log-probabilities `token_count` more tokens determine."""
+        """Count the prompt tokens whose log-probabilities the next `token_count` determine."""
         if not self.scores_prompt:
             return 0
         end = min(self.computed_token_count + token_count + 1, self.prompt_token_count)

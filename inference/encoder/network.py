@@ -76,7 +76,7 @@ class NormWeights:
 
 @dataclass(frozen=True, slots=True)
 class EncoderLayerWeights:
-    """Weights of one layer: attention and its output, feed-forward network and its output."""
+    """Weights of one layer: attention with its output, and feed-forward network with its output."""
 
     query: LinearWeights
     key: LinearWeights

@@ -390,7 +390,7 @@ class ToolCallParser:
             self._fail(character)
 
     def _may_be_name(self) -> bool:
-        """Return whether a tool's name may begin with the current word."""
+        """Return whether a function's name may begin with the current word."""
         if any(name.startswith(self._word) for name in self._names):
             return True
         right = _is_plain(self._word[-1]) and len(self._word) <= NAME_CHARS_MAX
