@@ -175,7 +175,7 @@ class ExternalQueue:
         self._report_end(added.choices[0])
 
     def cancel(self, number: int) -> None:
-        """Cancel a request: at once if queued, on the engine's answer if running. Idempotent."""
+        """Cancel a request; a running one ends when the engine has answered. Idempotent."""
         request = self._requests.get(number)
         for choice in () if request is None else tuple(request.choices):
             if choice.ended is not None:
@@ -333,7 +333,7 @@ class ExternalQueue:
         return choice.ended is None and choice.token_count < len(output.token_ids)
 
     def _take_counts(self, choice: Choice, answer: Answer) -> None:
-        """Record the cached tokens of the prompt, which the bill takes from the first choice."""
+        """Record the cached tokens of the prompt, as the first choice reports them for the bill."""
         request, cached_token_count = choice.request, answer.cached_token_count
         for event in request.schedule(cached_token_count, is_final=answer.is_final):
             self._prompt_token_count += len(request.generation.prompt_token_ids)

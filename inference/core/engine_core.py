@@ -85,8 +85,8 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Load the checkpoint. `clock` and `sleep` are in seconds; tests replace them to simulate
-        time.
+        """Load the checkpoint, calling `on_progress` with 0 to 1. Tests replace `clock` and
+        `sleep`, both in seconds, to simulate time.
 
         Raises CheckpointInvalid, or EngineStartFailed if the device is missing.
         """
@@ -363,7 +363,7 @@ class EngineCore:
         self._events.append((sequence.number, broken))
 
     def _finish(self, sequence: Sequence, reason: EngineFinishReason, now_s: float) -> None:
-        """End a choice, and with the last choice the request."""
+        """End a choice; if it is the last one, end the request too."""
         piece = NOTHING
         if reason is not EngineFinishReason.STOP_SEQUENCE:
             piece = sequence.detokenizer.finish()

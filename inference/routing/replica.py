@@ -362,7 +362,7 @@ def best_condition(conditions: Collection[EngineCondition], warm_count: int) -> 
 
 
 def unavailable(conditions: Collection[EngineCondition], replica_count: int) -> EngineError:
-    """Build the error for a request that no replica takes. `conditions`: see `best_condition`."""
+    """Build the error for a request that no replica takes. Parameters as in `best_condition`."""
     best = best_condition(conditions, warm_count=0)
     wait_s = min(
         (each.retry_after_s for each in conditions if each.state is best.state),

@@ -39,7 +39,9 @@ class Candidates:
 
 @dataclass(slots=True)
 class Hypothesis:
-    """One output. `score` is a sum, length-penalized once finished; `logprobs` if requested."""
+    """One output. `score` is the sum of its log-probabilities, length-penalized once the output is
+    finished. `logprobs` is empty unless requested.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     score: float = 0.0

@@ -236,7 +236,7 @@ class GrammarCompiler:
 
 
 class MaskWorker:
-    """Thread that computes masks in parallel with the forward pass, which does not need them.
+    """Thread that computes masks during the forward pass, on whose result they do not depend.
 
     It uses at most one core; the library releases the GIL while it computes.
     """

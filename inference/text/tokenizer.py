@@ -128,8 +128,8 @@ class Tokenizer:
     def check_fits(self, vocabulary_size: int) -> None:
         """Check that tokenizer, template and a model with `vocabulary_size` tokens belong together.
 
-        A special token beyond the vocabulary that nothing writes is accepted, since models for text
-        have those of their variants for images; prompts that spell it are refused. Raises
+        A special token beyond the vocabulary that nothing writes is accepted: text models keep the
+        image tokens of their multimodal variants. Prompts that spell it are refused. Raises
         CheckpointInvalid.
         """
         vocabulary = self.backend.get_vocab(with_added_tokens=False)
