@@ -25,7 +25,7 @@ class Gpu:
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Read the ids of the GPUs that this process may use from the environment."""
+    """List the GPUs this process may use: those in `CUDA_VISIBLE_DEVICES`, or else all in /dev."""
     if (listed := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
         return tuple(gpu.strip() for gpu in listed.split(",") if gpu.strip() not in ("", "-1"))
     return tuple(map(str, range(len(list(Path("/dev").glob("nvidia[0-9]*"))))))

@@ -147,7 +147,7 @@ class Capabilities:
         return RequestImpossible(message, field)
 
     def refusals(self) -> list[tuple[RequestField, str]]:
-        """List the refused fields with the refused values; an empty text means all values."""
+        """List the refused fields with the refused values; an empty text means any value in use."""
         found = [(field, "") for field in _in_order(self.unsupported)]
         if RequestField.TOP_LOGPROBS not in self.unsupported:
             if self.top_logprobs_max is not None:

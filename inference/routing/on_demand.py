@@ -399,7 +399,7 @@ class ManagedBackend(Generic[Served]):
         )
 
     def _wait_s(self, guess_s: float) -> float:
-        """Estimate the seconds until ready by the last load time; else `guess_s`."""
+        """Estimate the seconds until ready by the last load time; without one, use `guess_s`."""
         left_s = self._started_at_s + (self._load_time_s or 0.0) - self._clock()
         return left_s if left_s > 0 else guess_s
 

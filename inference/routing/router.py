@@ -134,7 +134,7 @@ class Router:
         return self._engines[served]
 
     def choose(self, model: str) -> Engine:
-        """Look up the engine of a model, alias or version; the largest share if it has several.
+        """Look up the engine of a model, alias or version. Of several, take the largest share.
 
         Raises ModelUnknown, or ModelMismatch for a model that embeds.
         """
@@ -184,7 +184,7 @@ class Router:
         )
 
     def choose_encoder(self, model: str) -> Encoder:
-        """Look up the encoder of a model, alias or version; the largest share if it has several.
+        """Look up the encoder of a model, alias or version. Of several, take the largest share.
 
         Raises like `route_encoder`.
         """

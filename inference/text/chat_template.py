@@ -268,7 +268,7 @@ class _ChatTemplate:
 
     @cached_property
     def takes_one_call_only(self) -> bool:
-        """True if an answer with one call appears in the text, but not one with several."""
+        """True if an answer can show one call, but not several, neither in one turn nor in more."""
         several = (USER, CALLED_TWICE, RESULT, RESULT)
         return self.shows_calls and not self._shows(several, self.form)
 

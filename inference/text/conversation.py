@@ -268,7 +268,7 @@ def late_system(messages: Sequence[ChatMessage]) -> int | None:
 
 
 def _with_one_answer(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Merge the turns between two questions into one answer, for templates that alternate.
+    """Rearrange a conversation to one answer between two questions, for templates that alternate.
 
     Texts beside calls move to the answer that follows the results. Where no answer follows yet,
     they become a turn before the calls. A question right after results follows an empty answer.
