@@ -63,7 +63,7 @@ class SamplingParams:
 
     @property
     def counts_output(self) -> bool:
-        """True if the next token depends on how many of the previous tokens are output."""
+        """True if the next token depends on which of the previous tokens are output."""
         is_drawn = self.temperature > 0.0 and self.seed is not None
         return is_drawn or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 

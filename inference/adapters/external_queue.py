@@ -239,7 +239,7 @@ class ExternalQueue:
                 self._submit(choice)
 
     def _note_overtaking(self, entering: Choice) -> None:
-        """Prevent starvation: allow a choice to be overtaken `waiting_sequence_count_max` times."""
+        """Prevent starvation: a choice is overtaken at most `waiting_sequence_count_max` times."""
         if not self._waiting or min(number for _, number, _, _ in self._waiting) > entering.number:
             return
         for *_, choice in self._waiting:

@@ -292,8 +292,8 @@ class Request:
     model_end_token_ids: frozenset[int] = frozenset()
 
     def schedule(self, cached_token_count: int, *, is_final: bool = True) -> list[SequenceEvent]:
-        """Build the event for the engine's first answer. Only the first choice counts: the prompt
-        is billed once.
+        """Record the engine's first answer and build its event. Only the first choice counts, since
+        the prompt is billed once.
 
         Raises EngineFailed if the count is out of range.
         """

@@ -398,7 +398,7 @@ def check_length(choice: Choice, output: Output) -> None:
 
 
 def check_end(choice: Choice, output: Output) -> None:
-    """Raise EngineFailed if an output stopped without an end token. For engines that send it."""
+    """Raise EngineFailed if an output of an engine that sends end tokens stopped without one."""
     if output.finish_reason == "stop" and (
         not output.token_ids or output.token_ids[-1] not in choice.request.end_token_ids
     ):

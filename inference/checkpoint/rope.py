@@ -107,7 +107,7 @@ class RopeConfig:
 
 
 def read_rope(raw: Mapping[str, Any], context_window_tokens: int, path: Path) -> RopeConfig:
-    """Read the RoPE entries. `context_window_tokens` excludes scaling. Raises CheckpointInvalid."""
+    """Read the RoPE entries for a context window before scaling. Raises CheckpointInvalid."""
     for entry in ("rope_scaling", "rope_parameters"):
         if not isinstance(raw.get(entry) or {}, Mapping):
             raise CheckpointInvalid(path, f"entry {entry} = {raw[entry]!r} is not an object")

@@ -280,7 +280,7 @@ class TensorReader:
             )
 
     def refuse_unread(self, architecture: str, ignored: re.Pattern[str]) -> None:
-        """Raise CheckpointInvalid for weights that no one has read: config.json omits them."""
+        """Raise CheckpointInvalid for unread weights, which config.json does not describe."""
         for name in self._unread:
             if not ignored.fullmatch(name):
                 raise CheckpointInvalid(

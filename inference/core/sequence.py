@@ -229,7 +229,7 @@ class Sequence:
             self.seen.add(token_id)
 
     def append(self, token_id: int, now_s: float | None) -> AppendedToken:
-        """Append an output token and check for the end. `now_s` is None for one from elsewhere."""
+        """Append an output token and check for the end. `now_s` is None if generated elsewhere."""
         if self.grammar is not None:
             self.grammar.advance(token_id)
         if self.first_token_at_s is None:

@@ -181,7 +181,7 @@ class TorchDecoder:
         )
 
     def _make_inputs(self, count: int) -> None:
-        """Allocate memory for at least `count` integers of inputs, or for the largest step."""
+        """Allocate memory for at least `count` integers, and always enough for the largest step."""
         limits = self._limits
         table_width = blocks_for(limits.context_window_tokens)
         largest = 4 * limits.step_token_count_max

@@ -116,7 +116,7 @@ class PackedFile:
     """Read-only mapped file, whose pages all processes share. It must outlive its parts."""
 
     def __init__(self, path: Path) -> None:
-        """Map the file and read its pages. Raises OSError, or ValueError if it is invalid."""
+        """Map the file and read its pages. Raises OSError if missing, ValueError if invalid."""
         with path.open("rb") as file:
             # The mapping holds the lock, which tells `trim_packed` that the file is in use.
             with contextlib.suppress(OSError):  # without file locks nothing is removed

@@ -188,14 +188,14 @@ class SentPrefixes:
         return Found(count, tuple(computed))
 
     def sent(self, keys: Keys) -> None:
-        """Add the blocks of a prompt when it is sent, so that similar prompts follow it."""
+        """Add the blocks of a prompt when it is sent, so that prompts that share them follow it."""
         self._touch(keys)
         while len(self._uses) > self.block_count_max:
             key, _ = self._uses.popitem(last=False)
             self._computed.discard(key)
 
     def computed(self, keys: Keys) -> None:
-        """Mark the blocks that are still known as computed by the engine."""
+        """Mark those of these blocks that are still known as computed by the engine."""
         self._computed.update(key for key in keys if key in self._uses)
 
     def found_missing(self, found: Found, token_count: int) -> bool:

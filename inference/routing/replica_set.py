@@ -624,7 +624,7 @@ class RoutedSequence:
             self._end(EngineFailed("an unexpected error"))
 
     def _found_room(self, home: Replica | None) -> bool:
-        """Enter a replica, or `home` if no other takes it; return whether that succeeded."""
+        """Enter a replica, or else `home`, drained or not; return whether that succeeded."""
         request = self._continued()
         try:
             self._replica_set.place(self, request, self._lost_on)

@@ -74,7 +74,7 @@ class BeamSearch:
 
     @property
     def candidate_count(self) -> int:
-        """Number of candidates per beam, so that `width` remain even without all end tokens."""
+        """Number of candidates per beam, enough for `width` even if it includes all end tokens."""
         return max(2, 1 + len(self._end_token_ids)) * self._params.width
 
     def advance(self, candidates: Sequence[Candidates]) -> list[int]:

@@ -270,7 +270,7 @@ class ToolCallParser:
         self._held += character
 
     def _fail(self, character: str) -> None:
-        """Handle a syntax error: the held text becomes text, or part of a call that has begun."""
+        """Handle a syntax error: the held text becomes text, or follows a call that has begun."""
         if self._has_begun and self._shape.closing:
             self._state = self._closing
         elif self._has_begun:

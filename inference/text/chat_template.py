@@ -153,7 +153,7 @@ class ChatTemplates:
         return (each.turn_ends() for each in self._by_name.values())
 
     def placeholder_renderings(self) -> Iterator[str]:
-        """Render placeholder conversations with every template; all other text is its own."""
+        """Render placeholder conversations with every template; the rest is the template's text."""
         for template in self._by_name.values():
             yield from template.placeholder_renderings()
 

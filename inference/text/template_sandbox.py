@@ -156,7 +156,7 @@ def _bounded(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_costly(layout: Any, arguments: tuple[Any, ...]) -> None:
-    """Raise TemplateTooCostly for a width or count above the limit. `layout` is a format string."""
+    """Raise TemplateTooCostly if a width or count is above the limit. `layout` may be None."""
     if (isinstance(layout, str) and _WIDE.search(layout)) or any(
         isinstance(argument, int) and abs(argument) > NUMBER_MAX for argument in arguments
     ):

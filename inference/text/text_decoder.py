@@ -311,7 +311,7 @@ class TokenSpans:
     """Mapping of consecutive tokens to spans of the text that a `Detokenizer` releases for them."""
 
     def __init__(self, decoder: TextDecoder, detokenizer: Detokenizer, *, follows: bool) -> None:
-        """Created by `TextDecoder.spans`."""
+        """Use `TextDecoder.spans` to create the spans."""
         self._decoder = decoder
         self._detokenizer = detokenizer
         self._follows = follows

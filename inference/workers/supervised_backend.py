@@ -50,7 +50,7 @@ class SupervisedBackend(ABC):
     loss_message = ""
 
     def __init__(self, model: ModelInfo, waits: RestartPolicy) -> None:
-        """Create the backend in the cold state; `serve` runs it."""
+        """Create the backend without starting anything; `serve` runs it."""
         self._model = model
         self._waits = waits
         self._condition = EngineCondition(EngineState.COLD, reason="not started yet")
