@@ -139,7 +139,7 @@ def checkpoint_facts(model: ModelInfo) -> dict[str, object]:
 async def accepted(
     formats: Iterable[ResponseFormat], answer: Callable[[ResponseFormat], Awaitable[object]]
 ) -> tuple[Verdict, str]:
-    """Try response formats and report which are accepted. `answer` requests an output in one."""
+    """Try response formats and report which are accepted. `answer` requests one output."""
     kept, failed = [], []
     for response_format in formats:
         try:

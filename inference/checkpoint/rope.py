@@ -107,7 +107,11 @@ class RopeConfig:
 
 
 def read_rope(raw: Mapping[str, Any], context_window_tokens: int, path: Path) -> RopeConfig:
-    """Read the RoPE entries for a context window before scaling. Raises CheckpointInvalid."""
+    """Read and validate the RoPE entries of a configuration.
+
+    `context_window_tokens` is the window before scaling: the original context of a scaling that
+    does not name one. Raises CheckpointInvalid for unsupported or invalid entries.
+    """
     for entry in ("rope_scaling", "rope_parameters"):
         if not isinstance(raw.get(entry) or {}, Mapping):
             raise CheckpointInvalid(path, f"entry {entry} = {raw[entry]!r} is not an object")

@@ -369,7 +369,7 @@ class _ChatTemplate:
         tool_sets: Sequence[tuple[Tool, ...]] = ((), (_PROBE_TOOL,)),
         id_layout: str = _PROBE_IDS[-1],
     ) -> bool:
-        """Return whether the template shows this conversation with one of the sets of tools."""
+        """Return whether the template shows this conversation with any of the sets of tools."""
         for tools in tool_sets:
             while self._costly_count < COSTLY_MAX:
                 try:

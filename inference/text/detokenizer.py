@@ -44,8 +44,7 @@ NOTHING = TextPiece("")
 
 @dataclass(slots=True, eq=False)
 class Detokenizer(ABC):
-    """Streaming decoder of one output, which finds stop sequences and holds text back where
-    necessary.
+    """Streaming decoder of one output: finds stop sequences, and holds text back where necessary.
 
     The stop sequence completed first wins, or the longer one if two end at the same character,
     however the text is split into tokens. No text follows it.
