@@ -33,7 +33,7 @@ PREFIXES = (
 
 
 def inherited(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that a child inherits: an allowlist, since secrets may have any name."""
+    """Select the environment variables that a child inherits: an allowlist keeps secrets out."""
     return {
         name: value
         for name, value in environment.items()

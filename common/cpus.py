@@ -12,17 +12,18 @@ ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class UsableCpus:
-    """count: number of threads that can compute at once, at least 1. source: name of the limit."""
+    """CPUs for computing: the number of threads at once, at least 1, and the limit that sets it."""
 
     count: int
     source: str
 
 
 def usable_cpus(root: Path = ROOT) -> UsableCpus:
-    """Return the CPUs of the affinity mask, or fewer if a control group has a lower quota.
+    """Count the CPUs in the affinity mask, or fewer if a control group has a lower quota.
 
     A fraction of a CPU is left to other threads: a group that exceeds its quota is stopped as a
-    whole, which stops every thread at the next barrier. root: replaced in tests.
+    whole, which stops every thread at the next barrier. `root` is the root of the file system;
+    tests replace it.
     """
     if hasattr(os, "sched_getaffinity"):
         usable = UsableCpus(len(os.sched_getaffinity(0)), "affinity mask")

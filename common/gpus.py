@@ -12,12 +12,12 @@ from pathlib import Path
 
 
 class GpusUnknown(Exception):
-    """NVML cannot be asked: no package, no driver, or no permission."""
+    """NVML cannot be used: the package or the driver is missing, or permission is denied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU. Bytes of its memory; used_bytes: by all processes of the machine."""
+    """One GPU. Memory is in bytes; `used_bytes` counts all processes of the machine."""
 
     name: str
     memory_bytes: int
@@ -25,16 +25,17 @@ class Gpu:
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the ids of the GPUs that this process may use."""
+    """List the GPUs this process may use: those in `CUDA_VISIBLE_DEVICES`, or else all in /dev."""
     if (listed := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
         return tuple(gpu.strip() for gpu in listed.split(",") if gpu.strip() not in ("", "-1"))
     return tuple(map(str, range(len(list(Path("/dev").glob("nvidia[0-9]*"))))))
 
 
 def read_gpus(ids: Iterable[str]) -> dict[str, Gpu]:
-    """Read GPUs by id: a number, in the order of `nvidia-smi`, or a UUID.
+    """Query GPUs by id: an index, in the order of `nvidia-smi`, or a UUID.
 
-    Ids that NVML does not know are left out. Raises: GpusUnknown with the reason.
+    Ids that NVML does not know are left out. Raises GpusUnknown, with the reason, if NVML cannot be
+    used.
     """
     try:
         import pynvml

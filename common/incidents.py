@@ -53,7 +53,7 @@ class _Failure:
 
 
 class Retries:
-    """Failures of one background loop by item, with the time of each item's next attempt."""
+    """Failed items of one background loop, with the time at which each may be tried again."""
 
     def __init__(
         self,
@@ -64,9 +64,10 @@ class Retries:
         passing: tuple[type[BaseException], ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create without failures. source: name of the loop in metrics and log.
+        """Start without failures. `source` names the loop in metrics and in the log.
 
-        passing: errors that are not the item's fault, such as an outage; `survive` raises them.
+        `passing` lists errors that are not the item's fault, such as an outage; `survive` lets them
+        through.
         """
         self.source = source
         self._shortest_s, self._longest_s = shortest_s, longest_s
@@ -76,7 +77,7 @@ class Retries:
         INCIDENT_COUNTS.setdefault(source, 0)
 
     def is_due(self, item: Hashable = None) -> bool:
-        """Return whether the item may be tried now; False during its delay after a failure."""
+        """Return whether the item may be tried now; False while its delay after a failure lasts."""
         return self.wait_s(item) <= 0.0
 
     def wait_s(self, item: Hashable = None) -> float:
@@ -86,7 +87,7 @@ class Retries:
 
     @contextlib.contextmanager
     def survive(self, item: Hashable = None) -> Iterator[None]:
-        """Turn an exception of the block, but not cancellation, into an incident of the item."""
+        """Turn an exception in the block into an incident of the item; cancellation passes."""
         try:
             yield
         except self._passing:
@@ -113,7 +114,7 @@ class Retries:
         )
 
     def resting(self) -> list[Hashable]:
-        """Return the items that are not due."""
+        """Return the items whose delay after a failure still lasts."""
         return [item for item in self._failures if not self.is_due(item)]
 
     async def keep_running(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -126,9 +127,10 @@ class Retries:
 
 
 class IncidentTaskGroup(asyncio.TaskGroup):
-    """Task group in which an exception of one task is an incident and cancels no other task.
+    """Task group in which an exception of one task becomes an incident and does not cancel the
+    others.
 
-    The process is one such group: an unexpected error must not end unrelated requests.
+    The whole process runs in one such group: an unexpected error must not end unrelated requests.
     """
 
     def __init__(self) -> None:
@@ -138,7 +140,7 @@ class IncidentTaskGroup(asyncio.TaskGroup):
     def create_task(  # type: ignore[override]
         self, coro: Coroutine[Any, Any, T], **options: Any
     ) -> asyncio.Task[T]:
-        """Start a task; a failed one has the result None."""
+        """Start a task. If it fails, its result is None."""
         task = super().create_task(self._contained(coro, options.get("name")), **options)
         task.add_done_callback(lambda _: coro.close())  # for tasks cancelled before starting
         return task
@@ -150,7 +152,7 @@ class IncidentTaskGroup(asyncio.TaskGroup):
 
 
 def sole_cause(error: BaseException) -> BaseException:
-    """Return the only error in nested exception groups, or the innermost group with several."""
+    """Unwrap nested exception groups to the only error, or to the innermost group of several."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error

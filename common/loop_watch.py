@@ -1,9 +1,9 @@
-"""Watch over an event loop from a thread: its heartbeat, its longest block, and who blocked it.
+"""Watchdog thread of an event loop: its heartbeat, its longest block, and the work in it.
 
-Nothing may hold the loop for long, since every stream waits for it. A thread that finds it held
-samples the loop's stack; the entry points of work mark what they do in `CURRENT`. Marks are plain
-attributes, because a thread cannot read the context variables of another one. Never on the loop:
-formatting and logging.
+No callback may block the loop for long, since every stream waits for it. A thread that finds it
+blocked samples the loop's stack; the entry points of work mark what they do in `CURRENT`. Marks are
+plain attributes, because a thread cannot read the context variables of another one. The thread
+formats and logs, never the loop.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from typing import Protocol
 from common.incidents import INCIDENT_COUNTS, log_incident
 
 BEAT_S = 0.05  # between two beats of the loop; a block is measured to this accuracy
-CHECK_INTERVAL_S = 0.05  # between two looks of the thread
-BLOCK_S = 0.2  # of an incident: several tokens late for every stream
+CHECK_INTERVAL_S = 0.05  # between two polls of the thread
+BLOCK_S = 0.2  # a longer block is an incident: every stream is several tokens late
 SAMPLE_S = BLOCK_S / 2  # silence before the first sample; each later one doubles it
-FRAMES_MAX = 12  # innermost, in the log
-SOURCE = "event_loop"  # of the incidents
+FRAMES_MAX = 12  # number of innermost frames in the log
+SOURCE = "event_loop"  # name of this source of incidents
 PACKAGES = frozenset({"api", "common", "inference", "metering", "weir_client"})
 # Modules whose frames are innermost while the loop waits for something to do.
 IDLE_MODULES = frozenset({"asyncio.base_events", "asyncio.runners", "selectors", "uvloop"})
 
 
 class Doing(Protocol):
-    """Work that the loop does for a caller."""
+    """Work that the loop does for a caller: a request, by its path and API key."""
 
     def facts(self) -> Mapping[str, str]:
-        """Return path and key for the log; never a secret."""
+        """Return the path and the ids of key and organization for the log, never a secret."""
         ...
 
 
 class CurrentWork:
-    """Work of the running callback. Written on the loop, read by the watching thread.
+    """Work of the running callback. The loop writes it and the watching thread reads it.
 
-    work: None between two pieces of work; a path where nothing else is known yet. stage: parse,
-    validate and so on; empty if it is not marked.
+    `work` is None between two pieces of work, and a path where nothing else is known yet. `stage`
+    names the phase, such as "parse" or "validate"; it is empty if the code did not set one.
     """
 
     __slots__ = ("stage", "work")
@@ -55,7 +55,7 @@ CURRENT = CurrentWork()
 
 
 class Stage:
-    """Block of code that does not await, named for the watching thread."""
+    """Context manager that names the phase of a block, for the watching thread; must not await."""
 
     __slots__ = ("_before", "_name")
 
@@ -71,11 +71,11 @@ class Stage:
 
 
 class LoopBlocked(Exception):
-    """The event loop ran one piece of work for too long."""
+    """A callback held the event loop for too long."""
 
 
 class Sample:
-    """Work and stack of the loop at one moment."""
+    """Current work of the loop, and its stack, at one moment."""
 
     def __init__(self, frame: types.FrameType, work: Doing | str | None, stage: str) -> None:
         self.is_idle = frame.f_globals.get("__name__") in IDLE_MODULES
@@ -86,7 +86,7 @@ class Sample:
 
 
 def function_of(frame: types.FrameType | None) -> str:
-    """Return the name of the innermost function of ours; empty if there is none."""
+    """Find the innermost function of this project on the stack; empty if there is none."""
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         if module.partition(".")[0] in PACKAGES:
@@ -96,7 +96,7 @@ def function_of(frame: types.FrameType | None) -> str:
 
 
 class LoopWatch:
-    """Heartbeat of the loop in the thread that creates it. `start` starts the watching thread.
+    """Watchdog of the event loop of the thread that creates it. `start` starts the watching thread.
 
     Time in which the whole process did not run is not counted: it was stopped, or other processes
     took the CPUs.
@@ -106,7 +106,7 @@ class LoopWatch:
         self.longest_s = 0.0  # block since the start
         self._longest_recent_s = 0.0  # since the last `take_longest_s`
         self._beat_at = time.monotonic()
-        self._lag_s: float | None = None  # the longest one reported since the last look
+        self._lag_s: float | None = None  # the longest one reported since the last poll
         self._thread_id = threading.get_ident()
         self._checked_at, self._used_s = time.monotonic(), time.process_time()
         self._absent_s = 0.0  # since the last beat
@@ -116,27 +116,27 @@ class LoopWatch:
         INCIDENT_COUNTS.setdefault(SOURCE, 0)
 
     def beat(self, lag_s: float) -> None:
-        """Report a sign of life, on the loop. lag_s: how late it is, in seconds."""
+        """Report from the loop that it runs. `lag_s` is how many seconds late the report is."""
         self._beat_at = time.monotonic()
         self._lag_s = max(self._lag_s or 0.0, lag_s)
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the last beat. Thread-safe."""
+        """Seconds since the last `beat`. Thread-safe."""
         return time.monotonic() - self._beat_at
 
     def take_longest_s(self) -> float:
-        """Return the longest block since the last call, in seconds."""
+        """Return the longest block since the previous call, in seconds, and reset it."""
         longest_s, self._longest_recent_s = self._longest_recent_s, 0.0
         return longest_s
 
     def start(self) -> None:
-        """Start the thread. It ends with `stop` or with the process."""
+        """Start the watching thread, which ends with `stop` or with the process."""
         self._checked_at, self._used_s = time.monotonic(), time.process_time()
         threading.Thread(target=self._run, name="weir-loop-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """Ask the thread to end."""
+        """Ask the watching thread to end; does not wait for it."""
         self._stopping.set()
 
     def _run(self) -> None:
@@ -160,7 +160,7 @@ class LoopWatch:
                 self._sample = Sample(frame, CURRENT.work, CURRENT.stage)
 
     def _ended(self, blocked_s: float) -> None:
-        """Count a block, and report a long one with the work that was found."""
+        """Count a block of the loop; report a long one with the work that was sampled in it."""
         sample, self._sample = self._sample, None
         self._absent_s, self._sample_at_s = 0.0, SAMPLE_S
         self.longest_s = max(self.longest_s, blocked_s)

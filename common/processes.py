@@ -9,14 +9,14 @@ PROC = Path("/proc")
 
 
 def alive(pid: int) -> bool:
-    """Return whether a process runs; False for a zombie."""
+    """Return whether a process is running; False for a zombie."""
     if PROC.is_dir():
         return _parent_of(PROC / str(pid)) is not None
     return pid in parents()
 
 
 def parents() -> dict[int, int]:
-    """Return the parent's id of every running process."""
+    """Map the id of every running process to its parent's id."""
     if PROC.is_dir():
         return {
             int(entry.name): parent
@@ -35,20 +35,21 @@ def children_of(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the ids of a process's current children and their descendants."""
+    """List the ids of a process's current children and their descendants."""
     return [each for child in children_of(pid) for each in (child, *descendants(child))]
 
 
 def command_line(pid: int) -> str:
-    """Read the command line of a process; empty if it has ended, or without /proc."""
+    """Read the command line of a process; empty if the process has ended or there is no /proc."""
     return _content(PROC / str(pid) / "cmdline").replace(b"\0", b" ").decode(errors="replace")
 
 
 def started_with(variable: str, value: str) -> list[int]:
-    """Return the running processes that were started with an environment variable.
+    """Find the running processes that were started with this environment variable, and return their
+    ids.
 
-    Children inherit it, whatever their parent, session and process group are now. Empty without
-    /proc.
+    Children inherit the variable, whatever their parent, session and process group are now. The
+    list is empty without /proc.
     """
     entry = f"{variable}={value}".encode()
     return [

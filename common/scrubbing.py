@@ -27,17 +27,17 @@ HIDDEN = "[removed]"
 
 
 class Scrubber:
-    """Replaces secrets in text and in JSON values.
+    """Filter that replaces secrets in text and JSON values before a report leaves the machine.
 
-    Removed are: values of environment variables that a worker would not inherit, but for short
-    words; users in URLs, keys of known forms, text under a name such as `password`, IP addresses,
-    this machine's name, directories of absolute paths, and given words.
+    It removes the values of environment variables that a worker would not inherit, except for short
+    words; users in URLs, keys of known formats, and text under a name such as `password`; IP
+    addresses, this machine's name, directories of absolute paths, and the given words.
     """
 
     def __init__(
         self, words: Mapping[str, str] | None = None, environment: Mapping[str, str] = os.environ
     ) -> None:
-        """words: replacements of further words."""
+        """Collect the secrets in `environment`. `words` maps further words to replacements."""
         harmless = inherited(environment).keys() | HARMLESS
         known = {
             value: f"[{name}]"
@@ -51,14 +51,14 @@ class Scrubber:
         self._known = sorted(known.items(), key=lambda each: -len(each[0]))
 
     def text(self, value: str) -> str:
-        """Return a text without secrets."""
+        """Replace the secrets in a text."""
         for word, replacement in self._known:
             value = value.replace(word, replacement) if word else value
         value = KEY.sub(HIDDEN, USER_OF_URL.sub("", value))
         return IP_ADDRESS.sub("[address]", DIRECTORIES.sub("", value))
 
     def json(self, value: Any, name: str = "") -> Any:
-        """Return a JSON value without secrets. name: its key in an object."""
+        """Replace the secrets in a JSON value. `name` is the value's key in its object."""
         if isinstance(value, str):
             return HIDDEN if value and SECRET.search(name) else self.text(value)
         if isinstance(value, Mapping):

@@ -38,7 +38,7 @@ EMBEDDED_ONLY = frozenset(
 
 
 def is_used(field: RequestField, request: GenerationRequest) -> bool:
-    """Return whether the output depends on the field; sampling fields need a temperature."""
+    """Return whether a field affects the output. Some fields need a temperature above 0."""
     section, _, name = field.rpartition(".")
     if field in _FORMATS:
         return request.response_format is not None and request.response_format.kind == name
@@ -59,12 +59,13 @@ def _in_order(fields: frozenset[RequestField]) -> tuple[RequestField, ...]:
 class Capabilities:
     """Request fields that an engine supports.
 
-    unsupported: fields that it would ignore. top_logprobs_max: maximum top tokens reported per
-    token; None for Weir's own limit. sampled_logprobs: whether it reports log-probabilities at a
-    temperature above 0. logit_bias_max: maximum absolute bias. counts_from_usage: it reports no
-    token ids, but numbers of tokens: each token is `UNKNOWN_TOKEN_ID`. after_thinking: response
-    formats that it applies after thinking which the prompt begins or has had, even if they are
-    unsupported elsewhere; None: it applies all that it supports after any thinking.
+    `unsupported` lists the fields that the engine would ignore. `top_logprobs_max` is the maximum
+    of top tokens per token; None for Weir's own limit. `sampled_logprobs` tells whether the engine
+    reports log-probabilities at a temperature above 0. `logit_bias_max` is the largest absolute
+    bias. With `counts_from_usage`, the engine reports numbers of tokens without ids: each token is
+    `UNKNOWN_TOKEN_ID`. `after_thinking` lists the response formats that the engine applies after
+    thinking which the prompt opens or already contains, even if they are unsupported elsewhere;
+    None if it applies all supported formats after any thinking.
     """
 
     unsupported: frozenset[RequestField] = frozenset()
@@ -75,7 +76,7 @@ class Capabilities:
     after_thinking: frozenset[RequestField] | None = None
 
     def check(self, request: GenerationRequest, engine: str) -> None:
-        """Raise RequestImpossible, with the field, if the engine would ignore it."""
+        """Raise RequestImpossible, with the field, if the engine would ignore a field in use."""
         sampling, form = request.sampling, request.response_format
         left = self.unsupported
         if form is not None and self.after_thinking is not None:
@@ -108,9 +109,10 @@ class Capabilities:
     def _check_thinking(
         self, request: GenerationRequest, form: ResponseFormat, engine: str
     ) -> frozenset[RequestField]:
-        """Return the formats that are supported after thinking which the prompt begins or has had.
+        """Find the formats that the engine applies after thinking which the prompt opens or
+        contains.
 
-        Raises: RequestImpossible if the format would be applied to the thinking.
+        Raises RequestImpossible if the engine would apply the request's format to the thinking.
         """
         known, field = (
             self.after_thinking or frozenset(),
@@ -145,7 +147,7 @@ class Capabilities:
         return RequestImpossible(message, field)
 
     def refusals(self) -> list[tuple[RequestField, str]]:
-        """Return the refused fields, each with the refused values; empty text: all in use."""
+        """List the refused fields with the refused values; an empty text means any value in use."""
         found = [(field, "") for field in _in_order(self.unsupported)]
         if RequestField.TOP_LOGPROBS not in self.unsupported:
             if self.top_logprobs_max is not None:
@@ -158,7 +160,7 @@ class Capabilities:
         return found
 
     def honoured(self, defaults: SamplingParams) -> tuple[SamplingParams, frozenset[RequestField]]:
-        """Return default sampling without unsupported fields, and the omitted fields."""
+        """Remove unsupported fields from default sampling; return the rest and those removed."""
         left_out = set()
         for field in self.unsupported:
             section, _, name = field.partition(".")
@@ -169,7 +171,7 @@ class Capabilities:
 
 
 def combined(capabilities: Iterable[Capabilities]) -> Capabilities:
-    """Return the fields that at least one of several replicas supports: routing skips the rest."""
+    """Merge capabilities of replicas: one that supports a field is enough, others are skipped."""
     each = tuple(capabilities)
     limits = [one.top_logprobs_max for one in each]
     return Capabilities(

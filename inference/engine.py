@@ -94,22 +94,22 @@ EventSink = Callable[[SequenceEvent | EngineError], None]
 
 
 def ignore_event(event: SequenceEvent | EngineError) -> None:
-    """Ignore the events of a sequence."""
+    """Discard an event: the sink of a sequence that is closed."""
 
 
 class SequenceHandle(Protocol):
-    """A running sequence. The caller closes it in the end, whatever its events."""
+    """A running sequence. The caller must close it, whatever events it has received."""
 
     @property
     def outputs(self) -> list[list[int]]:
-        """Token ids of each choice so far, with the request's `output_token_ids`."""
+        """Token ids of each choice so far, beginning with the request's `output_token_ids`."""
         ...
 
     def cancel(self) -> None:
-        """Ask the engine to stop. Idempotent, never blocks.
+        """Ask the engine to stop the sequence. Idempotent, never blocks.
 
-        The engine answers within one step with `SequenceFinished(CANCELLED)`, or with the regular
-        end if the sequence had already finished.
+        The engine reports `SequenceFinished(CANCELLED)` within one step, or the regular end if the
+        sequence had already finished.
         """
         ...
 
@@ -119,12 +119,13 @@ class SequenceHandle(Protocol):
 
 
 class EngineStatistics(msgspec.Struct, array_like=True, frozen=True):
-    """Engine state after its last step. Counts in blocks, sequences and tokens.
+    """Engine state after its last step, in blocks, sequences and tokens.
 
-    running_sequence_count_max: sequences that fit in the batch; 0 if unknown. replica_count: ready
-    engines whose counts are summed here; step_count is then their mean. migration_count: sequences
-    moved to another engine after their first token; replacement_count: before it.
-    draft_token_count: tokens guessed from earlier text; accepted_token_count: right ones.
+    `running_sequence_count_max` is the number of sequences that fit in the batch, 0 if unknown.
+    `replica_count` is the number of ready engines whose counts are summed here; `step_count` is
+    then their mean. `migration_count` counts sequences that moved to another engine after their
+    first token, `replacement_count` those that moved before it. `draft_token_count` counts tokens
+    guessed from earlier text, `accepted_token_count` those that were right.
     """
 
     waiting_sequence_count: int = 0
@@ -150,14 +151,15 @@ class EngineStatistics(msgspec.Struct, array_like=True, frozen=True):
 class ModelInfo:
     """Facts about a loaded checkpoint.
 
-    directory: contains tokenizer and chat template, so that the API can tokenize without the
-    engine. continues_output: whether the engine accepts requests with `output_token_ids`.
-    continues_exactly: it counts them as its own output; otherwise they become part of the prompt,
-    and requests affected by the difference are refused (`SamplingParams.counts_output`).
-    capabilities: supported request fields; the engine refuses all others. embedding_dimension:
-    vector length, 0 for generating models. For embedding models, context_window_tokens limits a
-    text. adapters: names of the LoRA adapters that requests may have applied. fingerprint: of
-    weights and engine, equal for every copy.
+    `directory` contains the tokenizer and the chat template, so that the API can tokenize without
+    the engine. `continues_output` tells whether the engine accepts requests with
+    `output_token_ids`. With `continues_exactly` it counts these tokens as its own output; otherwise
+    they become part of the prompt, and requests for which that makes a difference are refused
+    (`SamplingParams.counts_output`). `capabilities` lists the supported request fields; the engine
+    refuses all others. `embedding_dimension` is the vector length, 0 for generating models. For
+    embedding models, `context_window_tokens` limits each text. `adapters` names the LoRA adapters
+    that a request may select. `fingerprint` identifies weights and engine, and is equal for every
+    copy of the files.
     """
 
     name: str
@@ -175,7 +177,7 @@ class ModelInfo:
     fingerprint: str = ""
 
     def can_continue(self, request: GenerationRequest) -> bool:
-        """Return whether an engine of this model can exactly continue the request mid-output."""
+        """Return whether an engine of this model can continue the request's output exactly."""
         if not (request.may_be_continued and self.continues_output):
             return False
         if self.capabilities.counts_from_usage:  # its output has no token ids
@@ -184,7 +186,7 @@ class ModelInfo:
 
 
 class EngineState(StrEnum):
-    """State in an engine's lifecycle."""
+    """Phase in the lifecycle of an engine."""
 
     COLD = "cold"
     LOADING = "loading"
@@ -199,13 +201,13 @@ class EngineCondition:
     """Current state of an engine, for progress frames, readiness checks and operators.
 
     LOADING includes reloading after a restart; RESTARTING is the delay before it. FAILED requires
-    an operator: the checkpoint is unusable, and nothing is retried. loading_fraction: 0 to 1, 1
-    when READY. loading_stage: part being loaded, one word. retry_after_s: estimated time until
-    READY. reason: why it is not READY. client_message: for clients, if `reason` is for operators,
-    see `EngineError`. starts_on_demand: COLD or LOADING by design; calling `start`
-    makes it ready. kernels: what an embedded engine computes with: the instruction set of the
-    native kernels; `torch` without them, several times slower; `cuda`; `simulated`. Empty if
-    unknown.
+    an operator: the checkpoint is unusable, and nothing is retried. `loading_fraction` goes from 0
+    to 1, and is 1 when READY. `loading_stage` names the part being loaded, in one word.
+    `retry_after_s` estimates the seconds until READY. `reason` says why the engine is not READY; if
+    that is for operators only, clients get `client_message`, see `EngineError`. With
+    `starts_on_demand`, COLD and LOADING are normal, and calling `start` makes the engine ready.
+    `kernels` says how an embedded engine computes: the instruction set of its native kernels;
+    `torch` without them, several times slower; `cuda`; `simulated`; or empty if unknown.
     """
 
     state: EngineState
@@ -218,7 +220,7 @@ class EngineCondition:
     client_message: str = ""
 
     def fault(self, retry_after_s: float, subject: str = "the engine") -> EngineError:
-        """Return the error for a request that it refuses: it is not READY."""
+        """Build the error for a request that the engine refuses because it is not READY."""
         if self.state is EngineState.FAILED:
             return EngineStartFailed(self.reason).with_client_message(self.client_message)
         is_so = f"{subject} is {self.state.value}"
@@ -227,11 +229,11 @@ class EngineCondition:
 
 
 class Backend(Protocol):
-    """A model on some backend: the interface for health checks, routing and supervision."""
+    """Interface to a model, whatever computes it: lifecycle, health and statistics."""
 
     @property
     def model(self) -> ModelInfo:
-        """The served checkpoint; known before `start`."""
+        """Checkpoint that the backend serves; known before `start`."""
         ...
 
     async def serve(self) -> None:
@@ -244,11 +246,11 @@ class Backend(Protocol):
         ...
 
     async def start(self) -> None:
-        """Load the model; returns when the engine accepts requests.
+        """Load the model, and return when the engine accepts requests.
 
         Needs a running or scheduled `serve`. Idempotent; concurrent calls wait for the same
-        loading. Raises: EngineStartFailed with the reason if loading fails, EngineUnavailable if it
-        was closed.
+        loading. Raises EngineStartFailed with the reason if loading fails, and EngineUnavailable if
+        the engine was closed.
         """
         ...
 
@@ -265,7 +267,7 @@ class Backend(Protocol):
         ...
 
     async def close(self) -> None:
-        """Cancel everything and free all memory. Idempotent.
+        """Cancel all running work and free all memory. Idempotent.
 
         Running work ends as described in `submit` and `embed`. A closed engine cannot be restarted.
         """
@@ -273,20 +275,21 @@ class Backend(Protocol):
 
 
 class Engine(Backend, Protocol):
-    """A text generation model on one backend."""
+    """Backend of a model that generates text."""
 
     def submit(self, request: GenerationRequest, sink: EventSink) -> SequenceHandle:
-        """Start a sequence. sink: called with its events, after this returns.
+        """Start a sequence. The engine calls `sink` with each event, never before `submit` has
+        returned.
 
-        Raises: RequestImpossible if it can never run on this engine, EngineOverloaded if the queue
-        is full, EngineUnavailable while the engine is cold, loading or restarting,
+        Raises RequestImpossible if the request can never run on this engine, EngineOverloaded if
+        the queue is full, EngineUnavailable while the engine is cold, loading or restarting, and
         EngineStartFailed if an operator must act. When the engine is closed, running sequences end
         with `SequenceFinished(CANCELLED)`.
         """
         ...
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
-        """Predict the prompt tokens in the prefix cache, from prompts sent before; not exact."""
+        """Estimate how many prompt tokens are in the prefix cache, from the prompts sent before."""
         ...
 
 
@@ -297,8 +300,8 @@ Vector: TypeAlias = "array[float]"  # type code "f": four bytes per float
 class EmbeddingRequest:
     """Texts to embed, as token ids including special tokens.
 
-    rank: position in the queue, lowest first, then by arrival. on_begin: called once, when the
-    first text starts.
+    The queue is ordered by `rank`, lowest first, then by arrival. `on_begin` is called once, when
+    the first text starts.
     """
 
     inputs: tuple[tuple[int, ...], ...]
@@ -308,7 +311,7 @@ class EmbeddingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """One vector per text, in order. Durations in ms: before and after the first text starts."""
+    """One vector per text, in order. Durations in ms, before and after the first text starts."""
 
     vectors: tuple[Vector, ...]
     queue_ms: float
@@ -316,19 +319,19 @@ class Embeddings:
 
 
 class Encoder(Backend, Protocol):
-    """An embedding model on one backend.
+    """Backend of a model that embeds texts.
 
     `model.context_window_tokens` limits each text, and `model.embedding_dimension` is above 0.
     `statistics` counts texts as sequences, batches as steps, and embedded tokens as prompt tokens.
     """
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
-        """Embed all texts of a request, batched with other requests. Cancellation removes texts not
-        yet started.
+        """Embed all texts of a request, batched with other requests. If the call is cancelled,
+        texts that have not started are dropped.
 
-        Raises: RequestImpossible with the field of a text that can never be embedded,
-        EngineOverloaded if the queue is full, EngineUnavailable while the encoder is down or
-        closed, EngineStartFailed if an operator must act, EngineFailed if it broke; then nothing
-        was embedded.
+        Raises RequestImpossible, with the field, if a text can never be embedded; EngineOverloaded
+        if the queue is full; EngineUnavailable while the encoder is down or closed;
+        EngineStartFailed if an operator must act; and EngineFailed if the encoder broke. It returns
+        all vectors or none.
         """
         ...

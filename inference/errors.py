@@ -7,10 +7,10 @@ from typing import Self
 
 
 class EngineError(Exception):
-    """Base of all engine errors. `reason` is machine-readable; attributes carry the facts.
+    """Base of all engine errors. `reason` is a machine-readable code; attributes carry the facts.
 
-    client_message: for clients, if the error's own is for operators: it may repeat text of a
-    server or a library, or name an address.
+    client_message: text for clients, set if the error's own text is for operators: it may repeat
+    text of a server or a library, or name an address.
     """
 
     reason = "ENGINE_FAILED"
@@ -25,7 +25,7 @@ class EngineError(Exception):
 class EngineStartFailed(EngineError):
     """The engine did not start: the checkpoint is unusable, or the worker died while loading.
 
-    retry_after_s: time until the next attempt; None if only an operator can help.
+    retry_after_s: seconds until the next attempt; None if an operator must act.
     """
 
     reason = "ENGINE_START_FAILED"
@@ -64,7 +64,7 @@ class EngineOverloaded(EngineError):
 class RequestImpossible(EngineError):
     """The request cannot run on this engine, for example because of its grammar or its length.
 
-    field: field of the request to correct.
+    field: name of the request field to correct.
     """
 
     reason = "REQUEST_IMPOSSIBLE"
@@ -75,7 +75,7 @@ class RequestImpossible(EngineError):
 
 
 class SafetyUnavailable(EngineError):
-    """A text must be checked, and the classifiers do not answer; retry after `retry_after_s`."""
+    """The safety classifiers that must check this text do not answer. Retry after the delay."""
 
     reason = "SAFETY_UNAVAILABLE"
 
@@ -103,7 +103,7 @@ class CheckpointInvalid(EngineError):
 class ChatTemplateFailed(EngineError):
     """The model's chat template refused the conversation; the message is the template's own.
 
-    index: of the message that it refuses; None if unknown.
+    index: index of the message at fault; None if unknown.
     """
 
     reason = "CHAT_TEMPLATE_FAILED"

@@ -16,13 +16,13 @@ KV_BLOCK_TOKENS = 16
 
 
 def chain_hash(parent_hash: int, token_ids: tuple[int, ...]) -> int:
-    """Return a block's key, by Python's hash; a collision only costs a cache miss."""
+    """Hash a block's tokens with its parent's hash. A collision only costs a cache miss."""
     return hash((parent_hash, token_ids))
 
 
 @functools.lru_cache(maxsize=4096)  # one per tenant
 def salt_hash(cache_salt: str) -> int:
-    """Return the key before the first block, equal in every process, whatever PYTHONHASHSEED is."""
+    """Hash a salt, as parent of first blocks; equal in every process despite PYTHONHASHSEED."""
     return int.from_bytes(hashlib.blake2b(cache_salt.encode(), digest_size=7).digest(), "big")
 
 
@@ -34,13 +34,13 @@ class PrefixHint:
     """LRU set of the block hashes of recent sequences, limited to the engine's number of blocks."""
 
     def __init__(self, block_count_max: int, block_tokens: int) -> None:
-        """block_tokens: tokens per cache block of the engine."""
+        """Create an empty set. `block_tokens` is the engine's number of tokens per cache block."""
         self._block_count_max = block_count_max
         self._block_tokens = block_tokens
         self._recent: OrderedDict[int, None] = OrderedDict()
 
     def note(self, token_ids: Sequence[int], cache_salt: str) -> None:
-        """Record tokens computed by the engine."""
+        """Record a sequence whose tokens the engine has computed."""
         # The tail first, as in the engine's eviction order: a shared head is evicted last.
         for key in reversed(block_hashes(tuple(token_ids), cache_salt, self._block_tokens)):
             self._recent[key] = None
@@ -49,7 +49,7 @@ class PrefixHint:
             self._recent.popitem(last=False)
 
     def predict(self, prompt_token_ids: Sequence[int], cache_salt: str) -> int:
-        """Return the leading prompt tokens computed under this salt; never the whole prompt."""
+        """Count the leading prompt tokens computed under this salt; never the whole prompt."""
         count = 0
         if not self._recent:
             return 0
@@ -68,7 +68,7 @@ class PrefixHint:
 # Pricing, routing and submission hash the same prompt within a short time.
 @functools.lru_cache(maxsize=64)
 def block_hashes(token_ids: tuple[int, ...], cache_salt: str, block_tokens: int) -> tuple[int, ...]:
-    """Return chained hashes of all full blocks, as in `block_keys` but without the tokens."""
+    """Compute the chained hashes of all full blocks, like `block_keys`, but without the tokens."""
     chained, keys = salt_hash(cache_salt), []
     for end in range(block_tokens, len(token_ids) + 1, block_tokens):
         chained = chain_hash(chained, token_ids[end - block_tokens : end])

@@ -27,7 +27,7 @@ LOGPROBS_MAX = {"top_logprobs": 20, "prompt_logprobs": 5}
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Limits of one engine, with units in the names."""
+    """Limits of one engine. The names end in the unit."""
 
     context_window_tokens: int
     # tokens: limits a step's memory, and its time if only prompts run
@@ -60,7 +60,7 @@ class EngineLimits:
 def request_fault(
     request: GenerationRequest, limits: EngineLimits, vocabulary_size: int, block_count: int
 ) -> str | None:
-    """Return why a request can never run on this engine, or None. block_count: total KV blocks."""
+    """Find out why a request can never run; None if it can. `block_count` counts all KV blocks."""
     prompt, output_token_count = request.prompt_token_ids, request.stop.max_output_tokens
     if not prompt:
         return "the prompt has no tokens"
@@ -109,7 +109,7 @@ def _continuation_fault(request: GenerationRequest, vocabulary_size: int) -> str
 
 
 def external_continuation_fault(request: GenerationRequest) -> str | None:
-    """Return why continuing output as prompt would change the result; None if it would not."""
+    """Explain why sending output as part of the prompt changes the result; None if it does not."""
     if not (request.output_token_ids and request.sampling.counts_output):
         return None
     if request.sampling.presence_penalty or request.sampling.frequency_penalty:
@@ -118,7 +118,7 @@ def external_continuation_fault(request: GenerationRequest) -> str | None:
 
 
 def _beam_fault(request: GenerationRequest, limits: EngineLimits, block_count: int) -> str | None:
-    """Return the fault of a beam search, or None. Comparisons are written so that NaN fails too."""
+    """Check the parameters of a beam search; return the fault or None. Comparisons reject NaN."""
     params, sampling, stop = request.beam_search, request.sampling, request.stop
     assert params is not None
     width, prompt_token_count = params.width, len(request.prompt_token_ids)
@@ -159,7 +159,7 @@ def _stop_fault(stop: StopCriteria, vocabulary_size: int) -> str | None:
 
 
 def sampling_fault(sampling: SamplingParams, vocabulary_size: int) -> str | None:
-    """Return the fault of sampling parameters, or None. Comparisons let NaN fail too."""
+    """Check sampling parameters; return the fault or None. Comparisons reject NaN."""
     if not (
         sampling.temperature >= 0
         and 0 < sampling.top_p <= 1
@@ -188,7 +188,7 @@ def sampling_fault(sampling: SamplingParams, vocabulary_size: int) -> str | None
 
 
 def embedding_fault(request: EmbeddingRequest, model: ModelInfo) -> RequestImpossible | None:
-    """Return why the model can never embed these texts, or None."""
+    """Check texts against the model's limits; return the error if it can never embed them."""
     limit, size = model.context_window_tokens, model.vocabulary_size
     for index, token_ids in enumerate(request.inputs):
         if not 1 <= len(token_ids) <= limit:

@@ -26,15 +26,18 @@ _MASK = (1 << 64) - 1
 class SamplingParams:
     """Sampling parameters of the next token.
 
-    They are applied to the model's logits in this order: logit_bias is added for its token ids;
-    repetition_penalty divides positive and multiplies negative logits of tokens in prompt or
-    output; frequency_penalty is subtracted once per occurrence in the output, presence_penalty once
-    if there is any; temperature divides, 0 is greedy; top_k keeps the k largest, 0 keeps all; top_p
-    in (0, 1] keeps the smallest set that reaches it; min_p in [0, 1] keeps tokens at least that
-    fraction as likely as the most likely one. seed: output depends only on it and the prompt, not
-    on the batch; None for a random seed. top_logprobs: report each token's log-probability and
-    those of this many top tokens; None for no report. prompt_logprobs: the same for the prompt's
-    tokens, computed without the prefix cache.
+    They are applied to the model's logits in this order. `logit_bias` is added to the logits of its
+    token ids. `repetition_penalty` divides positive and multiplies negative logits of tokens in
+    prompt or output. `frequency_penalty` is subtracted once per occurrence in the output,
+    `presence_penalty` once if there is any. Logits are divided by `temperature`; 0 selects the most
+    likely token. `top_k` keeps the k largest, 0 keeps all; `top_p` in (0, 1] keeps the smallest set
+    that reaches it; `min_p` in [0, 1] keeps tokens at least that fraction as likely as the most
+    likely one.
+
+    The output depends only on prompt and `seed`, not on the batch; None draws a random seed.
+    `top_logprobs` asks for each token's log-probability and for those of this many top tokens; None
+    for none. `prompt_logprobs` asks for the same for the prompt's tokens, computed without the
+    prefix cache.
     """
 
     temperature: float = 0.0
@@ -51,7 +54,7 @@ class SamplingParams:
 
     @property
     def penalises(self) -> bool:
-        """True if there is a penalty, which depends on previous tokens."""
+        """True if a penalty makes the next token depend on previous ones."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -60,7 +63,7 @@ class SamplingParams:
 
     @property
     def counts_output(self) -> bool:
-        """True if the next token depends on which previous tokens are output."""
+        """True if the next token depends on which of the previous tokens are output."""
         is_drawn = self.temperature > 0.0 and self.seed is not None
         return is_drawn or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
@@ -69,13 +72,13 @@ class SamplingParams:
 class StopCriteria:
     """Conditions that end a sequence.
 
-    max_output_tokens: at least 1; the caller ensures that prompt and output fit the context window.
-    stop_sequences: texts that end the output and are cut off, matched across tokens.
-    stop_token_ids: in addition to the model's end tokens; the token that ends a sequence is counted
-    and is in `token_ids`, but has no text. ignore_eos: the model's end tokens do not end the
-    sequence. min_output_tokens: until then, end tokens are suppressed and stop sequences are not
-    matched. max_reasoning_tokens: after so many tokens of thinking the closing mark is written;
-    None for no limit. Needs `splits_reasoning`.
+    `max_output_tokens` is at least 1; the caller ensures that prompt and output fit the context
+    window. `stop_sequences` are texts that end the output and are cut off; they are found even
+    across tokens. `stop_token_ids` end the output like the model's end tokens; the token that ends
+    it is counted and is in `token_ids`, but has no text. With `ignore_eos`, the model's end tokens
+    do not end the sequence. Before `min_output_tokens`, end tokens are suppressed and stop
+    sequences ignored. After `max_reasoning_tokens` tokens of thinking, the closing mark is forced;
+    None sets no limit. This needs `splits_reasoning`.
     """
 
     max_output_tokens: int
@@ -87,12 +90,12 @@ class StopCriteria:
 
     @property
     def leaves_end_open(self) -> bool:
-        """True if only the model's end tokens end the sequence, as a response format requires."""
+        """True if only the model's end tokens end the output, as a response format requires."""
         return not (self.ignore_eos or self.min_output_tokens or self.stop_token_ids)
 
 
 class GrammarKind(StrEnum):
-    """Language of a response format."""
+    """Language in which a response format is written."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -101,10 +104,10 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
-    """Required format of the output. The sequence ends by itself only where its text is a complete
-    answer.
+    """Required format of the output. The model can end the output only where the text is complete.
 
-    given_as: field of the start frame it was derived from, if not `response_format`.
+    `given_as` names the field of the start frame that the format was derived from, if it is not
+    `response_format`.
     """
 
     kind: GrammarKind
@@ -113,15 +116,16 @@ class ResponseFormat:
 
     @property
     def field(self) -> str:
-        """Name of the start frame's field, for errors."""
+        """Name of the start frame's field, used in error messages."""
         return self.given_as or f"response_format.{self.kind.value}"
 
 
 class EarlyStopping(StrEnum):
-    """End of a beam search with `width` finished outputs: False, True and "never" in transformers.
+    """Rule that ends a beam search which has `width` finished outputs.
 
-    HEURISTIC: when the best beam, ended now, would not be among them. WHEN_FULL: at once. NEVER:
-    when no beam could be among them even if it reached the maximum length without losing score.
+    The values are False, True and "never" in transformers. HEURISTIC ends it when the best beam,
+    ended now, would not be among the finished outputs, WHEN_FULL at once, and NEVER when no beam
+    could be among them even if it reached the maximum length without losing score.
     """
 
     HEURISTIC = "heuristic"
@@ -131,10 +135,11 @@ class EarlyStopping(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """Search for the most likely outputs instead of sampling; see `beam_search.py`.
+    """Parameters of a beam search, which finds the most likely outputs; see `beam_search.py`.
 
-    width: beams, at least 2. length_penalty: outputs are ranked by log-probability / tokens **
-    length_penalty; above 0 favours long ones. Bias and penalties act on log-probabilities.
+    `width` is the number of beams, at least 2. Outputs are ranked by log-probability / tokens **
+    `length_penalty`; a value above 0 favours long ones. Bias and penalties act on
+    log-probabilities.
     """
 
     width: int
@@ -143,10 +148,10 @@ class BeamSearchParams:
 
 
 class ThinkingStart(StrEnum):
-    """Begin of the thinking of an output.
+    """Position where the thinking of an output begins.
 
-    NONE: there is none. ENDED: the prompt has had it, as if the model had thought nothing. PROMPT:
-    the prompt has begun it. MODEL: the model begins it.
+    NONE: there is no thinking. ENDED: the prompt contains it, closed and empty. PROMPT: the prompt
+    opens it and the model continues it. MODEL: the model opens it.
     """
 
     NONE = "none"
@@ -157,25 +162,30 @@ class ThinkingStart(StrEnum):
 
 @dataclass(slots=True)
 class GenerationRequest:
-    """A sequence to run. Must not be modified after submission; `frozen` would cost 2 µs per
+    """A sequence to run. It must not be modified after submission; `frozen` would cost 2 µs per
     request.
 
-    cache_salt: separates prefix caches; blocks are shared between equal salts only.
-    response_format: needs `StopCriteria.leaves_end_open`. choice_count: number of outputs, each
-    with its own `stop` limits; the first equals a single one, the others use seeds derived from the
-    request's. beam_search: choices are the best outputs found, best first. Needs temperature 0;
-    excludes stop sequences and a response format. Tokens are emitted once all possible best outputs
-    share them, the others at the end. rank: queue position, lowest first, then by arrival. In
+    Prefix caches are separated by `cache_salt`: blocks are shared between equal salts only.
+    `response_format` needs `StopCriteria.leaves_end_open`. `choice_count` is the number of outputs,
+    each with its own `stop` limits; the first equals a single one, the others use seeds derived
+    from the request's. The queue is ordered by `rank`, lowest first, then by arrival. Ranks are in
     tokens: a waiting sequence displaces a running one if its rank is lower by more than its
-    prompt's tokens. No sequence is overtaken indefinitely. output_token_ids: output generated
-    elsewhere, which the sequence continues. It counts in all limits, penalties, counts and random
-    positions; events cover only new output. Needs `ModelInfo.continues_output`; excludes a response
-    format, beam search and several choices. regions: where it may run, preferred first; empty for
-    anywhere. Used by replica sets only. adapter: one of `ModelInfo.adapters` to apply; empty for
-    the base model. splits_reasoning: thinking is told apart from the answer, if the model marks it;
-    stop sequences and stop token ids then act on the answer only. thinking: whether the model is to
-    think before its answer; a response format is that of the answer. marked_functions: functions
-    whose calls are marked in the text if only token ids tell them from it, see
+    prompt's tokens, but no sequence is overtaken indefinitely.
+
+    With `beam_search`, the choices are the best outputs found, best first. It needs temperature 0
+    and excludes stop sequences and a response format. Tokens are emitted once all possible best
+    outputs share them, the others at the end.
+
+    `output_token_ids` is output generated elsewhere, which the sequence continues. It counts in all
+    limits, penalties, counts and random positions; events cover only new output. It needs
+    `ModelInfo.continues_output` and excludes a response format, beam search and several choices.
+
+    `regions` lists where the request may run, preferred first, empty for anywhere; only replica
+    sets use it. `adapter` is one of `ModelInfo.adapters`, empty for the base model. With
+    `splits_reasoning`, thinking is separated from the answer if the model marks it; stop sequences
+    and stop token ids then act on the answer only. `thinking` says where the model's thinking
+    begins; a response format applies to the answer after it. `marked_functions` are the functions
+    whose calls are marked in the text if only token ids distinguish them from it, see
     `CallFormat.HARMONY`.
     """
 
@@ -196,7 +206,7 @@ class GenerationRequest:
 
     @property
     def may_be_continued(self) -> bool:
-        """True if another engine can continue it mid-output, by its tokens alone."""
+        """True if another engine can continue the output from its tokens alone."""
         return (
             self.choice_count == 1
             and self.beam_search is None
@@ -207,7 +217,7 @@ class GenerationRequest:
 
 
 class EngineFinishReason(StrEnum):
-    """Reason for the end of a sequence."""
+    """Reason why a sequence ended."""
 
     STOP = "stop"
     STOP_SEQUENCE = "stop_sequence"
@@ -216,10 +226,11 @@ class EngineFinishReason(StrEnum):
 
 
 class Scheduled(msgspec.Struct, tag=0, array_like=True, frozen=True):
-    """The sequence left the engine's queue. cached_token_count: cached prompt tokens.
+    """The sequence left the engine's queue. `cached_token_count` is its number of cached prompt
+    tokens.
 
-    is_final: the count cannot change. Otherwise the engine reports it at the end of the output, in
-    `SequenceFinished`; if that never comes, this count is the last known one.
+    If `is_final` is False, the count may change: the engine reports it again in `SequenceFinished`.
+    If that event never comes, this count is the last known one.
     """
 
     cached_token_count: int
@@ -234,9 +245,10 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
-    """Log-probabilities of one token and of the most likely tokens, in descending order.
+    """Log-probabilities of one token, and of the most likely tokens in descending order.
 
-    From the model's own distribution: before bias, penalties, constraints and temperature.
+    They come from the model's own distribution, before bias, penalties, constraints and
+    temperature.
     """
 
     chosen: TokenLogprob
@@ -244,14 +256,14 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TokensGenerated(msgspec.Struct, tag=1, array_like=True, frozen=True):
-    """New output of one step. `text` may lag behind `token_ids`: characters and possible stops are
-    held back.
+    """New output of one step. `text` may lag behind `token_ids`: incomplete characters and possible
+    stop sequences are held back.
 
-    logprobs: one per token if requested. choice_index: of the output, from 0. prompt_logprobs: with
-    the first token of the first choice, one per token of the prompt if requested. The first has
-    none: 0 and no top tokens. reasoning: thinking, which precedes the text. reasoning_token_count:
-    tokens now known to be thinking; more than `token_ids` if a marker had left earlier ones
-    undecided.
+    `logprobs` has one entry per token if requested. `choice_index` counts from 0. `prompt_logprobs`
+    comes with the first token of the first choice, one entry per prompt token if requested; the
+    first entry is 0 without top tokens. `reasoning` is thinking, which precedes the text.
+    `reasoning_token_count` is the number of tokens now known to be thinking; it exceeds the length
+    of `token_ids` if a marker had left earlier tokens undecided.
     """
 
     token_ids: tuple[int, ...]
@@ -264,7 +276,7 @@ class TokensGenerated(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
 
 class ChoiceFinished(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """One of several choices has ended; sent for each of them. Fields as in `SequenceFinished`."""
+    """One of several choices has ended. The fields mean the same as in `SequenceFinished`."""
 
     choice_index: int
     reason: EngineFinishReason
@@ -274,7 +286,7 @@ class ChoiceFinished(msgspec.Struct, tag=4, array_like=True, frozen=True):
 
 
 class EngineTimings(msgspec.Struct, array_like=True, frozen=True):
-    """Durations in the engine, in ms: wait for a place, computation of the prompt, generation."""
+    """Milliseconds that a sequence spent in the engine: in the queue, in prefill and in decode."""
 
     queue_ms: float
     prefill_ms: float
@@ -284,14 +296,14 @@ class EngineTimings(msgspec.Struct, array_like=True, frozen=True):
 class SequenceFinished(msgspec.Struct, tag=2, array_like=True, frozen=True):
     """Last event of a sequence that did not fail. Its KV blocks are free again.
 
-    text: held-back text that turned out to be output; never contains a matched stop sequence.
-    reasoning: the same of the thinking. stopped_by: the request's stop sequence, or the id of its
-    stop token, that ended the output; None for an end token of the model, and for other ends.
-    generated_token_count: all tokens in `TokensGenerated` events, including unread ones of a
-    cancelled sequence; for beam search, those of all beams. For several choices it is the sum, sent
-    after the last one; reason, stopped_by and timings are the first choice's, and text is empty.
-    migration_count: how often it moved to another engine after its first token; counts cover the
-    whole sequence, each token once.
+    `text` is held-back text that turned out to be output; it never contains a matched stop
+    sequence. `reasoning` is held-back thinking. `stopped_by` is the request's stop sequence, or the
+    id of its stop token, that ended the output; None if anything else did. `generated_token_count`
+    counts all tokens in `TokensGenerated` events, including unread ones of a cancelled sequence;
+    for beam search, those of all beams. With several choices this event follows the last one and
+    has the sum; reason, `stopped_by` and timings are then the first choice's, and text is empty.
+    `migration_count` says how often the sequence moved to another engine after its first token;
+    counts cover the whole sequence, each token once.
     """
 
     reason: EngineFinishReason
@@ -306,10 +318,11 @@ class SequenceFinished(msgspec.Struct, tag=2, array_like=True, frozen=True):
 
 
 class SequenceRefused(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """Sent instead of the last event: the engine rejected the sequence or cannot continue it.
+    """Last event of a sequence that the engine rejected or cannot continue.
 
-    overloaded: the queue is full. failed: the engine is at fault. Otherwise `message` says why it
-    cannot run, and `field` names the field to change, if it is a single one.
+    With `overloaded`, the queue is full; with `failed`, the engine is at fault. Otherwise `message`
+    says why the request cannot run, and `field` names the field to change if a single one is the
+    cause.
     """
 
     message: str
@@ -322,12 +335,12 @@ SequenceEvent = Scheduled | TokensGenerated | ChoiceFinished | SequenceFinished
 
 
 def uniform(seed: int, index: int) -> float:
-    """Return a deterministic number in [0, 1) with 53 random bits. SplitMix64, Steele 2014."""
+    """Compute a number in [0, 1) with 53 bits from seed and index, by SplitMix64 (Steele 2014)."""
     return (_mix(_mix(seed & _MASK) ^ (index * 0x9E3779B97F4A7C15 & _MASK)) >> 11) * 2.0**-53
 
 
 def choice_seed(seed: int, choice_index: int) -> int:
-    """Return the seed of a choice; the first choice uses the request's own."""
+    """Derive a choice's seed from the request's; the first choice uses the request's own."""
     return seed if choice_index == 0 else _mix(_mix(seed & _MASK) + choice_index)
 
 
@@ -339,7 +352,7 @@ def _mix(value: int) -> int:
 
 
 class RequestField(StrEnum):
-    """A field of the start frame that some engines do not support. The value is its name there."""
+    """A field that some engines do not support. The value is its name in the start frame."""
 
     TOP_P = "sampling.top_p"
     TOP_K = "sampling.top_k"

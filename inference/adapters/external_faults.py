@@ -23,17 +23,17 @@ _log = logging.getLogger("weir.inference.adapters")
 
 
 class EmptyAnswers:
-    """Detect a broken KV cache from consecutive empty outputs of one engine."""
+    """Detector of a broken KV cache, by consecutive empty outputs of one engine."""
 
     def __init__(self, count_max: int) -> None:
-        """count_max: consecutive empty outputs that indicate a fault; 0 disables detection."""
+        """`count_max` consecutive empty outputs indicate a fault; 0 disables the detection."""
         self._count_max = count_max
         # salts of the current run of empty outputs
         self._salts: deque[str] = deque(maxlen=count_max)
 
     def show_a_fault(self, choice: Choice, inside: Iterable[Choice]) -> bool:
-        """Return whether the end of this choice indicates an engine fault. inside: choices in the
-        engine.
+        """Return whether the end of this choice indicates an engine fault. `inside` yields the
+        choices that are still in the engine.
 
         Empty outputs of one tenant do not count while the engine serves other tenants: a restart
         would end their streams.
@@ -53,13 +53,13 @@ class EmptyAnswers:
 
 
 class WatchedQueue(Protocol):
-    """Request queue of an engine, as seen by a `StallWatch`. moved_at_s: of the last token."""
+    """Interface of a request queue for `StallWatch`. `moved_at_s` is the time of the last token."""
 
     moved_at_s: float
 
     @property
     def inside(self) -> Iterator[Choice]:
-        """Choices that the engine has."""
+        """Iterate over the choices that are in the engine."""
         ...
 
     def fail(self, choice: Choice, why: EngineError) -> None:
@@ -68,9 +68,10 @@ class WatchedQueue(Protocol):
 
 
 class StallWatch:
-    """Detects sequences without new tokens. Timeouts in seconds, to the first token and between.
+    """Detector of sequences without new tokens. The timeouts, in seconds, apply to the first token
+    and to the time between two tokens.
 
-    abort_frees: whether an aborted sequence certainly gives its place in the engine to others.
+    `abort_frees` tells whether aborting a sequence certainly frees its place in the engine.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class StallWatch:
         self._stall_count = 0
 
     def poll(self) -> str | None:
-        """Fail the sequences that are stuck. Returns the reason if the engine itself is stuck."""
+        """Fail the sequences that are stuck. Return the reason if the engine itself is stuck."""
         now_s = time.monotonic()
         stuck, shortest_s = [], self._first_token_timeout_s
         for choice in self._queue.inside:

@@ -50,14 +50,14 @@ _log = logging.getLogger("weir.inference.adapters")
 
 @dataclass(frozen=True, slots=True)
 class AbortLimits:
-    """Engine-specific limits on aborting, and fault thresholds.
+    """Limits on aborting sequences of an engine, and thresholds of its faults.
 
-    abort_running: whether a running sequence may be aborted; if False, a cancelled sequence runs on
-    with its output dropped. abort_prefill: whether it may be aborted before its first token; if
-    False, the abort waits for it. abort_with_logprobs: whether a sequence that reports
-    log-probabilities may be aborted. abort_drain_s: seconds to wait for the final token count,
-    since an abort may never be answered. empty_answer_count_max: consecutive outputs without a
-    token that indicate a broken KV cache; 0 for no limit.
+    `abort_running` tells whether a running sequence may be aborted; if False, a cancelled sequence
+    runs on and its output is dropped. `abort_prefill` tells whether it may be aborted before its
+    first token; if False, the abort waits for that token. `abort_with_logprobs` tells whether a
+    sequence that reports log-probabilities may be aborted. An abort may never be answered, so the
+    final token count is awaited for at most `abort_drain_s` seconds. `empty_answer_count_max`
+    consecutive outputs without a token indicate a broken KV cache; 0 disables the check.
     """
 
     abort_running: bool = True
@@ -68,12 +68,12 @@ class AbortLimits:
 
 
 class ExternalQueue:
-    """Request queue of an external engine. Events go out through `sink`, in order for each request.
+    """Request queue of an external engine. It sends events to `sink`, in order for each request.
 
-    submit: submits a choice. Raises: EngineError if the engine rejects it; anything else ends the
-    engine. vocabulary_size: as in `Request`. format_end_token_ids: additional end tokens of
-    requests with a response format. broken: called with the reason when the whole engine has
-    failed.
+    `submit` submits a choice; an EngineError from it fails the request, any other exception ends
+    the engine. `vocabulary_size` is that of `Request`. `format_end_token_ids` are additional end
+    tokens of requests with a response format. `broken` is called with the reason when the whole
+    engine has failed.
     """
 
     def __init__(
@@ -117,13 +117,13 @@ class ExternalQueue:
 
     @property
     def owes(self) -> bool:
-        """True if a request has not ended yet."""
+        """True if the end of a request is still to be reported."""
         return bool(self._requests)
 
     def pulse(self) -> Pulse:
-        """Return how long the engine has generated nothing, though it has outputs to continue.
+        """Measure how long the engine has generated nothing, although it has outputs to continue.
 
-        Zero while it computes prompts only, which may take long. Thread-safe.
+        The time is zero while it computes prompts only, which may take long. Thread-safe.
         """
         decodes = any(
             choice.first_token_at_s is not None and choice.ended is None and not choice.aborted
@@ -136,7 +136,7 @@ class ExternalQueue:
         return iter(tuple(self._inside))
 
     def add(self, number: int, request: GenerationRequest, arrived_at_s: float) -> None:
-        """Queue a validated request. number: greater than all earlier ones."""
+        """Queue a validated request under `number`, which must be greater than all earlier ones."""
         ends = frozenset() if request.stop.ignore_eos else self._model_end_token_ids
         if request.response_format is not None:
             ends |= self._format_end_token_ids
@@ -175,7 +175,7 @@ class ExternalQueue:
         self._report_end(added.choices[0])
 
     def cancel(self, number: int) -> None:
-        """Cancel a request: at once if queued, on the engine's answer if running. Idempotent."""
+        """Cancel a request; a running one ends when the engine has answered. Idempotent."""
         request = self._requests.get(number)
         for choice in () if request is None else tuple(request.choices):
             if choice.ended is not None:
@@ -193,7 +193,7 @@ class ExternalQueue:
             self.cancel(number)
 
     def abandon(self) -> None:
-        """Drop all requests without reporting their end, which the caller does."""
+        """Drop all requests without reporting an end; the caller reports it."""
         for choice in self.inside:
             if choice.awaits_last:
                 self._report_end(choice)
@@ -201,7 +201,7 @@ class ExternalQueue:
         self._waiting.clear()
 
     def fail(self, choice: Choice, why: EngineError) -> None:
-        """End the request with an error, unless only the last message of a whole output failed."""
+        """End the request with an error; a choice that only awaits its last message just ends."""
         if choice.awaits_last:
             self._report_end(choice)
             return
@@ -215,7 +215,7 @@ class ExternalQueue:
                 self._abort(other)
 
     def statistics(self) -> EngineStatistics:
-        """Return the counts of sequences here, with the last blocks and steps of the engine."""
+        """Count the sequences here, and add the engine's last reported blocks and steps."""
         return msgspec.structs.replace(
             self.reported,
             waiting_sequence_count=sum(choice.ended is None for *_, choice in self._waiting),
@@ -239,7 +239,7 @@ class ExternalQueue:
                 self._submit(choice)
 
     def _note_overtaking(self, entering: Choice) -> None:
-        """Prevent starvation: a choice is overtaken `waiting_sequence_count_max` times at most."""
+        """Prevent starvation: a choice is overtaken at most `waiting_sequence_count_max` times."""
         if not self._waiting or min(number for _, number, _, _ in self._waiting) > entering.number:
             return
         for *_, choice in self._waiting:
@@ -274,7 +274,7 @@ class ExternalQueue:
         self._inside[choice] = self._tasks.create_task(self._follow(choice, answers))
 
     async def _follow(self, choice: Choice, answers: Answers) -> None:
-        """Read a sequence until the engine ends it, which may be after its end was reported."""
+        """Read a sequence until the engine ends it, perhaps long after its end was reported."""
         try:
             async with aclosing(answers.read()) as reader:
                 async for answer in reader:
@@ -305,7 +305,7 @@ class ExternalQueue:
         self._fill()
 
     def _take(self, choice: Choice, answer: Answer) -> bool:
-        """Take an answer, or its next tokens; return whether it has more."""
+        """Process an answer, or its next tokens; return whether it has more."""
         now_s = time.monotonic()
         output, request = answer.output, choice.request
         if len(output.token_ids) > choice.token_count or output.finish_reason is not None:
@@ -333,7 +333,7 @@ class ExternalQueue:
         return choice.ended is None and choice.token_count < len(output.token_ids)
 
     def _take_counts(self, choice: Choice, answer: Answer) -> None:
-        """Take the cached tokens of the prompt, which is billed as the first choice computes it."""
+        """Record the cached tokens of the prompt, as the first choice reports them for the bill."""
         request, cached_token_count = choice.request, answer.cached_token_count
         for event in request.schedule(cached_token_count, is_final=answer.is_final):
             self._prompt_token_count += len(request.generation.prompt_token_ids)
@@ -347,10 +347,11 @@ class ExternalQueue:
             self._cached_token_count += cached_token_count
 
     def _take_end(self, choice: Choice, answer: Answer) -> None:
-        """Report the end of an output, or wait for its last message with the cached tokens.
+        """Report the end of an output, or wait for the engine's last message with the cached
+        tokens.
 
-        An engine that does not know why the output ended runs on: it is aborted, at the latest
-        after some more tokens.
+        If the engine does not know why the output ended, it would run on: it is aborted, at the
+        latest after some more tokens.
         """
         is_last = answer.output.finish_reason is not None
         runs_on = choice.ended is EngineFinishReason.STOP_SEQUENCE or choice.stopped_here
@@ -370,7 +371,7 @@ class ExternalQueue:
             self._abort(choice)
 
     def _abort(self, choice: Choice) -> bool:
-        """Abort a sequence in the engine. Returns False if it cannot be aborted now."""
+        """Abort a sequence in the engine; return False if that is not possible now."""
         if choice.aborted:
             return True
         task = self._inside.get(choice)

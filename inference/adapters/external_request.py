@@ -1,7 +1,7 @@
 """Request of an external engine: its choices, their output so far, and the events for the caller.
 
 The engine's token lists are cumulative, may shrink, and may grow by any number of tokens, so new
-tokens are counted and checked here: whatever is wrong in an answer fails its choice alone. Text is
+tokens are counted and checked here, and an invalid answer fails only its own choice. Text is
 decoded here too, from the token ids: text that was sent is final, and a stop sequence is found even
 where it spans tokens. An engine that ends an output at a stop sequence must agree.
 """
@@ -37,10 +37,11 @@ _log = logging.getLogger("weir.inference.adapters")
 
 
 class Answer(NamedTuple):
-    """State of a sequence as reported by the engine. cached_token_count: cached prompt tokens.
+    """State of a sequence as reported by the engine. `cached_token_count` counts its cached prompt
+    tokens.
 
-    is_final: the engine does not change the count any more. awaits_count: the engine reports it in
-    its last message only.
+    With `is_final`, that count will not change. With `awaits_count`, the engine reports it only in
+    its last message.
     """
 
     output: Output
@@ -50,10 +51,10 @@ class Answer(NamedTuple):
 
 
 class Answers(Protocol):
-    """One sequence in the engine."""
+    """Answers of an engine to one submitted sequence."""
 
     def read(self) -> AsyncGenerator[Answer, None]:
-        """Yield answers in order. Raises: EngineError if only this sequence failed."""
+        """Yield answers in order. Raises EngineError if only this sequence failed."""
         ...
 
     def abort(self) -> None:
@@ -63,12 +64,12 @@ class Answers(Protocol):
 
 @dataclass(slots=True)
 class Output:
-    """Output of one choice so far. Has the same fields as TensorRT-LLM's `CompletionOutput`.
+    """Output of one choice so far. It has the same fields as TensorRT-LLM's `CompletionOutput`.
 
-    finish_reason: None while the output runs; `stop_sequence` if the engine found one.
-    stop_reason: the stop token that ended it, None for the end token. logprobs: for each token, a
-    mapping from token ids to log-probabilities. thinking_token_count: as the engine counts it at
-    the end.
+    `finish_reason` is None while the output runs, and `stop_sequence` if the engine found one.
+    `stop_reason` is the stop token that ended it, None for the end token. `logprobs` has for each
+    token a mapping from token ids to log-probabilities. `thinking_token_count` is reported by the
+    engine at the end.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -80,13 +81,14 @@ class Output:
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One output while it runs. answers: set on submission. silent_since_s: time of its last
-    answer.
+    """One running output. `answers` is set on submission, and `silent_since_s` is the time of the
+    last answer.
 
-    ended: the reported finish reason; the engine may still be running it. awaits_last: it is whole,
-    and reported when the engine's last message has come. last: its held-back text, if taken.
-    aborted: an abort was sent. stalled: reported as stuck; it stays in the batch until the engine
-    returns it. stopped_by: see `SequenceFinished`.
+    `ended` is the finish reason that was reported; the engine may still be running the output. With
+    `awaits_last`, the output is complete and is reported when the engine's last message arrives.
+    `last` is its held-back text once that was taken. `aborted` tells that an abort was sent. A
+    choice that is `stalled` was reported as stuck, but stays in the batch until the engine returns
+    it. For `stopped_by` see `SequenceFinished`.
     """
 
     request: Request
@@ -120,20 +122,20 @@ class Choice:
 
     @property
     def sent_token_ids(self) -> tuple[int, ...]:
-        """Prompt for the engine: output generated elsewhere becomes part of it."""
+        """Prompt for the engine, followed by output that was generated elsewhere."""
         request = self.request.generation
         return request.prompt_token_ids + request.output_token_ids
 
     @property
     def token_count_max(self) -> int:
-        """Output tokens that the engine may generate."""
+        """Number of output tokens that the engine may still generate."""
         request = self.request.generation
         return request.stop.max_output_tokens - len(request.output_token_ids)
 
     def take(self, output: Output, now_s: float) -> list[SequenceEvent]:
-        """Process a response, or its next tokens; set `ended` at the output's end.
+        """Process an answer, or its next tokens, into events; set `ended` at the end of the output.
 
-        Raises: EngineFailed if invalid.
+        Raises EngineFailed if the answer is invalid.
         """
         before = len(self.request.generation.output_token_ids)
         if len(output.token_ids) > self.token_count_max:
@@ -200,7 +202,9 @@ class Choice:
         ]
 
     def _take_token(self, token_id: int, count: int) -> TextPiece:
-        """Return the text released by a token; set `ended` on the last. count: tokens with it."""
+        """Decode a token and return the text that it releases. `count` is the number of output
+        tokens including it; `ended` is set if it is the last.
+        """
         stop, request, thinks = self.request.generation.stop, self.request, self.detokenizer.thinks
         if token_id in request.end_token_ids or (
             token_id in request.answer_end_token_ids and not thinks
@@ -217,7 +221,7 @@ class Choice:
         return piece
 
     def rest(self) -> TextPiece:
-        """Return the held-back text at the end of the output; it may complete a stop sequence."""
+        """Flush the held-back text at the end of the output, which may complete a stop sequence."""
         if self.last is not None:
             return self.last
         if self.ended is EngineFinishReason.STOP_SEQUENCE:
@@ -266,11 +270,12 @@ class Choice:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Client request. number: its handle. end_token_ids: those that the engine knows.
-    model_end_token_ids: those of them that the model or the format has.
-    vocabulary_size: token ids of its output are below; None if the engine sends no token ids.
-    answer_end_token_ids: more end tokens, outside the thinking, which the engine does not know.
-    ends: reported finish reasons.
+    """A client's request, identified by `number`. `end_token_ids` are the end tokens that the
+    engine knows, `model_end_token_ids` those among them that come from the model or the format.
+
+    `vocabulary_size` is the upper bound of token ids in the output; None if the engine sends no
+    ids. `answer_end_token_ids` are more end tokens, valid outside of thinking, which the engine
+    does not know. `ends` has the reported finish reasons.
     """
 
     number: int
@@ -287,17 +292,17 @@ class Request:
     model_end_token_ids: frozenset[int] = frozenset()
 
     def schedule(self, cached_token_count: int, *, is_final: bool = True) -> list[SequenceEvent]:
-        """Record the engine's first answer. The counts are those of the first choice: the prompt is
-        billed once.
+        """Record the engine's first answer and build its event. Only the first choice counts, since
+        the prompt is billed once.
 
-        Raises: EngineFailed if the count is out of range.
+        Raises EngineFailed if the count is out of range.
         """
         if self.cached_token_count is not None:
             return []
         return [Scheduled(self.note_cached(cached_token_count, is_final=is_final), is_final)]
 
     def note_cached(self, cached_token_count: int, *, is_final: bool) -> int:
-        """Record and return the cached tokens of the prompt. Raises: EngineFailed if impossible."""
+        """Record and return the cached tokens of the prompt. Raises EngineFailed if impossible."""
         prompt_token_count = len(self.generation.prompt_token_ids)
         sent_count = prompt_token_count + len(self.generation.output_token_ids)
         if not 0 <= cached_token_count <= sent_count:
@@ -310,7 +315,7 @@ class Request:
         return self.cached_token_count
 
     def finish(self, choice: Choice, now_s: float) -> list[SequenceEvent]:
-        """Return the events for the end of a choice, and of the request with its last choice."""
+        """Build the events for the end of a choice, and of the request with its last choice."""
         piece = choice.rest()
         assert choice.ended is not None, "the caller checked that the choice ended"
         self.ends[choice.index] = choice.ended
@@ -351,7 +356,7 @@ class Request:
 
 
 def _joined(first: TextPiece, second: TextPiece) -> TextPiece:
-    """Join the text of two tokens."""
+    """Concatenate the text pieces of two tokens."""
     return TextPiece(
         first.text + second.text,
         second.stop,
@@ -362,10 +367,7 @@ def _joined(first: TextPiece, second: TextPiece) -> TextPiece:
 
 @contextmanager
 def odd_answers_failing() -> Iterator[None]:
-    """Turn an unexpected exception of the block into the failure of one sequence, and log it.
-
-    Raises: EngineError.
-    """
+    """Log an unexpected exception of the block, and raise an EngineError for one sequence."""
     try:
         yield
     except (EngineError, AssertionError):
@@ -376,7 +378,7 @@ def odd_answers_failing() -> Iterator[None]:
 
 
 def check_token_ids(token_ids: Iterable[Any], vocabulary_size: int | None) -> None:
-    """Raise EngineFailed for an id outside the vocabulary; None: ids are not the engine's."""
+    """Raise EngineFailed for a token id outside the vocabulary; skip the check if that is None."""
     for token_id in token_ids if vocabulary_size is not None else ():
         # bool is an int, and a float may equal one
         if type(token_id) is not int or not 0 <= token_id < (vocabulary_size or 0):
@@ -391,8 +393,8 @@ def check_token_ids(token_ids: Iterable[Any], vocabulary_size: int | None) -> No
 def token_logprobs(
     token_id: int, known: Mapping[int, Any], top_count: int, vocabulary_size: int | None
 ) -> TokenLogprobs:
-    """Convert the engine's mapping to `TokenLogprobs`, without the tokens that a grammar excludes
-    (probability 0). Raises: EngineFailed without `token_id`, and for impossible numbers.
+    """Convert the engine's mapping to `TokenLogprobs`, leaving out tokens that a grammar excludes
+    (probability 0). Raises EngineFailed if `token_id` is missing or a number is impossible.
     """
     if token_id not in known:
         raise EngineFailed("the engine reported log-probabilities without the token that it chose")

@@ -1,7 +1,7 @@
 """Observations about an engine, one per question of a doctor command, and the report of them.
 
-The adapters handle most answers either way. The answers show which precautions an installation
-needs, and where the engine differs from its documentation.
+The adapters handle most answers, expected or not. The answers show which precautions an
+installation needs, and where the engine differs from its documentation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORMATS = (
 
 
 class Verdict(StrEnum):
-    """expected: as documented. other: differs, and the adapter handles it. bad: unusable."""
+    """Verdict on an answer: as documented, different but handled by the adapter, or unusable."""
 
     EXPECTED = "expected"
     OTHER = "other"
@@ -44,7 +44,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The answer to one question."""
+    """Answer to one question of a doctor command, with the verdict on it."""
 
     question: str
     verdict: Verdict
@@ -52,12 +52,12 @@ class Observation:
 
 
 def expected(condition: bool) -> Verdict:
-    """Return the verdict on an answer that the adapter does not depend on."""
+    """Judge an answer that the adapter does not depend on."""
     return Verdict.EXPECTED if condition else Verdict.OTHER
 
 
 def needed(condition: bool) -> Verdict:
-    """Return the verdict on an answer that the adapter depends on."""
+    """Judge an answer that the adapter depends on."""
     return Verdict.EXPECTED if condition else Verdict.BAD
 
 
@@ -66,9 +66,10 @@ async def ask_all(
     patient: Patient,
     observe: Callable[[Observation], None] = lambda observation: None,
 ) -> list[Observation]:
-    """Run all questions in order. The text of a question is the docstring of its function.
+    """Ask all questions in order. The text of a question is the docstring of its function.
 
-    observe: called with each observation at once; the engine's process may not live to the last.
+    Each observation is passed to `observe` at once, since the engine's process may die before the
+    last question.
     """
     found = []
     for question in questions:
@@ -88,9 +89,10 @@ def report_of(
     facts: Mapping[str, object],
     scrubber: Scrubber,
 ) -> dict[str, Any]:
-    """Return a report that can be sent to others. facts: about what was examined; no secrets.
+    """Build a report that can be sent to others. `facts` describes the examined model or machine
+    and must not contain secrets.
 
-    scrubber: removes what an error text may hold.
+    `scrubber` removes secrets from the texts, such as error messages.
     """
     machine: dict[str, Any] = {
         "system": platform.platform(),
@@ -116,7 +118,7 @@ def report_of(
 
 
 def checkpoint_facts(model: ModelInfo) -> dict[str, object]:
-    """Return facts of a checkpoint's public configuration: no path and no name."""
+    """Collect facts from a checkpoint's public configuration, without its path and name."""
     config = read_json(Path(model.directory) / "config.json")
     other = Path(model.directory) / "hf_quant_config.json"  # of NVIDIA's ModelOpt
     quantization = config.get("quantization_config") or {}
@@ -137,7 +139,7 @@ def checkpoint_facts(model: ModelInfo) -> dict[str, object]:
 async def accepted(
     formats: Iterable[ResponseFormat], answer: Callable[[ResponseFormat], Awaitable[object]]
 ) -> tuple[Verdict, str]:
-    """Return which response formats an engine accepts. answer: requests an output in one format."""
+    """Try response formats and report which are accepted. `answer` requests one output."""
     kept, failed = [], []
     for response_format in formats:
         try:

@@ -15,10 +15,11 @@ PARENTS_MAX = 64  # blocks of equal tokens to follow, one per tenant; a lookup t
 
 
 class KvCacheChange(Message, tag="kv_cache", frozen=True):
-    """Changes to the KV cache, applied in order: `reset`, then `stored` as (parent, block, tokens),
-    then `removed`.
+    """Changes to the KV cache, to apply in order: `reset`, then `stored` as (parent, block,
+    tokens), then `removed`.
 
-    reset: events were lost, so the previous state is discarded. A parent of 0 is the root.
+    `reset` means that events were lost, so the previous state is discarded. A parent of 0 is the
+    root.
     """
 
     reset: bool
@@ -56,9 +57,10 @@ class KvEventIndex:
         self._positions.clear()
 
     def matched_token_count(self, token_ids: Sequence[int], root: int = 0) -> int:
-        """Return the leading tokens cached in whole blocks; not the whole prompt.
+        """Count the leading tokens that are cached in whole blocks; never the whole prompt.
 
-        root: parent of the first blocks of a salt. Blocks whose events have no salt count, too.
+        `root` is the parent of the first blocks under a salt. Blocks whose events carry no salt
+        count too.
         """
         count, parents = 0, [0, root] if root else [0]
         while self._block_tokens and count + self._block_tokens < len(token_ids):

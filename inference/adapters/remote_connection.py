@@ -55,7 +55,7 @@ DIALECTS: Mapping[Service, type[GrpcDialect | HttpDialect]] = {
 
 
 def credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
-    """Load the TLS files, per connection since certificates are renewed. Raises: ServerUnfit."""
+    """Load the TLS files, again for each connection since they are renewed. Raises: ServerUnfit."""
     try:
         return grpc.ssl_channel_credentials(
             tls.authority.read_bytes(),
@@ -67,7 +67,7 @@ def credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
 
 
 def open_channel(target: Target, tls: TlsFiles | None, api: Any = grpc.aio) -> Any:
-    """Open a channel on the running event loop. api: `grpc` to block. Raises: ServerUnfit."""
+    """Open a channel on the running event loop; `api=grpc` blocks instead. Raises: ServerUnfit."""
     bytes_max = WHOLE_ANSWER_BYTES_MAX if target.service is Service.TRTLLM else MESSAGE_BYTES_MAX
     options = [*_OPTIONS, ("grpc.max_receive_message_length", bytes_max)]
     if tls is None:
@@ -98,7 +98,7 @@ async def open_dialect(settings: RemoteSettings) -> AsyncIterator[Dialect]:
 
 
 class _Over(Exception):
-    """Ends the tasks of a connection."""
+    """Exception that ends the tasks of a connection."""
 
 
 class Link:
@@ -111,7 +111,7 @@ class Link:
         self._ended: asyncio.Future[str] | None = None
 
     async def run(self, examine: Callable[[Dialect], Awaitable[None]], use: Use) -> str:
-        """Run one connection and return why it ended. use: context entered after the checks."""
+        """Run one connection and return why it ended. `use` is entered after all checks passed."""
         target = self._settings.target
         self._ended = ended = asyncio.get_running_loop().create_future()
         try:
@@ -141,7 +141,7 @@ class Link:
             return failed + self._about_key(error.code())
 
     def _about_key(self, code: grpc.StatusCode) -> str:
-        """Return the remedy if the server refused the key, or requires one."""
+        """Explain how to fix the key if the server refused it or requires one."""
         if code not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
             return ""
         if self._settings.key is not None:
@@ -149,7 +149,7 @@ class Link:
         return "; set WEIR_REMOTE_KEY_FILES (in the fleet file, key_file) if it requires a key"
 
     def end(self, reason: str) -> None:
-        """End the connection. The first reason is kept."""
+        """End the connection. If it is called again, the first reason is kept."""
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(reason)
 

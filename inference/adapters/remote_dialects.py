@@ -1,6 +1,6 @@
 """Interface of a dialect, and the gRPC dialects. One dialect uses one channel.
 
-A server is a stranger: each answer is bounded by its request before it is decoded, and checked
+Servers are not trusted: each answer is bounded by its request before it is decoded, and checked
 while it is read. Text that a server sends goes to the log and to operators, bounded and
 with its control characters escaped, but never to a client.
 
@@ -100,7 +100,7 @@ SEED_MAX = 2**31 - 1
 
 
 def message_bytes_max(choice: Choice, *, repeats_output: bool) -> int:
-    """Return the bytes that an answer may need for one message, or between two new tokens."""
+    """Compute how many bytes one message, or the data between two new tokens, may have."""
     top_count = choice.request.generation.sampling.top_logprobs
     bytes_max = MESSAGE_BYTES_BASE + PROMPT_TOKEN_BYTES * len(choice.sent_token_ids)
     if top_count is not None:
@@ -112,7 +112,7 @@ def message_bytes_max(choice: Choice, *, repeats_output: bool) -> int:
 
 
 def quoted(text: str | bytes | None) -> str:
-    """Return a server's text for the log and for operators: short, without control characters."""
+    """Make a server's text safe for the log: shorten it and escape control characters."""
     if isinstance(text, bytes):
         text = text.decode(errors="replace")
     text = masked(text or "no details")[:QUOTED_CHARS_MAX]
@@ -125,7 +125,7 @@ class ServerUnfit(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Facts that a server reports, else 0 or empty. block_tokens: tokens per cache block."""
+    """Facts that a server reports; 0 or empty if unknown. `block_tokens`: tokens per KV block."""
 
     model: str
     version: str = ""
@@ -135,7 +135,7 @@ class ServerFacts:
     block_tokens: int = 0
 
     def __post_init__(self) -> None:
-        """Replace impossible numbers by 0, and make names printable."""
+        """Replace impossible numbers by 0, and escape control characters in names."""
         for name, at_most in (
             ("vocabulary_size", TOKENS_MAX),
             ("context_window_tokens", TOKENS_MAX),
@@ -149,7 +149,7 @@ class ServerFacts:
 
 
 class Dialect(ABC):
-    """One service. Calls raise `grpc.aio.AioRpcError`, also over HTTP."""
+    """Protocol of one service. Calls raise `grpc.aio.AioRpcError`, even over HTTP."""
 
     carries_salt: bool  # whether requests carry a salt that separates cached prefixes
     # Whether the number of cached prompt tokens stays the same from the first token on, so that it
@@ -162,43 +162,44 @@ class Dialect(ABC):
 
     @abstractmethod
     async def wait_until_lost(self) -> None:
-        """Return when the connection is lost."""
+        """Wait until the connection is lost."""
 
     async def probe(self, vocabulary_size: int) -> Capabilities:
-        """Return the supported request fields, by tests if the service does not fix them. Called
-        after `facts`. Raises: ServerUnfit.
+        """Find the supported request fields, by test requests if the service does not fix them.
+        Called after `facts`. Raises: ServerUnfit.
         """
         return self.capabilities
 
     @abstractmethod
     async def health_fault(self) -> str | None:
-        """Return the problem that the server reports, or None if it is healthy."""
+        """Ask for the server's health; return the problem that it reports, or None."""
 
     @abstractmethod
     async def facts(self) -> ServerFacts:
-        """Return the facts that the server reports."""
+        """Ask the server for facts about its model."""
 
     async def load(self, block_tokens: int) -> EngineStatistics:
-        """Return the cache blocks in use."""
+        """Ask for the cache blocks in use; `block_tokens` converts tokens to blocks."""
         raise missing("call for its load")
 
     @abstractmethod
     def generate(self, request_id: str, choice: Choice) -> AnswerCall:
-        """Send one sequence and return the call."""
+        """Send one sequence; return the call that streams its answer."""
 
     async def abort(self, request_id: str, call: Any) -> None:
-        """Ask the server to end a sequence, here by its call from `generate`."""
+        """Ask the server to end a sequence; by default, by cancelling the call of `generate`."""
         call.cancel()
 
     @abstractmethod
     def take(self, message: Any, choice: Choice, output: Output) -> int | None:
-        """Add a message to the output; return the cached prompt tokens that it reports, if any.
+        """Add a message to the output; return its number of cached prompt tokens, None if it has
+        none.
 
-        Raises: EngineFailed.
+        Raises EngineFailed if the message is invalid.
         """
 
     async def embed(self, request_id: str, token_ids: tuple[int, ...], timeout_s: float) -> Any:
-        """Send one text; return the answer, with `embedding` and `prompt_tokens`."""
+        """Send one text; return the answer with `embedding` and `prompt_tokens`."""
         raise missing("embeddings")
 
     def tokenizer_chunks(self) -> AsyncIterable[common_pb2.GetTokenizerChunk]:
@@ -206,7 +207,7 @@ class Dialect(ABC):
         raise missing("tokenizer files")
 
     def published_salt(self, cache_salt: str) -> str:
-        """Return the salt that cache events show for a request with this salt; empty for none."""
+        """Convert a request's salt to the one that cache events show; empty if they show none."""
         return ""
 
     def kv_batches(self) -> AsyncIterable[common_pb2.KvEventBatch]:
@@ -215,19 +216,20 @@ class Dialect(ABC):
 
 
 def failure(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
-    """Return the failure of a call that was found here."""
+    """Build the error of a call that failed a check on this side."""
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
 
 
 def missing(what: str) -> grpc.aio.AioRpcError:
-    """Return the error for a call that the service lacks."""
+    """Build the error of a call that the service does not implement."""
     return failure(grpc.StatusCode.UNIMPLEMENTED, f"the service has no {what}")
 
 
 class GrpcDialect(Dialect):
-    """One service over gRPC. Stub and messages are generated. ids_field: of `TokenizedInput`.
+    """Base of the dialects that speak gRPC. A subclass names its generated stub and messages, and
+    in `ids_field` the field of `TokenizedInput` that holds the token ids.
 
-    Answers are received as bytes, so that they are decoded only if they are small enough.
+    Answers arrive as bytes, so that one that is too large is not decoded.
     """
 
     stub_type: Any
@@ -287,7 +289,7 @@ class GrpcDialect(Dialect):
 
 
 def decoded(data: bytes, kind: Any, bytes_max: int) -> Any:
-    """Return the message of an answer. Raises: grpc.aio.AioRpcError."""
+    """Parse an answer of at most `bytes_max` bytes. Raises grpc.aio.AioRpcError otherwise."""
     if len(data) > bytes_max:
         size = f"an answer of {len(data)} bytes, at most {bytes_max} are read"
         raise failure(grpc.StatusCode.INTERNAL, size)
@@ -298,23 +300,23 @@ def decoded(data: bytes, kind: Any, bytes_max: int) -> Any:
 
 
 class AnswerCall(Protocol):
-    """A streamed answer: iterated message by message; each kind of dialect has its own."""
+    """Streamed answer, iterated message by message. Each kind of dialect has its own class."""
 
     def cancel(self) -> None:
         """End the call on the server. Idempotent."""
 
     def progressed(self) -> None:
-        """Allow as many bytes again as at the beginning, since a new token has come."""
+        """Renew the allowance of bytes, since a new token has arrived."""
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        """Yield messages. Raises: grpc.aio.AioRpcError, also for an answer that is too long."""
+        """Yield messages. Raises grpc.aio.AioRpcError, even for an answer that is too long."""
 
 
 class GrpcCall:
-    """Implement `AnswerCall` with a call that yields bytes. kind: of message.
+    """Implement `AnswerCall` with a call that yields bytes, which are parsed as `kind`.
 
-    bytes_max: from the beginning, or one `progressed` to the next; None if messages only have a
-    bound of their own, `EVENTS_BYTES_MAX`.
+    `bytes_max` limits the bytes between two calls of `progressed`; None if each message only has
+    its own limit, `EVENTS_BYTES_MAX`.
     """
 
     def __init__(self, call: Any, kind: Any, bytes_max: int | None = None) -> None:
@@ -346,12 +348,12 @@ class GrpcCall:
 
 
 def known_count(reported: float, at_most: int) -> int:
-    """Return a count of a server that is only informative; 0, for unknown, if it is impossible."""
+    """Validate an informative count of a server: 0, for unknown, if it is impossible."""
     return int(reported) if 0 <= reported <= at_most else 0
 
 
 def block_counts(token_count_max: int, usage: float, block_tokens: int) -> EngineStatistics:
-    """Convert a server's cache usage to blocks. usage: fraction in use, from 0 to 1."""
+    """Convert a server's cache usage to blocks. `usage` is the fraction in use, from 0 to 1."""
     token_count_max = known_count(token_count_max, TOKENS_MAX)
     usage = usage if 0.0 <= usage <= 1.0 else 0.0
     total, held = token_count_max // block_tokens, round(usage * token_count_max) // block_tokens
@@ -361,7 +363,7 @@ def block_counts(token_count_max: int, usage: float, block_tokens: int) -> Engin
 
 
 def check_room(choice: Choice, output: Output, count: int) -> None:
-    """Raise EngineFailed if this many more tokens are more than were asked for."""
+    """Raise EngineFailed if `count` more tokens would exceed the requested number."""
     total, limit = len(output.token_ids) + count, choice.token_count_max
     if total > limit:
         raise EngineFailed(f"the engine sent {total} tokens, {limit} were asked for")
@@ -381,13 +383,13 @@ def check_sent(reported: int, output: Output) -> None:
 
 
 def check_index(index: int) -> None:
-    """Raise EngineFailed for another output than the only one: each choice is sent by itself."""
+    """Raise EngineFailed unless the index is 0: each choice is sent by itself."""
     if index != 0:
         raise EngineFailed(f"the engine sent output {index} of a request for one")
 
 
 def check_length(choice: Choice, output: Output) -> None:
-    """Raise EngineFailed if an output ended for length before its limit: tokens were lost."""
+    """Raise EngineFailed if an output ended by length below its limit: tokens were lost."""
     limit, sent = choice.token_count_max, len(output.token_ids)
     if output.finish_reason == "length" and sent < limit:
         raise EngineFailed(
@@ -396,7 +398,7 @@ def check_length(choice: Choice, output: Output) -> None:
 
 
 def check_end(choice: Choice, output: Output) -> None:
-    """Raise EngineFailed if an output stopped without an end token, for engines that list it."""
+    """Raise EngineFailed if an output of an engine that sends end tokens stopped without one."""
     if output.finish_reason == "stop" and (
         not output.token_ids or output.token_ids[-1] not in choice.request.end_token_ids
     ):
@@ -406,7 +408,7 @@ def check_end(choice: Choice, output: Output) -> None:
 
 
 def finish_reason(reported: str) -> str:
-    """Return a reported reason by its name in `Output`. Raises: EngineFailed for others."""
+    """Convert a reported reason to its name in `Output`. Raises EngineFailed for unknown ones."""
     known = {"stop_word": "stop", "abort": "cancelled"}.get(reported, reported)
     if known not in ("stop", "length", "cancelled"):
         raise EngineFailed(
@@ -416,7 +418,7 @@ def finish_reason(reported: str) -> str:
 
 
 def named_field(text: str | None) -> str | None:
-    """Return the only field of a `StartFrame` that a server's text names."""
+    """Find the only field of a `StartFrame` that a server's text names; None if there is none."""
     found = {FIELDS[name] for name in _FIELD_NAMES.findall((text or "")[:QUOTED_CHARS_MAX])}
     return found.pop() if len(found) == 1 else None
 
@@ -424,9 +426,10 @@ def named_field(text: str | None) -> str | None:
 def engine_error(
     error: grpc.aio.AioRpcError, what: str, field: str | None = None, *, has_begun: bool = False
 ) -> EngineError:
-    """Map a call's status to an error, and log the server's own text, which clients never see.
+    """Convert a call's status to an error. The server's own text is logged and never sent to
+    clients.
 
-    what: request or text. has_begun: it was accepted.
+    `what` is "request" or "text". `has_begun` tells that the server had accepted it.
     """
     code, text = error.code(), error.details()
     if not has_begun:
@@ -446,7 +449,7 @@ def engine_error(
 
 
 class TrtllmDialect(GrpcDialect):
-    """TensorRT-LLM's service."""
+    """Dialect of TensorRT-LLM's gRPC service."""
 
     stub_type = cast(Any, trtllm_service_pb2_grpc).TrtllmServiceStub
     messages = trtllm_pb
@@ -545,7 +548,7 @@ class TrtllmDialect(GrpcDialect):
 
 
 def salt_id(cache_salt: str) -> int:
-    """Return a salt as a 63-bit number for the wire: a hash without forgeable collisions."""
+    """Hash a salt to a 63-bit number for the wire; collisions cannot be forged."""
     return int.from_bytes(hashlib.sha256(cache_salt.encode()).digest()[:8], "big") >> 1
 
 
@@ -569,7 +572,7 @@ def _known(logprob: trtllm_pb.TokenLogprob) -> dict[int, TokenLogprob]:
 
 
 class VllmDialect(GrpcDialect):
-    """vLLM's service."""
+    """Dialect of vLLM's gRPC service."""
 
     stub_type = cast(Any, vllm_engine_pb2_grpc).VllmEngineStub
     messages = vllm_pb
@@ -645,12 +648,12 @@ class VllmDialect(GrpcDialect):
 
 
 def wire_seed(seed: int) -> int:
-    """Return a seed that fits the wire's 31 bits: the seed itself if it fits, else a hash of it."""
+    """Fit a seed into the wire's 31 bits: a larger one is replaced by its hash."""
     return seed if 0 <= seed <= SEED_MAX else choice_seed(seed, 1) & SEED_MAX
 
 
 def sampling_fields(choice: Choice) -> dict[str, Any]:
-    """Return the parameters with equal names in vLLM's APIs; most have the same in SGLang's."""
+    """Build the sampling fields with equal names in vLLM's APIs; most exist in SGLang's too."""
     request = choice.request.generation
     names = ("temperature", "top_p", "top_k", "min_p")
     penalties = ("frequency_penalty", "presence_penalty", "repetition_penalty")
@@ -662,13 +665,13 @@ def sampling_fields(choice: Choice) -> dict[str, Any]:
 
 
 def constrains_from_first_token(choice: Choice) -> bool:
-    """Return whether an output has a response format that leaves no room for thinking."""
+    """Return whether the response format applies from the first token, without thinking."""
     request = choice.request.generation
     return request.response_format is not None and request.thinking is not ThinkingStart.PROMPT
 
 
 def constrains_after_thinking(choice: Choice) -> bool:
-    """Return whether an output has a response format that begins after its thinking."""
+    """Return whether the response format applies only after the thinking."""
     has_format = choice.request.generation.response_format is not None
     return has_format and not constrains_from_first_token(choice)
 
@@ -717,7 +720,7 @@ def _extend(
 
 
 class SglangDialect(VllmDialect):
-    """SGLang's service."""
+    """Dialect of SGLang's gRPC service."""
 
     stub_type = cast(Any, sglang_scheduler_pb2_grpc).SglangSchedulerStub
     messages = sglang_pb

@@ -1,4 +1,4 @@
-"""Checks a server against its documentation: one connection, questions, observations."""
+"""Examination of a server by its documentation: one connection, and a list of questions."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ LONG = 400  # output tokens: long enough to abort in the middle
 
 
 class Patient(Examination):
-    """A server under examination. ends: end tokens of the model."""
+    """A server under examination. `ends` are the end tokens of the model."""
 
     def __init__(
         self, dialect: Dialect, settings: RemoteSettings, model: ModelInfo, ends: frozenset[int]
     ) -> None:
-        """Read the tokenizer. Raises: CheckpointInvalid."""
+        """Load the local tokenizer. Raises CheckpointInvalid if that fails."""
         known = Tokenizer(settings.directory)
         super().__init__(dialect, settings, model, known.decoder)
         self.ends = ends | known.end_token_ids
 
     def request(self, output_token_count: int, *, salt: str = "") -> GenerationRequest:
-        """Return a greedy request with a random prompt."""
+        """Build a greedy request with a random prompt."""
         stop = StopCriteria(output_token_count, ignore_eos=True)
         return GenerationRequest(self.probe_prompt(), SamplingParams(), stop, salt)
 

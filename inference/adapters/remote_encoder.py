@@ -39,7 +39,7 @@ LENGTH_ERROR_MAX = 1e-2  # allowed deviation from length 1, for servers that com
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One `embed`. began_at_s: time when its first text was sent."""
+    """One call of `embed`. `began_at_s` is the time when its first text was sent."""
 
     request: EmbeddingRequest
     began_at_s: float | None = None
@@ -68,7 +68,7 @@ class _Text:
 def read_remote_encoder(
     directory: Path, *, name: str, engine: str, input_tokens_max: int | None
 ) -> tuple[ModelInfo, bool]:
-    """Read an embedding model; return it, and whether its vectors have length 1."""
+    """Read an embedding model's configuration; return it, and whether its vectors have length 1."""
     path = directory / "config.json"
     raw = read_json(path)
     size = "hidden_size" if "hidden_size" in raw else "dim"
@@ -157,7 +157,7 @@ class RemoteEncoder(SupervisedBackend):
         )
 
     def _give_up(self, text: _Text) -> None:
-        """Drop a text whose caller stopped waiting: unsent, or by cancelling its call."""
+        """Drop a text whose caller stopped waiting; if it was sent, cancel its call."""
         self._texts.discard(text)
         text.result.cancel()
         if (task := self._sent.get(text)) is not None:
@@ -176,7 +176,7 @@ class RemoteEncoder(SupervisedBackend):
             self._sent[text] = self._tasks.create_task(self._send(text))
 
     async def _send(self, text: _Text) -> None:
-        """Embed one text and set the result or error of its future."""
+        """Embed one text, and resolve its future with the vector or the error."""
         assert self._dialect is not None, "texts are sent over a connection"
         try:
             vector = await self._vector(self._dialect, text.token_ids)
@@ -197,7 +197,7 @@ class RemoteEncoder(SupervisedBackend):
             self._fill()
 
     async def _vector(self, dialect: Dialect, token_ids: tuple[int, ...]) -> Vector:
-        """Embed one text. Raises: EngineFailed for an invalid answer; grpc.aio.AioRpcError."""
+        """Embed one text. Raises EngineFailed for an invalid answer, or grpc.aio.AioRpcError."""
         answer: Any = await dialect.embed(
             f"weir-{uuid.uuid4().hex}", token_ids, self._settings.first_token_timeout_s
         )

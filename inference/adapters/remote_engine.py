@@ -77,7 +77,7 @@ class RemoteEngine(SupervisedEngine):
     def __init__(self, settings: RemoteSettings) -> None:
         """Read the checkpoint's configuration and tokenizer; does not connect.
 
-        Raises: CheckpointInvalid; ValueError for contradictory limits.
+        Raises CheckpointInvalid, or ValueError for contradictory limits.
         """
         model, self._end_token_ids = read_external_model(
             settings.directory,
@@ -245,10 +245,11 @@ class RemoteAnswers:
         unfit: Callable[[str], None] | None,
         choice: Choice,
     ) -> None:
-        """Send the choice. tasks: task group of the connection, also for the abort calls.
+        """Send the choice. `tasks` is the task group of the connection, which also runs the abort
+        calls.
 
-        unfit: called with the reason if the server reports cached prompt tokens; None if it may
-        cache them.
+        `unfit` is called with the reason if the server reports cached prompt tokens; None if
+        caching is allowed.
         """
         self._dialect = dialect
         self._tasks = tasks
@@ -277,9 +278,9 @@ class RemoteAnswers:
                 self._call.cancel()
 
     def _answer(self, output: Output, reported: int | None) -> Answer:
-        """Return the state with the cached prompt tokens for the bill, 0 while they are unknown.
+        """Convert the output to an answer with the billed number of cached tokens, 0 while unknown.
 
-        The count at a regular end is final. Raises: EngineFailed.
+        The count at a regular end is final. Raises EngineFailed if it is impossible.
         """
         cached_token_count, sent_count = reported or 0, len(self._choice.sent_token_ids)
         is_last = reported is not None and output.finish_reason not in (None, "cancelled")
@@ -322,7 +323,7 @@ class RemoteAnswers:
 
 
 class ConnectionWatch:
-    """Monitors one connection. lost: called with the reason when it is unusable."""
+    """Monitor of one connection; calls `lost` with the reason when the connection is unusable."""
 
     def __init__(
         self, dialect: Dialect, settings: RemoteSettings, lost: Callable[[str], None]
@@ -356,13 +357,15 @@ class ConnectionWatch:
         self._lost(f"{self._settings.target} does not answer health checks")
 
     async def _read_load(self) -> None:
-        """Read the load after each health check."""
+        """Read the server's load, after each health check."""
 
 
 class Upkeep(ConnectionWatch):
-    """Monitors one connection, also by its `examination`. lost: called with the reason when it is
-    unusable. stalled: called with the reason while it makes no progress, with an empty one else.
-    block_tokens: tokens per cache block.
+    """Monitor of one connection of an engine. It calls `lost` with the reason when the connection
+    is unusable, or when a probe of `examination` finds that tenants share prefixes.
+
+    `stalled` is called with the reason when there is no progress, and with an empty one when it
+    resumes. `block_tokens` is the number of tokens per cache block.
     """
 
     def __init__(
@@ -437,7 +440,7 @@ class Upkeep(ConnectionWatch):
                 raise
 
     async def _follow_cache(self) -> None:
-        """Follow the cache events; without them only sent prompts are known."""
+        """Follow the cache events; without them, predictions know only the prompts sent."""
         while True:
             try:
                 async for batch in self.dialect.kv_batches():
@@ -462,7 +465,7 @@ class Upkeep(ConnectionWatch):
             await asyncio.sleep(EVENTS_AGAIN_S)
 
     def take(self, batch: common_pb2.KvEventBatch) -> Iterator[None]:
-        """Apply a batch of events in steps; discard the index after a gap."""
+        """Apply a batch of events step by step, and discard the index if events are missing."""
         if batch.HasField("load"):
             total = batch.load.max_total_num_tokens
             if total:
@@ -524,10 +527,10 @@ class Upkeep(ConnectionWatch):
 
 
 def root_of(salt: str) -> int:
-    """Return the parent of the first blocks under a salt of cache events; 0 without a salt."""
+    """Derive the parent of the first blocks under a salt of cache events; 0 without a salt."""
     return salt_hash(salt) if salt else 0
 
 
 def _on_device(event: common_pb2.KvBlocksStored | common_pb2.KvBlocksRemoved) -> bool:
-    """Return whether the blocks are in device memory; offloaded ones count as removed."""
+    """Return whether the blocks are in device memory. Offloaded blocks count as removed."""
     return event.tier in (common_pb2.KV_CACHE_TIER_UNSPECIFIED, common_pb2.KV_CACHE_TIER_DEVICE)

@@ -47,7 +47,7 @@ _log = logging.getLogger("weir.inference.adapters")
 
 
 class Introduction:
-    """Checks of every server before the first request. Raise ServerUnfit, grpc.aio.AioRpcError."""
+    """Checks of any server before its first request, which raise ServerUnfit or AioRpcError."""
 
     def __init__(self, dialect: Dialect, settings: RemoteSettings, model: ModelInfo) -> None:
         self.dialect = dialect
@@ -55,7 +55,7 @@ class Introduction:
         self.model = model
 
     async def introduce(self) -> ServerFacts:
-        """Return the server's facts if it is healthy and serves the expected model."""
+        """Check that the server is healthy and serves the expected model; return its facts."""
         if (fault := await self.dialect.health_fault()) is not None:
             raise ServerUnfit(f"the server reports itself unhealthy: {fault}")
         facts = self.fitting(await self.dialect.facts())
@@ -73,7 +73,7 @@ class Introduction:
         return facts
 
     def fitting(self, facts: ServerFacts) -> ServerFacts:
-        """Return the facts, compared with the checkpoint; its tokenizer may have fewer tokens."""
+        """Check vocabulary and context window against the checkpoint; return completed facts."""
         window, size = self.model.context_window_tokens, self.model.vocabulary_size
         if facts.vocabulary_size > size:
             raise ServerUnfit(
@@ -89,7 +89,7 @@ class Introduction:
         return replace(facts, vocabulary_size=facts.vocabulary_size or size)
 
     async def tokenizer_files(self) -> dict[str, bytes]:
-        """Return the server's tokenizer files by name."""
+        """Download the server's tokenizer files; return their contents by name."""
         bundle = Bundle()
         async for chunk in self.dialect.tokenizer_chunks():
             bundle.add(chunk)
@@ -117,9 +117,10 @@ class Examination(Introduction):
         return facts
 
     async def find_formats_after_thinking(self) -> None:
-        """Find the response formats that the server applies after thinking, for its capabilities.
+        """Find the response formats that the server applies after thinking, and record them in its
+        capabilities.
 
-        A bias closes the thinking at once; from then on the output must be as the format says.
+        A logit bias closes the thinking at once; from then on the output must match the format.
         """
         capabilities, reasoning = self.dialect.capabilities, self.decoder.reasoning
         is_testable = RequestField.LOGIT_BIAS not in capabilities.unsupported
@@ -144,7 +145,7 @@ class Examination(Introduction):
         prompt: tuple[int, ...],
         closing_ids: tuple[int, ...],
     ) -> bool:
-        """Return whether an output is, after these ids, as a format says."""
+        """Return whether the output after these closing ids matches a format."""
         request = GenerationRequest(
             prompt,
             SamplingParams(logit_bias=tuple((each, PROBE_BIAS) for each in closing_ids)),
@@ -162,9 +163,9 @@ class Examination(Introduction):
         return ids[:count] == closing_ids and bool(re.fullmatch(expected, text))
 
     async def shares_prefixes(self) -> bool:
-        """Return whether a random prompt sent under one salt is cached under another.
+        """Test whether a random prompt sent under one salt is cached under another.
 
-        A router may send each of the first ones to another worker.
+        Several salts are tried, since a router may send the first prompts to different workers.
         """
         prompt, name = self.probe_prompt(), uuid.uuid4().hex
         for index in range(self.dialect.salt_count):
@@ -173,7 +174,7 @@ class Examination(Introduction):
         return False
 
     def probe_prompt(self) -> tuple[int, ...]:
-        """Return random ids from the middle of the vocabulary, without special tokens."""
+        """Draw random ids from the middle of the vocabulary, where there are no special tokens."""
         size = self.model.vocabulary_size
         count = min(PROBE_TOKENS, self.model.context_window_tokens - 1)
         return tuple(random.choices(range(size // 4, size // 4 + size // 2), k=count))
@@ -195,8 +196,8 @@ class Examination(Introduction):
     async def run(
         self, request: GenerationRequest, ends: frozenset[int] = frozenset()
     ) -> tuple[Output, int]:
-        """Generate one output, bypassing the queue. Returns it and the number of cached prompt
-        tokens. Raises: EngineFailed, grpc.aio.AioRpcError.
+        """Generate one output, bypassing the queue; return it and the number of cached prompt
+        tokens. Raises EngineFailed or grpc.aio.AioRpcError.
         """
         choice = Choice(Request(0, request, ends, 0.0, None), 0, 0, self.decoder.open())
         output, cached_token_count = Output(), 0

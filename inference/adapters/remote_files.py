@@ -41,21 +41,21 @@ _BAD_ARCHIVE = (
 
 
 class Bundle:
-    """An archive of tokenizer files, received in chunks."""
+    """Zip archive of tokenizer files, received in chunks."""
 
     def __init__(self) -> None:
         self._data = io.BytesIO()
         self._sha256 = ""
 
     def add(self, chunk: common_pb2.GetTokenizerChunk) -> None:
-        """Append a chunk. Raises: ServerUnfit if the archive is larger than `BUNDLE_BYTES_MAX`."""
+        """Append a chunk. Raises ServerUnfit if the archive exceeds `BUNDLE_BYTES_MAX`."""
         self._data.write(chunk.data)
         self._sha256 = chunk.sha256
         if self._data.tell() > BUNDLE_BYTES_MAX:
             raise ServerUnfit(f"the server's tokenizer files exceed {BUNDLE_BYTES_MAX} bytes")
 
     def files(self) -> dict[str, bytes]:
-        """Return the contents by file name, once complete. Raises: ServerUnfit if invalid."""
+        """Unpack the complete archive; return contents by name. Raises ServerUnfit if invalid."""
         if hashlib.sha256(self._data.getbuffer()).hexdigest() != self._sha256.lower():
             raise ServerUnfit(
                 "the server's tokenizer files do not match the hash that the server sent"
@@ -99,9 +99,10 @@ def check_tokenizer(files: dict[str, bytes], directory: Path) -> None:
 def fetch_model_files(
     target: Target, tls: TlsFiles | None, key: KeyFile | None, destination: Path, timeout_s: float
 ) -> None:
-    """Download a server's tokenizer files into a directory, all or none. Blocks.
+    """Download a server's tokenizer files into a directory: all of them, or none on an error.
+    Blocks.
 
-    Raises: ServerUnfit, grpc.RpcError.
+    Raises ServerUnfit or grpc.RpcError.
     """
     bundle, dialect = Bundle(), DIALECTS[target.service]
     if not issubclass(dialect, GrpcDialect):
@@ -130,7 +131,7 @@ def fetch_model_files(
 
 
 def is_unanswered(error: grpc.aio.AioRpcError) -> bool:
-    """Return whether the server lacks the tokenizer call, or sends files by name only."""
+    """Return whether the server lacks the tokenizer call, or sends file names without contents."""
     return error.code() in (
         grpc.StatusCode.UNIMPLEMENTED,
         grpc.StatusCode.FAILED_PRECONDITION,
@@ -139,7 +140,7 @@ def is_unanswered(error: grpc.aio.AioRpcError) -> bool:
 
 
 def _meaning(content: bytes, name: str) -> Any:
-    """Return a tokenizer.json without truncation and padding, which neither side uses."""
+    """Parse a tokenizer.json, leaving out truncation and padding, which neither side uses."""
     try:
         read = msgspec.json.decode(content)
     except (msgspec.MsgspecError, RecursionError) as error:

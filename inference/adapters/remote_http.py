@@ -149,7 +149,7 @@ _INVALID = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
 class HttpFailure(grpc.aio.AioRpcError):
-    """Failure of a request. field: of the start frame, if the server names one."""
+    """Failure of a request. `field` is the start frame's field that the server names, if any."""
 
     def __init__(self, code: grpc.StatusCode, details: str, field: str | None = None) -> None:
         super().__init__(code, grpc.aio.Metadata(), grpc.aio.Metadata(), masked(details))
@@ -157,9 +157,9 @@ class HttpFailure(grpc.aio.AioRpcError):
 
 
 class _Logprobs(msgspec.Struct):
-    """Log-probabilities of some tokens; `tokens` and keys are `token_id:ID`.
+    """Log-probabilities of some tokens. Tokens are written as `token_id:ID`.
 
-    top_logprobs: undecoded, mappings from token to log-probability by token.
+    `top_logprobs` has one undecoded mapping from token to log-probability for each token.
     """
 
     tokens: list[str]
@@ -168,8 +168,8 @@ class _Logprobs(msgspec.Struct):
 
 
 class _Part(msgspec.Struct):
-    """New output of a choice. reasoning, reasoning_content: thinking that the server has split off,
-    by the names of vLLM, and of SGLang and DeepSeek.
+    """New output of a choice. Thinking that the server has split off is in `reasoning` (vLLM) or
+    `reasoning_content` (SGLang and DeepSeek).
     """
 
     text: str = ""
@@ -182,7 +182,7 @@ class _Part(msgspec.Struct):
 
     @property
     def thought(self) -> str:
-        """Thinking in this message; a server may send it by both names."""
+        """Thinking in this message. A server may send it under both names."""
         return self.reasoning_content or self.reasoning or ""
 
 
@@ -203,13 +203,13 @@ class _Usage(msgspec.Struct):
 
     @property
     def thinking_token_count(self) -> int | None:
-        """Output tokens of thinking; None if not reported."""
+        """Number of output tokens that are thinking; None if the server does not report it."""
         details = self.completion_tokens_details
         return self.reasoning_tokens if details is None else details.reasoning_tokens
 
     @property
     def cached_token_count(self) -> int | None:
-        """Cached prompt tokens; None if not reported."""
+        """Number of cached prompt tokens; None if the server does not report it."""
         details = self.prompt_tokens_details
         return None if details is None else details.cached_tokens
 
@@ -221,7 +221,7 @@ class _Problem(msgspec.Struct):
 
 
 class _Extension(msgspec.Struct):
-    """NVIDIA Dynamo's extension of a message."""
+    """Fields that NVIDIA Dynamo adds to a message."""
 
     completion_token_ids: list[int] | None = None
 
@@ -231,7 +231,7 @@ class _Reason(msgspec.Struct):
 
 
 class _Meta(msgspec.Struct):
-    """State of an output of `/generate`. finish_reason: a word, or a mapping with its `type`."""
+    """State of an output of `/generate`. `finish_reason` is a word, or an object with a `type`."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -241,9 +241,9 @@ class _Meta(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """Event of a stream, or an error response. text, output_ids, meta_info: of `/generate`.
+    """Event of a stream, or an error response. `/generate` sends text, output_ids and meta_info.
 
-    choices: undecoded, since thousands would take as many objects.
+    `choices` stays undecoded, since thousands of them would take as many objects.
     """
 
     choices: msgspec.Raw = msgspec.Raw(b"[]")
@@ -256,14 +256,14 @@ class _Event(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    """New output of a request, with its usage if known."""
+    """New output of a request, and its usage if the server sent it."""
 
     part: _Part
     usage: _Usage | None = None
 
 
 class _Card(msgspec.Struct):
-    """Model of a server. parent: base model of an adapter."""
+    """Model that a server offers. `parent` is the base model of an adapter."""
 
     id: str
     max_model_len: int | None = None
@@ -305,7 +305,7 @@ def _check_encoding(response: aiohttp.ClientResponse) -> None:
 async def _beginning(
     response: aiohttp.ClientResponse, timeout_s: float, bytes_max: int = SMALL_ANSWER_BYTES_MAX
 ) -> bytes:
-    """Read the part of a body that comes in time, up to `bytes_max` and a piece more."""
+    """Read the part of a body that arrives in time, up to `bytes_max` and one piece more."""
     _check_encoding(response)
     body = bytearray()
     with contextlib.suppress(TimeoutError):
@@ -351,7 +351,7 @@ def _small_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 class HttpDialect(Dialect):
-    """OpenAI's completions. `capabilities` and `carries_salt` are what `probe` found."""
+    """Dialect of OpenAI's completions. `probe` sets `capabilities` and `carries_salt`."""
 
     carries_salt = True
     salt_count = 8  # the address may be that of a router
@@ -469,11 +469,12 @@ class HttpDialect(Dialect):
         return usage.cached_token_count
 
     def _sent_stops(self, choice: Choice) -> list[str]:
-        """Return the stop sequences for the server: all, or none where it could find another one.
+        """Select the stop sequences to send: all of them, or none if the server could find a
+        different end than Weir does.
 
-        It searches the thinking, too, reads the control tokens of a stop sequence as text, finds
-        one that begins before the least number of tokens, and takes the text of a prompt that ends
-        within a character for output.
+        A server searches the thinking too, reads control tokens in a stop sequence as text, finds
+        one that begins before the minimum output, and treats the end of a prompt that ends within a
+        character as output.
         """
         stop, text = choice.request.generation.stop, choice.detokenizer
         differs = isinstance(text, Split) or text.marks or text.is_torn or stop.min_output_tokens
@@ -481,7 +482,7 @@ class HttpDialect(Dialect):
         return list(stop.stop_sequences) if is_sent else []
 
     async def post(self, request_id: str, body: dict[str, Any]) -> aiohttp.ClientResponse:
-        """Send a request for an output. Raises: aiohttp.ClientError, OSError."""
+        """Send the request for an output. Raises aiohttp.ClientError or OSError."""
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
         headers |= self._key_header()
         if (tenant := body.pop(TENANT_HEADER, None)) is not None:
@@ -497,19 +498,19 @@ class HttpDialect(Dialect):
         return {} if self._settings.key is None else self._settings.key.header()
 
     def _salted(self, salt: str) -> dict[str, Any]:
-        """Return the fields that separate prefixes; all have the same value."""
+        """Build the fields that separate prefixes; all of them have the same value."""
         fields: dict[str, Any] = dict.fromkeys((TENANT_HEADER, *self._salt_names), salt)
         if "nvext" in fields:
             fields["nvext"] = {**self._id_fields["nvext"], "cache_salt": salt}
         return fields
 
     async def refusal(self, response: aiohttp.ClientResponse) -> HttpFailure:
-        """Return the failure that an answer without output describes."""
+        """Convert an answer without output to the failure that it describes."""
         body = await _beginning(response, self._settings.call_timeout_s)
         return _failure(response.status, body)
 
     def suspect(self) -> None:
-        """Check the server now, since a connection broke."""
+        """Check the server now, because a connection broke."""
         self._suspected.set()
 
     async def _get(self, path: str, bytes_max: int = SMALL_ANSWER_BYTES_MAX) -> tuple[int, bytes]:
@@ -536,7 +537,7 @@ class HttpDialect(Dialect):
         }
 
     def _body(self, choice: Choice) -> dict[str, Any]:
-        """Return a request. Fields are explicit, since servers have defaults of their own."""
+        """Build a request. All fields are explicit, since servers have different defaults."""
         request, fields = choice.request.generation, sampling_fields(choice)
         sampling = request.sampling
         body = self._base(choice.sent_token_ids, choice.token_count_max)
@@ -608,9 +609,10 @@ class HttpDialect(Dialect):
         return self.capabilities
 
     async def _find_salt(self, middle: range) -> bool:
-        """Find fields for a salt that the server accepts, or else whether its header has an effect.
+        """Find the fields in which the server accepts a salt, or else whether a header with it has
+        an effect.
 
-        Whether an accepted salt separates prefixes is tested as on every server.
+        Whether the salt separates prefixes is tested later, as on every server.
         """
         prompt = tuple(random.choices(middle, k=SALT_PROMPT_TOKENS))
         style = "nvext" if "nvext" in self._id_fields else self._path
@@ -661,7 +663,7 @@ class HttpDialect(Dialect):
     async def _try(
         self, prompt: tuple[int, ...], max_tokens: int = PROBE_TOKENS, **fields: Any
     ) -> _Message | None:
-        """Return an output as one message; None if the server refuses the request."""
+        """Generate an output and join its messages; None if the server refuses the request."""
         token_ids, logprobs = list[int](), _Logprobs([], [])
         whole, usage = _Part("", token_ids, logprobs), None
         call = HttpCall(
@@ -691,7 +693,7 @@ class HttpDialect(Dialect):
         return _Message(whole, usage)
 
     async def _output(self, prompt: tuple[int, ...], **fields: Any) -> list[int] | None:
-        """Return token ids, or else characters; None if the server refuses the request."""
+        """Generate an output as token ids, or characters without them; None if it is refused."""
         found = await self._try(prompt, **fields)
         if found is None:
             return None
@@ -703,7 +705,7 @@ class HttpDialect(Dialect):
     async def _reduces(
         self, greedy: list[tuple[tuple[int, ...], list[int]]], **fields: Any
     ) -> bool:
-        """Return whether a field leaves only the most likely token of a flat distribution."""
+        """Test whether a field restricts a flat distribution to its most likely token."""
         return any(
             [
                 ids != [] and await self._output(prompt, temperature=2.0, **fields) == ids
@@ -712,7 +714,7 @@ class HttpDialect(Dialect):
         )
 
     async def _repeats(self, prompts: list[tuple[int, ...]]) -> bool:
-        """Return whether a seed fixes the output."""
+        """Test whether a seed determines the output."""
         for prompt in prompts:
             first, second = [await self._output(prompt, temperature=2.0, seed=7) for _ in range(2)]
             if first and first == second:
@@ -725,7 +727,7 @@ class HttpDialect(Dialect):
         return found is not None and {*found} == {token_id}
 
     async def _top_logprobs_max(self, prompt: tuple[int, ...]) -> int:
-        """Return the largest accepted number of top tokens; 0 without ids of tokens."""
+        """Find the largest accepted number of top tokens; 0 if their ids are not reported."""
         for count in TOP_LOGPROBS:
             found = await self._try(prompt, logprobs=count, return_tokens_as_token_ids=True)
             if found is None:
@@ -742,12 +744,12 @@ class HttpDialect(Dialect):
         )
 
     def _stopping(self, stops: list[str]) -> dict[str, Any]:
-        """Return the fields for stop sequences. Without token ids, they must be in the text."""
+        """Build the fields for stop sequences, which must stay in the text if there are no ids."""
         shown = {} if self._id_fields else {"include_stop_str_in_output": True}
         return {"stop": stops} | shown
 
     async def _ends_at_stop(self, prompts: list[tuple[int, ...]]) -> bool:
-        """Return whether an output ends with the token that completes a stop sequence."""
+        """Test whether an output ends with the token that completes a stop sequence."""
         for prompt, count in itertools.product(prompts, range(PROBE_TOKENS, 1, -1)):
             before, whole = [await self._try(prompt, count - less) for less in (1, 0)]
             if before is None or whole is None:
@@ -769,8 +771,8 @@ class HttpDialect(Dialect):
         return found is not None and len(found) == PROBE_TOKENS
 
     async def _is_guided(self, prompt: tuple[int, ...], expected: str, **guide: str) -> bool:
-        """Return whether an output ends by itself with the expected text. Bytes of the prompt may
-        precede it.
+        """Test whether an output under a constraint ends by itself with the expected text. It may
+        begin with bytes that complete the prompt.
         """
         found = await self._try(prompt, GUIDED_TOKENS, structured_outputs=guide)
         if found is None or found.part.finish_reason != "stop":
@@ -779,7 +781,7 @@ class HttpDialect(Dialect):
 
 
 def _generate_body(body: dict[str, Any]) -> dict[str, Any]:
-    """Convert a request of completions to one of `/generate`."""
+    """Convert a completions request to one for `/generate`."""
     sampling = {_OF_SAMPLING[name]: value for name, value in body.items() if name in _OF_SAMPLING}
     for name, guide in body.get("structured_outputs", {}).items():
         sampling["json_schema" if name == "json" else name] = guide
@@ -814,7 +816,7 @@ def _token_id(text: str) -> int:
 
 
 def _known(logprobs: _Logprobs) -> list[dict[int, TokenLogprob]]:
-    """Convert log-probabilities to mappings by token id. Raises: EngineFailed."""
+    """Convert log-probabilities to mappings by token id. Raises EngineFailed if invalid."""
     if bytes(logprobs.top_logprobs).count(b"{") > len(logprobs.tokens):
         raise EngineFailed("the engine sent more log-probabilities than tokens")
     try:
@@ -834,16 +836,16 @@ def _known(logprobs: _Logprobs) -> list[dict[int, TokenLogprob]]:
 
 
 class HttpCall:
-    """One streamed output, as lists of messages that arrived together. Iterated once; the last
+    """One streamed output, iterated once, as lists of messages that arrived together. The last
     message has the finish reason and the usage.
 
-    Raises HttpFailure while it is iterated. After `cancel` it ends as aborted.
+    Iteration raises HttpFailure. After `cancel`, the output ends as aborted.
     """
 
     def __init__(
         self, dialect: HttpDialect, request_id: str, body: dict[str, Any], bytes_max: int
     ) -> None:
-        """bytes_max: of the answer, from the beginning or one `progressed` to the next."""
+        """Prepare the call. `bytes_max` limits the bytes between two calls of `progressed`."""
         self._dialect = dialect
         self._request_id = request_id
         self._bytes_max = self._bytes_left = bytes_max
@@ -928,10 +930,10 @@ class HttpCall:
 
 
 class _Events:
-    """Messages of a stream of server-sent events, without those that have no output.
+    """Parser of a stream of server-sent events into messages with output.
 
-    The last message is held back until the usage is known. failure: the error after the messages
-    that were read, if any. is_done: whether the stream said that it has ended.
+    The last message is held back until the usage is known. `failure` is an error that followed the
+    messages, and `is_done` tells whether the stream announced its end.
     """
 
     def __init__(self) -> None:
@@ -943,7 +945,7 @@ class _Events:
         self._sent_count = 0
 
     def read(self, piece: bytes) -> list[_Message]:
-        """Return the messages that this piece of the stream completes. Looks at each byte once."""
+        """Parse a piece of the stream; return the messages it completes. Reads each byte once."""
         messages: list[_Message] = []
         begun, *lines = piece.split(b"\n")
         if not self.is_done:

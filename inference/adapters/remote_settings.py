@@ -35,7 +35,7 @@ _HEADER = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
 class Service(StrEnum):
-    """Service of a server; the values are the schemes of target addresses."""
+    """Kind of server; the values are the schemes of target addresses."""
 
     TRTLLM = "trtllm"
     VLLM = "vllm"
@@ -50,8 +50,8 @@ class Service(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One server. address: host:port. model: name of the model on an HTTP server, if it is not the
-    name that Weir serves.
+    """Address of one server as host:port. `model` is the model's name on an HTTP server, if it
+    differs from the name that Weir serves.
     """
 
     service: Service
@@ -64,7 +64,7 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Parse an address such as `vllm://host:port`. Raises: ValueError with `TARGET_FORM`."""
+    """Parse an address such as `vllm://host:port`. Raises ValueError, with `TARGET_FORM`."""
     scheme, separator, rest = text.partition("://")
     address, slash, model = rest.partition("/")
     host, _, port = address.rpartition(":")
@@ -82,10 +82,10 @@ def parse_target(text: str) -> Target:
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files. authority: CA of the server's certificate. certificate, key: client certificate
-    for mTLS; both or none.
+    """Paths of PEM files. `authority` is the CA of the server's certificate; `certificate` and
+    `key` are the client's for mTLS, both or neither.
 
-    server_name: the name in the server's certificate, if it is not the target's host.
+    `server_name` is the name in the server's certificate, if it is not the target's host.
     """
 
     authority: Path
@@ -104,14 +104,14 @@ _log = logging.getLogger("weir.inference.adapters")
 
 
 def masked(text: str) -> str:
-    """Return a text without the keys that were read."""
+    """Replace the keys that were read in a text."""
     for secret in _secrets:
         text = text.replace(secret, "[key]")
     return text
 
 
 def key_header(name: str) -> str:
-    """Validate the name of a header for a key; return it in lower case. Raises: ValueError."""
+    """Validate the name of a key's header and convert it to lower case. Raises: ValueError."""
     lower = name.lower()
     if not _HEADER.fullmatch(lower) or _RESERVED.fullmatch(lower):
         raise ValueError("must be the name of a header for a key, such as authorization or api-key")
@@ -119,26 +119,26 @@ def key_header(name: str) -> str:
 
 
 class KeyUnusable(ValueError):
-    """A key cannot be used. The message has its file and the remedy, never its content."""
+    """A key cannot be used. The message names the file and the remedy, never the content."""
 
 
 class KeyFile:
-    """Key of a server in one file. It is read again when the file changes.
+    """API key for a server, read from a file, and again when the file changes.
 
-    `authorization` is sent as `Bearer KEY`, unless the file has another scheme, as in `Basic KEY`;
-    any other header has the content of the file. A change that cannot be used keeps the last key,
-    since a file may be seen half written.
+    It is sent in `authorization` as `Bearer KEY`, unless the file names a scheme, as in `Basic
+    KEY`; any other header has the content of the file. If a change cannot be used, the last key
+    stays, since the file may have been half written.
     """
 
     def __init__(self, path: Path, header: str = AUTHORIZATION) -> None:
-        """Read nothing. Raises: ValueError for an invalid header."""
+        """Create without reading the file. Raises ValueError for an invalid header."""
         self.path = path
         self._header = key_header(header)
         self._version: tuple[int, ...] | None = None  # of the file when it was read
         self._value = ""
 
     def header(self) -> dict[str, str]:
-        """Return the header with the present key. Raises: KeyUnusable if there never was one."""
+        """Build the header with the current key. Raises KeyUnusable if there never was one."""
         version: tuple[int, ...]
         try:
             found = os.stat(self.path)
@@ -190,20 +190,20 @@ def _without_waiting(path: str, flags: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RemoteSettings:
-    """Settings of one remote server. Durations in seconds. key: sent with every request.
+    """Settings of one remote server. Durations are in seconds. `key` is sent with every request.
 
-    directory: local directory with config.json, tokenizer.json and chat template; weights are not
-    needed. share_prefixes: whether tenants may share cached prefixes; if False, a server that
-    shares them is rejected. running_sequence_count_max: sequences sent at once, or fewer if the
-    server takes fewer; the rest wait here, ordered by rank. waiting_token_count_max: queued tokens
-    of texts to embed.
+    `directory` is a local directory with config.json, tokenizer.json and chat template; weights are
+    not needed. `share_prefixes` allows tenants to share cached prefixes; if False, a server that
+    shares them is rejected. At most `running_sequence_count_max` sequences are sent at once, or
+    fewer if the server takes fewer; the rest wait here, ordered by rank. `waiting_token_count_max`
+    limits the queued tokens of texts to embed.
 
-    connect_timeout_s: for all checks before the first request. call_timeout_s: for each small call
-    afterwards. poll_interval_s: between polls of health and load. probe_interval_s: between probes
-    for prefixes shared by tenants, of two prompts each. first_token_timeout_s,
-    inter_token_timeout_s: silence after which a sequence, or the server, counts as stuck.
-    block_tokens: tokens per cache block, if the server does not report it; 0 for its default.
-    abort_drain_s: see `AbortLimits`.
+    `connect_timeout_s` limits all checks before the first request together, `call_timeout_s` each
+    small call afterwards. Health and load are polled every `poll_interval_s`; prefixes shared by
+    tenants are probed for every `probe_interval_s`, with two prompts. A sequence, or the server,
+    counts as stuck after a silence of `first_token_timeout_s` or `inter_token_timeout_s`.
+    `block_tokens` is the number of tokens per cache block if the server does not report it, 0 for
+    its default. For `abort_drain_s` see `AbortLimits`.
     """
 
     directory: Path
@@ -237,9 +237,9 @@ class RemoteSettings:
 
 
 def abort_limits(settings: RemoteSettings) -> AbortLimits:
-    """Build the limits that the service needs. TensorRT-LLM has hung when aborted in
-    prefill, and crashed with log-probabilities (NVIDIA/TensorRT-LLM#10810); orphaned cache blocks
-    make every output empty (#12933).
+    """Choose the limits on aborts for a service. TensorRT-LLM has hung when aborted in prefill, and
+    crashed with log-probabilities (NVIDIA/TensorRT-LLM#10810); orphaned cache blocks make every
+    output empty (#12933).
     """
     is_fragile = settings.target.service is Service.TRTLLM
     return AbortLimits(

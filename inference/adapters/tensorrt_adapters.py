@@ -45,7 +45,7 @@ _MERGE = "merge the adapter into its checkpoint, and serve that as a model"
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Adapter of an engine, in PEFT's format. modules: as in the library."""
+    """LoRA adapter in PEFT's format. `modules` has the library's names, see `MODULES`."""
 
     name: str
     directory: str
@@ -80,7 +80,7 @@ def read_adapter(name: str, directory: Path) -> Adapter:
 
 
 def check_report(path: Path, version: str) -> None:
-    """Raise ValueError unless a doctor's report says that adapters take effect in a version."""
+    """Check a doctor's report. Raises ValueError unless adapters take effect in this version."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         reported = report["facts"]["tensorrt_llm_version"]

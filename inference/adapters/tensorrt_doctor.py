@@ -34,9 +34,10 @@ KILLED = "After the worker's death, do its processes end, and is the GPU's memor
 
 
 async def examine(settings: TensorRtSettings, gpus: Sequence[str] = ()) -> list[Observation]:
-    """Return the observations. gpus: ids of the GPUs whose memory is compared.
+    """Ask all questions and return the observations. `gpus` lists the ids of the GPUs whose memory
+    is compared.
 
-    Raises: CheckpointInvalid; ValueError for contradictory limits.
+    Raises CheckpointInvalid, or ValueError for contradictory limits.
     """
     _, load = load_message(settings)
     found = await _ask(settings, load)
@@ -110,7 +111,7 @@ async def _killed_worker(
 
 
 def used_bytes(gpus: Sequence[str]) -> int | None:
-    """Return the memory in use of these GPUs together; None if it is not known."""
+    """Sum the memory in use on these GPUs, in bytes; None if it is unknown."""
     try:
         found = read_gpus(gpus)
     except GpusUnknown:

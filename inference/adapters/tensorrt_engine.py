@@ -1,4 +1,4 @@
-"""TensorRT-LLM in the API process: settings for a child process. Imports neither it nor torch."""
+"""TensorRT-LLM in the API process: settings for a child process. Does not import it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ LOAD_FAILURE_COUNT_MAX = 3
 
 
 def load_message(settings: TensorRtSettings) -> tuple[ModelInfo, LoadTensorRt]:
-    """Read a checkpoint; return its model and the first message to a worker that loads it.
+    """Read a checkpoint and build the first message to a worker; return the model and the message.
 
-    Raises: CheckpointInvalid; ValueError for contradictory limits.
+    Raises CheckpointInvalid, or ValueError for contradictory limits.
     """
     model, end_token_ids = read_external_model(
         settings.directory,
@@ -55,14 +55,14 @@ def load_message(settings: TensorRtSettings) -> tuple[ModelInfo, LoadTensorRt]:
 
 
 class TensorRtEngine(WorkerEngine):
-    """One model on TensorRT-LLM, on one or more GPUs of this machine."""
+    """Engine of one model on TensorRT-LLM, on one or more GPUs of this machine."""
 
     loss_message = "TensorRT-LLM has failed; operators find the reason in the log"
 
     def __init__(self, settings: TensorRtSettings) -> None:
-        """Read the checkpoint's configuration; starts no process.
+        """Read the checkpoint's configuration without starting a process.
 
-        Raises: CheckpointInvalid; ValueError for contradictory limits.
+        Raises CheckpointInvalid, or ValueError for contradictory limits.
         """
         model, load = load_message(settings)
         self._blocks = KvEventIndex()

@@ -50,10 +50,10 @@ RANKS = ("mpi4py.futures.server", "orted", "prted")
 
 
 class TensorRtLibrary:
-    """TensorRT-LLM, imported and checked for the supported release."""
+    """The TensorRT-LLM package, imported and checked for the supported release."""
 
     def __init__(self) -> None:
-        """Import the library. Raises: EngineStartFailed with installation instructions."""
+        """Import the library. Raises EngineStartFailed, with instructions, if it cannot be used."""
         try:
             import tensorrt_llm
             from tensorrt_llm import llmapi
@@ -80,9 +80,9 @@ class TensorRtLibrary:
         options: TensorRtOptions,
         adapters: Sequence[Adapter] = (),
     ) -> Any:
-        """Load a checkpoint with every limit set; block until the engine accepts requests.
+        """Load a checkpoint with every limit set, and block until the engine accepts requests.
 
-        adapters: that requests may name.
+        Requests may name any of `adapters`.
         """
         api, config = self._api, dict(options.config)
         kv_cache: dict[str, Any] = {
@@ -134,10 +134,10 @@ class TensorRtLibrary:
     def sampling(
         self, request: GenerationRequest, end_token_ids: frozenset[int], vocabulary_size: int
     ) -> Any:
-        """Build the parameters of one sequence. The engine modifies them, so they are used once.
+        """Build the parameters of one sequence. The engine modifies them, so each is used once.
 
-        end_token_ids: all tokens that end it. Stop sequences are not sent: the engine would
-        continue after a match.
+        `end_token_ids` are all tokens that end the sequence. Stop sequences are not sent: the
+        engine would continue after a match.
         """
         sampling, stop, before = request.sampling, request.stop, len(request.output_token_ids)
         first_end, *more_ends = sorted(end_token_ids) or [NO_END_TOKEN]
@@ -174,7 +174,7 @@ class TensorRtLibrary:
         return self._sampling_type(**values)
 
     def submit(self, llm: Any, request: GenerationRequest, sampling: Any) -> Any:
-        """Submit a sequence; return its result iterator. Always use the same event loop."""
+        """Submit a sequence; return its result iterator. All calls must use the same event loop."""
         return llm.generate_async(
             [*request.prompt_token_ids, *request.output_token_ids],
             sampling,
@@ -187,7 +187,7 @@ class TensorRtLibrary:
     async def adapted_outputs(
         self, llm: Any, vocabulary_size: int, names: Sequence[str]
     ) -> dict[str, list[Any]]:
-        """Return a greedy output with log-probabilities under each adapter. names: "" is none."""
+        """Generate a greedy output with log-probabilities per adapter; the name "" means none."""
         low = vocabulary_size // 4  # special tokens are at the ends of a vocabulary
         found: dict[str, list[Any]] = {}
         for name in names:
@@ -209,7 +209,7 @@ class TensorRtLibrary:
         return found
 
     def canary(self, llm: Any) -> Any:
-        """Submit a sequence of one token."""
+        """Submit a test sequence of one token, to see whether the engine responds."""
         sampling = self._sampling_type(
             max_tokens=1, end_id=NO_END_TOKEN, pad_id=0, ignore_eos=True, detokenize=False
         )
@@ -217,7 +217,7 @@ class TensorRtLibrary:
 
 
 def _lora_config(adapters: Sequence[Adapter]) -> Any:
-    """Return the library's configuration of adapters."""
+    """Build the library's configuration of adapters."""
     try:
         from tensorrt_llm.lora_helper import LoraConfig
     except ImportError:  # its place in the documentation of 1.2
@@ -235,7 +235,7 @@ _log = logging.getLogger("weir.inference.adapters")
 
 
 def ranks() -> list[int]:
-    """Return the processes below this one that its engine needs, and log all of them."""
+    """Find the processes below this one that the engine needs; log all that are below it."""
     below = {pid: command_line(pid) for pid in descendants(os.getpid())}
     found = [pid for pid, line in below.items() if any(rank in line for rank in RANKS)]
     _log.info("processes below the engine: %s; needed: %s", below, found)
@@ -243,7 +243,7 @@ def ranks() -> list[int]:
 
 
 class EngineWatch:
-    """Monitors one engine. broken: called once, with the reason."""
+    """Monitor of one engine. It calls `broken` once, with the reason, if the engine fails."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ class EngineWatch:
         self._busy_at_s = time.monotonic()
 
     async def run(self) -> None:
-        """Check until cancelled."""
+        """Check the engine at intervals until cancelled."""
         while True:
             await asyncio.sleep(POLL_EVERY_S)
             reason = self._dead() or self._stalls.poll()
@@ -282,7 +282,7 @@ class EngineWatch:
                 self._busy_at_s = time.monotonic()
 
     async def canary_fault(self) -> str | None:
-        """Generate one token. Returns the fault, or None if it succeeded."""
+        """Generate one token as a test; return the fault, or None if it succeeded."""
         try:
             async with asyncio.timeout(self._options.canary_timeout_s):
                 token_count = 0

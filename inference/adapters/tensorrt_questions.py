@@ -64,7 +64,7 @@ SUBMITTED = frozenset({"inputs", "sampling_params", "streaming", "cache_salt"})
 
 @dataclass(slots=True)
 class Patient:
-    """An engine under test. workers: ids of the processes that it needs. adapters: their names."""
+    """Engine under test, with the ids of the processes it needs and the names of its adapters."""
 
     library: TensorRtLibrary
     llm: Any
@@ -76,7 +76,7 @@ class Patient:
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def prompt(self, seed: int, token_count: int = 200) -> tuple[int, ...]:
-        """Return ids from the middle of the vocabulary, where there are no special tokens."""
+        """Draw random ids from the middle of the vocabulary, where there are no special tokens."""
         low = self.vocabulary_size // 4
         return tuple(
             low + (seed * 7919 + index * 104_729) % (self.vocabulary_size // 2)
@@ -95,7 +95,7 @@ class Patient:
     ) -> Any:
         """Submit a greedy request and return the library's result object.
 
-        library_values: of `SamplingParams`, beside those that the adapter sets.
+        `library_values` are fields of `SamplingParams` in addition to those that the adapter sets.
         """
         stop = StopCriteria(output_token_count, ignore_eos=not changes.get("response_format"))
         request = GenerationRequest(
@@ -107,22 +107,22 @@ class Patient:
         return self.library.submit(self.llm, request, values)
 
     async def output(self, *values: Any, **named: Any) -> Any:
-        """Run a request to its end and return the output. For the parameters see `start`."""
+        """Run a request to its end and return the output. The parameters are those of `start`."""
         return await self.finish(self.start(*values, **named))
 
     async def tokens(self, *values: Any, **named: Any) -> list[int]:
-        """Return the tokens of an output. For the parameters see `start`."""
+        """Run a request and return the output's tokens. The parameters are those of `start`."""
         return list((await self.output(*values, **named)).token_ids)
 
     async def finish(self, result: Any) -> Any:
-        """Wait for the end of the output and return it. Raises: TimeoutError."""
+        """Wait for the end of an output and return it. Raises TimeoutError."""
         async with asyncio.timeout(ANSWER_WAIT_S):
             async for _ in result:
                 pass
         return result.outputs[0]
 
     async def answers_abort(self, result: Any) -> str | None:
-        """Return the finish reason that follows an abort; None if the engine stays silent."""
+        """Wait for the answer to an abort; return its finish reason, None if there is no answer."""
         try:
             async with asyncio.timeout(SILENCE_S):
                 async for _ in result:
@@ -192,7 +192,7 @@ async def submit_time(patient: Patient) -> tuple[Verdict, str]:
 
 
 def program(pid: int) -> str:
-    """Return the program of a process and its module, without paths and other arguments."""
+    """Name the program of a process and its module, without paths and other arguments."""
     words = command_line(pid).split()
     module = words[words.index("-m") + 1 : words.index("-m") + 2] if "-m" in words else []
     return " ".join([PurePath(words[0]).name, *module]) if words else "ended"
@@ -463,9 +463,9 @@ QUESTIONS: tuple[Question, ...] = (
 
 
 def ask(load: LoadTensorRt, observe: Callable[[Observation], None]) -> None:
-    """Build an engine, ask all questions, shut it down. observe: called with each observation.
+    """Build an engine, ask all questions, and shut it down. Each observation goes to `observe`.
 
-    Raises: EngineStartFailed.
+    Raises EngineStartFailed if the engine cannot be built.
     """
     library = TensorRtLibrary()
     began_s = time.monotonic()
@@ -482,7 +482,7 @@ def ask(load: LoadTensorRt, observe: Callable[[Observation], None]) -> None:
 
 
 class Observed(Message, tag="observed", frozen=True):
-    """One observation, on its way to the doctor."""
+    """Message from the child process to the doctor: one observation."""
 
     observation: Observation
 

@@ -73,18 +73,18 @@ TENSORRT_LLM: Mapping[str, Capabilities] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class TensorRtOptions(AbortLimits):
-    """Engine options passed to the child process, in addition to the limits.
+    """Engine options for the child process, in addition to the limits.
 
-    expert_parallel_size: for mixture-of-experts layers; None for the engine's default.
-    kv_cache_memory_fraction: of the GPU memory that is free after loading the weights.
-    block_tokens: tokens per cache block.
+    `expert_parallel_size` applies to mixture-of-experts layers; None for the engine's default.
+    `kv_cache_memory_fraction` is the KV cache's part of the GPU memory that is free after loading
+    the weights. `block_tokens` is the number of tokens per cache block.
 
-    abort_...: see `AbortLimits`. Aborts before the first token have hung engines, and aborts of
-    sequences with log-probabilities have crashed them (NVIDIA/TensorRT-LLM#10810).
-    config: entries of `trtllm-serve --config` for the library, which win over the others here.
-    first_token_timeout_s, inter_token_timeout_s: silence after which a sequence, or the engine,
-    counts as stuck. canary_interval_s: idle time before one token is generated as a test, limited
-    to canary_timeout_s.
+    For the `abort_...` fields see `AbortLimits`: aborts before the first token have hung engines,
+    and aborts of sequences with log-probabilities have crashed them (NVIDIA/TensorRT-LLM#10810).
+    `config` has entries of `trtllm-serve --config` for the library, which override the others. A
+    sequence, or the engine, counts as stuck after a silence of `first_token_timeout_s` or
+    `inter_token_timeout_s`. After an idle time of `canary_interval_s`, one token is generated as a
+    test, which may take `canary_timeout_s`.
     """
 
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
@@ -117,12 +117,12 @@ class TensorRtOptions(AbortLimits):
 
 @dataclass(frozen=True, slots=True)
 class TensorRtSettings:
-    """Settings of one checkpoint. Counts and waits as in `TorchEngineSettings`, with defaults for
-    one GPU.
+    """Settings of one checkpoint. Counts and waits are those of `TorchEngineSettings`, with
+    defaults for one GPU.
 
-    load_timeout_s: weights, autotuner and CUDA graphs of a large model take minutes. python: the
-    interpreter of the worker, which has the library; empty for that of this process. adapters: that
-    requests may name.
+    `load_timeout_s` is long because weights, autotuner and CUDA graphs of a large model take
+    minutes. `python` is the worker's interpreter, which has the library; empty for that of this
+    process. `adapters` are the LoRA adapters that requests may name.
     """
 
     directory: Path
@@ -155,10 +155,10 @@ class TensorRtSettings:
 
 
 def with_config(settings: TensorRtSettings, config: Mapping[str, Any]) -> TensorRtSettings:
-    """Return settings with the content of a file for `trtllm-serve --config`.
+    """Merge the content of a file for `trtllm-serve --config` into the settings.
 
-    Its sizes replace those of the settings. Entries of the server itself are left out. Raises:
-    ValueError with the entry for one that contradicts Weir.
+    Its sizes replace those of the settings; entries for the server itself are left out. Raises
+    ValueError, with the entry, for one that contradicts Weir.
     """
     entries = {name: value for name, value in config.items() if name not in _OF_SERVER}
     for name in _OBJECTS:
@@ -201,7 +201,7 @@ def with_config(settings: TensorRtSettings, config: Mapping[str, Any]) -> Tensor
 
 
 def _size(entries: dict[str, Any], name: str, default: int | None) -> Any:
-    """Remove an entry and return it. Raises: ValueError unless it is a count, or missing."""
+    """Remove an entry and return it. Raises ValueError if it is present but not a count."""
     value = entries.pop(name, default)
     if value is not None and (type(value) is not int or value < 1):
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")

@@ -57,7 +57,7 @@ _log = logging.getLogger("weir.inference.adapters")
 
 
 class TensorRtWorker:
-    """Connects one engine to the inbox and the socket."""
+    """Main loop of the worker: connects one engine to the inbox and the socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._inbox: Inbox[Message] = Inbox(
@@ -197,7 +197,7 @@ class TensorRtWorker:
             self._note((number, event))
 
     def _note(self, event: Event) -> None:
-        """Send the event with all of this loop iteration: answers of a step arrive together."""
+        """Queue an event and send it with all of this loop iteration, since a step has many."""
         self._unsent.append(event)
         if not self._flushing:
             self._flushing = True
@@ -215,7 +215,7 @@ class TensorRtWorker:
                 self._flush()
 
     async def _read_first_statistics(self) -> None:
-        """Read the number of blocks, which the engine reports only after its first step."""
+        """Wait for the number of blocks, which the engine reports only after its first step."""
         async with asyncio.timeout(self._load.options.canary_timeout_s):
             while not self._reported:
                 await self._take_statistics()
@@ -250,7 +250,7 @@ class TensorRtWorker:
             await asyncio.sleep(POLL_PAUSE_S)
 
     def _broken(self, reason: str) -> None:
-        """Exit after an engine failure, without further output; the parent fails its sequences."""
+        """Exit after an engine failure, without more output; the parent fails its sequences."""
         _log.error("the engine failed: %s", reason)
         with contextlib.suppress(OSError):
             self._flush()
@@ -269,7 +269,7 @@ class TensorRtWorker:
 
 
 def kill_workers() -> None:
-    """Kill all processes started from this one, also those with another parent by now."""
+    """Kill all processes started from this one, even those that have another parent by now."""
     for pid in started_with(FAMILY, os.environ.get(FAMILY, "")):
         if pid != os.getpid():
             with contextlib.suppress(ProcessLookupError):
@@ -305,13 +305,13 @@ class TensorRtAnswers:
 
 
 class KvEventReader:
-    """Converts the engine's event dictionaries to changes. One per engine start."""
+    """Converter of the engine's event dictionaries to changes. One per engine start."""
 
     def __init__(self) -> None:
         self._last_id: int | None = None
 
     def read(self, events: Sequence[Mapping[str, Any]]) -> list[KvCacheChange]:
-        """Convert events to changes. A gap is a reset; unknown types are ignored."""
+        """Convert events to changes. A gap in the numbers is a reset; unknown types are skipped."""
         changes = []
         for event in events:
             event_id = int(event["event_id"])
@@ -339,7 +339,7 @@ class KvEventReader:
 
 
 def main() -> int:
-    """Entry point. Guarded, since processes started by the library import this module too."""
+    """Run the worker. The call is guarded, since the library's processes import this module too."""
     return serve_parent(
         "inference.adapters.tensorrt_worker", lambda connection: TensorRtWorker(connection).run()
     )

@@ -1,6 +1,6 @@
-"""Examines how the embedded engine computes a model on the CPUs of this machine, and how fast.
+"""Examination of the embedded engine: how it uses the CPUs of this machine, and how fast it is.
 
-One engine without a worker process, a list of questions, an observation each.
+It runs one engine without a worker process, and makes one observation per question.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WEIGHT_BYTES: dict[ComputeDtype, int] = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 @dataclass(slots=True)
 class Patient:
-    """An engine under examination."""
+    """Engine under examination, running in this process."""
 
     core: EngineCore
     config: DecoderConfig
@@ -52,8 +52,8 @@ class Patient:
     cpus: UsableCpus
 
     def run(self, prompt_token_count: int, output_token_count: int) -> tuple[float, float]:
-        """Compute a random prompt and its output. Returns the seconds until the first token, and
-        the seconds from then on.
+        """Compute a random prompt and its output. Return the seconds to the first token, and from
+        the first to the last.
         """
         prompt = random.choices(range(self.config.vocabulary_size), k=prompt_token_count)
         stop = StopCriteria(output_token_count, ignore_eos=True)
@@ -155,14 +155,14 @@ def examine(directory: Path, dtype: ComputeDtype, cpus: UsableCpus) -> list[Obse
 
 
 def processor_name() -> str:
-    """Return the processor's model as the system names it, and the architecture."""
+    """Read the processor's model, as the system names it, and its architecture."""
     names = [line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")]
     name = names[0] if names else platform.processor()
     return f"{name} ({platform.machine()})".strip()
 
 
 def instruction_sets() -> list[str]:
-    """Return the processor's instruction sets that concern the kernels; none if unknown."""
+    """List the processor's instruction sets that matter to the kernels; none if unknown."""
     flags = {
         flag
         for line in _cpuinfo()
@@ -180,7 +180,7 @@ def _cpuinfo() -> list[str]:
 
 
 def measure_bandwidth(thread_count: int) -> float:
-    """Return the bytes per second that all threads read together: the best of many sums over a
+    """Measure the bytes per second that all threads read together: the best of many sums over a
     large array.
 
     Runs in a separate process, since torch's threads would keep waiting for work beside the
@@ -199,6 +199,6 @@ def measure_bandwidth(thread_count: int) -> float:
 
 
 def _layer_weight_count(config: DecoderConfig) -> int:
-    """Return the number of weights in the matrices of all layers."""
+    """Count the weights in the matrices of all layers."""
     heads = 2 * (config.head_count + config.kv_head_count) * config.head_dim
     return config.layer_count * config.hidden_size * (heads + 3 * config.intermediate_size)

@@ -1,4 +1,4 @@
-"""PyTorch engine: settings for a child process that runs `torch_worker.py`; no torch."""
+"""PyTorch engine: settings for a child process, `torch_worker.py`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ SIMULATED = Capabilities(
 class TorchEngineSettings:
     """Settings of one checkpoint. All defaults suit a small model on a laptop.
 
-    name: the model name for clients. context_window_tokens_max: below the model's own, to save
-    memory; None keeps the model's. compute_dtype: "int8" stores matrices in 8 bits and computes in
-    bfloat16. device: "cuda" needs a GPU and a torch build with CUDA; it has no int8.
-    kv_cache_bytes: None for the free memory of a GPU. torch_thread_count: 0 for one per usable CPU.
-    packed: storage for packed weights of large models, mapped by all workers; None for one copy per
-    worker. simulation: takes this much time per step and computes nothing, for load tests.
-    environment: of the worker, read at each start; `CUDA_VISIBLE_DEVICES` names its GPU.
+    `name` is the model name for clients. `context_window_tokens_max` reduces the model's own window
+    to save memory; None keeps it. With the `compute_dtype` "int8", matrices are stored in 8 bits
+    and computed in bfloat16. The `device` "cuda" needs a GPU and a torch build with CUDA; it does
+    not support int8. `kv_cache_bytes` is None for the free memory of a GPU. `torch_thread_count` is
+    0 for one thread per usable CPU. `packed` is the storage for packed weights of large models,
+    mapped by all workers; None for one copy per worker. `simulation` takes time for each step and
+    computes nothing, for load tests. `environment` is added to that of the worker and read at each
+    start; `CUDA_VISIBLE_DEVICES` names its GPU.
     """
 
     directory: Path
@@ -73,12 +74,13 @@ class TorchEngineSettings:
 
 
 class TorchEngine(WorkerEngine):
-    """One model on PyTorch, or a simulation without computation."""
+    """Engine of one model on PyTorch, or a simulation without computation."""
 
     def __init__(self, settings: TorchEngineSettings, opener: WorkerOpener = open_worker) -> None:
-        """Read the checkpoint's configuration; starts no process. opener: starts the worker.
+        """Read the checkpoint's configuration without starting a process. `opener` starts the
+        worker later.
 
-        Raises: CheckpointInvalid; ValueError for contradictory limits.
+        Raises CheckpointInvalid, or ValueError for contradictory limits.
         """
         model = read_model_info(
             settings.directory,

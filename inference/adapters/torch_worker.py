@@ -63,7 +63,7 @@ class LoadModel(Message, tag="load", frozen=True):
 
 
 class TorchWorker:
-    """Runs the step loop between inbox and socket."""
+    """Main loop of the worker: computes steps between the inbox and the socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._inbox: Inbox[Compiled] = Inbox(connection, decoder_to_worker(LoadModel))
@@ -118,7 +118,7 @@ class TorchWorker:
         return core
 
     def _step(self, core: EngineCore) -> None:
-        """Handle messages, compute one step, report it. Waits for a message only when idle."""
+        """Handle messages, compute one step and report it. Wait for a message only when idle."""
         for message in self._inbox.take_all(wait=core.idle):
             self._handle(core, message)
         events, self._unsent = self._unsent, []
@@ -170,7 +170,7 @@ class TorchWorker:
             self._add(core, start, compiled.result)
 
     def _cancel_compiling(self, number: int) -> None:
-        """Cancel a sequence whose grammar is compiling, as if it were queued."""
+        """Cancel a sequence whose grammar is still being compiled, as if it were queued."""
         start = self._compiling.pop(number, None)
         if start is not None:
             timings = EngineTimings((time.monotonic() - start.sent_at_s) * 1e3, 0.0, 0.0)

@@ -54,10 +54,11 @@ _log = logging.getLogger("weir.inference.checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Sizes of a Llama-family decoder. All counts are of heads, layers or floats.
+    """Sizes of a Llama-family decoder, in heads, layers or floats.
 
-    layer_windows: attention window of each layer in positions, including the row's own; None for
-    all. qk_norm: whether each head's queries and keys are normalized before rotation.
+    `layer_windows` is the attention window of each layer in positions, including the query's own;
+    None means full attention. `qk_norm` tells whether each head's queries and keys are normalized
+    before rotation.
     """
 
     architecture: str
@@ -81,7 +82,7 @@ class DecoderConfig:
 
 
 def read_config(directory: Path) -> DecoderConfig:
-    """Read config.json and generation_config.json. Raises: CheckpointInvalid with the remedy."""
+    """Read config.json and generation_config.json. Raises CheckpointInvalid with the remedy."""
     path = directory / "config.json"
     raw = read_json(path)
     named = raw.get("architectures") or ["(none)"]
@@ -162,7 +163,7 @@ def _read_sizes(
 def read_model_info(
     directory: Path, *, name: str, engine: str, context_window_tokens_max: int | None = None
 ) -> ModelInfo:
-    """Return the facts about a checkpoint before it is loaded. Raises: CheckpointInvalid."""
+    """Read the facts about a checkpoint without loading it. Raises: CheckpointInvalid."""
     config = read_config(directory)
     window, size = config.context_window_tokens, config.vocabulary_size
     return ModelInfo(
@@ -185,7 +186,7 @@ def read_external_model(
     context_window_tokens_max: int | None,
     capabilities: Capabilities,
 ) -> tuple[ModelInfo, frozenset[int]]:
-    """Return a model that another engine computes, and its end tokens.
+    """Read the facts about a model that another engine computes; return them and its end tokens.
 
     Architecture, quantization and parallelism are the engine's concern. Raises: CheckpointInvalid.
     """
@@ -227,7 +228,7 @@ def read_external_model(
 
 
 def read_end_token_ids(directory: Path, *configurations: Mapping[str, Any]) -> frozenset[int]:
-    """Return all end tokens that these configurations and generation_config.json name.
+    """Collect all end tokens that these configurations and generation_config.json name.
 
     `Tokenizer.end_token_ids` has those of the tokenizer: fine-tunes often change only some files.
     """
@@ -241,9 +242,9 @@ def read_end_token_ids(directory: Path, *configurations: Mapping[str, Any]) -> f
 def read_default_sampling(
     directory: Path, vocabulary_size: int, capabilities: Capabilities, engine: str
 ) -> SamplingParams:
-    """Return the checkpoint's default sampling, without unsupported fields, which are logged.
+    """Read the checkpoint's default sampling; unsupported fields are removed and logged.
 
-    Raises: CheckpointInvalid for defaults out of range.
+    Raises CheckpointInvalid for defaults out of range.
     """
     path = directory / "generation_config.json"
     with entries_of(path):

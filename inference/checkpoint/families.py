@@ -37,11 +37,12 @@ _QUANTIZATION = ("quantization_config", "quantization", "compression_config")  #
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture. The defaults for absent entries are those of transformers.
+    """One architecture. Defaults for missing entries are those of transformers.
 
-    kv_head_count: None for the number of attention heads. head_dim: None for hidden size / heads.
-    qkv_bias, attention_out_bias: None if decided by the entry `attention_bias`.
-    windows: which layers use a sliding window; sliding_window: its default in tokens.
+    `kv_head_count` is None for the number of attention heads, `head_dim` None for hidden size /
+    heads. `qkv_bias` and `attention_out_bias` are None if the entry `attention_bias` decides.
+    `windows` says which layers use a sliding window, `sliding_window` is its default size in
+    tokens.
     """
 
     context_window_tokens: int
@@ -56,7 +57,7 @@ class Family:
 
     @property
     def changing_entries(self) -> dict[str, tuple[object, ...]]:
-        """Entries that would change the computation, by their neutral values beside null."""
+        """Entries that would change the computation, with the values besides null that do not."""
         supported = {"none": (), "all": ("sliding_window",), "layers": _WINDOWS}[self.windows]
         return {name: each for name, each in _READ_BY_ALL.items() if name not in supported}
 
@@ -106,7 +107,7 @@ def refuse_entries(
 ) -> None:
     """Raise CheckpointInvalid for an entry with a value that changes the computation.
 
-    changing: entries by their neutral values beside null.
+    `changing` maps each entry to the values besides null that have no effect.
     """
     for name, neutral in changing.items():
         value = raw.get(name)
@@ -122,7 +123,7 @@ def refuse_entries(
 def _is_neutral(
     name: str, value: object, neutral: tuple[object, ...], raw: Mapping[str, Any]
 ) -> bool:
-    """Return whether an entry has a value that means what its absence means."""
+    """Return whether an entry's value has the same effect as leaving the entry out."""
     if name == "layer_types" and value == ["full_attention"] * raw.get("num_hidden_layers", 0):
         return True
     if name in ("sliding_window", "attention_chunk_size") and isinstance(value, int):
@@ -134,7 +135,7 @@ def _is_neutral(
 def read_layer_windows(
     raw: Mapping[str, Any], family: Family, layer_count: int, path: Path
 ) -> tuple[int | None, ...]:
-    """Return the attention window of each layer in tokens, including the query's own position.
+    """Read the attention window of each layer in tokens, including the query's own position.
 
     None means full attention.
     """

@@ -18,9 +18,9 @@ DIGEST_BYTES = 6
 
 
 def fingerprint(directory: Path, engine: str) -> str:
-    """Hash a checkpoint and its engine, with our version.
+    """Hash a checkpoint's files, its engine and our version.
 
-    The name of the directory, times and files that cannot be read do not count.
+    The directory's name, times and files that cannot be read have no influence.
     """
     identity = f"{engine}\0{version('weir-server')}"
     digest = hashlib.blake2b(identity.encode(), digest_size=DIGEST_BYTES)

@@ -15,7 +15,7 @@ TOO_DEEP = "nested too deeply: write fewer levels"
 
 
 def read_count(raw: Mapping[str, Any], entry: str, path: Path) -> int:
-    """Return an entry that is a count. Raises: CheckpointInvalid for any other value."""
+    """Read an entry that is a count. Raises CheckpointInvalid for any other value."""
     value = raw.get(entry)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointInvalid(path, f"entry {entry} = {value!r} is not a count of at least 1")
@@ -34,7 +34,7 @@ def entries_of(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises: CheckpointInvalid if missing or another type."""
+    """Read a JSON object from a file. Raises CheckpointInvalid if missing or not an object."""
     value = _read_json_value(path)
     if not isinstance(value, dict):
         raise CheckpointInvalid(path, "the file does not hold a JSON object")
@@ -42,7 +42,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_list(path: Path) -> list[dict[str, Any]]:
-    """Read a list of JSON objects from a file. Raises: CheckpointInvalid if missing or wrong."""
+    """Read a list of JSON objects from a file. Raises CheckpointInvalid if missing or invalid."""
     value = _read_json_value(path)
     if not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
         raise CheckpointInvalid(path, "the file does not hold a list of JSON objects")
@@ -50,7 +50,7 @@ def read_json_list(path: Path) -> list[dict[str, Any]]:
 
 
 def deep_line(text: str) -> int:
-    """Find the line of a JSON or TOML text that is nested too deeply, from 1 on."""
+    """Find the line, counted from 1, where a JSON or TOML text is nested too deeply."""
     level = 0
     for number, line in enumerate(text.splitlines(), 1):
         level += line.count("[") + line.count("{") - line.count("]") - line.count("}")

@@ -35,14 +35,14 @@ _ENTRIES = {
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Division of all positions by a factor."""
+    """Linear scaling: all positions are divided by a factor."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicScaling:
-    """Base that grows with positions beyond the original context, in tokens ("dynamic NTK")."""
+    """Dynamic NTK scaling: the base grows with positions beyond the original context, in tokens."""
 
     factor: float
     original_context_tokens: int
@@ -50,7 +50,7 @@ class DynamicScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's stretching of rotary frequencies for long contexts. Lengths in tokens."""
+    """Scaling of Llama 3.1: slow rotary frequencies are stretched. Lengths are in tokens."""
 
     factor: float
     low_freq_factor: float
@@ -60,12 +60,12 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN: slow rotations stretched, fast ones kept, attention sharpened (Peng et al. 2023).
-    Lengths in tokens.
+    """YaRN scaling: slow rotations are stretched, fast ones kept, attention sharpened (Peng et al.
+    2023). Lengths are in tokens.
 
-    beta_fast, beta_slow: turns within the original context above which a rotation is kept, and
-    below which it is fully stretched. attention_factor: multiplies queries and keys. truncate:
-    whether bounds are rounded to whole dimensions.
+    A rotation with more than `beta_fast` turns within the original context is kept, one with fewer
+    than `beta_slow` is fully stretched. `attention_factor` multiplies queries and keys. `truncate`
+    rounds the bounds to whole dimensions.
     """
 
     factor: float
@@ -80,12 +80,12 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """LongRoPE: each rotation slowed by its own factor, from one of two lists (Ding et al. 2024).
-    Lengths in tokens.
+    """LongRoPE scaling: each rotation is slowed by its own factor, from one of two lists (Ding et
+    al. 2024). Lengths are in tokens.
 
-    A sequence within the original context uses the short factors, a longer one the long factors,
-    from its first token on. attention_factor: multiplies queries and keys in both cases; None
-    derives it from factor.
+    A sequence within the original context uses the short factors, a longer one the long factors
+    from its first token on. `attention_factor` multiplies queries and keys in both cases; None
+    derives it from `factor`.
     """
 
     factor: float
@@ -100,14 +100,18 @@ RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | Lon
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: the base, and at most one scaling."""
+    """Rotary position embedding: its base, with at most one scaling."""
 
     theta: float = DEFAULT_ROPE_THETA
     scaling: RopeScaling | None = None
 
 
 def read_rope(raw: Mapping[str, Any], context_window_tokens: int, path: Path) -> RopeConfig:
-    """Read the RoPE entries. context_window_tokens: before scaling. Raises: CheckpointInvalid."""
+    """Read and validate the RoPE entries of a configuration.
+
+    `context_window_tokens` is the window before scaling: the original context of a scaling that
+    does not name one. Raises CheckpointInvalid for unsupported or invalid entries.
+    """
     for entry in ("rope_scaling", "rope_parameters"):
         if not isinstance(raw.get(entry) or {}, Mapping):
             raise CheckpointInvalid(path, f"entry {entry} = {raw[entry]!r} is not an object")
@@ -143,7 +147,7 @@ def read_rope(raw: Mapping[str, Any], context_window_tokens: int, path: Path) ->
 
 
 def stretched_context_tokens(rope: RopeConfig, context_window_tokens: int) -> int:
-    """Return the context window: `max_position_embeddings`, extended by the scalings."""
+    """Compute the context window: `max_position_embeddings`, extended by the scaling."""
     match rope.scaling:
         case (
             DynamicScaling(factor=factor, original_context_tokens=original)
@@ -155,7 +159,7 @@ def stretched_context_tokens(rope: RopeConfig, context_window_tokens: int) -> in
 
 
 def rotation_switch_tokens(rope: RopeConfig, context_window_tokens: int) -> int | None:
-    """Return the length above which longrope uses other factors; None if never exceeded."""
+    """Find the length above which longrope uses other factors; None if it is never exceeded."""
     scaling = rope.scaling
     if (
         not isinstance(scaling, LongRopeScaling)
@@ -166,7 +170,7 @@ def rotation_switch_tokens(rope: RopeConfig, context_window_tokens: int) -> int 
 
 
 def refuse_wrong_factors(rope: RopeConfig, head_dim: int, path: Path) -> None:
-    """Raise CheckpointInvalid unless longrope has a positive factor per pair of dimensions."""
+    """Raise CheckpointInvalid unless longrope has a positive factor for each pair of dimensions."""
     if not isinstance(rope.scaling, LongRopeScaling):
         return
     for name, factors in (

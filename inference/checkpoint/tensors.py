@@ -48,7 +48,7 @@ class _Entry:
 
 
 class MappedFile:
-    """Tensors of one memory-mapped file, by name."""
+    """Memory-mapped file whose tensors are read by name."""
 
     def __init__(self, path: Path) -> None:
         """Map and validate the file. Raises: CheckpointInvalid if it is not intact safetensors."""
@@ -86,12 +86,12 @@ class MappedFile:
         return list(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Return a tensor's shape, or None if it is not in this file."""
+        """Look up a tensor's shape; None if it is not in this file."""
         entry = self._entries.get(name)
         return None if entry is None else entry.shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's type. Raises: CheckpointInvalid for types other than plain floats."""
+        """Look up a tensor's type. Raises CheckpointInvalid for types other than plain floats."""
         dtype_name = self._entries[name].dtype_name
         if dtype_name not in _DTYPES:
             raise CheckpointInvalid(
@@ -102,12 +102,12 @@ class MappedFile:
         return _DTYPES[dtype_name]
 
     def tensor(self, name: str) -> Tensor:
-        """Return a view of the mapping; must not be written."""
+        """Return a tensor as a view of the mapping; the caller must not write to it."""
         entry = self._entries[name]
         return self._view(name, entry.begin, entry.end).view(entry.shape)
 
     def adjacent(self, names: list[str]) -> Tensor | None:
-        """Return adjacent tensors of one type stacked by rows, without a copy; else None."""
+        """Stack adjacent tensors of one type by rows, without a copy; None if not adjacent."""
         entries = [self._entries[name] for name in names]
         first = entries[0]
         for before, after in itertools.pairwise(entries):
@@ -148,7 +148,7 @@ def _begins_with(path: Path, beginning: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LinearWeights:
-    """weight (out, in), bias (out,) or None. scales: (out,) of an int8 weight; else None."""
+    """Linear layer: weight (out, in), bias (out,) or None. An int8 weight has scales (out,)."""
 
     weight: Tensor
     bias: Tensor | None
@@ -174,7 +174,7 @@ def on_device(held: Held, device: torch.device) -> Held:
 
 
 def project(rows: Tensor, weights: LinearWeights) -> Tensor:
-    """Multiply rows (N, in) by weights -> (N, out), in the type of the rows."""
+    """Multiply rows (N, in) by the weights to (N, out), in the type of the rows."""
     if weights.scales is None:
         return linear(rows, weights.weight, weights.bias)
     product = _multiply_int8(rows, weights.weight, weights.scales)
@@ -182,8 +182,8 @@ def project(rows: Tensor, weights: LinearWeights) -> Tensor:
 
 
 def quantize_rows(weight: Tensor, bias: Tensor | None = None) -> LinearWeights:
-    """Quantize to symmetric int8 by output channel: the largest magnitude of a row becomes 127.
-    Scales keep the weight's type.
+    """Quantize a matrix to symmetric int8 by output channel: the largest magnitude of a row becomes
+    127. Scales keep the weight's type.
 
     Processes a few rows at a time, so that a large matrix is never entirely in fp32.
     """
@@ -207,7 +207,7 @@ def quantize_rows(weight: Tensor, bias: Tensor | None = None) -> LinearWeights:
 
 
 def _multiply_int8(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """Multiply (N, in), (out, in) int8, (out,) -> (N, out). bfloat16 holds int8 exactly."""
+    """Multiply rows (N, in) by an int8 weight to (N, out). bfloat16 represents int8 exactly."""
     if (
         rows.device.type == "cpu"
         and rows.dtype is torch.bfloat16
@@ -227,7 +227,7 @@ def _widened_row_count(weight: Tensor) -> int:
 
 
 class TensorReader:
-    """Reads tensors by name from one file or the shards of an index, and tracks unread tensors."""
+    """Reader of tensors by name, from one file or the shards of an index; tracks unread tensors."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, quantize: bool) -> None:
         self._directory = directory
@@ -242,7 +242,7 @@ class TensorReader:
         return self._file_by_name.keys()
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Read and convert one tensor. Raises: CheckpointInvalid if missing or of another shape."""
+        """Read and convert one tensor. Raises CheckpointInvalid if missing or of another shape."""
         file = self._find(name, shape)
         tensor = self._finite(file, name)
         if tensor.dtype == self._dtype:
@@ -254,7 +254,7 @@ class TensorReader:
     def read_stacked(
         self, rows_by_name: dict[str, int], columns: int, biased: bool
     ) -> LinearWeights:
-        """Read several linear layers with the same input as one."""
+        """Read several linear layers with the same input, and stack their rows into one layer."""
         shapes = [(f"{name}.weight", (rows, columns)) for name, rows in rows_by_name.items()]
         weight = self._read_rows(shapes)
         bias = (
@@ -270,7 +270,7 @@ class TensorReader:
         return quantized
 
     def drop_copy(self, name: str, original: Tensor) -> None:
-        """Mark a tensor as read. Raises: CheckpointInvalid unless it equals the original."""
+        """Mark a copy as read. Raises CheckpointInvalid unless it equals the original tensor."""
         if name in self._file_by_name and not torch.equal(
             self.read(name, tuple(original.shape)), original
         ):
@@ -280,7 +280,7 @@ class TensorReader:
             )
 
     def refuse_unread(self, architecture: str, ignored: re.Pattern[str]) -> None:
-        """Raise CheckpointInvalid for unused weights, which config.json does not describe."""
+        """Raise CheckpointInvalid for unread weights, which config.json does not describe."""
         for name in self._unread:
             if not ignored.fullmatch(name):
                 raise CheckpointInvalid(
@@ -306,7 +306,7 @@ class TensorReader:
         return joined
 
     def _finite(self, file: MappedFile, name: str) -> Tensor:
-        """Return a tensor after checking that all values are finite in the compute type.
+        """Read a tensor and check that all its values are finite in the compute type.
 
         Other values would fail the engine at some prompt, and again after every restart. The check
         runs at memory speed, and the pages are released.

@@ -58,7 +58,7 @@ PROMPT_TOKENS_MIN = 64
 
 @dataclass(slots=True)
 class Choices:
-    """Sequences of one request. running: not ended; ends: finish reasons by index."""
+    """Sequences of one request: `running` ones, and the finish reasons of ended ones by index."""
 
     first: Sequence
     running: list[Sequence]
@@ -73,8 +73,8 @@ NumberedEvent = tuple[int, SequenceEvent | SequenceRefused]
 class EngineCore:
     """Scheduler, runner and sequences of one model. Not thread-safe: one thread makes all calls.
 
-    scheduler, pool: public for checks only. grammars: compiles grammars outside the step loop;
-    `add` compiles missing ones.
+    `scheduler` and `pool` are public for checks only. `grammars` can compile grammars outside the
+    step loop; `add` compiles those that are missing.
     """
 
     def __init__(
@@ -85,9 +85,10 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Load the checkpoint. clock, sleep: in seconds; replaced to simulate a different time.
+        """Load the checkpoint, calling `on_progress` with 0 to 1. Tests replace `clock` and
+        `sleep`, both in seconds, to simulate time.
 
-        Raises: CheckpointInvalid; EngineStartFailed if the device is missing.
+        Raises CheckpointInvalid, or EngineStartFailed if the device is missing.
         """
         self._clock = clock
         directory = Path(options.directory)
@@ -140,7 +141,7 @@ class EngineCore:
 
     @property
     def kernels(self) -> str:
-        """Instruction set of the native kernels; `torch`, `cuda` or `simulated` without them."""
+        """Instruction set of the native kernels, or `torch`, `cuda` or `simulated` without them."""
         return self._runner.kernels
 
     @property
@@ -155,10 +156,10 @@ class EngineCore:
         arrived_at_s: float | None = None,
         grammar: Grammar | None = None,
     ) -> bool:
-        """Queue a request's sequences; returns False if the queue is full. number: unused so far.
+        """Queue a request's sequences under an unused number; return False if the queue is full.
 
-        grammar: the request's, compiled. Raises: RequestImpossible if its response format does not
-        compile.
+        `grammar` is the request's, if it was compiled before. Raises RequestImpossible if the
+        response format does not compile.
         """
         if self.scheduler.waiting_is_full:
             return False
@@ -210,7 +211,7 @@ class EngineCore:
     def _grammar_of(
         self, request: GenerationRequest, detokenizer: Detokenizer, grammar: Grammar | None
     ) -> Grammar | None:
-        """Build the grammar of an output; it begins with the answer if the model may think."""
+        """Build the grammar of an output. It begins at the answer if the model may think before."""
         copied, budget = grammar and grammar.copy(), request.stop.max_reasoning_tokens
         if not isinstance(detokenizer, Split) or (copied is None and budget is None):
             return copied
@@ -297,7 +298,7 @@ class EngineCore:
         return switch if switch is not None and len(sequence.token_ids) > switch else 0
 
     def _rotate(self) -> None:
-        """Recompute sequences that exceed longrope's original context with its other table."""
+        """Recompute sequences that exceed longrope's original context with the long factors."""
         for sequence in self.scheduler.running:
             if sequence.rotary_offset == 0 and (offset := self._rotary_offset(sequence)):
                 self.scheduler.rotate(sequence, offset)
@@ -314,7 +315,7 @@ class EngineCore:
         self._events.append((sequence.number, Scheduled(sequence.cached_token_count)))
 
     def _append(self, sequence: Sequence, token: Chosen, now_s: float) -> bool:
-        """Append a token; return whether the sequence continues."""
+        """Append a token to a sequence; return whether the sequence continues."""
         if sequence.number not in self._requests:
             return False  # the request was ended by an error in another choice
         fault = sequence.grammar.fault if sequence.grammar is not None else None
@@ -344,7 +345,7 @@ class EngineCore:
         return True
 
     def _advance(self, group: BeamGroup, chosen: dict[Sequence, Chosen], now_s: float) -> None:
-        """Advance a beam search after all of its beams were computed."""
+        """Advance a beam search once all of its beams are computed."""
         number, before = group.beams[0].number, group.token_count
         self._events += [(number, event) for event in group.advance(self.scheduler, chosen, now_s)]
         self._output_token_count += group.token_count - before
@@ -352,7 +353,7 @@ class EngineCore:
             del self._requests[number]
 
     def _break(self, sequence: Sequence, fault: str) -> None:
-        """Fail a request whose grammar became too complex; the chosen token is invalid."""
+        """Fail a request because its grammar became too complex; the chosen token is invalid."""
         assert sequence.request.response_format is not None
         for choice in self._requests.pop(sequence.number).running:
             self.scheduler.remove(choice)
@@ -362,7 +363,7 @@ class EngineCore:
         self._events.append((sequence.number, broken))
 
     def _finish(self, sequence: Sequence, reason: EngineFinishReason, now_s: float) -> None:
-        """End a choice, and its request with the last choice."""
+        """End a choice; if it is the last one, end the request too."""
         piece = NOTHING
         if reason is not EngineFinishReason.STOP_SEQUENCE:
             piece = sequence.detokenizer.finish()
@@ -391,16 +392,16 @@ class EngineCore:
 
 
 class StepPace:
-    """Estimated cost of decoding and of prompt tokens, from measured steps. Times in seconds."""
+    """Estimates of the seconds per decoding step and per prompt token, from measured steps."""
 
     def __init__(self, step_time_target_s: float | None) -> None:
-        """step_time_target_s: maximum duration of a step with running streams; None: no limit."""
+        """`step_time_target_s` limits a step with running streams, in seconds; None: no limit."""
         self._target_s = step_time_target_s
         self._decode_s: float | None = None  # duration of a step that only decodes
         self._prompt_token_s: float | None = None
 
     def prompt_token_count_max(self) -> int | None:
-        """Return the maximum prompt tokens of a step with running streams; None for no limit."""
+        """Compute the maximum prompt tokens of a step with running streams; None for no limit."""
         if self._target_s is None:
             return None
         if self._prompt_token_s is None:
@@ -409,7 +410,7 @@ class StepPace:
         return max(int(spare_s / self._prompt_token_s), PROMPT_TOKENS_MIN)
 
     def note(self, decoded_count: int, prompt_token_count: int, duration_s: float) -> None:
-        """Record a step with these numbers of decoded sequences and prompt tokens."""
+        """Record a step's duration, with its numbers of decoded sequences and prompt tokens."""
         if not prompt_token_count:
             before_s = duration_s if self._decode_s is None else self._decode_s
             self._decode_s = before_s + SMOOTHING * (duration_s - before_s)

@@ -31,7 +31,7 @@ BlockHash = Callable[[int, tuple[int, ...]], int]
 
 
 def matchable_block_count(prompt_token_count: int) -> int:
-    """Return the most leading blocks of a prefix hit, which excludes the last token."""
+    """Count the leading blocks that a prefix hit can have; the last token is never part of one."""
     return max(prompt_token_count - 1, 0) // KV_BLOCK_TOKENS
 
 
@@ -58,7 +58,7 @@ def block_keys(
 
 @dataclass(slots=True, eq=False)
 class CachedBlock:
-    """Content of a registered block. `parent` is compared by identity, which makes chains exact."""
+    """Content of a registered block. `parent` is compared by identity, so chains match exactly."""
 
     key: int
     token_ids: tuple[int, ...]
@@ -68,10 +68,10 @@ class CachedBlock:
 
 
 class BlockPool:
-    """All KV blocks of one engine. Not thread-safe: used by the step loop only."""
+    """All KV blocks of one engine. Not thread-safe: only the step loop uses it."""
 
     def __init__(self, block_count: int, hash_block: BlockHash = chain_hash) -> None:
-        """block_count: at least 1. hash_block: replaced in tests to force collisions."""
+        """Create a pool of at least 1 block. Tests replace `hash_block` to force collisions."""
         self._reference_counts = np.zeros(block_count, dtype=np.int32)
         # Popped from the end: low ids first.
         self._free: list[int] = list(range(block_count - 1, -1, -1))
@@ -87,12 +87,12 @@ class BlockPool:
 
     @property
     def block_count_cached(self) -> int:
-        """Blocks with content but no readers; the least recently used is evicted first."""
+        """Number of blocks with content but no readers; the least recently used goes first."""
         return len(self._evictable)
 
     @property
     def block_count_held(self) -> int:
-        """Number of blocks in sequences' tables, recounted."""
+        """Number of blocks in the tables of sequences, counted anew."""
         return int(np.count_nonzero(self._reference_counts > 0))
 
     @property
@@ -101,7 +101,7 @@ class BlockPool:
         return len(self._free) + len(self._evictable)
 
     def match(self, keys: Sequence[BlockKey], cache_salt: str) -> list[CachedBlock]:
-        """Return the longest cached run of leading blocks; valid until the pool changes."""
+        """Find the longest cached run of leading blocks; it is valid until the pool changes."""
         blocks: list[CachedBlock] = []
         parent: CachedBlock | None = None
         for key in keys:
@@ -112,11 +112,11 @@ class BlockPool:
         return blocks
 
     def evictable_count(self, matched: Sequence[CachedBlock]) -> int:
-        """Return how many of the matched blocks become unavailable once they are held."""
+        """Count the matched blocks that would no longer be available once they are held."""
         return sum(block.block_id in self._evictable for block in matched)
 
     def hold(self, matched: Sequence[CachedBlock]) -> list[int]:
-        """Add a reader to each matched block; return their ids, which begin its table."""
+        """Add a reader to each matched block; return their ids, with which a table begins."""
         for block in matched:
             if self._reference_counts[block.block_id] == 0:
                 del self._evictable[block.block_id]
@@ -138,7 +138,7 @@ class BlockPool:
     def allocate(self, block_count: int) -> list[int]:
         """Allocate blocks with one reader each, evicting cached blocks if necessary.
 
-        Raises: InvariantViolated if there are not enough; callers check `block_count_available`
+        Raises InvariantViolated if there are not enough; callers check `block_count_available`
         first.
         """
         if block_count > len(self._free) + len(self._evictable):
@@ -157,9 +157,9 @@ class BlockPool:
         return block_ids
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Remove one reader from each block of a table, the tail first.
+        """Remove one reader from each block of a table, the last block first.
 
-        The tail is then evicted before the head, so a shared head outlives its tails.
+        The tail is therefore evicted before the head, so a shared head outlives its tails.
         """
         for block_id in reversed(block_ids):
             count = int(self._reference_counts[block_id]) - 1
@@ -176,12 +176,12 @@ class BlockPool:
     def register(
         self, block_id: int, token_ids: tuple[int, ...], cache_salt: str, parent: CachedBlock | None
     ) -> CachedBlock | None:
-        """Make a held block with computed KV findable. parent: the return value for the previous
-        block.
+        """Register a held block whose KV is computed, so that later prompts find it. `parent` is
+        the result for the previous block.
 
-        Returns the parent for the next block. If another block already has this content, it is that
-        one and this block stays private. None if the block cannot be indexed; the caller then stops
-        registering.
+        Returns the parent for the next block. If another block already has this content, that one
+        is the parent and this block stays private. Returns None if the block cannot be indexed; the
+        caller then stops registering.
         """
         if parent is not None and self._index.get(parent.key) is not parent:
             return None
@@ -203,8 +203,8 @@ class BlockPool:
     def check_conservation(self, table_entry_count: int) -> None:
         """Raise InvariantViolated unless every block is in one state and every reader is known.
 
-        table_entry_count: total entries of all sequences' tables. Recounts in about 30 µs for
-        10,000 blocks.
+        `table_entry_count` is the total length of all sequences' tables. The check takes about 30
+        µs for 10,000 blocks.
         """
         free, cached, held = len(self._free), len(self._evictable), self.block_count_held
         readers = int(self._reference_counts.sum())
@@ -228,7 +228,7 @@ class BlockPool:
         return content if is_equal else None
 
     def _drop_orphan(self, content: CachedBlock) -> bool:
-        """Drop content that is unreachable because its parent was evicted; False if reachable."""
+        """Drop content that is unreachable as its parent was evicted; return whether it was."""
         if content.parent is None or self._index.get(content.parent.key) is content.parent:
             return False
         self._forget(content.block_id)

@@ -32,14 +32,14 @@ _TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
 
 
 class ModelRunner:
-    """A loaded model with its KV pools. Used by one thread."""
+    """A loaded model with its KV pools. Only one thread may use it."""
 
     def __init__(
         self, options: EngineOptions, config: DecoderConfig, on_progress: Callable[[float], None]
     ) -> None:
-        """Load the model. on_progress: called with 0 to 1 while reading weights.
+        """Load the model. `on_progress` is called with 0 to 1 while weights are read.
 
-        Raises: CheckpointInvalid; EngineStartFailed if the device is missing, too small, or does
+        Raises CheckpointInvalid, or EngineStartFailed if the device is missing, too small, or does
         not compute this type.
         """
         directory, compute_dtype = Path(options.directory), options.compute_dtype
@@ -78,21 +78,21 @@ class ModelRunner:
 
     @property
     def kernels(self) -> str:
-        """Instruction set of the native kernels; `torch` or `cuda` without them."""
+        """Instruction set of the native kernels, or `torch` or `cuda` without them."""
         return self._decoder.level
 
     @property
     def verifies_drafts(self) -> bool:
-        """True if rows computed in one step equal those of separate steps bit for bit."""
+        """True if computing rows in one step gives bit for bit the result of separate steps."""
         return isinstance(self._decoder, NativeDecoder)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> dict[Sequence, Chosen]:
-        """Compute the plan's chunks. Returns the next token of each sequence whose chunk completes
-        it, and the tokens after it where the draft was right. Adds to the `prompt_logprobs` of
+        """Compute the plan's chunks. Return the next token of each sequence whose chunk completes
+        it, with the tokens after it where the draft was right, and add to the `prompt_logprobs` of
         sequences.
 
-        Writes the pools only at the chunks' positions. Raises: InvariantViolated if the model's
+        Writes the pools only at the chunks' positions. Raises InvariantViolated if the model's
         output is not finite, since further tokens would be noise and must not be billed.
         """
         chunks = plan.chunks
@@ -129,7 +129,7 @@ class ModelRunner:
         return found
 
     def _score(self, chunks: list[Chunk], logits: Logits) -> None:
-        """Add the log-probabilities of the prompt tokens that this step decides."""
+        """Add the log-probabilities of the prompt tokens that this step determines."""
         row = 0
         for chunk in chunks:
             if chunk.scored_count:
@@ -151,7 +151,7 @@ def _open_torch_decoder(
     dtype: torch.dtype,
     options: EngineOptions,
 ) -> TorchDecoder:
-    """Load the weights on the device. Raises: EngineStartFailed if a GPU's memory is too small."""
+    """Load the weights on the device. Raises EngineStartFailed if a GPU has too little memory."""
     try:
         weights = on_device(load(), torch.device(options.device))
         return TorchDecoder(config, weights, dtype, options)
@@ -164,9 +164,9 @@ def _open_torch_decoder(
 
 
 def _accepted(token: Chosen, after: list[Chosen], draft: tuple[int, ...]) -> Chosen:
-    """Return the next token with all following ones up to the first that the draft did not predict.
+    """Join the next token with the following ones, up to the first that the draft did not predict.
 
-    after: sampled from the rows of the draft.
+    `after` was sampled from the rows of the draft.
     """
     right_count = 0
     for drawn, drafted in zip([token, *after], draft, strict=False):

@@ -31,9 +31,10 @@ class CostModel:
     """Costs of one replica. A step takes the time to read the weights or to compute its tokens,
     whichever is longer, plus the time to read its KV context.
 
-    token_us: to compute one prompt or output token. weights_ms: to read all weights once.
-    context_token_us: to read one position's keys and values. output_token_count_mean: of outputs
-    that end by themselves. time_scale: 1 for the speed of the hardware, 0 for no delays.
+    `token_us` is the time to compute one prompt or output token, `weights_ms` that to read all
+    weights once, and `context_token_us` that to read one position's keys and values.
+    `output_token_count_mean` is the mean length of outputs that end by themselves. `time_scale` is
+    1 for the speed of the hardware, 0 for no delays.
     """
 
     token_us: float = 71.7  # fitted; 140 GFLOP each, half of the FP8 peak of two GPUs
@@ -44,7 +45,7 @@ class CostModel:
     time_scale: float = 1.0
 
     def step_s(self, token_count: int, context_token_count: int) -> float:
-        """Return a step's duration in seconds for this many rows that read so many KV positions."""
+        """Estimate a step's seconds from its number of rows and the KV positions that they read."""
         compute_s = max(self.weights_ms * 1e-3, token_count * self.token_us * 1e-6)
         return (compute_s + context_token_count * self.context_token_us * 1e-6) * self.time_scale
 
@@ -53,9 +54,10 @@ class CostModel:
 class EngineOptions:
     """Options to run, or simulate, a checkpoint.
 
-    kv_cache_bytes: pool size; raised if one full context needs more; None, on a GPU only, for the
-    memory that is free there. packed: storage for packed weights shared by workers; None for none.
-    draft_token_count_max: tokens guessed from earlier text per sequence and step; 0 for none.
+    `kv_cache_bytes` is the pool size, raised if one full context needs more; None, on a GPU only,
+    uses the memory that is free there. `packed` is the storage for packed weights shared by
+    workers, None for none. `draft_token_count_max` limits the tokens guessed from earlier text per
+    sequence and step; 0 disables drafts.
     """
 
     directory: str
@@ -68,12 +70,12 @@ class EngineOptions:
     draft_token_count_max: int = 10
 
     def block_bytes(self, config: DecoderConfig) -> int:
-        """Return the size of a block: keys and values of all layers; int8 is for weights only."""
+        """Compute the bytes of a block: keys and values of all layers. int8 is for weights only."""
         floats = 2 * config.layer_count * config.kv_head_count * config.head_dim * KV_BLOCK_TOKENS
         return floats * (4 if self.compute_dtype == "float32" else 2)
 
     def block_count(self, config: DecoderConfig) -> int:
-        """Return the number of blocks in a pool of kv_cache_bytes."""
+        """Compute how many blocks fit in kv_cache_bytes."""
         if self.simulation is not None:
             count = self.simulation.kv_block_count
         else:

@@ -35,7 +35,7 @@ ROW_VARIANCE_MIN = 0.05  # squared rows: below it the time of a row is unknown
 
 
 class RepeatedText:
-    """Predicts the next tokens of a growing list from an earlier occurrence of its last ones."""
+    """Predictor of the next tokens of a growing list, from an earlier occurrence of the last."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}  # latest end of each pattern
@@ -46,8 +46,8 @@ class RepeatedText:
         self._length, self._predicted_at = 0, 0  # of the pattern; position of the first token
 
     def predict(self, token_ids: list[int], count: int) -> tuple[list[int], float]:
-        """Return up to `count` probable next tokens, and the probability that one is correct if all
-        before it are. token_ids: those of the last call, and further ones.
+        """Predict up to `count` next tokens. Return them, and the probability that one is correct
+        if all before it are. `token_ids` must extend the list of the previous call.
         """
         came = token_ids[self._predicted_at : self._predicted_at + len(self._predicted)]
         for predicted, token_id in zip(self._predicted, came, strict=False):
@@ -69,14 +69,14 @@ class RepeatedText:
 
 
 class RowTime:
-    """Share of a step's time that one more row takes, from a regression over the last steps."""
+    """Estimate of a row's share of a step's time, by a regression over the last steps."""
 
     def __init__(self) -> None:
         self._rows = self._time_s = self._rows_squared = self._product = 0.0  # means
         self._weight = 0.0
 
     def note(self, row_count: int, duration_s: float) -> None:
-        """Record a step without prompts."""
+        """Record the number of rows and the duration of a step without prompts."""
         self._weight += TIME_SMOOTHING * (1 - self._weight)
         share = TIME_SMOOTHING / self._weight
         self._rows += share * (row_count - self._rows)
@@ -85,7 +85,7 @@ class RowTime:
         self._product += share * (row_count * duration_s - self._product)
 
     def share(self, row_count: int) -> float:
-        """Return a row's share of the time of a step with this many rows."""
+        """Estimate the share of one row in the time of a step with this many rows."""
         variance = self._rows_squared - self._rows**2
         if variance < ROW_VARIANCE_MIN:
             return ROW_SHARE_MIN
@@ -95,10 +95,10 @@ class RowTime:
 
 
 class PromptLookup:
-    """Adds drafts to the steps of an engine, and counts them."""
+    """Adds drafts to the steps of an engine, and counts drafted and accepted tokens."""
 
     def __init__(self, draft_token_count_max: int) -> None:
-        """draft_token_count_max: per sequence and step; 0 for none."""
+        """`draft_token_count_max` limits the draft per sequence and step; 0 disables drafts."""
         self._count_max = draft_token_count_max
         self._row_time = RowTime()
         self._last: tuple[int, float] | None = None  # rows and duration of a step, not noted yet
@@ -141,7 +141,7 @@ class PromptLookup:
 
 
 def _worthwhile_count(right_share: float, worth: float) -> int:
-    """Return the draft length at which the last token is correct with probability `worth`."""
+    """Compute the draft length at which the last token is correct with probability `worth`."""
     if worth >= right_share:
         return 0
     if right_share > 1 - 1e-6:

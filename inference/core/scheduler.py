@@ -60,10 +60,10 @@ SCORED_COUNT_MAX = 128
 class Chunk(NamedTuple):
     """The next `token_count` uncomputed tokens of a sequence, computed in this step.
 
-    completes: no token is uncomputed afterwards, so the next one is sampled. copied: source and
-    target KV block to copy before computing, for beams that write to a shared block. draft: tokens
-    that may follow, computed too; see `prompt_lookup.py`. scored_count: rows, before that of the
-    next token, whose logits give log-probabilities of the prompt.
+    With `completes`, no token is uncomputed afterwards, so the next one is sampled. `copied` has
+    the source and the target KV block to copy before computing, for beams that write to a shared
+    block. `draft` are tokens that may follow, computed too; see `prompt_lookup.py`. `scored_count`
+    rows, before that of the next token, have logits that give log-probabilities of the prompt.
     """
 
     sequence: Sequence
@@ -75,7 +75,7 @@ class Chunk(NamedTuple):
 
     @property
     def logit_row_count(self) -> int:
-        """Number of rows whose logits are needed, the last ones."""
+        """Number of rows, at the end of the chunk, whose logits are needed."""
         return self.scored_count + (1 + len(self.draft) if self.completes else 0)
 
 
@@ -83,8 +83,8 @@ class Chunk(NamedTuple):
 class StepPlan:
     """Work of one step.
 
-    token_count: rows of the batch without drafts, at most token_count_max. entered: sequences
-    admitted for the first time. scored_count: of all chunks.
+    `token_count` is the number of rows without drafts, at most `token_count_max`. `entered` are the
+    sequences admitted for the first time. `scored_count` is the sum over all chunks.
     """
 
     token_count_max: int = sys.maxsize
@@ -96,7 +96,7 @@ class StepPlan:
     def add(
         self, sequence: Sequence, token_count: int, copied: tuple[int, int] | None = None
     ) -> None:
-        """Add `token_count` tokens of a sequence. copied: see `Chunk`."""
+        """Add `token_count` tokens of a sequence. For `copied` see `Chunk`."""
         completes = sequence.computed_token_count + token_count == len(sequence.token_ids)
         scored_count = sequence.scored_token_count(token_count) if sequence.prompt_logprobs else 0
         self.chunks.append(Chunk(sequence, token_count, completes, copied, (), scored_count))
@@ -104,14 +104,14 @@ class StepPlan:
         self.scored_count += scored_count
 
     def drop(self, sequence: Sequence) -> None:
-        """Remove a sequence from the step."""
+        """Remove a sequence from the step, because its blocks are released."""
         self.chunks = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
         self.token_count = sum(chunk.token_count for chunk in self.chunks)
         self.scored_count = sum(chunk.scored_count for chunk in self.chunks)
 
 
 class Scheduler:
-    """Queues and blocks of one engine. Not thread-safe: used by the step loop only."""
+    """Queues and block tables of one engine. Not thread-safe: only the step loop uses it."""
 
     def __init__(self, pool: BlockPool, limits: EngineLimits) -> None:
         self._pool = pool
@@ -131,12 +131,12 @@ class Scheduler:
         return tuple(self._running)
 
     def counts(self) -> tuple[int, int]:
-        """Return the numbers of waiting and of running sequences."""
+        """Count the waiting and the running sequences."""
         return len(self._waiting), len(self._running)
 
     @property
     def waiting_is_full(self) -> bool:
-        """True if the queue is full, without preempted sequences, which were admitted before."""
+        """True if the queue is full. Preempted sequences do not count: they were admitted once."""
         limit = self._limits.waiting_sequence_count_max
         return (
             len(self._waiting) >= limit
@@ -144,7 +144,7 @@ class Scheduler:
         )
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence by rank and number."""
+        """Queue a new sequence by its rank, then by its number."""
         sequence.prefix_keys = self._prefix_keys(sequence)
         bisect.insort(self._waiting, sequence, key=_precedence)
 
@@ -155,7 +155,7 @@ class Scheduler:
         self._release(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Start a child of a running parent, sharing its blocks; writing to one copies it."""
+        """Start a child of a running sequence that shares its blocks; a write to one copies it."""
         child.block_table = self._pool.share(parent.block_table)
         child.computed_token_count = parent.computed_token_count
         child.registered_block_count = parent.registered_block_count
@@ -163,10 +163,11 @@ class Scheduler:
         bisect.insort(self._running, child, key=_precedence)
 
     def schedule(self, prompt_token_count_max: int | None = None) -> StepPlan:
-        """Choose the next step's work and allocate its blocks. Empty only without any sequences.
+        """Choose the next step's work and allocate its blocks. The plan is empty only if there are
+        no sequences.
 
-        prompt_token_count_max: limit on prompt tokens while sequences decode; None for the step's
-        limit.
+        `prompt_token_count_max` limits the prompt tokens while sequences decode; None for the limit
+        of a step.
         """
         plan = StepPlan(self._limits.step_token_count_max)
         preemption_count = self.preemption_count
@@ -200,7 +201,7 @@ class Scheduler:
                 self._register(sequence)
 
     def make_room(self, sequence: Sequence, token_count: int) -> bool:
-        """Allocate blocks for a sequence's next tokens; False if others may need them now."""
+        """Allocate blocks for a sequence's next tokens; False if others may need the blocks now."""
         covered = len(sequence.block_table)
         missing = max(blocks_for(sequence.computed_token_count + token_count) - covered, 0)
         if missing > max(self._pool.block_count_available - len(self._running), 0):
@@ -209,7 +210,7 @@ class Scheduler:
         return True
 
     def accept(self, sequence: Sequence) -> None:
-        """Record that the KV of a sequence's last token is computed: it was in the draft."""
+        """Record that the KV of a sequence's last token was computed as part of the draft."""
         sequence.computed_token_count += 1
         if sequence.computed_token_count // KV_BLOCK_TOKENS > sequence.registered_block_count:
             self._register(sequence)
@@ -221,7 +222,7 @@ class Scheduler:
             raise InvariantViolated("a waiting sequence holds KV blocks")
 
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
-        """Add a running sequence's tokens within the budget; preempt later ones for blocks."""
+        """Plan a running sequence's tokens within the budget; preempt later ones for blocks."""
         token_count = min(sequence.plannable_token_count, plan.token_count_max - plan.token_count)
         if sequence.scores_prompt:
             token_count = min(token_count, SCORED_COUNT_MAX - plan.scored_count)
@@ -241,14 +242,14 @@ class Scheduler:
         plan.add(sequence, token_count, copied)
 
     def _writes_shared_block(self, sequence: Sequence) -> bool:
-        """Return whether its next token is written to a block that another beam reads."""
+        """Return whether the next token goes to a block that another beam reads too."""
         if sequence.group is None:
             return False
         index, slot = divmod(sequence.computed_token_count, KV_BLOCK_TOKENS)
         return slot > 0 and self._pool.is_shared(sequence.block_table[index])
 
     def _own_last_block(self, sequence: Sequence) -> tuple[int, int]:
-        """Replace the shared block that it will write to. Returns the old and the new block."""
+        """Replace the shared block that the next token goes to. Return the old and new block."""
         *others, shared = sequence.block_table
         [own] = self._pool.allocate(1)
         self._pool.release([shared])
@@ -256,18 +257,18 @@ class Scheduler:
         return shared, own
 
     def rotate(self, sequence: Sequence, rotary_offset: int) -> None:
-        """Rotate the positions of a running sequence and its beams anew, and recompute them all."""
+        """Change the rotary offset of a running sequence and its beams, and recompute them."""
         for each in [sequence] if sequence.group is None else sequence.group.beams:
             each.rotary_offset = rotary_offset
         self._requeue(sequence)
 
     def _preempt(self, sequence: Sequence) -> list[Sequence]:
-        """Release all blocks for other sequences. Returns the preempted sequences."""
+        """Release all blocks of a sequence for others; return the sequences that were preempted."""
         self.preemption_count += 1
         return self._requeue(sequence)
 
     def _requeue(self, sequence: Sequence) -> list[Sequence]:
-        """Release all blocks, of all beams of a group together. Returns the requeued sequences."""
+        """Release all blocks of a sequence, or of its beam group; return the queued sequences."""
         preempted = [sequence] if sequence.group is None else list(sequence.group.beams)
         for each in preempted:
             self._running.remove(each)
@@ -280,7 +281,7 @@ class Scheduler:
     def _plan_prompts(
         self, plan: StepPlan, filling: list[Sequence], waiting: list[Sequence]
     ) -> None:
-        """Plan prompts of running sequences within the budget; admit waiting ones if room."""
+        """Plan prompts of running sequences within the budget, and admit waiting ones that fit."""
         entering, passed_over = set(waiting), set[Sequence]()
         commitments = Commitments(self._limits)
         for sequence in self._running if entering else ():
@@ -310,7 +311,7 @@ class Scheduler:
         plan: StepPlan,
         commitments: Commitments,
     ) -> bool:
-        """Admit a waiting sequence if there is room, or if it may displace others."""
+        """Admit a waiting sequence if it fits, or if it may displace running ones."""
         missing_rows = (
             commitments.batch_row_count
             + sequence.batch_row_count
@@ -347,8 +348,8 @@ class Scheduler:
         blocks: int,
         commitments: Commitments,
     ) -> list[Sequence]:
-        """Return the last running sequences that free enough places and blocks, if it may displace
-        them; else none.
+        """Find the last running sequences that free enough places and blocks for a new one; empty
+        if it may not displace them.
 
         Beams are not displaced: all of them would have to be recomputed.
         """
@@ -386,7 +387,7 @@ class Scheduler:
         self._plan_chunk(plan, sequence)
 
     def _note_overtaking(self, entered: Sequence) -> None:
-        """Count the sequences just overtaken; those at the limit precede all later ones."""
+        """Count the sequences just overtaken; those at the limit now precede all later ones."""
         first = entered.precedence
         after = self._waiting[bisect.bisect(self._waiting, first, key=_precedence) :]
         after += self._running[bisect.bisect(self._running, first, key=_precedence) :]
@@ -430,7 +431,7 @@ class Scheduler:
 
 
 class Commitments:
-    """Future needs of the added sequences."""
+    """Blocks that the running sequences will need, and prefixes that they are about to compute."""
 
     def __init__(self, limits: EngineLimits) -> None:
         self.owed_block_count = 0
@@ -448,7 +449,7 @@ class Commitments:
                 self._in_progress[block.key] = sequence
 
     def owed_by(self, sequence: Sequence, covered_block_count: int) -> int:
-        """Return the blocks that a sequence and its future beams need."""
+        """Count the blocks that a sequence and its future beams still need."""
         owed_output = min(
             sequence.owed_output_token_count, self._limits.owed_output_token_count_max
         )

@@ -46,7 +46,7 @@ from inference.text.detokenizer import NOTHING, Detokenizer, TextPiece
 
 
 class AppendedToken(NamedTuple):
-    """Result of appending a token: released text, and the finish reason if it is the last."""
+    """Result of appending a token: released text; the finish reason, None if output continues."""
 
     piece: TextPiece
     finish_reason: EngineFinishReason | None
@@ -56,13 +56,14 @@ class AppendedToken(NamedTuple):
 class Sequence:
     """State of one sequence; modified by the step loop only.
 
-    number: order of arrival and handle, shared with the parent process and by all choices of a
-    request. end_token_ids: end tokens of the model and the request. answer_end_token_ids: those of
-    them that do not end the thinking. seed: a random one if the request has none. grammar: of its
-    response format. group: its beam search. rotary_offset: row of the rotation tables for position
-    0. rank: the request's, until it was overtaken too often (overtaken_count). ended_before: finish
-    reason of a continued sequence that is already complete. stopped_by: see `SequenceFinished`.
-    Times are `time.monotonic()` seconds.
+    `number` is the order of arrival and the handle, shared with the parent process and by all
+    choices of a request. `end_token_ids` are end tokens of the model and the request,
+    `answer_end_token_ids` those of them that do not end the thinking. `seed` is random if the
+    request has none. `grammar` belongs to the response format, `group` to a beam search.
+    `rotary_offset` is the row of the rotation tables for position 0. `rank` is the request's, until
+    the sequence was overtaken too often (`overtaken_count`). `ended_before` is the finish reason of
+    a continued sequence that is already complete. For `stopped_by` see `SequenceFinished`. Times
+    are `time.monotonic()` seconds.
     """
 
     number: int
@@ -117,7 +118,7 @@ class Sequence:
 
     @property
     def precedence(self) -> tuple[float, int, int]:
-        """Sort key: by rank, then by arrival; lower comes first."""
+        """Sort key by rank, then by arrival; the lowest comes first."""
         return self.rank, self.number, self.choice_index
 
     @property
@@ -127,40 +128,40 @@ class Sequence:
 
     @property
     def uncomputed_token_count(self) -> int:
-        """Tokens whose KV is not in the pool; at least 1 while the sequence runs."""
+        """Number of tokens whose KV is not in the pool; at least 1 while the sequence runs."""
         return len(self.token_ids) - self.computed_token_count
 
     @property
     def owed_output_token_count(self) -> int:
-        """Maximum number of output tokens still to come."""
+        """Maximum number of output tokens that the sequence may still generate."""
         return self.request.stop.max_output_tokens - len(self.token_ids) + self.prompt_token_count
 
     @property
     def cache_salt(self) -> str:
-        """Salt of the request and the rotary offset: different rotations are cached separately."""
+        """Request's salt with the rotary offset: different rotations are cached separately."""
         salt = self.request.cache_salt
         return f"{salt}\0{self.rotary_offset}" if self.rotary_offset else salt
 
     @property
     def batch_row_count(self) -> int:
-        """Places in the batch, including those of future beams."""
+        """Number of places in the batch, including those of future beams."""
         return 1 if self.group is None else self.group.batch_row_count(self)
 
     @property
     def may_decode(self) -> bool:
-        """True if its last token may be computed now; beams compute theirs together."""
+        """True if its last token may be computed now; the beams of a search do that together."""
         return len(self.token_ids) - self.computed_token_count == 1 and (
             self.group is None or self.group.ready
         )
 
     @property
     def has_room(self) -> bool:
-        """True if its next token goes to an allocated block that no other sequence reads."""
+        """True if its next token goes to a block that is allocated and not shared."""
         return self.computed_token_count % KV_BLOCK_TOKENS > 0 and self.group is None
 
     @property
     def plannable_token_count(self) -> int:
-        """Tokens that may be computed now; the last token of a beam waits for all other beams."""
+        """Number of tokens that may be computed now. A beam's last token waits for other beams."""
         uncomputed_token_count = len(self.token_ids) - self.computed_token_count
         if self.group is None or len(self.group.beams) == 1 or self.may_decode:
             return uncomputed_token_count
@@ -168,11 +169,11 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """True while log-probabilities of the prompt's tokens are missing."""
+        """True while log-probabilities of prompt tokens are still to be computed."""
         return 0 < len(self.prompt_logprobs) < self.prompt_token_count
 
     def scored_token_count(self, token_count: int) -> int:
-        """Return the number of prompt tokens whose probability the next tokens decide."""
+        """Count the prompt tokens whose log-probabilities the next `token_count` determine."""
         if not self.scores_prompt:
             return 0
         end = min(self.computed_token_count + token_count + 1, self.prompt_token_count)
@@ -180,7 +181,7 @@ class Sequence:
 
     @property
     def next_takes_best(self) -> bool:
-        """True if its next token is the largest logit, and nothing else of the row is needed."""
+        """True if the next token is that of the largest logit, and nothing else is needed."""
         return (
             self.takes_best
             and len(self.token_ids) - self.prompt_token_count >= self.request.stop.min_output_tokens
@@ -188,7 +189,7 @@ class Sequence:
 
     @property
     def may_be_drafted(self) -> bool:
-        """True if several tokens can be sampled at once: none changes the rules of the next."""
+        """True if several tokens can be sampled at once, as none changes the rules for the next."""
         return (
             self.group is None
             and self.grammar is None
@@ -197,7 +198,7 @@ class Sequence:
         )
 
     def draw(self, ahead: int = 0) -> Draw:
-        """Return the sampling parameters of the next token or a later one."""
+        """Build the sampling parameters for the next token, or for one `ahead` tokens later."""
         index = self.output_token_count + ahead
         held_off = tuple(self.end_token_ids) if index < self.request.stop.min_output_tokens else ()
         candidate_count = 0 if self.group is None else self.group.candidate_count
@@ -212,7 +213,7 @@ class Sequence:
         )
 
     def twin(self) -> Sequence:
-        """Return a copy with the same tokens, without blocks or computed tokens."""
+        """Copy the sequence with its tokens, without blocks or computed tokens."""
         twin = copy.copy(self)
         twin.token_ids = list(self.token_ids)
         twin.seen = None if self.seen is None else self.seen.copy()
@@ -222,13 +223,13 @@ class Sequence:
         return twin
 
     def take(self, token_id: int) -> None:
-        """Append an output token without further effects."""
+        """Append an output token without checking for the end."""
         self.token_ids.append(token_id)
         if self.seen is not None:
             self.seen.add(token_id)
 
     def append(self, token_id: int, now_s: float | None) -> AppendedToken:
-        """Append an output token and check for the end. now_s: None if generated elsewhere."""
+        """Append an output token and check for the end. `now_s` is None if generated elsewhere."""
         if self.grammar is not None:
             self.grammar.advance(token_id)
         if self.first_token_at_s is None:
@@ -257,7 +258,7 @@ class Sequence:
         )
 
     def named_end(self, token_id: int) -> StoppedBy:
-        """Return a token that ended the output if the request names it, and not the model."""
+        """Return the token that ended the output if the request names it and the model does not."""
         return token_id if token_id in self.answer_end_token_ids else None
 
     def finished(
@@ -267,7 +268,7 @@ class Sequence:
         generated_token_count: int,
         now_s: float,
     ) -> SequenceFinished:
-        """Return the request's last event. A phase that was not reached takes no time."""
+        """Build the request's last event. A phase that was not reached takes 0 ms."""
         scheduled_s = now_s if self.scheduled_at_s is None else self.scheduled_at_s
         first_token_s = now_s if self.first_token_at_s is None else self.first_token_at_s
         timings = EngineTimings(
@@ -289,7 +290,7 @@ class Sequence:
 
 
 class BeamScheduler(Protocol):
-    """Scheduler, as seen by the sequences of a beam search."""
+    """Interface of the scheduler for the sequences of a beam search."""
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Start a child of a running parent, sharing its blocks."""
@@ -301,10 +302,10 @@ class BeamScheduler(Protocol):
 
 
 class BeamGroup:
-    """Beams of one request. `beams` are the scheduled sequences, in the order of the search."""
+    """Beams of one request. `beams` are the scheduled sequences in the order of the search."""
 
     def __init__(self, first: Sequence, open_detokenizer: Callable[[], Detokenizer]) -> None:
-        """first: the sequence that computes the prompt; its `group` is set."""
+        """Create a group of `first`, the sequence that computes the prompt, and set its `group`."""
         params = first.request.beam_search
         assert params is not None, "the request has a beam search"
         self.beams = [first]
@@ -326,7 +327,7 @@ class BeamGroup:
 
     @property
     def ended(self) -> bool:
-        """True if the outputs are decided; the group then has no sequences."""
+        """True if the outputs are final; the group then has no sequences."""
         return self._search.ended
 
     @property
@@ -335,7 +336,7 @@ class BeamGroup:
         return all(beam.uncomputed_token_count == 1 for beam in self.beams)
 
     def batch_row_count(self, beam: Sequence) -> int:
-        """Return the batch places of a beam; the first beam reserves those of future beams."""
+        """Count the batch places of a beam. The first beam reserves those of future beams."""
         return self.width - len(self.beams) + 1 if beam is self.beams[0] else 1
 
     def collapse(self) -> Sequence:
@@ -353,7 +354,7 @@ class BeamGroup:
     def advance(
         self, scheduler: BeamScheduler, chosen: Mapping[Sequence, Chosen], now_s: float
     ) -> list[SequenceEvent]:
-        """Process a step that computed all beams; return the request's events."""
+        """Process a step that computed all beams, and return the events of the request."""
         if self._preempted:
             self._return_to_search(scheduler)
             return []
@@ -368,14 +369,14 @@ class BeamGroup:
         return self._last_events(now_s)
 
     def cancel(self, scheduler: BeamScheduler, now_s: float) -> list[SequenceEvent]:
-        """End the search with the tokens reported so far."""
+        """End the search with the tokens reported so far, and return the last events."""
         for beam in self.beams:
             scheduler.remove(beam)
         cancelled: tuple[EngineFinishReason, StoppedBy] = EngineFinishReason.CANCELLED, None
         return self._finished([cancelled] * len(self._detokenizers), now_s)
 
     def _follow(self, scheduler: BeamScheduler, parents: list[int]) -> None:
-        """Replace beams by the living hypotheses: a first child reuses its parent's sequence."""
+        """Replace the beams by the living hypotheses. A first child keeps its parent's sequence."""
         before, followed = self.beams, set[int]()
         after = []
         for parent in parents:
@@ -424,7 +425,7 @@ class BeamGroup:
     def _token_events(
         self, choice: int, hypothesis: Hypothesis, start: int, end: int
     ) -> list[SequenceEvent]:
-        """Return one event per token, so that a lease can end between any two."""
+        """Build one event per token, so that a lease can end between any two."""
         events: list[SequenceEvent] = []
         for index in range(start, end):
             token_id = hypothesis.token_ids[index]

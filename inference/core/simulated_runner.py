@@ -23,7 +23,7 @@ SENTENCE = "This answer is simulated: no model has computed it. "
 
 
 class SimulatedRunner:
-    """Replaces `ModelRunner`. Tokens depend on the sequence's seed and position only."""
+    """Stand-in for `ModelRunner`. Tokens depend only on the sequence's seed and position."""
 
     kernels = "simulated"
     verifies_drafts = False
@@ -36,7 +36,7 @@ class SimulatedRunner:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """clock, sleep: in seconds; replaced in tests."""
+        """Create a runner. `clock` and `sleep` are in seconds; tests replace them."""
         self._cost = cost
         self._sentence = tokenizer.encode(SENTENCE, add_special_tokens=False)
         self._clock = clock
@@ -68,7 +68,7 @@ class SimulatedRunner:
         }
 
     def _next(self, sequence: Sequence) -> Chosen:
-        """Choose the next token. Each may be the last with equal probability."""
+        """Choose the next token. Each token is the last with the same probability."""
         index, stop = sequence.output_token_count, sequence.request.stop
         may_end = sequence.end_token_ids and index >= max(stop.min_output_tokens, 1)
         if may_end and uniform(sequence.seed, index) * self._cost.output_token_count_mean < 1:

@@ -51,7 +51,7 @@ _NONE = np.zeros(0, dtype=np.int32)
 
 
 class TorchDecoder:
-    """A loaded model with its pools. Used by one thread."""
+    """A loaded model with its KV pools. Only one thread may use it."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class TorchDecoder:
     ) -> None:
         """Allocate the pools on the device of the weights, and capture graphs there.
 
-        kernels: those of the device if None. Raises: EngineStartFailed if a GPU's memory does not
-        hold one context; torch.OutOfMemoryError.
+        `kernels` is None for those of the device. Raises EngineStartFailed if a GPU's memory does
+        not hold one context, or torch.OutOfMemoryError.
         """
         self._device = weights.embedding.device
         self.level = "torch" if self._device.type == "cpu" else self._device.type
@@ -88,8 +88,8 @@ class TorchDecoder:
             self._capture_graphs()
 
     def forward(self, chunks: Sequence[Rows]) -> Logits:
-        """Return logits (R, V) of the last `logit_row_count` rows of each chunk, in order; valid
-        until the next call.
+        """Compute the logits (R, V) of the last `logit_row_count` rows of each chunk, in order;
+        they are valid until the next call.
 
         Writes the pools only at the chunks' positions.
         """
@@ -115,7 +115,7 @@ class TorchDecoder:
         return Logits(values[:wanted_count], best[:wanted_count].tolist())
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the first to the second KV block of each pair, in all layers, in order."""
+        """Copy KV blocks in all layers, in order. Each pair has the source and the target."""
         for source, target in pairs:
             self._pool[:, :, target].copy_(self._pool[:, :, source])
 
@@ -124,7 +124,7 @@ class TorchDecoder:
         return values, self._kernels.best(values)
 
     def _parts(self, order: Sequence[Rows], chunks: Sequence[Rows]) -> list[Entries]:
-        """Return the six parts of a step's inputs. order: of the spans, single rows first."""
+        """Build the six parts of a step's inputs. `order` lists the spans, single rows first."""
         token_ids: list[int] = []
         numbers = np.empty((4, len(order)), dtype=np.int64)
         for index, chunk in enumerate(order):
@@ -153,7 +153,7 @@ class TorchDecoder:
         return [np.asarray(part, dtype=np.int32) for part in parts]
 
     def _upload(self, parts: Sequence[Entries], lengths: Sequence[int]) -> None:
-        """Copy the parts of a step's inputs to the device, padded to these lengths."""
+        """Copy the parts of a step's inputs to the device, each padded to its length."""
         starts = _starts(lengths)
         if self._copied is not None:  # the GPU may be behind, and read pinned memory only later
             self._copied.synchronize()
@@ -170,7 +170,7 @@ class TorchDecoder:
             self._copied.record()
 
     def _batch(self, lengths: Sequence[int], single_count: int, row_count_max: int) -> Batch:
-        """Return views of the inputs. lengths: of the parts."""
+        """Build a batch from views of the inputs. `lengths` are those of the parts."""
         token_ids, rotary_rows, slots, spans, logit_rows, tables = (
             self._inputs[start : start + length]
             for start, length in zip(_starts(lengths), lengths, strict=False)
@@ -181,7 +181,7 @@ class TorchDecoder:
         )
 
     def _make_inputs(self, count: int) -> None:
-        """Allocate memory for at least `count` integers of inputs, and that of the largest step."""
+        """Allocate memory for at least `count` integers, and always enough for the largest step."""
         limits = self._limits
         table_width = blocks_for(limits.context_window_tokens)
         largest = 4 * limits.step_token_count_max
@@ -193,7 +193,7 @@ class TorchDecoder:
         self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
 
     def _capture_graphs(self) -> None:
-        """Capture steps that only decode. Without a GPU, as in tests, they are computed instead."""
+        """Capture steps that only decode. Without a GPU, as in tests, they are only computed."""
         row_count = 2
         while row_count <= self._limits.step_token_count_max:
             self._idle([row_count, row_count, row_count, 4, 1, 1], 0, self._pools)()
@@ -217,7 +217,7 @@ class TorchDecoder:
     def _idle(
         self, lengths: Sequence[int], single_count: int, pools: list[LayerPool]
     ) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Build a step of padding alone, with its inputs on the device."""
+        """Build a step that consists of padding, with its inputs on the device."""
         self._upload([_NONE] * len(PADDING), lengths)
         batch = self._batch(lengths, single_count, 1 if single_count else lengths[0])
         return partial(self._compute, batch, pools)
@@ -238,9 +238,9 @@ class TorchDecoder:
         return torch.from_numpy(np.zeros(shape, dtype=integer)).view(dtype)
 
     def _fitting_block_count(self, block_bytes: int) -> int:
-        """Return the blocks for the GPU's free memory, less what the largest step needs.
+        """Count the blocks that fit the GPU's free memory, less the needs of the largest step.
 
-        Raises: EngineStartFailed if they do not hold one context.
+        Raises EngineStartFailed if they do not hold one context.
         """
         row_count = self._limits.step_token_count_max
         logit_count = min(row_count, self._limits.running_sequence_count_max + SCORED_COUNT_MAX)
@@ -259,7 +259,7 @@ class TorchDecoder:
 
 
 def kernels_of(device: torch.device) -> TorchKernels:
-    """Return the kernels for a device. Raises: EngineStartFailed if a GPU's are not installed."""
+    """Choose the kernels for a device. Raises EngineStartFailed if a GPU's are not installed."""
     if device.type == "cpu":
         return TorchKernels()
     try:
@@ -273,8 +273,8 @@ def kernels_of(device: torch.device) -> TorchKernels:
 
 
 def graph_sizes(row_count_max: int) -> list[int]:
-    """Return the numbers of rows for which steps are captured: padding costs an eighth at most,
-    from 32 rows on.
+    """List the numbers of rows for which steps are captured. From 32 rows on, padding costs at most
+    an eighth.
     """
     sizes = [1, 2, 4, 8]
     while sizes[-1] < row_count_max:
@@ -283,7 +283,7 @@ def graph_sizes(row_count_max: int) -> list[int]:
 
 
 def fitting_block_count(spare_bytes: int, block_bytes: int, limits: EngineLimits) -> int:
-    """Return how many KV blocks fit. Raises: EngineStartFailed if one context does not."""
+    """Count the KV blocks that fit. Raises EngineStartFailed if one context does not fit."""
     count = int(spare_bytes * KV_CACHE_SHARE) // block_bytes
     needed_count = blocks_for(limits.context_window_tokens)
     if count < needed_count:
@@ -297,18 +297,18 @@ def fitting_block_count(spare_bytes: int, block_bytes: int, limits: EngineLimits
 
 
 def _lengths(size: int) -> tuple[int, ...]:
-    """Return the lengths of the parts before the tables in a graph of `size` rows."""
+    """List the lengths of the parts before the tables, in a graph of `size` rows."""
     return size, size, size, 4 * size, size
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
-    """Return where each part begins, and the end of the last."""
+    """Compute the offset at which each part begins, and the end of the last."""
     padded = (-(-length // ALIGNED) * ALIGNED for length in lengths)
     return list(itertools.accumulate(padded, initial=0))
 
 
 def _span_order(chunk: Rows) -> int:
-    """Sort single rows before others, and by class of length, which `TorchKernels` needs."""
+    """Sort key of a chunk: single rows first, by class of length, as `TorchKernels` needs them."""
     is_single = chunk.token_count == 1
     return length_class(chunk.sequence.computed_token_count) if is_single else sys.maxsize
 

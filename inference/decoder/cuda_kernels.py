@@ -61,8 +61,8 @@ def rotate_and_write_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
     HEAD_TILE: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Compute some heads of one row: HEAD_TILE of queries, then keys, then values; TILE covers half
-    of a head.
+    """Normalize, rotate and write HEAD_TILE heads of one row: queries, then keys, then values. TILE
+    covers half of a head.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
@@ -115,8 +115,8 @@ def attend_tile(
     is_dim, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     KEY_TILE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add KEY_TILE positions to the largest score, the sum of weights and the weighted values.
-    MASKED: a row may not see all of them; masks took nearly half the time of a long prompt's
+    """Add KEY_TILE positions to the largest score, the sum of weights and the weighted values. With
+    MASKED, a row may not see all of them; masks took nearly half the time of a long prompt's
     attention.
     """
     at = tile + tl.arange(0, KEY_TILE)
@@ -153,8 +153,8 @@ def attention_kernel(
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend from up to ROWS rows of a span, for all query heads of one key head, to one part of
-    their context. scale: of scores, times log2(e).
+    """Attend from up to ROWS rows of a span to one part of their context, for all query heads of
+    one key head. `scale` is the scale of scores times log2(e).
 
     With SPLITS > 1, `out` is (N, HEADS, SPLITS, DIM) in fp32, and part_sums (N, HEADS, SPLITS) gets
     the binary logarithms of the parts' sums of weights.
@@ -223,7 +223,7 @@ def combine_kernel(
     parts, part_sums, spans, out,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_TILE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the parts of one head of one row."""
+    """Combine the partial results of one head of one row."""
     span = tl.program_id(1)
     if tl.program_id(0) < tl.load(spans + span * 4 + 1):
         row = tl.load(spans + span * 4).to(tl.int64) + tl.program_id(0)
@@ -252,7 +252,7 @@ def gate_kernel(gate_up, out, SIZE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def best_kernel(logits, out, SIZE: tl.constexpr, TILE: tl.constexpr, BROKEN: tl.constexpr):
-    """Find the first of a row's largest logits, or BROKEN if one is infinite or NaN."""
+    """Find the first of a row's largest logits; BROKEN if a logit is infinite or NaN."""
     row = tl.program_id(0).to(tl.int64) * SIZE
     # Per place in a tile, and reduced only once.
     largest = tl.full((TILE,), float("-inf"), tl.float32)
@@ -269,12 +269,12 @@ def best_kernel(logits, out, SIZE: tl.constexpr, TILE: tl.constexpr, BROKEN: tl.
 
 
 class TritonKernels(TorchKernels):
-    """Operations of `TorchKernels` for CUDA."""
+    """CUDA implementation of the operations of `TorchKernels`."""
 
     captures = True
 
     def __init__(self, processor_count: int) -> None:
-        """processor_count: multiprocessors of the GPU, over which contexts are split."""
+        """`processor_count` is the GPU's number of multiprocessors, which share long contexts."""
         self._processor_count = processor_count
 
     def add_norm(
@@ -337,7 +337,7 @@ class TritonKernels(TorchKernels):
         window: int | None,
         attended: Tensor,
     ) -> None:
-        """Compute the rows of some spans, each of at most row_count_max rows."""
+        """Compute attention for the rows of some spans, at most `row_count_max` rows each."""
         row_count, head_count, head_dim = queries.shape
         kv_head_count = pool.keys.shape[1]
         sizes, options = tile_sizes(
@@ -362,9 +362,9 @@ class TritonKernels(TorchKernels):
             )  # fmt: skip
 
     def _split_count(self, program_count: int, row_count_max: int) -> int:
-        """Return the number of splits: enough to give every multiprocessor several programs.
+        """Choose the number of splits so that every multiprocessor gets several programs.
 
-        Always a power of four, to limit the kernel variants that are compiled.
+        It is always a power of four, to limit the kernel variants that are compiled.
         """
         is_single = row_count_max == 1
         each, least = (SINGLE_PROGRAMS, SINGLE_SPLITS_MIN) if is_single else (PROMPT_PROGRAMS, 1)
@@ -387,7 +387,7 @@ class TritonKernels(TorchKernels):
 def tile_sizes(
     group: int, head_dim: int, row_count_max: int, dtype: torch.dtype
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the sizes of the attention kernel's tiles, and its compiler options."""
+    """Choose the sizes of the attention kernel's tiles, and its compiler options."""
     is_wide = head_dim > WIDE_HEAD or dtype == torch.float32
     if row_count_max == 1:
         least, warp_count, stage_count = SINGLE_TILE, 2, 2

@@ -50,9 +50,10 @@ NOT_FINITE = -1  # in place of a token id
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer; qkv stacks query, key and value rows, gate_up stacks gate and up rows.
+    """Weights of one decoder layer. `qkv` stacks the rows of query, key and value, `gate_up` those
+    of gate and up.
 
-    query_norm, key_norm: (D,), or None where heads are not normalized.
+    `query_norm` and `key_norm` are (D,), or None where heads are not normalized.
     """
 
     attention_norm: Tensor
@@ -67,7 +68,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All weights. embedding: (vocabulary, hidden). lm_head may share its memory."""
+    """All weights. `embedding` is (vocabulary, hidden); `lm_head` may share its memory."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
@@ -83,10 +84,10 @@ def load_weights(
     *,
     quantize: bool = False,
 ) -> DecoderWeights:
-    """Read all weights as `dtype`. on_progress: called with 0 to 1 after each layer. quantize: int8
-    by rows.
+    """Read all weights as `dtype`, or with `quantize` as int8 by rows. `on_progress` is called with
+    0 to 1 after each layer.
 
-    Raises: CheckpointInvalid, naming the file and the tensor that is missing, unexpected, or of a
+    Raises CheckpointInvalid, naming the file and the tensor that is missing, unexpected, or of a
     wrong shape.
     """
     reader = TensorReader(directory, dtype, quantize)
@@ -148,11 +149,11 @@ class LayerPool:
 class Batch:
     """Rows of one step, as int32 tensors on the decoder's device.
 
-    token_ids: (N,). rotary_rows: (N,) of the rotation tables. slots: (N,) targets of keys and
-    values, block id * T + offset. spans: (S, 4), rows of one sequence each: first row, row count,
-    position of the first row, start of its blocks in `tables`. logit_rows: (R,) rows whose logits
-    are needed. tables: (X,) block ids. single_count: leading spans of one row; row_count_max: of
-    the others.
+    `token_ids` (N,) are the tokens, `rotary_rows` (N,) their rows in the rotation tables, and
+    `slots` (N,) the targets of keys and values, block id * T + offset. `spans` (S, 4) has rows of
+    one sequence each: first row, row count, position of the first row, start of its blocks in
+    `tables`. `logit_rows` (R,) are the rows whose logits are needed. `tables` (X,) has block ids.
+    The first `single_count` spans have one row; the others have at most `row_count_max`.
     """
 
     token_ids: Tensor
@@ -173,7 +174,8 @@ Attend = Callable[[Tensor, LayerPool], Tensor]
 class TorchKernels:
     """Operations of a decoder between its matrix products, for CPUs without native code.
 
-    `TritonKernels` computes the same for CUDA. captures: whether steps are captured as CUDA graphs.
+    `TritonKernels` computes the same for CUDA. `captures` tells whether steps are captured as CUDA
+    graphs.
     """
 
     captures = False
@@ -194,8 +196,9 @@ class TorchKernels:
         batch: Batch,
         pool: LayerPool,
     ) -> Tensor:
-        """Return the queries (N, H, D), normalized and rotated; write keys, treated alike, and
-        values to the pool. mixed: (N, (H + 2 H_kv) * D). rotation: tables of cosines and sines.
+        """Normalize and rotate queries and keys, and write keys and values to the pool. Return the
+        queries (N, H, D). `mixed` is (N, (H + 2 H_kv) * D), `rotation` has the tables of cosines
+        and sines.
         """
         _, kv_head_count, _, head_dim = pool.keys.shape
         heads = mixed.view(len(mixed), -1, head_dim)
@@ -213,8 +216,8 @@ class TorchKernels:
         return rotated[:, :head_count]
 
     def attention(self, batch: Batch, window: int | None) -> Attend:
-        """Return the function for layers with this window in positions; None for all. Single rows
-        of similar lengths are computed together.
+        """Build the attention function for layers with this window in positions; None for all.
+        Single rows of similar lengths are computed together.
         """
         spans, tables = batch.spans.numpy(), batch.tables.numpy()
         singles = spans[: batch.single_count]
@@ -235,12 +238,12 @@ class TorchKernels:
         return attend
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        """Return SiLU of the first half of each row times the second: (N, 2 I) -> (N, I)."""
+        """Multiply SiLU of the first half of each row by the second: (N, 2 I) -> (N, I)."""
         gate, up = gate_up.chunk(2, dim=-1)
         return silu(gate) * up
 
     def best(self, logits: Tensor) -> Tensor:
-        """Return per row the first id with the largest logit, or `NOT_FINITE`: (R, V) -> (R,)."""
+        """Find per row the first id with the largest logit, or `NOT_FINITE`: (R, V) -> (R,)."""
         numbers = logits.numpy()  # its argmax is 7 times as fast as torch's at 50 rows
         best = numbers.argmax(axis=-1)
         best[~np.isfinite(numbers).all(axis=-1)] = NOT_FINITE
@@ -251,8 +254,9 @@ class TorchKernels:
 class Span:
     """Rows of a batch whose attention is computed together, over blocks in the pool.
 
-    tables: (B, M) block ids, padded with any valid id. mask: (B, M * T) for B sequences with one
-    row each, (rows, M * T) for one sequence, True for visible positions; None for a whole prompt.
+    `tables` (B, M) has block ids, padded with any valid id. `mask` is (B, M * T) for B sequences
+    with one row each, (rows, M * T) for one sequence, and True for visible positions; None for a
+    whole prompt.
     """
 
     rows: slice
@@ -261,15 +265,16 @@ class Span:
 
 
 def length_class(position: int) -> int:
-    """Return the class of a single row: a span pads its rows to at most twice their length."""
+    """Compute a single row's class: rows of a span are padded to at most twice their length."""
     return (position // KV_BLOCK_TOKENS).bit_length()
 
 
 def _decode_span(rows: Entries, entries: Entries, window: int | None) -> Span:
-    """Return single rows, each from the first block in its window. rows: of `Batch.spans`.
+    """Build a span of single rows, each from the first block in its window. `rows` are entries of
+    `Batch.spans`.
 
-    Padded with block 0, which always exists; the mask hides padding and positions before the
-    window.
+    The span is padded with block 0, which always exists; the mask hides padding and positions
+    before the window.
     """
     lengths = rows[:, 2] + 1
     begins = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
@@ -292,7 +297,7 @@ def _decode_span(rows: Entries, entries: Entries, window: int | None) -> Span:
 
 
 def _prefill_span(span: list[int], entries: Entries, window: int | None) -> Span:
-    """Return the rows of one sequence. The table begins in the first row's window."""
+    """Build the span of one sequence's rows. Its table begins in the first row's window."""
     row, row_count, start, table_start = span
     end = start + row_count
     first_block = 0 if window is None else max(0, start + 1 - window) // KV_BLOCK_TOKENS
@@ -359,20 +364,20 @@ def attend_prefill(queries: Tensor, pool: LayerPool, span: Span) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """values: (R, V) fp32. best: per row the first id with the largest logit, or `NOT_FINITE` if a
-    logit of the row is infinite or NaN.
+    """Logits of a step: `values` is (R, V) in fp32. `best` has for each row the first id with the
+    largest logit, or `NOT_FINITE` if one is infinite or NaN.
     """
 
     values: Tensor
     best: list[int]
 
     def take(self, rows: list[int]) -> Tensor:
-        """Return rows on their device, without a copy if all are wanted."""
+        """Select rows on their device, without a copy if all are wanted."""
         return self.values if len(rows) == len(self.values) else self.values[rows]
 
 
 class Decoder:
-    """Weights with their configuration. Stateless between calls; the caller owns the pools."""
+    """Forward pass of a model. Stateless between calls; the caller owns the pools."""
 
     def __init__(
         self,
@@ -391,7 +396,7 @@ class Decoder:
         self._rotation = cosines.to(device), sines.to(device)
 
     def forward(self, batch: Batch, pools: list[LayerPool]) -> Tensor:
-        """Return logits (R, V) in fp32 for `batch.logit_rows`; write all rows' keys and values."""
+        """Compute logits (R, V) in fp32 for `batch.logit_rows`; write all rows' keys and values."""
         weights, kernels, eps = self._weights, self._kernels, self._config.rms_norm_eps
         windows = self._config.layer_windows
         attends = {window: kernels.attention(batch, window) for window in set(windows)}
@@ -422,8 +427,7 @@ def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 def rotary_tables(
     rope: RopeConfig, head_dim: int, position_count: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines (rows, D), computed in fp32. Source: Su et al. 2021, and each
-    scaling's paper.
+    """Compute cosines and sines (rows, D) in fp32, by Su et al. 2021 and each scaling's paper.
 
     A row depends only on its position, so keys do not depend on chunking, caching or continuation.
     Longrope beyond its original context has two tables: first that for sequences within it, and
@@ -462,7 +466,7 @@ def rotary_tables(
 
 
 def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Slow down slow rotations by `factor`, keep fast ones, blend those between."""
+    """Slow down slow rotations by `factor`, keep fast ones, and blend those between."""
     rotations = scaling.original_context_tokens * frequencies / (2 * math.pi)
     blend = (
         (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -471,7 +475,7 @@ def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _grow(theta: float, scaling: DynamicScaling, positions: Tensor, exponents: Tensor) -> Tensor:
-    """Return (positions, D/2) frequencies: each position rotates as in a sequence that ends with
+    """Compute frequencies (positions, D/2): each position rotates as in a sequence that ends with
     it.
 
     This equals transformers for tokens generated one by one. For a prompt beyond the original
@@ -486,11 +490,11 @@ def _grow(theta: float, scaling: DynamicScaling, positions: Tensor, exponents: T
 
 
 def _stretch_slow(theta: float, scaling: YarnScaling, exponents: Tensor) -> Tensor:
-    """Return frequencies with a ramp from kept to slowed dimensions; Peng et al. 2023, 3.2."""
+    """Compute frequencies with a ramp from kept to slowed dimensions; Peng et al. 2023, 3.2."""
     pair_count = len(exponents)
 
     def rotating_pair(rotations: float) -> float:
-        """Return the fractional dimension with this number of turns in the original context."""
+        """Find the fractional dimension with this number of turns in the original context."""
         return (
             pair_count
             * math.log(scaling.original_context_tokens / (rotations * 2 * math.pi))
@@ -511,7 +515,7 @@ def _stretch_slow(theta: float, scaling: YarnScaling, exponents: Tensor) -> Tens
 
 
 def _longrope_sharpening(scaling: LongRopeScaling) -> float:
-    """Return the factor for queries and keys at all lengths; Ding et al. 2024, as in Phi-3."""
+    """Compute the factor for queries and keys at all lengths; Ding et al. 2024, as in Phi-3."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.factor <= 1.0:
@@ -520,7 +524,7 @@ def _longrope_sharpening(scaling: LongRopeScaling) -> float:
 
 
 def _sharpening(scaling: YarnScaling) -> float:
-    """Return the factor for queries and keys that keeps attention sharp over longer contexts."""
+    """Compute the factor for queries and keys that keeps attention sharp over long contexts."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     growth = math.log(max(scaling.factor, 1.0))

@@ -50,7 +50,7 @@ _CHANGING: dict[str, tuple[object, ...]] = {
 
 
 class Pooling(StrEnum):
-    """Reduction of a text's token vectors to one vector."""
+    """Method that reduces a text's token vectors to one vector."""
 
     MEAN = "mean"
     CLS = "cls"
@@ -60,10 +60,10 @@ class Pooling(StrEnum):
 class EncoderFamily:
     """One architecture: names of its config.json entries and tensors, and its position numbering.
 
-    prefix: of the tensor names if the file holds a larger model. sizes: entry names by their name
-    in BERT. skips_padding_positions: positions begin after that of the padding token.
-    position_offset: first position otherwise. relative_positions: attention also depends on token
-    distances.
+    `prefix` begins the tensor names if the file holds a larger model. `sizes` maps BERT's names of
+    entries to this architecture's. With `skips_padding_positions`, positions begin after that of
+    the padding token, otherwise at `position_offset`. With `relative_positions`, attention also
+    depends on token distances.
     """
 
     prefix: str
@@ -91,9 +91,10 @@ FAMILIES: dict[str, EncoderFamily] = {
 class EncoderConfig:
     """Sizes of an encoder, in heads, layers, floats and tokens.
 
-    directory: location of tokenizer and weights. input_tokens_max: per text, including special
-    tokens. position_offset: table row of the first position. has_relative_positions: attention
-    depends on distances. token_type_count: rows of the token type table; 0 without one.
+    `directory` contains tokenizer and weights. `input_tokens_max` limits a text, including special
+    tokens. `position_offset` is the table row of the first position. With `has_relative_positions`,
+    attention depends on token distances. `token_type_count` is the number of rows of the token type
+    table, 0 without one.
     """
 
     directory: Path
@@ -141,7 +142,7 @@ def read_encoder_config(directory: Path) -> EncoderConfig:
 
 
 def read_encoder_info(directory: Path, *, name: str) -> ModelInfo:
-    """Return the facts about an encoder before it is loaded. Raises: CheckpointInvalid."""
+    """Read the facts about an encoder without loading it. Raises CheckpointInvalid."""
     config = read_encoder_config(directory)
     return ModelInfo(
         name=name,
@@ -157,7 +158,7 @@ def read_encoder_info(directory: Path, *, name: str) -> ModelInfo:
 def _read_config(
     raw: Mapping[str, Any], path: Path, pooling: Pooling, limit: int | None, *, normalized: bool
 ) -> EncoderConfig:
-    """Return the configuration. limit: tokens per text, if the checkpoint has a limit."""
+    """Convert the entries. `limit` is the checkpoint's limit of tokens per text, or None."""
     model_type = raw.get("model_type", "(none)")
     family = FAMILIES.get(model_type)
     if family is None:
@@ -232,9 +233,9 @@ def _read_config(
 
 
 def _read_modules(directory: Path) -> tuple[Path, Path, bool]:
-    """Return the encoder's directory, the pooling's file, and whether vectors are normalized.
+    """Find the encoder's directory, the pooling's file, and whether vectors are normalized.
 
-    Raises: CheckpointInvalid for modules other than pooling and normalization.
+    Raises CheckpointInvalid for modules other than pooling and normalization.
     """
     path = directory / "modules.json"
     if not path.exists():
@@ -255,7 +256,7 @@ def _read_modules(directory: Path) -> tuple[Path, Path, bool]:
 
 
 def _inside(directory: Path, relative: str, path: Path) -> Path:
-    """Return a module's directory. modules.json is untrusted and must not reach other files."""
+    """Resolve a module's directory. modules.json is untrusted and must not reach other files."""
     if Path(relative).is_absolute() or ".." in Path(relative).parts:
         raise CheckpointInvalid(path, f"path {relative!r} is outside the checkpoint")
     return directory / relative
@@ -278,7 +279,7 @@ def _read_pooling(path: Path) -> tuple[Pooling, int | None]:
 
 
 def _read_input_limit(directory: Path) -> int | None:
-    """Return the maximum tokens per text, if the checkpoint has a limit."""
+    """Read the checkpoint's limit of tokens per text; None if it has no limit."""
     path = directory / "sentence_bert_config.json"
     if not path.exists():
         return None
@@ -294,7 +295,7 @@ def _read_input_limit(directory: Path) -> int | None:
 
 
 def _refuse_prompt(path: Path) -> None:
-    """Reject a default prompt: it would be billed invisibly, so clients must send it themselves."""
+    """Reject a default prompt, which would be billed invisibly; clients must send it themselves."""
     raw = read_json(path) if path.exists() else {}
     name, prompts = raw.get("default_prompt_name"), raw.get("prompts") or {}
     if name is not None and prompts.get(name):

@@ -35,7 +35,7 @@ OVERLOAD_WAIT_S_MIN = 0.5  # shorter delays would make callers retry in a tight 
 class EncoderSettings:
     """Settings of an encoder checkpoint. All defaults suit a small model on a laptop.
 
-    name: the model name for clients. compute_dtype, device, torch_thread_count: as in
+    `name` is the model name for clients. For `compute_dtype`, `device` and `torch_thread_count` see
     `TorchEngineSettings`.
     """
 
@@ -61,7 +61,7 @@ class EncoderSettings:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One `embed`. began_at_s: start of its first batch, by the loop's clock."""
+    """One call of `embed`. `began_at_s` is the start of its first batch, by the loop's clock."""
 
     request: EmbeddingRequest
     came_at_s: float
@@ -78,7 +78,7 @@ class TorchEncoder(SupervisedBackend):
     """Implement `Encoder` on torch."""
 
     def __init__(self, settings: EncoderSettings) -> None:
-        """Read the checkpoint's configuration; starts no process. Raises: CheckpointInvalid."""
+        """Read the checkpoint's configuration; starts no process. Raises CheckpointInvalid."""
         load = LoadEncoder(
             str(settings.directory),
             settings.compute_dtype,
@@ -112,7 +112,7 @@ class TorchEncoder(SupervisedBackend):
 
     @property
     def worker_pid(self) -> int | None:
-        """Process id of the child, for operators and tests; None without one."""
+        """Process id of the worker, for operators and tests; None without a worker."""
         return self._worker.pid
 
     def statistics(self) -> EngineStatistics:
@@ -144,13 +144,13 @@ class TorchEncoder(SupervisedBackend):
         return Embeddings(tuple(vectors), queue_ms, (clock() - call.began_at_s) * 1e3)
 
     def _overload_wait_s(self) -> float:
-        """Return the seconds to embed half of the queue at the pace of the last batch."""
+        """Estimate the seconds to embed half of the queue at the pace of the last batch."""
         if not self._tokens_per_s:
             return OVERLOAD_WAIT_S_MIN
         return max(self._queue.waiting_size / 2 / self._tokens_per_s, OVERLOAD_WAIT_S_MIN)
 
     def _send_soon(self) -> None:
-        """Send a batch: at once if it is full, else after the batching window."""
+        """Send a batch: at once if it is full, otherwise after the batching window."""
         if self._queue.under_way_count:
             return
         if self._queue.waiting_size >= self._options.batch_token_count_max:

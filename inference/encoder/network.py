@@ -76,7 +76,7 @@ class NormWeights:
 
 @dataclass(frozen=True, slots=True)
 class EncoderLayerWeights:
-    """Weights of one layer: attention and its output, feed-forward network and its output."""
+    """Weights of one layer: attention with its output, and feed-forward network with its output."""
 
     query: LinearWeights
     key: LinearWeights
@@ -90,10 +90,10 @@ class EncoderLayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class EncoderWeights:
-    """All weights. words (vocabulary, hidden), positions (position_count, hidden); token_type
-    (hidden,) or None.
+    """All weights. `words` is (vocabulary, hidden), `positions` (position_count, hidden), and
+    `token_type` (hidden,) or None.
 
-    distance_biases (distance buckets, heads): added to attention scores; None without relative
+    `distance_biases` (distance buckets, heads) are added to attention scores; None without relative
     positions.
     """
 
@@ -112,10 +112,10 @@ def load_encoder_weights(
     *,
     quantize: bool = False,
 ) -> EncoderWeights:
-    """Read all weights as `dtype`. on_progress: called with 0 to 1 after each layer. quantize: int8
-    by rows.
+    """Read all weights as `dtype`, or with `quantize` as int8 by rows. `on_progress` is called with
+    0 to 1 after each layer.
 
-    Raises: CheckpointInvalid, naming the file and the tensor that is missing, unexpected, or of a
+    Raises CheckpointInvalid, naming the file and the tensor that is missing, unexpected, or of a
     wrong shape.
     """
     reader = TensorReader(config.directory, dtype, quantize)
@@ -174,7 +174,7 @@ def _read_norm(reader: TensorReader, name: str, size: int) -> NormWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Texts of equal length in a batch: rows [begin, end) hold them one after another."""
+    """Texts of equal length in a batch. The rows [begin, end) hold them one after another."""
 
     begin: int
     end: int
@@ -183,7 +183,7 @@ class _Group:
 
 
 class EncoderNetwork:
-    """A loaded encoder. Used by one thread."""
+    """A loaded encoder. Only one thread may use it."""
 
     def __init__(
         self, config: EncoderConfig, weights: EncoderWeights, device: torch.device
@@ -195,7 +195,7 @@ class EncoderNetwork:
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Return vectors (texts, hidden) in fp32. Texts have 1 to `input_tokens_max` tokens."""
+        """Compute vectors (texts, hidden) in fp32 for texts of 1 to `input_tokens_max` tokens."""
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         groups = _groups([len(texts[index]) for index in order])
         rows = self._embed_tokens([texts[index] for index in order])
@@ -212,7 +212,7 @@ class EncoderNetwork:
         return vectors
 
     def _embed_tokens(self, texts: list[Sequence[int]]) -> Tensor:
-        """Return (tokens, hidden): sum of word, position and token type embeddings."""
+        """Add up word, position and token type embeddings of each token: (tokens, hidden)."""
         weights, offset = self._weights, self._config.position_offset
         token_ids = torch.tensor(
             [token_id for text in texts for token_id in text], device=self._device
@@ -226,7 +226,7 @@ class EncoderNetwork:
         return self._norm(rows, weights.embedding_norm)
 
     def _distance_biases(self, groups: list[_Group]) -> Tensor | None:
-        """Return (heads, longest, longest) biases of attention; None without relative positions."""
+        """Compute attention biases (heads, longest, longest); None without relative positions."""
         weights = self._weights.distance_biases
         if weights is None:
             return None
@@ -240,7 +240,7 @@ class EncoderNetwork:
     def _run_layer(
         self, layer: EncoderLayerWeights, rows: Tensor, groups: list[_Group], biases: Tensor | None
     ) -> Tensor:
-        """Run one layer: (tokens, hidden) -> (tokens, hidden)."""
+        """Run one layer on rows (tokens, hidden); return rows of the same shape."""
         attended = project(self._attend(layer, rows, groups, biases), layer.attention_out)
         rows = self._norm(attended + rows, layer.attention_norm)
         widened = self._activation(project(rows, layer.up))
@@ -249,7 +249,7 @@ class EncoderNetwork:
     def _attend(
         self, layer: EncoderLayerWeights, rows: Tensor, groups: list[_Group], biases: Tensor | None
     ) -> Tensor:
-        """Return (tokens, hidden): the attention output of each token over its own text."""
+        """Compute the attention output (tokens, hidden) of each token over its own text."""
         query, key, value = (
             project(rows, weights) for weights in (layer.query, layer.key, layer.value)
         )
@@ -273,7 +273,7 @@ class EncoderNetwork:
         )
 
     def _pool(self, rows: Tensor, group: _Group) -> Tensor:
-        """Pool (texts x length, hidden) -> (texts, hidden)."""
+        """Reduce token vectors (texts x length, hidden) to one per text: (texts, hidden)."""
         by_text = rows.view(group.text_count, group.length, -1)
         return by_text[:, 0] if self._config.pooling is Pooling.CLS else by_text.mean(dim=1)
 
@@ -284,10 +284,9 @@ class EncoderNetwork:
 
 
 def distance_buckets(distances: Tensor) -> Tensor:
-    """Return the bucket of each token distance: small distances have their own, large ones share
-    one.
+    """Assign token distances to buckets: small distances have their own, large ones share one.
 
-    distances: in tokens, positive to later tokens. Source: the T5 scheme as used by MPNet, with 32
+    Distances are in tokens, positive to later tokens. The scheme is T5's as used by MPNet, with 32
     buckets and a maximum of 128 tokens.
     """
     half = RELATIVE_BUCKETS // 2
@@ -305,7 +304,7 @@ def distance_buckets(distances: Tensor) -> Tensor:
 
 
 def _groups(lengths: list[int]) -> list[_Group]:
-    """Group texts, sorted by length, by equal length."""
+    """Group texts of equal length; `lengths` must be sorted."""
     groups: list[_Group] = []
     begin = 0
     for length, same in groupby(lengths):

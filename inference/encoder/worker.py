@@ -49,7 +49,7 @@ class LoadEncoder(Message, tag="load_encoder", frozen=True):
 
 
 class EncodeBatch(Message, tag="encode", frozen=True):
-    """Texts to embed, as token ids. number: of the batch, repeated in the answer."""
+    """Texts to embed, as token ids. The answer repeats the `number` of the batch."""
 
     number: int
     texts: list[tuple[int, ...]]
@@ -58,7 +58,7 @@ class EncodeBatch(Message, tag="encode", frozen=True):
 class BatchEncoded(Message, tag="encoded", frozen=True):
     """Vectors of a batch in the order of its texts, each as bytes of native fp32 floats.
 
-    fault: the reason if embedding failed; `vectors` is then empty.
+    `fault` is the reason if embedding failed; `vectors` is then empty.
     """
 
     number: int
@@ -67,7 +67,7 @@ class BatchEncoded(Message, tag="encoded", frozen=True):
 
 
 def serve(connection: socket.socket) -> int:
-    """Load, then embed batches until shutdown. Returns the exit status."""
+    """Load the encoder, then embed batches until shutdown. Return the exit status."""
     inbox: Inbox[Message] = Inbox(connection, decoder_to_worker(LoadEncoder, EncodeBatch))
     send, steps = inbox.send, StepClock()
     load = inbox.wait()
@@ -94,7 +94,7 @@ def serve(connection: socket.socket) -> int:
 
 
 def load_network(load: LoadEncoder, on_progress: Callable[[str, float], None]) -> EncoderNetwork:
-    """Import torch, read the weights, embed a longest text. Raises: CheckpointInvalid."""
+    """Import torch, read the weights, and embed a text as a test. Raises CheckpointInvalid."""
     on_progress("import", 0.0)
     import torch
 
@@ -127,7 +127,7 @@ def load_network(load: LoadEncoder, on_progress: Callable[[str, float], None]) -
 
 
 def encode_batch(network: EncoderNetwork, batch: EncodeBatch) -> BatchEncoded:
-    """Embed a batch; return its vectors or a fault, such as values that are not finite."""
+    """Embed a batch; return its vectors, or a fault if a value is not finite or the model fails."""
     import torch
 
     try:

@@ -13,9 +13,9 @@ from inference.native.loader import PREBUILT, NativeUnavailable, compile_library
 
 
 def build(directory: Path) -> Path:
-    """Return the library, compiled unless it is there; removes those of other sources.
+    """Compile the library, unless it exists; remove those of other sources. Return its path.
 
-    Raises: NativeUnavailable.
+    Raises NativeUnavailable if the compiler is missing or fails.
     """
     library = directory / library_file()
     if not library.exists():
@@ -29,7 +29,7 @@ def build(directory: Path) -> Path:
 
 
 def main() -> None:
-    """Entry point."""
+    """Compile into `prebuilt/`, and report the result."""
     parser = argparse.ArgumentParser(description="Compile the native decoder.")
     parser.add_argument(
         "--out",

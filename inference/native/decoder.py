@@ -85,20 +85,18 @@ class _Step(ctypes.Structure):
 
 
 def supports(config: DecoderConfig, dtype: torch.dtype) -> bool:
-    """Return whether the native code computes this model; torch computes the others. Loads the
-    library.
-    """
+    """Return whether the native code computes this model; else torch does. Loads the library."""
     return dtype in DTYPES and supports_shape(config) and loader.load() is not None
 
 
 def supports_shape(config: DecoderConfig) -> bool:
-    """Return whether the native code has been written for these sizes."""
+    """Return whether the native code is written for a model of these sizes."""
     even = config.hidden_size % 2 == 0 and config.intermediate_size % 2 == 0
     return config.head_dim % 16 == 0 and even
 
 
 class CachedTokens(Protocol):
-    """Fields of a sequence that this decoder reads."""
+    """Interface of a sequence: the fields that this decoder reads."""
 
     @property
     def token_ids(self) -> list[int]: ...
@@ -111,7 +109,7 @@ class CachedTokens(Protocol):
 
 
 class Rows(Protocol):
-    """The next `token_count` uncomputed tokens of a sequence, and its draft, of this step."""
+    """Interface of a chunk: uncomputed tokens of a sequence, and its draft, for this step."""
 
     @property
     def sequence(self) -> CachedTokens: ...
@@ -124,7 +122,7 @@ class Rows(Protocol):
 
 
 class NativeDecoder:
-    """Called by one thread; computes a step with as many threads as torch is configured for."""
+    """A loaded model with its KV pool. Called by one thread; computes with torch's thread count."""
 
     def __init__(
         self,
@@ -137,8 +135,8 @@ class NativeDecoder:
         """Pack the weights, which can be freed afterwards, and allocate `block_count` blocks.
         Requires `supports`.
 
-        weights: a file of packed weights is used in place. Raises: ValueError if it does not fit
-        this model.
+        If `weights` is a file of packed weights, it is used in place. Raises ValueError if it does
+        not fit this model.
         """
         library = loader.load()
         assert library is not None, "supports() is true"
@@ -182,8 +180,8 @@ class NativeDecoder:
         self._step = _Step(logits_stride=self._logits_stride)
 
     def forward(self, chunks: Sequence[Rows]) -> Logits:
-        """Return logits (R, V) of the last `logit_row_count` rows of each chunk, in order; valid
-        until the next call.
+        """Compute the logits (R, V) of the last `logit_row_count` rows of each chunk, in order;
+        they are valid until the next call.
 
         Writes the pool only at the chunks' positions.
         """
@@ -217,7 +215,7 @@ class NativeDecoder:
         return Logits(self._logits, best.tolist())
 
     def parts(self) -> Iterator[Part]:
-        """Yield the packed buffers; valid as long as this decoder."""
+        """Yield the buffers of packed weights, which are valid as long as this decoder."""
         byte_count = ctypes.c_int64()
         for layer in range(self._config.layer_count + 1):
             for kind in range(_EMBEDDING_KIND + (layer == self._config.layer_count)):
@@ -229,7 +227,7 @@ class NativeDecoder:
                     yield Part(layer, kind, address, byte_count.value)
 
     def adopt(self, file: PackedFile) -> None:
-        """Use the weights in a file and free those packed here. Raises: ValueError if they do not
+        """Use the weights in a file and free those packed here. Raises ValueError if they do not
         fit.
         """
         if missing := self._needed_parts() - {
@@ -252,7 +250,7 @@ class NativeDecoder:
         self._file = file
 
     def _needed_parts(self) -> set[tuple[int, int]]:
-        """Return layer and kind of required parts: matrices and the embedding."""
+        """List layer and kind of the required parts: matrices and the embedding."""
         above = self._config.layer_count
         head = len(_LINEARS) - 1
         matrices = {(layer, kind * _LINEAR_PARTS) for layer in range(above) for kind in range(head)}
@@ -262,13 +260,13 @@ class NativeDecoder:
         }
 
     def _make_logits(self, row_count: int) -> None:
-        """Make a view of `row_count` rows without padding; reused for equal counts."""
+        """Make a view of `row_count` rows without padding; reuse it for equal counts."""
         if row_count > len(self._logits_memory):
             self._logits_memory = torch.empty(row_count, self._logits_stride)
         self._logits = self._logits_memory[:row_count, : self._config.vocabulary_size]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the first to the second KV block of each pair, in all layers, in order."""
+        """Copy KV blocks in all layers, in order. Each pair has the source and the target."""
         blocks = np.array(pairs, dtype=np.int64)
         self._library.weir_decoder_copy_blocks(self._handle, blocks.ctypes.data, len(pairs))
 
@@ -299,7 +297,7 @@ class TableRows:
     """
 
     def __init__(self, width: int) -> None:
-        """width: maximum blocks per table."""
+        """Create an empty array. `width` is the maximum number of blocks per table."""
         self._width = width
         self._rows = np.zeros((0, width), dtype=np.int32)
         # table id -> row, blocks written, table
@@ -308,16 +306,16 @@ class TableRows:
 
     @property
     def address(self) -> int:
-        """Address of the first row; valid until the next call of `starts`."""
+        """Memory address of the first row; valid until the next call of `starts`."""
         return self._rows.ctypes.data
 
     @property
     def entries(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """All rows behind one another; valid until the next call of `starts`."""
+        """All rows as one flat array; valid until the next call of `starts`."""
         return self._rows.reshape(-1)
 
     def starts(self, chunks: Sequence[Rows]) -> list[int]:
-        """Return each chunk's table start, in entries from `address`, after writing its blocks."""
+        """Write the block tables of all chunks; return each start, in entries from `address`."""
         tables = [chunk.sequence.block_table for chunk in chunks]
         if sum(id(table) not in self._kept for table in tables) > len(self._free):
             self._make_room(tables)
@@ -336,7 +334,7 @@ class TableRows:
         return starts
 
     def _make_room(self, wanted: Sequence[list[int]]) -> None:
-        """Drop tables that this step does not read; grow the array if rows are still missing."""
+        """Drop tables that this step does not read; grow the array if more rows are needed."""
         ids = set(map(id, wanted))
         self._kept = {key: kept for key, kept in self._kept.items() if key in ids}
         row_count = max(len(self._rows), 2 * len(ids))
@@ -357,11 +355,11 @@ def open_decoder(
     load: Callable[[], DecoderWeights],
     make: Callable[[DecoderWeights | PackedFile], NativeDecoder],
 ) -> NativeDecoder:
-    """Open a decoder on the packed file at `path`, written if missing; on failure or without a
-    path, with private weights.
+    """Open a decoder on the packed file at `path`, which is written if missing. On failure, or
+    without a path, the decoder has private weights.
 
-    bytes_max: of all files in the directory, for removing old ones. load: reads the checkpoint.
-    make: builds a decoder.
+    `bytes_max` limits all files in the directory: old ones are removed. `load` reads the
+    checkpoint, and `make` builds a decoder.
     """
     if path is None:
         return make(load())
@@ -384,7 +382,7 @@ def open_decoder(
 
 
 def path_for(packed: PackedTarget | None, checkpoint: Path, compute_dtype: str) -> Path | None:
-    """Return the path of a checkpoint's packed weights; None if disabled or too small."""
+    """Choose the path of a checkpoint's packed weights; None if disabled or the model is small."""
     if packed is None:
         return None
     try:

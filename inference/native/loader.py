@@ -1,4 +1,4 @@
-"""Loads the library of the native decoder and chooses the instruction set.
+"""Loading of the native decoder's library, and choice of its instruction set.
 
 One library has code for several processor generations ("levels") and asks the processor which of
 them it can run. `build.py` compiles it into `prebuilt/` beside this file: at installation, in the
@@ -64,16 +64,16 @@ _log = logging.getLogger("weir.inference.native")
 
 
 class NativeUnavailable(Exception):
-    """The library is unavailable, with the reason."""
+    """The library cannot be used; the message gives the reason."""
 
 
 class NativeDisabled(NativeUnavailable):
-    """The library is disabled by an operator."""
+    """An operator has disabled the library."""
 
 
 @lru_cache(maxsize=1)
 def load() -> ctypes.CDLL | None:
-    """Return the library; None if it is not used. Logs the outcome once."""
+    """Load the library once and log the outcome; None if it is not used."""
     try:
         library = open_library()
         levels = available_levels(library, is_bfloat16=True)
@@ -91,14 +91,14 @@ def load() -> ctypes.CDLL | None:
 
 
 def is_expected() -> bool:
-    """Return whether a worker will find or can compile the library. Neither loads nor compiles."""
+    """Return whether a worker will find or can compile the library. Does not load or compile it."""
     is_built = prebuilt(PREBUILT) or prebuilt(cache_directory())
     is_possible = is_built is not None or any(map(shutil.which, COMPILERS))
     return is_possible and os.environ.get(SWITCH, "1") != "0"
 
 
 def open_library() -> ctypes.CDLL:
-    """Load the library and declare its argument types. Raises: NativeUnavailable."""
+    """Load the library and declare its argument types. Raises NativeUnavailable."""
     if os.environ.get(SWITCH, "1") == "0":
         raise NativeDisabled(f"disabled by {SWITCH}=0")
     try:
@@ -108,9 +108,9 @@ def open_library() -> ctypes.CDLL:
 
 
 def available_levels(library: ctypes.CDLL, *, is_bfloat16: bool) -> dict[str, int]:
-    """Return names and numbers of the levels that this machine can run for a type, best first.
+    """List the levels that this machine can run for a type, names with numbers, best first.
 
-    Raises: NativeUnavailable if there is none, or if `WEIR_NATIVE` names none.
+    Raises NativeUnavailable if there is none, or if `WEIR_NATIVE` names an unknown one.
     """
     levels: dict[str, int] = {}
     while (name := library.weir_level_name(len(levels))) is not None:
@@ -129,7 +129,7 @@ def available_levels(library: ctypes.CDLL, *, is_bfloat16: bool) -> dict[str, in
 
 
 def layout_name(*, is_bfloat16: bool) -> str:
-    """Return the loaded library's build and best level: int8 has a layout for each level."""
+    """Name the layout of packed weights: build and best level, since int8 differs by level."""
     library = load()
     assert library is not None, "the library was loaded"
     level = next(iter(available_levels(library, is_bfloat16=is_bfloat16)))
@@ -144,13 +144,13 @@ def cache_directory() -> Path:
 
 
 def prebuilt(directory: Path) -> Path | None:
-    """Return the library in `directory` if it was built from the present sources."""
+    """Find the library in `directory`; None unless it was built from the present sources."""
     library = directory / library_file()
     return library if library.exists() else None
 
 
 def library_file() -> str:
-    """Return the library's file name, which hashes sources, flags and architecture."""
+    """Build the library's file name, which hashes sources, flags and architecture."""
     flags = repr((FLAGS, levels_of_machine())).encode()
     return f"decoder-{_digest(*_sources(), flags, platform.machine().encode())}.so"
 
@@ -160,7 +160,7 @@ def levels_of_machine() -> dict[str, tuple[str, ...]]:
 
 
 def compile_library(library: Path) -> None:
-    """Compile the sources into a file, all levels at once. Raises: NativeUnavailable, leaving no
+    """Compile the sources into a file, all levels at once. Raises NativeUnavailable, leaving no
     file.
 
     Concurrent processes may compile it several times: each writes to its own file and renames it,
@@ -189,7 +189,7 @@ def compile_library(library: Path) -> None:
 
 
 def _run_all(commands: Iterable[list[str]]) -> None:
-    """Run commands side by side. Raises: NativeUnavailable with the output of one that failed."""
+    """Run commands in parallel. Raises NativeUnavailable with the output of one that failed."""
     with contextlib.ExitStack() as stack:
         running = []
         for command in commands:
@@ -211,7 +211,7 @@ def _run_all(commands: Iterable[list[str]]) -> None:
 
 
 def compiled(directory: Path) -> Path:
-    """Return the library in a cache, compiled if missing. Raises: NativeUnavailable."""
+    """Find the library in a cache, compiling it if missing. Raises NativeUnavailable."""
     library = directory / library_file()
     if library.exists():
         return library

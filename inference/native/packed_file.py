@@ -37,7 +37,7 @@ _STALE_S = 3600.0  # far longer than writing takes
 
 @dataclass(frozen=True, slots=True)
 class PackedTarget:
-    """Directory shared by all workers of a machine. bytes_max: total size of unmapped files."""
+    """Directory shared by a machine's workers. `bytes_max` limits files that no process maps."""
 
     directory: str
     bytes_max: int
@@ -48,7 +48,7 @@ _log = logging.getLogger("weir.inference.native")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Address and size of one of a decoder's buffers, by layer and kind."""
+    """Address and size in bytes of a decoder's buffer, with its layer and kind."""
 
     layer: int
     kind: int
@@ -57,7 +57,7 @@ class Part:
 
 
 def packed_path(directory: Path, checkpoint: Path, dtype: str, layout: str) -> Path:
-    """Return the path for a checkpoint's present files. Raises: OSError if they cannot be read."""
+    """Build the path from the checkpoint's current files. Raises OSError if they cannot be read."""
     source = _digest(str(checkpoint.resolve()), dtype)
     files = sorted(
         path for path in checkpoint.iterdir() if path.suffix in (".safetensors", ".json")
@@ -73,7 +73,7 @@ def packed_path(directory: Path, checkpoint: Path, dtype: str, layout: str) -> P
 
 
 def write_packed(path: Path, parts: Iterable[Part]) -> None:
-    """Write the file; remove other versions of the checkpoint. Raises: OSError."""
+    """Write the file, and remove other versions of the checkpoint. Raises OSError."""
     parts = list(parts)
     offsets, end = [], 0
     for part in parts:
@@ -113,10 +113,10 @@ def write_packed(path: Path, parts: Iterable[Part]) -> None:
 
 
 class PackedFile:
-    """Read-only mapped file, whose pages all processes share; must outlive its parts."""
+    """Read-only mapped file, whose pages all processes share. It must outlive its parts."""
 
     def __init__(self, path: Path) -> None:
-        """Map the file and read its pages. Raises: OSError or ValueError if missing or invalid."""
+        """Map the file and read its pages. Raises OSError if missing, ValueError if invalid."""
         with path.open("rb") as file:
             # The mapping holds the lock, which tells `trim_packed` that the file is in use.
             with contextlib.suppress(OSError):  # without file locks nothing is removed
@@ -183,7 +183,7 @@ def trim_packed(directory: Path, bytes_max: int) -> None:
 
 
 def _removed_unmapped(path: Path) -> bool:
-    """Remove a file unless it is mapped. A process that opened it meanwhile keeps its mapping."""
+    """Remove a file unless it is mapped; return success. A process that just opened it keeps it."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -43,7 +43,7 @@ _log = logging.getLogger("weir.inference.routing")
 
 
 class EncoderReplica:
-    """Encoder of a set. name: unique in the set. outstanding_token_count: of its running calls."""
+    """Encoder of a set under a unique name. `outstanding_token_count` counts its running calls."""
 
     def __init__(self, name: str, encoder: Encoder) -> None:
         self.name = name
@@ -59,12 +59,12 @@ class EncoderReplica:
 
     @property
     def takes(self) -> bool:
-        """Return whether it accepts calls now."""
+        """True if the replica accepts calls now."""
         return self.encoder.healthy() and not self.is_drained
 
     @contextlib.contextmanager
     def given(self, token_count: int) -> Iterator[None]:
-        """Count a call for the duration of the block."""
+        """Count a call of so many tokens as outstanding while the block runs."""
         self.call_count += 1
         self.outstanding_token_count += token_count
         try:
@@ -74,7 +74,7 @@ class EncoderReplica:
             self.outstanding_token_count -= token_count
 
     def report(self) -> ReplicaReport:
-        """Return the state of the replica for operators."""
+        """Describe the state of the replica for operators."""
         condition = self.encoder.condition()
         state, reason = ReplicaState(condition.state.value), condition.reason
         if self.is_drained and condition.state is EngineState.READY:
@@ -86,12 +86,12 @@ class EncoderReplica:
 
 
 class EncoderSet(Replicas[EncoderReplica]):
-    """Several encoders as one. Starts the first `warm_count` at once, others under load."""
+    """Several encoders as one. The first `warm_count` are started at once, others under load."""
 
     def __init__(
         self, model: ModelInfo, replicas: Sequence[EncoderReplica], *, warm_count: int
     ) -> None:
-        """Create the set. model: as callers see it, whatever its replicas report."""
+        """Create the set. Callers see `model`, whatever its replicas report."""
         super().__init__(replicas, warm_count)
         self._model = model
         self._growth_due = asyncio.Event()  # set when another replica should be started
@@ -102,11 +102,11 @@ class EncoderSet(Replicas[EncoderReplica]):
         return self._model
 
     def reports(self) -> list[ReplicaReport]:
-        """Return the state of each replica. Never blocks."""
+        """Describe the state of each replica. Never blocks."""
         return [replica.report() for replica in self._replicas]
 
     def drain(self, names: Collection[str]) -> None:
-        """Drain the replicas with these names and no others: drained ones get no new calls."""
+        """Drain exactly the replicas with these names: they get no new calls."""
         super().drain(names)
         is_any_drained = any(replica.is_drained for replica in self._replicas)
         if is_any_drained and not any(replica.takes for replica in self._replicas):
@@ -184,7 +184,7 @@ class EncoderSet(Replicas[EncoderReplica]):
         return replica.encoder.condition()
 
     def _check_load(self) -> None:
-        """Request another replica if all that take calls have more than FULL_TOKENS outstanding."""
+        """Request another replica if all available ones have over FULL_TOKENS outstanding."""
         if (
             min((each.outstanding_token_count for each in self._replicas if each.takes), default=0)
             > FULL_TOKENS
@@ -192,7 +192,7 @@ class EncoderSet(Replicas[EncoderReplica]):
             self._growth_due.set()
 
     async def _grow(self) -> None:
-        """Start requested replicas one by one if memory is free. Idle ones stop themselves."""
+        """Start requested replicas one by one while memory is free. Idle ones stop themselves."""
         while True:
             await self._growth_due.wait()
             self._growth_due.clear()

@@ -25,7 +25,7 @@ HANDOVER_S = 0.25
 def torch_memory_bytes(
     directory: Path, compute_dtype: Literal["float32", "bfloat16", "int8"], kv_cache_bytes: int
 ) -> int:
-    """Return the peak memory of a torch worker: weights while loading, plus its full KV cache."""
+    """Estimate the peak memory of a torch worker: weights while loading, and its full KV cache."""
     weights_bytes = 0
     for dtype, count in _tensors(directory):
         converted = dtype != _SAME_TYPE.get(compute_dtype)
@@ -35,14 +35,14 @@ def torch_memory_bytes(
 
 
 def is_stored_in_bfloat16(directory: Path) -> bool:
-    """Return whether bfloat16 holds most of the checkpoint's numbers as they are."""
+    """Return whether bfloat16 represents most of the checkpoint's numbers exactly."""
     tensors = _tensors(directory)
     count = sum(count for dtype, count in tensors if dtype == "BF16")
     return 2 * count > sum(count for _, count in tensors)
 
 
 def stored_bytes(directory: Path) -> int:
-    """Return the size of the weights in the checkpoint's files: those of its index, if it has one.
+    """Measure the weights in the checkpoint's files: those of its index, if it has one.
 
     Some checkpoints have a second copy in another layout (`consolidated.safetensors`).
     """
@@ -54,7 +54,7 @@ def stored_bytes(directory: Path) -> int:
 
 
 def _tensors(directory: Path) -> list[tuple[str, int]]:
-    """Return type and element count of each tensor. Skips invalid files: loading reports them."""
+    """List type and element count of each tensor. Skips invalid files: loading reports them."""
     tensors = []
     for path in sorted(directory.glob("*.safetensors")):
         try:
@@ -82,15 +82,15 @@ _log = logging.getLogger("weir.inference.routing")
 
 
 class GpusTooFew(ValueError):
-    """A model can never get its GPUs."""
+    """A model needs more GPUs than it can ever have."""
 
 
 class GpuTooSmall(ValueError):
-    """A model's share of weights can never fit a GPU that it may have."""
+    """A model's share of weights does not fit a GPU that it may have."""
 
 
 class BudgetTooSmall(ValueError):
-    """A model can never fit the budget. needed_bytes: smallest budget that would fit it."""
+    """A model does not fit the budget. `needed_bytes` is the smallest budget that would do."""
 
     def __init__(self, model: str, needed_bytes: int, message: str) -> None:
         super().__init__(message)
@@ -99,11 +99,11 @@ class BudgetTooSmall(ValueError):
 
 
 class Resident(Protocol):
-    """Engine that holds or requests memory.
+    """Interface of an engine that holds or requests memory.
 
-    memory_bytes, gpu_count: its own from its start to its close. gpu_memory_bytes: needed at least
-    on each of its GPUs. gpus: ids of those that it may have; empty for all. is_pinned: never
-    evicted. is_leaving: about to release its memory.
+    It holds `memory_bytes` and `gpu_count` GPUs from its start to its close, and needs
+    `gpu_memory_bytes` on each of them. `gpus` lists the ids of those that it may have; empty for
+    all. With `is_pinned` it is never evicted; with `is_leaving` it is about to release its memory.
     """
 
     @property
@@ -122,14 +122,14 @@ class Resident(Protocol):
     def is_leaving(self) -> bool: ...
 
     def idle_since_s(self) -> float | None:
-        """Return its last use, in seconds of the budget's clock; None if not evictable now."""
+        """Return the last use, in seconds of the budget's clock; None if not evictable now."""
 
     def evict(self) -> None:
-        """Begin to close, then release the memory. Never blocks; sets `is_leaving`."""
+        """Start to close, and release the memory afterwards. Never blocks; sets `is_leaving`."""
 
 
 class MemoryBudget:
-    """Memory and GPUs of one machine that engines may use; requests are granted in order.
+    """Memory and GPUs of one machine for engines. Requests are granted in order.
 
     A GPU serves one engine at a time. Engines that are never evicted keep theirs from `check` on.
     """
@@ -141,10 +141,10 @@ class MemoryBudget:
         gpus: Sequence[str] = (),
         gpu_memory: Mapping[str, int] | None = None,
     ) -> None:
-        """Create the budget. total_bytes: None sets no limit. clock: returns seconds.
+        """Create the budget. `total_bytes` is None for no limit, and `clock` returns seconds.
 
-        gpus: ids of the GPUs; without any, engines choose theirs. gpu_memory: bytes by id, of those
-        whose memory is known.
+        `gpus` are the ids of the GPUs; without any, engines choose theirs. `gpu_memory` has the
+        bytes of the GPUs whose memory is known.
         """
         self._total_bytes = total_bytes
         self._clock = clock
@@ -157,7 +157,7 @@ class MemoryBudget:
 
     @property
     def held_bytes(self) -> int:
-        """Memory reserved now, including that of engines about to release it."""
+        """Bytes reserved now, including those of engines about to release them."""
         return sum(resident.memory_bytes for resident in self._held)
 
     def check(self, residents: Iterable[Resident]) -> None:
@@ -198,7 +198,7 @@ class MemoryBudget:
                 pinned_bytes = needed_bytes
 
     def _check_gpu_memory(self, resident: Resident) -> None:
-        """Raise GpuTooSmall if GPUs that the engine may have are too small for it."""
+        """Raise GpuTooSmall if a GPU that the engine may have has too little memory."""
         small = [
             f"{gpu} has {self._gpu_memory[gpu]:,}"
             for gpu in resident.gpus or self._gpus
@@ -211,7 +211,7 @@ class MemoryBudget:
             )
 
     def _fitting_gpus(self, resident: Resident) -> tuple[str, ...]:
-        """Return the GPUs that the engine may have and that have enough memory."""
+        """List the GPUs that the engine may have and that have enough memory."""
         return tuple(
             gpu
             for gpu in self._gpus
@@ -246,7 +246,7 @@ class MemoryBudget:
     def _free_gpus(
         self, resident: Resident, holders: Mapping[Resident, tuple[str, ...]]
     ) -> tuple[str, ...]:
-        """Return the GPUs that an engine could have beside these holders."""
+        """List the GPUs that an engine could have besides those of these holders."""
         if resident in self._kept:
             return self._kept[resident]
         taken = {gpu for gpus in (*holders.values(), *self._kept.values()) for gpu in gpus}
@@ -262,11 +262,11 @@ class MemoryBudget:
         return len(self._free_gpus(resident, holders)) < wanted_count
 
     def gpus_of(self, resident: Resident) -> tuple[str, ...]:
-        """Return the GPUs that an engine holds now."""
+        """List the GPUs that an engine holds now."""
         return self._held.get(resident, ())
 
     async def reserve(self, resident: Resident) -> bool:
-        """Wait for memory, which must be released later; return False if withdrawn meanwhile."""
+        """Wait for memory, to be released later. Return False if the request was withdrawn."""
         assert not {resident} & (self._held.keys() | self._waiting.keys()), (
             "a managed engine runs once"
         )
@@ -281,7 +281,7 @@ class MemoryBudget:
             raise
 
     def withdraw(self, resident: Resident) -> None:
-        """Cancel a pending request for memory, if there is one."""
+        """Cancel an engine's pending request for memory, if there is one."""
         granted = self._waiting.pop(resident, None)
         if granted is not None:
             if not granted.done():  # else its waiter was cancelled
@@ -294,7 +294,7 @@ class MemoryBudget:
         self.poll()
 
     def fits_now(self, resident: Resident) -> bool:
-        """Return whether memory would be granted at once, without an eviction."""
+        """Return whether the engine would get its memory at once, without an eviction."""
         fits = self._missing_bytes(resident, self._held) <= 0
         return fits and not self._lacks_gpus(resident, self._held) and not self._waiting
 
@@ -303,7 +303,7 @@ class MemoryBudget:
         return resident in self._waiting
 
     def who_holds(self) -> str:
-        """Return the names of the engines that hold memory, for messages."""
+        """List the names of the engines that hold memory, for messages."""
         return ", ".join(sorted(resident.name for resident in self._held)) or "no engine"
 
     def poll(self) -> None:
@@ -326,7 +326,8 @@ class MemoryBudget:
     def _make_room(self, wanting: Resident) -> None:
         """Evict idle engines, the least recently used first.
 
-        Also if they do not suffice: engines that are idle in turn would starve a larger one.
+        It does so even if they do not suffice: engines that are idle in turn would starve a larger
+        one.
         """
         idle = [
             (since_s, resident)

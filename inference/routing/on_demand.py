@@ -43,11 +43,12 @@ _log = logging.getLogger("weir.inference.routing")
 
 @dataclass(frozen=True, slots=True)
 class ManagedTerms:
-    """Terms of a managed engine. idle_timeout_s: without requests, until it is closed; 0: never.
+    """Terms of a managed engine. It is closed after `idle_timeout_s` seconds without requests, 0
+    for never.
 
-    keep_warm: starts by itself and is never closed for idleness or eviction. memory_bytes: memory
-    that it holds while it runs. gpu_count: GPUs that it holds, of `gpus` if that is not empty, each
-    with at least gpu_memory_bytes. place: called with their ids before each start.
+    With `keep_warm`, it starts by itself and is never closed for idleness or eviction. While it
+    runs it holds `memory_bytes` of memory and `gpu_count` GPUs, from `gpus` if that is not empty,
+    each with at least `gpu_memory_bytes`. `place` is called with their ids before each start.
     """
 
     idle_timeout_s: float = 0.0
@@ -61,8 +62,8 @@ class ManagedTerms:
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """Why the engine cannot start, and the time until which it is not retried. client_message: see
-    `EngineError`.
+    """Reason why the engine cannot start, and the time until which it is not retried. For
+    `client_message` see `EngineError`.
     """
 
     reason: str
@@ -71,7 +72,7 @@ class _Fault:
 
 
 class ManagedBackend(Generic[Served]):
-    """One engine at a time, of any kind, started on demand. Implements `Backend`."""
+    """Backend that starts at its first use, and stops when idle or evicted for another model."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class ManagedBackend(Generic[Served]):
         budget: MemoryBudget | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Build the first engine. build: returns an engine not yet started; once per start."""
+        """Build the first engine. `build` returns an engine, not started; called once per start."""
         self._build = build
         self._terms = terms
         self._budget = budget or MemoryBudget()
@@ -147,7 +148,7 @@ class ManagedBackend(Generic[Served]):
         return self._is_stopping
 
     def fits_now(self) -> bool:
-        """Return whether it could be started without evicting another engine."""
+        """Return whether the engine could be started without evicting another one."""
         return self._budget.fits_now(self)
 
     def evict(self) -> None:
@@ -165,7 +166,7 @@ class ManagedBackend(Generic[Served]):
         return EngineStatistics() if self._engine is None else self._engine.statistics()
 
     def condition(self) -> EngineCondition:
-        """Implement `Backend.condition`. LOADING with stage `memory`: waiting for evictions."""
+        """Implement `Backend.condition`. LOADING in stage `memory` means waiting for evictions."""
         if self._closed:
             return EngineCondition(EngineState.CLOSED, reason="closed")
         if (fault := self._current_fault()) is not None:
@@ -241,7 +242,7 @@ class ManagedBackend(Generic[Served]):
             self._notify()
 
     async def _built(self) -> Served | None:
-        """Return a new engine; None after any error, since a changed file may raise any."""
+        """Build a new engine; None after any error, since a changed file may raise any."""
         try:
             # In a thread: reads the checkpoint's directory, which may hang with its disk.
             return await asyncio.to_thread(self._build)
@@ -265,7 +266,7 @@ class ManagedBackend(Generic[Served]):
             self._engine = None
 
     async def _load(self, engine: Served) -> None:
-        """Start the engine, even if its callers give up, and measure how long that takes."""
+        """Start the engine, even if its callers give up, and measure the load time."""
         try:
             await engine.start()
         except EngineStartFailed as error:
@@ -278,7 +279,7 @@ class ManagedBackend(Generic[Served]):
             self._notify()
 
     async def started(self) -> Served:
-        """Wait until the engine takes requests and return it, still ready. Raises: as `start`."""
+        """Wait until the engine takes requests; return it, still ready. Raises like `start`."""
         engine = self._engine
         if engine is not None and not self._is_stopping and engine.healthy():  # the common case
             return engine
@@ -315,13 +316,13 @@ class ManagedBackend(Generic[Served]):
             self.end_use()
 
     def begin_use(self) -> None:
-        """Count a user of the engine until `end_use`."""
+        """Count a user of the engine until `end_use`, so that it stays."""
         self._user_count += 1
         if self._idle_timer is not None:
             self._forget_timer()
 
     def end_use(self) -> None:
-        """Remove a user of the engine."""
+        """Remove a user of the engine; without users it becomes idle."""
         self._user_count -= 1
         if not self._user_count:
             self._rest()
@@ -350,7 +351,7 @@ class ManagedBackend(Generic[Served]):
         self._stop()
 
     def _running(self) -> Served | None:
-        """Return the engine for new requests, loaded or not; None if there is none."""
+        """Return the engine that takes new requests, loaded or not; None if there is none."""
         return None if self._is_stopping else self._engine
 
     def _is_needed(self) -> bool:
@@ -398,13 +399,13 @@ class ManagedBackend(Generic[Served]):
         )
 
     def _wait_s(self, guess_s: float) -> float:
-        """Return the seconds until ready, by the last load time; `guess_s` if unknown or passed."""
+        """Estimate the seconds until ready by the last load time; without one, use `guess_s`."""
         left_s = self._started_at_s + (self._load_time_s or 0.0) - self._clock()
         return left_s if left_s > 0 else guess_s
 
 
 class ManagedEngine(ManagedBackend[Engine]):
-    """One engine at a time, started on demand. Implements `Engine`."""
+    """Engine that starts at its first use, and stops when idle or evicted. Implements `Engine`."""
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
         """Implement `Engine.predict_cached_token_count`."""
@@ -424,17 +425,17 @@ class ManagedEngine(ManagedBackend[Engine]):
 
 
 class ManagedEncoder(ManagedBackend[Encoder]):
-    """One encoder at a time, started on demand. Implements `Encoder`; takes requests while cold."""
+    """Encoder that starts at its first use, even while cold. Implements `Encoder`."""
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
-        """Implement `Encoder.embed`; start a cold encoder first. Raises: also as `start`."""
+        """Implement `Encoder.embed`; start a cold encoder first. Raises like `start`, too."""
         with self._in_use():
             encoder = await self.started()
             return await encoder.embed(request)
 
 
 class ManagedSequence:
-    """Sequence of a managed engine, in use until it is closed. Implements `SequenceHandle`."""
+    """Sequence that keeps its managed engine in use until closed. Implements `SequenceHandle`."""
 
     def __init__(self, managed: ManagedEngine, sequence: SequenceHandle) -> None:
         self._managed: ManagedEngine | None = managed  # until it is closed

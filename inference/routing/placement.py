@@ -19,52 +19,52 @@ TokenIds = tuple[int, ...]
 
 
 class Work(msgspec.Struct, frozen=True):
-    """Work of a sequence. keys: of its prompt's blocks; empty if the policy does not use them."""
+    """Work of a sequence. `keys` of its prompt's blocks are empty if the policy ignores them."""
 
     prompt_token_count: int
     keys: Keys = ()
 
 
 class PlacementPolicy(Protocol):
-    """Choice of a replica."""
+    """Policy that chooses the replica for a sequence."""
 
     def work_of(self, prompt: TokenIds, cache_salt: str, output: TokenIds = ()) -> Work:
-        """Return the work of a sequence, once for all replicas. output: tokens generated so far."""
+        """Measure a sequence's work, once for all replicas. `output` has the tokens so far."""
         ...
 
     def choose(self, candidates: Sequence[Replica], work: Work) -> Replica:
-        """Return one of the candidates, of which there is at least one."""
+        """Choose one of the candidates. There must be at least one."""
         ...
 
 
 class RoundRobin:
-    """Each replica in turn."""
+    """Policy that chooses each replica in turn."""
 
     def work_of(self, prompt: TokenIds, cache_salt: str, output: TokenIds = ()) -> Work:
         """Implement `PlacementPolicy`."""
         return Work(len(prompt) + len(output))
 
     def choose(self, candidates: Sequence[Replica], work: Work) -> Replica:
-        """Return the replica whose last placement is the oldest."""
+        """Choose the replica whose last placement is the oldest."""
         return min(candidates, key=lambda replica: replica.placed_at)
 
 
 class LeastLoaded:
-    """Replica with the fewest outstanding tokens."""
+    """Policy that chooses the replica with the fewest outstanding tokens."""
 
     def work_of(self, prompt: TokenIds, cache_salt: str, output: TokenIds = ()) -> Work:
         """Implement `PlacementPolicy`."""
         return Work(len(prompt) + len(output))
 
     def choose(self, candidates: Sequence[Replica], work: Work) -> Replica:
-        """Return the least loaded replica; equal ones in turn."""
+        """Choose the least loaded replica; equally loaded ones in turn."""
         return min(
             candidates, key=lambda replica: (replica.outstanding_token_count, replica.placed_at)
         )
 
 
 class PrefixAware:
-    """Replica that would finish its work and this prompt first."""
+    """Policy that chooses the replica which would finish its work and this prompt first."""
 
     def work_of(self, prompt: TokenIds, cache_salt: str, output: TokenIds = ()) -> Work:
         """Implement `PlacementPolicy`."""
@@ -72,7 +72,7 @@ class PrefixAware:
         return Work(len(token_ids), prefix_keys(token_ids, cache_salt))
 
     def choose(self, candidates: Sequence[Replica], work: Work) -> Replica:
-        """Return the replica with the smallest sum of outstanding and uncached prompt tokens."""
+        """Choose the replica with the smallest sum of outstanding and uncached prompt tokens."""
 
         def cost(replica: Replica) -> tuple[int, int]:
             saved = replica.prefixes.find(work.keys).token_count

@@ -43,7 +43,7 @@ SUMMED = tuple(
 
 
 class BreakerState(StrEnum):
-    """CLOSED admits all sequences, OPEN none, HALF_OPEN one probe at a time."""
+    """State of a breaker: CLOSED admits all sequences, OPEN none, HALF_OPEN one probe at a time."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -54,8 +54,8 @@ class BreakerState(StrEnum):
 class BreakerLimits:
     """Limits of a circuit breaker.
 
-    failure_count_max: consecutive failures that open it. pause_s_min: first time open, doubled by
-    each failed probe up to pause_s_max.
+    `failure_count_max` consecutive failures open it, first for `pause_s_min` seconds; each failed
+    probe doubles the time, up to `pause_s_max`.
     """
 
     failure_count_max: int = 3
@@ -74,7 +74,7 @@ class BreakerLimits:
 class CircuitBreaker:
     """Circuit breaker of one replica. Times are seconds of one monotonic clock.
 
-    A dying process fails all of its sequences at once, which counts once: the failure of a
+    A process that dies fails all of its sequences at once, which counts as one failure: that of a
     sequence that began before the last failure is ignored.
     """
 
@@ -88,7 +88,7 @@ class CircuitBreaker:
         self._probing = False
 
     def state(self, now_s: float) -> BreakerState:
-        """Return the state at `now_s`."""
+        """Determine the state at `now_s`."""
         if self._open_until_s is None:
             return BreakerState.CLOSED
         return BreakerState.OPEN if now_s < self._open_until_s else BreakerState.HALF_OPEN
@@ -101,11 +101,11 @@ class CircuitBreaker:
         )
 
     def wait_s(self, now_s: float) -> float:
-        """Return the seconds until it may admit a sequence; 0 if it is not open."""
+        """Return the seconds until a sequence may begin; 0 if the breaker is not open."""
         return 0.0 if self._open_until_s is None else max(self._open_until_s - now_s, 0.0)
 
     def begun(self, now_s: float) -> bool:
-        """Note that a sequence begins; return whether it is the probe."""
+        """Record that a sequence begins; return whether it is the probe."""
         if self.is_closed:
             return False
         assert self.admits(now_s), "the caller has checked `admits`"
@@ -113,14 +113,14 @@ class CircuitBreaker:
         return self._probing
 
     def succeeded(self) -> None:
-        """Close the breaker: a sequence that began after the last failure has produced a token."""
+        """Close the breaker: a sequence newer than the last failure has produced a token."""
         self.failure_count = 0
         self._pauses.reset()
         self._open_until_s, self.is_closed = None, True
         self._probing = False
 
     def failed(self, began_at_s: float, now_s: float) -> None:
-        """Count the loss of a sequence that began at `began_at_s`."""
+        """Record the failure of a sequence that began at `began_at_s`."""
         if self._failed_at_s is not None and began_at_s <= self._failed_at_s:
             return
         self._failed_at_s = now_s
@@ -134,7 +134,7 @@ class CircuitBreaker:
         self._probing = False
 
     def is_news(self, began_at_s: float) -> bool:
-        """Return whether a sequence that began at `began_at_s` began after the last failure."""
+        """Return whether a sequence that began at `began_at_s` is newer than the last failure."""
         return self._failed_at_s is None or began_at_s > self._failed_at_s
 
 
@@ -142,14 +142,14 @@ Keys = tuple[int, ...]
 
 
 def prefix_keys(token_ids: Sequence[int], cache_salt: str) -> Keys:
-    """Compute the keys of a prompt's full blocks before its last token, which a cache can serve."""
+    """Compute the keys of the full blocks that a cache can serve: all before the last token."""
     return block_hashes(tuple(token_ids), cache_salt, KV_BLOCK_TOKENS)[
         : max(len(token_ids) - 1, 0) // KV_BLOCK_TOKENS
     ]
 
 
 class Found(NamedTuple):
-    """Leading blocks of a prompt that were sent before. computed: last uses of computed ones."""
+    """Leading blocks of a prompt that were sent before, and the last uses of computed ones."""
 
     block_count: int
     computed: tuple[int, ...]
@@ -164,7 +164,7 @@ NOTHING_FOUND = Found(0, ())
 
 
 class SentPrefixes:
-    """Prompt blocks that were sent to one replica. Uses are numbered in order."""
+    """Prompt blocks that were sent to one replica. Each use has a number, in order."""
 
     def __init__(self, block_count_max: int = BLOCK_COUNT_MAX) -> None:
         self.block_count_max = block_count_max
@@ -176,7 +176,7 @@ class SentPrefixes:
         return len(self._uses)
 
     def find(self, keys: Keys) -> Found:
-        """Return the longest known prefix. Changes nothing."""
+        """Find the longest known prefix, without changing anything."""
         count = 0
         computed: list[int] = []
         for key in keys:
@@ -201,9 +201,9 @@ class SentPrefixes:
     def found_missing(self, found: Found, token_count: int) -> bool:
         """Forget blocks that the engine's cache has lost; return whether any were missing.
 
-        found: the prefix when the prompt was sent. token_count: tokens of it that the engine served
-        from its cache. Missing computed blocks and all blocks used less recently are forgotten;
-        blocks that were not computed yet are left as they are.
+        `found` is the prefix when the prompt was sent, `token_count` the part of it, in tokens,
+        that the engine served from its cache. Missing computed blocks and all blocks used less
+        recently are forgotten; blocks that were not computed yet stay.
         """
         missing = found.computed[(token_count + ENGINE_BLOCK_TOKENS_MAX) // KV_BLOCK_TOKENS :]
         last_gone = max(missing, default=0)
@@ -213,7 +213,7 @@ class SentPrefixes:
         return bool(missing)
 
     def clear(self) -> None:
-        """Forget all blocks: the engine has lost its cache."""
+        """Forget all blocks, because the engine has lost its cache."""
         self._uses.clear()
         self._computed.clear()
 
@@ -226,7 +226,7 @@ class SentPrefixes:
 
 
 class ReplicaState(StrEnum):
-    """State of a replica for operators: that of its engine, DRAINING or TRIPPED if it is ready."""
+    """State of a replica for operators: its engine's, or if that is ready, DRAINING or TRIPPED."""
 
     COLD = "cold"
     LOADING = "loading"
@@ -240,10 +240,12 @@ class ReplicaState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """Snapshot of a replica. outstanding_token_count: tokens to compute, as counted by the set.
+    """State of a replica at one moment. `outstanding_token_count` counts the tokens still to
+    compute, as known by the set.
 
-    statistics: last ones of its engine; None if they are included in another replica's.
-    is_drained: an operator has drained it, whatever its state. kernels: see `EngineCondition`.
+    `statistics` are the last ones of its engine; None if they are part of another replica's. With
+    `is_drained`, an operator has drained it, whatever its state. For `kernels` see
+    `EngineCondition`.
     """
 
     name: str
@@ -258,7 +260,7 @@ class ReplicaReport:
 
 
 class Replica:
-    """Engine of a set. name: unique in the set. region: empty if regions do not matter."""
+    """Engine of a set under a unique name. `region` is empty if regions do not matter."""
 
     def __init__(
         self, name: str, engine: Engine, region: str = "", breaker: BreakerLimits | None = None
@@ -282,11 +284,11 @@ class Replica:
 
     @property
     def is_draining(self) -> bool:
-        """True if it gets no new sequences and finishes the running ones."""
+        """True if the replica finishes its running sequences and gets no new ones."""
         return self.is_drained or self.is_leaving
 
     def takes(self, now_s: float) -> bool:
-        """Return whether a sequence may be placed here now."""
+        """Return whether the replica may get a sequence now."""
         ready = self.engine.healthy()
         if not ready and self._was_ready:
             self.prefixes.clear()  # the cache is lost with the process
@@ -304,7 +306,7 @@ class Replica:
 
     @property
     def free_row_count(self) -> int:
-        """Free places in its batch; 0 if sequences wait, 1 if the engine reports no places."""
+        """Number of free places in its batch: 0 if sequences wait, 1 if the engine reports none."""
         statistics = self.engine.statistics()
         if statistics.waiting_sequence_count:
             return 0
@@ -317,7 +319,7 @@ class Replica:
         )
 
     def report(self, now_s: float) -> ReplicaReport:
-        """Return a snapshot of the replica for operators."""
+        """Describe the state of the replica for operators."""
         condition = self.engine.condition()
         state, reason = ReplicaState(condition.state.value), condition.reason
         if condition.state is EngineState.READY:
@@ -342,9 +344,9 @@ class Replica:
 
 
 def best_condition(conditions: Collection[EngineCondition], warm_count: int) -> EngineCondition:
-    """Return the condition of the replica that is likely to take requests first.
+    """Choose the condition of the replica that is likely to take requests first.
 
-    conditions: of all replicas that are not drained; empty if all are.
+    `conditions` are those of the replicas that are not drained; empty if all are drained.
     """
     if not conditions:
         return DRAINED
@@ -360,7 +362,7 @@ def best_condition(conditions: Collection[EngineCondition], warm_count: int) -> 
 
 
 def unavailable(conditions: Collection[EngineCondition], replica_count: int) -> EngineError:
-    """Return the error for a request that no replica takes. conditions: as in `best_condition`."""
+    """Build the error for a request that no replica takes. Parameters as in `best_condition`."""
     best = best_condition(conditions, warm_count=0)
     wait_s = min(
         (each.retry_after_s for each in conditions if each.state is best.state),
@@ -371,13 +373,13 @@ def unavailable(conditions: Collection[EngineCondition], replica_count: int) -> 
 
 
 def all_drained(replica_count: int) -> EngineUnavailable:
-    """Return the error for the start of a model with all replicas drained."""
+    """Build the error for starting a model whose replicas are all drained."""
     which = "all replicas are" if replica_count > 1 else "the engine is"
     return EngineUnavailable(f"{which} being drained", retry_after_s=DRAINED_RETRY_S)
 
 
 class SetStatistics:
-    """Sums of the statistics of a set. Steps are averaged over the replicas that run."""
+    """Statistics of a set: sums, except for steps, which are averaged over the running replicas."""
 
     def __init__(self, replica_count: int) -> None:
         self._last: list[EngineStatistics] = [EngineStatistics()] * replica_count
@@ -388,10 +390,10 @@ class SetStatistics:
     def sum_of(
         self, statistics: list[EngineStatistics], ready_count: int, moves: tuple[int, int]
     ) -> EngineStatistics:
-        """Return the sums.
+        """Add up the statistics of each replica, always given in the same order.
 
-        statistics: of each replica, always in the same order. ready_count: replicas that take
-        requests. moves: migrations, replacements.
+        `ready_count` is the number of replicas that take requests, `moves` are the numbers of
+        migrations and of replacements.
         """
         if self._ready_count != ready_count or statistics != self._last:  # changes per step only
             self._count_steps(statistics)
@@ -421,7 +423,7 @@ class SetStatistics:
 
 
 class Member(Protocol):
-    """Replica, as seen by its set."""
+    """Interface of a replica for its set."""
 
     name: str
     is_drained: bool
@@ -439,7 +441,7 @@ class Replicas(ABC, Generic[Each]):
     """Base of sets of replicas: start, condition, draining, close. Implements most of `Backend`."""
 
     def __init__(self, replicas: Sequence[Each], warm_count: int) -> None:
-        """Start nothing. warm_count: replicas that `start` starts, the first ones."""
+        """Create the set without starting any replica; `start` starts the first `warm_count`."""
         assert replicas, "a set has replicas"
         self._replicas = tuple(replicas)
         self._warm_count = warm_count
@@ -454,7 +456,7 @@ class Replicas(ABC, Generic[Each]):
 
     @abstractmethod
     def _condition_of(self, replica: Each) -> EngineCondition:
-        """Return a replica's condition; READY only if it takes requests."""
+        """Determine a replica's condition, which is READY only if it takes requests."""
 
     def condition(self) -> EngineCondition:
         """Implement `Backend.condition` by the replica that is likely to take requests first."""
@@ -465,7 +467,7 @@ class Replicas(ABC, Generic[Each]):
         return best_condition(self._conditions(self._replicas), self._warm_count)
 
     def drain(self, names: Collection[str]) -> None:
-        """Drain the replicas with these names and no others: running requests finish."""
+        """Drain exactly the replicas with these names; their running requests finish."""
         for replica in self._replicas:
             replica.is_drained = replica.name in names
 
@@ -478,11 +480,11 @@ class Replicas(ABC, Generic[Each]):
                 tasks.create_task(replica.backend.close(), name=f"replica close {replica.name}")
 
     def _conditions(self, replicas: Collection[Each]) -> list[EngineCondition]:
-        """Return the conditions of the replicas that are not drained."""
+        """List the conditions of the replicas that are not drained."""
         return [self._condition_of(replica) for replica in replicas if not replica.is_drained]
 
     async def _serve_all(self) -> None:
-        """Serve all replicas, and start the warm ones; an unexpected error ends one only."""
+        """Serve all replicas and start the warm ones. An unexpected error ends one replica only."""
         async with IncidentTaskGroup() as tasks:
             for replica in self._replicas:
                 tasks.create_task(replica.backend.serve(), name=f"replica {replica.name}")
@@ -497,9 +499,9 @@ class Replicas(ABC, Generic[Each]):
                 await replica.backend.start()
 
     async def _first_start(self, usable: Sequence[Each]) -> None:
-        """Start the warm ones of the usable replicas, or else the first; wait until one is ready.
+        """Start the usable warm replicas, or the first if none is warm; wait until one is ready.
 
-        Raises: the first error if all of them fail; EngineUnavailable if none is usable.
+        Raises the first error if all of them fail, or EngineUnavailable if none is usable.
         """
         if self.is_closing:
             raise EngineUnavailable("the engine is closed", retry_after_s=0.0)

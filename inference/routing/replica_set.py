@@ -70,8 +70,8 @@ _log = logging.getLogger("weir.inference.routing")
 class ReplicaSet(Replicas[Replica]):
     """Several replicas as one engine. Implements `Engine`.
 
-    `start` starts the first `warm_count` replicas and returns when one of them takes requests. A
-    sequence whose replica is lost waits up to `recovery_wait_s` for another place.
+    `start` starts the first `warm_count` replicas, and returns when one of them takes requests. A
+    sequence that loses its replica waits up to `recovery_wait_s` seconds for another one.
     """
 
     def __init__(
@@ -84,10 +84,9 @@ class ReplicaSet(Replicas[Replica]):
         recovery_wait_s: float = RECOVERY_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the set.
+        """Create the set. `warm_count` is None for all replicas.
 
-        model: as callers see it, but for the capabilities, which are those of the replicas.
-        warm_count: None: all.
+        Callers see `model`, with the capabilities of the replicas.
         """
         super().__init__(replicas, len(replicas) if warm_count is None else warm_count)
         assert len({replica.name for replica in replicas}) == len(replicas), (
@@ -123,7 +122,7 @@ class ReplicaSet(Replicas[Replica]):
         return self._replicas
 
     def reports(self) -> list[ReplicaReport]:
-        """Return a snapshot of each replica. Never blocks."""
+        """Describe the state of each replica. Never blocks."""
         now_s = self.clock()
         return [replica.report(now_s) for replica in self._replicas]
 
@@ -188,12 +187,12 @@ class ReplicaSet(Replicas[Replica]):
     def move_out(self, name: str) -> int:
         """Move sequences from a drained replica to others with free places; return their number.
 
-        Call again for the rest. An unknown name moves none.
+        Call it again for the rest. For an unknown name, it returns 0.
         """
         return sum(sequence.move_from(name) for sequence in tuple(self.sequences))
 
     def has_room(self, request: GenerationRequest) -> bool:
-        """Return whether a replica has a free place that no moving sequence needs."""
+        """Return whether a replica has a free place that is not kept for moving sequences."""
         now_s, free_count = self.clock(), 0
         for replica in {
             replica for tier in self._tiers(request, ()) for replica in tier if replica.takes(now_s)
@@ -208,9 +207,9 @@ class ReplicaSet(Replicas[Replica]):
     def place(
         self, sequence: RoutedSequence, request: GenerationRequest, avoided: Sequence[Replica] = ()
     ) -> None:
-        """Submit a sequence to a replica, or to another if it refuses. avoided: tried last.
+        """Submit a sequence to a replica, or to another if it refuses; `avoided` ones are last.
 
-        Raises: as `Engine.submit`.
+        Raises like `Engine.submit`.
         """
         work = self._work_of(request)
         refusals: list[EngineError] = []
@@ -239,13 +238,13 @@ class ReplicaSet(Replicas[Replica]):
     def place_at(
         self, sequence: RoutedSequence, replica: Replica, request: GenerationRequest
     ) -> None:
-        """Submit a sequence to this replica, even a drained one. Raises: as `Engine.submit`."""
+        """Submit a sequence to this replica, even a drained one. Raises like `Engine.submit`."""
         if not (replica.engine.healthy() and replica.breaker.admits(self.clock())):
             raise EngineUnavailable(f"replica {replica.name} is not available", retry_after_s=0.0)
         sequence.enter(replica, request, self._work_of(request), self._expected_output(request))
 
     def note_moved(self, *, migrated: bool) -> None:
-        """Count a sequence that moved to another replica. migrated: after its first token."""
+        """Count a sequence that moved; `migrated` tells whether it had produced a token."""
         if migrated:
             self._migration_count += 1
         else:
@@ -259,7 +258,7 @@ class ReplicaSet(Replicas[Replica]):
         )
 
     def _choose(self, candidates: list[Replica], request: GenerationRequest, work: Work) -> Replica:
-        """Choose by the policy, after correcting its view of the chosen engine's cache."""
+        """Choose a replica by the policy, after updating its view of the chosen engine's cache."""
         token_ids = (*request.prompt_token_ids, *request.output_token_ids)
         while True:
             chosen = self._policy.choose(candidates, work)
@@ -271,7 +270,7 @@ class ReplicaSet(Replicas[Replica]):
                 return chosen
 
     def _expected_output(self, request: GenerationRequest) -> int:
-        """Return the output tokens to expect, by the mean of recent sequences."""
+        """Estimate the output tokens of a request by the mean of recent sequences."""
         left = request.stop.max_output_tokens - len(request.output_token_ids)
         output = min(max(round(self.mean_output_token_count), 1), max(left, 1))
         return output * (
@@ -281,7 +280,7 @@ class ReplicaSet(Replicas[Replica]):
     def _tiers(
         self, request: GenerationRequest, avoided: Sequence[Replica]
     ) -> Iterable[Sequence[Replica]]:
-        """Return the allowed replicas in groups: by preferred region, avoided ones last."""
+        """Group the allowed replicas by preferred region, with avoided ones last."""
         if not (avoided or request.regions or request.output_token_ids):
             return (self._replicas,)
         return self._chosen_tiers(request, avoided)
@@ -305,7 +304,7 @@ class ReplicaSet(Replicas[Replica]):
                 yield [replica for replica in rest if replica.region in near]
 
     def _refusal(self, request: GenerationRequest, refusals: Sequence[EngineError]) -> EngineError:
-        """Return the error for a request that no replica took."""
+        """Build the error for a request that no replica took."""
         overloads = [
             refusal.retry_after_s for refusal in refusals if isinstance(refusal, EngineOverloaded)
         ]
@@ -326,7 +325,7 @@ class ReplicaSet(Replicas[Replica]):
         return unavailable(self._conditions(allowed), len(self._replicas))
 
     def _condition_of(self, replica: Replica) -> EngineCondition:
-        """Return a replica's condition; READY only if it takes sequences."""
+        """Determine a replica's condition, which is READY only if it takes sequences."""
         condition, now_s = replica.engine.condition(), self.clock()
         if condition.state is not EngineState.READY or replica.takes(now_s):
             return condition
@@ -341,10 +340,11 @@ class ReplicaSet(Replicas[Replica]):
 
 @dataclass(slots=True)
 class Recovery:
-    """Search for another replica, by event-loop callbacks with growing pauses.
+    """State of the search for another replica, which runs as event-loop callbacks with growing
+    pauses.
 
-    home: drained replica that could still run it. give_up_at_s: on the set's clock. next_poll: the
-    pending callback.
+    `home` is a drained replica that could still run the sequence. The search ends at `give_up_at_s`
+    on the set's clock. `next_poll` is the pending callback.
     """
 
     loss: EngineError
@@ -417,9 +417,9 @@ class RoutedSequence:
     def enter(
         self, replica: Replica, request: GenerationRequest, work: Work, output_token_count: int
     ) -> None:
-        """Begin on a replica and add to its load. Raises: as `Engine.submit`.
+        """Begin on a replica and add to its load. Raises like `Engine.submit`.
 
-        output_token_count: expected length of the output.
+        `output_token_count` is the expected length of the output.
         """
         replica_set = self._replica_set
         replica_set.placement_count += 1
@@ -442,9 +442,11 @@ class RoutedSequence:
         replica.outstanding_token_count += self._charged
 
     def move_from(self, name: str) -> bool:
-        """Begin to move away from this replica; return False if it cannot move or no place is free.
+        """Begin to move away from this replica. Return False if the sequence cannot move or no
+        place is free.
 
-        Cancels it on the engine; that end is not reported, and it continues as after a loss.
+        The engine is asked to cancel it. That end is not reported; the sequence continues as after
+        a loss.
         """
         if not self._is_placed or self._replica.name != name or self in self._replica_set.moving:
             return False
@@ -460,17 +462,17 @@ class RoutedSequence:
 
     @property
     def _may_go_on(self) -> bool:
-        """Return whether another engine could run it, from its beginning or its current output."""
+        """True if another engine could run it, from the start or from its output so far."""
         return not self._has_output or self._replica_set.could_continue(self._continued())
 
     def _continued(self) -> GenerationRequest:
-        """Return the request for another engine, with the output so far."""
+        """Build the request for another engine, with the output so far."""
         if not (self._has_output and self._request.may_be_continued):
             return self._request
         return replace(self._request, output_token_ids=tuple(self.outputs[0]))
 
     def _take(self, event: SequenceEvent | EngineError) -> None:
-        """Handle an event of the engine: update the replica's load, report to the caller."""
+        """Handle an event of the engine: update the replica's load, and report to the caller."""
         match event:
             case TokensGenerated():
                 count = len(event.token_ids)
@@ -493,7 +495,7 @@ class RoutedSequence:
                 self._lost(event)
 
     def _begun(self, event: Scheduled) -> bool:
-        """Note that an engine has scheduled it; return True the first time, which is reported."""
+        """Record that an engine has scheduled it; return True only the first time."""
         cached_token_count = event.cached_token_count
         if self._work.keys and (event.is_final or cached_token_count):  # else it is unknown yet
             self._replica.prefixes.found_missing(self._found, cached_token_count)
@@ -512,7 +514,7 @@ class RoutedSequence:
         return True
 
     def _generated(self, token_count: int) -> None:
-        """Update the load for the first tokens and for more tokens than expected."""
+        """Update the load, for the first tokens and for more tokens than expected."""
         if not self._shows_health:
             self._shows_health = True
             if self._work.keys:
@@ -558,7 +560,7 @@ class RoutedSequence:
         sink(last)
 
     def _lost(self, loss: EngineError) -> None:
-        """Search for another replica from the next turn of the event loop, or end with the loss."""
+        """Start to search for another replica, or end with the loss if none could continue."""
         if isinstance(loss, RequestImpossible):
             if self._migration_count:
                 # Its first engine accepted it, so this is not a mistake of the client.
@@ -622,7 +624,7 @@ class RoutedSequence:
             self._end(EngineFailed("an unexpected error"))
 
     def _found_room(self, home: Replica | None) -> bool:
-        """Enter a replica, or `home` if no other takes it, drained or not; return success."""
+        """Enter a replica, or else `home`, drained or not; return whether that succeeded."""
         request = self._continued()
         try:
             self._replica_set.place(self, request, self._lost_on)
@@ -665,7 +667,7 @@ class RoutedSequence:
         self._sequence.close()
 
     def _cancelled_end(self) -> SequenceFinished:
-        """Return the end of a cancelled sequence that has no engine."""
+        """Build the last event of a cancelled sequence that is not on an engine."""
         return SequenceFinished(
             reason=EngineFinishReason.CANCELLED,
             text="",
@@ -677,7 +679,7 @@ class RoutedSequence:
         )
 
     def _timings(self) -> EngineTimings:
-        """Return timings on the set's clock; time between replicas counts to the later phase."""
+        """Compute timings by the set's clock. Time between replicas counts as the later phase."""
         now_s = self._replica_set.clock()
         scheduled_s = now_s if self._scheduled_at_s is None else self._scheduled_at_s
         first_token_s = now_s if self._first_token_at_s is None else self._first_token_at_s

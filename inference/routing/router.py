@@ -28,7 +28,7 @@ class ModelUnknown(EngineError):
     reason = "MODEL_UNKNOWN"
 
     def __init__(self, model: str, known: Sequence[str], canonical_name: str = "") -> None:
-        """canonical_name: canonical name of `model`, where only canonical names are allowed."""
+        """`canonical_name` is that of `model`, if only canonical names are allowed here."""
         if canonical_name:
             super().__init__(
                 f"model {model[:64]!r} must be given by its canonical name {canonical_name!r}"
@@ -41,7 +41,7 @@ class ModelUnknown(EngineError):
 
 
 class ModelMismatch(EngineError):
-    """The model does not serve this kind of request. requested: verb. served: RPC."""
+    """The model does not serve this kind of request. requested: verb. served: RPC of the model."""
 
     reason = "MODEL_MISMATCH"
 
@@ -52,7 +52,7 @@ class ModelMismatch(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class EncoderRoute:
-    """Route of an embedding request. model: canonical name; served: the encoder's name."""
+    """Route of an embedding request: the model's canonical name, and the encoder's as `served`."""
 
     model: str
     served: str
@@ -60,9 +60,10 @@ class EncoderRoute:
 
 
 class Route(msgspec.Struct, frozen=True):
-    """Route of a request. model: canonical name, by which it is billed.
+    """Route of a request. `model` is the canonical name, by which the request is billed.
 
-    served: name that the engine serves. regions, adapter: see `GenerationRequest`.
+    `served` is the name that the engine serves. For `regions` and `adapter` see
+    `GenerationRequest`.
     """
 
     model: str
@@ -74,14 +75,14 @@ class Route(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class Replicated(Protocol):
-    """Engine or encoder that consists of one or several replicas."""
+    """Interface of an engine or encoder that consists of replicas."""
 
     def reports(self) -> list[ReplicaReport]:
-        """Return a snapshot of each replica."""
+        """Describe the state of each replica."""
         ...
 
     def drain(self, names: Collection[str]) -> None:
-        """Drain the replicas with these names and no others."""
+        """Drain exactly the replicas with these names."""
         ...
 
     def move_out(self, name: str) -> int:
@@ -90,7 +91,7 @@ class Replicated(Protocol):
 
 
 class ReplicaCounts(NamedTuple):
-    """Counts of a model's engines: those that take requests now, all, and drained ones."""
+    """Counts of a model's engines: those that take requests, all of them, and drained ones."""
 
     ready: int
     total: int
@@ -98,7 +99,7 @@ class ReplicaCounts(NamedTuple):
 
 
 class Router:
-    """Choice of an engine by the name that it serves: a model's, or `name@version`."""
+    """Registry of engines by the name that they serve: a model's, or `name@version`."""
 
     def __init__(
         self,
@@ -107,9 +108,9 @@ class Router:
         catalog: Catalog | None = None,
         encoder_catalog: Catalog | None = None,
     ) -> None:
-        """Create the router. encoders: embedding models, with other names than `engines`.
+        """Create the router. The names of `encoders`, for embedding, must differ from `engines`.
 
-        The catalogs list all engines and encoders; without one, each served name is a model.
+        The catalogs list all engines and encoders. Without a catalog, each served name is a model.
         """
         self._engines = dict(engines)
         self._encoders = dict(encoders or {})
@@ -118,7 +119,7 @@ class Router:
         self._routes: dict[tuple[str, str], Route] = {}  # by name and region, of unversioned models
 
     def canonical_name(self, model: str) -> str:
-        """Return the canonical name of an alias or version; other names are returned unchanged."""
+        """Resolve an alias or version to its canonical name; other names are returned unchanged."""
         own = self._encoder_catalog.canonical_name(model)
         return own if own in self._encoder_catalog.shares else self._catalog.canonical_name(model)
 
@@ -129,13 +130,13 @@ class Router:
             raise ModelUnknown(model, (), self.canonical_name(model))
 
     def engine(self, served: str) -> Engine:
-        """Return the engine that serves this name."""
+        """Look up the engine that serves this name."""
         return self._engines[served]
 
     def choose(self, model: str) -> Engine:
-        """Return the engine of a model, alias or version; by default of the largest share.
+        """Look up the engine of a model, alias or version. Of several, take the largest share.
 
-        Raises: ModelUnknown; ModelMismatch for a model that embeds.
+        Raises ModelUnknown, or ModelMismatch for a model that embeds.
         """
         own = self._catalog.canonical_name(model)
         if own in self._catalog.shares and own == self._catalog.aliases.get(model, model):
@@ -143,9 +144,9 @@ class Router:
         return self._engines[self._share(model, "").served]
 
     def route(self, model: str, request_id: object, region: str = "") -> Route:
-        """Return the route of a request; the same request id always gets the same version.
+        """Choose the route of a request. The same request id always gets the same version.
 
-        Raises: ModelUnknown, ModelMismatch; RequestImpossible if the region is unknown.
+        Raises ModelUnknown, ModelMismatch, or RequestImpossible if the region is unknown.
         """
         if (cached := self._routes.get((model, region))) is not None:
             return cached
@@ -169,9 +170,9 @@ class Router:
         return route
 
     def route_encoder(self, model: str, request_id: str) -> EncoderRoute:
-        """Return the route of an embedding request; a request id always gets the same version.
+        """Choose the route of an embedding request. A request id always gets the same version.
 
-        Raises: ModelUnknown; ModelMismatch for a model that generates.
+        Raises ModelUnknown, or ModelMismatch for a model that generates.
         """
         share = self._encoder_catalog.share(model, request_id)
         if share is None:
@@ -183,9 +184,9 @@ class Router:
         )
 
     def choose_encoder(self, model: str) -> Encoder:
-        """Return the encoder of a model, alias or version; by default of the largest share.
+        """Look up the encoder of a model, alias or version. Of several, take the largest share.
 
-        Raises: as `route_encoder`.
+        Raises like `route_encoder`.
         """
         own = self._encoder_catalog.canonical_name(model)
         if own in self._encoder_catalog.shares and own == self._encoder_catalog.aliases.get(
@@ -195,22 +196,23 @@ class Router:
         return self.route_encoder(model, "").encoder
 
     def find(self, model: str) -> Backend:
-        """Return the engine or encoder of a model. Raises: ModelUnknown."""
+        """Look up the engine or encoder of a model. Raises ModelUnknown."""
         embeds = self._encoder_catalog.share(model, "") is not None
         return self.choose_encoder(model) if embeds else self.choose(model)
 
     def models(self) -> list[ModelInfo]:
-        """Return all models by canonical name, each as its version with the largest share."""
+        """List all models by canonical name, each as its version with the largest share."""
         names = sorted([*self._catalog.shares, *self._encoder_catalog.shares])
         return [replace(self.find(name).model, name=name) for name in names]
 
     def aliases(self, model: str) -> list[str]:
-        """Return the aliases of a model and of its versions. model: canonical name."""
+        """List the aliases of a model, given by its canonical name, and of its versions."""
         return self._catalog_of(model).aliases_of(model)
 
     def other_names(self, model: str) -> dict[str, str]:
-        """Return the aliases of a model and of its versions, with their targets, and the names
-        `name@version`, with the model. model: canonical name."""
+        """Map each other name of a model, given by its canonical name, to its target: aliases to a
+        model or version, and `name@version` to the model.
+        """
         catalog = self._catalog_of(model)
         aliases = {alias: catalog.aliases[alias] for alias in catalog.aliases_of(model)}
         return aliases | dict.fromkeys(
@@ -218,13 +220,13 @@ class Router:
         )
 
     def versions(self, model: str) -> dict[str, float]:
-        """Return a model's versions with their shares of requests. model: canonical name."""
+        """Map a model's versions to their shares of requests. `model` is the canonical name."""
         shares = [share for share in self._catalog_of(model).shares.get(model, ()) if share.version]
         total = sum(share.weight for share in shares)
         return {share.version: share.weight / total for share in shares}
 
     def replicas(self, model: str) -> ReplicaCounts:
-        """Return the counts of a model's engines over all versions. model: canonical name."""
+        """Count a model's engines over all versions. `model` is the canonical name."""
         backends: Mapping[str, Backend] = (
             self._encoders if model in self._encoder_catalog.shares else self._engines
         )
@@ -235,30 +237,30 @@ class Router:
         return ReplicaCounts(*map(sum, zip(*counts, strict=True)))
 
     def kernels(self, model: str) -> list[str]:
-        """Return what a model's ready engines compute with. model: canonical name."""
+        """List the kernels of a model's ready engines. `model` is the canonical name."""
         served = {share.served for share in self._catalog_of(model).shares[model]}
         reports = (report for name, report in self.every_replica() if name in served)
         return sorted({report.kernels for report in reports} - {""})
 
     def reports(self) -> list[tuple[str, ReplicaReport]]:
-        """Return a snapshot of every replica with the name that it serves."""
+        """Describe every replica, each with the name that it serves."""
         return [
             (name, report) for name, backend in self._replicated() for report in backend.reports()
         ]
 
     def drain(self, drained: Mapping[str, Collection[str]]) -> None:
-        """Drain these replicas, listed by the names that they serve, and no others."""
+        """Drain exactly these replicas, listed by the names that they serve."""
         for name, backend in self._replicated():
             backend.drain(drained.get(name, ()))
 
     def move_out(self, served: str, replica: str) -> None:
-        """Move sequences from a drained replica to others."""
+        """Move sequences of the engine `served` from a drained replica to others."""
         for name, backend in self._replicated():
             if name == served:
                 backend.move_out(replica)
 
     def every_replica(self) -> Iterator[tuple[str, ReplicaReport]]:
-        """Yield a snapshot of every engine and encoder, with the name that it serves."""
+        """Yield the state of every engine and encoder, with the name that it serves."""
         for backend in self.backends():
             name = backend.model.name
             if isinstance(backend, Replicated):
@@ -282,15 +284,15 @@ class Router:
             )
 
     def engines(self) -> list[Engine]:
-        """Return all engines, sorted by the names that they serve."""
+        """List all engines, sorted by the names that they serve."""
         return [self._engines[name] for name in sorted(self._engines)]
 
     def encoders(self) -> list[Encoder]:
-        """Return all encoders, sorted by the names that they serve."""
+        """List all encoders, sorted by the names that they serve."""
         return [self._encoders[name] for name in sorted(self._encoders)]
 
     def backends(self) -> list[Backend]:
-        """Return all engines and encoders."""
+        """List all engines and encoders."""
         return [*self.engines(), *self.encoders()]
 
     def _share(self, model: str, request_id: object) -> Share:
@@ -317,7 +319,7 @@ class Router:
 
 
 def replica_counts(backend: Backend) -> ReplicaCounts:
-    """Return the counts of a backend's replicas; one that is not replicated counts as one."""
+    """Count the replicas of a backend; one that is not replicated counts as one."""
     if not isinstance(backend, Replicated):
         return ReplicaCounts(int(backend.healthy()), 1, 0)
     reports = backend.reports()
@@ -327,9 +329,10 @@ def replica_counts(backend: Backend) -> ReplicaCounts:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Version of a model with its weight. served: name of its engine; version: may be empty.
+    """Version of a model with its weight. `served` is the name of its engine; `version` may be
+    empty.
 
-    adapter: of the engine, for a model that is an adapter of another one.
+    `adapter` is the engine's, for a model that is an adapter of another one.
     """
 
     version: str
@@ -342,9 +345,9 @@ class Share:
 class Catalog:
     """Names of models, versions, aliases and regions.
 
-    shares: versions by model name. aliases: to a model, or to a version as `name@version`.
-    fallbacks: for each region the only other regions for its requests, in order of preference.
-    own_region: region of requests that name none; empty: no preference.
+    `shares` has the versions by model name. `aliases` lead to a model, or to a version as
+    `name@version`. `fallbacks` lists for each region the only other regions for its requests, in
+    order of preference. `own_region` is for requests that do not name one; empty for no preference.
     """
 
     shares: Mapping[str, Sequence[Share]]
@@ -358,7 +361,7 @@ class Catalog:
         return cls({name: (Share("", name),) for name in names})
 
     def canonical_name(self, requested: str) -> str:
-        """Return the canonical name of a model, alias or version; others are returned unchanged."""
+        """Resolve a model, alias or version to its canonical name; others are unchanged."""
         target = self.aliases.get(requested, requested)
         if target in self.shares:
             return target
@@ -367,7 +370,7 @@ class Catalog:
         return name if known else requested
 
     def share(self, requested: str, request_id: object) -> Share | None:
-        """Return the version for a request, in every process the same; None for unknown names."""
+        """Choose the version for a request, the same in every process; None for unknown names."""
         target = self.aliases.get(requested, requested)
         if target in self.shares:
             shares = self.shares[target]
@@ -383,24 +386,24 @@ class Catalog:
         )
 
     def main_share(self, name: str) -> Share:
-        """Return the version of a model with the largest weight; of equal ones the first."""
+        """Find the version with the largest weight, the first of equal ones."""
         return max(self.shares[name], key=lambda share: share.weight)
 
     def aliases_of(self, name: str) -> list[str]:
-        """Return the aliases of a model and of its versions, sorted."""
+        """List the aliases of a model and of its versions, sorted."""
         return sorted(alias for alias in self.aliases if self.canonical_name(alias) == name)
 
     def regions(self, requested: str) -> tuple[str, ...]:
-        """Return the regions where a request may run, in order of preference; empty: anywhere.
+        """List the regions where a request may run, in order of preference; empty for anywhere.
 
-        Raises: KeyError for an unknown region.
+        Raises KeyError for an unknown region.
         """
         region = requested or self.own_region
         return (region, *self.fallbacks[region]) if region else ()
 
 
 def drawn(shares: Sequence[Share], key: str) -> Share:
-    """Return a share by weight and hash of the key; new weights move as few keys as possible."""
+    """Choose a share by weight and hash of the key. New weights move as few keys as possible."""
     total = sum(share.weight for share in shares)
     point = (
         int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")

@@ -31,24 +31,25 @@ _log = logging.getLogger("weir.inference.routing")
 
 @runtime_checkable
 class Stoppable(Protocol):
-    """Engine that can be stopped and started again, such as `ManagedEngine`."""
+    """Interface of an engine that can be stopped and restarted, such as `ManagedEngine`."""
 
     def idle_since_s(self) -> float | None:
         """Return the time of its last use; None while it is in use or does not run."""
 
     def evict(self) -> None:
-        """Stop the engine, which must be idle."""
+        """Stop the engine. It must be idle."""
 
     def fits_now(self) -> bool:
-        """Return whether it could be started without evicting another engine."""
+        """Return whether the engine could be started without evicting another one."""
 
 
 @dataclass(slots=True)
 class Scaler:
-    """Decisions to start and stop replicas, from their statistics. Times are seconds of one clock.
+    """Autoscaler that starts and stops replicas by their statistics. Times are seconds of one
+    clock.
 
-    min_count: the first replicas, which it never stops. idle_timeout_s: time for which a replica is
-    not needed before it is stopped; 0 stops none.
+    The first `min_count` replicas are never stopped. Another is stopped after `idle_timeout_s`
+    seconds without need; 0 stops none.
     """
 
     min_count: int
@@ -85,7 +86,7 @@ class Scaler:
     def _others_would_do(
         self, serving: Sequence[Replica], statistics: Sequence[EngineStatistics]
     ) -> bool:
-        """Return whether the other replicas have room for the load of the last one."""
+        """Return whether the other replicas could take over the load of the last one."""
         if (
             len(serving) < 2
             or len(serving) <= self.min_count
@@ -96,7 +97,7 @@ class Scaler:
         return load <= ROOM_SHARE * sum(each.running_sequence_count_max for each in statistics[:-1])
 
     def _one_more(self, replicas: Sequence[Replica]) -> Replica | None:
-        """Keep a replica that is being stopped, or return a cold one unless one is loading."""
+        """Keep a replica that is being stopped, or choose a cold one, unless one is loading."""
         for replica in replicas:
             if (
                 replica.name in self._leaving
@@ -130,7 +131,7 @@ class Scaler:
         self._leaving.add(replica.name)
 
     def _finish_stops(self, replicas: Sequence[Replica]) -> None:
-        """Stop marked replicas that are empty; make stopped ones available again."""
+        """Stop marked replicas that are empty, and make stopped ones available again."""
         for replica in replicas:
             if replica.name not in self._leaving:
                 continue
@@ -155,7 +156,7 @@ class ScaledReplicaSet(ReplicaSet):
         scaler: Scaler,
         recovery_wait_s: float = RECOVERY_WAIT_S,
     ) -> None:
-        """Create the set; the scaler's `min_count` replicas are warm. See `ReplicaSet`."""
+        """Create the set, with the scaler's `min_count` replicas warm. See `ReplicaSet`."""
         super().__init__(
             model, replicas, policy, warm_count=scaler.min_count, recovery_wait_s=recovery_wait_s
         )
@@ -179,13 +180,13 @@ class ScaledReplicaSet(ReplicaSet):
 
 
 async def start(replica: Replica) -> None:
-    """Start a replica's engine, which reports its own failure."""
+    """Start a replica's engine, ignoring errors: the replica reports its own failure."""
     with contextlib.suppress(EngineError):
         await replica.engine.start()
 
 
 def is_full(statistics: EngineStatistics) -> bool:
-    """Return whether all running places of an engine are taken or sequences wait."""
+    """Return whether an engine has no free place, or sequences that wait."""
     running_max = statistics.running_sequence_count_max
     return (
         statistics.waiting_sequence_count > 0
@@ -194,7 +195,7 @@ def is_full(statistics: EngineStatistics) -> bool:
 
 
 def since(before_s: float | None, holds: bool, now_s: float) -> float | None:
-    """Return the time since which a condition holds without a break; None if it does not."""
+    """Return when a condition began to hold without a break; None if it does not hold now."""
     if not holds:
         return None
     return now_s if before_s is None else before_s

@@ -32,14 +32,14 @@ _log = logging.getLogger("weir.inference.safety")
 
 
 class LoadClassifiers(Message, tag="load_classifiers", frozen=True):
-    """First message: checkpoint directories, which later messages reference by index."""
+    """First message: directories of the checkpoints, which later messages name by their index."""
 
     directories: list[str]
 
 
 class ClassifyBatch(Message, tag="classify", frozen=True):
-    """Texts to score, each with the index of its classifier. number: of the batch, repeated in the
-    answer.
+    """Texts to score, each with the index of its classifier. The answer repeats the `number` of the
+    batch.
 
     The parent sends the next batch after the scores of the last, so abandoned texts are never
     computed.
@@ -50,10 +50,10 @@ class ClassifyBatch(Message, tag="classify", frozen=True):
 
 
 class BatchScored(Message, tag="scored", frozen=True):
-    """Scores from 0 to 1 per text, in the order of the classifier's labels; of a long text the
-    maximum over its rows.
+    """Scores of each text, from 0 to 1, in the order of the classifier's labels. A long text has
+    the maximum over its rows.
 
-    fault: the reason if scoring failed; `scores` is then empty.
+    `fault` is the reason if scoring failed; `scores` is then empty.
     """
 
     number: int
@@ -62,10 +62,10 @@ class BatchScored(Message, tag="scored", frozen=True):
 
 
 class Classifier:
-    """A loaded checkpoint."""
+    """A loaded sequence-classification checkpoint."""
 
     def __init__(self, directory: Path) -> None:
-        """Load the checkpoint and score a test text. Raises: CheckpointInvalid."""
+        """Load the checkpoint, and score a text as a test. Raises CheckpointInvalid."""
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         only_local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -110,7 +110,7 @@ class Classifier:
             )
 
     def score(self, texts: Sequence[str]) -> list[list[float]]:
-        """Return each label's highest score over a text's rows. Raises: ArithmeticError for NaN."""
+        """Compute each label's highest score over a text's rows. Raises ArithmeticError for NaN."""
         encoded = self._tokenizer(
             list(texts),
             truncation=True,
@@ -156,7 +156,7 @@ class Classifier:
         return [[float(score) for score in row] for row in scores]
 
     def _row_limit(self) -> int:
-        """Return the maximum number of tokens per row."""
+        """Determine the maximum number of tokens per row."""
         limits = [ROW_TOKENS_MAX, self._tokenizer.model_max_length]
         for name, module in self._model.named_modules():
             if name.endswith("position_embeddings") and hasattr(module, "num_embeddings"):
@@ -167,7 +167,7 @@ class Classifier:
 
 
 def serve(connection: socket.socket) -> int:
-    """Load, then score batches until the parent closes the socket. Returns the exit status."""
+    """Load the classifiers, then score batches until the socket closes. Return the exit status."""
     os.nice(NICENESS)
     inbox: Inbox[Message] = Inbox(connection, decoder_to_worker(LoadClassifiers, ClassifyBatch))
     load = inbox.wait()

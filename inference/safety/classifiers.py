@@ -57,10 +57,10 @@ RESTART_DELAY_S_MIN, RESTART_DELAY_S_MAX = 0.2, 30.0
 
 
 class ClassifierProcess:
-    """Classifiers of this API process, in one child process. Bound to one event loop."""
+    """Safety classifiers of this API process, in one child process. Bound to one event loop."""
 
     def __init__(self, directories: Sequence[Path], *, timeout_s: float) -> None:
-        """Start nothing; `serve` does. timeout_s: seconds that callers wait for scores."""
+        """Start nothing; `serve` does. Callers wait at most `timeout_s` seconds for scores."""
         self._directories = tuple(directories)
         self._timeout_s = timeout_s
         self._child: WorkerProcess | None = None
@@ -77,7 +77,7 @@ class ClassifierProcess:
         return None if self._child is None else self._child.pid
 
     async def score(self, asks: Sequence[tuple[int, str]]) -> list[list[float]]:
-        """Return scores of texts by classifier index. Raises: SafetyUnavailable."""
+        """Score texts, each by the classifier at its index. Raises SafetyUnavailable."""
         if self.queue.waiting_count + len(asks) > WAITING_COUNT_MAX:
             raise SafetyUnavailable(
                 f"{self.queue.waiting_count} texts wait for the safety classifiers", self._timeout_s
@@ -97,12 +97,12 @@ class ClassifierProcess:
             self.queue.drop(waiting)
 
     async def loaded(self) -> str | None:
-        """Wait for the first attempt of `serve` to load; return the failure, or None on success."""
+        """Wait until `serve` has first tried to load; return the failure, or None on success."""
         await self._tried.wait()
         return self._first_failure
 
     async def serve(self) -> None:
-        """Keep a child process running until cancelled."""
+        """Keep a child process running, restarting it after it ends, until cancelled."""
         backoff = Backoff(RESTART_DELAY_S_MIN, RESTART_DELAY_S_MAX)
         clock = asyncio.get_running_loop().time
         while True:
@@ -138,7 +138,7 @@ class ClassifierProcess:
             self._reason = f"their process could not be started: {error}"
 
     async def _load(self, child: WorkerProcess) -> bool:
-        """Return whether the child loaded everything; otherwise set `_reason`."""
+        """Load the child's classifiers; return whether that worked, otherwise set `_reason`."""
         child.send(LoadClassifiers([str(directory) for directory in self._directories]))
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
@@ -194,8 +194,8 @@ class ClassifierProcess:
 class ClassifierRule:
     """Score thresholds of one classifier.
 
-    index: of the classifier in its process. thresholds: (index of the label in the scores, label,
-    lowest forbidden score).
+    `index` is that of the classifier in its process. Each threshold is (index of the label in the
+    scores, label, lowest forbidden score).
     """
 
     name: str
@@ -205,7 +205,7 @@ class ClassifierRule:
     in_output: bool
 
     def hit(self, scores: Sequence[float]) -> str | None:
-        """Return classifier and label of the first threshold reached; None if there is none."""
+        """Name the classifier and label of the first threshold reached; None if there is none."""
         for index, label, threshold in self.thresholds:
             if scores[index] >= threshold:
                 return f"{self.name}: {label}"
@@ -214,7 +214,7 @@ class ClassifierRule:
 
 @dataclass(frozen=True, slots=True)
 class ClassifierTerms:
-    """Windows of output checks, and behaviour without an answer. Durations in seconds."""
+    """Window sizes of output checks, timeouts in seconds, and behaviour without an answer."""
 
     window_chars: int = 200
     context_chars: int = 400
@@ -273,7 +273,7 @@ class ClassifierOutputCheck:
         terms: ClassifierTerms,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """find: returns the name of a match in a text, or None."""
+        """Create a check. `find` returns the name of a match in a text, or None."""
         self._find = find
         self._terms = terms
         self._clock = clock
@@ -313,7 +313,7 @@ class ClassifierOutputCheck:
 
 
 def pieces_of(text: str) -> list[str]:
-    """Split a text into overlapping pieces; one if it is short."""
+    """Split a text into overlapping pieces; a short text is one piece."""
     step = PIECE_CHARS - PIECE_OVERLAP_CHARS
     return [
         text[start : start + PIECE_CHARS]

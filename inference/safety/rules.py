@@ -31,7 +31,7 @@ QUICK_CHARS_MAX = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A named regular expression, and the texts it applies to."""
+    """A named regular expression, and the kinds of text that it applies to."""
 
     name: str
     pattern: regex.Pattern[str]
@@ -110,7 +110,7 @@ class RuleOutputCheck:
         return Verdict(self._base + self._context_length, self._hit)
 
     def _first_possible(self, rule: Rule, *, final: bool) -> int:
-        """Return where a match that needs more text may begin; records a complete match."""
+        """Find where a match that needs more text may begin; record a complete match."""
         try:
             found = rule.pattern.search(
                 self._text, pos=self._context_length, partial=not final, timeout=SEARCH_TIMEOUT_S

@@ -33,7 +33,7 @@ class Unescaper:
         self.pending = ""  # an incomplete escape
 
     def push(self, text: str) -> str:
-        """Add text and return what can be decoded so far."""
+        """Add text and return the part that can be decoded so far."""
         text, self.pending = self.pending + text, ""
         return _ESCAPE.sub(self._read, text)
 
@@ -51,15 +51,15 @@ class Unescaper:
 
 
 class SafetyRulesInvalid(ValueError):
-    """The safety file is invalid; the message names the file, the entry, and how to fix it."""
+    """The safety file is invalid. The message names the file, the entry, and how to fix it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Result of an output check after a piece of text.
 
-    safe_char_count: length of the output that may be released; never decreases. hit: name of the
-    match; nothing more is safe.
+    The first `safe_char_count` characters of the output may be released; the count never decreases.
+    `hit` is the name of the match, after which nothing more is safe.
     """
 
     safe_char_count: int
@@ -67,35 +67,35 @@ class Verdict:
 
 
 class OutputCheck(Protocol):
-    """Checks one output while it is streamed. One call at a time."""
+    """Safety check of one output while it is streamed. Only one call at a time."""
 
     async def push(self, text: str) -> Verdict:
-        """Check more text. Raises: SafetyUnavailable if a required check was not possible."""
+        """Check more text. Raises SafetyUnavailable if a required check is not possible."""
         ...
 
     async def finish(self) -> Verdict:
-        """Check the end of the output: all text is safe, or a match. Raises: SafetyUnavailable."""
+        """Check the end of the output; without a match, all is safe. Raises SafetyUnavailable."""
         ...
 
     def fork(self) -> OutputCheck:
-        """Return an independent check in the same state."""
+        """Copy the check with its state, so that both continue independently."""
         ...
 
 
 class SafetyChecker(Protocol):
-    """Checks prompts and outputs concurrently. Blocking work runs outside the event loop."""
+    """Checker of prompts and outputs, many at a time. Blocking work runs off the event loop."""
 
     async def check_prompt(self, text: str) -> str | None:
-        """Return the name of a forbidden match in a prompt, or None. Raises: SafetyUnavailable."""
+        """Search a prompt; return a forbidden match's name or None. Raises SafetyUnavailable."""
         ...
 
     def open_output(self) -> OutputCheck | None:
-        """Return a check for a new output, or None if outputs are not checked."""
+        """Open a check for a new output, or return None if outputs are not checked."""
         ...
 
 
 class SafetyStage:
-    """Combines several checkers; the first hit counts. Cheap checkers come first."""
+    """Combination of several checkers. The first hit counts, and cheap checkers come first."""
 
     def __init__(self, checkers: Sequence[SafetyChecker]) -> None:
         self._checkers = tuple(checkers)
@@ -117,7 +117,7 @@ class SafetyStage:
 
 
 class _SeveralOutputChecks:
-    """Combines checks: text is safe once it is safe for all of them."""
+    """Combination of output checks: text is safe once it is safe for all of them."""
 
     def __init__(self, checks: Sequence[OutputCheck]) -> None:
         self._checks = tuple(checks)
@@ -136,7 +136,7 @@ class _SeveralOutputChecks:
         return twin
 
     async def _ask(self, text: str | None) -> Verdict:
-        """Run all checks until the first hit. text: None at the end."""
+        """Run the checks in order until the first hit. `text` is None at the end."""
         safe_char_counts = []
         for check in self._checks:
             if self._hit is not None:
@@ -151,14 +151,14 @@ class _SeveralOutputChecks:
 
 
 class EscapedOutputCheck:
-    r"""Checks an output that contains JSON both as written and with its escapes decoded.
+    r"""Check of an output that contains JSON, both as written and with its escapes decoded.
 
     `forbidden\u0020topic` in a call's arguments is a forbidden topic once parsed. So a second check
     sees the decoded output; until the first escape, both are the same and there is only one.
     """
 
     def __init__(self, check: OutputCheck) -> None:
-        """check: a check that has not seen any output."""
+        """Wrap a check that has not seen any output."""
         self._as_written = check
         self._as_read: OutputCheck | None = None  # created at the first escape
         self._unescaper = Unescaper()

@@ -40,16 +40,16 @@ TIMEOUT_S_MAX = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Safety:
-    """Checker configured by a file, None without one. classifiers: process that must be served."""
+    """Safety checker of a file, None without one, and the classifier process to be served."""
 
     checker: SafetyChecker | None = None
     classifiers: ClassifierProcess | None = None
 
 
 def read_safety(path: Path) -> Safety:
-    """Read rules and classifiers from a file; starts no process.
+    """Read rules and classifiers from a file, without starting a process.
 
-    Raises: SafetyRulesInvalid.
+    Raises SafetyRulesInvalid if the file cannot be used.
     """
     content = ""
     try:
@@ -143,7 +143,7 @@ def _rule(entry: Mapping[str, Any], where: str) -> Rule:
 
 
 def _directory(entry: Mapping[str, Any], base: Path, where: str) -> Path:
-    """Return the checkpoint directory; relative paths start at the file's directory."""
+    """Resolve the checkpoint directory; relative paths start at the file's directory."""
     given = entry.get("directory")
     if not isinstance(given, str) or not given:
         raise SafetyRulesInvalid(f"{where}: needs the directory of a checkpoint on this machine")
@@ -187,7 +187,7 @@ def _classifier(
 
 
 def _labels(directory: Path, where: str) -> dict[str, int]:
-    """Return a checkpoint's labels with their indices in its scores."""
+    """Read a checkpoint's labels, with their indices in its scores."""
     try:
         config = read_json(directory / "config.json")
     except CheckpointInvalid as error:

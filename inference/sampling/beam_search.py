@@ -27,8 +27,8 @@ from inference.engine import BeamSearchParams, EarlyStopping, TokenLogprob, Toke
 class Candidates:
     """Best continuations of one beam, in descending order; only tokens with finite scores.
 
-    scores: log-probabilities after bias and penalties. logprobs: the model's own. top: the most
-    likely tokens, if requested.
+    `scores` are log-probabilities after bias and penalties, `logprobs` the model's own. `top` has
+    the most likely tokens if requested.
     """
 
     token_ids: Sequence[int]
@@ -39,7 +39,9 @@ class Candidates:
 
 @dataclass(slots=True)
 class Hypothesis:
-    """One output. score: sum, or length-penalized once finished. logprobs: only if requested."""
+    """One output. `score` is the sum of its log-probabilities, length-penalized once the output is
+    finished. `logprobs` is empty unless requested.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     score: float = 0.0
@@ -48,7 +50,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class _Continuation:
-    """Candidate of a beam, by indices. total: score of the output, summed in fp32."""
+    """Candidate of a beam, by indices. `total` is the score of the whole output, summed in fp32."""
 
     beam: int
     candidate: int
@@ -57,7 +59,7 @@ class _Continuation:
 
 
 class BeamSearch:
-    """State of a search. `living` (the beams) and `finished` are in descending order of score."""
+    """State of a search. `living` (the beams) and `finished` are sorted by descending score."""
 
     def __init__(
         self, params: BeamSearchParams, end_token_ids: frozenset[int], max_output_tokens: int
@@ -72,11 +74,11 @@ class BeamSearch:
 
     @property
     def candidate_count(self) -> int:
-        """Candidates per beam: `width` of them remain even if all end tokens are among them."""
+        """Number of candidates per beam, enough for `width` even if it includes all end tokens."""
         return max(2, 1 + len(self._end_token_ids)) * self._params.width
 
     def advance(self, candidates: Sequence[Candidates]) -> list[int]:
-        """Advance by one token; return the parent of each living beam. candidates: per beam."""
+        """Advance by one token, with candidates per beam; return the parent of each living beam."""
         width, length = self._params.width, len(self.living[0].token_ids) + 1
         best = self._best(candidates)
         last = length >= self._max_output_tokens
@@ -99,7 +101,7 @@ class BeamSearch:
         return [each.beam for each in going]
 
     def certain_token_count(self, choice_count: int, known_count: int) -> int:
-        """Return the length of the prefix of all possible best outputs; at least known_count."""
+        """Measure the common prefix of all possible best outputs; at least `known_count` tokens."""
         possible = [one.token_ids for one in (*self.finished[:choice_count], *self.living)]
         first, count = possible[0], known_count
         while all(len(one) > count and one[count] == first[count] for one in possible):

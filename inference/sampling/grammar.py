@@ -53,32 +53,32 @@ OVERLAP = (
 
 
 class Grammar:
-    """Grammar state of one sequence, modified by the step loop; `fill` may run in a thread."""
+    """Grammar state of one sequence. The step loop modifies it; `fill` may run in a thread."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
     @property
     def fault(self) -> str | None:
-        """Reason why the grammar failed, or None. After a failure its mask is invalid."""
+        """Reason why the grammar failed, or None. After a failure, the mask is invalid."""
         return _short(self._matcher.get_error()) if self._matcher.is_error() else None
 
     @property
     def complete(self) -> bool:
-        """True if the output so far is a complete answer in the format."""
+        """True if the output so far is a complete answer in the required format."""
         return self._matcher.is_accepting()
 
     @property
     def over(self) -> bool:
-        """True if it allows any further output."""
+        """True if the grammar allows any further output."""
         return False
 
     def copy(self) -> Grammar:
-        """Return an independent copy in the same state."""
+        """Copy the grammar with its state, for another sequence."""
         return Grammar(self._matcher.deep_copy())
 
     def fill(self, mask: Mask, row: int) -> None:
-        """Write the mask of allowed next tokens into a row, one bit per token, 32 per word."""
+        """Write the mask of allowed next tokens into a row: one bit per token, 32 per word."""
         words = mask[row]
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
 
@@ -88,10 +88,10 @@ class Grammar:
 
 
 class AfterThinking(Grammar):
-    """Grammar of an answer after the thinking, and the end of thinking that has used up its budget.
+    """Grammar of an answer that follows thinking; also ends thinking that has used up its budget.
 
-    Under a grammar the thinking cannot end the output, and while it is undecided whether the model
-    thinks, it may begin to, or begin its answer.
+    The thinking cannot end the output. While it is undecided whether the model thinks, the output
+    may begin with thinking or with the answer.
     """
 
     def __init__(
@@ -102,8 +102,10 @@ class AfterThinking(Grammar):
         end_token_ids: frozenset[int],
         token_count_max: int | None = None,
     ) -> None:
-        """grammar: not advanced; None: any answer. split: of the output, which takes each token
-        after this has. token_count_max: tokens of thinking before its closing marks are forced.
+        """Wrap a grammar in its initial state; None allows any answer. `split` separates the output
+        and takes each token after this grammar has.
+
+        After `token_count_max` tokens of thinking, its closing marks are forced.
         """
         self._grammar = grammar
         self._split = split
@@ -161,7 +163,7 @@ def _allow(words: np.ndarray[Any, np.dtype[np.uint32]], token_id: int) -> None:
 
 
 class GrammarCompiler:
-    """Compiles response formats for one vocabulary, with an LRU cache. Thread-safe."""
+    """Compiler of response formats for one vocabulary, with an LRU cache. Thread-safe."""
 
     def __init__(
         self, tokenizer_path: Path, vocabulary_size: int, end_token_ids: frozenset[int]
@@ -174,7 +176,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()  # the cache alone would compile a format twice at once
 
     def compile(self, response_format: ResponseFormat) -> Grammar:
-        """Return the grammar in its initial state. Raises: RequestImpossible with the field."""
+        """Compile a format to a grammar in its initial state. Raises RequestImpossible."""
         with self._lock:
             return Grammar(self._compiled(response_format).deep_copy())
 
@@ -234,9 +236,9 @@ class GrammarCompiler:
 
 
 class MaskWorker:
-    """Computes masks in parallel with the forward pass, on whose result they do not depend.
+    """Thread that computes masks during the forward pass, on whose result they do not depend.
 
-    Uses one thread, so at most one core; the library releases the GIL while it computes.
+    It uses at most one core; the library releases the GIL while it computes.
     """
 
     def __init__(self, vocabulary_size: int) -> None:
@@ -244,7 +246,7 @@ class MaskWorker:
         self._thread = ThreadPoolExecutor(1, "weir-grammar-masks")  # started when it is used
 
     def begin(self, grammars: Sequence[Grammar | None]) -> PendingMasks | None:
-        """Start computing one mask per grammar; returns None if there are no grammars."""
+        """Start computing one mask per grammar; None if there are no grammars."""
         if all(grammar is None for grammar in grammars):
             return None
         by_row = {row: grammar for row, grammar in enumerate(grammars) if grammar is not None}
@@ -254,7 +256,7 @@ class MaskWorker:
 
 
 class PendingMasks:
-    """Masks being computed, one per constrained row of a batch."""
+    """Masks that are being computed, one per constrained row of a batch."""
 
     def __init__(self, by_row: dict[int, Grammar], mask: Mask, thread: ThreadPoolExecutor) -> None:
         self._by_row = by_row
@@ -262,10 +264,10 @@ class PendingMasks:
         self._filled = thread.submit(self._fill)
 
     def apply(self, logits: Tensor) -> None:
-        """Set forbidden tokens to minus infinity, in place, in the constrained rows of logits (R,
-        V).
+        """Set forbidden tokens of logits (R, V) to minus infinity, in place, in the constrained
+        rows.
 
-        Rows whose grammar failed are unchanged: their sequences end with the fault.
+        Rows whose grammar failed stay unchanged: their sequences end with the fault.
         """
         self._filled.result()
         bits = np.unpackbits(
@@ -284,7 +286,7 @@ class PendingMasks:
 
 
 def mask_word_count(vocabulary_size: int) -> int:
-    """Return the number of 32-bit words that hold one bit per token."""
+    """Compute the number of 32-bit words that hold one bit per token."""
     return -(-vocabulary_size // 32)
 
 
@@ -304,7 +306,7 @@ def _grammar_source(response_format: ResponseFormat) -> str:
 
 
 def _remedy(response_format: ResponseFormat, message: str) -> str:
-    """Return a hint for a known cause of the library's message, such as another EBNF notation."""
+    """Find a hint for a known cause of the library's message, such as another EBNF notation."""
     if "coerce_one_of" in message:
         return OVERLAP
     if response_format.kind is not GrammarKind.LARK:
@@ -329,7 +331,7 @@ def _short(message: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Result of compiling a request's response format: a grammar or an error."""
+    """Result of compiling a request's response format: a grammar, or the error."""
 
     number: int
     result: Grammar | RequestImpossible
@@ -339,14 +341,14 @@ class GrammarThread:
     """Thread that compiles grammars in order of arrival."""
 
     def __init__(self, compiler: GrammarCompiler, deliver: Callable[[Compiled], None]) -> None:
-        """deliver: called in the thread with each result."""
+        """Create the thread without starting it. `deliver` is called in it with each result."""
         self._compiler = compiler
         self._deliver = deliver
         self._jobs: queue.SimpleQueue[tuple[int, ResponseFormat]] = queue.SimpleQueue()
         self._started = False
 
     def begin(self, number: int, response_format: ResponseFormat) -> None:
-        """Compile a request's response format. The first call starts the thread."""
+        """Queue a request's response format for compiling. The first call starts the thread."""
         self._jobs.put((number, response_format))
         if not self._started:
             self._started = True

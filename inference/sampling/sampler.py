@@ -58,7 +58,7 @@ BORDER_SLACK = 1e-3
 
 
 class SeenTokens:
-    """Distinct token ids of a sequence with their counts in its output."""
+    """Distinct token ids of a sequence, with the count of each in its output."""
 
     def __init__(self, prompt_token_ids: Iterable[int]) -> None:
         self._slots = {
@@ -71,7 +71,7 @@ class SeenTokens:
 
     @property
     def token_ids(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Distinct ids. A view: valid until the next `add`."""
+        """Distinct ids, as a view that is valid until the next `add`."""
         return self._ids[: len(self._slots)]
 
     @property
@@ -80,7 +80,7 @@ class SeenTokens:
         return self._counts[: len(self._slots)]
 
     def copy(self) -> SeenTokens:
-        """Return an independent copy."""
+        """Copy the counts, so that two beams continue independently."""
         other = SeenTokens(())
         other._slots = dict(self._slots)
         other._ids, other._counts = self._ids.copy(), self._counts.copy()
@@ -97,10 +97,11 @@ class SeenTokens:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Sampling parameters of one row. seed: any integer; index: of the output token, from 0.
+    """Sampling parameters of one row. `seed` is any integer, and `index` that of the output token,
+    from 0.
 
-    seen: set if there are penalties. held_off_ids: suppressed token ids. grammar: in its current
-    state. candidate_count: continuations needed for a beam; 0 otherwise.
+    `seen` is set if there are penalties. `held_off_ids` are suppressed token ids. `grammar` is in
+    its current state. `candidate_count` is the number of continuations for a beam, 0 otherwise.
     """
 
     params: SamplingParams
@@ -160,8 +161,8 @@ def _penalise(logits: Tensor, rows: list[int], ruled: list[Draw]) -> None:
 
 
 class Chosen(NamedTuple):
-    """A row's next token. logprobs: if requested. candidates: for a beam's search. following: the
-    tokens after it, where drafts were right.
+    """A row's next token. `logprobs` is set if requested, `candidates` for a beam's search;
+    `following` has the tokens after it where drafts were right.
     """
 
     token_id: int
@@ -173,10 +174,11 @@ class Chosen(NamedTuple):
 def choose(
     logits: Tensor, draws: Sequence[Draw], masks: PendingMasks | None = None
 ) -> list[Chosen]:
-    """Choose one token per row of logits (R, V) fp32, modified in place by rules, then masks, then
-    `sample`.
+    """Choose one token per row of logits (R, V) fp32, which are modified in place by rules, then
+    masks, then `sample`.
 
-    Log-probabilities are computed before the modifications. masks: of the draws' grammars, if any.
+    Log-probabilities are computed before the modifications. `masks` are those of the draws'
+    grammars, None without any.
     """
     top_counts = {
         row: draw.params.top_logprobs
@@ -228,16 +230,16 @@ def prompt_logprobs(
 
 
 class RowLogprobs:
-    """Log-softmax of rows of a step's logits, computed before the logits are modified."""
+    """Log-softmax of rows of a step's logits, computed before these are modified."""
 
     def __init__(self, logits: Tensor, counts: Mapping[int, int]) -> None:
-        """logits: (R, V) fp32. counts: top tokens to report by row, the only rows copied."""
+        """Copy the rows of logits (R, V) in `counts`, which has the number of top tokens by row."""
         self.counts = counts
         if counts:
             self.logprobs = logits[list(counts)].log_softmax(dim=-1)
 
     def reports(self, chosen: Sequence[int]) -> dict[int, TokenLogprobs]:
-        """Return the log-probabilities by row. chosen: the token of every row."""
+        """Compute the log-probabilities by row. `chosen` has the token of every row."""
         if not self.counts:
             return {}
         picked = [chosen[row] for row in self.counts]
@@ -255,7 +257,7 @@ class RowLogprobs:
     def candidates(
         self, scores: Tensor, reports: Mapping[int, TokenLogprobs]
     ) -> dict[int, Candidates]:
-        """Return candidates by row of a beam. scores: logits after the rules."""
+        """Select the candidates by row of a beam. `scores` are the logits after the rules."""
         if not self.counts:
             return {}
         count = min(max(self.counts.values()), scores.shape[-1])
@@ -280,7 +282,7 @@ class RowLogprobs:
 
 
 def draw_together(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Return what `sample` returns, computed for many rows at once where the logits are."""
+    """Sample like `sample`, for many rows at once and on the device of the logits."""
     found: dict[int, int] = {}
     for ranks in (False, True):
         rows = [row for row, draw in enumerate(draws) if _is_ranked(draw.params) is ranks]
@@ -292,12 +294,12 @@ def draw_together(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
 
 
 def _is_ranked(params: SamplingParams) -> bool:
-    """Return whether tokens are needed in the order of their logits; else in that of their ids."""
+    """Return whether sampling needs the tokens in the order of logits, not in that of ids."""
     return params.temperature == 0 or params.top_k > 0 or params.top_p < 1.0
 
 
 def _draw_rows(logits: Tensor, draws: Sequence[Draw], ranks: bool) -> Tensor:
-    """Draw one token per row: (R, V) -> (R,). ranks: as `_is_ranked` of all rows."""
+    """Sample one token per row: (R, V) -> (R,). `ranks` is `_is_ranked`, equal for all rows."""
     numbers = []
     for draw in draws:
         params = draw.params
@@ -338,10 +340,10 @@ Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
 def draw_token(
     row: Row, params: SamplingParams, uniform: float, ranked_count: int = FIRST_RANKED_COUNT
 ) -> int:
-    """Return the token for a random number from [0, 1). row: (V,) logits, not all minus infinity.
-    params: temperature above 0.
+    """Pick the token for a random number from [0, 1). `row` (V,) has logits, not all minus
+    infinity; `params` has a temperature above 0.
 
-    ranked_count: number of tokens ranked first; affects only the speed.
+    `ranked_count` tokens are ranked first; the number affects only the speed.
     """
     if params.top_k > 0 or params.top_p < 1.0:
         ids, weights = _nucleus(row, params, ranked_count)
@@ -357,7 +359,7 @@ def draw_token(
 
 
 def _nucleus(row: Row, params: SamplingParams, ranked_count: int) -> tuple[Ids, Numbers]:
-    """Return the tokens kept by `top_k` and `top_p` with weights, ranked by weight, then id."""
+    """Select the tokens that `top_k` and `top_p` keep, with weights, ranked by weight, then id."""
     limit = min(params.top_k or len(row), len(row))
     count = min(limit, ranked_count) if params.top_p < 1.0 and not params.top_k else limit
     largest = float(row.max())
@@ -381,7 +383,8 @@ def _nucleus(row: Row, params: SamplingParams, ranked_count: int) -> tuple[Ids, 
 
 
 def _likeliest(row: Row, count: int) -> Ids:
-    """Return, in ascending order, the ids of at least `count` most likely tokens, including ties.
+    """Find at least `count` most likely tokens, including ties; return their ids in ascending
+    order.
 
     Tokens are dealt into groups; the `count` largest group maxima give the bound.
     """
@@ -395,7 +398,7 @@ def _likeliest(row: Row, count: int) -> Ids:
 
 
 def _ranked(row: Row, ids: Ids) -> Ids:
-    """Sort by descending logit, then id, as integers: several times as fast as floats."""
+    """Sort ids by descending logit, then id. Integers sort several times as fast as floats."""
     bits = (row[ids] + np.float32(0.0)).view(np.int32)  # the addition turns -0.0 into the equal 0.0
     rising = np.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits).astype(np.int64)
     keys = (~rising << 32) | ids
@@ -404,7 +407,7 @@ def _ranked(row: Row, ids: Ids) -> Ids:
 
 
 def _weights(logits: Row, largest: float, temperature: float) -> Numbers:
-    """Return fp64 weights relative to the most likely token's; fp32 sums would distort them."""
+    """Compute fp64 weights relative to the most likely token's; fp32 sums would distort them."""
     weights: Any = logits.astype(np.float64)
     weights -= largest
     weights /= temperature
@@ -412,7 +415,7 @@ def _weights(logits: Row, largest: float, temperature: float) -> Numbers:
 
 
 def _pick(weights: Numbers, uniform: float) -> int:
-    """Return the index of the first entry with weight whose running sum exceeds uniform x total."""
+    """Find the first entry with weight whose running sum exceeds `uniform` times the total."""
     sums = weights.cumsum()
     index = np.searchsorted(sums, uniform * sums[-1], side="right")
     # Rounding can make the target equal to the total, which means the last entry with weight.

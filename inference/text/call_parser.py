@@ -35,7 +35,7 @@ State = Callable[[str], None]
 
 
 class JsonScanner:
-    """Scanner of one JSON object, from its first character. Not recursive."""
+    """Streaming scanner of one JSON object, from its first character. Not recursive."""
 
     def __init__(self) -> None:
         self.complete = False
@@ -48,11 +48,11 @@ class JsonScanner:
 
     @property
     def is_between(self) -> bool:
-        """True between the members of the outermost object."""
+        """True between two members of the outermost object."""
         return len(self._open) == 1 and not self._is_string
 
     def push(self, character: str) -> bool:
-        """Read one character of an incomplete object; return whether the text can still be one."""
+        """Read one character of an incomplete object; return whether the text may still be one."""
         if self._is_string:
             return self._push_to_string(character)
         if self._scalar:
@@ -115,7 +115,7 @@ def is_json_object(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """Part of one call. index: of the call in the output, from 0. id, name: in the first part."""
+    """Part of one call. `index` counts the output's calls from 0; `id` and `name` come first."""
 
     index: int
     id: str
@@ -124,19 +124,19 @@ class CallPiece:
 
 
 class Parsed(NamedTuple):
-    """Final text, and parts of calls in order."""
+    """Final text, and the parts of calls in order."""
 
     text: str
     calls: tuple[CallPiece, ...]
 
 
 def new_call_id() -> str:
-    """Return a random id, unique within a conversation."""
+    """Generate a random id, which is unique within a conversation."""
     return "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH))
 
 
 class Findings:
-    """Parsed text and calls of one output. call_count: calls that have begun."""
+    """Collector of the text and calls of one output. `call_count` counts calls that have begun."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self.call_count = 0
@@ -149,18 +149,18 @@ class Findings:
         self._text.append(text)
 
     def begin_call(self, name: str, arguments: str) -> None:
-        """Begin a call with the arguments known so far."""
+        """Begin a call, with the arguments read so far."""
         self._pieces.append((self.call_count, self._new_id(), name, [arguments]))
         self.call_count += 1
 
     def add_arguments(self, arguments: str) -> None:
-        """Add arguments to the last call."""
+        """Append to the arguments of the last call."""
         if not self._pieces:
             self._pieces.append((self.call_count - 1, "", "", []))
         self._pieces[-1][-1].append(arguments)
 
     def taken(self) -> Parsed:
-        """Return everything added since the previous call. Text never has marks of calls."""
+        """Take everything added since the previous call. The text is free of marks of calls."""
         calls = [
             CallPiece(index, call_id, name, "".join(arguments))
             for index, call_id, name, arguments in self._pieces
@@ -171,17 +171,17 @@ class Findings:
 
 
 def _is_plain(character: str) -> bool:
-    """Return whether a character may be in a name or key; others may begin a call."""
+    """Return whether a character may be part of a name or key; others may begin a call."""
     return character >= " " and character not in '"<[{\\'
 
 
 def _behind_blanks(held: str, marker: str) -> str:
-    """Return the end of the held text that may begin a marker, without leading blanks."""
+    """Strip leading blanks from the held text's end that may begin a marker."""
     return held[-max(len(marker), 1) :].lstrip(BLANKS)
 
 
 class ToolCallParser:
-    """Parser of one output. complete_count: calls with complete arguments."""
+    """Parser of the calls in one output. `complete_count` counts calls with complete arguments."""
 
     def __init__(
         self,
@@ -191,9 +191,10 @@ class ToolCallParser:
         *,
         single: bool = False,
     ) -> None:
-        """names: of the offered tools. A call behind an opening may name any other function; JSON
-        without an opening that does is text, since it may be an answer. single: only text may
-        follow the first call.
+        """Create a parser. `names` are the offered tools. A call behind an opening may name any
+        other function; JSON without an opening that does so is text, since it may be an answer.
+
+        With `single`, only text may follow the first call.
         """
         self.complete_count = 0
         self._shape = CALL_SHAPES[form]
@@ -218,7 +219,7 @@ class ToolCallParser:
         return self._found.call_count
 
     def push(self, text: str) -> Parsed:
-        """Parse more output and return what became final."""
+        """Parse more output and return the part that became final."""
         position = 0
         while position < len(text):
             position = self._skip_plain(text, position)
@@ -232,7 +233,7 @@ class ToolCallParser:
         return self._found.taken()
 
     def finish(self) -> Parsed:
-        """Return the rest at the end of the output. `push` must not follow."""
+        """Parse the end of the output and return the rest. `push` must not follow."""
         held, self._held = self._held, ""
         if self._state == self._broken:
             self._found.add_arguments(held)
@@ -254,13 +255,13 @@ class ToolCallParser:
         return position + len(plain)
 
     def _again(self, character: str) -> None:
-        """Parse the held text and one more character again, in the present state."""
+        """Parse the held text and one more character again, in the current state."""
         held, self._held = self._held, ""
         for each in held + character:
             self._state(each)
 
     def _go(self, character: str, expected: str, state: State) -> None:
-        """Expect one character, skipping blanks."""
+        """Expect one character and then another state, skipping blanks."""
         if character == expected:
             self._state = state
         elif character not in BLANKS:
@@ -269,7 +270,7 @@ class ToolCallParser:
         self._held += character
 
     def _fail(self, character: str) -> None:
-        """Handle a syntax error: the held text is text, or follows the call if one has begun."""
+        """Handle a syntax error: the held text becomes text, or follows a call that has begun."""
         if self._has_begun and self._shape.closing:
             self._state = self._closing
         elif self._has_begun:
@@ -288,7 +289,7 @@ class ToolCallParser:
     # Outside of calls.
 
     def _fresh(self, character: str) -> None:
-        """Parse where a call may begin without an opening: at the start, or after another call."""
+        """Parse a place where a call may begin without an opening: the start, or after a call."""
         if character in "{[":
             self._state = self._opened
             self._opened(character)
@@ -301,7 +302,7 @@ class ToolCallParser:
             self._again(character)
 
     def _plain(self, character: str) -> None:
-        """Parse text. Blanks and a possible opening are held back."""
+        """Parse text, holding back blanks and a possible opening."""
         opening, held = self._shape.opening, self._held + character
         part = _behind_blanks(held, opening)
         if opening.startswith(part):
@@ -357,7 +358,7 @@ class ToolCallParser:
         self._held += character
 
     def _may_be_key(self, word: str) -> bool:
-        """Return whether a key of a call may begin like this; any may behind an opening."""
+        """Return whether a call's key may begin with this word; behind an opening any word may."""
         if self._is_marked:
             return _is_plain(word[-1]) and len(word) <= NAME_CHARS_MAX
         return any(
@@ -389,7 +390,7 @@ class ToolCallParser:
             self._fail(character)
 
     def _may_be_name(self) -> bool:
-        """Return whether the current word may begin a name."""
+        """Return whether a function's name may begin with the current word."""
         if any(name.startswith(self._word) for name in self._names):
             return True
         right = _is_plain(self._word[-1]) and len(self._word) <= NAME_CHARS_MAX
@@ -477,7 +478,7 @@ class ToolCallParser:
             self._take_arguments("{}")
 
     def _take_arguments(self, arguments: str) -> None:
-        """Take complete arguments; they wait for the name where it follows."""
+        """Take complete arguments, which wait for the name if that follows."""
         self._state = self._after_value
         if self._name is None:
             self._early = arguments

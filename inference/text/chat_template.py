@@ -1,6 +1,6 @@
 """Rendering of conversations to prompts with the checkpoint's Jinja templates.
 
-Templates lose text in silence if they get it in a form that they do not read. So each template is
+A template silently drops text that it gets in a form it does not read. So each template is
 probed with unique words: the probes choose the form of conversations (`Form`), and a conversation
 of which the template leaves out or repeats a part is refused.
 """
@@ -98,7 +98,7 @@ KNOWN_FAULTS_MAX, KNOWN_TURNS_MAX = 1024, 64
 
 
 class ChatTemplates:
-    """Chat templates of one checkpoint: the default one and, if present, one for tools."""
+    """Chat templates of one checkpoint: the default, and if present one for tools."""
 
     def __init__(self, directory: Path) -> None:
         """Load the templates. Raises: CheckpointInvalid for an unreadable or invalid template."""
@@ -115,26 +115,26 @@ class ChatTemplates:
         }
 
     def call_format(self) -> CallFormat | None:
-        """Return the tool call format in the template; None if it is not a supported one."""
+        """Detect the format in which the template shows tool calls; None if it is not supported."""
         template = self._template(has_tools=True)
         return None if template is None else format_in(template.source)
 
     def shows_tools(self) -> bool:
-        """Return whether the template renders tools."""
+        """Return whether the template renders the definitions of tools."""
         template = self._template(has_tools=True)
         return template is not None and template.shows_tools
 
     def takes_one_call_only(self) -> bool:
-        """Return whether the next request can have an answer with a call, but not with several."""
+        """Return whether the template can show an answer with one call, but not with several."""
         template = self._template(has_tools=True)
         return template is not None and template.takes_one_call_only
 
     def sources(self) -> tuple[str, ...]:
-        """Return all text that is not from the caller: template sources and special tokens."""
+        """List all text that is not written by callers: template sources and special tokens."""
         return tuple(text for template in self._by_name.values() for text in template.texts)
 
     def needed_tokens(self) -> Iterator[tuple[str, str]]:
-        """Return name and text of tokens that the tokenizer must have.
+        """Yield name and text of the tokens that the tokenizer must have.
 
         They are the end token and those that a template writes. transformers would add them.
         """
@@ -145,20 +145,20 @@ class ChatTemplates:
                 yield name, token
 
     def faults(self) -> list[str]:
-        """Return what the templates do not show, of the turns that conversations usually have."""
+        """List the kinds of turns, of those in usual conversations, that are not rendered."""
         return sorted({fault for each in self._by_name.values() for fault in each.faults()})
 
     def turn_ends(self) -> Iterator[Iterator[str]]:
-        """Return the texts that each template writes after an answer, in several conversations."""
+        """Yield for each template the texts it writes after an answer, in several conversations."""
         return (each.turn_ends() for each in self._by_name.values())
 
     def placeholder_renderings(self) -> Iterator[str]:
-        """Render placeholder conversations with every template; the rest is template text."""
+        """Render placeholder conversations with every template; the rest is the template's text."""
         for template in self._by_name.values():
             yield from template.placeholder_renderings()
 
     def takes_thinking(self, thinking: bool | str, *, has_tools: bool) -> bool:
-        """Return whether the template takes it: only thinking needs a switch or efforts."""
+        """Return whether the template has this switch or effort; thinking off needs none."""
         template = self._template(has_tools=has_tools)
         return thinking in NOT_THINKING or (
             template is not None and bool(template.thinking_variables(thinking))
@@ -175,9 +175,10 @@ class ChatTemplates:
         *,
         thinking: Thinking = None,
     ) -> list[ChatMessage]:
-        """Return the turns that the template renders, which may differ from those of the caller.
+        """Rearrange a conversation into turns that the template renders, which may differ from the
+        caller's.
 
-        Raises: ChatTemplateFailed if the template is missing, or would leave out or repeat a part.
+        Raises ChatTemplateFailed if the template is missing, or would leave out or repeat a part.
         """
         template = self._template(has_tools=bool(tools))
         if template is None:
@@ -219,8 +220,8 @@ class ChatTemplates:
     ) -> str:
         """Render turns from `arranged`, which has checked that the template can show them.
 
-        thinking: None for the template's default.
-        Raises: ChatTemplateFailed if the template rejects the conversation.
+        `thinking` is None for the template's default. Raises ChatTemplateFailed if the template
+        rejects the conversation.
         """
         template = self._template(has_tools=bool(tools))
         assert template is not None, "`arranged` checked it"
@@ -252,28 +253,28 @@ class _ChatTemplate:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Return whether tools appear in the rendered text; some templates drop them silently."""
+        """True if tools appear in the rendered text; some templates drop them silently."""
         return self._shows((USER,), self.form, tool_sets=((_PROBE_TOOL,),))
 
     @cached_property
     def shows_system(self) -> bool:
-        """Return whether a system message appears in the usual place."""
+        """True if a system message in the usual place appears in the rendered text."""
         return self._shows((SYSTEM, USER), self.form)
 
     @cached_property
     def shows_calls(self) -> bool:
-        """Return whether calls and their results appear in the rendered text."""
+        """True if calls and their results appear in the rendered text."""
         return self._shows((USER, CALLED, RESULT), self.form)
 
     @cached_property
     def takes_one_call_only(self) -> bool:
-        """Return whether a call appears, but not several of one answer, in one turn or more."""
+        """True if an answer can show one call, but not several, neither in one turn nor in more."""
         several = (USER, CALLED_TWICE, RESULT, RESULT)
         return self.shows_calls and not self._shows(several, self.form)
 
     @cached_property
     def form(self) -> Form:
-        """The first form in which the template shows each kind of turn."""
+        """First form in which the template shows each kind of turn."""
         form = Form()
         for role, kinds in (
             (USER.role, (USER,)),
@@ -310,21 +311,21 @@ class _ChatTemplate:
         forms: Sequence[Form],
         id_layouts: Sequence[str] = _PROBE_IDS[-1:],
     ) -> Form:
-        """Return the first form that shows this conversation, or the first of all."""
+        """Find the first form in which this conversation is shown, or return the first of all."""
         for form in forms:
             if all(self._shows(kinds, form, id_layout=layout) for layout in id_layouts):
                 return form
         return forms[0]
 
     def faults(self) -> Iterator[str]:
-        """Return the usual conversations that the template does not show, by their roles."""
+        """Yield the usual conversations that the template does not show, by their roles."""
         for kinds in USUAL:
             if not self._shows(kinds, self.form):
                 roles = (f"{kind.role}{' with calls' if kind.calls else ''}" for kind in kinds)
                 yield ", ".join(roles)
 
     def turn_ends(self) -> Iterator[str]:
-        """Return the text behind an answer: the last one, which some templates leave open, or one
+        """Yield the text behind an answer: the last one, which some templates leave open, and one
         before a question.
         """
         answered = (USER, ANSWER)
@@ -337,11 +338,11 @@ class _ChatTemplate:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Return the template source and the special tokens it can write."""
+        """Template source, and the special tokens that it can write."""
         return (self.source, *self._special_tokens.values())
 
     def placeholder_renderings(self) -> Iterator[str]:
-        """Render every kind of turn, with and without tools and generation prompt."""
+        """Render every kind of turn, with and without tools and the generation prompt."""
         conversations = (
             *USUAL,
             (USER, ANSWER, USER, ANSWER),
@@ -368,7 +369,7 @@ class _ChatTemplate:
         tool_sets: Sequence[tuple[Tool, ...]] = ((), (_PROBE_TOOL,)),
         id_layout: str = _PROBE_IDS[-1],
     ) -> bool:
-        """Return whether the template shows such a conversation, with one of the sets of tools."""
+        """Return whether the template shows this conversation with any of the sets of tools."""
         for tools in tool_sets:
             while self._costly_count < COSTLY_MAX:
                 try:
@@ -384,7 +385,7 @@ class _ChatTemplate:
     def accepted(
         self, messages: Sequence[ChatMessage], *, has_tools: bool
     ) -> Sequence[ChatMessage] | None:
-        """Return the conversation, or one that means the same; None if the template shows none."""
+        """Find a conversation that the template shows: this one or an equivalent, else None."""
         if self.fault(messages, has_tools=has_tools) is None:
             return messages
         for other in equivalents(messages, moves_system=self.shows_system):
@@ -393,7 +394,7 @@ class _ChatTemplate:
         return None
 
     def fault(self, messages: Sequence[ChatMessage], *, has_tools: bool) -> str | None:
-        """Return what is wrong with the rendering of such a conversation, or None."""
+        """Probe a conversation of these kinds of turns; return what is wrong with it, or None."""
         kinds = folded(map(kind_of, messages))
         find = self._find_fault if len(kinds) <= KNOWN_TURNS_MAX else self._find_fault.__wrapped__
         return find(kinds, (_PROBE_TOOL,) if has_tools else ())
@@ -412,9 +413,9 @@ class _ChatTemplate:
         tools: tuple[Tool, ...],
         id_layout: str = _PROBE_IDS[-1],
     ) -> str | None:
-        """Return what the template does with the first part that it does not show once.
+        """Describe the first part of a conversation that the template does not show exactly once.
 
-        Raises: ChatTemplateFailed if the template rejects such a conversation.
+        Raises ChatTemplateFailed if the template rejects the conversation.
         """
         turns, words = _probe(kinds, id_layout)
         turns = form.arranged(turns)
@@ -438,7 +439,7 @@ class _ChatTemplate:
         return None
 
     def thinking_variables(self, thinking: Thinking) -> dict[str, bool | str]:
-        """Return the variables by which the template sets this thinking; empty if it cannot."""
+        """Choose the variables that set this thinking in the template; empty if it has none."""
         if isinstance(thinking, str):
             if EFFORT in self.variables:
                 return {EFFORT: thinking}
@@ -487,7 +488,7 @@ class _ChatTemplate:
 
 
 def _until_mark(rendered: str) -> str:
-    """Return the text before the end mark. Raises: TemplateError if it is not there."""
+    """Cut a rendered text at the end mark. Raises TemplateError if the mark is missing."""
     text, mark, _ = rendered.rpartition(END_MARK)
     if not mark:
         raise TemplateError(
@@ -499,7 +500,7 @@ def _until_mark(rendered: str) -> str:
 def _probe(
     kinds: Sequence[TurnKind], id_layout: str = _PROBE_IDS[-1]
 ) -> tuple[list[ChatMessage], list[tuple[str, str]]]:
-    """Build a conversation of these kinds with unique words; return it and each word's meaning."""
+    """Build a conversation of these kinds with unique words; return it, and each word's meaning."""
     turns: list[ChatMessage] = []
     words: list[tuple[str, str]] = []
     number = count()
@@ -532,14 +533,14 @@ def _probe(
 
 
 def _reads(source: str, name: str) -> bool:
-    """Return whether a template reads this field of a message."""
+    """Return whether a template's source reads this field of a message."""
     return re.search(rf"""\.{name}\b|['"]{name}['"]""", source) is not None
 
 
 def _as_dict(message: ChatMessage, form: Form) -> dict[str, Any]:
-    """Convert a turn to the form that the template expects.
+    """Convert a turn to the message that the template expects.
 
-    Arguments are objects, which templates serialize; malformed ones are text.
+    Arguments become objects, which templates serialize; malformed ones stay text.
     """
     content: Any = message.content
     if message.role in form.part_roles:
@@ -576,7 +577,7 @@ def _tool_as_dict(tool: Tool) -> dict[str, Any]:
 
 
 def _sources(directory: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, Path]]:
-    """Return source and file of every template by name. Files override tokenizer_config.json."""
+    """Map each template's name to its source and file. Files override tokenizer_config.json."""
     config_path = directory / "tokenizer_config.json"
     entry = config.get("chat_template") or {}
     if isinstance(entry, str):
@@ -610,7 +611,7 @@ def _read_text(path: Path) -> str:
 
 
 def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return `bos_token` etc. by name; tokenizer_config.json overrides special_tokens_map.json."""
+    """Map `bos_token` etc. to text; tokenizer_config.json overrides special_tokens_map.json."""
     path = directory / "special_tokens_map.json"
     entries = (read_json(path) if path.exists() else {}) | dict(config)
     tokens = {}
@@ -626,7 +627,7 @@ def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str
 
 
 def _added_tokens(directory: Path, config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return name and text of further tokens that tokenizer_config.json adds."""
+    """List name and text of further tokens that tokenizer_config.json adds."""
     with entries_of(directory / "tokenizer_config.json"):
         entries = (config.get("added_tokens_decoder") or {}).values()
         return [("added_tokens_decoder", str(token["content"])) for token in entries]

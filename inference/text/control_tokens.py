@@ -1,4 +1,4 @@
-"""Encodes conversations so that only the chat template writes control tokens.
+"""Encoding of conversations, so that only the chat template writes control tokens.
 
 A tokenizer finds its added tokens in the text of a prompt, so `<|im_end|>` typed by a user would
 end the user's turn. A message that contains such text, or could complete it where it meets the
@@ -48,7 +48,7 @@ _THINKING = re.compile(f"({'|'.join(map(re.escape, THINKING_MARKERS))})")
 
 
 def markers_of(backend: tokenizers.Tokenizer) -> dict[int, AddedToken]:
-    """Return the added tokens that templates write as marks, by id: several are not special."""
+    """Find the added tokens that templates write as marks, by id: several are not special."""
     return {
         id_: token
         for id_, token in backend.get_added_tokens_decoder().items()
@@ -59,9 +59,9 @@ def markers_of(backend: tokenizers.Tokenizer) -> dict[int, AddedToken]:
 def written_markers(
     backend: tokenizers.Tokenizer, renderings: Iterable[str], sources: Iterable[str]
 ) -> dict[str, int]:
-    """Return the ids of the added tokens that a chat template writes, by their text.
+    """Find the added tokens that a chat template writes; return their ids by text.
 
-    renderings: placeholder conversations rendered by the template. sources: the template's code and
+    `renderings` are placeholder conversations rendered by the template, `sources` its code and
     named tokens. An added token whose text is in a source counts as written, as do the markers
     around reasoning.
     """
@@ -80,7 +80,7 @@ def written_markers(
 
 
 class ControlTokens:
-    """The markers of one tokenizer and chat template. Safe to use from several threads."""
+    """Encoder that lets only the chat template write a tokenizer's control tokens. Thread-safe."""
 
     def __init__(
         self,
@@ -88,9 +88,9 @@ class ControlTokens:
         written: Mapping[str, int] | None = None,
         encode: Callable[[str], Sequence[int]] | None = None,
     ) -> None:
-        """written: markers of the template, from `written_markers`, besides special tokens.
+        """`written` are the template's markers from `written_markers`, besides special tokens.
 
-        encode: returns the ids of a text with markers; None: by the tokenizer itself.
+        `encode` converts a text with markers to ids; None for the tokenizer itself.
         """
         self._backend = backend
         self._encode_text = encode or partial(_encoded, backend)
@@ -124,7 +124,7 @@ class ControlTokens:
         self._copy: tuple[tokenizers.Tokenizer, dict[int, int]] | None = None
 
     def hide_answer(self, text: str) -> str:
-        """Hide an assistant turn: as `hide`, except that the markers around reasoning stay.
+        """Hide an assistant turn like `hide`, but leave the markers around reasoning.
 
         Templates that drop reasoning split the text at these markers, so each part is hidden
         separately.
@@ -156,17 +156,17 @@ class ControlTokens:
         return text
 
     def revealed(self, rendered: str) -> str:
-        """Return the rendered prompt with placeholders replaced by their original text, which is
-        escaped where the template has escaped them.
+        """Replace the placeholders in a rendered prompt by their text, escaped where the template
+        escapes.
         """
         for escape, pattern in self._escaped:
             rendered = pattern.sub(partial(self._revealed_escaped, escape), rendered)
         return self._placeholder.sub(lambda found: self._hidden[_number(found[1])], rendered)
 
     def encode(self, rendered: str, *, hidden: bool = True) -> tuple[int, ...]:
-        """Return the token ids of a rendered prompt whose messages were hidden.
+        """Encode a rendered prompt whose messages were hidden.
 
-        hidden: whether the prompt may contain placeholders. Raises: ChatTemplateFailed if the
+        `hidden` tells whether the prompt may contain placeholders. Raises ChatTemplateFailed if the
         template split a placeholder, or if a message encodes to a marker.
         """
         if not hidden:
@@ -214,7 +214,7 @@ class ControlTokens:
         return self._twin_nonce + _digits(self._index_by_text[special], _INDEX_DIGITS)
 
     def _twins(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
-        """Return the copy that treats markers as text, and the markers of its twins."""
+        """Build the copy that treats markers as text, and map its twins to the markers."""
         with self._lock:
             if self._copy is None:
                 copy = tokenizers.Tokenizer.from_str(
@@ -254,7 +254,7 @@ def _encoded(backend: tokenizers.Tokenizer, text: str) -> list[int]:
 
 
 def longest_of(texts: Iterable[str]) -> str:
-    """Return a regular expression that matches the longest of the texts, as the tokenizer does.
+    """Build a regular expression that matches the longest of the texts, as the tokenizer does.
 
     Common prefixes are shared: an alternation of hundreds of markers would try each of them at
     every `<`.
@@ -279,7 +279,7 @@ def _pattern(node: Mapping[str, Any]) -> str:
 
 
 def _with_special(backend: tokenizers.Tokenizer, ids: Iterable[int]) -> str:
-    """Return the tokenizer's JSON with these tokens flagged special, which encoding can ignore."""
+    """Flag these tokens as special in the tokenizer's JSON, so that encoding can ignore them."""
     raw = json.loads(backend.to_str())
     flagged = frozenset(ids)
     for entry in raw.get("added_tokens", ()):
@@ -288,7 +288,7 @@ def _with_special(backend: tokenizers.Tokenizer, ids: Iterable[int]) -> str:
 
 
 def _unknown_id(backend: tokenizers.Tokenizer) -> int | None:
-    """Return the id of the model's unknown token; None if it has none."""
+    """Look up the id of the model's unknown token; None if it has none."""
     unknown = getattr(backend.model, "unk_token", None)
     if isinstance(unknown, str):
         return backend.token_to_id(unknown)
@@ -309,7 +309,7 @@ _ESCAPES = (_as_json, _as_python)  # with which templates print arguments and to
 
 
 def _escaped_digits(escape: Callable[[str], str]) -> str:
-    """Return a regular expression of the escaped index of a placeholder."""
+    """Build a regular expression that matches the escaped index of a placeholder."""
     digit = "|".join(re.escape(escape(each)) for each in _DIGITS)
     return f"(?:{digit}){{{_INDEX_DIGITS}}}"
 

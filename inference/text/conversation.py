@@ -24,9 +24,9 @@ PERIOD_MAX, ROUND_MAX = 4, 3  # a repeated run of up to 4 turns is probed with 3
 class ChatMessage:
     """One turn of a conversation. The template decides which roles are valid.
 
-    tool_calls: calls that the model made in this turn. call: for the role "tool", the call that
-    this is the result of. reasoning: thinking in a turn of the model. is_unfinished: the prompt
-    ends with the text of this turn, the last one, which the model continues.
+    `tool_calls` are calls that the model made in this turn. With the role "tool", `call` is the
+    call that this turn answers. `reasoning` is the thinking in a turn of the model. With
+    `is_unfinished`, the prompt ends with the text of this last turn, which the model continues.
     """
 
     role: str
@@ -38,11 +38,11 @@ class ChatMessage:
 
 
 class CallIds(StrEnum):
-    """Ids of calls that a template gets.
+    """Ids of tool calls as a template expects them.
 
-    CLIENT: those of the client. SHORT: nine letters and digits (Mistral). NAMED:
+    CLIENT: the client's own ids. SHORT: nine letters and digits (Mistral). NAMED:
     `functions.NAME:0`, counted through the conversation, for a template that shows the name of a
-    call by its id only (Kimi K2).
+    call only in its id (Kimi K2).
     """
 
     CLIENT = "client"
@@ -52,12 +52,12 @@ class CallIds(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Form in which a template gets conversations.
+    """Variant of conversations that a template expects.
 
-    part_roles: roles whose content is a list of parts; others have a string. text_arguments:
-    arguments of calls are JSON text instead of objects. null_content: content is null in turns that
-    have only calls. single_calls: each call is a turn, followed by its result. text_apart: text
-    before calls is a turn.
+    The content is a list of parts for `part_roles`, and a string for other roles. With
+    `text_arguments`, arguments of calls are JSON text instead of objects. With `null_content`,
+    content is null in turns that have only calls. With `single_calls`, each call is a turn,
+    followed by its result. With `text_apart`, text before calls is a turn of its own.
     """
 
     part_roles: frozenset[str] = frozenset()
@@ -68,7 +68,7 @@ class Form:
     text_apart: bool = False
 
     def arranged(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-        """Return the turns that the template gets, with its ids."""
+        """Rearrange the turns for the template, and replace the ids of calls."""
         if not any(message.tool_calls or message.call for message in messages):
             return list(messages)
         if self.ids is CallIds.SHORT:
@@ -98,7 +98,7 @@ class Form:
 
 
 def _with_short_ids(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return the messages with call ids of nine letters and digits.
+    """Replace the ids of calls by ids of nine letters and digits.
 
     The ids depend on earlier ids only: each request of a conversation has the same ones, so that
     its beginning stays in the prefix cache.
@@ -129,7 +129,7 @@ def _with_short_ids(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def _with_named_ids(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return the messages with call ids of name and number, which depend on earlier calls only."""
+    """Replace the ids of calls by name and number, which depend on earlier calls only."""
     latest: dict[str, str] = {}  # by the client's id, which some providers use again
     number = count()
 
@@ -160,7 +160,7 @@ def _digest(text: str) -> str:
 
 
 class TurnKind(NamedTuple):
-    """Properties of a turn on which templates decide what they show. calls: at most two."""
+    """Properties of a turn by which templates decide what to show. `calls` is at most two."""
 
     role: str
     has_text: bool = True
@@ -195,7 +195,7 @@ def kind_of(message: ChatMessage) -> TurnKind:
 
 
 def folded(kinds: Iterable[TurnKind]) -> tuple[TurnKind, ...]:
-    """Return the turns without further rounds of repeated runs, which templates treat alike."""
+    """Drop further rounds of repeated runs of turns, since templates treat them alike."""
     turns: list[TurnKind] = []
     for kind in kinds:
         turns.append(kind)
@@ -212,7 +212,7 @@ def folded(kinds: Iterable[TurnKind]) -> tuple[TurnKind, ...]:
 def equivalents(
     messages: Sequence[ChatMessage], *, moves_system: bool
 ) -> Iterator[Sequence[ChatMessage]]:
-    """Yield conversations that mean the same, for templates that do not take this one.
+    """Yield conversations with the same meaning, for templates that do not take this one.
 
     The last ones have no reasoning, which most templates leave out.
     """
@@ -228,7 +228,7 @@ def equivalents(
 
 
 def _with_system_elsewhere(messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
-    """Yield conversations with the first system messages elsewhere.
+    """Yield conversations with the first system messages moved.
 
     Several become one. One comes to the head of the first question: Mistral's templates write it
     there, but only if a question is the last message.
@@ -246,7 +246,7 @@ def _with_system_elsewhere(messages: Sequence[ChatMessage]) -> Iterator[list[Cha
 
 
 def _with_joined_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return the conversation with one turn for several of a user, or of an assistant."""
+    """Join consecutive turns of a user, or of an assistant, into one."""
     turns: list[ChatMessage] = []
     for message in messages:
         last = turns[-1] if turns else None
@@ -262,16 +262,16 @@ def _with_joined_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def late_system(messages: Sequence[ChatMessage]) -> int | None:
-    """Return the index of the first system message behind others; None if there is none."""
+    """Find the first system message behind other messages; None if there is none."""
     systems = [index for index, each in enumerate(messages) if each.role in SYSTEM_ROLES]
     return next((index for expected, index in enumerate(systems) if expected != index), None)
 
 
 def _with_one_answer(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return the conversation with one answer between two questions, for alternating templates.
+    """Rearrange a conversation to one answer between two questions, for templates that alternate.
 
-    Texts beside calls are in the answer that follows the results. Where no answer follows yet, they
-    are a turn before the calls. A question right after results follows an empty answer.
+    Texts beside calls move to the answer that follows the results. Where no answer follows yet,
+    they become a turn before the calls. A question right after results follows an empty answer.
     """
     turns: list[ChatMessage] = []
     begun: list[str] = []  # texts beside calls since the last question

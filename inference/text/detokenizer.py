@@ -22,10 +22,10 @@ Stops = Mapping[str, str]  # texts to search for, with the stop sequence of the 
 
 
 class TextPiece(NamedTuple):
-    """Final text, and the stop sequence that followed it, as the request has it; empty if none did.
+    """Final text, and the request's stop sequence that followed it, empty if none did.
 
-    reasoning: thinking, before the text. reasoning_token_count: tokens now known to be thinking,
-    earlier undecided ones included.
+    `reasoning` is thinking before the text. `reasoning_token_count` counts the tokens now known to
+    be thinking, including earlier undecided ones.
     """
 
     text: str
@@ -44,7 +44,7 @@ NOTHING = TextPiece("")
 
 @dataclass(slots=True, eq=False)
 class Detokenizer(ABC):
-    """Output text of one sequence: decoded, searched for stop sequences, held back where necessary.
+    """Streaming decoder of one output: finds stop sequences, and holds text back where necessary.
 
     The stop sequence completed first wins, or the longer one if two end at the same character,
     however the text is split into tokens. No text follows it.
@@ -60,19 +60,19 @@ class Detokenizer(ABC):
 
     @property
     def thinks(self) -> bool:
-        """True if the next token is part of the model's thinking."""
+        """True if the next token belongs to the model's thinking."""
         return False
 
     def feed(self, text: str, token_count: int, thought: str = "") -> None:
-        """Take a message of an engine that decodes its output; ignored by others.
+        """Add a message of an engine that decodes its own output; ignored by other detokenizers.
 
-        thought: thinking that the engine has split from the text itself.
+        `thought` is thinking that the engine has split from the text.
         """
         return
 
     def settle(self, reported: int | None, token_count: int) -> int:
-        """Return the tokens that an engine, of so many at its end, counts as thinking beyond those
-        known. Raises: EngineFailed if its count contradicts its output.
+        """Count the tokens, of `token_count` in the whole output, that the engine reports as
+        thinking beyond those known. Raises EngineFailed if the report contradicts the output.
         """
         if reported is not None and not 0 <= reported <= token_count:
             raise EngineFailed(
@@ -82,13 +82,13 @@ class Detokenizer(ABC):
 
     @abstractmethod
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
-        """Return the text released by `token_id`. may_stop: search for stops; never False again."""
+        """Decode a token; return the text it releases. `may_stop` must not be False after True."""
 
     @abstractmethod
     def finish(self) -> TextPiece:
         """Flush the held-back text at the end of generation.
 
-        A stop sequence in it still cuts it off (`stopped`).
+        A stop sequence in it still cuts the text off (`stopped`).
         """
 
     def _search(self, new_text: str) -> TextPiece:
@@ -109,7 +109,7 @@ class Detokenizer(ABC):
         return TextPiece(piece.text + rest, piece.stop)
 
     def _mark(self, token_id: int, may_stop: bool) -> str:
-        """Return the mark of a token without text; empty if no stop sequence names it."""
+        """Return the mark that stands for a control token; empty if no stop sequence names it."""
         return self.marks.get(token_id, "") if self.marks and may_stop else ""
 
     def _shown(self, text: str) -> str:
@@ -118,15 +118,15 @@ class Detokenizer(ABC):
 
 @dataclass(slots=True, eq=False)
 class GivenText(Detokenizer):
-    """Text that the engine has decoded. Each message is fed, then its tokens are pushed as unknown
-    ones; the last of them releases the text.
+    """Detokenizer for an engine that decodes its own output. Each message is fed, then its tokens
+    are pushed as unknown ones; the last of them releases the text.
     """
 
     fed: str = field(default="", init=False)
     token_count: int = field(default=0, init=False)  # tokens of `fed` that are not pushed yet
 
     def feed(self, text: str, token_count: int, thought: str = "") -> None:
-        """Add a message. Text without tokens waits for the next one, or for the end."""
+        """Add a message. Text without tokens waits for the next message, or for the end."""
         self.fed += text
         self.token_count += token_count
 
@@ -144,11 +144,11 @@ class GivenText(Detokenizer):
 
 @dataclass(slots=True, eq=False)
 class GivenParts(Detokenizer):
-    """Text that the engine has decoded, and may have split from the thinking itself. text: reads
-    the text, and splits it if the engine does not.
+    """Detokenizer for an engine that decodes its own output and may split off the thinking. `text`
+    reads the text, and splits it if the engine does not.
 
-    thought: not released yet. thinking_count, answer_count: tokens of messages that had only the
-    one or the other. known_count: tokens reported as thinking so far.
+    `thought` is not released yet. `thinking_count` and `answer_count` are the tokens of messages
+    that had only the one or the other, `known_count` those reported as thinking so far.
     """
 
     text: Detokenizer
@@ -206,13 +206,13 @@ class GivenParts(Detokenizer):
 
 
 def _first_completed(text: str, stops: Stops) -> tuple[int, str] | None:
-    """Return start and text of the stop sequence that is completed first."""
+    """Find the stop sequence that is completed first; return its start and text."""
     found = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
     return min(found)[1:] if found else None
 
 
 def held_length(text: str, stops: Collection[str]) -> int:
-    """Return the length of the longest suffix of `text` that begins a stop sequence."""
+    """Measure the longest suffix of `text` that begins a stop sequence."""
     longest = min(len(text), max(map(len, stops)) - 1)
     for length in range(longest, 0, -1):
         end = text[-length:]

@@ -39,7 +39,7 @@ _CALLED = re.compile(r"\bto=functions\.([\w-]+)")
 
 
 class Markers(NamedTuple):
-    """Texts around the thinking, and around the answer after it, if any."""
+    """Opening and closing text around the thinking, and around the answer after it, if any."""
 
     opening: str
     closing: str
@@ -67,7 +67,7 @@ MARKERS = (
 
 
 class Phase(Enum):
-    """Part of the output that the next token belongs to."""
+    """Part of the output to which the next token belongs."""
 
     UNDECIDED = 0
     THINKING = 1
@@ -75,14 +75,14 @@ class Phase(Enum):
 
 
 class ReasoningFormat(Protocol):
-    """Format of the thinking in a model's output."""
+    """Base of the formats in which models mark their thinking."""
 
     def opens(self, prompt_token_ids: Sequence[int]) -> bool:
         """Return whether the prompt ends inside thinking that the output continues."""
         ...
 
     def closes(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Return whether the prompt ends with the end of thinking, so that an answer follows."""
+        """Return whether the prompt ends where thinking was closed, so that an answer follows."""
         ...
 
     def leaves_open(self, answer: str) -> bool:
@@ -90,30 +90,30 @@ class ReasoningFormat(Protocol):
         ...
 
     def split(self, text: Detokenizer, stops: Stops, *, begun: bool, has_ids: bool) -> Split:
-        """Return a detokenizer that splits an output.
+        """Build a detokenizer that splits an output into thinking and answer.
 
-        text: decodes it, without stops. begun: the prompt has opened the thinking. has_ids: token
-        ids are known; otherwise markers are found in the text.
+        `text` decodes the output, without stop sequences. With `begun`, the prompt has opened the
+        thinking. Without `has_ids`, markers are found in the text, since token ids are unknown.
         """
         ...
 
     @property
     def opening_ids(self) -> tuple[int, ...]:
-        """Tokens that may begin the thinking."""
+        """Ids of tokens that may begin the thinking."""
         ...
 
     @property
     def closing_ids(self) -> tuple[int, ...]:
-        """Tokens that end the thinking and begin the answer."""
+        """Ids of tokens that end the thinking and begin the answer."""
         ...
 
 
 def reasoning_format(
     backend: tokenizers.Tokenizer, sources: Sequence[str]
 ) -> ReasoningFormat | None:
-    """Return the format of a model's reasoning; None if it has none.
+    """Detect the format of a model's reasoning; None if it has none.
 
-    sources: its chat templates. Markers count if a template names one, or if both are tokens.
+    `sources` are its chat templates. Markers count if a template names one, or if both are tokens.
     """
     added = {token.content: id_ for id_, token in backend.get_added_tokens_decoder().items()}
     if all(token in added for token in CHANNEL_TOKENS):
@@ -133,7 +133,7 @@ def reasoning_format(
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """Format with markers. ids: of the opening and the closing one; None if not one token each."""
+    """Format with markers around the thinking, and the markers' ids, if both are single tokens."""
 
     markers: Markers
     ids: tuple[int, int] | None
@@ -184,7 +184,7 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Format of messages with a channel each, by the ids of `CHANNEL_TOKENS`."""
+    """Format with a channel for each message, marked by the ids of `CHANNEL_TOKENS`."""
 
     backend: tokenizers.Tokenizer
     start: int
@@ -201,7 +201,7 @@ class Channels:
 
     @property
     def inner_ids(self) -> frozenset[int]:
-        """Ids of the tokens within an output, which a thought and an answer may both have."""
+        """Ids of the tokens within an output that may be part of a thought or an answer."""
         return frozenset((self.start, self.channel, self.message, self.end))
 
     def opens(self, prompt_token_ids: Sequence[int]) -> bool:
@@ -236,10 +236,10 @@ class Channels:
 
 @dataclass(slots=True, eq=False)
 class Split(Detokenizer):
-    """Detokenizer of an output with thinking. text: decodes it without a search for stops, and
-    returns marks, which are dropped from thoughts.
+    """Detokenizer that splits an output into thinking and answer. `text` decodes without a search
+    for stops, and returns marks, which are dropped from thoughts.
 
-    phase: of the next token. marked_functions: those whose calls are marked, see
+    `phase` is that of the next token. `marked_functions` are those whose calls are marked, see
     `GenerationRequest`.
     """
 
@@ -276,12 +276,12 @@ class Split(Detokenizer):
 
 @dataclass(slots=True, eq=False)
 class MarkedSplit(Split):
-    """Split at markers.
+    """Split of an output at markers.
 
-    waiting: text that is undecided, or that a marker or the end of its part may take away.
-    undecided_count: tokens of an undecided beginning. has_thought: the thinking has text.
-    is_opening: the answer after the thinking has no text yet. is_wrapped: the marker before the
-    answer was found.
+    `waiting` is text that is undecided, or that a marker or the end of its part may remove.
+    `undecided_count` counts the tokens of an undecided beginning. `has_thought` tells that the
+    thinking has text, `is_opening` that the answer after it has none yet, and `is_wrapped` that the
+    marker before the answer was found.
     """
 
     markers: Markers
@@ -340,7 +340,7 @@ class MarkedSplit(Split):
 
     @property
     def _may_open(self) -> bool:
-        """True where an opening marker is one: several models repeat the prompt's."""
+        """True where an opening marker counts as one: several models repeat the prompt's."""
         return self.phase is not Phase.ANSWER and not self.has_thought
 
     def _thought(self, text: str, token_count: int, may_stop: bool) -> TextPiece:
@@ -365,7 +365,7 @@ class MarkedSplit(Split):
         return TextPiece("", "", thought, token_count)
 
     def _ready(self, thought: str) -> str:
-        """Return thought without the blanks at its end, nor those at the beginning of all."""
+        """Strip blanks from the end of a thought, and from the beginning of the first one."""
         thought = thought.rstrip() if self.has_thought else thought.strip()
         self.has_thought |= bool(thought)
         return thought
@@ -402,19 +402,20 @@ class MarkedSplit(Split):
 
 
 def _without_blank_lines(text: str) -> str:
-    """Return the text from its first line that is not blank."""
+    """Strip blank lines from the beginning of a text."""
     body = text.lstrip()
     return text[text.rfind("\n", 0, len(text) - len(body)) + 1 :] if body else ""
 
 
 @dataclass(slots=True, eq=False)
 class ChannelSplit(Split):
-    """Split of messages with a channel each.
+    """Split of an output with a channel for each message.
 
-    header: of the message that has no text yet; None inside its text. header_token_count: its
-    tokens. is_bare: no token of the format was seen, so the output may be plain text. emitted: the
-    kinds of text so far. call_end: text after the arguments of the present call; empty outside of
-    calls. has_arguments: they have text.
+    `header` is that of the message whose text has not begun, with `header_token_count` tokens; None
+    inside its text. With `is_bare`, no token of the format was seen, so the output may be plain
+    text. `emitted` has the kinds of text so far. `call_end` is the text to write after the
+    arguments of the current call; empty outside of calls. `has_arguments` tells whether the
+    arguments have text.
     """
 
     format: Channels
@@ -427,7 +428,7 @@ class ChannelSplit(Split):
 
     @property
     def thinks(self) -> bool:
-        """Implement `Detokenizer.thinks`. Headers are as little of the answer as thoughts."""
+        """Implement `Detokenizer.thinks`. Headers do not belong to the answer either."""
         return self.phase is not Phase.ANSWER
 
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
@@ -478,7 +479,7 @@ class ChannelSplit(Split):
         return piece._replace(reasoning_token_count=int(is_thinking and not begins))
 
     def _begin(self, may_stop: bool) -> TextPiece:
-        """Begin the text of a message, on a new line after another one of its kind."""
+        """Begin the text of a message, on a new line if one of its kind came before."""
         found, count = _CHANNEL.search(self.header or ""), self.header_token_count
         called = _CALLED.search(self.header or "")
         if called is not None and called[1] in self.marked_functions:
@@ -501,6 +502,6 @@ class ChannelSplit(Split):
         return self._answer(text, may_stop)
 
     def _unsearched(self, text: str) -> str:
-        """Return text that the model has not written, after text held back as a possible stop."""
+        """Add text that the model has not written, behind text held back as a possible stop."""
         held, self.held = self._shown(self.held), ""
         return held + text

@@ -43,11 +43,11 @@ READ_CLOCK, JOINED = "_look_at_clock", "_joined"  # names that templates do not 
 
 
 class TemplateTooCostly(TemplateError):
-    """The template exceeds its time or memory limit."""
+    """The template exceeds its limit of time or memory."""
 
 
 class Budget:
-    """Limit of the processor time of one rendering: a busy machine makes no template costly."""
+    """Limit on the processor time of one rendering, so that a busy machine does not exhaust it."""
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock
@@ -60,7 +60,7 @@ class Budget:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with limits of time and size. Call `read_clock` in templates ends them."""
+    """Jinja sandbox with limits on time and size. `read_clock`, called in templates, ends them."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -74,7 +74,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         }
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Check the operands of the intercepted operators."""
+        """Check the operands of an intercepted operator, such as `*`, before applying it."""
         for one, other in ((left, right), (right, left)):
             if (
                 operator == "*"
@@ -97,7 +97,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Check calls of string methods, which can pad to any width."""
+        """Check calls of string methods that can pad to any width."""
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps `format`
         if isinstance(getattr(method, "__self__", None), str):
             _refuse_costly(
@@ -113,7 +113,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Rewriter(NodeTransformer):
-    """Inserts deadline checks into a parsed template and replaces `~` by a bounded function."""
+    """Transformer that inserts deadline checks into a template and bounds the operator `~`."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -131,7 +131,7 @@ class _Rewriter(NodeTransformer):
 
 
 def _joined(*parts: Any) -> str:
-    """Concatenate like `a ~ b ~ c`."""
+    """Concatenate values like `a ~ b ~ c`, with a bound on the size."""
     texts = [str(part) for part in parts]
     if sum(map(len, texts)) > TEXT_CHARS_MAX:
         raise TemplateTooCostly("the chat template builds a text that is too long")
@@ -156,7 +156,7 @@ def _bounded(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_costly(layout: Any, arguments: tuple[Any, ...]) -> None:
-    """Raise TemplateTooCostly for a width or count above the limit. layout: a format or None."""
+    """Raise TemplateTooCostly if a width or count is above the limit. `layout` may be None."""
     if (isinstance(layout, str) and _WIDE.search(layout)) or any(
         isinstance(argument, int) and abs(argument) > NUMBER_MAX for argument in arguments
     ):
@@ -164,7 +164,7 @@ def _refuse_costly(layout: Any, arguments: tuple[Any, ...]) -> None:
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}`, which marks trained text; rendering keeps only its content."""
+    """Jinja block `{% generation %}`, which marks text for training; its content is rendered."""
 
     # An instance variable in the stubs.
     tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]
@@ -175,7 +175,7 @@ class GenerationBlock(Extension):
 
 
 def utc_text(moment: datetime, layout: str) -> str:
-    """Format a moment in UTC as `strftime` does, in English whatever locale and time zone are."""
+    """Format a moment in UTC like `strftime`, in English whatever the locale and time zone."""
     _refuse_costly(layout, ())
 
     def text(found: re.Match[str]) -> str:

@@ -52,7 +52,7 @@ class TextDecoder:
         path: str,
         reasoning: ReasoningFormat | None = None,
     ) -> None:
-        """Raises: CheckpointInvalid (for `path`) if the tokenizer's decoder cannot be streamed."""
+        """Build the tables. Raises CheckpointInvalid (for `path`) if text cannot be streamed."""
         self.reasoning = reasoning
         self._backend = backend
         self._special_token_ids = special_token_ids
@@ -105,10 +105,10 @@ class TextDecoder:
     ) -> Detokenizer:
         """Open a detokenizer of the output that follows a prompt.
 
-        stop_sequences: must not be empty strings. One that names control tokens also matches the
-        tokens themselves. splits: into thinking and answer, if the model's format is known.
-        begun: whether the output goes on with thinking that the prompt opened; None to look there.
-        marked_functions: see `GenerationRequest`.
+        `stop_sequences` must not be empty strings; one that names control tokens also matches the
+        tokens themselves. With `splits`, the output is split into thinking and answer if the
+        model's format is known. `begun` tells whether the prompt opened thinking that the output
+        continues; None to search the prompt. For `marked_functions` see `GenerationRequest`.
         """
         assert all(stop_sequences), "the caller has refused empty stop sequences"
         stops, marks = self._marked(stop_sequences)
@@ -137,19 +137,19 @@ class TextDecoder:
         return split
 
     def control_token_in(self, text: str) -> str | None:
-        """Return a control token that a text names; None if it names none."""
+        """Find a control token that a text names; None if it does not name any."""
         found = None if self._control is None else self._control.search(text)
         return None if found is None else found[0]
 
     def text_of(self, prompt_token_ids: Sequence[int]) -> str:
-        """Decode a prompt, without control tokens."""
+        """Decode a prompt, leaving out control tokens."""
         ids = [id_ for id_ in prompt_token_ids if id_ in self._text_ids]
         return self._backend.decode(ids, skip_special_tokens=False)
 
     def _token_text(self, token_id: int, follows: bool) -> str | None:
         """Decode one token: empty for control tokens, None for a part of a character.
 
-        follows: whether text precedes it.
+        `follows` tells whether text precedes the token.
         """
         if token_id not in self._text_ids:
             return ""
@@ -168,7 +168,7 @@ class TextDecoder:
         return self._backend.decode([token_id] * 2, skip_special_tokens=False)[len(alone) :]
 
     def spans(self, prompt_token_ids: Sequence[int] = ()) -> TokenSpans:
-        """Open the spans of the tokens that follow a prompt: one per added token."""
+        """Open the spans of the tokens that follow a prompt; add the tokens one by one."""
         return TokenSpans(
             self,
             self.open((), prompt_token_ids),
@@ -176,16 +176,16 @@ class TextDecoder:
         )
 
     def has_text(self, token_id: int) -> bool:
-        """Return whether a token is part of the text, even if it adds nothing to it."""
+        """Return whether a token is part of the text, even if it does not add any."""
         return token_id in self._text_ids
 
     def byte_token(self, token_id: int) -> bytes | None:
-        """Return the byte of a byte token; None for others."""
+        """Decode a byte token to its byte; None for other tokens."""
         byte = self._byte_by_id.get(token_id)
         return None if byte is None else bytes((byte,))
 
     def _marked(self, stops: Sequence[str]) -> tuple[Stops, dict[int, str]]:
-        """Return the stop sequences, also with marks for control tokens, and the marks by id."""
+        """Replace control tokens in stop sequences by marks; return them, and the marks by id."""
         marks: dict[int, str] = {}
         if self._control is None or not stops:
             return as_given(stops), marks
@@ -202,7 +202,7 @@ class TextDecoder:
         return self._backend.decode(tail, skip_special_tokens=False).endswith("\ufffd")
 
     def _context(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """Return the last tokens with text, without bytes, whose run would go on in the output."""
+        """Select the last tokens with text. Byte tokens are left out: their run would go on."""
         ids: list[int] = []
         has_bytes = False
         for token_id in reversed(prompt_token_ids):
@@ -235,7 +235,7 @@ class ByteLevelDetokenizer(Detokenizer):
 
 @dataclass(slots=True, eq=False)
 class TextTokenDetokenizer(Detokenizer):
-    """Decodes pending tokens with the last final one, which determines their leading space."""
+    """Detokenizer that decodes pending tokens after the last final one, for their leading space."""
 
     backend: tokenizers.Tokenizer
     text_ids: frozenset[int]
@@ -271,7 +271,7 @@ class TextTokenDetokenizer(Detokenizer):
 
 
 class GivenTextDecoder:
-    """Opens a `GivenParts` per sequence."""
+    """Factory of a `GivenParts` per sequence, for engines that decode their output."""
 
     def __init__(self, reasoning: ReasoningFormat | None = None) -> None:
         self.reasoning = reasoning
@@ -298,8 +298,8 @@ class GivenTextDecoder:
 class TokenSpan(NamedTuple):
     """Part of a text that a token adds, in code points from its start.
 
-    text: what the token adds, which is empty for a control token and a part of a character; the
-    last part adds the character. follows: whether text precedes the token.
+    `text` is empty for a control token and for a part of a character; the last part adds the
+    character. `follows` tells whether text precedes the token.
     """
 
     text: str
@@ -308,10 +308,10 @@ class TokenSpan(NamedTuple):
 
 
 class TokenSpans:
-    """Spans of consecutive tokens in the text that a `Detokenizer` releases for them."""
+    """Mapping of consecutive tokens to spans of the text that a `Detokenizer` releases for them."""
 
     def __init__(self, decoder: TextDecoder, detokenizer: Detokenizer, *, follows: bool) -> None:
-        """Use `TextDecoder.spans`."""
+        """Use `TextDecoder.spans` to create the spans."""
         self._decoder = decoder
         self._detokenizer = detokenizer
         self._follows = follows
@@ -320,7 +320,7 @@ class TokenSpans:
         self._held_char_count = 0
 
     def add(self, token_id: int) -> TokenSpan:
-        """Return the span of the next token."""
+        """Decode the next token and return its span."""
         follows, released = self._follows, self._detokenizer.push(token_id).text
         if (byte := self._decoder.byte_token(token_id)) is None:
             text = self._added(released)
@@ -334,11 +334,11 @@ class TokenSpans:
         return TokenSpan(text, self._char_count - len(text), follows)
 
     def finish(self) -> str:
-        """Return the text that the end of the sequence adds: of a torn character."""
+        """Return the text that the end of the sequence adds, for a torn character."""
         return self._added(self._detokenizer.finish().text)
 
     def _added(self, released: str) -> str:
-        """Return released text without that of byte tokens, whose spans were returned before."""
+        """Cut off the text of byte tokens whose spans were returned before."""
         if released:
             released = released[self._held_char_count :]
             self._held_char_count = 0
@@ -357,13 +357,13 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
 
 
 def _keeps_pieces(step: Mapping[str, Any]) -> bool:
-    """Return whether a step that gets all text at once leaves text final that precedes other."""
+    """Return whether a decoder step, run on all text at once, leaves earlier text final."""
     is_per_character = len(step.get("pattern", {}).get("String", "")) == 1
     return bool(step["type"] in ("Fuse", "Strip") or is_per_character)
 
 
 def _byte_level_table(vocabulary: Mapping[str, int]) -> list[bytes | None]:
-    """Convert tokens to bytes by id; an added token outside the byte alphabet is its own UTF-8."""
+    """Build a table of bytes by id. An added token outside the byte alphabet is its own UTF-8."""
     table: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
     for token, token_id in vocabulary.items():
         table[token_id] = token_bytes(token, True)
@@ -371,7 +371,7 @@ def _byte_level_table(vocabulary: Mapping[str, int]) -> list[bytes | None]:
 
 
 def token_bytes(token: str, byte_level: bool) -> bytes:
-    """Return the text bytes of a vocabulary token. byte_level: the tokenizer is byte-level BPE."""
+    """Convert a vocabulary token to bytes. `byte_level` is for byte-level BPE tokenizers."""
     if byte_level:
         bytes_by_character = byte_by_character()
         known = all(character in bytes_by_character for character in token)
@@ -394,7 +394,7 @@ def byte_by_character() -> dict[str, int]:
 
 
 def _byte_alphabet() -> dict[int, str]:
-    """Return byte-level BPE's character of each byte: itself if printable, else from U+0100 on."""
+    """Map each byte to byte-level BPE's character: itself if printable, else from U+0100 on."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -408,5 +408,5 @@ def _byte_alphabet() -> dict[int, str]:
 
 
 def as_given(stops: Sequence[str]) -> dict[str, str]:
-    """Return stop sequences that are searched as the request has them."""
+    """Map stop sequences to themselves: the text is searched for them as the request has them."""
     return {stop: stop for stop in stops}

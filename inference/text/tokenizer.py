@@ -70,10 +70,10 @@ class Tokenizer:
     """
 
     def __init__(self, directory: Path, call_format: CallFormat | None = None) -> None:
-        """Load the tokenizer. call_format: the model's tool call format; None detects it from the
-        template.
+        """Load the tokenizer. `call_format` is the model's tool call format; None detects it from
+        the template.
 
-        Raises: CheckpointInvalid if tokenizer.json is missing or unreadable, or the template does
+        Raises CheckpointInvalid if tokenizer.json is missing or unreadable, or the template does
         not parse.
         """
         path = directory / "tokenizer.json"
@@ -110,8 +110,9 @@ class Tokenizer:
     def end_token_ids(self) -> frozenset[int]:
         """End tokens that the tokenizer names, and those that the template writes after answers.
 
-        Fine-tunes often change only these and keep the base model's config.json. Several do not
-        flag them as special. A token that also ends thoughts, as `<|end|>` of GPT-OSS, is not one.
+        Fine-tunes often change only these and keep the base model's config.json, and several do not
+        flag them as special. A token that also ends thoughts, such as `<|end|>` of GPT-OSS, is not
+        one.
         """
         ends = [] if self.eos_token_id is None else [self.eos_token_id]
         may_end = set(markers_of(self.backend))
@@ -125,10 +126,10 @@ class Tokenizer:
         return frozenset(ends)
 
     def check_fits(self, vocabulary_size: int) -> None:
-        """Check that tokenizer, template and model belong together. vocabulary_size: the model's.
+        """Check that tokenizer, template and a model with `vocabulary_size` tokens belong together.
 
-        A special token beyond the vocabulary that nothing writes is accepted, since models for text
-        have those of their variants for images; prompts that spell it are refused. Raises:
+        A special token beyond the vocabulary that nothing writes is accepted: text models keep the
+        image tokens of their multimodal variants. Prompts that spell it are refused. Raises
         CheckpointInvalid.
         """
         vocabulary = self.backend.get_vocab(with_added_tokens=False)
@@ -153,11 +154,11 @@ class Tokenizer:
         )
 
     def template_faults(self) -> list[str]:
-        """Return the usual conversations that the chat template does not show, by their roles."""
+        """List the usual conversations that the chat template does not show, by their roles."""
         return self._templates.faults()
 
     def chars_max(self, token_count: int) -> int | None:
-        """Return the maximum length in characters of `token_count` tokens; None if unbounded."""
+        """Compute the maximum length of `token_count` tokens in characters; None if unbounded."""
         return self._bound.chars_max(token_count)
 
     def check_limit(self, text: str, token_count_max: int) -> None:
@@ -168,17 +169,17 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, token_count_max: int | None = None
     ) -> tuple[int, ...]:
-        """Encode a plain prompt. add_special_tokens: whether to add BOS etc. as the model expects.
+        """Encode a plain prompt. `add_special_tokens` adds BOS and the like, as the model expects.
 
-        Raises: TokenLimitExceeded if the text certainly has more than `token_count_max` tokens.
+        Raises TokenLimitExceeded if the text certainly has more than `token_count_max` tokens.
         """
         if token_count_max is not None:
             self.check_limit(text, token_count_max)
         return self.words.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_within(self, text: str, token_count_max: int) -> tuple[tuple[int, ...], bool]:
-        """Encode a text, truncated to `token_count_max` tokens. Returns the ids and whether it was
-        truncated.
+        """Encode a text, truncated to `token_count_max` tokens. Return the ids, and whether text
+        was cut.
 
         Special tokens around the text are never truncated.
         """
@@ -189,7 +190,7 @@ class Tokenizer:
         return tuple(self.backend.post_process(encoding).ids), is_longer
 
     def _head(self, text: str, token_count: int) -> tokenizers.Encoding:
-        """Encode a beginning of the text that has at least `token_count` tokens, or all of it."""
+        """Encode the beginning of the text, with at least `token_count` tokens, or all of it."""
         chars = HEAD_CHARS_PER_TOKEN * (token_count + HEAD_TOKENS_MORE)
         while chars < len(text):
             head = self.backend.encode(text[:chars], add_special_tokens=False)
@@ -205,16 +206,16 @@ class Tokenizer:
 
     @cached_property
     def decoder(self) -> TextDecoder:
-        """Decoding tables for streams. Raises: CheckpointInvalid if text cannot be streamed."""
+        """Decoding tables for streams. Raises CheckpointInvalid if the tokenizer cannot stream."""
         return TextDecoder(self.backend, self.special_token_ids, str(self._path), self.reasoning)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token, possibly a partial character; empty for an unknown id."""
+        """Convert a token to bytes, possibly a partial character; empty for an unknown id."""
         token = self.backend.id_to_token(token_id)
         return b"" if token is None else token_bytes(token, self._is_byte_level)
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the token with this text; None if there is none."""
+        """Look up the id of the token with this text; None if there is none."""
         return self.backend.token_to_id(text)
 
     def shows_tools(self) -> bool:
@@ -226,7 +227,7 @@ class Tokenizer:
         return self._templates.takes_one_call_only()
 
     def takes_thinking(self, thinking: bool | str, *, has_tools: bool = False) -> bool:
-        """Return whether the chat template has a switch for thinking, or such efforts."""
+        """Return whether the chat template accepts this switch or effort of thinking."""
         return self._templates.takes_thinking(thinking, has_tools=has_tools)
 
     @cached_property
@@ -251,9 +252,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         thinking: Thinking = None,
     ) -> str:
-        """Render a conversation as prompt text. thinking: None for the template's default.
+        """Render a conversation as prompt text. `thinking` is None for the template's default.
 
-        Raises: ChatTemplateFailed if the template rejects the conversation, is missing, or does not
+        Raises ChatTemplateFailed if the template rejects the conversation, is missing, or does not
         render the tools and calls.
         """
         return self._templates.render(
@@ -275,7 +276,7 @@ class Tokenizer:
         """Encode a conversation. Only the template writes control tokens; those spelled in messages
         are text.
 
-        Raises: ChatTemplateFailed; TokenLimitExceeded if it certainly has more than
+        Raises ChatTemplateFailed, or TokenLimitExceeded if the prompt certainly has more than
         `token_count_max` tokens.
         """
         arranged = self._templates.arranged(messages, tools, thinking=thinking)
@@ -334,7 +335,7 @@ class Tokenizer:
         )
 
     def _hidden_json(self, source: str) -> str:
-        """Return the JSON document with every string hidden; unchanged without anything to hide."""
+        """Hide every string in a JSON document; without anything to hide, return it unchanged."""
         document = json.loads(source)
         hidden = self._hidden_value(document)
         return source if hidden == document else json.dumps(hidden, ensure_ascii=False)
@@ -356,7 +357,7 @@ SPACE, SPACE_MARK = " ", "▁"
 
 
 class TokenBound:
-    """Token count bounds of one tokenizer. Safe to use from several threads."""
+    """Bounds of the token count for one tokenizer. Thread-safe."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._marks_spaces = False
@@ -371,13 +372,13 @@ class TokenBound:
         )
 
     def chars_max(self, token_count: int) -> int | None:
-        """Return the maximum length in characters of `token_count` tokens; None if unbounded."""
+        """Compute the maximum length of `token_count` tokens in characters; None if unbounded."""
         if math.isinf(self._longest):
             return None
         return round(token_count * self._longest * (NFC_CHARS_MAX if self._composes else 1))
 
     def least_token_count(self, text: str, enough: float = math.inf) -> int:
-        """Return a lower bound of the text's tokens, 0 without one. Stops early above `enough`."""
+        """Compute a lower bound of the text's tokens; 0 without one. Stops early above `enough`."""
         if self._weights is None:
             return 0
         weight = 0.0
@@ -388,7 +389,7 @@ class TokenBound:
         return math.ceil(weight * (1 - 1e-9))
 
     def _weight(self, piece: str) -> float:
-        """Return the weight of a piece of text. Weights of pieces add up to that of the text."""
+        """Compute the weight of a piece of text. Weights of pieces add up to that of the text."""
         assert self._weights is not None
         if self._marks_spaces:
             piece = piece.replace(SPACE, SPACE_MARK)
@@ -408,7 +409,7 @@ class TokenBound:
     def _weights_of(
         self, backend: tokenizers.Tokenizer
     ) -> np.ndarray[Any, np.dtype[np.float64]] | None:
-        """Return the weight of each byte; None if text is dropped or tokens are unbounded."""
+        """Compute the weight of each byte; None if text is dropped or tokens are unbounded."""
         model = backend.model
         if (
             not isinstance(model, BPE)
@@ -476,7 +477,7 @@ class TokenBound:
 
 
 def longest_with_each_byte(tokens: list[tuple[int, bytes]]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Find, for each byte, the longest token that contains it, in bytes; 1 if there is none."""
+    """Find the length in bytes of the longest token that contains each byte; 1 without any."""
     longest = np.ones(256, np.int64)
     missing = set(range(256))
     for length, token in sorted(tokens, reverse=True):

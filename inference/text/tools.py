@@ -46,9 +46,10 @@ _TYPES = {str: "string", bool: "boolean", type(None): "null", list: "array", dic
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. parameters: JSON schema of an object, as JSON text.
+    """A function that the model may call. `parameters` is the JSON schema of an object, as text.
 
-    strict: the arguments must match the schema even where the model is otherwise unconstrained.
+    With `strict`, the arguments must match the schema even where the model is otherwise
+    unconstrained.
     """
 
     name: str
@@ -61,7 +62,7 @@ class Tool:
 class ToolCall:
     """A call made by a model.
 
-    arguments: a JSON object as JSON text; a JSON string if the model wrote no object.
+    `arguments` is a JSON object as text, or a JSON string if the model wrote no object.
     """
 
     id: str
@@ -91,9 +92,9 @@ class CallFormat(StrEnum):
 class CallShape:
     """Delimiters of calls in one format.
 
-    opening, closing: around a call or a list of calls; may be empty. bare: a call may begin the
-    output without `opening`. textless: the output consists of calls only, so a truncated call is
-    not text.
+    `opening` and `closing` are around a call or a list of calls, and may be empty. With `bare`, a
+    call may begin the output without `opening`. With `textless`, the output consists of calls only,
+    so a truncated call is not text.
     """
 
     opening: str
@@ -118,7 +119,7 @@ MODEL_CALL_FORMATS = (
 
 
 def format_in(template: str) -> CallFormat | None:
-    """Return the call format that a chat template shows; None if it is not a supported one."""
+    """Detect the format of calls in a chat template; None if it is not a supported one."""
     if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
         return CallFormat.HERMES
     if "<|channel|>" in template and "functions." in template:
@@ -131,13 +132,12 @@ def format_in(template: str) -> CallFormat | None:
 
 
 def marked_call(name: str) -> tuple[str, str]:
-    """Return the text around the arguments of a call that was found by its token ids."""
+    """Build the text before and after the arguments of a call that was found by its token ids."""
     return f'{CALL_MARKS[0]}{{"name": {json.dumps(name)}, "arguments": ', f"}}{CALL_MARKS[1]}"
 
 
 def calls_schema(tools: Sequence[Tool], *, single: bool, arguments_key: str) -> str:
-    """Return the JSON schema of one call of these tools, or of a list of calls if several are
-    allowed.
+    """Build the JSON schema of one call of these tools, or of a list of calls unless `single`.
 
     Each tool's schema is placed under `$defs`, and its references are adjusted.
     """
@@ -173,7 +173,7 @@ def calls_schema(tools: Sequence[Tool], *, single: bool, arguments_key: str) -> 
 
 
 def _moved(schema: Any, base: str) -> Any:
-    """Return the schema with its internal references moved to `base`."""
+    """Prefix the internal references in a schema with `base`."""
     if not isinstance(schema, Mapping):
         return schema
     moved: dict[str, Any] = {}
@@ -190,10 +190,10 @@ def _moved(schema: Any, base: str) -> Any:
 
 
 def with_json_options(schema: dict[str, Any] | bool) -> dict[str, Any]:
-    """Return the schema as an object with our options of llguidance, which override its own.
+    """Convert the schema to an object with our options for llguidance, which override its own.
 
-    The library supports `oneOf` if it sees that no value fits two branches, and looks through no
-    reference. `oneOf` is `anyOf` then, so each one that `_Exclusive` proves is replaced.
+    The library supports `oneOf` only if it sees that no value fits two branches, and it does not
+    follow references. So each `oneOf` whose branches `_Exclusive` proves disjoint becomes `anyOf`.
     """
     plain = {} if schema is True else {"enum": []} if schema is False else schema
     if "oneOf" in json.dumps(plain):
@@ -202,14 +202,14 @@ def with_json_options(schema: dict[str, Any] | bool) -> dict[str, Any]:
 
 
 class _Exclusive:
-    """Proofs that branches of `oneOf` exclude each other, by type, constant or property."""
+    """Proofs that branches of `oneOf` exclude each other by type, constant or property."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._steps_left = PROOF_STEPS_MAX
 
     def replaced(self, schema: Any) -> Any:
-        """Return a schema with `anyOf` for each `oneOf` whose branches exclude each other."""
+        """Replace each `oneOf` whose branches exclude each other by `anyOf`."""
         if not isinstance(schema, Mapping):
             return schema
         changed: dict[str, Any] = {}
@@ -232,14 +232,14 @@ class _Exclusive:
         return changed
 
     def _excludes(self, one: Any, other: Any, depth: int = PROOF_DEPTH_MAX) -> bool:
-        """Return whether certainly no value fits both schemas."""
+        """Return whether it is certain that no value fits both schemas."""
         return any(
             self._part_excludes(*pair, depth)
             for pair in product(self._parts(one, depth), self._parts(other, depth))
         )
 
     def _parts(self, schema: Any, depth: int) -> Iterator[Mapping[str, Any]]:
-        """Return the schemas that all apply: this one, its reference, and those of `allOf`."""
+        """Yield all schemas that apply: this one, its reference, and those of `allOf`."""
         if not isinstance(schema, Mapping) or self._steps_left < 0:
             return
         self._steps_left -= 1
@@ -280,7 +280,7 @@ class _Exclusive:
     def _property_excludes(
         self, one: Mapping[str, Any], other: Mapping[str, Any], depth: int
     ) -> bool:
-        """Return whether a property that one object must have is impossible in the other."""
+        """Return whether one object must have a property that is impossible in the other."""
         properties, other_properties = one.get("properties"), other.get("properties")
         required = one.get("required")
         if not isinstance(required, list) or not isinstance(other_properties, Mapping):
@@ -307,7 +307,7 @@ def _values(schema: Mapping[str, Any]) -> frozenset[str] | None:
 
 
 def _types(schema: Mapping[str, Any]) -> frozenset[str]:
-    """Return the types that values of a schema may have; integers are numbers."""
+    """List the types that values of a schema may have; integers count as numbers."""
     declared = schema.get("type")
     names = declared if isinstance(declared, list) else [declared]
     if declared is not None and all(isinstance(name, str) for name in names):
@@ -326,11 +326,11 @@ def strict_calls(
     token_id: Callable[[str], int | None],
     answer: str | None = None,
 ) -> str:
-    """Return the Lark grammar of output with calls.
+    """Build the Lark grammar of output with calls.
 
-    single: at most one call, ending the output. token_id: id of a marker, or None. answer: body of
-    the rule for output without a call, which then has calls or this and nothing else; None for any
-    text.
+    With `single`, there is at most one call, which ends the output. `token_id` returns the id of a
+    marker, or None. `answer` is the body of the rule for output without a call: the output then has
+    calls or this and nothing else; None allows any text.
     """
     kept = [tool if tool.strict else replace(tool, parameters=ANYTHING) for tool in tools]
     schema = calls_schema(
@@ -375,7 +375,7 @@ def strict_calls(
 
 
 def _text(marker: str, first: str) -> str:
-    """Return the rule for text that neither contains an opening nor begins like a call."""
+    """Build the rule for text that neither contains an opening nor begins like a call."""
     without = rf"~/(.|\n)*{_escaped(marker)}(.|\n)*/"
     return f"TEXT: /(.|\\n)*/ & {without}" + (f" & ~/{first}/" if first else "") + "\n"
 

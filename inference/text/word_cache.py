@@ -50,7 +50,7 @@ PART = re.compile(
 
 
 class WordCache:
-    """Ids of the words of one tokenizer. Safe to use from several threads."""
+    """Cache of the token ids of words, for one tokenizer. Thread-safe."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend, self._model = backend, backend.model
@@ -64,7 +64,7 @@ class WordCache:
         self._around = self._special_around() if self._words is not None else ((), ())
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Return the ids that the library returns for a text. Added tokens are recognized."""
+        """Encode a text to the ids that the library would return. Added tokens are recognized."""
         if self._words is not None and text.isascii() and len(text) <= TEXT_CHARS_MAX:
             known, ids = self._ids, list[int]()
             for number, part in enumerate(self._marker.split(text) if self._marker else (text,)):
@@ -84,7 +84,7 @@ class WordCache:
         return tuple(encoding.ids)
 
     def _encoded(self, word: str) -> tuple[int, ...]:
-        """Encode a word, and keep its ids."""
+        """Encode a word and cache its ids."""
         tokens = self._model.tokenize(word.translate(self._character_by_byte))
         ids = tuple([token.id for token in tokens])
         if len(word) <= WORD_CHARS_MAX:
@@ -94,7 +94,7 @@ class WordCache:
         return ids
 
     def _special_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ids that the library adds before and after a text."""
+        """Find the ids that the library adds before and after a text."""
         whole = self._backend.encode("a").ids
         own = self._backend.encode("a", add_special_tokens=False).ids
         for begin in range(len(whole) - len(own) + 1):
@@ -105,7 +105,7 @@ class WordCache:
 
 
 def words_of(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
-    """Return the expression that splits ASCII text into words; None if the tokenizer is another."""
+    """Build the expression that splits ASCII text into words; None for unsupported tokenizers."""
     model: Any = backend.model
     if (
         not isinstance(model, BPE)
@@ -131,7 +131,7 @@ def words_of(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
 
 
 def pattern_of(splits: Sequence[dict[str, Any]]) -> str:
-    """Return the regular expression of these pre-tokenizers; empty if they do anything else."""
+    """Find the regular expression of these pre-tokenizers; empty if they do anything else."""
     *before, last = splits or [{"type": "none"}]
     if last["type"] != "ByteLevel" or last["add_prefix_space"]:
         return ""
@@ -146,9 +146,9 @@ def pattern_of(splits: Sequence[dict[str, Any]]) -> str:
 
 
 def ascii_pattern(source: str) -> re.Pattern[str] | None:
-    """Return an expression for `re` that splits ASCII text in the same way; None if unsupported.
+    """Translate an expression for ASCII text from Oniguruma to `re`; None if unsupported.
 
-    source: in the syntax of Oniguruma. Text between its matches is a word as well.
+    Text between its matches is a word as well.
     """
     pieces, index = list[str](), 0
     while index < len(source):
@@ -167,7 +167,7 @@ def ascii_pattern(source: str) -> re.Pattern[str] | None:
 
 
 def parts_of(step: Any) -> list[dict[str, Any]] | None:
-    """Return the steps of a normalizer or pre-tokenizer as in tokenizer.json; None if unknown."""
+    """List the steps of a normalizer or pre-tokenizer as in tokenizer.json; None if unknown."""
     if step is None:
         return []
     try:
@@ -178,7 +178,7 @@ def parts_of(step: Any) -> list[dict[str, Any]] | None:
 
 
 def flat(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """Flatten a step or a sequence of steps."""
+    """Flatten a step that is a sequence of steps."""
     for name in ("normalizers", "pretokenizers", "processors"):
         if name in part:
             return [each for inner in part[name] for each in flat(inner)]

@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True, eq=False)
 class Piece(Generic[Payload, Result]):
-    """Unit of work; the caller awaits `result`. waits: it is queued and not abandoned."""
+    """Unit of work whose caller awaits `result`. `waits`: it is queued and not abandoned."""
 
     rank: float
     number: int
@@ -32,7 +32,7 @@ class Piece(Generic[Payload, Result]):
 
 
 class BatchQueue(Generic[Payload, Result]):
-    """Queue of pieces by rank, then by arrival."""
+    """Queue of pieces of work, ordered by rank, then by arrival."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class BatchQueue(Generic[Payload, Result]):
     ) -> None:
         """Create an empty queue.
 
-        batch_size_max: bound of batches of several pieces, in the unit of their sizes. on_taken:
+        `batch_size_max` limits batches of several pieces, in the unit of their sizes. `on_taken` is
         called with each piece that enters a batch.
         """
         self._batch_size_max = batch_size_max
@@ -57,13 +57,13 @@ class BatchQueue(Generic[Payload, Result]):
 
     @property
     def under_way_count(self) -> int:
-        """Number of pieces in the current batch; 0 without one."""
+        """Number of pieces in the current batch; 0 if there is none."""
         return len(self._under_way)
 
     def put(
         self, payloads: Iterable[tuple[Payload, int]], rank: float = 0.0
     ) -> list[Piece[Payload, Result]]:
-        """Add payloads with their sizes; return their pieces."""
+        """Queue payloads, each with its size; return their pieces in the same order."""
         loop = asyncio.get_running_loop()
         added: list[Piece[Payload, Result]] = []
         for payload, size in payloads:
@@ -79,7 +79,7 @@ class BatchQueue(Generic[Payload, Result]):
         return added
 
     def drop(self, pieces: Sequence[Piece[Payload, Result]]) -> None:
-        """Abandon these pieces; those that have ended are ignored."""
+        """Abandon pieces whose caller stopped waiting; those that have ended are ignored."""
         for piece in pieces:
             piece.result.cancel()
             self._leave(piece)
@@ -88,7 +88,7 @@ class BatchQueue(Generic[Payload, Result]):
             heapq.heapify(self._waiting)
 
     def take_batch(self) -> list[Payload]:
-        """Take the payloads of the next batch; none while a batch is being computed."""
+        """Take the payloads of the next batch; empty while a batch is being computed."""
         if self._under_way:
             return []
         size = 0
@@ -106,7 +106,7 @@ class BatchQueue(Generic[Payload, Result]):
         return [piece.payload for piece in self._under_way]
 
     def answer(self, results: Sequence[Result]) -> None:
-        """Set the results of the current batch, in the order of its pieces."""
+        """Resolve the pieces of the current batch with their results, in order."""
         done, self._under_way = self._under_way, []
         self.done_count += len(done)
         for piece, result in zip(done, results, strict=True):
@@ -114,12 +114,12 @@ class BatchQueue(Generic[Payload, Result]):
                 piece.result.set_result(result)
 
     def fail_batch(self, error: Callable[[], Exception]) -> None:
-        """Fail the pieces of the current batch. error: returns a new exception for each piece."""
+        """Fail the pieces of the current batch, each with a new exception from `error`."""
         lost, self._under_way = self._under_way, []
         self._fail(lost, error)
 
     def fail_all(self, error: Callable[[], Exception]) -> None:
-        """Fail all pieces."""
+        """Fail all pieces, in the queue and in the current batch."""
         self.fail_batch(error)
         lost, self._waiting = self._waiting, []
         self._fail(lost, error)
@@ -131,7 +131,7 @@ class BatchQueue(Generic[Payload, Result]):
                 piece.result.set_exception(error())
 
     def _first(self) -> Piece[Payload, Result] | None:
-        """Return the next live piece, dropping pieces whose callers were cancelled."""
+        """Find the next live piece, dropping pieces whose callers were cancelled."""
         while self._waiting and not (self._waiting[0].waits and not self._waiting[0].result.done()):
             self._leave(heapq.heappop(self._waiting))
         return self._waiting[0] if self._waiting else None

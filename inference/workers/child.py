@@ -44,7 +44,7 @@ Local = TypeVar("Local")
 
 
 class StepClock:
-    """Durations of steps. One thread runs the steps, another reads."""
+    """Clock of the steps' durations. One thread runs the steps, another reads."""
 
     def __init__(self) -> None:
         self._began_at_s: float | None = None
@@ -52,11 +52,11 @@ class StepClock:
         self._step_count = 0
 
     def begin(self) -> None:
-        """Note the begin of a step."""
+        """Record the beginning of a step."""
         self._began_at_s = time.monotonic()
 
     def end(self) -> None:
-        """Note the end of the step."""
+        """Record the end of the step."""
         assert self._began_at_s is not None, "a step ends after it began"
         step_s = time.monotonic() - self._began_at_s
         self._began_at_s = None
@@ -64,7 +64,7 @@ class StepClock:
         self._usual_s = max(step_s, self._usual_s * USUAL_DECAY)
 
     def pulse(self) -> Pulse:
-        """Return the present state."""
+        """Measure how long the current step runs, and how long recent ones took."""
         began_at_s = self._began_at_s
         return Pulse(
             0.0 if began_at_s is None else time.monotonic() - began_at_s,
@@ -73,7 +73,7 @@ class StepClock:
 
 
 class Inbox(Generic[Local]):
-    """Messages from the parent and items from this process's threads. One thread reads.
+    """Queue of messages from the parent and items from this process's threads. One thread reads.
 
     A separate thread waits for the end of the connection and then ends the process.
     """
@@ -84,9 +84,10 @@ class Inbox(Generic[Local]):
         decoder: MessageDecoder,
         before_exit: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the watching thread. decoder: for the messages of this kind of worker.
+        """Start the watching thread. `decoder` decodes the messages of this kind of worker.
 
-        before_exit: called when the parent is gone, by any thread, to end what would outlive it.
+        `before_exit` is called by any thread when the parent is gone, to end what would outlive
+        this process.
         """
         self._connection = connection
         self._decoder = decoder
@@ -112,9 +113,10 @@ class Inbox(Generic[Local]):
             self._connection.sendall(data)
 
     def start_pulse(self, pulse: Callable[[], Pulse]) -> None:
-        """Tell the parent what `pulse` returns, at once and then regularly from another thread.
+        """Send the parent the result of `pulse`, at once and then regularly from another thread.
 
-        Called before `Ready` is sent: a worker whose pulse never came would only be found hanging.
+        Call this before sending `Ready`: a worker whose pulse never came would only be found
+        hanging.
         """
         self.send(pulse())
         self._pulse = pulse
@@ -127,7 +129,7 @@ class Inbox(Generic[Local]):
         return self._messages.popleft()
 
     def take_all(self, *, wait: bool = False) -> list[Message | Local]:
-        """Return all messages received so far. wait: block until there is one."""
+        """Return all messages received so far. With `wait`, block until there is one."""
         if wait and not self._messages:
             self._arrivals.poll()
         self._receive()
@@ -135,13 +137,13 @@ class Inbox(Generic[Local]):
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def put(self, item: Local) -> None:
-        """Add an item for the reading thread. Thread-safe."""
+        """Add an item, such as a compiled grammar, for the reading thread. Thread-safe."""
         self._messages.append(item)
         self._button.send(b"\0")
         self._has_rung = True
 
     def _receive(self) -> None:
-        """Decode received data, without waiting."""
+        """Decode the data that has arrived, without waiting for more."""
         if self._has_rung:
             self._has_rung = False
             with contextlib.suppress(BlockingIOError):  # already read
@@ -182,7 +184,7 @@ class Inbox(Generic[Local]):
 
 
 def serve_parent(module: str, run: Callable[[socket.socket], int]) -> int:
-    """Run a worker on the inherited socket `--fd`; return its exit status. run: main loop."""
+    """Run a worker's main loop on the inherited socket `--fd`, and return its exit status."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description="Engine worker, started by the API process."
     )

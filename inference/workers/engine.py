@@ -80,7 +80,7 @@ class EngineSequence:
 
 
 class SequenceOwner(Protocol):
-    """Engine, as seen by its sequences."""
+    """Interface of an engine for its sequences."""
 
     def cancel(self, sequence: EngineSequence) -> None:
         """Implement `SequenceHandle.cancel`."""
@@ -90,12 +90,12 @@ class SequenceOwner(Protocol):
 
 
 class SupervisedEngine(SupervisedBackend):
-    """One model on an engine that is restarted when lost. Implements `Engine`."""
+    """Engine that is restarted when it is lost. Implements `Engine`."""
 
     def __init__(
         self, model: ModelInfo, limits: EngineLimits, waits: RestartPolicy, block_tokens: int
     ) -> None:
-        """Start nothing. block_tokens: tokens in a block of the engine's prefix cache."""
+        """Start nothing. `block_tokens` is the number of tokens per block of its prefix cache."""
         super().__init__(model, waits)
         self._limits = limits
         self._sequences: dict[int, EngineSequence] = {}  # not ended
@@ -113,14 +113,14 @@ class SupervisedEngine(SupervisedBackend):
 
     @abstractmethod
     def _send_start(self, sequence: EngineSequence) -> None:
-        """Send a sequence to the engine, which is READY."""
+        """Send a sequence to the engine, which must be READY."""
 
     @abstractmethod
     def _send_cancel(self, sequence: EngineSequence) -> None:
         """Ask the engine to end a sequence. Never blocks."""
 
     def _cache_group(self, cache_salt: str) -> str:
-        """Return the group of a salt; prefixes are shared within a group."""
+        """Choose the group of a salt; prefixes are shared within a group."""
         return cache_salt
 
     def _forget_cache(self) -> None:
@@ -167,13 +167,13 @@ class SupervisedEngine(SupervisedBackend):
             self._waiting_count -= sequence.request.choice_count
 
     def _overload_wait_s(self) -> float:
-        """Return the retry-after in seconds: the last sequence's wait, at least 0.5."""
+        """Estimate the retry-after in seconds by the last sequence's wait; at least 0.5."""
         return max(self._last_queue_ms / 1e3, 0.5)
 
     def _deliver(
         self, events: Iterable[tuple[int, SequenceEvent | SequenceRefused | EngineError]]
     ) -> None:
-        """Apply events of the engine, by sequence number, and report them to the callers."""
+        """Apply events of the engine, each with its sequence number, and report them to callers."""
         sequences = self._sequences
         for number, event in events:
             sequence = sequences.get(number)
@@ -206,7 +206,7 @@ class SupervisedEngine(SupervisedBackend):
                 self._callback_failures.failed(error)
 
     def _note_end(self, sequence: EngineSequence, event: SequenceFinished) -> None:
-        """Note the sequence's queue time and the blocks that it leaves in the cache."""
+        """Record the sequence's queue time, and the blocks that it leaves in the cache."""
         self._last_queue_ms = event.timings.queue_ms
         prompt = sequence.request.prompt_token_ids
         for output in sequence.outputs:
@@ -225,7 +225,7 @@ class SupervisedEngine(SupervisedBackend):
         return RequestImpossible(refused.message, refused.field)
 
     def _ready(self, block_count: int, loading_time_s: float, kernels: str = "") -> None:
-        """Set the engine READY. block_count: blocks of `KV_BLOCK_TOKENS` each."""
+        """Set the engine READY. Each of the `block_count` blocks has `KV_BLOCK_TOKENS` tokens."""
         self._block_count = block_count
         self._now_ready(loading_time_s, kernels)
 
@@ -235,12 +235,12 @@ class SupervisedEngine(SupervisedBackend):
 
 
 class WorkerEngine(SupervisedEngine):
-    """One model in one worker process. Implements `Engine`."""
+    """Engine with its model in one worker process. Implements `Engine`."""
 
     def __init__(
         self, model: ModelInfo, limits: EngineLimits, waits: WorkerPolicy, kind: WorkerKind
     ) -> None:
-        """Start nothing; `serve` does."""
+        """Create the engine without starting a process, which `serve` does."""
         super().__init__(replace(model, continues_output=True), limits, waits, kind.block_tokens)
         self._worker = Worker(
             self,
@@ -253,7 +253,7 @@ class WorkerEngine(SupervisedEngine):
 
     @property
     def worker_pid(self) -> int | None:
-        """Process id of the worker, for operators and tests; None without one."""
+        """Process id of the worker, for operators and tests; None without a worker."""
         return self._worker.pid
 
     async def _run(self) -> str:
@@ -278,7 +278,7 @@ class WorkerEngine(SupervisedEngine):
         self._ready(message.kv_block_count, loading_time_s, message.kernels)
 
     def _receive(self, message: Message) -> None:
-        """Apply a report of one step, or a pulse. Raises: ProtocolBroken for any other message."""
+        """Apply a step's report or a pulse. Raises ProtocolBroken for any other message."""
         if isinstance(message, Pulse):
             self._worker.pulse(message)
             return

@@ -68,7 +68,7 @@ async def start_process(
 ) -> asyncio.subprocess.Process:
     """Start `python -m module --fd N` with this environment; it inherits the socket.
 
-    log_fd: its stderr; None for that of this process. python: as in `open_worker`.
+    Its stderr is `log_fd`, or this process's if None. For `python` see `open_worker`.
     """
     return await asyncio.create_subprocess_exec(
         *(python or sys.executable, "-m", module, "--fd", str(fd)),
@@ -86,7 +86,7 @@ WorkerOpener = Callable[[str, Mapping[str, str]], AbstractAsyncContextManager["W
 
 
 class LogTail(asyncio.Protocol):
-    """Copies a child's log to stderr and keeps the end of it."""
+    """Copier of a child's log to stderr, which keeps the last lines."""
 
     def __init__(self) -> None:
         self.tail = b""
@@ -99,12 +99,12 @@ class LogTail(asyncio.Protocol):
 
 
 class WorkerProcess(asyncio.Protocol):
-    """Running child and the parent's end of its socket. Created by `open_worker`."""
+    """Running child process, with the parent's end of its socket. Created by `open_worker`."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, family: str, log: LogTail | None = None
     ) -> None:
-        """Wrap a process. family: its value of `FAMILY`. log: None if it is not kept."""
+        """Wrap a process. `family` is its value of `FAMILY`; `log` is None if no log is kept."""
         self._process = process
         self._family = family
         self._log = log
@@ -123,7 +123,7 @@ class WorkerProcess(asyncio.Protocol):
 
     @property
     def family(self) -> str:
-        """Its value of the environment variable `FAMILY`, which its children inherit."""
+        """Value of the child's environment variable `FAMILY`, which its own children inherit."""
         return self._family
 
     @property
@@ -132,17 +132,17 @@ class WorkerProcess(asyncio.Protocol):
         return self._process.returncode
 
     def log_lines(self, count: int) -> list[str]:
-        """Return the last lines that the child logged; none if its log is not kept."""
+        """Return the last lines that the child logged; empty if its log is not kept."""
         tail = b"" if self._log is None else self._log.tail
         return tail.decode(errors="replace").splitlines()[-count:]
 
     def send(self, message: Message) -> None:
-        """Queue a message. Never blocks; the number of the engine's sequences bounds the buffer."""
+        """Queue a message. Never blocks: the engine's limit of sequences bounds the buffer."""
         if not self._transport.is_closing():
             self._transport.write(encode(message))
 
     async def receive(self, decoder: MessageDecoder = COMMON_MESSAGES) -> Message | None:
-        """Wait for the next message and return it; None after the end. Raises: ProtocolBroken."""
+        """Wait for the next message; None after the end. Raises ProtocolBroken for invalid data."""
         while not self._bodies:
             if self._gone.is_set():
                 if self._fault is not None:
@@ -153,9 +153,9 @@ class WorkerProcess(asyncio.Protocol):
         return decoder.decode(self._bodies.popleft())
 
     async def follow(self, decoder: MessageDecoder, take: Callable[[Message], None]) -> None:
-        """Call `take` with each message in an event-loop callback until the child ends.
+        """Call `take` with each message, in an event-loop callback, until the child ends.
 
-        Raises: ProtocolBroken, and exceptions of `take`.
+        Raises ProtocolBroken, and exceptions of `take`.
         """
         while self._bodies:
             take(decoder.decode(self._bodies.popleft()))
@@ -168,12 +168,12 @@ class WorkerProcess(asyncio.Protocol):
             raise self._fault
 
     def kill(self) -> None:
-        """Kill the child."""
+        """Kill the child without waiting for its end."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     async def wait_gone(self, timeout_s: float) -> None:
-        """Wait for the child to exit; kill it after the timeout."""
+        """Wait for the child to exit, and kill it after `timeout_s` seconds."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._process.wait()
@@ -237,11 +237,11 @@ async def end_family(family: str) -> None:
 async def open_worker(
     module: str, environment: Mapping[str, str], *, keeps_log: bool = False, python: str = ""
 ) -> AsyncIterator[WorkerProcess]:
-    """Start `python -m module --fd N`; on exit, kill and reap it and close the socket.
+    """Start `python -m module --fd N`. On exit, kill and reap it and close the socket.
 
-    environment: defaults of variables that are read before main; inherited variables override
-    them, but not `CUDA_VISIBLE_DEVICES`. keeps_log: whether the end of its log is kept, for
-    `WorkerProcess.log_lines`. python: an interpreter that has the packages of the module, and Weir;
+    `environment` has defaults of variables that are read before main: inherited variables override
+    them, but not `CUDA_VISIBLE_DEVICES`. With `keeps_log`, the end of its log is kept for
+    `WorkerProcess.log_lines`. `python` is an interpreter that has the module's packages and Weir;
     empty for that of this process.
     """
     family = secrets.token_hex(8)
@@ -305,10 +305,10 @@ async def _open_process(
 
 
 class SpareWorkers:
-    """Pool of started workers without a model. Only `serve` runs in the background."""
+    """Pool of started workers without a model. Only its `serve` runs in the background."""
 
     def __init__(self, count: int = 0) -> None:
-        """Start nothing; `serve` does. count: spares to keep; 0: start workers on demand."""
+        """Create the pool; `serve` keeps `count` spares in it. With 0, workers start on demand."""
         self.count = count
         self._ready: deque[tuple[WorkerProcess, contextlib.AsyncExitStack]] = deque()
         self._changed = asyncio.Event()
@@ -336,7 +336,7 @@ class SpareWorkers:
             await self.close()
 
     async def close(self, count: int = 0) -> None:
-        """End all spares, or all but `count`."""
+        """End all spares but `count`."""
         while len(self._ready) > count:
             await self._ready.popleft()[1].aclose()
 
@@ -344,7 +344,7 @@ class SpareWorkers:
     async def open(
         self, module: str, environment: Mapping[str, str]
     ) -> AsyncIterator[WorkerProcess]:
-        """Open a worker as `open_worker` does, using a spare of this kind if there is one."""
+        """Open a worker like `open_worker`, using a spare of this kind if there is one."""
         taken = self._take() if (module, environment) == (SPARE_MODULE, CHILD_ENVIRONMENT) else None
         if taken is None:
             async with open_worker(module, environment) as worker:
@@ -362,7 +362,7 @@ class SpareWorkers:
         return alive
 
     async def add(self) -> bool:
-        """Start a spare; return whether that worked."""
+        """Start a spare; return whether it started."""
         stack = contextlib.AsyncExitStack()
         try:
             worker = await stack.enter_async_context(open_worker(SPARE_MODULE, CHILD_ENVIRONMENT))

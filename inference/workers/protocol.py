@@ -25,13 +25,13 @@ LENGTH_PREFIX = struct.Struct(">I")
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True):
-    """Base of all messages."""
+    """Base of all messages between parent and worker."""
 
 
 class StartSequence(Message, tag="start", frozen=True):
-    """Run a sequence. number: the parent's increasing handle for it.
+    """Command to run a sequence. `number` is the parent's handle for it, higher for each sequence.
 
-    sent_at_s: on the monotonic clock, which all processes of a machine share.
+    `sent_at_s` is on the monotonic clock, which all processes of a machine share.
     """
 
     number: int
@@ -40,31 +40,31 @@ class StartSequence(Message, tag="start", frozen=True):
 
 
 class CancelSequence(Message, tag="cancel", frozen=True):
-    """End a sequence. Ignored if it has already ended: the two messages crossed."""
+    """Command to end a sequence. It is ignored if the sequence has ended: the messages crossed."""
 
     number: int
 
 
 class Shutdown(Message, tag="shutdown", frozen=True):
-    """Cancel everything, report it, and exit."""
+    """Command to cancel everything, report it, and exit."""
 
 
 class Loading(Message, tag="loading", frozen=True):
-    """Progress before `Ready`. fraction: 0 to 1 over all stages."""
+    """Progress of loading, before `Ready`. `fraction` goes from 0 to 1 over all stages."""
 
     stage: str
     fraction: float
 
 
 class Ready(Message, tag="ready", frozen=True):
-    """The worker takes sequences from now on. kernels: see `EngineCondition`."""
+    """Report that the worker takes sequences. For `kernels` see `EngineCondition`."""
 
     kv_block_count: int
     kernels: str = ""
 
 
 class LoadFailed(Message, tag="load_failed", frozen=True):
-    """The checkpoint is unusable, and a retry would fail too. The worker exits after this."""
+    """Report that the checkpoint is unusable, so a retry would fail too. The worker then exits."""
 
     message: str
 
@@ -76,8 +76,8 @@ Event = tuple[int, SequenceEvent | SequenceRefused]
 class Pulse(Message, tag="pulse", frozen=True):
     """Sign of life of a ready worker, about once a second, from a thread that computes nothing.
 
-    step_s: for how long the current step has run; 0 between steps. usual_s: the longest of recent
-    steps; infinite while there are too few.
+    `step_s` is how long the current step has run, in seconds; 0 between steps. `usual_s` is the
+    longest of recent steps, infinite while there are too few.
     """
 
     step_s: float
@@ -85,7 +85,7 @@ class Pulse(Message, tag="pulse", frozen=True):
 
 
 class StepReport(Message, tag="step", frozen=True):
-    """Events since the last report, in order, and the engine's statistics after them."""
+    """Report of all events since the last one, in order, and the engine's statistics after them."""
 
     events: list[Event]
     statistics: EngineStatistics
@@ -99,7 +99,7 @@ class ProtocolBroken(Exception):
 
 
 def encode(message: Message) -> bytes:
-    """Return a framed message. Raises: ProtocolBroken if it is too long."""
+    """Serialize a message with its length prefix. Raises ProtocolBroken if it is too long."""
     body = _encoder.encode(message)
     if len(body) > MESSAGE_BYTES_MAX:
         raise ProtocolBroken(f"a message of {len(body)} bytes exceeds {MESSAGE_BYTES_MAX}")
@@ -109,7 +109,7 @@ def encode(message: Message) -> bytes:
 def split(received: bytearray) -> list[bytes]:
     """Remove all complete messages from `received` and return their bodies.
 
-    Raises: ProtocolBroken if one is too long.
+    Raises ProtocolBroken if a message is too long.
     """
     bodies = []
     begin, size = 0, LENGTH_PREFIX.size
@@ -130,13 +130,13 @@ class MessageDecoder:
     """Decoder of the messages that one side reads."""
 
     def __init__(self, *types: type[Message]) -> None:
-        """Create a decoder. types: of all messages that may arrive, with unique tags."""
+        """Create a decoder for messages of these types, whose tags must be unique."""
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
             reduce(or_, types)
         )
 
     def decode(self, body: bytes) -> Message:
-        """Decode a body. Raises: ProtocolBroken for any other content."""
+        """Decode the body of a message. Raises ProtocolBroken for any other content."""
         try:
             return self._decoder.decode(body)
         except msgspec.MsgspecError as error:
@@ -144,10 +144,10 @@ class MessageDecoder:
 
 
 def decoder_to_worker(*own: type[Message]) -> MessageDecoder:
-    """Build the decoder of a worker. own: messages of its kind, with the first one."""
+    """Build a worker's decoder. `own` are the messages of its kind, including the first one."""
     return MessageDecoder(StartSequence, CancelSequence, Shutdown, *own)
 
 
 def decoder_to_parent(*own: type[Message]) -> MessageDecoder:
-    """Build the decoder of a worker's parent. own: messages that only this worker kind sends."""
+    """Build the decoder of a worker's parent. `own` are messages that only this kind sends."""
     return MessageDecoder(Loading, Ready, LoadFailed, Pulse, StepReport, *own)

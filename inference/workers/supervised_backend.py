@@ -26,9 +26,9 @@ _log = logging.getLogger("weir.inference.workers")
 class RestartPolicy(Protocol):
     """Timeouts and delays of a backend in seconds; part of its settings.
 
-    close_timeout_s: for running sequences to end when the engine is closed. restart_delay_s_min:
-    before the first restart; doubled by each failed one. stable_after_s: of service, after which
-    the restart delay is reset.
+    When the engine is closed, running sequences have `close_timeout_s` to end. The first restart
+    waits `restart_delay_s_min`; each failed one doubles the delay, and `stable_after_s` of service
+    resets it.
     """
 
     @property
@@ -42,15 +42,15 @@ class RestartPolicy(Protocol):
 
 
 class SupervisedBackend(ABC):
-    """One model on a backend that is restarted when lost. Implements `Backend`.
+    """Backend that is restarted when it is lost. Implements `Backend`.
 
-    loss_message: message to clients instead of the reason of a loss, see `EngineError`.
+    `loss_message` is sent to clients instead of the reason of a loss, see `EngineError`.
     """
 
     loss_message = ""
 
     def __init__(self, model: ModelInfo, waits: RestartPolicy) -> None:
-        """Start nothing; `serve` does."""
+        """Create the backend without starting anything; `serve` runs it."""
         self._model = model
         self._waits = waits
         self._condition = EngineCondition(EngineState.COLD, reason="not started yet")
@@ -157,35 +157,35 @@ class SupervisedBackend(ABC):
 
     @abstractmethod
     async def _run(self) -> str:
-        """Start the engine, set it READY and serve until it ends; return the reason of the end."""
+        """Start the engine, set it READY, and serve until it ends; return the reason of its end."""
 
     @abstractmethod
     def _begin_shutdown(self) -> None:
-        """Ask the engine to end all sequences and then itself. Never blocks."""
+        """Ask the engine to end all sequences, and then itself. Never blocks."""
 
     @abstractmethod
     def _kill(self) -> None:
-        """End the engine now, so that `_run` returns."""
+        """End the engine at once, so that `_run` returns."""
 
     @abstractmethod
     def _fail_waiting(self, reason: str) -> None:
-        """Fail all waiting callers with a `_loss` each: the engine and its state are lost."""
+        """Fail every waiting caller with a `_loss`, since the engine and its state are lost."""
 
     def _check_ready(self) -> None:
-        """Raise EngineStartFailed if the engine has FAILED, EngineUnavailable unless READY."""
+        """Raise EngineStartFailed if the engine has FAILED, or EngineUnavailable if not READY."""
         condition = self.condition()
         if condition.state is not EngineState.READY:
             raise condition.fault(condition.retry_after_s)
 
     def _now_ready(self, loading_time_s: float, kernels: str = "") -> None:
-        """Set the engine READY."""
+        """Set the engine READY, and record its load time."""
         self._load_time_s = loading_time_s
         self._set_condition(
             EngineCondition(EngineState.READY, loading_fraction=1.0, kernels=kernels)
         )
 
     def _lost(self, reason: str) -> None:
-        """Handle the end of the engine; set the condition RESTARTING unless it is FAILED."""
+        """Handle the end of the engine: set the condition RESTARTING, unless it is FAILED."""
         if self._condition.state is EngineState.LOADING:
             self._load_failure_count += 1
         if self._condition.state is not EngineState.FAILED:
@@ -203,7 +203,7 @@ class SupervisedBackend(ABC):
         self._fail_waiting(reason)
 
     async def _pause(self, delay_s: float) -> None:
-        """Wait before the next start; a close ends the wait."""
+        """Wait before the next start. Closing the backend ends the wait."""
         retry_after_s = delay_s + self._load_time_s
         self._set_condition(replace(self._condition, retry_after_s=retry_after_s))
         with contextlib.suppress(TimeoutError):
@@ -216,7 +216,7 @@ class SupervisedBackend(ABC):
         return self._close_requested.is_set()
 
     def loading(self, stage: str, fraction: float) -> None:
-        """Report the progress of loading. fraction: 0 to 1."""
+        """Report the progress of loading in a stage, as a fraction from 0 to 1."""
         left_s = self._load_time_s * (1 - fraction)
         self._set_condition(
             EngineCondition(EngineState.LOADING, fraction, stage, left_s, "loading")
@@ -233,7 +233,7 @@ class SupervisedBackend(ABC):
             )
 
     def stalled(self, reason: str) -> None:
-        """Take no requests while the engine makes no progress. An empty reason: it does again."""
+        """Take no requests while the engine makes no progress. An empty reason ends the stall."""
         if reason and not self._stall:
             _log.warning("engine %s makes no progress: %s", self._model.name, reason)
         elif self._stall and not reason:
@@ -248,7 +248,7 @@ class SupervisedBackend(ABC):
         )
 
     def _loss(self, reason: str) -> EngineError:
-        """Return the error for a caller that will not get an answer."""
+        """Build the error for a caller whose request is lost with the engine."""
         closed = self._condition.state is EngineState.CLOSED
         if closed:
             return EngineUnavailable("the engine was closed", retry_after_s=0.0)

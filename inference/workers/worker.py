@@ -28,8 +28,8 @@ from inference.workers.supervised_backend import RestartPolicy, SupervisedBacken
 
 LOG_LINES = 20  # in the report of a load that is given up
 _log = logging.getLogger("weir.inference.workers")
-WATCH_INTERVAL_S = 0.5  # between two looks of a watchdog
-POLL_LATE_S = 0.5  # of a look that judges nothing
+WATCH_INTERVAL_S = 0.5  # between two polls of a watchdog
+POLL_LATE_S = 0.5  # of a poll that judges nothing
 PULSE_LOST_S = 3.0  # three pulses
 # A stalled step is longer than both. Steps aim at 0.1 s; a long prefill on a slow CPU, or another
 # process on its cores, makes one ten times longer than its predecessors at most.
@@ -37,7 +37,7 @@ STEP_S_MIN, STEP_FACTOR = 5.0, 10.0
 
 
 def overdue(pulse: Pulse) -> str:
-    """Return why the current step takes too long; empty if it does not."""
+    """Explain why the current step takes too long; empty if it does not."""
     if pulse.step_s <= max(STEP_S_MIN, STEP_FACTOR * pulse.usual_s):
         return ""
     return f"a step has run for {pulse.step_s:.0f} s, the longest recent one {pulse.usual_s:.2g} s"
@@ -46,9 +46,9 @@ def overdue(pulse: Pulse) -> str:
 class Watchdog:
     """Watchdog timer of a worker. Used on one event loop.
 
-    A worker is stalled, which ends with its next progress, if its pulse is absent for some seconds,
-    or if a step takes many times longer than usual ones. It hangs if it is silent beyond the
-    timeout. Workers without a pulse are only found hanging.
+    A worker is stalled, until its next progress, if its pulse is absent for some seconds, or if a
+    step takes many times longer than usual. It hangs if it is silent beyond the timeout. A worker
+    without a pulse can only be found hanging.
     """
 
     def __init__(
@@ -57,10 +57,11 @@ class Watchdog:
         on_silence: Callable[[float], None],
         on_stall: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """Create it disarmed.
+        """Create the watchdog disarmed.
 
-        on_silence: gets the silence in seconds and judges it. on_stall: gets the reason of a stall,
-        or an empty text once there is none.
+        After `timeout_s` seconds of silence, `on_silence` is called with the silence in seconds and
+        decides what to do. `on_stall` is called with the reason of a stall, and with an empty text
+        once it is over.
         """
         self._timeout_s = timeout_s
         self._on_silence, self._on_stall = on_silence, on_stall
@@ -70,16 +71,16 @@ class Watchdog:
         self._poll_every_s = min(timeout_s / 4, WATCH_INTERVAL_S)
 
     def heard(self) -> None:
-        """Note a sign of life."""
+        """Record a sign of life."""
         self._heard_at_s = asyncio.get_running_loop().time()
 
     def pulse(self, pulse: Pulse) -> None:
-        """Note a pulse."""
+        """Record a pulse, from which stalls and silence are measured."""
         self._pulse = asyncio.get_running_loop().time(), pulse
 
     @property
     def is_alive(self) -> bool:
-        """False if pulses have been absent for the timeout."""
+        """True unless pulses have been absent for the timeout."""
         limit_s = self._timeout_s + PULSE_LOST_S
         return self._pulse is None or self._now_s() - self._pulse[0] <= limit_s
 
@@ -111,7 +112,7 @@ class Watchdog:
         self._schedule()
 
     def _stall(self, now_s: float) -> str:
-        """Return why the worker is stalled; empty if it is not."""
+        """Explain why the worker is stalled; empty if it is not."""
         if self._pulse is None:
             return ""
         pulse_at_s, pulse = self._pulse
@@ -128,8 +129,8 @@ class Watchdog:
 class WorkerPolicy(RestartPolicy, Protocol):
     """Timeouts and delays of a backend in a worker process, in seconds; part of its settings.
 
-    load_timeout_s: from the worker's start until it takes sequences. step_timeout_s: without a
-    report while sequences run, after which the worker is killed.
+    `load_timeout_s` limits the time from the worker's start until it takes sequences. The worker is
+    killed after `step_timeout_s` without a report while sequences run.
     """
 
     @property
@@ -142,8 +143,8 @@ class WorkerPolicy(RestartPolicy, Protocol):
 class WorkerKind:
     """Kind of worker: module to run with its environment, first message, and message decoder.
 
-    block_tokens: tokens in a block of its prefix cache. opener: source of its processes.
-    load_failure_count_max: consecutive failed loads after which no other is tried.
+    `block_tokens` is the number of tokens per block of its prefix cache. `opener` starts its
+    processes. After `load_failure_count_max` consecutive failed loads, no other is tried.
     """
 
     module: str
@@ -156,7 +157,7 @@ class WorkerKind:
 
 
 class Worker:
-    """Worker process of one backend; `run` starts, loads and supervises a new one each time."""
+    """Worker process of one backend. `run` starts, loads and supervises a new one each time."""
 
     def __init__(
         self,
@@ -168,11 +169,11 @@ class Worker:
         on_message: Callable[[Message], None],
         owes_answers: Callable[[], bool],
     ) -> None:
-        """Start nothing; `run` does.
+        """Create the worker without starting a process, which `run` does.
 
-        on_ready: called with its message and the load time in seconds. on_message: called with each
-        message outside the lifecycle; may raise ProtocolBroken. owes_answers: returns whether
-        silence of the worker is a fault.
+        `on_ready` is called with the `Ready` message and the load time in seconds, `on_message`
+        with each message outside the lifecycle; it may raise ProtocolBroken. `owes_answers` returns
+        whether silence of the worker is a fault.
         """
         self._supervised = request_state
         self._kind = kind
@@ -203,7 +204,7 @@ class Worker:
             self.process.kill()
 
     async def run(self) -> str:
-        """Start a worker, load the model and serve until it ends; return the reason of the end."""
+        """Start a worker, load the model, and serve until it ends; return the reason of its end."""
         self._hung = False
         log_lines: list[str] = []
         reason = await self._run(log_lines)
@@ -226,7 +227,7 @@ class Worker:
         return reason
 
     async def _run(self, log_lines: list[str]) -> str:
-        """Implement `run`, without counting. log_lines: gets the end of the worker's log."""
+        """Implement `run` without counting. `log_lines` receives the end of the worker's log."""
         try:
             async with self._kind.opener(self._kind.module, self._kind.environment) as process:
                 if self._supervised.is_closing:
@@ -268,7 +269,7 @@ class Worker:
                         self._on_message(message)
 
     async def _exit_reason(self, process: WorkerProcess) -> str:
-        """Return the reason of the worker's end by its exit status."""
+        """Explain the worker's end by its exit status."""
         condition = self._supervised.condition()
         if condition.state is EngineState.FAILED:
             return condition.reason
@@ -283,7 +284,7 @@ class Worker:
         return f"the engine process exited with status {process.exit_status}"
 
     def _kill_hanging(self, silence_s: float) -> None:
-        """Kill a worker that owes answers or shows no sign of life, as if it had crashed."""
+        """Kill a worker that owes answers, or shows no sign of life, as if it had crashed."""
         if self.process is not None and (self._owes_answers() or not self._watchdog.is_alive):
             _log.error(
                 "engine %s: no report for %.0f s, killing the process",
