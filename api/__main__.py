@@ -1,6 +1,6 @@
-"""Entry point of an api process: starts the first engine worker, and imports the rest meanwhile.
+"""Entry point of an api process: starts the first engine worker, then imports the other modules.
 
-The worker needs seconds to import torch, this process as long for its own modules.
+The worker takes seconds to import torch; this process imports its own modules meanwhile.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from inference.workers.process import SpareWorkers
 
 
 def starts_torch(environment: Mapping[str, str]) -> bool:
-    """Return whether the process certainly loads a model in a torch worker when it starts.
+    """Return True if this process is certain to load a model in a torch worker at startup.
 
-    Reads few variables only, since reading all of the settings takes half of the imports.
+    Reads only a few variables: reading all settings takes half as long as all imports.
     """
     return (
         environment.get("WEIR_ENGINE", "torch") == "torch"

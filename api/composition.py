@@ -1,6 +1,6 @@
-"""Parts of an api process made from settings, its system limits, its log, and its drain.
+"""Construction of the parts of an api process from its settings; system limits, logging and drain.
 
-`__main__.py` puts them together.
+`serving.py` puts the parts together.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ SETTLE_GRACE_S = 10.0  # after the drain timeout, for settlements
 
 
 class Unfailing(io.TextIOBase):
-    """A text stream that drops failed writes: a full disk must not break the logged work."""
+    """Text stream that ignores failed writes, so that a full disk does not break the work that is
+    logged.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -89,7 +91,7 @@ class Unfailing(io.TextIOBase):
 
 
 def configure_logs(level: str) -> None:
-    """Log events of this level and above: readable on a terminal, JSON elsewhere."""
+    """Log events of this level and above, as text on a terminal and as JSON elsewhere."""
     minimum = LEVELS.get(level.lower(), logging.INFO)
     on_terminal = sys.stderr.isatty()
     renderer: structlog.typing.Processor = (
@@ -120,7 +122,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 
 
 def allow_open_files(settings: Settings) -> None:
-    """Raise the limit of open files to what the connection limits require, if permitted."""
+    """Raise the soft limit of open files to what the connection limits require.
+
+    Logs a warning if the system does not permit it.
+    """
     required = settings.connections_max + settings.http_connections_max + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= required:
@@ -141,11 +146,10 @@ def allow_open_files(settings: Settings) -> None:
 
 
 def return_freed_memory() -> None:
-    """Return large free blocks to the operating system at once, so that a burst of large messages
-    is not kept.
+    """Configure glibc to return large free blocks to the operating system at once.
 
-    Otherwise glibc raises its threshold with each large block that is freed, up to 32 MiB. Other C
-    libraries have no such settings.
+    By default it raises its threshold with each large block that is freed, up to 32 MiB, and keeps
+    the memory of a burst of large messages. Does nothing with other C libraries.
     """
     with contextlib.suppress(AttributeError, OSError):
         library = ctypes.CDLL(None)
@@ -155,8 +159,9 @@ def return_freed_memory() -> None:
 
 
 def statistics_of(process: RequestRegistry) -> dict[str, Any]:
-    """Return admissions, refusals by limit (`dimension/subject`), queues with expected waits, and
-    replicas."""
+    """Collect the statistics for the log: admissions, refusals by limit (`dimension/subject`),
+    queues with their expected waits, and replicas.
+    """
     refusals = process.admission.holds.statistics().refusals
     return {
         "admitted_count": process.admission.admitted_count,
@@ -193,7 +198,7 @@ def statistics_of(process: RequestRegistry) -> dict[str, Any]:
 async def log_statistics_regularly(
     process: RequestRegistry, interval_s: float = INTERVAL_S
 ) -> None:
-    """Log changed statistics until cancelled."""
+    """Log the statistics every `interval_s` seconds if they have changed. Runs until cancelled."""
     before: dict[str, Any] = {}
     while True:
         await asyncio.sleep(interval_s)
@@ -210,7 +215,9 @@ async def drain(
     server: grpc.aio.Server,
     listener: Listener,
 ) -> None:
-    """Drain: requests may finish in time, the rest is settled; clients move to other servers."""
+    """Drain the process: refuse new requests, wait up to `drain_s` for running ones, then end and
+    settle the rest.
+    """
     capacity.drain()
     async with asyncio.TaskGroup() as tasks:
         closing = tasks.create_task(close_listeners(settings, server, listener), name="closing")
@@ -219,9 +226,9 @@ async def drain(
 
 
 async def close_listeners(settings: Settings, server: grpc.aio.Server, listener: Listener) -> None:
-    """Stop accepting connections and calls.
+    """Stop accepting connections and calls, after `drain_notice_s` for clients to move elsewhere.
 
-    Open streams continue; their new requests are refused.
+    Open streams continue, but new requests on them are refused.
     """
     await asyncio.sleep(settings.drain_notice_s)
     listener.stop_accepting()
@@ -229,7 +236,7 @@ async def close_listeners(settings: Settings, server: grpc.aio.Server, listener:
 
 
 async def finish(settings: Settings, capacity: Capacity, process: RequestRegistry) -> None:
-    """Wait for running requests, and end those that take too long."""
+    """Wait up to `drain_s` for running requests, then end those that still run."""
     try:
         async with asyncio.timeout(settings.drain_s):
             await capacity.idle()
@@ -249,7 +256,7 @@ async def finish(settings: Settings, capacity: Capacity, process: RequestRegistr
 
 @contextlib.contextmanager
 def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
-    """Start the drain on SIGTERM or SIGINT."""
+    """Set `stopping` on SIGTERM or SIGINT for the duration of the block."""
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stopping.set)
@@ -259,7 +266,9 @@ def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
 
 
 def build_safety(settings: Settings) -> Safety:
-    """Return the safety checker, if configured. Raises: SettingInvalid naming file and rule."""
+    """Read the safety rules. Without a file of rules, every text passes. Raises SettingInvalid,
+    which names the file and the rule.
+    """
     if not settings.safety_rules:
         return Safety()
     try:
@@ -269,7 +278,7 @@ def build_safety(settings: Settings) -> Safety:
 
 
 def load_tokenizers(router: Router, settings: Settings) -> dict[str, Tokenizer]:
-    """Return tokenizers by model. Raises: SettingInvalid, CheckpointInvalid."""
+    """Load the tokenizer of each model. Raises: SettingInvalid, CheckpointInvalid."""
     directories = {
         backend.model.name: Path(backend.model.directory) for backend in router.backends()
     }
@@ -291,7 +300,7 @@ def load_tokenizers(router: Router, settings: Settings) -> dict[str, Tokenizer]:
 
 
 def open_signer(settings: Settings) -> Signer | None:
-    """Return the signer of receipts, if configured. Raises: SettingInvalid."""
+    """Load the signer of receipts; None if no key is configured. Raises: SettingInvalid."""
     try:
         signer = load_signer(settings.to_environment())
     except InvalidValue as error:
@@ -308,7 +317,7 @@ def open_holds(
     notices: UsageNotices,
     observer: Observer,
 ) -> HoldStore:
-    """Return the hold store, with the policy for an unavailable database."""
+    """Create the hold store, with the configured policy for an unavailable database."""
     terms = GraceTerms(
         settings.grace_holds_per_key, settings.grace_input_tokens, settings.lease_slice_tokens
     )
@@ -330,9 +339,9 @@ def open_holds(
 def open_authenticator(
     settings: Settings, sessions: Sessions, uses: KeyUses, pace: RateLimiter
 ) -> Authenticator:
-    """Return the authenticator, with the same policy.
+    """Create the authenticator, with the configured policy for an unavailable database.
 
-    uses: receives each used key. pace: of each key's calls.
+    `uses` records each use of a key. `pace` limits the calls of each key.
     """
     grace_s = settings.hold_expiry_s if settings.database_unavailable_policy == "grace" else 0.0
     return Authenticator(
@@ -354,7 +363,7 @@ def open_control(
     process: RequestRegistry,
     authenticator: Authenticator,
 ) -> ControlChannel:
-    """Return the channel on which other processes stop requests here and query what runs."""
+    """Create the channel on which other processes cancel requests here and ask what is running."""
     return ControlChannel(
         settings.database_url,
         process_id,
@@ -370,7 +379,9 @@ def open_control(
 
 
 def openai_url(settings: Settings, listener: Listener, tls: Tls | None) -> str:
-    """Bind the HTTP API if it is on. Return its base URL, or an empty one. Raises: OSError."""
+    """Bind the listener of the HTTP API and return its base URL; empty if it is off. Raises:
+    OSError.
+    """
     address = settings.openai_address()
     return (
         ""
@@ -387,7 +398,9 @@ def http_handle(
     servicers: Servicers,
     probes: Probes,
 ) -> Handle:
-    """Return the handler of the HTTP port: health checks, OpenAI's API, and perhaps the console."""
+    """Create the handler of the HTTP port: health checks, the HTTP API and, if it is on, the
+    console.
+    """
     gateway = Gateway(process, authenticator, sessions).handle
     if not settings.console:
         return probes.before(paced(gateway, process.pace))
@@ -402,14 +415,14 @@ def http_handle(
 
 
 def console_url(settings: Settings, openai_url: str) -> str:
-    """Return the console's URL on this machine; empty if it is off."""
+    """Return the URL of the console for browsers on this machine; empty if the console is off."""
     return f"{openai_url.removesuffix('/v1')}{ROOT}/" if openai_url and settings.console else ""
 
 
 def open_spans(process_id: uuid.UUID, environment: Mapping[str, str] = os.environ) -> Spans | None:
-    """Return the exporter of spans; None if OpenTelemetry's variables name no collector.
+    """Create the exporter of OpenTelemetry spans. Returns None if no variable names a collector.
 
-    process_id: of this process, as in holds. Raises: SettingInvalid.
+    `process_id` identifies this process, as in holds. Raises: SettingInvalid.
     """
     named = environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environment.get(
         "OTEL_EXPORTER_OTLP_ENDPOINT"

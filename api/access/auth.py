@@ -1,4 +1,4 @@
-"""Authentication of API keys and authorization of calls; validity of the keys of open streams."""
+"""Authentication of API keys, authorization of calls, revocation of the keys of open streams."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ Answer = TypeVar("Answer")
 
 @dataclass(slots=True)
 class Question(Generic[Answer]):
-    """A query in progress. begun: number of starts; answered: the latest start with an answer."""
+    """Query that several callers wait for. `begun` counts its executions; `answered` is the number
+    of the latest execution that has finished.
+    """
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     asking_count: int = 0
@@ -56,9 +58,9 @@ class Question(Generic[Answer]):
 
 
 class SharedLookups(Generic[Answer]):
-    """Deduplicates concurrent queries by key.
+    """Runs one query for all concurrent callers with the same key.
 
-    The query of a cancelled caller goes to the next waiting one.
+    If the caller that runs the query is cancelled, the next waiting caller runs it.
     """
 
     def __init__(self) -> None:
@@ -68,9 +70,9 @@ class SharedLookups(Generic[Answer]):
         return len(self._questions)
 
     async def ask(self, key: Hashable, read: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Return the answer of a query that started after this call.
+        """Return the result of an execution of `read` that started after this call.
 
-        Raises the error of the query.
+        `key` identifies the query. Raises the error that `read` raised.
         """
         question = self._questions.setdefault(key, Question())
         before = question.begun
@@ -98,7 +100,7 @@ class SharedLookups(Generic[Answer]):
 
 
 class KeyChanges:
-    """Changes of keys known to this process. count: number of changes."""
+    """Log of the API keys that have changed. `count` is the number of changes so far."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -113,7 +115,7 @@ class KeyChanges:
             self._forgotten = self._last.popitem(last=False)[1]
 
     def since(self, count: int, api_key_id: uuid.UUID) -> bool:
-        """Return whether the key may have changed since that count."""
+        """Return whether the key may have changed after the log had `count` entries."""
         return self._last.get(api_key_id, self._forgotten) > count
 
 
@@ -137,12 +139,12 @@ class Authenticator:
         proxies: Proxies = NO_PROXIES,
         pace: RateLimiter | None = None,
     ) -> None:
-        """grace_s: how long after its last check a key stays valid while the database is
-        unavailable.
+        """`grace_s` is how many seconds a key stays valid after its last check while the database
+        is unavailable. `failures_per_minute` limits the failed attempts per address; 0 means no
+        limit.
 
-        failures_per_minute: per address; 0: no limit. used: called with the id of a key each time
-        it is valid. proxies: the trusted ones. pace: of the calls of each key; None: calls do not
-        wait.
+        `used` is called with the id of a key each time the key is accepted. `proxies` are the
+        trusted proxies. `pace` limits the calls of each key; with None, calls never wait.
         """
         self._sessions = sessions
         self._answer_wait_s = answer_wait_s
@@ -161,15 +163,18 @@ class Authenticator:
         self._remembered: OrderedDict[bytes, tuple[float, int, Principal]] = OrderedDict()
 
     async def principal(self, context: Context) -> Principal:
-        """Authenticate a unary gRPC call, after waiting for its key's turn.
-
-        Raises as `principal_of`, and Unauthenticated if the call brings no secret.
+        """Authenticate a unary gRPC call, after waiting for the turn of its key. Raises the errors
+        of `principal_of`, and Unauthenticated if the call has no secret.
         """
         origin = self.proxies.origin(context.peer(), metadata_values(context, FORWARDED_FOR))
         return await self.principal_of(bearer_token(context), method=METHOD.get(), origin=origin)
 
     async def wait_for_share(self, principal: Principal) -> None:
-        """Wait for the turn of a call, once. Administrators do not wait. Raises: TooManyCalls."""
+        """Wait until the principal's rate limit permits this call; only the first wait of a call
+        counts.
+
+        Administrators never wait. Raises: TooManyCalls.
+        """
         visit = CALL.get()
         if visit is not None:
             visit.belongs_to(principal, is_free=Scope.ADMIN in principal.scopes)
@@ -178,8 +183,8 @@ class Authenticator:
             await self._pace.wait_to_call(principal)
 
     async def share_to_read(self, context: Context) -> Principal | str:
-        """Wait for the turn of a message, and return its payer: a key that was valid before, or an
-        address.
+        """Wait until the rate limit permits another message, and return the payer of the message:
+        the principal if its key was valid before, otherwise the client's address.
 
         Raises: TooManyCalls.
         """
@@ -195,12 +200,12 @@ class Authenticator:
     async def principal_of(
         self, secret: str, *, method: str, origin: Origin, age_max_s: float = 0.0
     ) -> Principal:
-        """Return the principal with this secret if its key permits the call from this origin.
+        """Authenticate a secret and check that its key permits this call from this origin.
 
-        method: gRPC path of the call, or of its counterpart for calls of another protocol.
-        age_max_s: maximum age of remembered answers if no change is known. Raises:
-        PermissionDenied, DatabaseUnavailable, AuthenticationThrottled, TooManyCalls; KeyInvalid for
-        an unknown, expired or revoked key.
+        `method` is the gRPC path of the call; a call of the HTTP API passes the path of the RPC
+        that it corresponds to. `age_max_s` allows a remembered result of at most this age, unless
+        the key is known to have changed. Raises: KeyInvalid for an unknown, expired or revoked key,
+        PermissionDenied, DatabaseUnavailable, AuthenticationThrottled, TooManyCalls.
         """
         needed = SCOPES[method]  # a method without an entry is always refused
         digest = digest_of(secret)
@@ -237,11 +242,11 @@ class Authenticator:
         networks: Sequence[Network] = (),
         ended_secrets: Collection[bytes] = (),
     ) -> None:
-        """Discard the results for a changed key, also those of lookups under way.
+        """Discard what is remembered of a changed key, including the results of running lookups.
 
-        networks: open streams from outside these are closed at once, and so are those with a secret
-        whose hash is in `ended_secrets`. The key still counts as valid before, so that it passes
-        the throttle. Takes constant time, since thousands may change at once.
+        Open streams are closed at once if their address is outside `networks`, or if the hash of
+        their secret is in `ended_secrets`. The key stays exempt from the throttle. Takes constant
+        time, since thousands of keys may change at once.
         """
         self._changes.note(api_key_id)
         self.stream_keys.changed(api_key_id, networks, ended_secrets)
@@ -252,7 +257,9 @@ class Authenticator:
                 return await authenticate(session, secret)
 
     def _known(self, digest: bytes, age_max_s: float) -> Principal | None:
-        """Return the remembered answer of at most this age if the secret is still valid."""
+        """Return the remembered principal if the result is at most `age_max_s` old and the secret
+        has not expired; otherwise None.
+        """
         requested_at, change_count, known = self._remembered.get(digest, (0.0, 0, None))
         if known is None or self._changes.since(change_count, known.api_key_id):
             return None
@@ -297,7 +304,7 @@ def digest_of(secret: str) -> bytes:
 
 
 def metadata_values(context: Context, name: str) -> list[str]:
-    """Return the values of a metadata key of a call, in order."""
+    """Return all values of a metadata key, in the order of the call."""
     return [
         value
         for key, value in context.invocation_metadata() or ()
@@ -306,7 +313,7 @@ def metadata_values(context: Context, name: str) -> list[str]:
 
 
 def bearer_token(context: Context) -> str:
-    """Read the secret from the metadata of a call. Raises: Unauthenticated with instructions."""
+    """Read the secret from the `authorization` metadata of a call. Raises: Unauthenticated."""
     for value in metadata_values(context, "authorization"):
         if value.lower().startswith(BEARER):
             return value[len(BEARER) :].strip()
@@ -314,13 +321,13 @@ def bearer_token(context: Context) -> str:
 
 
 def check_model(principal: Principal, model: str) -> None:
-    """Raise ModelNotAllowed if the key is limited to other models."""
+    """Raise ModelNotAllowed if the key may not use the model."""
     if not principal.may_use(model):
         raise ModelNotAllowed(principal.key_prefix, model)
 
 
 def payer(principal: Principal) -> Payer:
-    """Return the payer of the principal's requests."""
+    """Build the payer that requests of this principal are billed to."""
     return Payer(
         principal.organization_id,
         principal.project_id,
@@ -330,13 +337,13 @@ def payer(principal: Principal) -> Payer:
 
 
 def ignore_refusal(_: Exception) -> None:
-    """Ignore the refusal: nothing is open with the key."""
+    """Do nothing: default callback of a key without an open stream."""
 
 
 class StreamKey:
-    """Key of an open stream, as last checked.
+    """Key of an open stream, with the result of its last check.
 
-    A refusal applies to new requests. Running ones of a revoked key are stopped by a command.
+    If a check refuses the key, new requests fail. A command stops running ones of a revoked key.
     """
 
     def __init__(
@@ -346,7 +353,9 @@ class StreamKey:
         interval_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """principal: as just checked. look_up: checks again. interval_s: maximum age of a check."""
+        """`principal` is the result of the first check, and `look_up` repeats the check. A result
+        is used for at most `interval_s` seconds.
+        """
         self.principal = principal  # of the last successful check
         self.payer = payer(principal)
         self._look_up = look_up
@@ -359,7 +368,9 @@ class StreamKey:
         self.on_excluded: Callable[[Exception], None] = ignore_refusal
 
     async def refresh(self) -> None:
-        """Check the key again if the last check is too old. `check` raises the result."""
+        """Check the key again if the last check is too old. `check` raises an error that this
+        finds.
+        """
         now = self._clock()
         if now - self._read_at < self._interval_s and not self._is_stale:
             return
@@ -375,10 +386,10 @@ class StreamKey:
         self._read_at = now
 
     def change(self, networks: Sequence[Network], ended_secrets: Collection[bytes] = ()) -> None:
-        """Mark the key as changed, to be checked with the next message.
+        """Record that the key has changed, so that the next message checks it again.
 
-        networks: allowed ones; the stream ends if it comes from elsewhere. ended_secrets: hashes of
-        secrets that are no longer valid.
+        Ends the stream if its address is outside `networks`, the networks that are now allowed, or
+        if the hash of its secret is in `ended_secrets`.
         """
         self._is_stale = True
         principal = self.principal
@@ -390,7 +401,9 @@ class StreamKey:
             self.on_excluded(self._refusal)
 
     def check(self) -> None:
-        """Raise if a request may not start: Unauthenticated, KeyInvalid, PermissionDenied."""
+        """Raise Unauthenticated, KeyInvalid or PermissionDenied if no request may start with the
+        key.
+        """
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
         lifetime_s = self.principal.secret_lifetime_s
@@ -402,7 +415,7 @@ class StreamKey:
 
 
 class StreamKeys:
-    """Keys of all open streams, by id."""
+    """Registry of the keys of all open streams, by id of the API key."""
 
     def __init__(self) -> None:
         self._open: dict[uuid.UUID, set[StreamKey]] = {}
@@ -412,7 +425,7 @@ class StreamKeys:
 
     @contextlib.contextmanager
     def hold(self, key: StreamKey) -> Iterator[StreamKey]:
-        """Notify the key of changes for the duration of the block."""
+        """Register a key for the duration of the block, so that it is notified of changes."""
         api_key_id = key.principal.api_key_id
         self._open.setdefault(api_key_id, set()).add(key)
         try:
@@ -432,6 +445,8 @@ class StreamKeys:
         networks: Sequence[Network],
         ended_secrets: Collection[bytes] = (),
     ) -> None:
-        """Notify all streams and requests that use a key."""
+        """Notify every stream and waiting HTTP request that uses the API key; see
+        `StreamKey.change`.
+        """
         for key in tuple(self._open.get(api_key_id, ())):
             key.change(networks, ended_secrets)

@@ -55,7 +55,7 @@ BY_SERVICE: Mapping[str, Mapping[Scopes, tuple[str, ...]]] = {
 
 
 class Scope(StrEnum):
-    """Permission of a key."""
+    """Scope of an API key: which calls it may make."""
 
     INFERENCE = "inference"  # use models; read own requests and quotas
     ADMIN = "admin"  # administration of the whole service, without use of models

@@ -1,4 +1,4 @@
-"""Base of the servicers of administrators: authentication, transactions, repeated requests."""
+"""Base of the gRPC servicers for administrators: authentication, transactions, idempotency."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from metering.tenants.authentication import Principal
 
 
 class Repeatable(Protocol):
-    """Request with a client-made id."""
+    """Request message with an id that the client chose, so that a retry is recognized."""
 
     request_id: str
 
     def SerializeToString(self, *, deterministic: bool = ...) -> bytes:
-        """Return the encoded request."""
+        """Encode the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallerTransaction:
-    """Transaction of the caller of an RPC. actor: name of the caller in the audit log."""
+    """Transaction of the caller of an RPC. The audit log names the caller as `actor`."""
 
     session: AsyncSession
     principal: Principal
@@ -41,9 +41,9 @@ class CallerTransaction:
         return self.principal.key_prefix
 
     async def earlier(self, request: Repeatable) -> str | None:
-        """Return the id that the same request created before, or None for its first call.
+        """Return the id of the object that an earlier call with this request created.
 
-        After a None the caller must call `record`. Raises: InvalidRequest.
+        None if this is the first call; the caller must then call `record`. Raises: InvalidRequest.
         """
         if not request.request_id:
             return None
@@ -55,7 +55,9 @@ class CallerTransaction:
         )
 
     async def record(self, request: Repeatable, subject_id: object) -> None:
-        """Record the object that the first call created."""
+        """Store the id of the object that this request created, so that a retry returns the same
+        object.
+        """
         if request.request_id:
             await admin_requests.made(
                 self.session, wire.parse_request_id(request.request_id), str(subject_id)
@@ -63,21 +65,25 @@ class CallerTransaction:
 
 
 class AuthenticatedServicer:
-    """Base of servicers: authenticates the caller of an RPC and opens its transaction."""
+    """Base of gRPC servicers that authenticate the caller of each RPC and open a transaction for
+    it.
+    """
 
     def __init__(self, authenticator: Authenticator, sessions: Sessions) -> None:
         self._authenticator = authenticator
         self._sessions = sessions
 
     async def _caller(self, context: Context) -> Principal:
-        """Return the caller. Raises: Unauthenticated, KeyInvalid, PermissionDenied."""
+        """Authenticate the caller. Raises: Unauthenticated, KeyInvalid, PermissionDenied."""
         return await self._authenticator.principal(context)
 
     @contextlib.asynccontextmanager
     async def _acting(
         self, context: Context, *, alone: bool = False
     ) -> AsyncIterator[CallerTransaction]:
-        """Open a transaction that commits at the end of the block. alone: block other changes."""
+        """Open a transaction for the caller, which commits at the end of the block. With `alone`,
+        no other administrator can make changes until it ends.
+        """
         principal = await self._caller(context)
         async with self._sessions.begin() as session:
             await take_changes_lock(session, alone=alone)
@@ -90,9 +96,8 @@ class AuthenticatedServicer:
 
 
 async def removed(removal: Awaitable[object], *, allow_missing: bool) -> bool:
-    """Await a removal; return whether there was an object to remove.
-
-    Raises: NotFound unless `allow_missing`.
+    """Await a removal, and return whether the object existed. Raises NotFound if it did not, unless
+    `allow_missing`.
     """
     try:
         await removal

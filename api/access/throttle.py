@@ -1,9 +1,9 @@
 """Throttling of failed authentications by address, shared between processes.
 
-An address may have a number of failures at once and per minute; then its lookups stop, which keeps
-floods of wrong keys from the database. A secret of 256 bits cannot be guessed, so no key is ever
-locked. Keys that were valid before pass whatever else comes from their address, since a whole
-company may share one.
+An address may have a number of failures at once, and the same number per minute. Above that, its
+secrets are no longer looked up, which keeps floods of wrong keys from the database. A secret of 256
+bits cannot be guessed, so no key is ever locked. Keys that were valid before are never throttled,
+since a whole company may share one address.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ log = structlog.get_logger(__name__)
 
 
 class Bucket:
-    """Failures of one address.
+    """Leaky bucket of the failures of one address.
 
-    failure_count: not drained yet; under_way_count: attempts that may still fail. holder_count:
-    attempts that use this bucket: waiting, under way, or admitted as known.
+    `failure_count` is its current level, and `under_way_count` the number of lookups that may still
+    fail. `holder_count` counts all attempts that use the bucket, even waiting ones.
     """
 
     def __init__(self, now: float) -> None:
@@ -50,7 +50,7 @@ class Bucket:
         self.changed = asyncio.Event()
 
     def drain(self, now: float, per_s: float) -> None:
-        """Drain failures according to the time passed."""
+        """Lower the level at the rate `per_s` for the time since the last call."""
         self.failure_count = max(0.0, self.failure_count - (now - self.drained_at) * per_s)
         self.drained_at = now
 
@@ -61,10 +61,12 @@ class Bucket:
 
 
 class Throttle:
-    """Failure counts of one process, by address."""
+    """Limit of failed authentications per address, as counted in one process."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """per_minute: failures allowed per address, at once and per minute; 0: no limit."""
+        """An address may fail `per_minute` times at once, and as often per minute; 0 means no
+        limit.
+        """
         self._most = per_minute
         self._per_s = per_minute / 60
         self._clock = clock
@@ -76,7 +78,7 @@ class Throttle:
 
     @property
     def refused_count(self) -> int:
-        """Number of addresses that were refused and have not been quiet since."""
+        """Number of addresses that were refused and have not been quiet since then."""
         now = self._clock()
         refused = [bucket for bucket in self._buckets.values() if bucket.is_refused]
         for bucket in refused:
@@ -85,10 +87,12 @@ class Throttle:
 
     @contextlib.asynccontextmanager
     async def attempt(self, peer: str, is_known: Callable[[], bool]) -> AsyncIterator[None]:
-        """Guard the lookup of a secret; a KeyInvalid out of the block counts against the address.
+        """Guard the lookup of a secret. A KeyInvalid raised in the block counts as a failure of the
+        address.
 
-        peer: in gRPC's notation. is_known: whether the secret was valid before; asked again after a
-        wait, since no more attempts run at once than may fail. Raises: AuthenticationThrottled.
+        `peer` is the client in gRPC's notation. `is_known` returns whether the secret was valid
+        before; it is called again after each wait, because the number of concurrent lookups is
+        limited to the failures that are left. Raises: AuthenticationThrottled.
         """
         if not self._most:
             yield
@@ -117,7 +121,7 @@ class Throttle:
                 del self._buckets[address]
 
     def failed(self, peer: str) -> None:
-        """Record an attempt with a wrong key from this peer."""
+        """Count a failed authentication of this peer."""
         if not self._most:
             return
         address = address_of(peer)
@@ -126,14 +130,17 @@ class Throttle:
             self._unshared[address] += 1
 
     def take_unshared(self, address_count_max: int) -> dict[str, int]:
-        """Return failures that were not broadcast yet, by address, most failures first."""
+        """Remove and return failures that were not broadcast yet, by address.
+
+        Takes the addresses with the most failures if there are more than `address_count_max`.
+        """
         taken = dict(self._unshared.most_common(address_count_max))
         for address in taken:
             del self._unshared[address]
         return taken
 
     def add(self, counts: Mapping[str, int]) -> None:
-        """Add failures that other processes have seen."""
+        """Add failures that other processes have counted, by address."""
         if not self._most:
             return
         for address, count in counts.items():
@@ -144,9 +151,8 @@ class Throttle:
         bucket.failure_count = min(bucket.failure_count + failure_count, float(self._most))
 
     async def _enter(self, address: str, bucket: Bucket, is_known: Callable[[], bool]) -> bool:
-        """Wait for room among the attempts of the address. Return whether this attempt is counted.
-
-        Raises: AuthenticationThrottled.
+        """Wait until the address may look up another secret. Returns True if the attempt is
+        counted, and False if the secret turned out to be known. Raises: AuthenticationThrottled.
         """
         while not is_known():
             bucket.drain(self._clock(), self._per_s)
@@ -180,17 +186,17 @@ class Throttle:
 
 
 class Failures(Struct, forbid_unknown_fields=True):
-    """One broadcast. owner: the process that saw the failures. counts: by address."""
+    """Broadcast message with failures by address. `owner` is the process that counted them."""
 
     owner: str
     counts: dict[str, int]
 
 
 class SharedFailures:
-    """Broadcast of a throttle's failures, as a `Broadcaster`."""
+    """Broadcaster of a throttle's failures to other processes. Implements `Broadcaster`."""
 
     def __init__(self, throttle: Throttle, process_id: uuid.UUID) -> None:
-        """process_id: this process, which receives its own broadcasts."""
+        """`process_id` identifies this process, so that it ignores its own broadcasts."""
         self._throttle = throttle
         self._owner = process_id.hex
 

@@ -1,8 +1,8 @@
-"""TLS of the server: certificate, key and client authorities, from files that may be renewed at run
-time.
+"""TLS of the server: certificate, private key and client CA, from files that may be renewed while
+the server runs.
 
-Checks the files for changes once per handshake. Unusable files are rejected at start. Later, while
-a renewal is incomplete or invalid, the previous ones stay in use, and the reason is logged.
+The files are checked for changes at each handshake. At startup, unusable files are an error. Later,
+while a renewal is incomplete or invalid, the previous files stay in use and the reason is logged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """Key material of a handshake. context: the same for servers that use Python's `ssl`."""
+    """Private key, certificate chain and client CA of a handshake. `context` is the same for
+    servers that use Python's `ssl`.
+    """
 
     key: bytes
     certificate: bytes
@@ -33,17 +35,17 @@ class Material:
     context: ssl.SSLContext
 
     def for_grpc(self) -> grpc.ServerCertificateConfiguration:
-        """Return the material in gRPC's form."""
+        """Convert the material to gRPC's certificate configuration."""
         return grpc.ssl_server_certificate_configuration(
             [(self.key, self.certificate)], self.client_ca
         )
 
 
 class Tls:
-    """TLS from three files, shared by all listeners of this process."""
+    """Certificate, key and client CA from files, shared by all listeners of this process."""
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
-        """Raises: SettingInvalid naming the variable of an unusable file."""
+        """Read the files. Raises SettingInvalid, which names the variable of an unusable file."""
         self._certificate = certificate
         self._key = key
         self._client_ca = client_ca
@@ -60,9 +62,9 @@ class Tls:
         return self._client_ca is not None
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Return credentials for `add_secure_port`.
+        """Create server credentials for `add_secure_port`.
 
-        gRPC checks the files in each handshake, on its own thread.
+        gRPC checks the files in each handshake, on a thread of its own.
         """
         given = self._material
 
@@ -75,14 +77,15 @@ class Tls:
         return grpc.dynamic_ssl_server_credentials(first, fetch, needed)  # type: ignore[arg-type]  # None is "as before"
 
     def ssl_context(self, alpn: Sequence[str]) -> ssl.SSLContext:
-        """Return a context for Python servers that checks the files per handshake.
+        """Create an SSL context that checks the files at each handshake.
 
-        alpn: protocols, preferred first.
+        `alpn` lists the protocols that the server offers, preferred first.
         """
 
         def take(connection: ssl.SSLObject, _name: str, _context: ssl.SSLContext) -> None:
-            """Select the current certificate; called at the start of each handshake, with or
-            without server name."""
+            """Select the current certificate. `ssl` calls this at the start of each handshake, even
+            if the client sends no server name.
+            """
             connection.context = self.present().context
             connection.context.set_alpn_protocols(list(alpn))
 
@@ -92,7 +95,9 @@ class Tls:
         return outer
 
     def present(self) -> Material:
-        """Return the current material; the previous one if changed files are unusable."""
+        """Return the current material. If the files have changed and are unusable, the previous
+        one.
+        """
         try:
             stamp = self._read_stamp()
             if stamp != self._stamp:
@@ -106,7 +111,7 @@ class Tls:
         return self._material
 
     def _read_stamp(self) -> Stamp:
-        """Return a fingerprint of the state of the files."""
+        """Return the modification time, size and inode of each file, to detect changes."""
         found = [
             path.stat()
             for path in (self._certificate, self._key, self._client_ca)
@@ -115,7 +120,7 @@ class Tls:
         return tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in found)
 
     def _read(self) -> Material:
-        """Read the files. Raises: SettingInvalid, OSError."""
+        """Read and check the files. Raises: SettingInvalid, OSError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         for path in (self._certificate, self._key):
@@ -144,9 +149,9 @@ class Tls:
 
 
 def open_tls(settings: Settings) -> Tls | None:
-    """Return the TLS of these settings; None for plaintext.
-
-    Raises: SettingInvalid, also for unsafe plaintext.
+    """Read the TLS files that the settings name. Returns None if the server uses plaintext. Raises
+    SettingInvalid for unusable files, and for plaintext on an address that other machines can
+    reach, unless the settings allow it.
     """
     files = settings.tls_files()
     if files is not None:

@@ -33,14 +33,14 @@ from metering.tenants.api_keys import subject_ids
 
 
 class WebhookCalls(AuthenticatedServicer):
-    """Calls on webhooks."""
+    """RPCs for webhooks."""
 
     _private_webhooks: bool
 
     async def SetAlertWebhook(
         self, request: alert_pb.SetAlertWebhookRequest, context: Context
     ) -> alert_pb.SetAlertWebhookResponse:
-        """Create a webhook and return its secret, once."""
+        """Create a webhook. Only the first response has its secret; a retry returns it without."""
         async with self._acting(context) as acting:
             if (earlier := await acting.earlier(request)) is not None:
                 existing = await webhooks.list_webhooks(acting.session, organization=earlier)
@@ -92,7 +92,7 @@ class WebhookCalls(AuthenticatedServicer):
 
 
 class AuditCalls(AuthenticatedServicer):
-    """Calls on the audit log."""
+    """RPCs for the audit log."""
 
     async def ListAuditEntries(
         self, request: pb.ListAuditEntriesRequest, context: Context
@@ -134,7 +134,7 @@ class AdminServicer(
     AuditCalls,
     pb_grpc.AdminServiceServicer,
 ):
-    """Implements `proto/weir/v1/admin_service.proto`; each base has the calls of one subject."""
+    """Implements `proto/weir/v1/admin_service.proto`; each base has the RPCs of one subject."""
 
     def __init__(
         self,
@@ -148,11 +148,11 @@ class AdminServicer(
         in_thread: InThread = at_once,
         private_webhooks: bool = False,
     ) -> None:
-        """signer: signs receipts of overdue requests; may be None. issuer: has the fonts in which
-        billing profiles are printed.
+        """`signer` signs the receipts of requests that `ExpireOverdueHolds` ends; with None, they
+        get no receipt. `issuer` names the fonts with which billing profiles must be printable.
 
-        in_thread: runs work on a configuration, see `RequestRegistry.in_thread`.
-        private_webhooks: see `alerts/delivering.py`.
+        `in_thread` runs the parsing of a configuration, like `RequestRegistry.in_thread`.
+        `private_webhooks` permits webhooks in private networks and over plain HTTP.
         """
         super().__init__(authenticator, sessions)
         self._router = router

@@ -1,4 +1,4 @@
-"""Applying and exporting configurations; their messages, and the parser of these."""
+"""RPCs that apply and export configurations, and the conversion of their messages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ InThread = Callable[[Principal, int, Callable[[], Any]], Awaitable[Any]]
 WEIGHTS = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")
 
 
-# Names in the contract of columns that hold times.
+# Names in messages of columns that hold times.
 NAMES = {
     "expires_at": "expire_time",
     "override_until": "override_end_time",
@@ -54,12 +54,12 @@ Quotas = tuple[tuple[QuotaKey, QuotaSpec], ...]
 
 
 async def at_once(principal: Principal, size: int, call: Callable[[], Any]) -> Any:
-    """Run the call on the event loop."""
+    """Run the call on the event loop: default for `in_thread`."""
     return call()
 
 
 class ConfigurationCalls(AuthenticatedServicer):
-    """Calls on configurations."""
+    """RPCs for configurations."""
 
     _router: Router
     _issuer: Issuer
@@ -68,7 +68,7 @@ class ConfigurationCalls(AuthenticatedServicer):
     async def ApplyConfiguration(
         self, request: configuration_pb2.ApplyConfigurationRequest, context: Context
     ) -> configuration_pb2.ApplyConfigurationResponse:
-        """Apply a configuration; a dry run rolls it back at the end."""
+        """Apply a configuration and return the changes. A dry run makes no changes."""
         async with self._acting(context, alone=True) as acting:
             parsing, size = Parsing(), request.ByteSize()
             requested = await self._in_thread(
@@ -115,7 +115,7 @@ class ConfigurationCalls(AuthenticatedServicer):
 
 
 class Parsing:
-    """Parser of a configuration. Invalid values are recorded and replaced by valid ones."""
+    """Parser of a configuration message. It collects violations, and replaces invalid values."""
 
     def __init__(self) -> None:
         self.violations: list[ConfigurationViolation] = []
@@ -263,7 +263,7 @@ def project_configuration(project: ProjectSpec) -> configuration_pb2.ProjectConf
 
 
 def quota_message(quota: tuple[QuotaKey, QuotaSpec]) -> configuration_pb2.QuotaConfiguration:
-    """Convert a quota to its message; default values stay unset."""
+    """Convert a quota to a message. Fields with default values stay unset."""
     key, spec = quota
     message = quota_key_message(key)
     defaults = QuotaSpec(limit_value=spec.limit_value)
@@ -296,7 +296,7 @@ def answer_of(work: Attempts, *, secrets: bool) -> configuration_pb2.ApplyConfig
 
 
 def change_message(change: Change, *, secrets: bool) -> configuration_pb2.ConfigurationChange:
-    """Convert a change to its message. secrets: whether to include those of new keys."""
+    """Convert a change to a message. Secrets of new keys are left out unless `secrets`."""
     is_unmade = change.kind == "key" and change.action is Action.CREATE and not secrets
     return wire.message_of(
         configuration_pb2.ConfigurationChange,
@@ -316,5 +316,5 @@ def change_message(change: Change, *, secrets: bool) -> configuration_pb2.Config
 
 
 def json_text(value: object, **form: Any) -> str:
-    """Return a value as JSON; empty for None."""
+    """Encode a value as JSON. None becomes an empty string."""
     return "" if value is None else json.dumps(value, **form)

@@ -1,4 +1,4 @@
-"""Running requests, overdue holds and replicas: list, look up, end, drain."""
+"""RPCs that list, find and end running requests, expire overdue holds, and drain replicas."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ END_POLL_S = 0.005
 
 
 class LiveCalls(AuthenticatedServicer):
-    """Calls on running requests."""
+    """RPCs for running requests."""
 
     _database_url: str
     _signer: Signer | None
@@ -82,7 +82,9 @@ class LiveCalls(AuthenticatedServicer):
     async def _owner(
         self, session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None
     ) -> LiveRow:
-        """Find the owner of a request. Raises: NotFound; InvalidValue if the id is ambiguous."""
+        """Find the owner of a request. Raises NotFound, or InvalidValue if several projects have a
+        request with this id.
+        """
         owners = await live.find_request_owners(session, request_id, project_id)
         if not owners:
             raise NotFound("request", str(request_id))
@@ -123,7 +125,7 @@ class LiveCalls(AuthenticatedServicer):
     async def ExpireOverdueHolds(
         self, request: live_pb.ExpireOverdueHoldsRequest, context: Context
     ) -> live_pb.ExpireOverdueHoldsResponse:
-        """Expire overdue holds, as the worker's sweep does."""
+        """Expire overdue holds now, like the periodic task of the worker."""
         await self._caller(context)
         expired_count = await sweep_expired_holds(self._database_url, signer=self._signer)
         if expired_count:
@@ -142,9 +144,8 @@ class LiveCalls(AuthenticatedServicer):
     async def _find_request(
         self, request_id: uuid.UUID, project: str
     ) -> tuple[live.ProjectRequest, bool]:
-        """Find the process of a request and whether it has ended.
-
-        Raises: NotFound; InvalidValue if it runs in several projects.
+        """Find the process that runs a request, and whether the request is still running. Raises
+        NotFound, or InvalidValue if several projects have a request with this id.
         """
         async with self._sessions() as session:
             project_id = (await tenants.find_project(session, project)).id if project else None
@@ -243,13 +244,13 @@ def live_request_message(row: LiveRow) -> live_pb.LiveRequest:
 
 
 def check_reason(reason: str) -> None:
-    """Check the length and characters of a reason. Raises: InvalidValue."""
+    """Check the length of a reason and that it is printable. Raises: InvalidValue."""
     if len(reason) > REASON_CHARS_MAX or not reason.isprintable():
         raise InvalidValue("reason", f"must be at most {REASON_CHARS_MAX} printable characters")
 
 
 class ReplicaCalls(AuthenticatedServicer):
-    """Calls on replicas."""
+    """RPCs for replicas."""
 
     _router: Router
 
@@ -318,9 +319,10 @@ class ReplicaCalls(AuthenticatedServicer):
         )
 
     async def _served_name(self, model: str, replica: str) -> str:
-        """Return the served name of a replica known to processes or drains.
+        """Find the served name (model and version) of a replica that a process reports or a drain
+        names.
 
-        Raises: NotFound, InvalidValue.
+        Raises NotFound, or InvalidValue if several versions have a replica with this name.
         """
         view = await live.replica_view(self._sessions)
         async with self._sessions() as session:
@@ -342,7 +344,9 @@ class ReplicaCalls(AuthenticatedServicer):
         return served[0]
 
     def _own(self, model: str) -> set[tuple[str, str]]:
-        """Return this process's replicas of a model, which may not be in its report yet."""
+        """Return served name and name of this process's replicas of a model. Its last report may
+        not include all of them yet.
+        """
         return {
             (served, report.name)
             for served, report in self._router.reports()

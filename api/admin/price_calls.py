@@ -1,4 +1,4 @@
-"""Prices, their simulation, plans and prepaid credit."""
+"""RPCs for prices and their simulation, plans and prepaid credit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEP_FIELDS = ("up_to_token_count", "price_picos", "price_milli")
 
 
 class PriceCalls(AuthenticatedServicer):
-    """Calls on prices."""
+    """RPCs for prices."""
 
     async def SimulatePrices(
         self, request: plan_pb.SimulatePricesRequest, context: Context
@@ -61,7 +61,7 @@ class PriceCalls(AuthenticatedServicer):
         return plan_pb.SimulatePricesResponse(customers=customers)
 
     async def SetPrice(self, request: pb.SetPriceRequest, context: Context) -> pb.SetPriceResponse:
-        """Add a price version, and one for the batch tier if its price differs."""
+        """Add a price version, and a second one for the batch tier if the batch price differs."""
         effective_at = wire.given_time(request, "effective_time")
         async with self._acting(context) as acting:
             if (earlier := await acting.earlier(request)) is not None:
@@ -114,7 +114,9 @@ class PriceCalls(AuthenticatedServicer):
     async def ListPrices(
         self, request: price_pb.ListPricesRequest, context: Context
     ) -> price_pb.ListPricesResponse:
-        """Return the prices that apply to an organization, with their sources and times."""
+        """Return the prices that an organization pays, with where each comes from and since when it
+        applies.
+        """
         at = wire.given_time(request, "time")
         async with self._transaction(context) as (session, _):
             owner = (
@@ -146,7 +148,7 @@ class PriceCalls(AuthenticatedServicer):
 async def owner_names(
     session: AsyncSession, versions: Collection[ModelPrice]
 ) -> dict[uuid.UUID, str]:
-    """Look up the names of the organizations that the price versions belong to."""
+    """Look up the names of the organizations that have price versions of their own."""
     return await organization_names(
         session, (each.organization_id for each in versions if each.organization_id is not None)
     )
@@ -166,7 +168,7 @@ def proposed_price(message: configuration_pb2.PriceConfiguration) -> simulation.
 
 
 def proposed_plan(path: str, message: plan_pb.PlanConfiguration) -> simulation.ProposedPlan:
-    """Return a plan for a simulation. Raises: InvalidValue."""
+    """Parse the plan that a simulation proposes. `path` is its field. Raises: InvalidValue."""
     rules = rules_of(path, message)
     return simulation.ProposedPlan(
         message.name, message.currency_code or "USD", rules, frozenset(message.organizations)
@@ -205,7 +207,7 @@ def applied_message(
 
 
 class PlanCalls(AuthenticatedServicer):
-    """Calls on plans and prepaid credit."""
+    """RPCs for plans and prepaid credit."""
 
     async def CreatePlan(
         self, request: plan_pb.CreatePlanRequest, context: Context
@@ -258,7 +260,7 @@ class PlanCalls(AuthenticatedServicer):
     async def GrantCredit(
         self, request: plan_pb.GrantCreditRequest, context: Context
     ) -> plan_pb.GrantCreditResponse:
-        """Grant credit; a prepaid organization may use it at once."""
+        """Grant credit to an organization. A prepaid organization can use it at once."""
         async with self._acting(context) as acting:
             if (earlier := await acting.earlier(request)) is None:
                 last_month = parse_month(request.last_month, "last_month")
@@ -314,7 +316,7 @@ class PlanCalls(AuthenticatedServicer):
     async def SetPrepaid(
         self, request: plan_pb.SetPrepaidRequest, context: Context
     ) -> plan_pb.SetPrepaidResponse:
-        """Set whether an organization is prepaid."""
+        """Make an organization prepaid, or billed in arrears."""
         async with self._acting(context) as acting:
             _, existed = await prepaid.set_prepaid(
                 acting.session,
@@ -327,9 +329,8 @@ class PlanCalls(AuthenticatedServicer):
 
 
 def parse_month(text: str, field: str) -> date | None:
-    """Parse a month `YYYY-MM` to its first day; None for an empty text.
-
-    Raises: InvalidValue naming the field.
+    """Parse a month `YYYY-MM` and return its first day; None for an empty string. Raises
+    InvalidValue, which names the field.
     """
     try:
         return month_bounds(text)[0].date() if text else None
@@ -338,7 +339,7 @@ def parse_month(text: str, field: str) -> date | None:
 
 
 def rules_of(path: str, message: plan_pb.PlanConfiguration) -> PlanRules:
-    """Convert the rules of a plan. Raises: InvalidValue naming the field in `path`."""
+    """Parse the rules of a plan. Raises InvalidValue, which names the field below `path`."""
     try:
         return PlanRules(
             tuple(
@@ -363,7 +364,7 @@ def rules_of(path: str, message: plan_pb.PlanConfiguration) -> PlanRules:
 
 
 def selector_of(message: plan_pb.TokenSelector) -> Selector:
-    """Convert a selector of tokens. Raises: InvalidValue."""
+    """Parse a selector of tokens by model, token kind and tier. Raises: InvalidValue."""
     if message.token_kind and message.token_kind not in KINDS:
         raise InvalidValue(
             "token_kind", f"must be one of {', '.join(KINDS)}, got {message.token_kind[:64]!r}"

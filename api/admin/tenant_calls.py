@@ -1,4 +1,4 @@
-"""Organizations, billing profiles, projects, API keys and quotas."""
+"""RPCs for organizations, billing profiles, projects, API keys and quotas."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from metering.tenants.networks import excludes
 
 
 class TenantCalls(AuthenticatedServicer):
-    """Calls on tenants."""
+    """RPCs for organizations, billing profiles, projects and API keys."""
 
     _router: Router
     _issuer: Issuer
@@ -151,7 +151,9 @@ class TenantCalls(AuthenticatedServicer):
     async def RotateApiKey(
         self, request: pb.RotateApiKeyRequest, context: Context
     ) -> pb.RotateApiKeyResponse:
-        """Replace the secret of a key and return the new one, once."""
+        """Replace the secret of a key. Only the first response has the new secret; a retry has
+        none.
+        """
         overlap = wire.given_duration(request, "overlap")
         overlap = api_keys.OVERLAP if overlap is None else overlap
         async with self._acting(context) as acting:
@@ -218,7 +220,7 @@ class TenantCalls(AuthenticatedServicer):
             return pb.ListApiKeysResponse(api_keys=map(key_message, keys))
 
     def _known_models(self, models: Sequence[str]) -> tuple[str, ...]:
-        """Return the models to which a key is limited. Raises: ModelUnknown."""
+        """Check that all models of a key's restriction exist. Raises: ModelUnknown."""
         for model in models:
             self._router.check_canonical_name(model)
         return tuple(models)
@@ -253,7 +255,7 @@ def key_message(key: api_keys.KeyRecord) -> pb.ApiKey:
 
 
 class QuotaCalls(AuthenticatedServicer):
-    """Calls on quotas."""
+    """RPCs for quotas."""
 
     _router: Router
 
@@ -285,7 +287,9 @@ class QuotaCalls(AuthenticatedServicer):
             return pb.SetQuotaResponse(quota=await self._status(session, state))
 
     async def _status(self, session: AsyncSession, state: QuotaState) -> QuotaStatus:
-        """Return a quota, and whether a stricter one at a higher level makes it ineffective."""
+        """Convert a quota to a message, including the id of a stricter quota that makes it
+        ineffective.
+        """
         status = quota_status(state)
         narrowed_by = None if state.for_new_keys else await quota_states.narrowed_by(session, state)
         status.narrowed_by_quota_id = "" if narrowed_by is None else str(narrowed_by)
@@ -294,7 +298,7 @@ class QuotaCalls(AuthenticatedServicer):
     async def OverrideQuota(
         self, request: pb.OverrideQuotaRequest, context: Context
     ) -> pb.OverrideQuotaResponse:
-        """Set or end a temporary override of a limit."""
+        """Set a temporary override of a limit, or end it."""
         until = wire.given_time(request, "expire_time")
         async with self._transaction(context) as (session, actor):
             state = await quota_admin.override_quota(

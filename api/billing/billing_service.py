@@ -78,7 +78,7 @@ from metering.tenants.tenants import find_organization, find_project
 
 # Waiting reports of one key; a page of the console requests several at once.
 WAITING_PER_KEY_MAX = 16
-# Seconds. A month of many millions of requests takes some; clients time out after 30 s.
+# Seconds. A report on a month of many millions of requests takes some; clients time out after 30 s.
 REPORT_S = 25.0
 
 TIME_ZONE = "UTC"
@@ -133,7 +133,7 @@ def report_message(report: MonthReport) -> pb.GetMonthReportResponse:
 
 
 def month_message(entry: MonthEntry, payments: Sequence[InvoicePayment]) -> months_pb2.Month:
-    """Return the state of a month and the payment of its Stripe invoices."""
+    """Convert a month to a message, with the payments of its Stripe invoices."""
     return wire.message_of(
         months_pb2.Month,
         entry,
@@ -145,7 +145,7 @@ def month_message(entry: MonthEntry, payments: Sequence[InvoicePayment]) -> mont
 async def one_month(
     session: AsyncSession, organization: Organization, month: str
 ) -> months_pb2.Month:
-    """Return the message of one month `YYYY-MM`. Raises: InvalidValue."""
+    """Look up a month `YYYY-MM` and convert it to a message. Raises: InvalidValue."""
     payments = await payments_by_month(session, organization.id)
     return month_message(await month_entry(session, organization, month), payments.get(month, ()))
 
@@ -156,7 +156,9 @@ def payment_message(payment: InvoicePayment) -> months_pb2.InvoicePayment:
 
 
 def invoice_message(invoice: Invoice, payments: Sequence[InvoicePayment]) -> months_pb2.Invoice:
-    """Return an invoice with its lines and the payment of its month's Stripe invoices."""
+    """Convert an invoice and its lines to a message, with the payments of the month's Stripe
+    invoices.
+    """
     currency = invoice.currency_code
     return wire.message_of(
         months_pb2.Invoice,
@@ -176,13 +178,13 @@ def adjustment_message(record: AdjustmentRecord) -> months_pb2.Adjustment:
 
 
 class Reports:
-    """Database connections for reports.
+    """Database connections for reports, shared fairly between API keys.
 
-    One key gets all but one at most; a bounded number of its other reports waits.
+    A key can use all connections but one. A limited number of its further reports waits.
     """
 
     def __init__(self, sessions: Sessions, connections_max: int) -> None:
-        """sessions: on a pool of `connections_max` connections, for reports only."""
+        """`sessions` uses a separate pool for reports, which has `connections_max` connections."""
         self._sessions = sessions
         self._per_key_max = max(connections_max - 1, 1)
         self._locks: dict[uuid.UUID, asyncio.Semaphore] = {}
@@ -190,7 +192,9 @@ class Reports:
 
     @contextlib.asynccontextmanager
     async def session_of(self, reader: Principal) -> AsyncIterator[Sessions]:
-        """Return sessions for a report in the key's turn. Raises: TooManyReports."""
+        """Wait until the key may run another report, and yield the sessions for it. Raises
+        TooManyReports if too many reports of the key are waiting.
+        """
         key_id = reader.api_key_id
         if self._counts[key_id] >= self._per_key_max + WAITING_PER_KEY_MAX:
             raise TooManyReports(self._counts[key_id])
@@ -205,12 +209,12 @@ class Reports:
 
 
 class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer):
-    """Implements `proto/weir/v1/billing_service.proto`; scopes: `api/access/scopes.py`."""
+    """Implements `proto/weir/v1/billing_service.proto`. `api/access/scopes.py` has the scopes."""
 
     def __init__(
         self, authenticator: Authenticator, sessions: Sessions, reports: Reports, issuer: Issuer
     ) -> None:
-        """sessions: for changes by admins. reports: for RPCs that only read."""
+        """`sessions` is for changes by administrators, `reports` for RPCs that only read."""
         super().__init__(authenticator, sessions)
         self._reports = reports
         self._issuer = issuer
@@ -218,7 +222,9 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
 
     @contextlib.asynccontextmanager
     async def _reading(self, reader: Principal) -> AsyncIterator[AsyncSession]:
-        """Open a session on one snapshot, with the timeout of reports. Raises: TooManyReports."""
+        """Open a session that reads one snapshot, with the statement timeout of reports. Raises:
+        TooManyReports.
+        """
         with patience(REPORT_S + 2):
             async with self._reports.session_of(reader) as sessions, sessions() as session:
                 await read_one_moment(session, REPORT_S)
@@ -228,9 +234,9 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
     async def _reading_of(
         self, context: Context, organization: str, *, or_own: bool = False
     ) -> AsyncIterator[tuple[AsyncSession, Organization]]:
-        """Open a session of `_reading` for the caller, and find an organization that it may see.
-
-        or_own: without a name or id, the caller's own. Raises: NotFound, TooManyReports.
+        """Authenticate the caller, open a session with `_reading`, and find the organization. With
+        `or_own`, an empty `organization` means the caller's own. Raises NotFound if the caller may
+        not see the organization; TooManyReports.
         """
         reader = await self._caller(context)
         async with self._reading(reader) as session:
@@ -261,7 +267,7 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
     async def GetForecast(
         self, request: usage_pb.GetForecastRequest, context: Context
     ) -> usage_pb.GetForecastResponse:
-        """Return the cost of a month so far and its forecast."""
+        """Return the cost of a month so far, and a forecast for the whole month."""
         about = self._reading_of(context, request.organization, or_own=True)
         async with about as (session, owner):
             now = await database_now(session)
@@ -279,7 +285,10 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
     async def ExportMonth(  # type: ignore[override]
         self, request: usage_pb.ExportMonthRequest, context: Context
     ) -> None:
-        """Write a month or a credit note to a file and send it in pieces, outside a transaction."""
+        """Export a month or a credit note as a file, in chunks.
+
+        The transaction ends before the file is sent.
+        """
         principal = await self._caller(context)
         if request.credit_note_number:
             async with self._reports.session_of(principal) as sessions, sessions.begin() as session:
@@ -337,7 +346,7 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
     async def GetReconciliation(
         self, request: reconcile_pb.GetReconciliationRequest, context: Context
     ) -> reconcile_pb.GetReconciliationResponse:
-        """Compare the stages of a month in one snapshot."""
+        """Compare the totals of a month at each stage of billing, in one snapshot."""
         about = self._reading_of(context, request.organization, or_own=True)
         async with about as (session, organization):
             found, is_exported = await reconcile_locally(session, request.month, organization.id)
@@ -361,7 +370,7 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
     async def GetMonthDocument(
         self, request: months_pb2.GetMonthDocumentRequest, context: Context
     ) -> months_pb2.GetMonthDocumentResponse:
-        """Return the month report as a file."""
+        """Return the report of a month as JSON or CSV."""
         reader = await self._caller(context)
         if (write := DOCUMENTS.get(request.format)) is None:
             raise InvalidValue("format", "must be JSON or CSV")
@@ -396,7 +405,7 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
     async def CloseMonth(
         self, request: months_pb2.CloseMonthRequest, context: Context
     ) -> months_pb2.CloseMonthResponse:
-        """Close a month, or return the reasons why it cannot be closed."""
+        """Close a month; with `validate_only`, return the reasons why it cannot be closed yet."""
         admin = await self._caller(context)
         response = months_pb2.CloseMonthResponse()
         terms = CloseTerms(
@@ -487,7 +496,7 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
         context: Context,
         propose: Callable[..., Awaitable[AdjustmentRecord]],
     ) -> months_pb2.Adjustment:
-        """Return the adjustment that the request proposes, or has proposed before."""
+        """Propose an adjustment. A retry returns the adjustment that the first call proposed."""
         async with self._acting(context) as acting:
             if (earlier := await acting.earlier(request)) is not None:
                 found = await adjustments.find_adjustment(acting.session, uuid.UUID(earlier))
@@ -536,12 +545,14 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
 
 
 def may_see(reader: Principal, organization_id: object) -> bool:
-    """Return whether the reader may see an organization: any for admins, else its own."""
+    """Return whether the reader may see an organization. Administrators may see any, others only
+    theirs.
+    """
     return Scope.ADMIN in reader.scopes or organization_id == reader.organization_id
 
 
 async def visible(session: AsyncSession, reader: Principal, ref: str) -> Organization:
-    """Return an organization by name or id. Raises: NotFound, also if it is not visible."""
+    """Find an organization by name or id. Raises NotFound, even if it exists but is not visible."""
     organization = await find_organization(session, ref)
     if not may_see(reader, organization.id):
         raise NotFound("organization", ref)
@@ -549,12 +560,12 @@ async def visible(session: AsyncSession, reader: Principal, ref: str) -> Organiz
 
 
 async def visible_or_own(session: AsyncSession, reader: Principal, ref: str) -> Organization:
-    """Return an organization by name or id; without either, the reader's own. Raises: NotFound."""
+    """Find an organization by name or id; empty means the reader's own. Raises: NotFound."""
     return await visible(session, reader, ref or str(reader.organization_id))
 
 
 async def send_file(context: Context, name: str, media_type: str, file: IO[bytes]) -> None:
-    """Send a file in pieces; the first names it."""
+    """Send a file in chunks. The first message also has its name and media type."""
     first = usage_pb.ExportMonthResponse(
         file_name=name, media_type=media_type, chunk=file.read(CHUNK_BYTES)
     )
@@ -573,9 +584,9 @@ async def write_focus(
 async def usage_filter(
     session: AsyncSession, principal: Principal, request: usage_pb.GetUsageRequest
 ) -> tuple[UsageFilter, str]:
-    """Return the filter of a usage request in ids, and its currency.
+    """Convert a usage request to a filter by ids, and find the organization's currency.
 
-    Raises: NotFound, InvalidValue.
+    The currency is empty if the request covers all organizations. Raises: NotFound, InvalidValue.
     """
     everyone = not request.organization and "admin" in principal.scopes
     if everyone:
@@ -601,7 +612,7 @@ async def usage_filter(
 
 
 def parse_day(day: str) -> date | None:
-    """Parse `YYYY-MM-DD`; None for an empty text. Raises: InvalidValue."""
+    """Parse a day `YYYY-MM-DD`. Returns None for an empty string. Raises: InvalidValue."""
     if not day:
         return None
     try:
@@ -611,7 +622,7 @@ def parse_day(day: str) -> date | None:
 
 
 def usage_row(row: UsageRow, currency_code: str) -> usage_pb.UsageRow:
-    """Return one row; fields that are not grouped by stay empty."""
+    """Convert a row of usage to a message. Fields that the report does not group by stay empty."""
     return wire.message_of(
         usage_pb.UsageRow,
         row,
@@ -625,7 +636,9 @@ def usage_row(row: UsageRow, currency_code: str) -> usage_pb.UsageRow:
 def forecast_message(
     seen: Forecast, owner: Organization, month: str, now: datetime
 ) -> usage_pb.GetForecastResponse:
-    """Return an estimate rounded to the currency's minor unit, its real precision."""
+    """Convert a forecast to a message. Amounts are rounded to the currency's minor unit, because an
+    estimate is not more precise.
+    """
     currency_code = owner.currency_code
     estimates = {"expected": seen.expected_picos, "low": seen.low_picos, "high": seen.high_picos}
     coins = {
@@ -656,7 +669,7 @@ def difference_message(each: Difference) -> reconcile_pb.StageDifference:
 
 
 class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
-    """Implementation of `proto/weir/v1/receipt_service.proto`."""
+    """Implements `proto/weir/v1/receipt_service.proto`."""
 
     def __init__(self, authenticator: Authenticator, reports: Reports) -> None:
         self._authenticator = authenticator
@@ -665,7 +678,7 @@ class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
     async def ListReceiptKeys(
         self, request: receipt_pb.ListReceiptKeysRequest, context: Context
     ) -> receipt_pb.ListReceiptKeysResponse:
-        """Return all public keys, which any valid key may read."""
+        """Return all public keys of receipts. Any valid API key may read them."""
         principal = await self._authenticator.principal(context)
         async with self._reports.session_of(principal) as sessions, sessions() as session:
             keys = await list_receipt_keys(session)

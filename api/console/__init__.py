@@ -1,1 +1,1 @@
-"""Web console over the calls of the contract. See ADR 0041 and docs/how-to/console.md."""
+"""Web console, built on the RPCs of the API. See ADR 0041 and docs/how-to/console.md."""

@@ -1,8 +1,8 @@
-"""HTTP handler of the console: static files, sessions, and RPCs of the page as JSON.
+"""HTTP handler of the console: static files, sessions, and the console's RPCs as JSON.
 
-`POST /console/api/<Service>/<Method>` has protobuf's JSON form of the contract's messages; errors
-are a `google.rpc.Status` in that form. `GET /console/api/session` returns the permissions of a key.
-Paths outside `/console` are passed on.
+`POST /console/api/<Service>/<Method>` takes and returns messages in protobuf's JSON format; errors
+are a `google.rpc.Status` in the same format. `GET /console/api/session` returns the permissions of
+a key. Paths outside `/console` go to the next handler.
 """
 
 from __future__ import annotations
@@ -104,14 +104,14 @@ FAULT_CODES = {
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """Static file. etag: value of the header, by content."""
+    """Static file. `etag` is the value of its ETag header, a hash of the content."""
 
     content: bytes
     media_type: str
     etag: str
 
     def answer(self, request: web.BaseRequest) -> web.Response:
-        """Return the file, or status 304 if the browser has it."""
+        """Respond with the file, or with status 304 if the browser has this version."""
         headers = {
             **HEADERS,
             "cache-control": "no-cache",
@@ -127,7 +127,7 @@ class PageFile:
 
 
 def read_files(directory: Path = STATIC) -> dict[str, PageFile]:
-    """Return the static files by name; `""` is the page."""
+    """Read the static files. Returns them by name; the empty name is the page itself."""
     files = {}
     for path in (path for path in directory.iterdir() if path.suffix in MEDIA_TYPES):
         content = path.read_bytes()
@@ -138,7 +138,7 @@ def read_files(directory: Path = STATIC) -> dict[str, PageFile]:
 
 
 class Refused(grpc.aio.AbortError):
-    """Refused call. Passes through interceptor and handlers like gRPC's own error."""
+    """Error that ends a refused call. Interceptors and handlers treat it like gRPC's own."""
 
     def __init__(self, status: status_pb2.Status) -> None:
         super().__init__(status.message)
@@ -146,10 +146,10 @@ class Refused(grpc.aio.AbortError):
 
 
 class CallContext:
-    """Subset of `grpc.aio.ServicerContext` that handlers of this service use."""
+    """The methods of `grpc.aio.ServicerContext` that the RPC handlers of this API use."""
 
     def __init__(self, request: web.BaseRequest, write: Write | None = None) -> None:
-        """write: receives the messages of a server-streaming RPC."""
+        """`write` receives the messages of a server-streaming RPC."""
         self._metadata = tuple(
             (name, value)
             for name in FORWARDED_HEADERS
@@ -186,9 +186,9 @@ class CallContext:
 
 @dataclass(frozen=True, slots=True)
 class OfferedCall:
-    """RPC that the console offers.
+    """RPC that the console may call. `path` is its gRPC path.
 
-    path: gRPC's name. answer: guarded handler, which writes the messages of a server stream.
+    `answer` is its handler with errors converted to statuses; it writes the messages of a stream.
     """
 
     path: str
@@ -198,7 +198,10 @@ class OfferedCall:
 
 
 def offered_calls(servicers: Servicers, failed: Failed) -> dict[str, OfferedCall]:
-    """Return the offered RPCs by `Service/Method`. failed: called for each that fails."""
+    """Build the RPCs that the console may call, by `Service/Method`.
+
+    `failed` is called with the path and error of each call that fails.
+    """
     answering: Mapping[str, object] = {
         "AdminService": servicers.admin,
         "BillingService": servicers.billing,
@@ -220,7 +223,7 @@ def offered_calls(servicers: Servicers, failed: Failed) -> dict[str, OfferedCall
 
 
 class Console:
-    """Handler of paths under `/console`; passes all others on."""
+    """HTTP handler of the paths under `/console`; passes all others to the next handler."""
 
     def __init__(
         self,
@@ -231,9 +234,8 @@ class Console:
         observer: Observer,
         stall_max_s: float,
     ) -> None:
-        """others: handler of all other paths. observer: counts refusals.
-
-        stall_max_s: time after which a client that reads nothing of a file counts as gone.
+        """`others` handles all other paths. `observer` counts refused requests. A client that reads
+        nothing of a file for `stall_max_s` seconds is disconnected.
         """
         self._calls = offered_calls(servicers, observer.call_failed)
         self._files = read_files()
@@ -245,7 +247,7 @@ class Console:
         self._json_thread = ThreadPoolExecutor(1, "weir-console")
 
     def handle(self, request: web.BaseRequest) -> Coroutine[Any, Any, web.StreamResponse]:
-        """Handle a request of the console, or pass it on."""
+        """Handle a request to the console, or pass it to the next handler."""
         is_own = request.path in ("/", ROOT) or request.path.startswith(f"{ROOT}/")
         return self._handle(request) if is_own else self._next(request)
 
@@ -305,7 +307,7 @@ class Console:
         return as_json(await self._json_of(answer))
 
     async def _session(self, request: web.BaseRequest) -> web.Response:
-        """Return the permissions of the key, for display; each RPC checks its own."""
+        """Return the permissions of the key, for display only: each RPC checks the key itself."""
         origin = self._authenticator.proxies.origin(
             peer_of(request), request.headers.getall(FORWARDED_FOR, ())
         )
@@ -326,7 +328,7 @@ class Console:
         return as_json(json.dumps(session))
 
     async def _json_of(self, answer: Message) -> str:
-        """Convert a message to protobuf's JSON in a thread. Raises: InvalidRequest if too large."""
+        """Encode a message as protobuf JSON in a thread. Raises: InvalidRequest if too large."""
         if answer.ByteSize() > ANSWER_BYTES_MAX:
             raise InvalidRequest([FieldViolation("page_size", TOO_LARGE)])
         write = functools.partial(json_format.MessageToJson, answer, indent=None)
@@ -334,7 +336,7 @@ class Console:
 
 
 class FileAnswer:
-    """RPC whose stream of messages becomes a file in one response."""
+    """HTTP response that joins the messages of a streaming RPC into one file."""
 
     def __init__(self, request: web.BaseRequest, stall_max_s: float) -> None:
         self._request = request
@@ -342,9 +344,10 @@ class FileAnswer:
         self._response: web.StreamResponse | None = None
 
     async def serve(self, call: OfferedCall, parsed: Message) -> web.StreamResponse:
-        """Serve the file. A failure after the first piece aborts the connection.
+        """Serve the file. If the RPC fails after the first chunk was sent, the connection is
+        aborted.
 
-        Raises: Refused before the first piece.
+        Raises Refused if it fails before.
         """
         try:
             await call.answer(parsed, CallContext(self._request, self._write))
@@ -378,9 +381,8 @@ class FileAnswer:
 
 
 def read_message(body: bytes, kind: type[Message]) -> Message:
-    """Parse a request in protobuf's JSON form; an empty body is an empty message.
-
-    Raises: MessageUnreadable.
+    """Parse the body of a request as protobuf JSON. An empty body is an empty message. Raises:
+    MessageUnreadable.
     """
     message = kind()
     try:
@@ -394,7 +396,9 @@ def read_message(body: bytes, kind: type[Message]) -> Message:
 
 
 def check_method(request: web.BaseRequest, *allowed: str) -> None:
-    """Raise HttpFault for another HTTP method, even `OPTIONS`: other origins may not call."""
+    """Raise HttpFault unless the HTTP method is one of `allowed`. `OPTIONS` never is, which keeps
+    pages of other origins from calling.
+    """
     if request.method not in allowed:
         raise HttpFault(
             405, f"allowed: {allowed[0]}", "method_not_allowed", {"allow": ", ".join(allowed)}
@@ -407,7 +411,11 @@ def as_json(text: str, http_status: int = 200) -> web.Response:
 
 
 def refused(status: status_pb2.Status, http_status: int = 0, more: Any = None) -> web.Response:
-    """Return a status as a response. http_status: of an HTTP fault. more: headers to add."""
+    """Convert a status to an HTTP response.
+
+    `http_status` overrides the status code; 0 derives it from the gRPC code. `more` replaces the
+    default headers of an error.
+    """
     response = as_json(
         json_format.MessageToJson(status, indent=None),
         http_status or HTTP_STATUSES.get(status.code, 500),

@@ -1,2 +1,3 @@
-"""Base package of the API, which imports no other part of it: errors, settings, wire values, call
-guards."""
+"""Base package of the API, which imports no other part of it: errors, settings, conversion of
+messages, guards of calls.
+"""

@@ -1,7 +1,8 @@
-"""Client addresses of calls: the peer's own, or the one that a trusted proxy reports.
+"""Client addresses of calls: the address of the connection, or the one that a trusted proxy
+reports.
 
-Entries of `X-Forwarded-For` count only if trusted proxies added them, which are those at its right
-end; those of clients are ignored.
+In `X-Forwarded-For`, only the entries that trusted proxies added count: those at the right end. A
+client could forge the others.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ WITH_PORT = re.compile(r"\[(?P<six>[^\]]*)\](?::\d+)?|(?P<four>[^:]*):\d+")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Origin of a call.
+    """Client address of a call. `peer` is in gRPC's notation, such as `ipv4:192.0.2.1:4711`.
 
-    peer: in gRPC's notation, `ipv4:192.0.2.1:4711`. address: None if unknown.
+    `address` is None if it is unknown, as with Unix sockets.
     """
 
     peer: str
@@ -34,16 +35,16 @@ class Origin:
 
 
 class Proxies:
-    """Trusted proxies, by network."""
+    """Proxies whose `X-Forwarded-For` entries are trusted."""
 
     def __init__(self, networks: Sequence[Network] = ()) -> None:
-        """networks: of the proxies; empty: none is trusted."""
+        """`networks` are the networks of the proxies. If empty, no proxy is trusted."""
         self._networks = networks
 
     def origin(self, peer: str, forwarded: Iterable[str]) -> Origin:
-        """Return the origin of a call: the right-most address that is not a trusted proxy.
+        """Find the origin of a call: the right-most address that is not a trusted proxy.
 
-        forwarded: values of `X-Forwarded-For`, in order.
+        `forwarded` are the values of `X-Forwarded-For`, in order.
         """
         seen = connected(peer.rpartition(":")[0])
         if not self._networks or not allows(self._networks, seen):
@@ -62,19 +63,19 @@ class Proxies:
 
 
 def host_of(target: str) -> str | None:
-    """Parse the host of a peer in gRPC's notation, without its port; None for a Unix socket."""
+    """Parse the host of a peer in gRPC's notation, without port; None for a Unix socket."""
     kind, _, host = target.partition(":")
     return unquote(host).strip("[]") if kind in ("ipv4", "ipv6") else None
 
 
 @functools.lru_cache(maxsize=4096)
 def connected(target: str) -> Address | None:
-    """Remove the port from a peer in gRPC's notation: it alone varies."""
+    """Parse the address of a connection from a target without port; None for a Unix socket."""
     return None if (host := host_of(target)) is None else parse_address(host)
 
 
 def parse_entry(text: str) -> Address | None:
-    """Parse an address as proxies write it, with or without a port; None if invalid."""
+    """Parse an address as proxies write it, with or without a port; None if it is invalid."""
     if (address := parse_address(text)) is not None:
         return address
     match = WITH_PORT.fullmatch(text)
@@ -82,13 +83,16 @@ def parse_entry(text: str) -> Address | None:
 
 
 def named(address: Address) -> str:
-    """Return an address as gRPC writes that of a peer, without a port."""
+    """Write an address in gRPC's notation of a peer, with port 0."""
     return f"ipv4:{address}:0" if address.version == 4 else f"ipv6:[{address}]:0"
 
 
 @functools.lru_cache(maxsize=4096)
 def address_of(peer: str) -> str:
-    """Return a peer's address without port; for IPv6 its network. All Unix sockets count as one."""
+    """Return the address by which a peer is rate limited: for IPv6, its network instead.
+
+    All clients on Unix sockets count as one.
+    """
     if (host := host_of(peer.rpartition(":")[0])) is None:
         return peer.partition(":")[0]
     host = host.partition("%")[0]
@@ -104,7 +108,7 @@ def address_of(peer: str) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Return whether a listening address is local: a Unix socket or on the loopback."""
+    """Return whether only this machine can reach a listening address: a Unix socket or loopback."""
     if address.startswith(("unix:", "unix-abstract:")):
         return True
     host = address.rpartition(":")[0].strip("[]")

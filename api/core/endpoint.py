@@ -1,5 +1,6 @@
-"""Connection file: addresses and state of the api process of this machine, for other local
-processes."""
+"""Connection file: the addresses and state of this machine's api process, for other local
+processes.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +23,10 @@ NOT_STARTED = 78
 
 @dataclass(frozen=True, slots=True)
 class ConnectionFile:
-    """Content of the connection file.
+    """Content of the connection file. All fields are empty if no process has written it.
 
-    Empty if no process has written it; URLs also if a listener is off. openai_url: base URL for
-    OpenAI clients. console_url: for browsers. metrics_url: for Prometheus. serving: whether the
-    process accepts requests.
+    `openai_url` is the base URL for OpenAI clients, `console_url` for browsers, `metrics_url` for
+    Prometheus; each is empty if that listener is off. `serving`: the process accepts requests.
     """
 
     address: str = ""
@@ -38,12 +38,14 @@ class ConnectionFile:
 
 
 class Endpoint:
-    """Writer of the connection file of this process."""
+    """Writer of this process's connection file."""
 
     def __init__(
         self, home: Path, listen_address: str, port: int, *, tls: bool, urls: Mapping[str, str]
     ) -> None:
-        """port: the bound one. urls: of the HTTP listeners, by field of `ConnectionFile`."""
+        """`port` is the port that gRPC is bound to. `urls` has the URLs of the HTTP listeners, by
+        field of `ConnectionFile`.
+        """
         host = listen_address.rpartition(":")[0]
         local = (
             listen_address
@@ -56,7 +58,7 @@ class Endpoint:
         self._serving: bool | None = None
 
     def write(self, *, serving: bool) -> None:
-        """Write the file atomically if its content has changed."""
+        """Write the file atomically if `serving` has changed."""
         if serving is self._serving:
             return
         self._serving = serving
@@ -74,9 +76,9 @@ def read_endpoint(home: Path) -> ConnectionFile:
 
 
 def make_private(directory: Path) -> None:
-    """Create a directory, or restrict an existing one of ours, to its owner.
+    """Create a directory that only its owner can access, or restrict an existing one.
 
-    The group may traverse it: see `embedded_postgres.py`.
+    The group may still traverse it; `embedded_postgres.py` has the reason.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()
@@ -85,13 +87,15 @@ def make_private(directory: Path) -> None:
 
 
 def local_url(host: str, port: int, path: str, *, tls: bool = False) -> str:
-    """Return the URL of an HTTP listener, for clients on this machine."""
+    """Build the URL of an HTTP listener for clients on this machine."""
     named = f"[{host}]" if ":" in host else host
     return f"http{'s' if tls else ''}://{LOOPBACK.get(named, named)}:{port}{path}"
 
 
 class AddressUnavailable(OSError):
-    """A listening address is taken or not of this machine. The message has the remedy."""
+    """A listening address is in use or does not belong to this machine. The message says what to
+    do.
+    """
 
 
 def bound_socket(
@@ -103,11 +107,11 @@ def bound_socket(
     options: Mapping[int, int] = MappingProxyType({}),
     backlog: int | None = None,
 ) -> socket.socket:
-    """Return a socket bound to the first free port of a range.
+    """Bind a socket to the first free port of a range of `port_count` ports.
 
-    Raises: AddressUnavailable with address and variable. options: socket options, inherited by
-    connections. backlog: to listen at once, since two sockets may bind a port, but only one may
-    listen.
+    `options` are socket options, which connections inherit. With `backlog`, the socket listens at
+    once: two sockets may bind a port, but only one may listen. Raises AddressUnavailable, which
+    names the address and the variable.
     """
     host, first = address
     try:
@@ -139,5 +143,5 @@ def bound_socket(
 
 
 def forget_endpoint(home: Path) -> None:
-    """Delete the file of an earlier process, before a start."""
+    """Delete the connection file of an earlier process. Called before the start."""
     (home / ENDPOINT_FILE).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""Errors that the API raises itself: each class has a reason and a text for the client.
+"""Errors that the API itself raises. Each class has a reason code, and a text for the client.
 
-They do not depend on gRPC: `statuses.py` gives each a status.
+They do not depend on gRPC: `statuses.py` converts them to statuses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from metering.tenants.networks import Address
 
 
 class Cause(StrEnum):
-    """The party that caused the end of a request."""
+    """Party that caused a request to end."""
 
     COMPLETION = "completion"
     CLIENT = "client"
@@ -24,20 +24,22 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """Path of an invalid field, and the values that are allowed."""
+    """Path of an invalid field, and a description of the values that are allowed."""
 
     field: str
     description: str
 
 
 class ApiError(Exception):
-    """Base of the errors that the wire raises itself. violations: invalid fields."""
+    """Base of the errors that the API itself raises. `violations` lists the invalid fields."""
 
     reason = "INTERNAL"
     violations: Sequence[FieldViolation] = ()
 
     def __init__(self, message: str, **facts: object) -> None:
-        """facts: further details for the client, by name."""
+        """`facts` are further details for the client, by name; they become the metadata of the
+        error.
+        """
         super().__init__(message)
         self.facts = {name: str(value) for name, value in facts.items()}
 
@@ -49,7 +51,7 @@ class Unauthenticated(ApiError):
 
 
 class AuthenticationThrottled(ApiError):
-    """Too many authentications from this address have failed. Wait `retry_after_s`."""
+    """Authentication from this address failed too often. Retry after the delay in `RetryInfo`."""
 
     reason = "AUTHENTICATION_THROTTLED"
 
@@ -62,7 +64,7 @@ class AuthenticationThrottled(ApiError):
 
 
 class TooManyReports(ApiError):
-    """Too many reports of the key run or wait. Wait for one to end."""
+    """Too many reports of this API key are running or waiting. Retry when one has ended."""
 
     reason = "TOO_MANY_REPORTS"
     retry_after_s = 1.0
@@ -75,13 +77,13 @@ class TooManyReports(ApiError):
 
 
 class PermissionDenied(ApiError):
-    """The key is valid, but lacks the scope or the right for this call."""
+    """The API key is valid, but does not have the scope or the right that this call requires."""
 
     reason = "PERMISSION_DENIED"
 
 
 class AddressNotAllowed(PermissionDenied):
-    """The key is limited to networks, and the call comes from another address."""
+    """The API key may be used only from certain networks, and this call comes from elsewhere."""
 
     reason = "ADDRESS_NOT_ALLOWED"
 
@@ -95,7 +97,7 @@ class AddressNotAllowed(PermissionDenied):
 
 
 class ModelNotAllowed(ApiError):
-    """The key is limited to other models. `ListModels` lists them."""
+    """The API key may not use this model. `ListModels` lists the models that it may use."""
 
     reason = "MODEL_NOT_ALLOWED"
 
@@ -108,7 +110,7 @@ class ModelNotAllowed(ApiError):
 
 
 class InvalidRequest(ApiError):
-    """Fields of the request are invalid. `BadRequest` lists them."""
+    """Fields of the request are invalid. The `BadRequest` detail lists them."""
 
     reason = "FIELD_INVALID"
 
@@ -118,7 +120,7 @@ class InvalidRequest(ApiError):
 
 
 class KeepTooLong(InvalidRequest):
-    """`keep_on_disconnect` is longer than this server allows, `keep_on_disconnect_max_s`."""
+    """`keep_on_disconnect` exceeds `keep_on_disconnect_max_s`, the maximum of this server."""
 
     def __init__(self, keep_s: float, keep_max_s: float) -> None:
         wrong = f"must be at most {keep_max_s:g} s, got {keep_s:g} s"
@@ -128,7 +130,7 @@ class KeepTooLong(InvalidRequest):
 
 
 class KeyBoundExceeded(InvalidRequest):
-    """The request has, or asks for, more tokens than its key allows per request."""
+    """The request has, or asks for, more tokens than its API key allows per request."""
 
     reason = "KEY_LIMIT_EXCEEDED"
 
@@ -155,7 +157,7 @@ class PromptTooLong(ApiError):
         *,
         is_least: bool = False,
     ) -> None:
-        """is_least: the prompt was not tokenized; input_token_count is a lower bound."""
+        """If `is_least`, the prompt was not tokenized and `input_token_count` is a lower bound."""
         output_token_count = 1 if max_output_tokens is None else max_output_tokens
         excess = input_token_count + output_token_count - context_window_tokens
         output = (
@@ -175,9 +177,9 @@ class PromptTooLong(ApiError):
 
 
 class PromptTooLarge(ApiError):
-    """A text has more characters than a context window of this size can hold. Shorten it.
+    """A text has more characters than fit a context window of this size. Shorten it.
 
-    field: path of the text.
+    `field` is the path of the text in the request.
     """
 
     reason = "CONTEXT_EXCEEDED"
@@ -203,9 +205,9 @@ class PromptTooLarge(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class LongInput:
-    """A text that is too long.
+    """Input text that is too long. `index` is its position in the request's inputs.
 
-    index: in the request's inputs. is_least: token_count is a lower bound.
+    With `is_least`, `token_count` is a lower bound.
     """
 
     index: int
@@ -214,7 +216,7 @@ class LongInput:
 
 
 class InputsTooLong(ApiError):
-    """Texts to embed have more tokens than the model takes in one text. Split or truncate them."""
+    """Texts to embed have more tokens than the model accepts per text. Split or truncate them."""
 
     reason = "CONTEXT_EXCEEDED"
 
@@ -245,7 +247,7 @@ class InputsTooLong(ApiError):
 class PromptFiltered(ApiError):
     """The safety checks reject the prompt.
 
-    rule: the operator's rule that matched; field: where the prompt is.
+    `rule` is the operator's rule that matched, `field` the field of the request with the prompt.
     """
 
     reason = "PROMPT_FILTERED"
@@ -256,13 +258,13 @@ class PromptFiltered(ApiError):
 
 
 class MessageUnreadable(ApiError):
-    """The message is not valid in the contract's encoding."""
+    """The message cannot be parsed as the request type of this call."""
 
     reason = "MESSAGE_UNREADABLE"
 
 
 class MessageTooLarge(ApiError):
-    """A message has more bytes than its call allows."""
+    """The message has more bytes than this call allows."""
 
     reason = "MESSAGE_TOO_LARGE"
 
@@ -287,7 +289,7 @@ class TooManyCalls(ApiError):
 
 
 class CallMissing(ApiError):
-    """The contract has this call, but this server does not."""
+    """The API defines this call, but this server does not implement it."""
 
     reason = "UNIMPLEMENTED"
 
@@ -302,19 +304,19 @@ class UnknownRequest(ApiError):
 
 
 class RequestUnderWay(ApiError):
-    """A `start` frame names a running request, with another payload."""
+    """A request with this id is already running, and its payload differs from this frame's."""
 
     reason = "REQUEST_ID_REUSED"
 
 
 class AttachedElsewhere(ApiError):
-    """Another stream receives the request from now on. The request itself continues."""
+    """Another stream has attached to the request and receives its output. The request continues."""
 
     reason = "ATTACHED_ELSEWHERE"
 
 
 class OutputGone(ApiError):
-    """The output after this `seq` is not kept. Attach from `oldest_seq` to `last_seq`."""
+    """The output after this `seq` is no longer kept. Attach from `oldest_seq` to `last_seq`."""
 
     reason = "OUTPUT_GONE"
 
@@ -335,7 +337,7 @@ class OutputGone(ApiError):
 class RequestOver(ApiError):
     """The request has ended and its output is not kept. Run it again with a new request id.
 
-    outcome: how it ended, or how the end of its server was settled.
+    `outcome` is how the request ended, or how it was settled after its server failed.
     """
 
     reason = "REQUEST_SETTLED"
@@ -354,21 +356,21 @@ class RequestOver(ApiError):
 
 
 class ProcessUnavailable(ApiError):
-    """The server that runs the request does not answer. Attach again, with backoff."""
+    """The server that runs the request does not answer. Attach again, with exponential backoff."""
 
     reason = "PROCESS_UNAVAILABLE"
     retry_after_s = 1.0
 
 
 class Draining(ApiError):
-    """This process takes no new requests, but others do. Send the same request again."""
+    """This server is shutting down. Send the same request again; another server will accept it."""
 
     reason = "DRAINING"
     retry_after_s = 1.0
 
 
 class Overloaded(ApiError):
-    """This process is at its limit of requests. Send the same request again."""
+    """This server is at its limit of concurrent requests. Send the same request again."""
 
     reason = "OVERLOADED"
     retry_after_s = 1.0
@@ -383,7 +385,7 @@ class PreparationLimit(ApiError):
     retry_after_s = 1.0
 
     def __init__(self, owner: str, taken_chars: int, chars: int, chars_max: int) -> None:
-        """owner: "API key" or "organization"."""
+        """`owner` is "API key" or "organization", depending on whose limit is reached."""
         super().__init__(
             f"prompts of this {owner} with {taken_chars} characters are being prepared, and {chars}"
             f" more would exceed its limit of {chars_max}: send fewer large prompts at once, and"
@@ -392,14 +394,14 @@ class PreparationLimit(ApiError):
 
 
 class TooManyStreams(ApiError):
-    """Too many calls are open that have no key or have not sent their message."""
+    """Too many calls without an API key, or without their first message, are open."""
 
     reason = "TOO_MANY_STREAMS"
     retry_after_s = 10.0
 
 
 class MessageMissing(ApiError):
-    """A unary call arrived without its message."""
+    """A unary call arrived without its request message."""
 
     reason = "MESSAGE_MISSING"
 
@@ -408,9 +410,9 @@ class MessageMissing(ApiError):
 
 
 class QueueFull(ApiError):
-    """The model's queue is full. A place is reserved for the same request.
+    """The model's queue is full. A place is reserved: send the same request after `retry_after_s`.
 
-    retry_after_s: time until the place is free.
+    `retry_after_s` is the time in seconds until the reserved place is free.
     """
 
     reason = "QUEUE_FULL"
@@ -429,10 +431,10 @@ class QueueFull(ApiError):
 
 
 class StartsTooLate(ApiError):
-    """The request would still wait at its deadline. Raise the deadline, or try again later.
+    """The request would still be waiting at its deadline. Raise the deadline, or try again later.
 
-    wait_s, left_s: expected wait and time to the deadline, in s. retry_after_s: time until the wait
-    is short enough.
+    `wait_s` is the expected wait and `left_s` the time to the deadline, in seconds. After
+    `retry_after_s` seconds the wait is expected to be short enough.
     """
 
     reason = "STARTS_TOO_LATE"
@@ -461,7 +463,7 @@ class EngineLost(ApiError):
 
 
 class EngineLostMidway(ApiError):
-    """The engine broke after the first token. Delivered tokens are billed: use a new request id."""
+    """The engine failed after the first token. Delivered tokens are billed; use a new id."""
 
     reason = "ENGINE_FAILED_MIDWAY"
 
@@ -482,7 +484,7 @@ class NotAdmittedYet(ApiError):
 
 
 class CancelledEarly(ApiError):
-    """The client cancelled before admission."""
+    """The client cancelled the request before it was admitted."""
 
     reason = "CANCELLED"
 
@@ -490,7 +492,7 @@ class CancelledEarly(ApiError):
 class SiblingEnded(ApiError):
     """Another prompt of the same HTTP request has ended without an answer.
 
-    cause: cause of that end, and so of this one.
+    `cause` is the cause of that end, which also becomes the cause of this one.
     """
 
     reason = "CANCELLED"
@@ -501,18 +503,18 @@ class SiblingEnded(ApiError):
 
 
 class CancelledByAdmin(ApiError):
-    """An administrator has ended the request. Delivered tokens are settled."""
+    """An administrator ended the request. Delivered tokens are billed."""
 
     reason = "CANCELLED_BY_ADMIN"
 
 
 class KeyRevokedMidway(ApiError):
-    """The key was revoked while the request waited or ran. Delivered tokens are settled."""
+    """The API key was revoked while the request waited or ran. Delivered tokens are billed."""
 
     reason = "KEY_REVOKED"
 
 
 class DeadlineBeforeStart(ApiError):
-    """The deadline passed before admission."""
+    """The deadline passed before the request was admitted."""
 
     reason = "DEADLINE_EXCEEDED"

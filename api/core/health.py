@@ -1,9 +1,9 @@
-"""Health of this process, and the reasons if it does not serve.
+"""Health of this process, and the reasons if it is not serving.
 
-Each service has its gRPC health name, and so has each part: `database`, `journal`,
-`engine/<model>` for each model, and `billing_worker`. Load balancers check a service; its parts
-show the reason. Without the database, the journal or any engine no request can be served. Without a
-billing worker requests are served and billed later, so its state is only shown.
+Each service has its gRPC health name. Each part that services depend on has one too: `database`,
+`journal`, `engine/<model>` for each model, and `billing_worker`. Load balancers check a service;
+its parts show the reason. No request can be served without the database, the journal or any engine.
+Without a billing worker, requests are served and billed later, so its state is only informative.
 `operator_http.py` reports the same over HTTP.
 """
 
@@ -52,14 +52,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """State of one part. fault: why it does not work; empty if it does. since: its last change."""
+    """State of one part since `since`. `fault` says why the part does not work, if it does not."""
 
     fault: str
     since: datetime
 
 
 class Health:
-    """Health by name: the server (empty name), each service, and the parts they depend on."""
+    """Health by name: the whole server (empty name), each service, and the parts they depend on."""
 
     def __init__(self) -> None:
         self.servicer = HealthServicer()
@@ -71,7 +71,9 @@ class Health:
         self.warnings: tuple[str, ...] = ()  # why requests take longer than they should
 
     def report(self, part: str, fault: str) -> None:
-        """Set the state of a part; an empty fault: it works. Watchers are told within a moment."""
+        """Set the state of a part; an empty `fault` means that it works. `publish` tells the
+        watchers.
+        """
         before = self._parts.get(part)
         changed = before is None or bool(before.fault) is not bool(fault)
         since = datetime.now(UTC) if before is None or changed else before.since
@@ -79,11 +81,11 @@ class Health:
 
     @property
     def parts(self) -> dict[str, bool]:
-        """Return whether each part works."""
+        """Return by name whether each part works."""
         return {name: not part.fault for name, part in self._parts.items()}
 
     def described(self) -> dict[str, dict[str, str]]:
-        """Return the parts for operators. Thread-safe."""
+        """Describe the parts for operators: state, time of the last change, reason. Thread-safe."""
         return {
             name: {
                 "state": "not serving" if part.fault else "serving",
@@ -94,7 +96,7 @@ class Health:
         }
 
     async def publish(self, serving: Mapping[str, bool]) -> None:
-        """Report to the watchers of each name whose state has changed."""
+        """Notify the gRPC watchers of each name whose state has changed."""
         for name, well in serving.items():
             if self._last.get(name) is not well:
                 self._last[name] = well
@@ -115,7 +117,9 @@ async def keep_health(
     settings: Settings,
     stopping: asyncio.Event,
 ) -> None:
-    """Report health to clients and the connection file; once the process drains, not serving."""
+    """Update the health and the connection file until the process drains; from then on, not
+    serving.
+    """
     previous: Mapping[str, bool] = {}
     while not stopping.is_set():
         health.report(
@@ -143,7 +147,7 @@ async def keep_health(
 
 
 def engine_fault(engine: Backend) -> str:
-    """Return why a model is not served, neither at once nor after a start; empty if it is."""
+    """Return why a model cannot be served; empty if it is ready or would start on demand."""
     if engine.healthy():
         return ""
     condition = engine.condition()
@@ -151,9 +155,9 @@ def engine_fault(engine: Backend) -> str:
 
 
 def services(parts: Mapping[str, bool], may_admit_without_store: bool) -> dict[str, bool]:
-    """Return the state of each service for these parts.
+    """Derive the state of each service from the states of the parts.
 
-    The whole server has the state of inference.
+    The state of the whole server, with the empty name, is that of the inference service.
     """
     inference = (
         any(well for name, well in parts.items() if name.startswith(ENGINE))
@@ -164,9 +168,9 @@ def services(parts: Mapping[str, bool], may_admit_without_store: bool) -> dict[s
 
 
 def reasons(parts: Mapping[str, bool], is_serving: bool) -> tuple[str, ...]:
-    """Return the reasons why no request can be admitted.
+    """Return the reasons why no request can be admitted; empty while the server is serving.
 
-    Model names are omitted, since the port needs no key.
+    Model names are left out, since the health port requires no API key.
     """
     if is_serving:
         return ()
@@ -180,16 +184,16 @@ def reasons(parts: Mapping[str, bool], is_serving: bool) -> tuple[str, ...]:
 
 
 def warnings(reports: Iterable[ReplicaReport]) -> tuple[str, ...]:
-    """Return why engines are slower than they could be, without names as in `reasons`."""
+    """Return warnings about engines that run slower than they could. Model names are left out."""
     if any(report.kernels == "torch" for report in reports):
         return ("an engine computes without native kernels: see `weir doctor engine`",)
     return ()
 
 
 def store_is_well(holds: HoldStore, settings: Settings) -> bool:
-    """Return whether the database answers, or has been away only briefly.
+    """Return True if the database answers, or has been unavailable only briefly.
 
-    False if it never answered.
+    False if it has never answered.
     """
     return holds.away_s is None or (
         holds.has_answered and holds.away_s < settings.database_unready_after_s

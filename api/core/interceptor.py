@@ -1,4 +1,4 @@
-"""Guards of gRPC handlers: every error becomes its status, instead of UNKNOWN with its text."""
+"""Guards of gRPC handlers, which convert every error to a status instead of UNKNOWN."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ IS_COSTLY: ContextVar[bool] = ContextVar("is_costly", default=False)  # that mes
 
 
 async def abort(context: Context, status: status_pb2.Status) -> None:
-    """End the call with a status and its details.
+    """Abort the call with a status and its details.
 
-    The context keeps the error that aborts it, which would keep every frame it passes through, with
-    the context in each: a cycle of fifty objects per refused call, whose collection blocks the
-    event loop for 30 ms.
+    The context keeps the error that aborts it. With its traceback, that error would keep the frames
+    it passed through, and so the context itself: a reference cycle of fifty objects per refused
+    call. Collecting those blocks the event loop for 30 ms, so the traceback is removed.
     """
     try:
         await context.abort(
@@ -97,7 +97,7 @@ Failed = Callable[[str, BaseException], None]
 
 
 def ignore_failure(method: str, error: BaseException) -> None:
-    """Ignore failed calls."""
+    """Do nothing: default callback for failed calls."""
 
 
 Parse = Callable[[bytes], Any]
@@ -107,21 +107,22 @@ Wrap = Callable[[str, Any], Any]  # from path and `grpc.RpcMethodHandler` of a c
 
 
 class GuardedServices:
-    """Server facade on which generated code registers its handlers; registers them wrapped.
+    """Facade of a gRPC server, passed to the generated code that registers handlers. Wraps each
+    one.
 
-    An interceptor would do this at each call, and leave a reference cycle each time.
+    A gRPC interceptor would do so at every call, and leave a reference cycle each time.
     """
 
     def __init__(self, server: grpc.aio.Server, *wraps: Wrap) -> None:
-        """wraps: from the innermost to the outermost."""
+        """`wraps` are applied to each handler in order: the first becomes the innermost."""
         self._server = server
         self._wraps = wraps
 
     def add_generic_rpc_handlers(self, handlers: object) -> None:
-        """Ignore these: the same handlers are registered with their names."""
+        """Do nothing: `add_registered_method_handlers` registers the same handlers."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """Implement the method of `grpc.aio.Server`."""
+        """Register the wrapped handlers of a service. Called by generated code."""
         wrapped = {}
         for name, handler in handlers.items():
             for wrap in self._wraps:
@@ -134,12 +135,14 @@ class GuardedServices:
 
 
 class Guard:
-    """Wraps unary and streaming handlers. Aborts and cancellations pass through."""
+    """Wrapper for unary and streaming handlers that converts errors to statuses.
+
+    Aborts and cancellations pass through unchanged.
+    """
 
     def __init__(self, failed: Failed = ignore_failure, pace: RateLimiter | None = None) -> None:
-        """failed: called with path and error of each failed call.
-
-        pace: counts calls; None: they are not counted.
+        """`failed` is called with the path and the error of each failed call. `pace` limits the
+        rate of calls; with None, calls are not counted.
         """
         self._failed = failed
         self._pace = pace
@@ -179,7 +182,7 @@ class Guard:
 def visiting(
     guard: Callable[[Any, Any], Coroutine[Any, Any, Any]], pace: RateLimiter, method: str
 ) -> Callable[[Any, Any], Awaitable[Any]]:
-    """Return a handler whose calls are counted."""
+    """Wrap a guarded handler so that its processor time is charged to the payer of the call."""
 
     async def call(request: Any, context: Context) -> Any:
         one = Call(pace, context.peer(), method)
@@ -195,7 +198,7 @@ def visiting(
 
 
 def writing(handle: Callable[..., Any]) -> Callable[[Any, Any], Awaitable[Any]]:
-    """Turn a handler that may yield its answers into one that writes them, which can be guarded."""
+    """Turn a handler that yields responses into one that writes them; others stay unchanged."""
     if not inspect.isasyncgenfunction(handle):
         return handle
 
@@ -215,11 +218,11 @@ def guarded(
     *,
     repeats: bool = False,
 ) -> Callable[[Any, Any], Coroutine[Any, Any, Any]]:
-    """Return a handler whose errors become statuses. A refusal waits for its turn.
+    """Wrap a handler so that its errors become statuses; a refusal waits for its turn first.
 
-    method: path of the call. parse: parses the messages of a stream if the transport does not, as
-    this kind.
-    repeats: handle the call again if its transaction met a conflict; it has then changed nothing.
+    `method` is the path of the call. `parse` parses the messages of a stream, of type `kind`; None
+    if the transport parses them. With `repeats`, the call is handled again if its transaction met a
+    conflict, which leaves nothing changed.
     """
 
     async def guard(request: Any, context: Context) -> Any:
@@ -265,9 +268,9 @@ def guarded(
 def tolerant(
     deserialize: Callable[[bytes], Any] | None, byte_count_max: int | None = None
 ) -> Callable[[bytes], Any] | None:
-    """Return a deserializer that returns its error as the message; gRPC would turn it into UNKNOWN.
+    """Wrap a deserializer so that it returns its error instead of raising: gRPC would send UNKNOWN.
 
-    byte_count_max: of a message; None: the transport's limit.
+    `byte_count_max` limits the size of a message; with None, only the transport's limit applies.
     """
     if deserialize is None:
         return None
@@ -295,7 +298,7 @@ def tolerant(
 def is_costly(data: bytes, kind: Any) -> bool:
     """Return whether parsing and checking a serialized message takes too long for the event loop.
 
-    kind: its class; None if it is not known: then its bytes decide.
+    `kind` is the class of the message. If it is None, only the size decides.
     """
     if len(data) > MESSAGE_BYTES_MAX:
         return True
@@ -310,9 +313,8 @@ def is_costly(data: bytes, kind: Any) -> bool:
 
 
 def check_fields(data: bytes, kind: Descriptor, count_max: int = FIELD_COUNT_MAX) -> None:
-    """Check the number of fields and packed numbers of a serialized message, at any depth.
-
-    Raises: InvalidRequest; IndexError or ValueError if it is not a message.
+    """Limit the number of fields and packed numbers in a serialized message, at any depth. Raises
+    InvalidRequest above the limit; IndexError or ValueError if it is not a message.
     """
     count, packed_count, position = 0, 0, 0
     inside = [(len(data), kind, "")]  # end, type and field of the messages around the position
@@ -351,7 +353,7 @@ def check_fields(data: bytes, kind: Descriptor, count_max: int = FIELD_COUNT_MAX
 
 
 def varint_at(data: bytes, position: int) -> tuple[int, int]:
-    """Return the number at a position, and the position after it. Raises: IndexError."""
+    """Decode the varint at a position; return it and the position after it. Raises: IndexError."""
     if (byte := data[position]) < 0x80:
         return byte, position + 1
     value, shift = byte & 0x7F, 7
@@ -362,8 +364,7 @@ def varint_at(data: bytes, position: int) -> tuple[int, int]:
 
 
 def checked(request: Any) -> Any:
-    """Return a request that was parsed and whose short texts are within their limits.
-
+    """Check the result of `tolerant`: raise the error, or check the short texts of the message.
     Raises: MessageUnreadable, MessageTooLarge, InvalidRequest.
     """
     if isinstance(request, Exception):
@@ -374,7 +375,7 @@ def checked(request: Any) -> Any:
 
 
 class ReceivedMessages(AsyncIterator[Any]):
-    """Messages of a stream up to the first invalid one. Keeps no message between reads."""
+    """Checked messages of a stream, up to the first invalid one. Keeps none between reads."""
 
     def __init__(
         self,
@@ -382,7 +383,7 @@ class ReceivedMessages(AsyncIterator[Any]):
         parse: Parse | None = None,
         kind: type[Message] | None = None,
     ) -> None:
-        """parse: None if the transport parses. kind: of the messages, if it is known."""
+        """`parse` parses each message; None if the transport does. `kind` is their class."""
         self._context = context
         self._parse = parse
         self._kind = kind
@@ -414,8 +415,7 @@ class ReceivedMessages(AsyncIterator[Any]):
         return message
 
     def _read(self, message: Any) -> Any:
-        """Return a message, parsed and checked. Raises: MessageUnreadable, MessageTooLarge,
-        InvalidRequest."""
+        """Parse and check a message. Raises: MessageUnreadable, MessageTooLarge, InvalidRequest."""
         if self._parse is not None:
             message = self._parse(message)
         if isinstance(message, Exception):
@@ -424,7 +424,7 @@ class ReceivedMessages(AsyncIterator[Any]):
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first plain error inside nested groups; a task group wraps even a single one."""
+    """Return the first error inside nested exception groups; task groups wrap even a single one."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,5 +1,6 @@
-"""Messages that several services send: limits, models and prices, receipts, alerts, profiles,
-requests."""
+"""Messages that several services send: limits, models, prices, receipts, billing profiles,
+requests.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +65,9 @@ def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:
 
 @functools.lru_cache(maxsize=64)  # requests admitted together have one time
 def resets(now: datetime) -> tuple[tuple[int, int, int] | None, ...]:
-    """Return the end of each window of `UNITS`: seconds since 1970, and seconds and nanoseconds
-    left; None: no end."""
+    """Compute the end of each window of `UNITS`: seconds since 1970, then the seconds and
+    nanoseconds left. None for a window that does not end.
+    """
     ends = window_ends(now)
     left = [None if end is None else end - now for end in ends]
     return tuple(
@@ -81,9 +83,9 @@ def resets(now: datetime) -> tuple[tuple[int, int, int] | None, ...]:
 def quota_in_force(
     rule: QuotaRule, subject_name: str, override_reason: str
 ) -> types_pb2.QuotaStatus:
-    """Return the part of a limit's status that is the same for every request.
+    """Build the part of a quota's status that is the same for every request.
 
-    Copy it before a change.
+    The message is cached: copy it before you change it.
     """
     weights = rule.weights if rule.token_scale is not None else NO_WEIGHTS
     limit_value = rule.limit_value or 0
@@ -108,12 +110,12 @@ def quota_in_force(
 
 
 def quota_statuses(states: Iterable[QuotaState]) -> list[types_pb2.QuotaStatus]:
-    """Return one message per state, in order: organization, project, key, then dimension."""
+    """Convert quotas to messages, sorted by organization, project and key, then by dimension."""
     return [quota_status(state) for state in sorted(states, key=lambda state: order(state.rule))]
 
 
 def effective_quota_statuses(states: Iterable[QuotaState]) -> list[types_pb2.QuotaStatus]:
-    """Return all limits on the same requests, in order, and mark the effective ones."""
+    """Convert all quotas on the same requests to messages, sorted, and mark the effective ones."""
     statuses = []
     for each in effective(sorted(states, key=lambda state: order(state.rule))):
         status = quota_status(each.state)
@@ -124,12 +126,15 @@ def effective_quota_statuses(states: Iterable[QuotaState]) -> list[types_pb2.Quo
 
 
 def order(rule: QuotaRule) -> tuple[int, int, str]:
-    """Sort key of rules: subject from the organization down, then dimension, then model."""
+    """Sort key of quotas: subject (organization, project, key), then dimension, then model."""
     return SUBJECT_ORDER[rule.subject], DIMENSION_ORDER[rule.dimension], rule.model
 
 
 def input_count_max(model: ModelInfo) -> int:
-    """Return the maximum texts per call, whose vectors fit a message; 0 if the model generates."""
+    """Return how many texts one `Embed` call may have, so that the vectors fit into the response.
+
+    0 if the model is not an embedding model.
+    """
     if not model.embedding_dimension:
         return 0
     return min(
@@ -144,9 +149,9 @@ def receipt_messages(receipts: Iterable[IssuedReceipt]) -> list[receipts_pb2.Rec
 def receipt_message(
     receipt: IssuedReceipt, new: Callable[..., receipts_pb2.Receipt] = receipts_pb2.Receipt
 ) -> receipts_pb2.Receipt:
-    """Return a receipt with its proof.
+    """Convert a receipt with its proof to a message.
 
-    new: creates the message in place, since assigning one copies it.
+    `new` creates the message, for example in place: assigning a message copies it.
     """
     ids, numbers, previous_hash, ends, timings = parts_of(receipt.encoded)
     currency_code, model, outcome = ends
@@ -194,7 +199,7 @@ def receipt_message(
 
 @functools.lru_cache(maxsize=4096)  # the keys in use
 def _owners(ids: bytes) -> list[str]:
-    """Return organization, project and API key as text."""
+    """Decode the ids of organization, project and API key as text."""
     return list(map(str, owners_in(ids)))
 
 
@@ -247,7 +252,7 @@ def webhook_message(state: WebhookState) -> alerts_pb2.AlertWebhook:
 
 
 def parse_billing_profile(message: types_pb2.BillingProfile) -> BillingProfile:
-    """Parse a billing profile, without validation."""
+    """Convert the message of a billing profile, without validation."""
     texts = {
         field.name: getattr(message, field.name)
         for field in message.DESCRIPTOR.fields
@@ -257,7 +262,7 @@ def parse_billing_profile(message: types_pb2.BillingProfile) -> BillingProfile:
 
 
 async def models_for(router: Router, sessions: Sessions, principal: Principal) -> list[pb.Model]:
-    """Return the models that the caller may use, with its prices."""
+    """List the models that the caller may use, with the prices that it pays."""
     owner = principal.organization_id
     async with sessions() as session:
         found = await versions_in_force(
@@ -274,7 +279,7 @@ async def models_for(router: Router, sessions: Sessions, principal: Principal) -
 
 
 def model_message(model: ModelInfo, prices: Sequence[pb.Price], router: Router) -> pb.Model:
-    """Return one model. prices: the caller's, by tier, interactive first."""
+    """Convert a model to a message. `prices` are the caller's by tier, interactive first."""
     replicas = router.replicas(model.name)
     return wire.message_of(
         pb.Model,
@@ -314,7 +319,10 @@ def price_message(paid: CustomerPrice) -> pb.Price:
 
 
 def restrictions(principal: Principal, change: KeyAct | None) -> pb.KeyRestrictions:
-    """Convert the restrictions of the key itself. change: the latest that gave it power."""
+    """Convert the restrictions of an API key to a message.
+
+    `change` is the latest change that gave the key its powers; None if there was none.
+    """
     lifetime_s, bounds = principal.secret_lifetime_s, principal.bounds
     return pb.KeyRestrictions(
         prefix=principal.key_prefix,
@@ -338,7 +346,7 @@ def restrictions(principal: Principal, change: KeyAct | None) -> pb.KeyRestricti
 async def find_generation(
     session: AsyncSession, project_id: uuid.UUID, request_id: uuid.UUID
 ) -> pb.Generation:
-    """Find the record of one request. Raises: NotFound if the project has no such request."""
+    """Find the record of a request. Raises NotFound if the project has no such request."""
     hold, currency_code, events = await find_recorded_request(session, project_id, request_id)
     generation = pb.Generation(
         request_id=str(request_id),
@@ -363,7 +371,7 @@ async def find_generation(
 
 
 def running_usage(hold: Hold) -> types_pb2.Usage:
-    """Convert the recorded usage of a running request, as of its last extension."""
+    """Convert the usage of a running request, as recorded when its lease was last extended."""
     if hold.embedding:
         return types_pb2.Usage(embedding_token_count=hold.input_token_count)
     return types_pb2.Usage(

@@ -1,7 +1,7 @@
 """Rate limiting of frames, calls and HTTP requests by processor time.
 
-Limits apply per API key and organization, or per address without a key. Processor time is counted
-instead of frames, because a cancel takes 10 µs and an attach with a database lookup half a
+Limits apply per API key and organization, or per address if there is no key. Processor time is
+counted instead of frames, because a cancel takes 10 µs, and an attach with a database lookup half a
 millisecond. Admitted requests are bounded by quotas, permits and the queue, so only above-average
 parsing time counts for them; for refused requests the preparation of prompts counts as well. A key
 that has used up its share of the event loop waits before its next slice or call. While the event
@@ -42,14 +42,14 @@ LOOKUP_COST_S = 500e-6
 REFUSAL_COST_S = 300e-6
 START_FREE_S = 300e-6  # of parsing an admitted request; an ordinary one takes less
 WAIT_S_MIN = 0.005  # shorter waits add up first, since the resolution of timers is a millisecond
-# All streams wait while the event loop is blocked. Beyond this time in one piece, each second costs
-# its key more, up to a factor.
+# All streams wait while the event loop is blocked. Beyond this time in one piece, each second is
+# charged more to its key, up to a factor.
 STALL_S = 0.001
 STALL_FACTOR_MAX = 64.0
 # The same for work in a thread: libraries in C keep the interpreter for tens of milliseconds of it.
 THREAD_STALL_S = 0.01
 KEYS_MAX = 20_000  # keys and organizations; above it, those without debt are dropped
-# Shares of a key for all keys of an organization; a key that floods leaves half to the rest.
+# An organization has this many shares of a key: a key that floods leaves half to the others.
 ORGANIZATION_SHARES = 2.0
 ADDRESS_SHARES = 0.4  # shares of a key for an address without a valid key
 # Lag of a timer from which on all shares shrink; without lag they recover.
@@ -60,23 +60,23 @@ PATH_CHARS_MAX = 200  # in the log
 Value = TypeVar("Value")
 Payer = Owner | str  # an API key with its organization, or an address
 
-# Visit of the call or HTTP request that this task answers.
+# Call or HTTP request that this task is handling.
 CALL: ContextVar[Call | None] = ContextVar("visit", default=None)
 
 
 @dataclass(slots=True)
 class WaitingCalls:
-    """Waiting streams of one key: all but the first wait for those before them."""
+    """Waiting streams of one API key. They take turns: only the holder of `first` sleeps."""
 
     first: asyncio.Lock = field(default_factory=asyncio.Lock)
     waiting_count: int = 0
 
 
 class RateLimiter:
-    """Waiting times before the next frames of each API key, in one process."""
+    """Accounts of processor time in one process, per API key, organization and address."""
 
     def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """share: of the event loop's time, for the frames of one key."""
+        """`share` is the fraction of the event loop's time that one API key may use."""
         self._share = share
         self._clock = clock
         self.room = 1.0  # current fraction of each share, between `ROOM_MIN` and 1
@@ -89,23 +89,26 @@ class RateLimiter:
         self._late_counts: dict[int | str, int] = {}  # waiting refusals
 
     def late(self, lag_s: float) -> None:
-        """Adjust the shares to the lag of a timer. Call at regular intervals of some 50 ms."""
+        """Adapt all shares to the lag of the event loop. Call this about every 50 ms.
+
+        `lag_s` is how many seconds too late a timer fired.
+        """
         self._advance()
         self.room = (
             max(self.room * SHRINK, ROOM_MIN) if lag_s > LATE_S else min(self.room * GROW, 1.0)
         )
 
     def _advance(self) -> float:
-        """Return the time on the clock that runs at the rate `room`."""
+        """Advance the internal clock, which runs at the rate `room`, and return its time."""
         now = self._clock()
         self._now += (now - self._advanced_at) * self.room
         self._advanced_at = now
         return self._now
 
     def charge(self, owner: Payer, cost_s: float, held_s: float = 0.0) -> None:
-        """Count time spent on frames of this key; a negative cost is a refund.
+        """Charge processor time to a key and its organization, or an address; negative to refund.
 
-        held_s: additional time that blocked the event loop in one piece.
+        `held_s` is further time that blocked the event loop in one piece; long blocks cost more.
         """
         cost_s += dearer(held_s, STALL_S)
         accounts: tuple[tuple[int | str, float], ...]
@@ -125,18 +128,18 @@ class RateLimiter:
             self._free_at = {each: at for each, at in self._free_at.items() if at > now}
 
     def charge_in_thread(self, owner: Payer, cost_s: float) -> None:
-        """Count work on one message in a thread."""
+        """Charge the processor time that work on one message took in a thread."""
         self.charge(owner, dearer(cost_s, THREAD_STALL_S))
 
     def read(self, owner: Payer, cost_s: float, byte_count: int) -> None:
-        """Count a parsed message of this size, and the seconds that parsing took."""
+        """Charge a parsed message: its size in bytes, and the seconds that parsing took."""
         self.charge(owner, BYTE_COST_S * byte_count, cost_s)
         if (call := CALL.get()) is not None:
             call.was_counted(cost_s)
 
     @contextlib.contextmanager
     def charging(self, owner: Payer, free_s: float = 0.0) -> Iterator[None]:
-        """Count the processor time of a block that does not await, beyond `free_s`."""
+        """Charge the processor time of the block, except the first `free_s`. It must not await."""
         began_at = time.thread_time()
         try:
             yield
@@ -147,7 +150,7 @@ class RateLimiter:
                     call.was_counted(cost_s)
 
     def wait_s(self, owner: Payer) -> float:
-        """Return how long the work of this key has to wait, in seconds."""
+        """Return how many seconds the payer has to wait until its charges are paid off."""
         if isinstance(owner, str):
             free_at = self._free_at.get(owner, -math.inf)
         else:
@@ -160,10 +163,9 @@ class RateLimiter:
         return max(free_at - self._advance(), 0.0) / self.room
 
     async def wait_to_call(self, owner: Owner) -> None:
-        """Wait for the turn of a unary call, and count its cost. Raises: TooManyCalls.
+        """Wait until a unary call may run, and charge its cost. Raises: TooManyCalls.
 
-        A refusal is counted too, and is delayed as long as the turn, to slow down immediate
-        retries.
+        A refusal is charged too, and delayed as long as a call, to slow down immediate retries.
         """
         waiting = self._waiting.get(owner.api_key_id.int)
         waiting_count = 0 if waiting is None else waiting.waiting_count
@@ -179,7 +181,7 @@ class RateLimiter:
         self.charge(owner, CALL_COST_S)
 
     async def refusal(self, owner: Payer) -> None:
-        """Delay a refusal while its payer owes time, by at most `REFUSAL_WAIT_S_MAX`."""
+        """Delay a refusal while its payer has to wait, by at most `REFUSAL_WAIT_S_MAX`."""
         line = owner if isinstance(owner, str) else owner.api_key_id.int
         if (wait_s := self.wait_s(owner)) < WAIT_S_MIN or self._late_counts.get(
             line, 0
@@ -194,10 +196,10 @@ class RateLimiter:
                 del self._late_counts[line]
 
     async def wait_for_share(self, owner: Owner) -> bool:
-        """Wait until the next slice of this key may run. Return whether that took any time.
+        """Wait until the key may run its next slice of work. Return whether it had to wait.
 
-        Streams take turns: otherwise each new one would run its first slice at once, and all
-        waiting streams would wake up together.
+        Streams of a key take turns: otherwise each new one would run its first slice at once, and
+        all waiting streams would wake up together.
         """
         key_id = owner.api_key_id.int
         if key_id not in self._waiting and self.wait_s(owner) < WAIT_S_MIN:
@@ -216,19 +218,19 @@ class RateLimiter:
 
 
 def dearer(seconds: float, stall_s: float) -> float:
-    """Return the cost of work in one piece: beyond `stall_s`, each second costs more."""
+    """Return the cost of work in one piece. Beyond `stall_s`, the cost per second rises."""
     return seconds * min(max(seconds / stall_s, 1.0), STALL_FACTOR_MAX)
 
 
 class Call:
-    """One call or HTTP request: its cost on the event loop, and its payer.
+    """Call or HTTP request, with its payer and its cost on the event loop.
 
-    Until a key is known, the address pays. Admitted requests, which quotas bound, and
-    administrators are free.
+    The address pays until the API key is known. Administrators pay nothing, nor do admitted
+    requests, which quotas bound.
     """
 
     def __init__(self, pace: RateLimiter, peer: str, path: str = "") -> None:
-        """peer: the client, in gRPC's notation. path: of the call or request."""
+        """`peer` is the client in gRPC's notation, `path` the path of the call or HTTP request."""
         self._pace = pace
         self._peer = peer
         self._path = path
@@ -250,12 +252,14 @@ class Call:
         }
 
     def belongs_to(self, owner: Owner, *, is_free: bool) -> None:
-        """Set the key that pays. is_free: its work is not charged."""
+        """Make this key the payer. With `is_free`, the call is not charged."""
         self._owner = owner
         self._is_free = self._is_free or is_free
 
     async def wait_to_call(self) -> None:
-        """Wait for the turn, once. Raises: TooManyCalls."""
+        """Wait until the payer may call. Only the first call of this method waits. Raises:
+        TooManyCalls.
+        """
         if self._is_free or self._has_waited or self._owner is None:
             return
         self._has_waited = True
@@ -263,27 +267,27 @@ class Call:
         self._counted_s += CALL_COST_S
 
     def was_counted(self, work_s: float) -> None:
-        """Exclude work that was counted elsewhere."""
+        """Subtract work that was charged elsewhere, in seconds."""
         self.work_s -= work_s
 
     def on_admitted(self) -> None:
-        """Refund the counted time of an admitted request, which quotas bound."""
+        """Refund the charges of an admitted request: quotas bound it from now on."""
         if not self._is_free:
             self._is_free = True
             self._pace.charge(self._payer, -self._counted_s)
 
     def count(self, cost_s: float) -> None:
-        """Count a part of the cost before the end."""
+        """Charge a part of the cost, in seconds, before the call ends."""
         self._counted_s += cost_s
         self._pace.charge(self._payer, cost_s)
 
     def over(self) -> None:
-        """Count the remaining cost."""
+        """Charge the rest of the cost when the call has ended."""
         if not self._is_free and (cost_s := self.work_s + CALL_OVERHEAD_S - self._counted_s) > 0:
             self.count(cost_s)
 
     async def wait_for_share(self) -> None:
-        """Wait before the answer if the visit had no turn and its payer owes time."""
+        """Delay a refusal if the call has not waited yet and its payer has to wait."""
         if not self._is_free and not self._has_waited:
             self._has_waited = True
             await self._pace.refusal(self._payer)
@@ -295,7 +299,7 @@ class Call:
 
 @types.coroutine
 def measured(call: Call, work: Coroutine[Any, Any, Value]) -> Generator[Any, Any, Value]:
-    """Run a coroutine, and add the processor time of each step to the visit."""
+    """Run a coroutine, and add the processor time of each of its steps to the call."""
     step: Callable[[Any], Any] = work.send
     value: Any = None
     while True:

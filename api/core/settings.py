@@ -33,17 +33,17 @@ TEXT_CHARS_MAX = 1000  # of a letterhead; more would not fit the invoice page
 
 
 class SettingInvalid(ValueError):
-    """An invalid environment variable; the message names it and the values that are allowed."""
+    """Invalid environment variable. The message names it and the values that are allowed."""
 
 
 class Unshown(ValueError):
-    """An invalid value that must not appear in messages."""
+    """Invalid value that must not appear in messages, because it may contain a secret."""
 
 
 def setting(variable: str, default: Any, parse: Callable[[str], Any]) -> Any:
-    """Declare a field that `from_environment` reads from the variable.
+    """Declare a field that `from_environment` parses from an environment variable.
 
-    default: a value, or a factory.
+    `default` is a value, or a function that returns it.
     """
     metadata = {"variable": variable, "parse": parse}
     return (
@@ -54,7 +54,7 @@ def setting(variable: str, default: Any, parse: Callable[[str], Any]) -> Any:
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """Return a parser of integers in a range."""
+    """Create a parser of integers from `least` to `most`."""
 
     def parse(text: str) -> int:
         try:
@@ -69,7 +69,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def number(least: float, most: float) -> Callable[[str], float]:
-    """Return a parser of numbers in a range."""
+    """Create a parser of numbers from `least` to `most`."""
 
     def parse(text: str) -> float:
         try:
@@ -84,7 +84,7 @@ def number(least: float, most: float) -> Callable[[str], float]:
 
 
 def positive(most: float) -> Callable[[str], float]:
-    """Return a parser of numbers above 0 and up to a maximum."""
+    """Create a parser of numbers above 0 and up to `most`."""
 
     def parse(text: str) -> float:
         try:
@@ -98,9 +98,9 @@ def positive(most: float) -> Callable[[str], float]:
 def pairs(
     what: str, parse: Callable[[str], Value], parse_name: Callable[[str], object] = str
 ) -> Callable[[str], dict[str, Value]]:
-    """Return a parser of comma-separated `name=value` pairs.
+    """Create a parser of comma-separated `name=value` pairs, each name once.
 
-    what: their description in messages.
+    `what` describes the pairs in error messages.
     """
 
     def parse_all(text: str) -> dict[str, Value]:
@@ -124,7 +124,7 @@ def pairs(
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
-    """Return a parser of one of several words."""
+    """Create a parser that accepts only these words."""
 
     def parse(text: str) -> str:
         if text not in choices:
@@ -135,7 +135,7 @@ def one_of(*choices: str) -> Callable[[str], str]:
 
 
 def address_or_off(text: str) -> str:
-    """Parse `host:port` or `off`."""
+    """Validate `host:port` or `off`."""
     host, _, port = text.rpartition(":")
     if text != "off" and not (host and port.isdecimal() and int(port) < 65_536):
         raise ValueError("must be host:port, or off")
@@ -143,12 +143,12 @@ def address_or_off(text: str) -> str:
 
 
 def networks(text: str) -> str:
-    """Parse comma-separated networks."""
+    """Parse comma-separated IP networks and write them in canonical notation."""
     return ",".join(str(parse_network(each.strip())) for each in text.split(",") if each.strip())
 
 
 def listen_address(text: str) -> str:
-    """Parse gRPC's listening address: `host:port`, `[IPv6]:port` or `unix:/path`."""
+    """Validate a listening address of gRPC: `host:port`, `[IPv6]:port` or `unix:/path`."""
     host, _, port = text.rpartition(":")
     if not text.startswith(("unix:", "unix-abstract:")) and not (
         host and port.isdecimal() and int(port) < 65_536
@@ -158,7 +158,7 @@ def listen_address(text: str) -> str:
 
 
 def postgres_url(text: str) -> str:
-    """Parse a database URL. Errors do not repeat it, since it may hold a password."""
+    """Validate a database URL. Errors do not repeat the URL, since it may contain a password."""
     try:
         sqlalchemy_url(text)
     except DatabaseUrlInvalid as error:
@@ -172,12 +172,12 @@ def truth(text: str) -> bool:
     return text.lower() in ("1", "true")
 
 
-# Beyond these a tenant would practically starve, or would starve the rest.
+# Weights outside this range would starve the tenant itself or all others.
 WEIGHT_MIN, WEIGHT_MAX = 0.01, 100.0
 
 
 def printable(text: str) -> str:
-    """Parse printable text of one line, or several separated by `|`."""
+    """Validate printable text. `|` separates its lines."""
     if not text.isprintable() or len(text) > TEXT_CHARS_MAX:
         raise ValueError(
             f"must be at most {TEXT_CHARS_MAX} printable characters, lines separated by |"
@@ -186,22 +186,22 @@ def printable(text: str) -> str:
 
 
 def bundled_models() -> dict[str, Path]:
-    """Return the demo model that is bundled with Weir."""
+    """Return name and directory of the demo model that is bundled with Weir."""
     return {DEMO_MODEL_NAME: Path(str(files("inference") / "demo_model" / "weights"))}
 
 
 def bundled_encoders() -> dict[str, Path]:
-    """Return the embedding model that is bundled with Weir."""
+    """Return name and directory of the embedding model that is bundled with Weir."""
     return {DEMO_ENCODER_NAME: Path(str(files("inference") / "demo_model" / "encoder"))}
 
 
 def default_home() -> Path:
-    """Return the default directory for local state."""
+    """Return `~/.weir`, the default directory for local state."""
     return Path.home() / ".weir"
 
 
 def is_truetype(path: Path) -> bool:
-    """Return whether a file starts like a TrueType font; other fonts cannot be drawn with."""
+    """Return whether a file starts like a TrueType font, the only format that invoices can use."""
     try:
         with path.open("rb") as file:
             return file.read(4) in (b"\x00\x01\x00\x00", b"true")
@@ -233,9 +233,9 @@ weights_by_id = pairs(
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of an api process. Durations in seconds, sizes in bytes."""
+    """Settings of an api process. Durations are in seconds, sizes in bytes."""
 
-    # Address of gRPC. Without TLS, only a loopback address or a Unix socket.
+    # Address of the gRPC listener. Without TLS, only a loopback address or a Unix socket.
     listen_address: str = setting("WEIR_LISTEN", "127.0.0.1:8443", listen_address)
     # HTTP address of OpenAI's API and the console; `off` closes it. Unset: loopback, 1000 above the
     # port of WEIR_LISTEN.
@@ -252,32 +252,33 @@ class Settings:
     # `host:port` of the peer port, where other api processes attach to requests over mutual TLS.
     # Unset: a free port on the host of WEIR_LISTEN. Set it where a firewall is between machines.
     peer_listen_address: str = setting("WEIR_PEER_LISTEN", "", str)
-    # `host` or `host:port` under which other api processes reach the peer port. Unset: the address
-    # it listens on, or the machine's name if that is every address.
+    # `host` or `host:port` at which other api processes reach the peer port. Unset: the address
+    # that it listens on, or the host name if it listens on all addresses.
     advertise_address: str = setting("WEIR_ADVERTISE_ADDRESS", "", str)
-    # PEM file of the server's certificate, followed by its intermediates. A renewed one is used
-    # from the next connection on.
+    # PEM file with the server's certificate, followed by its intermediates. New connections use a
+    # renewed file.
     tls_certificate: str = setting("WEIR_TLS_CERTIFICATE", "", str)
-    # PEM file of the certificate's key, not encrypted: a server cannot enter a passphrase.
+    # PEM file with the private key, unencrypted: a server cannot enter a passphrase.
     tls_key: str = setting("WEIR_TLS_KEY", "", str)
-    # PEM file of client authorities. Clients then need a certificate (mTLS), besides an API key.
+    # PEM file with the CAs of client certificates. Clients then need a certificate (mTLS) besides
+    # an API key.
     tls_client_ca: str = setting("WEIR_TLS_CLIENT_CA", "", str)
-    # Listen without TLS on any address. Keys and prompts are readable on the network: use it only
-    # behind a proxy that speaks TLS.
+    # Allow any listening address without TLS. API keys and prompts can then be read on the network:
+    # use it only behind a TLS proxy.
     allow_plaintext: bool = setting("WEIR_ALLOW_PLAINTEXT", False, truth)
 
-    # Failed authentications of one address (IPv6: /64) at once and per minute; 0: no limit. It
-    # keeps a flood of wrong keys from the database. Keys that were valid before pass. Use 0 behind
-    # a proxy that hides addresses.
+    # Failed authentications per address (IPv6: /64), at once and per minute; 0: no limit. Keeps a
+    # flood of wrong keys from the database. Keys that were valid before are exempt. Use 0 behind a
+    # proxy that hides addresses.
     auth_failures_per_minute: int = setting(
         "WEIR_AUTH_FAILURES_PER_MINUTE", 60, whole(0, 1_000_000)
     )
 
-    # Networks of proxies whose `X-Forwarded-For` is believed, separated by commas. Unset: none.
+    # Networks of the proxies whose `X-Forwarded-For` is trusted, separated by commas. Unset: none.
     trusted_proxies: str = setting("WEIR_TRUSTED_PROXIES", "", networks)
 
-    # Interval after which the key of an open stream is checked again. Changes arrive at once; this
-    # is for processes that missed one.
+    # Interval at which the key of an open stream is checked again. Changes are notified at once;
+    # this is for a process that missed one.
     stream_key_check_s: float = setting("WEIR_STREAM_KEY_CHECK_S", 60.0, positive(86_400))
 
     # Interval between writes of the last uses of keys, in one statement for all keys.
@@ -286,12 +287,12 @@ class Settings:
     # Maximum size of one message or HTTP body: a prompt of some hundred thousand tokens. Parsing
     # more would delay other streams.
     message_bytes_max: int = setting("WEIR_MESSAGE_BYTES_MAX", 4 * 2**20, whole(1024, 2**30))
-    # Frames per message: two for each request of a stream. They are handled before those of other
-    # streams.
+    # Frames per message. The default is two for each request of a stream. A message is handled in
+    # slices, between those of other streams.
     frames_per_message_max: int = setting("WEIR_FRAMES_PER_MESSAGE_MAX", 2000, whole(1, 1_000_000))
     # Share of the event loop's time for frames and calls of one key; all keys of an organization
-    # have twice that. Above it they are read more slowly. Thousands of frames per second need a
-    # tenth of it.
+    # share twice that. Above it, their frames are read more slowly. A client that sends thousands
+    # of frames per second needs a tenth of it.
     frames_share_max: float = setting("WEIR_FRAMES_SHARE_MAX", 0.25, positive(1))
     # Characters of prompts of one key that are rendered and tokenized at once: two of the largest
     # messages. Each message of a conversation counts 30 more. Tokenizing takes some 30 times the
@@ -306,15 +307,15 @@ class Settings:
     )
     # Threads that render and tokenize. More threads than cores delay the event loop.
     preparation_thread_count: int = setting("WEIR_PREPARATION_THREADS", 2, whole(1, 64))
-    # Metadata of one call, as HPACK counts it. A key, a deadline and a trace context take a tenth
-    # of the default.
+    # Maximum metadata of one call, as HPACK counts it. A key, a deadline and a trace context take a
+    # tenth of the default.
     metadata_bytes_max: int = setting("WEIR_METADATA_BYTES_MAX", 16 * 2**10, whole(1024, 2**20))
-    # Open streams of one connection, some 40 kB each. A stream carries many requests, so a client
-    # needs few.
+    # Open streams per connection, about 40 kB each. A stream carries many requests, so clients need
+    # few.
     streams_per_connection_max: int = setting(
         "WEIR_STREAMS_PER_CONNECTION_MAX", 1000, whole(1, 100_000)
     )
-    # gRPC connections of a process, of some 20 kB each, 50 kB with TLS. Further ones are closed
+    # gRPC connections per process, about 20 kB each, 50 kB with TLS. Further ones are closed
     # unread. Limit connections per address in the firewall, which knows how many clients share one.
     connections_max: int = setting("WEIR_CONNECTIONS_MAX", 10_000, whole(1, 1_000_000))
     # Time after which a connection without calls is closed. Clients reconnect by themselves.
@@ -324,7 +325,7 @@ class Settings:
     connection_age_max_s: float = setting(
         "WEIR_CONNECTION_AGE_MAX_S", 86_400.0, positive(31_536_000)
     )
-    # HTTP connections of a process, of some 20 kB each. Further ones are closed.
+    # HTTP connections per process, about 20 kB each. Further ones are closed.
     http_connections_max: int = setting("WEIR_HTTP_CONNECTIONS_MAX", 4000, whole(1, 1_000_000))
     # Time after which an idle HTTP connection is closed, and in which a new one has to send a whole
     # head. Longer than the idle time of most load balancers, 60 s: a balancer that sends a request
@@ -360,23 +361,23 @@ class Settings:
     # Sequences of one process in one remote server; further ones wait here, ordered by rank. A
     # server may allow fewer.
     remote_batch_max: int = setting("WEIR_REMOTE_BATCH_MAX", 256, whole(1, 65_536))
-    # Context window that is promised to clients; 0: the checkpoint's. A server with a smaller one
+    # Context window that clients can use; 0: that of the checkpoint. A server with a smaller window
     # is not used.
     remote_context_tokens: int = setting("WEIR_REMOTE_CONTEXT_TOKENS", 0, whole(0, 100_000_000))
-    # Time to the first token after which a remote sequence counts as stuck; covers a long prompt
-    # behind many others.
+    # Time without a first token after which a remote sequence counts as stuck. Must cover a long
+    # prompt that waits behind many others.
     remote_first_token_s: float = setting("WEIR_REMOTE_FIRST_TOKEN_S", 120.0, positive(3600))
-    # Silence between tokens after which a remote sequence counts as stuck.
+    # Time between tokens after which a remote sequence counts as stuck.
     remote_inter_token_s: float = setting("WEIR_REMOTE_INTER_TOKEN_S", 30.0, positive(3600))
     # Interval between checks whether a server shares prefixes between tenants; each computes two
     # prompts of 513 tokens.
     remote_probe_s: float = setting("WEIR_REMOTE_PROBE_S", 600.0, positive(86_400))
-    # PEM file of authorities for remote servers; enables TLS for their gRPC connections. For
-    # `openai+https` without it: the system's authorities.
+    # PEM file with the CAs of remote servers. Enables TLS for their gRPC connections. Without it,
+    # `openai+https` uses the CAs of the system.
     remote_tls_ca: str = setting("WEIR_REMOTE_TLS_CA", "", str)
-    # PEM file of the client certificate for remote servers (mTLS).
+    # PEM file with the client certificate for remote servers (mTLS).
     remote_tls_certificate: str = setting("WEIR_REMOTE_TLS_CERTIFICATE", "", str)
-    # PEM file of the key of WEIR_REMOTE_TLS_CERTIFICATE.
+    # PEM file with the private key of WEIR_REMOTE_TLS_CERTIFICATE.
     remote_tls_key: str = setting("WEIR_REMOTE_TLS_KEY", "", str)
     # Name in the remote servers' certificates, if it is not the target's host.
     remote_tls_name: str = setting("WEIR_REMOTE_TLS_NAME", "", str)
@@ -398,8 +399,8 @@ class Settings:
     # `name=directory` pairs of embedding models in the layout of sentence-transformers. Unset: the
     # bundled `demo-embedding` if all models are unset, loaded by its first request; else none.
     encoders: Mapping[str, Path] = setting("WEIR_ENCODERS", dict, paths_by_name)
-    # Tokens of an encoder's batch. Larger batches gain nothing on a CPU and delay the next one; a
-    # GPU takes many more.
+    # Tokens per batch of an encoder. On a CPU, larger batches gain nothing and delay the next one;
+    # a GPU can take many more.
     encoder_batch_tokens: int = setting("WEIR_ENCODER_BATCH_TOKENS", 1024, whole(1, 2**20))
     # File of rules for the safety checks. Unset: nothing is checked.
     safety_rules: str = setting("WEIR_SAFETY_RULES", "", str)
@@ -424,8 +425,8 @@ class Settings:
     simulated_time_scale: float = setting("WEIR_SIMULATED_TIME_SCALE", 1.0, number(0, 1000))
     # Threads of an engine; 0: one per CPU that the process may use, by affinity and CPU quota.
     engine_thread_count: int = setting("WEIR_ENGINE_THREADS", 0, whole(0, 1024))
-    # Tokens that an engine guesses from earlier text of a sequence and verifies in one step; 0 for
-    # none. The output is the same.
+    # Tokens that an engine guesses from earlier text of a sequence and verifies in one step; 0:
+    # none. The output does not change.
     engine_draft_token_count_max: int = setting("WEIR_ENGINE_DRAFT_TOKENS_MAX", 10, whole(0, 15))
     # KV cache of each engine; reserved at start, and used as needed. 0: 1 GiB on a CPU, and the
     # free memory of a GPU.
@@ -433,8 +434,8 @@ class Settings:
 
     # Engines of each model that are kept loaded. 0 starts the first one with a request.
     min_replicas: int = setting("WEIR_MIN_REPLICAS", 1, whole(0, 64))
-    # Maximum of engines of each model. More start when all running ones are full for some seconds
-    # and memory is free.
+    # Maximum number of engines per model. Another one starts when all have been full for some
+    # seconds and memory is free.
     max_replicas: int = setting("WEIR_MAX_REPLICAS", 1, whole(1, 64))
     # Time without a request after which an engine beyond the minimum stops. 0: never.
     model_idle_timeout_s: float = setting("WEIR_MODEL_IDLE_TIMEOUT_S", 0.0, number(0, 86_400))
@@ -447,8 +448,8 @@ class Settings:
     # Engine workers that have imported torch and wait for a model, so that it starts faster. Some
     # 130 MB each.
     spare_workers: int = setting("WEIR_SPARE_WORKERS", 0, whole(0, 16))
-    # Memory of all engines of a process. One that does not fit waits, and idle ones are stopped. 0:
-    # no limit.
+    # Memory for all engines of a process; 0: no limit. An engine that does not fit waits until idle
+    # ones are stopped.
     engine_memory_bytes: int = setting("WEIR_ENGINE_MEMORY_BYTES", 0, whole(0, 2**50))
 
     # TensorRT-LLM: interpreter of its worker, with the library and Weir; empty: the server's own.
@@ -470,8 +471,8 @@ class Settings:
     tensorrt_kv_cache_fraction: float = setting(
         "WEIR_TENSORRT_KV_CACHE_FRACTION", 0.9, number(0, 0.99)
     )
-    # TensorRT-LLM: time when cancelled sequences are aborted. Aborts during prefill have hung
-    # engines: `running` waits for the first token, `never` lets them finish.
+    # TensorRT-LLM: when to abort cancelled sequences. Aborts during prefill have hung engines:
+    # `running` waits for the first token, `never` lets sequences finish.
     tensorrt_abort: Literal["running", "always", "never"] = setting(
         "WEIR_TENSORRT_ABORT", "running", one_of("running", "always", "never")
     )
@@ -489,7 +490,7 @@ class Settings:
 
     # Output tokens leased at once. The first slice covers most answers without a second write.
     lease_slice_tokens: int = setting("WEIR_LEASE_SLICE_TOKENS", 128, whole(1, 65_536))
-    # Smallest lease with which a request starts. With fewer tokens an answer would be useless.
+    # Smallest lease with which a request starts. An answer with fewer tokens would be useless.
     lease_min_tokens: int = setting("WEIR_LEASE_MIN_TOKENS", 16, whole(1, 65_536))
     # Leased tokens left when the next slice is requested; covers the time of a commit at thousands
     # of tokens per second.
@@ -497,13 +498,13 @@ class Settings:
     # Time after which a hold that its process does not renew expires.
     hold_expiry_s: float = setting("WEIR_HOLD_EXPIRY_S", 60.0, positive(3600))
 
-    # Policy while PostgreSQL is unavailable: `closed` refuses new requests; `grace` admits them
-    # under pre-authorized holds, until these expire. Neither exceeds a limit.
+    # Policy while PostgreSQL is unavailable: `closed` refuses new requests; `grace` admits requests
+    # under pre-authorized holds, until these expire. Neither can exceed a limit.
     database_unavailable_policy: Literal["closed", "grace"] = setting(
         "WEIR_DATABASE_UNAVAILABLE_POLICY", "closed", one_of("closed", "grace")
     )
-    # Longest wait for PostgreSQL before a request is refused: longer than a commit, shorter than
-    # clients wait for a first token.
+    # Longest wait for PostgreSQL before a request is refused. Longer than a commit, and shorter
+    # than clients wait for a first token.
     database_timeout_s: float = setting("WEIR_DATABASE_TIMEOUT_S", 5.0, positive(60))
     # Time without PostgreSQL after which health reports not ready. A restart of the database is
     # shorter, so that load balancers do not react to it.
@@ -511,7 +512,7 @@ class Settings:
     # Connections of a process for lookups of tenants, besides six for holds, commands, recovery and
     # key checks. A lookup takes milliseconds.
     database_connections_max: int = setting("WEIR_DATABASE_CONNECTIONS", 5, whole(1, 1000))
-    # Connections for reports, which may take seconds. One key gets at most all but one of them.
+    # Connections for reports, which may take seconds. One key can use all but one of them.
     report_connections_max: int = setting("WEIR_REPORT_CONNECTIONS", 3, whole(1, 1000))
     # Connections for administration and metrics only, so that revoking a key does not wait for
     # tenants.
@@ -531,8 +532,8 @@ class Settings:
     )
     # Waiting requests per model. A longer queue would take minutes.
     queue_requests_max: int = setting("WEIR_QUEUE_REQUESTS_MAX", 2000, whole(1, 1_000_000))
-    # Waiting requests per model of one organization. An organization also cannot hold more places
-    # than remain free for others.
+    # Waiting requests per model of one organization, which also cannot hold more places than remain
+    # free for others.
     queue_requests_per_tenant_max: int = setting(
         "WEIR_QUEUE_REQUESTS_PER_TENANT_MAX", 1000, whole(1, 1_000_000)
     )
@@ -545,16 +546,16 @@ class Settings:
     queue_weights: Mapping[str, float] = setting("WEIR_QUEUE_WEIGHTS", dict, weights_by_id)
     # Longest wait of the batch tier behind interactive requests.
     queue_batch_wait_max_s: float = setting("WEIR_QUEUE_BATCH_WAIT_MAX_S", 30.0, positive(86_400))
-    # Tokens that a client may leave unread per request before it counts as stalled; far beyond
-    # network delays.
+    # Tokens per request that a client may leave unread before it counts as stalled. Network delays
+    # cause far fewer.
     outbox_tokens_per_request_max: int = setting(
         "WEIR_OUTBOX_TOKENS_PER_REQUEST_MAX", 4096, whole(1, 1_000_000)
     )
     # How long a client may read nothing, or grant no credit, before its request ends with
     # `SLOW_CONSUMER`.
     client_stall_max_s: float = setting("WEIR_CLIENT_STALL_MAX_S", 60.0, positive(3600))
-    # Least rate at which a client takes output that waits for it, in tokens per second; it may fall
-    # behind by WEIR_CLIENT_STALL_MAX_S. People read, and speech needs, three tokens a second.
+    # Minimum rate at which a client must take waiting output, in tokens per second; it may lag by
+    # WEIR_CLIENT_STALL_MAX_S. Reading and speech need three tokens per second.
     client_tokens_per_s_min: float = setting(
         "WEIR_CLIENT_TOKENS_PER_SECOND_MIN", 1.0, positive(1000)
     )
@@ -562,11 +563,11 @@ class Settings:
     keep_on_disconnect_max_s: float = setting(
         "WEIR_KEEP_ON_DISCONNECT_MAX_S", 600.0, positive(86_400)
     )
-    # Output of one request kept for a client that may reconnect: some 16,000 tokens.
+    # Bytes of output kept per request for a client that may reconnect: about 16,000 tokens.
     replay_bytes_per_request_max: int = setting(
         "WEIR_REPLAY_BYTES_PER_REQUEST_MAX", 2**20, whole(1024, 2**30)
     )
-    # Output of all requests of a process kept for clients that may reconnect.
+    # Bytes of output kept per process for clients that may reconnect.
     replay_bytes_max: int = setting("WEIR_REPLAY_BYTES_MAX", 2**28, whole(2**16, 2**40))
     # Interval between `progress` frames.
     progress_interval_s: float = setting("WEIR_PROGRESS_INTERVAL_S", 0.5, positive(60))
@@ -592,7 +593,7 @@ class Settings:
     issuer_contact: str = setting("WEIR_ISSUER_CONTACT", "", printable)
     # Payment instructions; lines separated by `|`.
     issuer_payment: str = setting("WEIR_ISSUER_PAYMENT", "", printable)
-    # TrueType file for invoices with letters beyond Western European ones.
+    # TrueType font for invoices, required for letters beyond Western European ones.
     invoice_font: str = setting("WEIR_INVOICE_FONT", "", str)
     # Bold form of WEIR_INVOICE_FONT; by default the same file.
     invoice_font_bold: str = setting("WEIR_INVOICE_FONT_BOLD", "", str)
@@ -600,12 +601,12 @@ class Settings:
     def openai_address(self) -> tuple[str, int] | None:
         """Return host and port of the HTTP API; None if it is off.
 
-        With port 0 the system chooses.
+        Port 0 means that the operating system chooses one.
         """
         return self._address(self.openai_listen, OPENAI_PORT_DISTANCE)
 
     def metrics_address(self) -> tuple[str, int] | None:
-        """Return host and port of metrics; None if they are off."""
+        """Return host and port of the metrics listener; None if it is off."""
         return self._address(self.metrics_listen, METRICS_PORT_DISTANCE)
 
     @property
@@ -613,7 +614,7 @@ class Settings:
         return METRICS_PORTS_TRIED if self.share_port else 1
 
     def _address(self, given: str, distance: int) -> tuple[str, int] | None:
-        """Return the set address, or by default the loopback at this distance from gRPC's port."""
+        """Parse the address that is set; by default, loopback with gRPC's port plus `distance`."""
         if given == "off":
             return None
         if given:
@@ -628,13 +629,12 @@ class Settings:
         )
 
     def proxy_networks(self) -> tuple[Network, ...]:
-        """Parse the networks of trusted proxies."""
+        """Return the networks of trusted proxies."""
         return networks_of(tuple(filter(None, self.trusted_proxies.split(","))))
 
     def tls_files(self) -> tuple[Path, Path, Path | None] | None:
-        """Return certificate, key and client authorities; None without TLS.
-
-        Raises: SettingInvalid if incomplete.
+        """Return the paths of certificate, key and client CA; None without TLS. Raises
+        SettingInvalid if only some of the required files are set.
         """
         if not self.tls_certificate and not self.tls_key:
             if self.tls_client_ca:
@@ -660,13 +660,12 @@ class Settings:
 
     @property
     def journal_directory(self) -> Path:
-        """Directory of the usage journals of this machine."""
+        """Directory of this machine's usage journals."""
         return self.home / "journal"
 
     def issuer(self) -> Issuer:
-        """Return the letterhead.
-
-        Raises: SettingInvalid for too many lines, letters without a font, or an unreadable font.
+        """Build the issuer that invoices show: letterhead and fonts. Raises SettingInvalid for too
+        many lines, text that needs a font, or an unreadable font.
         """
         for spec in (spec for spec in fields(self) if spec.name.startswith("issuer_")):
             variable, text = spec.metadata["variable"], getattr(self, spec.name)
@@ -699,7 +698,9 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        """Read and check the environment. Raises: SettingInvalid naming the variable."""
+        """Read all settings from environment variables. Raises SettingInvalid, which names the
+        variable.
+        """
         values: dict[str, Any] = {}
         for spec in fields(cls):
             variable, parse = spec.metadata["variable"], spec.metadata["parse"]
@@ -716,7 +717,7 @@ class Settings:
         return cls(**values)
 
     def to_environment(self) -> dict[str, str]:
-        """Return the environment from which `from_environment` makes these settings."""
+        """Convert the settings to environment variables that `from_environment` reads back."""
         environment = {}
         for spec in fields(self):
             value = getattr(self, spec.name)

@@ -1,4 +1,5 @@
-"""Statuses of errors: the table of codes, and the details that fit into the metadata of a call.
+"""Conversion of errors to gRPC statuses: the table of codes, and details that fit into the
+metadata.
 
 An error without an entry in the table is a bug: it becomes INTERNAL, without its text. A test fails
 if a concrete error class of `inference`, `metering` or `api/core/errors.py` is missing.
@@ -133,7 +134,7 @@ CODES_BY_CLASS: Mapping[type, int] = {kind: code for code, kinds in KINDS.items(
 
 
 def code_of(error: BaseException) -> int:
-    """Return the code of an error's class, or of the nearest base class with one."""
+    """Look up the status code of an error's class, or of its nearest base class in the table."""
     return next(
         (CODES_BY_CLASS[kind] for kind in type(error).__mro__ if kind in CODES_BY_CLASS),
         code_pb2.INTERNAL,
@@ -141,7 +142,7 @@ def code_of(error: BaseException) -> int:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason sent to the client: one of some dozens."""
+    """Return the reason code that the client receives, one of a few dozen constants."""
     return (
         "INTERNAL"
         if code_of(error) == code_pb2.INTERNAL
@@ -150,9 +151,9 @@ def reason_of(error: BaseException) -> str:
 
 
 def status_of(error: BaseException) -> status_pb2.Status:
-    """Return the status for an error, with details.
+    """Convert an error to a status with details.
 
-    Internal errors get an incident id and no text.
+    Internal errors get an incident id instead of their text.
     """
     code = code_of(error)
     if code == code_pb2.INTERNAL:
@@ -170,7 +171,7 @@ def status_of(error: BaseException) -> status_pb2.Status:
 
 
 def internal_status(error: BaseException) -> status_pb2.Status:
-    """Return INTERNAL with an incident id, under which the error is logged."""
+    """Log an error under a new incident id, and build the INTERNAL status that has the id."""
     incident_id = log_incident(error)
     info = error_details_pb2.ErrorInfo(
         reason="INTERNAL", domain=ERROR_DOMAIN, metadata={"incident_id": incident_id}
@@ -181,7 +182,9 @@ def internal_status(error: BaseException) -> status_pb2.Status:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message for the client, with a count of the parts that it has no room for."""
+    """Return the message for the client. If too long, it is cut and says how many parts are
+    missing.
+    """
     message = getattr(error, "client_message", "") or str(error)
     if percent_size(message) <= MESSAGE_BYTES_MAX:
         return message
@@ -210,13 +213,13 @@ def utf8_size(text: str) -> int:
 
 
 def percent_size(text: str) -> int:
-    """Return the bytes of a text in the header `grpc-message`."""
+    """Return the size of a text in bytes, percent-encoded as in the `grpc-message` header."""
     data = text.encode(errors="replace")
     return 3 * len(data) - 2 * len(data.translate(None, PERCENT_ENCODED))
 
 
 def shortened(text: str, size_max: int, size_of: Callable[[str], int] = utf8_size) -> str:
-    """Return a text that fits, without its middle if it is too long."""
+    """Cut out the middle of a text that is longer than `size_max`, as `size_of` measures it."""
     if size_of(text) <= size_max:
         return text
     half = (size_max - len(" ... ")) // 2
@@ -225,7 +228,7 @@ def shortened(text: str, size_max: int, size_of: Callable[[str], int] = utf8_siz
 
 
 def head_of(text: str, size_max: int, size_of: Callable[[str], int]) -> str:
-    """Return as many of the first characters as fit."""
+    """Return the longest prefix of a text whose size is at most `size_max`."""
     for index, char in enumerate(text):
         if (size_max := size_max - size_of(char)) < 0:
             return text[:index]
@@ -233,7 +236,7 @@ def head_of(text: str, size_max: int, size_of: Callable[[str], int]) -> str:
 
 
 def keep_short(info: error_details_pb2.ErrorInfo, size_max: int) -> None:
-    """Shorten the longest facts until all of them fit."""
+    """Shorten the longest values of an `ErrorInfo` until it has at most `size_max` bytes."""
     while info.ByteSize() > size_max:
         name, value = max(info.metadata.items(), key=lambda fact: utf8_size(fact[1]))
         if (size := utf8_size(value)) <= FACT_BYTES_MIN:
@@ -274,7 +277,7 @@ def facts(source: object, *names: str) -> dict[str, str]:
 
 
 def quota_metadata(error: QuotaExceeded) -> dict[str, str]:
-    """Return the exceeded limit, the rest of it, its reset, and whether waiting helps."""
+    """Describe the exceeded quota: limit, remaining amount, reset, and if a retry can succeed."""
     first = error.failing[0]
     message = facts(first, "quota_id", "subject", "subject_id", "model", "used", "held") | {
         "dimension": first.dimension.spelling,
@@ -291,9 +294,9 @@ def quota_metadata(error: QuotaExceeded) -> dict[str, str]:
 def fill(
     violations: Any, found: Sequence[Mapping[str, str]], detail: Message, room: int
 ) -> Message:
-    """Add violations to a detail while there is room, and a count of the rest as the last one.
+    """Add violations to a detail until it has `room` bytes; the last one then counts the rest.
 
-    violations: field of the detail. found: the fields of each.
+    `violations` is the repeated field of the detail, `found` the field values of each violation.
     """
     for index, each in enumerate(found):
         limits = {"description": DESCRIPTION_BYTES_MAX}
@@ -311,9 +314,9 @@ def fill(
 
 
 def details_of(error: BaseException, room: int) -> list[Message]:
-    """Return the standard details besides ErrorInfo: BadRequest, QuotaFailure, RetryInfo.
+    """Build the standard details besides ErrorInfo: BadRequest, QuotaFailure, RetryInfo and others.
 
-    room: in bytes, for violations.
+    `room` limits the size of the violations, in bytes.
     """
     details: list[Message] = []
     if violations := violations_of(error):

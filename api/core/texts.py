@@ -1,4 +1,4 @@
-"""Checks of texts in messages: length and control characters; collection of violations."""
+"""Validation of texts in messages (length and control characters), and collection of violations."""
 
 from __future__ import annotations
 
@@ -43,15 +43,14 @@ PROSE = frozenset({"reason", "override_reason"})
 
 
 class Violations:
-    """Collector of violations of a message."""
+    """Collector of the violations of a message, which are reported together."""
 
     def __init__(self) -> None:
         self._found: list[FieldViolation] = []
 
     def check(self, right: bool, field: str, description: str) -> None:
-        """Record a violation unless `right`.
-
-        Raises: InvalidRequest once too many are recorded.
+        """Record a violation of `field` unless `right`. Raises InvalidRequest once too many are
+        recorded.
         """
         if right:
             return
@@ -62,9 +61,9 @@ class Violations:
             self.raise_if_any()
 
     def check_count(self, count: int, count_max: int, field: str) -> bool:
-        """Record a violation if there are too many elements.
+        """Record a violation if there are more than `count_max` elements.
 
-        Return whether to check each of them.
+        Returns False then: the elements need not be checked one by one.
         """
         self.check(count <= count_max, field, f"at most {count_max} are allowed, got {count}")
         return count <= count_max
@@ -72,8 +71,8 @@ class Violations:
     def check_text(self, text: str, field: str, name: str = "", *, missing: str = "") -> None:
         """Record a violation if a name, id, label or filter is too long or has control characters.
 
-        name: of the field, if `field` is a path. missing: violation of an empty text; without it,
-        the text is optional.
+        `name` is the name of the field if `field` is a path. `missing` describes the violation of
+        an empty text; if it is empty, the text is optional.
         """
         chars_max = CHARS_MAX.get(name or field, TEXT_CHARS_MAX)
         if missing and not text:
@@ -87,13 +86,14 @@ class Violations:
             self.check(False, field, "must not contain control characters")
 
     def raise_if_any(self) -> None:
-        """Raise InvalidRequest with all violations, if any."""
+        """Raise InvalidRequest with all violations if there are any."""
         if self._found:
             raise InvalidRequest(self._found)
 
 
 def check_texts(message: Message) -> None:
-    """Check all short texts of a message at any depth; text for a model is exempt.
+    """Check all short texts of a message, at any depth. Prompts and other text for a model are
+    exempt.
 
     Raises: InvalidRequest.
     """
@@ -109,8 +109,9 @@ def check_texts(message: Message) -> None:
 
 
 def _texts(message: Message, path: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the texts of a message with path and name of their field; message elements count as
-    empty texts."""
+    """Yield each text of a message with path and name of its field. A nested message in a repeated
+    field yields an empty text, so that it is counted.
+    """
     for name, is_repeated, is_map, is_text in _fields_with_text(message.DESCRIPTOR):
         value = getattr(message, name)
         field = f"{path}{name}"
@@ -132,8 +133,9 @@ def _texts(message: Message, path: str) -> Iterator[tuple[str, str, str]]:
 
 @cache
 def _fields_with_text(kind: Descriptor) -> tuple[tuple[str, bool, bool, bool], ...]:
-    """Return the fields of a message type with short texts: name, is repeated, is a map of texts,
-    is a text."""
+    """List the fields of a message type that hold short texts, as tuples of the name and three
+    flags: whether the field is repeated, is a map of texts, and is itself a text.
+    """
     return tuple(
         (
             field.name,

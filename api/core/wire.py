@@ -1,7 +1,8 @@
-"""Conversions between values and proto messages: times, durations, money, enums, names and labels.
+"""Conversion between values and protobuf messages: times, durations, money, enums, names and
+labels.
 
-Payload hashes detect a request id that is reused with another payload. The database keeps them for
-ever, so they are keyed: the key is derived from the private key that signs receipts, which api
+Payload hashes detect a request id that is reused with another payload. The database keeps them
+forever, so they are keyed: the key is derived from the private key that signs receipts, which api
 processes have and the database does not. Read access to the database therefore cannot confirm a
 guessed prompt. Without such a key the hashes are plain. A hash begins with the name of its key, and
 hashes of different keys are not compared (`metering.holds.operations.is_other_payload`).
@@ -69,7 +70,7 @@ PLAIN = bytes(PAYLOAD_KEY_NAME_BYTES)
 
 
 def parse_request_id(text: str) -> uuid.UUID:
-    """Parse a request id. Raises: InvalidRequest."""
+    """Parse a request id, which must be a UUID. Raises: InvalidRequest."""
     try:
         return uuid.UUID(text)
     except ValueError:
@@ -99,9 +100,9 @@ def check_tier_and_labels(message: pb.StartFrame | pb.EmbedRequest, wrong: Viola
 
 
 def finish_reason(outcome: Outcome, *, called: bool) -> types_pb2.FinishReason.ValueType:
-    """Convert the finish reason of an output.
+    """Convert an outcome to the finish reason of an output.
 
-    called: whether it has tool calls, whose results the model waits for.
+    `called` says that the output has tool calls, whose results the model needs to continue.
     """
     return (
         types_pb2.FINISH_REASON_TOOL_CALLS
@@ -121,18 +122,18 @@ def picos_of(amount: types_pb2.Money) -> int:
 
 
 def timestamp(at: datetime | None) -> Timestamp | None:
-    """Return a point in time as a message; None stays unset."""
+    """Convert a time to a message. None becomes None, which leaves a field unset."""
     return None if at is None else known_time(at)
 
 
 def known_time(at: datetime) -> Timestamp:
-    """Return a point in time as a message, ten times as fast as `FromDatetime`."""
+    """Convert a time to a message, ten times as fast as `FromDatetime`."""
     seconds, micros = divmod((at - EPOCH) // MICROSECOND, MICROS_PER_SECOND)
     return Timestamp(seconds=seconds, nanos=micros * 1000)
 
 
 def parse_timestamp(message: Timestamp, field: str) -> datetime:
-    """Parse a point in time. Raises: InvalidRequest if it is out of range."""
+    """Convert a message to an aware UTC datetime. Raises: InvalidRequest if it is out of range."""
     try:
         return message.ToDatetime(tzinfo=UTC)
     except (ValueError, OverflowError):
@@ -142,7 +143,7 @@ def parse_timestamp(message: Timestamp, field: str) -> datetime:
 
 
 def parse_duration(message: Duration, field: str) -> timedelta:
-    """Parse a duration. Raises: InvalidRequest if it is out of range."""
+    """Convert a message to a timedelta. Raises: InvalidRequest if it is out of range."""
     try:
         return message.ToTimedelta()
     except (ValueError, OverflowError):
@@ -152,19 +153,18 @@ def parse_duration(message: Duration, field: str) -> timedelta:
 
 
 def seconds_of(message: Duration) -> float:
-    """Return a duration in seconds, in a float's precision."""
+    """Convert a duration to seconds, with the precision of a float."""
     return message.seconds + message.nanos / 1e9
 
 
 def given(message: Message, field: str) -> Any:
-    """Return the value of an optional field; None if unset."""
+    """Return the value of an optional field; None if it is unset."""
     return getattr(message, field) if message.HasField(field) else None
 
 
 def given_time(message: Message, field: str, path: str = "") -> datetime | None:
-    """Return the time in a field; None if unset.
-
-    Raises: InvalidRequest naming `path`, or the field.
+    """Read the time in an optional field; None if it is unset. Raises InvalidRequest, which names
+    `path` or, if that is empty, the field.
     """
     return (
         parse_timestamp(getattr(message, field), path or field) if message.HasField(field) else None
@@ -172,15 +172,17 @@ def given_time(message: Message, field: str, path: str = "") -> datetime | None:
 
 
 def given_duration(message: Message, field: str) -> timedelta | None:
-    """Return the duration in a field; None if unset. Raises: InvalidRequest."""
+    """Read the duration in an optional field; None if it is unset. Raises: InvalidRequest."""
     return parse_duration(getattr(message, field), field) if message.HasField(field) else None
 
 
 def message_of(kind: type[M], record: object, currency: str = "", /, **values: Any) -> M:
-    """Return a record as a message; fields come from `values` or the attributes of their names.
+    """Convert a record to a message. A field comes from `values`, else from the attribute of its
+    name.
 
-    An amount comes from the attribute `…_picos`, in the record's currency by default; `close_time`
-    comes from `closed_at`. None stays unset. Raises: AttributeError for a field with neither.
+    The amount of a field `x` comes from `x_picos`, in `currency` or the record's currency; the time
+    of a field `close_time` from `closed_at`. Fields that are None stay unset. Raises AttributeError
+    for a field that has neither.
     """
     assert set(values) <= set(kind.DESCRIPTOR.fields_by_name), (
         f"{kind.__name__} has not all of {', '.join(values)}"
@@ -200,7 +202,7 @@ def message_of(kind: type[M], record: object, currency: str = "", /, **values: A
 
 @functools.cache
 def _fields(kind: Any) -> list[tuple[str, Callable[[Any, str], Any], str]]:
-    """Return name, conversion and alternative attribute of each field."""
+    """List the name, conversion and alternative attribute of each field of a message type."""
     found: list[tuple[str, Callable[[Any, str], Any], str]] = []
     for field in kind.fields:
         attribute, convert = field.name, lambda value, _: value
@@ -248,7 +250,7 @@ def _messages(kind: type[Message], values: Iterable[Any], currency: str) -> list
 
 
 def duration(seconds: float | None) -> Duration | None:
-    """Return seconds as a duration; None stays unset."""
+    """Convert seconds to a message. None becomes None, which leaves a field unset."""
     if seconds is None:
         return None
     micros = timedelta(seconds=seconds) // MICROSECOND  # rounded as the library does
@@ -262,13 +264,16 @@ _key_name = PLAIN
 
 
 def use_signer(signer: Signer | None) -> None:
-    """Derive the key from the signer of this process, or hash without a key."""
+    """Derive the key of payload hashes from this process's signer; None: hash without a key."""
     global _key, _key_name
     _key = b"" if signer is None else signer.derived_key(PURPOSE)
     _key_name = hashlib.sha256(_key).digest()[:PAYLOAD_KEY_NAME_BYTES] if _key else PLAIN
 
 
 def payload_hash(payload: bytes) -> bytes:
-    """Return the key's name and the start of the HMAC-SHA-256 (no key: SHA-256): 32 bytes."""
+    """Hash a payload. Returns 32 bytes: the key's name, then the start of the HMAC-SHA-256.
+
+    Without a key, it is a plain SHA-256.
+    """
     found = hmac.digest(_key, payload, "sha256") if _key else hashlib.sha256(payload).digest()
     return _key_name + found[: 32 - PAYLOAD_KEY_NAME_BYTES]

@@ -1,1 +1,1 @@
-"""Models and engines of a process, read from settings or a fleet file, and built."""
+"""Configuration and construction of the models and engines of a process."""

@@ -1,4 +1,4 @@
-"""Engines of a process and their model names, from `WEIR_FLEET` or, without it, `WEIR_MODELS`.
+"""Construction of a process's engines, as named by `WEIR_FLEET` or, without it, by `WEIR_MODELS`.
 
 One of the few modules of the API that know concrete engines.
 """
@@ -82,11 +82,11 @@ CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048  # a GPU's products need more rows
 def encoder_plan(
     settings: Settings, name: str, directory: Path
 ) -> tuple[Callable[[], Encoder], int]:
-    """Return a factory for an encoder and its memory in bytes. Raises: CheckpointInvalid."""
+    """Create a factory of an encoder; estimate its memory in bytes. Raises: CheckpointInvalid."""
     options = EncoderSettings(
         directory=directory,
         name=name,
-        # A vector's error in bfloat16 is that of its 8 bits, and encoders are small.
+        # In bfloat16 vectors would have an error of 8 bits, and encoders are small.
         compute_dtype="float32" if settings.engine_dtype == "auto" else settings.engine_dtype,
         device="cuda" if settings.engine_device == "cuda" else "cpu",
         torch_thread_count=settings.engine_thread_count,
@@ -97,13 +97,16 @@ def encoder_plan(
 
 
 def named_gpus(fleet: Fleet) -> tuple[str, ...]:
-    """Return the ids of the GPUs that versions name."""
+    """Collect the ids of the GPUs that the versions of a fleet name, each once."""
     named = (gpu for model in fleet.models for each in model.versions for gpu in each.gpus)
     return tuple(dict.fromkeys(named))
 
 
 def memory_of_gpus(ids: Sequence[str]) -> dict[str, int]:
-    """Return the bytes of each GPU whose size is known, and log those that others use."""
+    """Read the memory size of each GPU, in bytes. Unknown GPUs are left out.
+
+    Logs a warning for a GPU whose memory other programs use.
+    """
     try:
         found = read_gpus(ids)
     except GpusUnknown as error:
@@ -121,9 +124,10 @@ Build = Callable[[Mapping[str, str]], Engine]
 
 
 class EnginePlan(NamedTuple):
-    """Factory of an engine and its needs. memory_bytes: of the whole engine.
+    """Factory of an engine, with the resources that the engine needs.
 
-    gpu_count: GPUs that it has alone. shard_count: those that share its weights; 0 without GPUs.
+    `memory_bytes` is for the whole engine. `gpu_count` is the number of GPUs for its exclusive use,
+    `shard_count` how many of them split the weights. Both are 0 without GPUs.
     """
 
     build: Build
@@ -140,7 +144,7 @@ def engine_plan(
     opener: WorkerOpener,
     engine_config: Mapping[str, Any] | None = None,
 ) -> EnginePlan:
-    """Plan an engine. Raises: CheckpointInvalid, SettingInvalid."""
+    """Plan an engine of this kind for a model. Raises: CheckpointInvalid, SettingInvalid."""
     match kind:
         case "tensorrt":
             adapters = adapters_of(settings, name)
@@ -177,7 +181,7 @@ def engine_plan(
 
 
 def tensorrt_settings(settings: Settings, name: str, directory: Path) -> TensorRtSettings:
-    """Return the TensorRT-LLM settings of a model. Raises: SettingInvalid."""
+    """Build the TensorRT-LLM settings of a model. Raises: SettingInvalid."""
     if (python := settings.tensorrt_python) and not os.access(python, os.X_OK):
         raise SettingInvalid(
             f"WEIR_TENSORRT_PYTHON={python!r}: must be the path of a Python interpreter that has"
@@ -206,10 +210,10 @@ def tensorrt_settings(settings: Settings, name: str, directory: Path) -> TensorR
 
 
 def compute_dtype(settings: Settings, directory: Path) -> ComputeDtype:
-    """Return the type in which the torch engine computes a model.
+    """Choose the data type in which the torch engine computes a model.
 
-    On CPUs `auto` is bfloat16 for checkpoints in bfloat16, unless torch computes, which is slower
-    in bfloat16 on most processors.
+    On CPUs, `auto` is bfloat16 if the checkpoint is and native kernels are expected. Without them
+    torch computes, which is slower in bfloat16 on most processors, so `auto` is float32.
     """
     if settings.engine_dtype != "auto":
         return settings.engine_dtype
@@ -221,9 +225,8 @@ def compute_dtype(settings: Settings, directory: Path) -> ComputeDtype:
 
 
 def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngineSettings:
-    """Build the settings of a model on the torch engine or, for load tests, a simulated one.
-
-    Raises: SettingInvalid.
+    """Build the settings of a model for the torch engine, real or simulated for load tests. Raises:
+    SettingInvalid.
     """
     if settings.engine_device == "simulated":
         log.warning("engine_simulated", model=name, time_scale=settings.simulated_time_scale)
@@ -232,7 +235,7 @@ def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngin
             name=name,
             step_token_count_max=8192,  # TensorRT-LLM's default
             running_sequence_count_max=512,
-            # Load tests test the code before the engine.
+            # Load tests exercise the code in front of the engine.
             waiting_sequence_count_max=settings.requests_per_process_max,
             torch_thread_count=1,
             simulation=CostModel(time_scale=settings.simulated_time_scale),
@@ -262,8 +265,8 @@ def remote_settings(
 ) -> RemoteSettings:
     """Build the settings of a model on a remote server.
 
-    directory: of the model's small files; None: from WEIR_MODELS or the server.
-    Raises: SettingInvalid.
+    `directory` has the model's small files, such as the tokenizer; with None, they come from
+    WEIR_MODELS or the server. Raises: SettingInvalid.
     """
     if find_spec("smg_grpc_proto") is None:
         raise SettingInvalid(
@@ -305,7 +308,9 @@ def remote_settings(
 
 
 def tls_files(settings: Settings) -> TlsFiles | None:
-    """Return the TLS files; None without a CA. Raises: ValueError for settings that require one."""
+    """Return the TLS files for remote servers; None without a CA. Raises ValueError if other TLS
+    settings are set without a CA.
+    """
     certificate, key = settings.remote_tls_certificate, settings.remote_tls_key
     if not settings.remote_tls_ca:
         if certificate or key or settings.remote_tls_name:
@@ -322,9 +327,8 @@ def tls_files(settings: Settings) -> TlsFiles | None:
 def fetched_directory(
     settings: Settings, name: str, target: Target, tls: TlsFiles | None, key: KeyFile | None
 ) -> Path:
-    """Fetch the model's small files from its server; keep the last ones if it does not answer.
-
-    Raises: SettingInvalid.
+    """Fetch the model's small files from its server. If it does not answer, keep the earlier ones.
+    Raises SettingInvalid if there are none.
     """
     from inference.adapters.remote_dialects import ServerUnfit, quoted
     from inference.adapters.remote_files import fetch_model_files
@@ -347,10 +351,9 @@ def fetched_directory(
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Backends of a process.
+    """Backends of a process, by served name: `engines` generate, `encoders` embed.
 
-    engines: by served name. encoders: embedding models. catalog, encoder_catalog: requestable
-    names.
+    `catalog` and `encoder_catalog` list the names that clients can request.
     """
 
     engines: dict[str, Engine]
@@ -360,9 +363,9 @@ class Serving:
 
 
 def build_serving(settings: Settings, opener: WorkerOpener = open_worker) -> Serving:
-    """Build one replica set per version of a model. opener: creates the worker processes.
+    """Build the backends: one set of replicas for each version of a model.
 
-    Raises: CheckpointInvalid naming the file, SettingInvalid.
+    `opener` starts the worker processes. Raises: SettingInvalid; CheckpointInvalid naming the file.
     """
     fleet = fleet_of_file(settings) if settings.fleet_file else fleet_of_models(settings)
     gpus = fleet.gpus or visible_gpus() or named_gpus(fleet)
@@ -418,7 +421,10 @@ def add_adapters(
     shares: dict[str, list[Share]],
     taken: Collection[str],
 ) -> None:
-    """Add the adapters of engines to the models. taken: other names. Raises: SettingInvalid."""
+    """Add the LoRA adapters of each engine to the models that clients can request.
+
+    `taken` are names that adapters must not have. Raises: SettingInvalid.
+    """
     taken = {*taken, *shares}
     unused = dict(settings.lora_adapters)
     for model, versions in list(shares.items()):
@@ -441,7 +447,7 @@ def add_adapters(
 
 
 def adapters_of(settings: Settings, served: str) -> tuple[Adapter, ...]:
-    """Read the adapters of a model or version. Raises: SettingInvalid, CheckpointInvalid."""
+    """Read the LoRA adapters of a model or version. Raises: SettingInvalid, CheckpointInvalid."""
     found = []
     for key, directory in settings.lora_adapters.items():
         name, _, adapter = key.rpartition(ADAPTER_MARK)
@@ -466,7 +472,7 @@ def adapters_of(settings: Settings, served: str) -> tuple[Adapter, ...]:
 
 
 def fleet_of_file(settings: Settings) -> Fleet:
-    """Build the fleet of the fleet file. Raises: SettingInvalid."""
+    """Read the fleet file and check it against the other settings. Raises: SettingInvalid."""
     named = settings.encoders or settings.remote_targets or settings.remote_encoders
     if dict(settings.models) != bundled_models() or named:
         excluded = "WEIR_MODELS, WEIR_ENCODERS, WEIR_REMOTE_TARGETS and WEIR_REMOTE_ENCODERS"
@@ -481,7 +487,9 @@ def fleet_of_file(settings: Settings) -> Fleet:
 
 
 def fleet_of_models(settings: Settings) -> Fleet:
-    """Return models without versions, from the settings that name them. Raises: SettingInvalid."""
+    """Build the fleet that `WEIR_MODELS` and the like describe, without versions. Raises:
+    SettingInvalid.
+    """
     if settings.region:
         raise SettingInvalid("WEIR_REGION requires WEIR_FLEET, which lists the regions")
     if settings.max_replicas < max(settings.min_replicas, 1):
@@ -535,9 +543,9 @@ def fleet_of_models(settings: Settings) -> Fleet:
 
 
 def local_model(settings: Settings, name: str, engine: EngineKind, directory: Path) -> FleetModel:
-    """Return a model with local replicas, as many as the settings request.
+    """Build a model with local replicas, as many as the settings request.
 
-    The bundled encoder starts on demand: most who try the demo do not use it.
+    The bundled encoder starts on demand, since most people who try the demo do not use it.
     """
     least = 0 if directory in bundled_encoders().values() else settings.min_replicas
     version = FleetVersion(
@@ -549,7 +557,7 @@ def local_model(settings: Settings, name: str, engine: EngineKind, directory: Pa
 def remote_model(
     settings: Settings, name: str, engine: EngineKind, address: str, directory: Path | None
 ) -> FleetModel:
-    """Return a model on one remote server."""
+    """Build a model that runs on one remote server."""
     target = FleetTarget(address, key_file=settings.remote_key_files.get(name))
     return FleetModel(name, (FleetVersion("", engine, directory, targets=(target,)),))
 
@@ -557,7 +565,7 @@ def remote_model(
 def aliases_within(
     aliases: Mapping[str, str], shares: Mapping[str, Sequence[Share]]
 ) -> dict[str, str]:
-    """Return the aliases of these models and of their versions."""
+    """Select the aliases whose target is one of these models or a version of one."""
     return {
         alias: target
         for alias, target in aliases.items()
@@ -566,13 +574,13 @@ def aliases_within(
 
 
 def assign_gpus(environment: dict[str, str], gpus: tuple[str, ...]) -> None:
-    """Let a worker see these GPUs only; all if there are none."""
+    """Restrict a worker's environment to these GPUs. If empty, the worker sees all."""
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
 
 class ReplicaBuilder:
-    """Builder of replicas. managed: engines on demand, which share this machine's memory."""
+    """Builder of replicas. `managed` lists the on-demand engines, which share a memory budget."""
 
     def __init__(self, settings: Settings, budget: MemoryBudget, opener: WorkerOpener) -> None:
         self.budget = budget
@@ -603,7 +611,9 @@ class ReplicaBuilder:
         )
 
     def _is_lone(self, version: FleetVersion) -> bool:
-        """Return whether the model has a single replica: losses fail at once, without a breaker."""
+        """Return whether the model has only one replica. Its failures then surface at once, without
+        a circuit breaker.
+        """
         return (
             not self._settings.fleet_file
             and max(len(version.targets), version.replica_count_max) == 1
@@ -640,7 +650,9 @@ class ReplicaBuilder:
         )
 
     def _terms(self, version: FleetVersion, index: int, memory_bytes: int) -> ManagedTerms:
-        """Build the terms of a replica. index: its number. memory_bytes: by its checkpoint."""
+        """Build the terms on which a replica starts and stops. `index` is the replica's number.
+        `memory_bytes` is the estimate from its checkpoint.
+        """
         is_warm = index < version.replica_count_min
         return ManagedTerms(
             self._idle_timeout_s(version),
@@ -656,7 +668,7 @@ class ReplicaBuilder:
         )
 
     def _remote_replicas(self, version: FleetVersion, served: str) -> list[Replica]:
-        """Build one replica per server; all stay connected, since a connection costs little."""
+        """Build one replica per server. All stay connected, since connections cost little."""
         settings = self._settings
         replicas = []
         for target in version.targets:
@@ -675,7 +687,9 @@ class ReplicaBuilder:
         return replicas
 
     def _local_replicas(self, version: FleetVersion, served: str) -> list[Replica]:
-        """Build local replicas: the first ones stay warm, the others start on demand."""
+        """Build local replicas. The first `replica_count_min` stay warm, the others start on
+        demand.
+        """
         assert version.directory is not None, "only those of remote engines may be left out"
         plan = engine_plan(
             self._settings,

@@ -1,7 +1,8 @@
 """Parser of the file that `WEIR_FLEET` names: models, versions, replicas, aliases, regions.
 
-All errors of a file are reported together, with line, place and remedy. Unknown keys are errors.
-Defaults are those of the classes here; `docs/reference/fleet.md` explains the keys.
+All errors of a file are reported together, each with its line, its place in the file and what to
+do. Unknown keys are errors. Defaults are those of the classes here; `docs/reference/fleet.md`
+explains the keys.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def text(value: str) -> str:
 
 
 def size(value: str) -> int:
-    """Parse a number of bytes."""
+    """Parse a size such as `24GiB`, and return it in bytes."""
     found = SIZE.fullmatch(value)
     if found is None:
         raise ValueError("must be a number of bytes, such as 24GiB")
@@ -60,14 +61,14 @@ def size(value: str) -> int:
 
 
 def gpu(value: str) -> str:
-    """Parse the id of a GPU."""
+    """Validate the number or UUID of a GPU."""
     if not GPU.fullmatch(value):
         raise ValueError("must be the number or the UUID of a GPU")
     return value
 
 
 def target(value: str) -> str:
-    """Parse the address of a remote engine."""
+    """Parse the address of a remote engine and return it in canonical notation."""
     try:
         return str(parse_target(value))
     except ValueError:
@@ -76,9 +77,9 @@ def target(value: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FleetTarget:
-    """Remote engine: its service and address, its region, the file and the header of its key.
+    """Remote engine: its address, its region, and the file with its API key.
 
-    key_header: empty: WEIR_REMOTE_KEY_HEADER.
+    `key_header` is the header that carries the key; if empty, WEIR_REMOTE_KEY_HEADER names it.
     """
 
     address: str
@@ -89,15 +90,15 @@ class FleetTarget:
 
 @dataclass(frozen=True, slots=True)
 class FleetVersion:
-    """Version of a model. version: empty if the model has only one.
+    """Version of a model, or the whole model if `version` is empty.
 
-    directory: of the checkpoint, or of a remote engine's tokenizer; None: fetched from the server.
-    region: of local replicas. replica_count_min: kept warm; the others start under load. targets:
-    remote engines, one replica each. idle_timeout_s: until other replicas stop, 0 for never; None:
-    WEIR_MODEL_IDLE_TIMEOUT_S. memory_bytes: of one replica; 0: by its checkpoint. engine_config: of
-    TensorRT-LLM, in the form of `trtllm-serve --config`. gpus: ids for its replicas; empty: any.
-    share_prefixes: tenants may share the prefix caches of its remote engines; False:
-    WEIR_REMOTE_SHARE_PREFIXES.
+    `directory` has the checkpoint, or a remote engine's tokenizer; None: fetch it from the server.
+    `region` applies to local replicas. `replica_count_min` of them stay warm; the others start
+    under load and stop after `idle_timeout_s` (0: never; None: WEIR_MODEL_IDLE_TIMEOUT_S).
+    `targets` are remote engines, one replica each. `memory_bytes` is per replica; 0: estimate it
+    from the checkpoint. `engine_config` has TensorRT-LLM's options, as for `trtllm-serve --config`.
+    `gpus` are the ids that its replicas may use; empty: any. `share_prefixes` lets tenants share
+    the prefix caches of its remote engines; if False, WEIR_REMOTE_SHARE_PREFIXES decides.
     """
 
     version: str
@@ -119,8 +120,8 @@ class FleetVersion:
 class FleetModel:
     """Model with its versions.
 
-    policy: routing between replicas. recovery_wait_s: time that a sequence whose replica failed
-    waits for another one.
+    `policy` routes requests between replicas. A sequence whose replica fails waits up to
+    `recovery_wait_s` seconds for another one.
     """
 
     name: str
@@ -130,7 +131,7 @@ class FleetModel:
 
     @property
     def embeds(self) -> bool:
-        """True for an embedding model."""
+        """True if this is an embedding model."""
         return self.versions[0].engine in ENCODERS
 
 
@@ -138,8 +139,8 @@ class FleetModel:
 class Fleet:
     """Contents of a fleet file.
 
-    regions: fallback regions by region. memory_bytes: of all local replicas; None: no limit. gpus:
-    ids of the GPUs to use; empty: those that are visible.
+    `regions` has the fallback regions of each region. `memory_bytes` limits all local replicas
+    together; None: no limit. `gpus` are the ids of the GPUs to use; empty: all that are visible.
     """
 
     models: tuple[FleetModel, ...]
@@ -150,9 +151,8 @@ class Fleet:
 
 
 def model_names(settings: Settings) -> tuple[list[str], list[str]]:
-    """Return the canonical names of generating models and of embedding models.
-
-    Raises: SettingInvalid.
+    """List the canonical names of the models that generate, and of the embedding models. Raises:
+    SettingInvalid.
     """
     if not settings.fleet_file:
         return list(settings.models), list(settings.encoders)
@@ -163,7 +163,7 @@ def model_names(settings: Settings) -> tuple[list[str], list[str]]:
 
 
 def read_fleet(path: Path) -> Fleet:
-    """Read and parse a fleet file. Raises: SettingInvalid with all errors by line and place."""
+    """Read and parse a fleet file. Raises SettingInvalid, which lists all errors by line."""
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -172,7 +172,7 @@ def read_fleet(path: Path) -> Fleet:
 
 
 def parse_fleet(content: str, path: Path) -> Fleet:
-    """Parse a fleet file's content. path: for messages and relative directories."""
+    """Parse the content of a fleet file. Relative directories start at the folder of `path`."""
     try:
         root = compose(content)
     except NotYaml as broken:
@@ -189,10 +189,10 @@ def parse_fleet(content: str, path: Path) -> Fleet:
 
 
 class FleetReader(StrictReader):
-    """Reader of the YAML nodes of a fleet file."""
+    """Converts the YAML nodes of a fleet file to its classes, and collects all errors."""
 
     def __init__(self, base: Path) -> None:
-        """base: parent of relative directories."""
+        """Relative directories in the file start at `base`."""
         super().__init__()
         self._base = base
         self._regions: frozenset[str] = frozenset()
@@ -200,7 +200,7 @@ class FleetReader(StrictReader):
     def named(
         self, node: yaml.Node | None, location: str, pattern: re.Pattern[str], what: str
     ) -> Keys:
-        """Return the values of keys that are names in the file; empty for a missing node."""
+        """Read a mapping whose keys are names that the file defines; empty if it is missing."""
         found = {} if node is None else self.mapping(node, location)
         for name, value in found.items():
             if not pattern.fullmatch(name):
@@ -216,7 +216,7 @@ class FleetReader(StrictReader):
     def value(
         self, node: yaml.Node | None, location: str, parse: Callable[[str], Value], default: Value
     ) -> Value:
-        """Return a scalar, or the default if it is missing or invalid."""
+        """Parse a scalar. Returns the default if the scalar is missing or invalid."""
 
         def parsed(text: str) -> Value:
             try:
@@ -230,11 +230,13 @@ class FleetReader(StrictReader):
     def value_of(
         self, keys: Keys, location: str, name: str, parse: Callable[[str], Value], default: Value
     ) -> Value:
-        """Return the scalar of a key, or the default if it is missing or invalid."""
+        """Parse the scalar of a key. Returns the default if the key is missing or its value
+        invalid.
+        """
         return self.value(keys.get(name), f"{location}.{name}", parse, default)
 
     def refuse(self, keys: Keys, location: str, names: Iterable[str], message: str) -> None:
-        """Report each of these keys that the file has."""
+        """Report an error for each of these keys that the file has."""
         for name in names:
             if name in keys:
                 self.wrong(keys[name], f"{location}.{name}", message)
@@ -255,7 +257,7 @@ class FleetReader(StrictReader):
         )
 
     def gpus(self, node: yaml.Node | None, location: str) -> tuple[str, ...]:
-        """Return ids of GPUs: numbers or UUIDs, as in `CUDA_VISIBLE_DEVICES`."""
+        """Parse a list of GPU ids: numbers or UUIDs, as in `CUDA_VISIBLE_DEVICES`."""
         nodes = [] if node is None else self.items(node, location)
         found = tuple(
             self.value(each, f"{location}[{index}]", gpu, "") for index, each in enumerate(nodes)
@@ -265,7 +267,7 @@ class FleetReader(StrictReader):
         return found
 
     def regions(self, node: yaml.Node | None) -> dict[str, tuple[str, ...]]:
-        """Return the fallback regions of each region."""
+        """Parse the regions, each with the list of its fallback regions."""
         nodes = self.named(node, "regions", WORD, "a region")
         self._regions = frozenset(nodes)
         found = {}
@@ -380,7 +382,7 @@ class FleetReader(StrictReader):
         )
 
     def engine_config(self, node: yaml.Node | None, location: str) -> dict[str, Any]:
-        """Return the entries of a mapping, or of the file that is named instead of one."""
+        """Read the options of an engine: a mapping, or the path of a YAML file that has one."""
         if node is None:
             return {}
         root: yaml.Node | None = node
@@ -421,7 +423,7 @@ class FleetReader(StrictReader):
         return count_min, count_max
 
     def targets(self, node: yaml.Node | None, location: str) -> tuple[FleetTarget, ...]:
-        """Return remote engines, each `vllm://host:port` or a mapping of its keys."""
+        """Parse a list of remote engines, each an address like `vllm://host:port` or a mapping."""
         found = []
         for index, each in enumerate([] if node is None else self.items(node, location)):
             at = f"{location}[{index}]"
@@ -444,7 +446,7 @@ class FleetReader(StrictReader):
         return tuple(found)
 
     def aliases(self, node: yaml.Node | None, models: tuple[FleetModel, ...]) -> dict[str, str]:
-        """Return the aliases, each of a model or a version."""
+        """Parse the aliases. Each names a model or one of its versions."""
         names = {model.name for model in models}
         known = names | {
             f"{model.name}@{version.version}"
@@ -470,7 +472,7 @@ class FleetReader(StrictReader):
         return found
 
     def region(self, node: yaml.Node | None, location: str) -> str:
-        """Return the name of a region of the file; empty if there is none."""
+        """Parse the name of a region that the file defines. Empty if the node is missing."""
         name = self.value(node, location, text, "")
         if name and name not in self._regions:
             known = ", ".join(sorted(self._regions))
