@@ -1,1 +1,1 @@
-"""One request, from its start frame to its settlement."""
+"""Processing of one request, from its start frame to its settlement."""

@@ -1,4 +1,4 @@
-"""Progress and charge of requests that end: the vocabulary of the tables in `endings.py`."""
+"""Phases and charges of requests that end: the vocabulary of the tables in `endings.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from metering.core.models import Outcome
 
 
 class EndPhase(StrEnum):
-    """Progress of a request when it ended."""
+    """Phase in which a request ended."""
 
     BEFORE_HOLD = "before the hold"
     HELD = "held"
@@ -21,7 +21,7 @@ class EndPhase(StrEnum):
 
 
 class Action(StrEnum):
-    """Action on the hold at an end."""
+    """Action on the hold of a request that ends."""
 
     NONE = "no hold"
     SETTLE = "settle"
@@ -31,9 +31,9 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EndCharge:
-    """EndCharge of an end.
+    """Charge of a request that ends: the action on its hold, and the tokens that are billed.
 
-    Tokens are billed and counted in quotas alike; money and prepaid credit follow.
+    Tokens that are billed also count in quotas; money and prepaid credit follow from them.
     """
 
     action: Action
@@ -43,7 +43,9 @@ class EndCharge:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell of the table. test: the test that covers it, besides the test of all cells."""
+    """Cell of the table of charges. `test` names the test that covers it, besides the test of all
+    cells.
+    """
 
     charge: EndCharge
     test: str
@@ -51,10 +53,10 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to end.
+    """One way in which a request can end.
 
-    response: what the client receives. outcomes, errors: those by which the code recognizes it; an
-    error takes precedence over an outcome.
+    `response` is what the client receives. An end is recognized by its outcome or its error, one of
+    `outcomes` or `errors`; an error takes precedence.
     """
 
     name: str

@@ -1,6 +1,7 @@
-"""Ends of requests: every way to end, its cause and its charge. Pure functions and tables.
+"""Every way in which a request can end, with its cause and its charge, as tables and pure
+functions.
 
-`docs/reference/endings.md` shows its tables.
+`docs/reference/endings.md` shows the tables.
 """
 
 from __future__ import annotations
@@ -267,11 +268,11 @@ _BY_OUTCOME = {outcome: way.cause for way in WAYS for outcome in way.outcomes}
 class UsageSoFar(msgspec.Struct):
     """Token counts of a running request.
 
-    input_token_count is 0 until the engine has started on it. is_cached_final: the cached count
-    cannot change any more. journalled: written before they are sent. taken: by the transport.
-    delivered: those that are billed, which are the taken ones, and all in the replay buffer of a
-    request that has one. reasoning: thinking among each of them; a token of which that is known
-    only later counts with the message that tells it.
+    `input_token_count` is 0 until the engine has started on the request; the cached count is final
+    if `is_cached_final`. Tokens are journalled before they are sent, and taken when the transport
+    has them. Delivered tokens are billed: those taken or, with a replay buffer, those in it. The
+    `reasoning` counts are the thinking among each; a token that is recognized as thinking only
+    later counts with the message that reports it.
     """
 
     input_token_count: int = 0
@@ -287,7 +288,7 @@ class UsageSoFar(msgspec.Struct):
 
 
 def phase_of(usage: UsageSoFar) -> EndPhase:
-    """Return the progress of a request with a hold."""
+    """Return how far a request with a hold has come."""
     if usage.delivered_token_count:
         return EndPhase.DELIVERING
     if not usage.input_token_count:
@@ -296,7 +297,7 @@ def phase_of(usage: UsageSoFar) -> EndPhase:
 
 
 def cause_of(outcome: Outcome | None, error: BaseException | None) -> Cause:
-    """Return the cause of an end. error: takes precedence over the outcome."""
+    """Return the cause of an end. An error takes precedence over the outcome."""
     if error is None:
         return Cause.SERVICE if outcome is None else _BY_OUTCOME[outcome]
     if isinstance(error, errors.SiblingEnded):
@@ -305,5 +306,5 @@ def cause_of(outcome: Outcome | None, error: BaseException | None) -> Cause:
 
 
 def charge_of(phase: EndPhase, cause: Cause) -> EndCharge:
-    """Return the charge of an end."""
+    """Look up the charge of a request that ends in this phase for this cause."""
     return TABLE[phase, cause].charge

@@ -1,4 +1,4 @@
-"""Decision how a request ends, and its stopwatch, shared by generation and embedding.
+"""Decision on how a request ends, and its stopwatch; shared by generation and embedding.
 
 Every early end of a request calls `EndDecision.stop`: cancellation, the deadline, a limit, the
 safety checks, a client that does not read, an administrator, a lapsed hold, or shutdown. The first
@@ -28,8 +28,8 @@ NAMES = tuple(f"{stage}_ms" for stage in STAGES)  # names of `weir.v1.Timings`
 class End:
     """Reason why a request was stopped.
 
-    error: sent to the client instead of a finish reason; delivered output is still settled.
-    detail: sent with the finish reason; names the limit that ended the request.
+    `error` is sent to the client instead of a finish reason; delivered output is settled anyway.
+    `detail` is sent with the finish reason and names the limit that ended the request.
     """
 
     outcome: Outcome
@@ -42,16 +42,16 @@ class Stopped(Exception):
 
 
 class EndDecision:
-    """Decision how one request ends.
+    """Decision on how one request ends; the first stop decides.
 
-    end: why it was stopped; None if it runs or ended by itself. discards: waiting output is not
-    delivered.
+    `end` is why it was stopped; None if it is running or ended by itself. If `discards`, output
+    that is waiting is not delivered.
     """
 
     __slots__ = ("_is_closed", "_on_stop", "_task", "discards", "end", "is_stopped")
 
     def __init__(self, on_stop: Callable[[End], None] = lambda _: None) -> None:
-        """on_stop: called once, when the request is stopped; must not block."""
+        """`on_stop` is called once, when the request is stopped. It must not block."""
         self.end: End | None = None
         self.is_stopped = False
         self.discards = False
@@ -60,10 +60,7 @@ class EndDecision:
         self._task: asyncio.Task[object] | None = None  # set inside an `Interruptible`
 
     def stop(self, outcome: Outcome, error: Exception | None = None, detail: str = "") -> None:
-        """Stop the request as soon as possible for this reason, unless it is ending already.
-
-        Never blocks.
-        """
+        """Stop the request as soon as possible, unless it is ending already. Never blocks."""
         if self.is_stopped or self._is_closed:
             return
         self.is_stopped = True
@@ -74,11 +71,11 @@ class EndDecision:
             self._task.cancel()
 
     def close(self, result: Outcome | Exception) -> tuple[Outcome | None, Outcome | Exception]:
-        """Accept no more stops, and drop the reference to the request.
+        """Refuse further stops, drop the reference to the request, and decide how the request ends.
 
-        result: outcome of the engine, a failure, or `Stopped`. Return the outcome to store, and
-        with what the request ends: that outcome, or an error. A failure decides alone, a stop
-        decides over the engine. The outcome is None where the error decides what is stored.
+        `result` is the engine's outcome, an error, or `Stopped`. Returns the outcome to store, or
+        None if the error determines it, and the end of the request: that outcome or an error. A
+        failure takes precedence over a stop, and a stop over the engine's outcome.
         """
         self._is_closed, self._on_stop, end = True, _ignore, self.end
         if isinstance(result, Exception) and not isinstance(result, Stopped):
@@ -93,11 +90,11 @@ class EndDecision:
 
 
 def _ignore(end: End) -> None:
-    """Ignore a stop after the end."""
+    """Ignore a stop after the end of the request."""
 
 
 def error_before_hold(end: End) -> Exception:
-    """Return the error of a request that was stopped before it had its hold."""
+    """Return the error for a request that was stopped before it had a hold."""
     if end.error is not None:
         return end.error
     if end.outcome is Outcome.DEADLINE:
@@ -106,10 +103,11 @@ def error_before_hold(end: End) -> Exception:
 
 
 class Interruptible:
-    """Block that `EndDecision.stop` interrupts: it raises `error_of(end)`, or enters not at all.
+    """Context manager whose block a stop interrupts: it raises `error_of(end)`. If the request is
+    stopped already, the block is not entered.
 
-    Cancellation is confined to the block, because a task cancelled before its first step never
-    runs, and would never end its request. Any other cancellation comes from shutdown.
+    Cancellation is confined to the block, because a task that is cancelled before its first step
+    never runs, and would never end its request. Any other cancellation comes from shutdown.
     """
 
     __slots__ = ("_decision", "_error_of", "_task")
@@ -146,8 +144,8 @@ AUTH, TOKENIZE, ADMISSION, COLD_START, QUEUE, PREFILL, DECODE, CLIENT_STALL, SET
 
 
 class Stopwatch:
-    """Time spent in each stage of one request. Stages follow each other and add up to the total,
-    except the client's stall, of which only the part after the last token does.
+    """Stopwatch for the stages of one request, which follow each other and add up to the total. Of
+    the client's stall, only the part after the last token counts in the total.
 
     Counts whole microseconds, which add up exactly.
     """
@@ -160,16 +158,15 @@ class Stopwatch:
         self._stages_us = [auth_us, *[0] * (len(STAGES) - 1)]
 
     def lap(self, stage: int) -> None:
-        """Record that a stage has ended; it began when the previous one ended.
-
-        Repeated stages add up.
+        """Record that a stage ends now. It began when the previous stage ended; repeated stages add
+        up.
         """
         now_us = time.monotonic_ns() // 1000
         self._stages_us[stage] += now_us - self._last_us
         self._last_us = now_us
 
     def first_token(self) -> None:
-        """Record the first token from the engine; later calls have no effect."""
+        """Record the first token from the engine. Later calls have no effect."""
         if not self._first_token_us:
             self._first_token_us = time.monotonic_ns() // 1000
 
@@ -179,10 +176,10 @@ class Stopwatch:
         return time.monotonic() - self._first_token_us / 1e6 if self._first_token_us else 0.0
 
     def engine_finished(self, timings: EngineTimings) -> None:
-        """Record the end of engine work, and split the time since submission into queue, prefill
+        """Record that the engine has finished; split the time since submission into queue, prefill
         and decode.
 
-        The engine reports its queue time; the rest is measured here, so that it includes the
+        The engine reports its queue time. The rest is measured here, so that it includes the
         transport to the engine and back.
         """
         now_us = time.monotonic_ns() // 1000
@@ -198,16 +195,17 @@ class Stopwatch:
     def forwarded(self, stalled_s: float, later_s: float) -> None:
         """Record that the client has taken the output, or never will.
 
-        stalled_s: how long tokens waited for it in all. later_s: the part since the last stage,
-        which is not part of the next one.
+        Tokens waited for the client for `stalled_s` in total, and for `later_s` of that since the
+        last stage; this part is not counted in the next stage.
         """
         now_us = time.monotonic_ns() // 1000
         self._stages_us[CLIENT_STALL] = round(stalled_s * 1e6)
         self._last_us = min(self._last_us + round(later_s * 1e6), now_us)
 
     def timings(self) -> dict[str, float]:
-        """Return all stages so far as `<stage>_ms`, with `ttft_ms` and `total_ms`, as in
-        `weir.v1.Timings`."""
+        """Return the stages so far in ms, named as in `weir.v1.Timings`, with `ttft_ms` and
+        `total_ms`.
+        """
         result = dict(zip(NAMES, [time_us / 1000 for time_us in self._stages_us], strict=True))
         if self._first_token_us:
             result["ttft_ms"] = (self._first_token_us - self._received_us) / 1000

@@ -1,1 +1,1 @@
-"""Output to clients: buffers, the stream writer, replay, and the encoder of each wire."""
+"""Delivery of output to clients: buffers, stream writer, replay, encoders of each protocol."""

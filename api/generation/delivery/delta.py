@@ -1,4 +1,4 @@
-"""New output of a request as values: a delta, and deltas that wait, packed."""
+"""New output of a request as a value (`Delta`), and a compact buffer of unsent output."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ UNPACK_CALLS = msgspec.msgpack.Decoder(list[tuple[int, str, str, str]]).decode
 
 
 class Delta(msgspec.Struct):
-    """New output of one choice; each stream encodes it for its own wire.
+    """New output of one choice, which each stream encodes for its own protocol.
 
-    logprobs: one per token, or none. reasoning: thinking, which precedes the text.
-    reasoning_token_count: tokens now known to be thinking. end: of the choice, behind its output.
+    `logprobs` has one entry per token, or none. `reasoning` is thinking, which precedes the text,
+    and `reasoning_token_count` is how many tokens are now known to be thinking. `end` ends the
+    choice.
     """
 
     text: str = ""
@@ -40,7 +41,7 @@ class Delta(msgspec.Struct):
 
     @property
     def is_plain(self) -> bool:
-        """True if it has only text and tokens."""
+        """True if the delta has only text and tokens."""
         return not (
             self.logprobs
             or self.calls
@@ -51,7 +52,7 @@ class Delta(msgspec.Struct):
 
 
 def joined_calls(calls: Sequence[CallPiece]) -> list[CallPiece]:
-    """Return increments with those of one call joined, in the order of their first ones."""
+    """Join the pieces of each tool call, and return the calls in the order in which they began."""
     first: dict[int, CallPiece] = {}
     arguments: dict[int, list[str]] = {}
     for each in calls:
@@ -64,11 +65,11 @@ def joined_calls(calls: Sequence[CallPiece]) -> list[CallPiece]:
 
 
 class PackedOutput:
-    """Tokens and text in order, packed into a few bytes per token.
+    """Queue of output that is not sent yet, packed into a few bytes per token.
 
-    The text, calls and thinking of one `add` are taken with its last token. What precedes the rest
-    of a delta is not taken together with earlier output that it would then precede: thinking after
-    text or calls, and text after calls. end: of the choice, taken with the last output.
+    The text, tool calls and thinking of one `add` are taken with its last token. A delta shows
+    thinking before text, and text before calls. Output that would change its place in this order,
+    such as thinking after text, is taken in a separate delta. `end` is taken with the last output.
     """
 
     def __init__(self) -> None:
@@ -95,12 +96,12 @@ class PackedOutput:
         self.end: pb.ChoiceEnd | None = None
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
+        """Return the number of tokens in the queue."""
         return len(self._token_ids)
 
     @property
     def empty(self) -> bool:
-        """True if nothing is left."""
+        """True if neither output nor the end of the choice is left."""
         return not (self._token_ends or self.end is not None)
 
     def add(
@@ -111,7 +112,7 @@ class PackedOutput:
         calls: Sequence[CallPiece] = (),
         thought: Thought = NO_THOUGHT,
     ) -> None:
-        """Append output. logprobs: one entry per token, or none."""
+        """Append output. `logprobs` has one entry per token, or none."""
         if (thought[0] and (self._has_text or self._has_calls)) or (text and self._has_calls):
             self._ticks.append(self._add_count)
             self._has_text = self._has_calls = False
@@ -135,8 +136,8 @@ class PackedOutput:
     def take(self, token_count_max: int) -> tuple[Delta, int]:
         """Remove at most this many tokens; return them, and how many of them are thinking.
 
-        Of an `add` that is taken in parts, the first tokens are its thinking; the delta has its
-        number with its text. A delta without anything: the first token does not fit.
+        If the output of one `add` is split, its first tokens count as its thinking, and the delta
+        with its text has its `reasoning_token_count`. An empty delta means that no token fits.
         """
         add_count_max = len(self._token_ends)
         if self._ticks:
@@ -178,7 +179,7 @@ class PackedOutput:
         return delta, reasoning_count
 
     def _take_calls(self, whole_count: int) -> Sequence[CallPiece]:
-        """Remove the calls of so many `add`s; those of several are joined."""
+        """Remove the tool calls of the first `whole_count` additions, and join their pieces."""
         first, calls = 0, list[CallPiece]()
         if not self._calls:
             return ()
@@ -191,7 +192,9 @@ class PackedOutput:
         return calls if whole_count == 1 else joined_calls(calls)
 
     def _count_thoughts(self, whole_count: int) -> int:
-        """Return how many of the tokens now taken are thinking. whole_count: `add`s that end."""
+        """Count the thinking among the tokens now taken. `whole_count` additions are taken
+        completely.
+        """
         counts, before = self._thought_token_counts, self._counted_thought_count
         if whole_count:
             self._begun_token_count = self._token_ends[whole_count - 1]

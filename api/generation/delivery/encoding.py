@@ -1,7 +1,7 @@
-"""Frames of gRPC as bytes, made from the values of new output without message objects.
+"""Encoding of gRPC frames as bytes, from the values of new output, without message objects.
 
-Frames are assembled from bytes: assigning a message object copies it, and one copy per token costs
-more than all other work on it. Field numbers are those of `weir/v1/inference_service.proto`.
+Assigning a message object copies it, and one copy per token costs more than all other work on the
+token. Field numbers are those of `weir/v1/inference_service.proto`.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ def varint(number: int) -> bytes:
 
 
 def framed(frame: bytes) -> bytes:
-    """Return a serialized `ServerFrame` as part of a `GenerateResponse`."""
+    """Encode a serialized `ServerFrame` as a field of a `GenerateResponse`."""
     return b"\x0a%b%b" % (varint(len(frame)), frame)
 
 
 def delta_frame(head: bytes, delta: bytes) -> bytes:
-    """Return a serialized `DeltaFrame` as part of a `GenerateResponse`.
+    """Wrap a serialized `DeltaFrame` in a `ServerFrame`, encoded as a field of a
+    `GenerateResponse`.
 
-    head: the first field of a `ServerFrame`, with the request id.
+    `head` is the encoded first field of the `ServerFrame`: the request id.
     """
     length = varint(len(delta))
     return framed(b"%b\x22%b%b" % (head, length, delta))
 
 
 def delta_bytes(seq: int, choice_index: int, delta: Delta) -> bytes:
-    """Serialize a `DeltaFrame`."""
+    """Serialize a `DeltaFrame` without its surrounding `ServerFrame`."""
     text = delta.text.encode()
     ids = b"".join(map(varint, delta.token_ids))
     return b"".join(
@@ -64,7 +65,7 @@ def delta_bytes(seq: int, choice_index: int, delta: Delta) -> bytes:
 
 
 def rest_of(delta: Delta) -> bytes:
-    """Serialize the fields of a `DeltaFrame` beside number, choice, text and token ids."""
+    """Serialize the rarer fields of a `DeltaFrame`: all but number, choice, text and token ids."""
     data = b"".join([logprobs_field(each) for each in delta.logprobs])
     if delta.calls or delta.end is not None:
         calls = [
@@ -90,7 +91,7 @@ def logprobs_field(logprobs: TokenLogprobs) -> bytes:
 
 
 def logprob_field(tag: bytes, token: TokenLogprob) -> bytes:
-    """Serialize a `TokenLogprob`, behind the tag of its field."""
+    """Serialize a `TokenLogprob` as a field with this tag."""
     number = varint(token.token_id)
     return b"%b%b\x08%b\x11%b" % (
         tag,
@@ -101,7 +102,7 @@ def logprob_field(tag: bytes, token: TokenLogprob) -> bytes:
 
 
 def logprob_messages(logprobs: Sequence[TokenLogprobs]) -> list[pb.TokenLogprobs]:
-    """Return log-probabilities as messages, one for each token."""
+    """Convert log-probabilities to messages, one per token."""
     messages = []
     for each in logprobs:
         top = [

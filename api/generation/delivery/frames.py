@@ -1,4 +1,4 @@
-"""Server frames of one request. The request id is set where a frame is sent."""
+"""Construction of the server frames of one request. The sender sets the request id."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def admitted(
     *,
     limited_by_key: bool,
 ) -> pb.ServerFrame:
-    """Return the `admitted` frame, with the remainder of each limit of the request.
+    """Build the `admitted` frame, with the remainder of each quota that applies to the request.
 
-    The next call reuses the frame: send it before. limited_by_key: the output is limited by the
-    key, because the request sets no limit.
+    The next call reuses the frame, so send it before. `limited_by_key`: the API key limits the
+    output, because the request sets no limit.
     """
     frame, quotas = _met_quotas(admission.quotas.rules)
     ends, counts = resets(admission.quotas.now), admission.quotas.counts
@@ -67,10 +67,10 @@ def admitted(
 def _met_quotas(
     rules: tuple[QuotaRule, ...],
 ) -> tuple[pb.ServerFrame, list[tuple[int, types_pb2.QuotaStatus, int, int]]]:
-    """Return a frame of these limits, and for each its index in `rules`, its message, limit and
+    """Build a frame with these quotas; for each, return its index in `rules`, message, limit,
     window.
 
-    Only numbers are set again: setting a string would grow the message's memory each time.
+    Later only numbers are set: setting a string again would grow the message's memory each time.
     """
     frame = pb.ServerFrame()
     order_of_rules = sorted(range(len(rules)), key=lambda index: order(rules[index]))
@@ -82,7 +82,7 @@ def _met_quotas(
 
 
 def queued(position: int, estimated_wait_s: float | None) -> pb.ServerFrame:
-    """Return the `queued` frame. estimated_wait_s: None if unknown."""
+    """Build the progress frame of a waiting request. `estimated_wait_s` is None if unknown."""
     wait = wire.duration(estimated_wait_s)
     frame = pb.ProgressFrame(
         stage=pb.ProgressFrame.STAGE_QUEUED, queue_position=position, estimated_wait=wait
@@ -91,7 +91,7 @@ def queued(position: int, estimated_wait_s: float | None) -> pb.ServerFrame:
 
 
 def loading(engine: EngineCondition) -> pb.ServerFrame:
-    """Return the `loading` frame of a request that waits for an engine to start."""
+    """Build the progress frame of a request that waits for an engine to start."""
     frame = pb.ProgressFrame(
         stage=pb.ProgressFrame.STAGE_ENGINE_LOADING,
         estimated_wait=wire.duration(engine.retry_after_s) if engine.retry_after_s > 0 else None,
@@ -102,12 +102,12 @@ def loading(engine: EngineCondition) -> pb.ServerFrame:
 
 
 def running() -> pb.ServerFrame:
-    """Return the frame of a request that the server works on without new output."""
+    """Build the progress frame of a running request that has no new output yet."""
     return pb.ServerFrame(progress=pb.ProgressFrame(stage=pb.ProgressFrame.STAGE_RUNNING))
 
 
 def prompts(logprobs: Sequence[TokenLogprobs]) -> Iterator[pb.ServerFrame]:
-    """Return the log-probabilities of a prompt as frames."""
+    """Yield the log-probabilities of a prompt in frames of at most `PROMPT_TOKENS_MAX` tokens."""
     for first in range(0, len(logprobs), PROMPT_TOKENS_MAX):
         part = logprob_messages(logprobs[first : first + PROMPT_TOKENS_MAX])
         yield pb.ServerFrame(prompt=pb.PromptFrame(logprobs=part))
@@ -119,9 +119,10 @@ def usage(
     reasoning_token_count: int,
     prices: TokenPrices,
 ) -> pb.ServerFrame:
-    """Return running counts.
+    """Build a usage frame, with the counts and the cost so far.
 
-    delivered_token_count, reasoning_token_count: tokens sent to the client before this frame.
+    Counts the tokens sent before this frame: `delivered_token_count` in all, of which
+    `reasoning_token_count` are thinking.
     """
     cost = prices.cost_picos(
         so_far.input_token_count,
@@ -143,9 +144,10 @@ def usage(
 
 
 def updated(limits: OutputLimits | None, refusal: status_pb2.Status | None) -> pb.ServerFrame:
-    """Return the answer to a change of limits.
+    """Build the answer to a change of limits.
 
-    limits: now in force, None before admission. refusal: why nothing changed, or None.
+    `limits` are those now in force; None before admission. `refusal` is why nothing changed, or
+    None.
     """
     frame = pb.UpdatedFrame(refusal=refusal)
     if limits is not None:
@@ -158,7 +160,7 @@ def updated(limits: OutputLimits | None, refusal: status_pb2.Status | None) -> p
 
 
 def attached(after_seq: int, last_seq: int, so_far: UsageSoFar, *, running: bool) -> pb.ServerFrame:
-    """Return the first frame for a stream that attaches to a request."""
+    """Build the first frame for a stream that attaches to a request."""
     return pb.ServerFrame(
         attached=pb.AttachedFrame(
             after_seq=after_seq,
@@ -172,9 +174,9 @@ def attached(after_seq: int, last_seq: int, so_far: UsageSoFar, *, running: bool
 def set_settlement(
     settled: Settled, message: pb.FinishedFrame | pb.FailedFrame | pb.EmbedResponse
 ) -> None:
-    """Set the billed usage and the receipts in a response.
+    """Set the billed usage, the cost and the receipts in a response.
 
-    Changes it in place, since assigning a message copies it.
+    Changes the message in place, since assigning a message copies it.
     """
     usage, cost = message.usage, message.cost
     usage.input_token_count = settled.input_token_count
@@ -203,11 +205,11 @@ def finished(
     detail: str = "",
     stops: Mapping[int, StoppedBy] = NO_STOPS,
 ) -> pb.ServerFrame:
-    """Return the last frame of a request that ran, or was stopped after admission.
+    """Build the last frame of a request that ran, or was stopped after admission.
 
-    settled: None if nothing was billed. choice_ends: outcomes by choice index, if several.
-    called_choices: indices of choices with tool calls. stops: of the request, that ended a choice,
-    by its index.
+    `settled` is None if nothing was billed. `choice_ends` has the outcome of each choice if there
+    are several; `called_choices` are the indices of the choices with tool calls. `stops` has the
+    stop sequence or token of the request that ended a choice, by its index.
     """
     frame = pb.ServerFrame()
     message = frame.finished
@@ -237,7 +239,7 @@ def finished(
 
 
 def set_stop(message: pb.FinishedFrame | pb.ChoiceEnd, stop: StoppedBy) -> None:
-    """Set the stop that ended an output."""
+    """Set the stop sequence or token that ended an output."""
     if isinstance(stop, str):
         message.stop_sequence = stop
     elif stop is not None:
@@ -245,7 +247,7 @@ def set_stop(message: pb.FinishedFrame | pb.ChoiceEnd, stop: StoppedBy) -> None:
 
 
 def stop_of(message: pb.FinishedFrame | pb.ChoiceEnd) -> StoppedBy:
-    """Return the stop that ended an output."""
+    """Return the stop sequence or token that ended an output; None if neither did."""
     if message.WhichOneof("stopped_by") == "stop_sequence":
         return message.stop_sequence
     return message.stop_token_id if message.HasField("stop_token_id") else None
@@ -254,7 +256,7 @@ def stop_of(message: pb.FinishedFrame | pb.ChoiceEnd) -> StoppedBy:
 def failed(
     status: status_pb2.Status, settled: Settled | None, *, duplicate_start: bool = False
 ) -> pb.ServerFrame:
-    """Return the last frame of a request that was refused or failed."""
+    """Build the last frame of a request that was refused or failed; `settled` was billed."""
     frame = pb.ServerFrame(failed=pb.FailedFrame(status=status, duplicate_start=duplicate_start))
     if settled is not None:
         set_settlement(settled, frame.failed)

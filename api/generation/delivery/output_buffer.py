@@ -1,22 +1,22 @@
-"""Output buffer of one request with its flow control, for one receiving stream or for none.
+"""Output buffer of one request, with flow control, for one receiving stream or for none.
 
-Its subclasses differ in when a token is delivered: `SendBuffer` when the transport has taken it,
-`ReplayableBuffer` when it is in a replay buffer, from which a client that reconnects receives it
-again.
+The subclasses differ in when a token counts as delivered: with `SendBuffer`, when the transport has
+taken it; with `ReplayableBuffer`, when it is in a replay buffer, from which a reconnecting client
+receives it again.
 
-Totals of a request's tokens, each at most the one before it, and where each is bounded:
+Token counts of a request, each at most the one before it, and what bounds each:
 
-    generated   by the engine      `LiveRequest.take` reports it to the queue, some tokens at once
-    appended    to this buffer     up to a free count, `LiveRequest.take` appends without checks;
-                                   the count is the least of what lease, output limit and unread
-                                   output allow, each of which `Reply.take` checks above it
+    generated   by the engine      `LiveRequest.take` reports them to the queue, several at once
+    appended    to this buffer     `LiveRequest.take` appends without checks up to a count that
+                                   lease, output limit and unread output all allow; above it,
+                                   `OutputProcessor.take` checks each of them
     journalled  for a message      by `StreamWriter` before the message is written; `FlowControl`
                                    and the size of a message bound it
     in flight   in a message       until the transport has taken the message, or lost it
     taken       by the transport   marked in the journal
 
-Unsent tokens are appended and not journalled. Delivered ones, which are billed, are the taken ones,
-and the journalled ones if there is a replay buffer.
+Unsent tokens are appended and not journalled. Delivered tokens, which are billed, are those taken;
+with a replay buffer, those journalled.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ Step = tuple[int, str, Sequence[int], Sequence[TokenLogprobs], Sequence[CallPiec
 
 
 def may_always_send() -> bool:
-    """Return True: tokens may be delivered."""
+    """Return True: default fence, which lets every token be delivered."""
     return True
 
 
 def read_too_slowly(tokens_per_s_min: float, stall_max_s: float) -> str:
-    """Return the detail of an end by the least rate."""
+    """Describe why a request ended: its client read more slowly than the minimum rate."""
     return (
         f"output waited for the client, which took fewer than {tokens_per_s_min:g} tokens per"
         f" second for more than {stall_max_s:g} s: read faster, or grant credit sooner; the"
@@ -70,14 +70,15 @@ def read_too_slowly(tokens_per_s_min: float, stall_max_s: float) -> str:
 
 
 class FlowControl:
-    """Flow control of one request: granted credit, and the time that its client may make it wait.
+    """Flow control of one request: the credit that the client has granted, and a limit on its
+    stalls.
 
-    The time is an allowance of `stall_max_s`: it runs while more tokens wait than the client has
-    granted, and each token sent gives back the share of it that the least rate allows. So a client
-    is ended that takes nothing for the whole time, or takes less than that rate for longer; signs
-    of life alone, such as small grants, give back only what they let through.
+    A client may stall for `stall_max_s` seconds. The allowance runs down while more tokens wait
+    than the client has granted, and each token sent gives back the time that it takes at the
+    minimum rate. A request therefore ends if its client takes nothing for the whole time, or less
+    than that rate for longer; small grants give back only the time of the tokens they let through.
 
-    stalled_s: time so far in which tokens were ready and the client did not take them, because it
+    `stalled_s` is how long tokens were ready so far and the client did not take them, because it
     granted too little or did not read.
     """
 
@@ -88,9 +89,8 @@ class FlowControl:
         on_stall: Callable[[], None],
         tokens_per_s_min: float = 1.0,
     ) -> None:
-        """credit: tokens that may be sent at first; None: unlimited.
-
-        on_stall: called if the client grants too little.
+        """`credit` is the number of tokens that may be sent at first; None means unlimited.
+        `on_stall` is called once the allowance for stalls is used up.
         """
         self.credit = credit
         self.grant_count = 0
@@ -103,20 +103,22 @@ class FlowControl:
         self._stalled_at = -math.inf  # up to this time `stalled_s` is counted
 
     def grant(self, token_count: int) -> None:
-        """Add credit for this many tokens."""
+        """Add credit for more tokens."""
         self.grant_count += 1
         if self.credit is not None:
             self.credit += token_count
 
     def stalled(self, since: float, now: float) -> None:
-        """Count a time in which the client did not take ready tokens, each moment once."""
+        """Add a period in which tokens were ready and the client did not take them; overlaps count
+        once.
+        """
         since = max(since, self._stalled_at)
         if since < now:
             self.stalled_s += now - since
             self._stalled_at = now
 
     def spend(self, token_count: int) -> None:
-        """Take credit for tokens that are sent, and give back time for them."""
+        """Use credit for tokens that are sent, and give back the stall time that they are worth."""
         if self.credit is not None:
             self.credit -= token_count
             self.count()
@@ -124,7 +126,9 @@ class FlowControl:
             self._left_s = min(left_s, self.stall_max_s)
 
     def watch(self, waiting_token_count: int) -> None:
-        """Count the time while more tokens wait than the client has granted."""
+        """Start or stop the stall timer: it runs while more tokens wait than the client has
+        granted.
+        """
         is_blocked = (
             self.credit is not None
             and waiting_token_count > self.credit
@@ -138,13 +142,13 @@ class FlowControl:
             self._timer = loop.call_later(max(self._left_s, 0.0), self._check)
 
     def close(self) -> None:
-        """Stop the timer permanently."""
+        """Stop the timer for good."""
         self._on_stall = None
         if self._timer is not None:
             self._stop_timer()
 
     def _check(self) -> None:
-        """Report a stall if no time is left; otherwise check again when it may be used up."""
+        """Report a stall if the allowance is used up; otherwise check again when it may be."""
         self.count()
         if self._left_s > CLOCK_S:
             self._timer = asyncio.get_running_loop().call_later(self._left_s, self._check)
@@ -152,7 +156,7 @@ class FlowControl:
             self._on_stall()
 
     def count(self) -> None:
-        """Count the time up to now in which more tokens wait than the client has granted."""
+        """Deduct the time that the timer has run so far from the allowance."""
         if self._timer is not None:
             now = asyncio.get_running_loop().time()
             self._left_s -= now - self._counted_at
@@ -168,7 +172,7 @@ class FlowControl:
 
 @dataclass(slots=True)
 class UsageInterval:
-    """Usage frames, sent at an interval in tokens."""
+    """Schedule of usage frames: one is sent every `interval_tokens` tokens."""
 
     interval_tokens: int
     prices: TokenPrices
@@ -177,17 +181,17 @@ class UsageInterval:
 
     @property
     def room(self) -> int:
-        """Return the tokens until the next usage frame."""
+        """Return the number of tokens until the next usage frame is due."""
         return self.interval_tokens - self.sent_token_count % self.interval_tokens
 
 
 class OutputBuffer(ABC):
-    """Output buffer of one request, and its `Source` while it runs and after it has ended.
+    """Output buffer of one request, and its `Source` for streams, even after the request has ended.
 
-    appended_token_count: tokens journalled or waiting for the client. in_flight_token_count: tokens
-    in messages that are being written. fence: returns whether tokens may be delivered; otherwise it
-    ends the request. ready_at: when the oldest token that waits for the client was appended, on the
-    loop's clock; None if none waits.
+    `appended_token_count` counts tokens journalled or waiting for the client,
+    `in_flight_token_count` those in messages that are being written. `fence` returns whether tokens
+    may be delivered; if not, it ends the request. `ready_at` is when the oldest waiting token was
+    appended, on the loop's clock; None if none waits.
     """
 
     is_kept = False
@@ -203,7 +207,7 @@ class OutputBuffer(ABC):
         request_state: EndDecision,
         update: Callable[[pb.UpdateFrame], None],
     ) -> None:
-        """model: name as sent by the client. update: changes the limits of the request."""
+        """`model` is its name as sent by the client. `update` changes the limits of the request."""
         self.usage = UsageSoFar()
         self.gaps = Gaps()
         self.hold_id: uuid.UUID | None = None
@@ -242,17 +246,16 @@ class OutputBuffer(ABC):
         calls: Sequence[CallPiece] = (),
         thought: Thought = NO_THOUGHT,
     ) -> None:
-        """Add new output.
-
-        Raises: JournalUnavailable if it must be journalled and the journal cannot be written.
+        """Append new output of a choice. Raises JournalUnavailable if the output must be journalled
+        first and the journal cannot be written.
         """
 
     @abstractmethod
     def end_choice(self, end: pb.ChoiceEnd) -> None:
-        """Add that one of several choices has ended, behind its output."""
+        """Append the end of one of several choices, after its output."""
 
     def push(self, frame: pb.ServerFrame) -> None:
-        """Send a frame without output to the current subscription."""
+        """Send a frame that carries no output to the current subscription."""
         encoded = None
         if frame.HasField("prompt") or (frame.HasField("admitted") and not self._opening):
             encoded = frame.SerializeToString()
@@ -262,12 +265,12 @@ class OutputBuffer(ABC):
 
     @property
     def unsent_token_count(self) -> int:
-        """Tokens that wait for the client, not in a message yet."""
+        """Number of tokens that wait for the client and are not in a message yet."""
         return self.appended_token_count - self.usage.journalled_token_count
 
     @property
     def stalled_s(self) -> float:
-        """Seconds so far in which tokens were ready that the client did not take.
+        """Seconds so far in which tokens were ready and the connected client did not take them.
 
         Nothing is counted while no client is connected.
         """
@@ -276,7 +279,7 @@ class OutputBuffer(ABC):
         return self.flow.stalled_s
 
     def count_write(self) -> None:
-        """Count the write that is going on as stall, if it is slow and tokens wait for it."""
+        """Count the current write as a stall if it is slow and tokens of it are waiting."""
         if (
             self.subscription is not None
             and (slow := self.subscription.writer.slow_write()) is not None
@@ -289,12 +292,14 @@ class OutputBuffer(ABC):
 
     @property
     def is_whole(self) -> bool:
-        """True if the client gets the whole answer in one message."""
+        """True if the client receives the whole answer in one message."""
         return self.subscription is not None and self.subscription.writer.is_whole
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """Progress of the client. Unchanged only while the client takes nothing."""
+        """Snapshot of the client's progress; two are equal only if the client took nothing in
+        between.
+        """
         return (
             id(self.subscription),
             self.subscription.writer.message_count if self.subscription else 0,
@@ -302,7 +307,7 @@ class OutputBuffer(ABC):
         )
 
     def complete(self) -> None:
-        """Mark the output as complete."""
+        """Tell the writer that no more output will be appended."""
         if self.subscription is not None:
             self.subscription.writer.complete(self.subscription)
 
@@ -310,9 +315,9 @@ class OutputBuffer(ABC):
         """Call `then` in a later turn of the loop, once all waiting output is sent or discarded,
         and the transport has taken, or lost, the message that is being written.
 
-        stall_max_s: how long the client may take nothing before the request is stopped and the rest
-        discarded; None: unlimited. Progress is measured on the stream, which may send frames of
-        other requests first; in all the client has this time and that of the least rate.
+        If the client takes nothing for `stall_max_s` seconds, the request is stopped and the rest
+        is discarded; None: no limit. Progress is measured on the stream, which may send frames of
+        other requests first. In total the client has this time, plus that of the minimum rate.
         """
         self.then = then
         if stall_max_s is not None:
@@ -349,15 +354,16 @@ class OutputBuffer(ABC):
         self.moved()
 
     def _bill_stalled(self) -> None:
-        """Count tokens as taken whose message waits in the transport for a client that does not
-        read: it cannot be recalled, and the client can still read it."""
+        """Count the tokens of a message that the transport holds for a stalled client as taken: the
+        message cannot be recalled, and the client can still read it.
+        """
         if not self.is_kept:
             if not self.is_whole:  # the rest of a whole answer is never sent
                 self.was_taken(self.in_flight_token_count, self.in_flight_reasoning_token_count)
             self.in_flight_token_count = self.in_flight_reasoning_token_count = 0
 
     def lose(self, error: JournalUnavailable) -> None:
-        """Fail the request: tokens were taken that cannot be journalled. The rest is discarded."""
+        """Fail the request and discard the rest: tokens that were taken cannot be journalled."""
         if self._request_state is not None:
             self._request_state.discards = True
             self._request_state.stop(Outcome.FAILED, error)
@@ -367,21 +373,20 @@ class OutputBuffer(ABC):
     def discard(self, *, kept_too: bool = False) -> None:
         """Drop output that was not handed to the transport.
 
-        A replay buffer has been delivered, so it is still sent within the credit. kept_too: drop it
-        as well.
+        Output in a replay buffer counts as delivered, so it is still sent within the credit; with
+        `kept_too` it is dropped as well.
         """
 
     def fail(self) -> None:
-        """Handle a failure: waiting output is sent within the credit, and no more credit is
-        awaited."""
+        """Handle a failure: send waiting output within the credit, but wait for no more credit."""
         self._has_failed = True
         self._note()
 
     def end(self, frame: pb.ServerFrame | None) -> None:
-        """End the output: the last frame follows the waiting output.
+        """End the output: send `frame` as the last frame after the waiting output; None sends
+        nothing.
 
-        None: shutdown without a last frame. Drops all references to the request, so that it is
-        freed without a garbage collection.
+        Drops all references to the request, so that it is freed without a garbage collection.
         """
         self._end, self._request_state = frame, None
         self.fence, self._update = may_always_send, _ended
@@ -394,12 +399,12 @@ class OutputBuffer(ABC):
     # Called by its streams.
 
     def stop(self, outcome: Outcome) -> None:
-        """Stop the request."""
+        """Stop the request with this outcome."""
         if self._request_state is not None:
             self._request_state.stop(outcome)
 
     def grant(self, token_count: int) -> None:
-        """Add credit. A number below 1 ends the request like a cancellation."""
+        """Add credit. A number below 1 is invalid and ends the request."""
         if token_count < 1:
             wrong = FieldViolation("credit.token_count", f"must be at least 1, got {token_count}")
             if self._request_state is not None:
@@ -411,13 +416,13 @@ class OutputBuffer(ABC):
         self._note()
 
     def update(self, message: pb.UpdateFrame) -> None:
-        """Change the limits of the request, and send the client those in force."""
+        """Change the limits of the request. The client receives the limits in force as a frame."""
         self._update(message)
 
     def attach(self, subscription: Subscription, after_seq: int, credit_token_count: int) -> None:
         """Send output to this subscription from now on, starting after the delta `after_seq`.
-
-        Raises: OutputGone; RequestInFlight if the request is just ending. Nothing has changed then.
+        Raises OutputGone, or RequestInFlight if the request is just ending. Then nothing has
+        changed.
         """
         is_running = self._request_state is not None
         if (
@@ -460,7 +465,7 @@ class OutputBuffer(ABC):
         self._note()
 
     def detach(self) -> Subscription | None:
-        """Remove and return the subscription. A replay buffer keeps its output."""
+        """Remove the subscription and return it. Output in a replay buffer is kept."""
         self.count_write()
         old, self.subscription = self.subscription, None
         if old is not None:
@@ -471,9 +476,9 @@ class OutputBuffer(ABC):
         return old
 
     def revoke(self, subscription: Subscription, error: Exception) -> None:
-        """Stop the request, because its subscription may no longer receive it.
+        """Stop the request because its stream may no longer receive it.
 
-        After the end, close only the subscription.
+        If the request has already ended, only the subscription is closed.
         """
         if self.subscription is not subscription:
             return
@@ -484,7 +489,9 @@ class OutputBuffer(ABC):
             subscription.end(frames.failed(status_of(error), None))
 
     def leave(self, subscription: Subscription, outcome: Outcome) -> None:
-        """Handle the close of the receiving stream: stop, or run on for `keep_s`."""
+        """Handle that the receiving stream has closed: stop the request, or let it run on for
+        `keep_s`.
+        """
         if self.subscription is not subscription:
             return
         if self._request_state is None:
@@ -501,10 +508,10 @@ class OutputBuffer(ABC):
 
     @abstractmethod
     def take(self, subscription: Subscription, into: Collected, delta_max: int) -> None:
-        """Move at most `delta_max` deltas that may be sent into a message; sets `has_more`."""
+        """Move at most `delta_max` deltas that may be sent into a message, and set `has_more`."""
 
     def was_taken(self, token_count: int, reasoning_token_count: int) -> None:
-        """Handle that the transport has taken tokens: they are delivered."""
+        """Count tokens as delivered: the transport has taken them."""
         usage = self.usage
         # Less if a stalled request has ended, and was billed, meanwhile.
         if token_count > self.in_flight_token_count:
@@ -521,7 +528,7 @@ class OutputBuffer(ABC):
                 usage.delivered_reasoning_token_count = usage.taken_reasoning_token_count
 
     def entry(self, token_count: int, reasoning_token_count: int = 0) -> Delivered:
-        """Return the journal entry for this many more tokens, some of them reasoning."""
+        """Build the journal entry for this many more tokens, some of which are reasoning."""
         assert self.hold_id is not None, "tokens are delivered only under a hold"
         usage = self.usage
         total = usage.journalled_token_count + token_count
@@ -536,7 +543,7 @@ class OutputBuffer(ABC):
         )
 
     def moved(self) -> None:
-        """Handle that the transport took the output, or that the client is gone."""
+        """Handle that the transport took output, or that the client is gone: may call `then`."""
         then, request_state, subscription = self.then, self._request_state, self.subscription
         if then is None:
             return
@@ -562,7 +569,7 @@ class OutputBuffer(ABC):
             self._stall = asyncio.get_running_loop().call_later(STOPPED_MAX_S, self._give_up)
 
     def _give_up(self) -> None:
-        """End a stopped request whose last message the transport still has."""
+        """End a stopped request although the transport still holds its last message."""
         self._stall = None
         self._bill_stalled()
         self.moved()
@@ -571,22 +578,22 @@ class OutputBuffer(ABC):
 
     @abstractmethod
     def _waits(self) -> bool:
-        """Return whether output waits for the subscription."""
+        """Return whether output is waiting for the subscription."""
 
     @abstractmethod
     def _unread_token_count(self) -> int:
-        """Return the number of tokens that wait for the subscription."""
+        """Return how many tokens are waiting for the subscription."""
 
     @abstractmethod
     def _oldest_seq(self) -> int:
-        """Return the first delta that another stream could receive."""
+        """Return the number of the oldest delta that a stream which attaches can still receive."""
 
     @abstractmethod
     def _begin_after(self, after_seq: int) -> None:
-        """Continue with the delta after this one."""
+        """Continue sending with the delta after `after_seq`."""
 
     def _note(self) -> None:
-        """Queue the subscription, since output may be ready to send."""
+        """Queue the subscription in its writer, since output may be ready to send."""
         if self.subscription is not None:
             self.subscription.writer.add(self.subscription)
 
@@ -601,7 +608,7 @@ class OutputBuffer(ABC):
         token_count: int,
         reasoning_token_count: int,
     ) -> None:
-        """Append a usage frame after a delta of this many tokens, if one is due."""
+        """Append a usage frame if one is due after a delta with this many tokens."""
         interval = self.usage_interval
         if interval is not None and (token_count or reasoning_token_count):
             is_due = token_count >= interval.room
@@ -624,11 +631,11 @@ class OutputBuffer(ABC):
 
 
 def _ended(message: pb.UpdateFrame) -> None:
-    """Ignore a change of limits after the end."""
+    """Ignore a change of limits after the end of the request."""
 
 
 class SendBuffer(OutputBuffer):
-    """Output that counts as delivered when the transport has taken it."""
+    """Output buffer whose tokens count as delivered when the transport has taken them."""
 
     def __init__(
         self,
@@ -787,7 +794,7 @@ class SendBuffer(OutputBuffer):
 
 
 def joined(steps: Sequence[Step]) -> Step | None:
-    """Return several steps as one, if they have only text and tokens of the first choice."""
+    """Join steps into one; None unless all have only text and tokens of the first choice."""
     for choice_index, _, _, logprobs, calls, thought in steps:
         if choice_index or logprobs or calls or thought is not NO_THOUGHT:
             return None

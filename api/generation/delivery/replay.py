@@ -1,4 +1,4 @@
-"""Replay buffers: output kept in memory for clients that may reconnect, with limits per request,
+"""Replay buffers: output kept in memory for clients that may reconnect, limited per request,
 organization and process.
 """
 
@@ -19,7 +19,7 @@ Key = tuple[uuid.UUID, uuid.UUID]  # project and request; request ids are unique
 
 
 class KeptOutput(Protocol):
-    """Output of an ended request that is kept; subscription: the stream that receives it now."""
+    """Kept output of an ended request. `subscription` is the stream that receives it, or None."""
 
     @property
     def buffer(self) -> ReplayBuffer: ...
@@ -28,7 +28,7 @@ class KeptOutput(Protocol):
     def subscription(self) -> object | None: ...
 
     def forget(self) -> None:
-        """End its reception, since the replay buffer is dropped."""
+        """End the current subscription, because the replay buffer is dropped."""
         ...
 
 
@@ -36,12 +36,12 @@ Kept = TypeVar("Kept", bound=KeptOutput)
 
 
 class ReplayBuffer:
-    """Deltas of one request as bytes, from `first_seq` on. Created by `ReplayBuffers.open`."""
+    """Encoded deltas of one request, from `first_seq` on. Created by `ReplayBuffers.open`."""
 
     def __init__(
         self, journal: UsageJournal, owner: ReplayBuffers[Any], organization_id: uuid.UUID
     ) -> None:
-        """organization_id: whose share of the memory it uses."""
+        """The buffer uses memory from the share of the organization `organization_id`."""
         self.organization_id = organization_id
         self.first_seq = 1
         self.byte_count = 0
@@ -56,19 +56,18 @@ class ReplayBuffer:
         return self.first_seq + len(self._deltas) - 1
 
     def record(self, delivered: Delivered) -> None:
-        """Journal tokens before they are put.
-
-        Raises: JournalUnavailable; then do not put.
+        """Journal tokens before they are put into the buffer. Raises JournalUnavailable; then they
+        must not be put.
         """
         self._journal.record([delivered])
 
     def put(
         self, delta: bytes, token_count: int, unread_seq: int, reasoning_token_count: int = 0
     ) -> bool:
-        """Append a delta; drop the oldest if there is no room.
+        """Append a delta, and drop the oldest ones if there is no room.
 
-        Return whether all unread deltas are kept. unread_seq: first delta that the reader has not
-        received. Unread deltas may take twice the room.
+        Returns False if deltas from `unread_seq` on, which the reader has not received, were
+        dropped; unread deltas may take twice the room first.
         """
         self._deltas.append(delta)
         self._token_counts.append((token_count, reasoning_token_count))
@@ -84,12 +83,12 @@ class ReplayBuffer:
         return False
 
     def get(self, seq: int) -> tuple[bytes, int, int]:
-        """Return a kept delta and the numbers of its tokens and of its reasoning tokens."""
+        """Return a kept delta, its number of tokens, and how many of them are reasoning."""
         index = seq - self.first_seq
         return self._deltas[index], *self._token_counts[index]
 
     def token_counts_after(self, seq: int) -> tuple[int, int]:
-        """Return the tokens of all kept deltas after this one, and those of reasoning."""
+        """Count the tokens of all kept deltas after `seq`, and how many of them are reasoning."""
         after = self._token_counts[seq + 1 - self.first_seq :]
         return sum(count for count, _ in after), sum(count for _, count in after)
 
@@ -98,7 +97,7 @@ class ReplayBuffer:
         self._cut(len(self._deltas))
 
     def _drop(self, allowance: int, before_seq: int) -> None:
-        """Drop deltas before `before_seq`, oldest first, to an eighth below the allowance."""
+        """Drop the oldest deltas before `before_seq` until an eighth of the allowance is free."""
         excess = self.byte_count - allowance + allowance // DROPPED_SHARE
         count, droppable_count = 0, min(before_seq - self.first_seq, len(self._deltas) - 1)
         while excess > 0 and count < droppable_count:
@@ -117,7 +116,7 @@ class ReplayBuffer:
 
 @dataclass(slots=True, eq=False)
 class Share(Generic[Kept]):
-    """Replay buffers of one organization: of running requests, and of ended ones, oldest first."""
+    """Replay buffers of one organization: of running requests, and kept ones, oldest first."""
 
     live: set[ReplayBuffer] = field(default_factory=set)
     ended: dict[Key, tuple[Kept, ReplayBuffer, asyncio.TimerHandle]] = field(default_factory=dict)
@@ -125,10 +124,11 @@ class Share(Generic[Kept]):
 
 
 class ReplayBuffers(Generic[Kept]):
-    """All replay buffers of a process, of running and of ended requests.
+    """All replay buffers of a process, for running requests and for ended ones whose output is
+    kept.
 
-    Memory is shared fairly between organizations: when it is full, the organization that keeps the
-    most bytes loses its oldest answer. An organization below its equal share loses nothing.
+    Memory is shared fairly between organizations: when it is full, the organization with the most
+    bytes loses its oldest kept answer. An organization below its equal share loses nothing.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class ReplayBuffers(Generic[Kept]):
         self._ended: dict[Key, uuid.UUID] = {}  # organization of each ended request that is kept
 
     def allowance(self, organization_id: uuid.UUID) -> int:
-        """Return the bytes per running request that keep the organization within its share."""
+        """Return how many bytes each running request of the organization may keep."""
         live_count = (
             len(self._shares[organization_id].live) if organization_id in self._shares else 0
         )
@@ -153,28 +153,28 @@ class ReplayBuffers(Generic[Kept]):
 
     @property
     def live_count(self) -> int:
-        """Replay buffers of running requests."""
+        """Number of replay buffers of running requests."""
         return sum(len(share.live) for share in self._shares.values())
 
     @property
     def ended_count(self) -> int:
-        """Ended requests whose output is kept."""
+        """Number of ended requests whose output is kept."""
         return len(self._ended)
 
     def open(self, organization_id: uuid.UUID) -> ReplayBuffer:
-        """Create a buffer for a request that starts. Call `close` or `keep` once."""
+        """Create a buffer for a request that starts. The caller must `close` or `keep` it once."""
         buffer = ReplayBuffer(self._journal, self, organization_id)
         self._shares.setdefault(organization_id, Share()).live.add(buffer)
         return buffer
 
     def close(self, buffer: ReplayBuffer) -> None:
-        """Release the buffer of an ended request whose output is not kept."""
+        """Release the buffer of a request that has ended and whose output is not kept."""
         buffer.forget()
         self._shares[buffer.organization_id].live.discard(buffer)
         self._tidy(buffer.organization_id)
 
     def keep(self, key: Key, output: Kept, seconds: float) -> None:
-        """Keep the output of an ended request for this time, unless the memory is needed sooner."""
+        """Keep the output of an ended request for `seconds`, unless the memory is needed sooner."""
         buffer = output.buffer
         self.forget(key)  # an id may return after an attempt that left no trace in the database
         timer = asyncio.get_running_loop().call_later(seconds, self._expire, key, seconds)
@@ -185,7 +185,7 @@ class ReplayBuffers(Generic[Kept]):
         self._make_room()
 
     def _expire(self, key: Key, seconds: float) -> None:
-        """Drop expired output; a client that is just reading may finish."""
+        """Drop expired output, but let a client that is reading it finish."""
         ended = self._shares[self._ended[key]].ended
         output, buffer, _ = ended[key]
         if output.subscription is None:
@@ -195,22 +195,21 @@ class ReplayBuffers(Generic[Kept]):
             ended[key] = output, buffer, timer
 
     def find(self, key: Key) -> Kept | None:
-        """Return the kept output of an ended request."""
+        """Return the kept output of an ended request; None if none is kept."""
         organization_id = self._ended.get(key)
         return None if organization_id is None else self._shares[organization_id].ended[key][0]
 
     def note(self, buffer: ReplayBuffer, byte_count: int) -> None:
-        """Add to the bytes kept in a buffer."""
+        """Count bytes that a buffer has added or, if negative, dropped."""
         self.byte_count += byte_count
         self._shares[buffer.organization_id].byte_count += byte_count
         if byte_count > 0:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Drop the oldest answers of the largest organization until the limit holds.
-
-        Organizations below an equal share lose none. Running requests drop old deltas with their
-        next one.
+        """Drop the oldest kept answers of the largest organization until the memory limit is met.
+        Organizations below an equal share lose none. Running requests drop old deltas when they add
+        the next one.
         """
         while self.byte_count > self._bytes_max:
             equal_share = self._bytes_max // len(self._shares)
@@ -224,7 +223,7 @@ class ReplayBuffers(Generic[Kept]):
             self.forget(next(iter(max(above, key=lambda share: share.byte_count).ended)))
 
     def forget(self, key: Key) -> None:
-        """Drop the kept output of an ended request, if any."""
+        """Drop the kept output of an ended request, if there is any."""
         organization_id = self._ended.pop(key, None)
         if organization_id is None:
             return

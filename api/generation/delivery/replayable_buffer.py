@@ -32,11 +32,12 @@ UNREAD_TOO_MUCH = (
 
 
 class ReplayableBuffer(OutputBuffer):
-    """Output that is delivered into a replay buffer, for a client that may reconnect.
+    """Output buffer whose tokens are delivered into a replay buffer, for a client that may
+    reconnect.
 
-    A kept token is delivered: it is in the usage journal before any client can read it, and any
-    client of the project can. Reading it again is not counted. If this process dies, the buffer is
-    lost, and only the tokens are billed that a transport had taken.
+    A token in the replay buffer counts as delivered: it is journalled before any client can read
+    it, and every client of the project can. Reading it again is not counted. If this process dies,
+    the buffer is lost, and only the tokens that a transport had taken are billed.
     """
 
     is_kept = True
@@ -152,14 +153,14 @@ class ReplayableBuffer(OutputBuffer):
             self._send_end()
 
     def forget(self) -> None:
-        """End the current reception, since the replay buffer is dropped."""
+        """End the current subscription, because the replay buffer is dropped."""
         if self.subscription is not None:
             subscription, self.subscription = self.subscription, None
             gone = OutputGone(self._next_seq - 1, self._last_seq + 1, self._last_seq)
             subscription.end(frames.failed(status_of(gone), None))
 
     def _keep(self, choice_index: int, delta: Delta, reasoning_token_count: int = 0) -> None:
-        """Put a delta into the buffer."""
+        """Encode a delta and put it into the replay buffer."""
         self._last_seq += 1
         token_count = len(delta.token_ids)
         self._unread += token_count

@@ -5,8 +5,8 @@ since a message costs about a hundred times as much as a frame. Until then outpu
 request's buffer (`output_buffer.py`). Tokens are written to the usage journal before their message
 is handed to the transport, and count as delivered once the transport has taken it.
 
-Silence is measured here, since its last write: whatever its requests wait for, a stream sends
-something before what stands between it and the client cuts it off (ADR 0088).
+The writer also measures how long it has sent nothing. Whatever its requests wait for, a stream
+sends something before a proxy on the way to the client would close it (ADR 0088).
 """
 
 from __future__ import annotations
@@ -55,44 +55,44 @@ TOKENS_PER_DELTA_MAX = 64
 
 
 class Source(Protocol):
-    """A request as seen by a receiving stream: running here or in another process, or ended.
+    """Request as its receiving stream sees it: running here or in another process, or ended.
 
     No method blocks.
     """
 
     def stop(self, outcome: Outcome) -> None:
-        """End the request."""
+        """End the request with this outcome."""
         ...
 
     def grant(self, token_count: int) -> None:
-        """Allow this many more tokens to be sent."""
+        """Permit this many more tokens to be sent."""
         ...
 
     def update(self, message: pb.UpdateFrame) -> None:
-        """Change its limits. The answer arrives as a frame."""
+        """Change the limits of the request. The answer arrives as a frame."""
         ...
 
     def revoke(self, subscription: Subscription, error: Exception) -> None:
-        """End the reception with an error: the stream lost its right to receive."""
+        """End the subscription with an error: the stream may no longer receive the request."""
         ...
 
     def leave(self, subscription: Subscription, outcome: Outcome) -> None:
-        """Handle the close of the stream; ignored if another stream receives the request now."""
+        """Handle that the stream has closed; ignored if another stream receives the request."""
         ...
 
     def attach(self, subscription: Subscription, after_seq: int, credit_token_count: int) -> None:
-        """Send output to this subscription from now on.
-
-        Raises: OutputGone, RequestInFlight; nothing has changed then.
+        """Send output to this subscription from now on, starting after the delta `after_seq`.
+        Raises OutputGone or RequestInFlight; then nothing has changed.
         """
         ...
 
 
 class Supply(Protocol):
-    """Output of a request, as the writer of its stream takes it.
+    """Output of a request, from which the writer of its stream takes it.
 
-    subscription: the one that receives it. in_flight: tokens in messages that are being written.
-    has_more: more can be sent after `take`. then: set while the request waits for its client.
+    `subscription` receives the output. The `in_flight` counts are tokens in messages that are being
+    written. `take` sets `has_more` if more can be sent. `then` is set while the request waits for
+    its client to take everything.
     """
 
     usage: UsageSoFar
@@ -104,15 +104,15 @@ class Supply(Protocol):
     then: Callable[[], None] | None
 
     def take(self, subscription: Subscription, into: Collected, delta_max: int) -> None:
-        """Move at most `delta_max` deltas that may be sent into a message; sets `has_more`."""
+        """Move at most `delta_max` deltas that may be sent into a message, and set `has_more`."""
         ...
 
     def entry(self, token_count: int, reasoning_token_count: int = 0) -> Delivered:
-        """Return the journal entry for this many more tokens, some of them reasoning."""
+        """Build the journal entry for this many more tokens, some of which are reasoning."""
         ...
 
     def was_taken(self, token_count: int, reasoning_token_count: int) -> None:
-        """Handle that the transport has taken tokens."""
+        """Count tokens that the transport has taken."""
         ...
 
     def moved(self) -> None:
@@ -120,21 +120,20 @@ class Supply(Protocol):
         ...
 
     def lose(self, error: JournalUnavailable) -> None:
-        """Fail the request: tokens were taken that cannot be journalled."""
+        """Fail the request: the journal cannot record tokens that were taken from it."""
         ...
 
     def count_write(self) -> None:
-        """Count the write that is going on as stall, if it is slow and tokens wait for it."""
+        """Count the current write as a stall if it is slow and tokens of this output wait."""
         ...
 
 
 class Collected(msgspec.Struct, eq=False):
     """Message under construction.
 
-    entries: tokens in it that are not journalled yet, and those of them that are reasoning, by
-    output, with the parts that hold them from one index to another. replayed: the same of tokens
-    that no transport has taken before; they are journalled. asks_fences: whether the fence of each
-    request must be checked.
+    `entries` lists tokens that are not journalled yet: output, token count, reasoning count, and
+    the range of `parts` that holds them. `replayed` lists journalled tokens that no transport has
+    taken before. If `asks_fences`, the fence of each request must be checked.
     """
 
     parts: list[bytes]
@@ -145,10 +144,10 @@ class Collected(msgspec.Struct, eq=False):
 
 
 class Subscription(ABC):
-    """Connection of one stream to one request, which encodes its output for the stream's wire.
+    """Connection of one stream to one request. Encodes the output for the protocol of the stream.
 
-    Nothing is pushed after `end`. token: returns the part of a message for one token of the first
-    choice, the most common one, from sequence number, text and id.
+    Nothing is pushed after `end`. `token` encodes the most common output, one token of the first
+    choice, from its sequence number, text and id.
     """
 
     token: Callable[[int, str, int], bytes]
@@ -156,8 +155,8 @@ class Subscription(ABC):
     def __init__(
         self, writer: StreamWriter, given_id: str, on_end: Callable[[Subscription], None]
     ) -> None:
-        """given_id: the request id as this client spells it. on_end: called once, when the last
-        frame has been pushed.
+        """`given_id` is the request id as this client writes it. `on_end` is called once, when the
+        last frame has been pushed.
         """
         self.writer = writer
         self.given_id = given_id
@@ -175,30 +174,33 @@ class Subscription(ABC):
 
     @abstractmethod
     def part(self, frame: pb.ServerFrame, encoded: bytes | None = None) -> bytes:
-        """Return a frame without output as part of a message; empty if it does not appear there.
+        """Encode a frame without output as a part of a message; empty if this protocol does not
+        send it.
 
-        frame: without request id; may change after the call. encoded: the same, if it is serialized
-        already.
+        `frame` has no request id and may change after the call. `encoded` is the serialized frame
+        if the caller has it already.
         """
 
     @abstractmethod
     def delta(self, seq: int, choice_index: int, delta: Delta) -> bytes:
-        """Return new output as part of a message."""
+        """Encode new output as a part of a message."""
 
     @property
     def unsent_frame_count(self) -> int:
-        """Pushed frames that the transport has not taken."""
+        """Number of pushed frames that the transport has not taken."""
         return len(self.frames) + self.in_flight_count
 
     def push(self, frame: pb.ServerFrame, encoded: bytes | None = None) -> None:
-        """Send a frame as soon as possible; dropped if the client is gone. See `part`."""
+        """Send a frame as soon as possible. Dropped if the client is gone. The arguments are
+        `part`'s.
+        """
         if not self.writer.is_abandoned and (part := self.part(frame, encoded)):
             self.frames.append(part)
             self.writer.frame_count += 1
             self.writer.add(self)
 
     def end(self, frame: pb.ServerFrame | None) -> None:
-        """Push the last frame; None if the process shuts down without one."""
+        """Push the last frame, if any: None means that the process shuts down without one."""
         self.supply = None
         if frame is not None:
             self.is_refused = frame.HasField("failed") and not frame.failed.HasField("usage")
@@ -207,22 +209,22 @@ class Subscription(ABC):
         self._on_end(self)
 
     def drop(self) -> None:
-        """Discard pushed frames that were not written."""
+        """Discard pushed frames that are not in a message yet."""
         self.writer.frame_count -= len(self.frames)
         self.frames.clear()
 
     def withdraw(self, part_count: int) -> None:
-        """Handle that parts of the message under construction will not be sent."""
+        """Handle that parts of the message under construction are not sent after all."""
         self.in_flight_count -= part_count
 
     def take_pushed(self, parts: list[bytes]) -> None:
-        """Move waiting frames into a message."""
+        """Move the pushed frames into a message."""
         parts += self.frames
         self.writer.frame_count -= len(self.frames)
         self.frames = []
 
     def was_taken(self) -> None:
-        """Handle that the message was written, or that the client is gone."""
+        """Handle that the message has been written, or that the client is gone."""
         self.in_flight_count = 0
         if self.supply is not None and self.supply.then is not None:
             self.supply.moved()
@@ -231,7 +233,7 @@ class Subscription(ABC):
 
 
 class FrameSubscription(Subscription):
-    """Subscription of a gRPC stream: its parts are `ServerFrame`s of a `GenerateResponse`."""
+    """Subscription of a gRPC stream. Its parts are `ServerFrame`s within a `GenerateResponse`."""
 
     def __init__(
         self, writer: StreamWriter, given_id: str, on_end: Callable[[Subscription], None]
@@ -257,7 +259,7 @@ class FrameSubscription(Subscription):
 
 
 def token_frame(head: bytes, seq: int, text: str, token_id: int) -> bytes:
-    """Return a frame with one token of the first choice, the most common part of a message."""
+    """Encode a frame with one token of the first choice, the most common part of a message."""
     data = text.encode()
     text_size = len(data)
     if seq < 0x4000 and token_id < 0x4000 and text_size < 0x40:
@@ -271,12 +273,12 @@ def token_frame(head: bytes, seq: int, text: str, token_id: int) -> bytes:
 
 
 def always() -> bool:
-    """Return True: check every fence."""
+    """Return True: default that checks every fence."""
     return True
 
 
 class StreamWriter:
-    """Send queue of one stream, with one writer and any number of requests."""
+    """Send queue of one stream: one writer for any number of requests."""
 
     is_whole = False  # whether the client gets each answer in one piece
     marks = True  # whether a message that the transport has taken is of use without later ones
@@ -287,7 +289,9 @@ class StreamWriter:
     tokens_per_delta_max = TOKENS_PER_DELTA_MAX
 
     def __init__(self, journal: UsageJournal, may_have_lapsed: Callable[[], bool] = always) -> None:
-        """may_have_lapsed: whether any hold may have lapsed; called once per message."""
+        """`may_have_lapsed` returns whether any hold may have lapsed; it is called once per
+        message.
+        """
         self._may_have_lapsed = may_have_lapsed
         self.is_abandoned = False
         self.frame_count = 0  # pushed frames that wait; output waits in its buffer
@@ -312,7 +316,7 @@ class StreamWriter:
         self._writing_since = math.inf  # on the loop's clock, while a message is written
 
     def push(self, frame: pb.ServerFrame) -> None:
-        """Send a frame of a request that this stream does not receive."""
+        """Send a frame of a request to which this stream has no subscription."""
         if not self.is_abandoned:
             self._queue.append(framed(frame.SerializeToString()))
             self.frame_count += 1
@@ -327,10 +331,10 @@ class StreamWriter:
                 self._note()
 
     def complete(self, subscription: Subscription) -> None:
-        """Note that a request has all its output."""
+        """Handle that a request has produced all its output."""
 
     def ended(self, subscription: Subscription, frame: pb.ServerFrame) -> None:
-        """Note that a request has ended with this frame."""
+        """Handle that a request has ended with this frame."""
 
     def _note(self) -> None:
         """Wake the writer if it is idle."""
@@ -338,7 +342,7 @@ class StreamWriter:
             self._idle.set_result(None)
 
     async def room(self) -> None:
-        """Wait while more than `FRAMES_WAITING_MAX` frames wait, to slow the client down."""
+        """Wait while more than `FRAMES_WAITING_MAX` frames are unsent, to slow the client down."""
         while self.frame_count > FRAMES_WAITING_MAX and not self.is_abandoned:
             self._room = asyncio.get_running_loop().create_future()
             try:
@@ -347,8 +351,11 @@ class StreamWriter:
                 self._room = None
 
     def abandon(self, *, is_gone: bool = True) -> None:
-        """Discard everything. is_gone: the client is; otherwise it may still get the message that
-        is being written, whose tokens are billed once the transport has taken them."""
+        """Discard everything that is queued.
+
+        If not `is_gone`, the client may still get the message that is being written, and its tokens
+        are billed once the transport has taken them.
+        """
         self._count_write()
         self.is_abandoned = True
         if is_gone:
@@ -370,12 +377,12 @@ class StreamWriter:
         self.close()
 
     def close(self) -> None:
-        """Let the writer end once all frames are sent."""
+        """End the writer once all frames are sent."""
         self._closing = True
         self._note()
 
     def break_silence_within(self, silence_s: float) -> None:
-        """Shorten the silence that is allowed, from the next one on."""
+        """Shorten the time that the stream may send nothing to `silence_s`, starting now."""
         self._silence_s = silence_s
         if self._silence_timer is not None:
             self._silence_timer.cancel()
@@ -386,9 +393,8 @@ class StreamWriter:
         self._silence_timer = asyncio.get_running_loop().call_later(after_s, self._check_silence)
 
     def _check_silence(self) -> None:
-        """Let the writer break the silence if it has lasted long enough.
-
-        A writer that is not idle waits for the client to read: there is something on its way.
+        """Wake the writer to send something if nothing was sent for too long. A writer that is not
+        idle waits for its client to read: something is already being sent.
         """
         rest_s = self._written_at + self._silence_s - monotonic()
         if rest_s <= 0:
@@ -399,12 +405,14 @@ class StreamWriter:
         self._check_later(rest_s)
 
     def slow_write(self) -> tuple[float, float] | None:
-        """Return start and present of the current write if it waits for the client."""
+        """Return start and current time of a write that has long been waiting for the client, or
+        None.
+        """
         now = monotonic()
         return (self._writing_since, now) if now - self._writing_since > SLOW_WRITE_S else None
 
     def _count_write(self) -> None:
-        """Count the current write as stall of each request with tokens in it or behind it."""
+        """Count a slow write as a stall of each request with tokens in it or queued after it."""
         if self.slow_write() is None:
             return
         for output, *_ in self._in_flight_tokens:
@@ -421,11 +429,12 @@ class StreamWriter:
         break_silence: Callable[[], Awaitable[object]] | None = None,
         silent_for_s: float = 0.0,
     ) -> None:
-        """Send until closed and empty. write: sends a serialized `GenerateResponse`.
+        """Send messages until the writer is closed and everything is sent.
 
-        on_gone: called when `write` raises `gone`, which means that the client has disconnected.
-        break_silence: sends what keeps the connection alive. silent_for_s: time since the client
-        sent its request. Raises: other errors of `write`.
+        `write` sends a serialized `GenerateResponse`. If it raises `gone`, the client has
+        disconnected and `on_gone` is called; other errors are raised. `break_silence` sends
+        something that keeps the connection alive. `silent_for_s` is the time in seconds since the
+        client sent its request.
         """
         if break_silence is not None:
             self._written_at = monotonic() - silent_for_s
@@ -500,9 +509,8 @@ class StreamWriter:
                     self._idle = None
 
     def _message(self) -> bytes:
-        """Build a message, with at most `delta_max` deltas of each request; journal its tokens.
-
-        If the journal cannot be written, the requests with tokens in the message fail.
+        """Build a message with at most `delta_max` deltas of each request, and journal its tokens.
+        If the journal cannot be written, all requests with tokens in the message fail.
         """
         frame_max, delta_max = self.frame_max, self.delta_max
         collected = Collected([], self.token_max, [], [], self._may_have_lapsed())
@@ -556,7 +564,7 @@ class StreamWriter:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _withdraw(self, collected: Collected, error: JournalUnavailable) -> None:
-        """Remove tokens that cannot be journalled from a message, and fail their requests."""
+        """Remove tokens that could not be journalled from a message, and fail their requests."""
         for output, *_, first, end in reversed(collected.entries):
             del collected.parts[first:end]
             if output.subscription is not None:
@@ -571,9 +579,10 @@ class StreamWriter:
 
 
 class WholeAnswerWriter(StreamWriter):
-    """Sends one message with all frames, once every request has all its output or has ended.
+    """Writer that sends all frames in one message, once every request has all its output or has
+    ended.
 
-    The rest of the answer follows its settlement: without it the client has an incomplete body.
+    The rest of the answer follows after settlement; without it, the client has an incomplete body.
     """
 
     is_whole, marks = True, False
@@ -583,9 +592,8 @@ class WholeAnswerWriter(StreamWriter):
     def __init__(
         self, journal: UsageJournal, request_count: int, on_failure: Callable[[str], None]
     ) -> None:
-        """request_count: requests that make up the answer.
-
-        on_failure: called with the id of each failed one.
+        """`request_count` is the number of requests that make up the answer. `on_failure` is called
+        with the id of each request that fails.
         """
         super().__init__(journal)
         self._request_count = request_count

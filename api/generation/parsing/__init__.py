@@ -1,1 +1,1 @@
-"""Frames and conversations to validated requests: the lowest floor."""
+"""Parsing of frames and conversations into validated requests, used by the rest of generation."""

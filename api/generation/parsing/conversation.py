@@ -1,4 +1,4 @@
-"""Checks and parsing of prompts: conversations, text and token ids."""
+"""Validation and parsing of prompts: conversations, text and token ids."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CALL_COUNT_MAX = 4096  # of all messages together, for the same reason
 
 
 def check_prompt(message: pb.StartFrame | pb.CountTokensRequest, wrong: Violations) -> None:
-    """Check that there is a prompt and that it is not empty."""
+    """Check that a message has a valid prompt that is not empty."""
     match message.WhichOneof("prompt"):
         case None:
             wrong.check(False, "prompt", "one of conversation, text and token_ids must be set")
@@ -60,7 +60,7 @@ def _check_effort(effort: str, conversation: pb.Conversation, wrong: Violations)
 
 
 def _check_continued(conversation: pb.Conversation, wrong: Violations) -> None:
-    """Check that the last message can be continued, and that no thinking is requested before it."""
+    """Check that the last message can be continued, and that no thinking is requested with it."""
     last = conversation.messages[-1] if conversation.messages else pb.Message()
     wrong.check(
         last.role == pb.ROLE_ASSISTANT and bool(last.content.strip()) and not last.tool_calls,
@@ -79,7 +79,7 @@ def _check_continued(conversation: pb.Conversation, wrong: Violations) -> None:
 
 
 def check_messages(messages: Sequence[pb.Message], wrong: Violations) -> None:
-    """Check every turn, and that tool results follow their calls."""
+    """Check every message of a conversation, and that tool results follow their calls."""
     wrong.check(bool(messages), "conversation.messages", "must hold at least one message")
     if not wrong.check_count(len(messages), MESSAGE_COUNT_MAX, "conversation.messages"):
         return
@@ -133,7 +133,7 @@ def check_messages(messages: Sequence[pb.Message], wrong: Violations) -> None:
 
 
 def check_calls(calls: Sequence[pb.ToolCall], field: str, wrong: Violations) -> None:
-    """Check the tool calls of one turn."""
+    """Check the tool calls of one message."""
     seen: set[str] = set()
     for index, call in enumerate(calls):
         right = 1 <= len(call.id) <= CALL_ID_CHARS_MAX and call.id not in seen
@@ -147,7 +147,7 @@ def check_calls(calls: Sequence[pb.ToolCall], field: str, wrong: Violations) -> 
 
 
 def parse_prompt(message: pb.StartFrame | pb.CountTokensRequest) -> Prompt:
-    """Return the prompt of a message that passed `check_prompt`."""
+    """Convert the prompt of a message that passed `check_prompt`."""
     match message.WhichOneof("prompt"):
         case "conversation":
             messages = _messages(message.conversation.messages)
@@ -162,10 +162,10 @@ def parse_prompt(message: pb.StartFrame | pb.CountTokensRequest) -> Prompt:
 
 
 def shown_arguments(text: str) -> str:
-    """Return the arguments of an earlier call as a JSON object, or else as a JSON string.
+    """Return the arguments of an earlier tool call as a JSON object; if invalid, as a JSON string.
 
-    Models write calls that are cut off or malformed, and agents send them back: templates get the
-    text as it is.
+    Models write calls that are cut off or malformed, and agents send them back. Chat templates then
+    show the text unchanged.
     """
     if not text.strip():
         return "{}"
@@ -173,7 +173,7 @@ def shown_arguments(text: str) -> str:
 
 
 def thinking_of(message: pb.StartFrame | pb.CountTokensRequest) -> Thinking:
-    """Return whether, or how much, the model should think; None if its chat template decides."""
+    """Return whether, or how much, the model should think. None: the chat template decides."""
     conversation = message.conversation
     if message.HasField("conversation") and conversation.reasoning_effort:
         return conversation.reasoning_effort

@@ -1,6 +1,6 @@
-"""Decoding options of a start frame: checks, and the values that the engine gets.
+"""Decoding options of a start frame: validation, and conversion to the engine's parameters.
 
-A value out of range is rejected, never clamped.
+A value that is out of range is rejected, never clamped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LENGTH_PENALTY_MAX = 10.0  # in both directions; beyond it the length alone woul
 # Compiles in 200 ms at worst, measured on schemas that consist of objects only.
 RESPONSE_FORMAT_BYTES_MAX = 65_536
 
-# What the numbers of sampling must be, by field
+# Allowed values of sampling parameters, by field.
 SAMPLING_RANGES: Mapping[str, str] = {
     "temperature": f"between 0 and {TEMPERATURE_MAX:g}",
     "top_p": "between 0 and 1",
@@ -59,7 +59,7 @@ EARLY_STOPPING: Mapping[int, EarlyStopping] = {
 
 
 class SamplingOverrides(msgspec.Struct, frozen=True):
-    """Sampling parameters of a request; None means the model's default."""
+    """Sampling parameters of a request. None means the default of the model."""
 
     temperature: float | None
     top_p: float | None
@@ -74,7 +74,7 @@ class SamplingOverrides(msgspec.Struct, frozen=True):
     prompt_logprobs: int | None
 
     def over(self, defaults: SamplingParams) -> SamplingParams:
-        """Return the parameters to run with."""
+        """Merge these parameters with the defaults of the model."""
         if self is NO_OVERRIDES and defaults.seed is None:
             return defaults
         return replace(
@@ -109,9 +109,10 @@ class StopRules(msgspec.Struct, frozen=True):
     max_reasoning_tokens: int | None = None
 
     def within(self, room_tokens: int) -> StopCriteria:
-        """Return the stop criteria to run with.
+        """Convert the stop conditions to the engine's stop criteria.
 
-        room_tokens: room in the context window after the prompt.
+        `room_tokens` is the context window left after the prompt, the default for
+        `max_output_tokens`.
         """
         return StopCriteria(
             max_output_tokens=self.max_output_tokens or room_tokens,
@@ -127,7 +128,7 @@ NO_STOP_RULES = StopRules(None, (), frozenset(), False, 0)
 
 
 def check_decoding(start: pb.StartFrame, wrong: Violations) -> None:
-    """Check every decoding option that can be checked from the frame alone."""
+    """Check every decoding option that the frame alone allows to check."""
     if start.HasField("sampling"):  # defaults need no check
         _check_sampling(start.sampling, wrong)
         _check_biases(start.sampling, wrong)
@@ -147,7 +148,7 @@ def check_decoding(start: pb.StartFrame, wrong: Violations) -> None:
 
 
 def parse_sampling(start: pb.StartFrame) -> SamplingOverrides:
-    """Return the sampling of a frame that passed `check_decoding`."""
+    """Convert the sampling parameters of a frame that passed `check_decoding`."""
     sampling = start.sampling
     has = sampling.HasField
     searches = start.HasField("beam_search")  # beam search ignores the model's sampling defaults
@@ -173,21 +174,21 @@ def parse_sampling(start: pb.StartFrame) -> SamplingOverrides:
 
 
 def parse_response_format(start: pb.StartFrame) -> ResponseFormat:
-    """Return the response format of a frame that passed `check_decoding`."""
+    """Convert the response format of a frame that passed `check_decoding`."""
     kind = start.response_format.WhichOneof("kind")
     assert kind is not None, "one of the formats is set"
     return ResponseFormat(GrammarKind(kind), getattr(start.response_format, kind))
 
 
 def parse_beam_search(start: pb.StartFrame) -> BeamSearchParams:
-    """Return the beam search of a frame that passed `check_decoding`."""
+    """Convert the beam search options of a frame that passed `check_decoding`."""
     search = start.beam_search
     length_penalty = search.length_penalty if search.HasField("length_penalty") else 1.0
     return BeamSearchParams(search.width, length_penalty, EARLY_STOPPING[search.early_stopping])
 
 
 def parse_stop(start: pb.StartFrame) -> StopRules:
-    """Return the stop conditions of a frame that passed `check_stop`."""
+    """Convert the stop conditions of a frame that passed `check_stop`."""
     return StopRules(
         max_output_tokens=start.max_output_tokens if start.HasField("max_output_tokens") else None,
         stop_sequences=tuple(start.stop_sequences),
@@ -201,7 +202,7 @@ def parse_stop(start: pb.StartFrame) -> StopRules:
 
 
 def check_against_model(request: GenerationRequest, vocabulary_size: int) -> None:
-    """Check options that depend on model and prompt. Raises: InvalidRequest."""
+    """Check the options that depend on the model and the prompt. Raises: InvalidRequest."""
     sampling, stop = request.sampling, request.stop
     output_min, output_max = stop.min_output_tokens, stop.max_output_tokens
     if output_min <= output_max and not (sampling.logit_bias or stop.stop_token_ids):
@@ -228,7 +229,7 @@ def check_against_model(request: GenerationRequest, vocabulary_size: int) -> Non
 
 
 def _check_sampling(sampling: pb.Sampling, wrong: Violations) -> None:
-    """Check sampling. Comparisons are written so that NaN fails too."""
+    """Check the sampling parameters. Comparisons are written so that NaN fails too."""
 
     def check(name: str, right: bool) -> None:
         value = getattr(sampling, name)
@@ -261,7 +262,7 @@ def _check_biases(sampling: pb.Sampling, wrong: Violations) -> None:
 
 
 def check_stop(start: pb.StartFrame, wrong: Violations) -> None:
-    """Check every stop condition that can be checked from the frame alone."""
+    """Check every stop condition that the frame alone allows to check."""
     output_max, output_min = start.max_output_tokens, start.min_output_tokens
     limited = start.HasField("max_output_tokens")
     if limited and output_max < 1:
@@ -301,7 +302,7 @@ def check_stop(start: pb.StartFrame, wrong: Violations) -> None:
 
 
 def _check_response_format(start: pb.StartFrame, wrong: Violations) -> None:
-    """Check the parts that need no compiling; the engine rejects the rest by the same field."""
+    """Check what needs no compiling. The engine rejects the rest, naming the same field."""
     kind = start.response_format.WhichOneof("kind")
     if kind is None:
         wrong.check(False, "response_format", "one of json_schema, regex and lark must be set")
@@ -327,7 +328,7 @@ def _check_response_format(start: pb.StartFrame, wrong: Violations) -> None:
 
 
 def _check_beam_search(start: pb.StartFrame, wrong: Violations) -> None:
-    """Check beam search. Comparisons are written so that NaN fails too."""
+    """Check the beam search options. Comparisons are written so that NaN fails too."""
     search, penalty_max = start.beam_search, LENGTH_PENALTY_MAX
     wrong.check(
         not start.HasField("prompt_logprobs"),

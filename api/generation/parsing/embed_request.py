@@ -1,4 +1,4 @@
-"""Parsing, checks and tokenizing of `Embed` requests, and construction of their responses."""
+"""Parsing, validation and tokenization of `Embed` requests, and construction of responses."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ VECTOR_TAG = b"\x0a"  # tag of `Embedding.vector`: field 1, packed
 
 @dataclass(frozen=True, slots=True)
 class ValidEmbed:
-    """An `Embed` request that is valid in itself.
+    """`Embed` request that is valid by itself; the limits of the model are checked later.
 
-    inputs: texts, or token ids to embed unchanged.
+    `inputs` are texts, or token ids that are embedded unchanged.
     """
 
     request_id: uuid.UUID
@@ -43,22 +43,21 @@ class ValidEmbed:
 
     @property
     def operation(self) -> str:
-        """Operation name in OpenTelemetry's conventions."""
+        """Name of the operation in OpenTelemetry's semantic conventions."""
         return "embeddings"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedText:
-    """Token ids of one text. truncated: its end was cut off."""
+    """Token ids of one text. If `truncated`, its end was cut off."""
 
     token_ids: tuple[int, ...]
     truncated: bool
 
 
 def parse_embed(message: pb.EmbedRequest) -> ValidEmbed:
-    """Check everything that the message alone shows.
-
-    Raises: InvalidRequest with every violation.
+    """Parse a request and check everything that does not depend on the model. Raises
+    InvalidRequest, which lists every violation.
     """
     request_id = wire.parse_request_id(message.request_id)
     wrong = Violations()
@@ -82,7 +81,7 @@ def parse_embed(message: pb.EmbedRequest) -> ValidEmbed:
 
 
 def check_input(message: pb.EmbedInput, field: str, wrong: Violations) -> None:
-    """Check that a text is present and not empty."""
+    """Check that an input is set and not empty."""
     match message.WhichOneof("kind"):
         case "text":
             wrong.check(bool(message.text), f"{field}.text", "must not be empty")
@@ -97,7 +96,7 @@ def check_input(message: pb.EmbedInput, field: str, wrong: Violations) -> None:
 
 
 def check_against_model(request: ValidEmbed, model: ModelInfo, input_count_max: int) -> None:
-    """Check the inputs against the limits of the model. Raises: InvalidRequest."""
+    """Check the number of inputs and their token ids against the model. Raises: InvalidRequest."""
     wrong = Violations()
     count = len(request.inputs)
     wrong.check(
@@ -116,8 +115,8 @@ def check_against_model(request: ValidEmbed, model: ModelInfo, input_count_max: 
 
 
 def hash_of(message: pb.EmbedRequest) -> bytes:
-    """Hash all fields but the id, to detect an id reused with another payload. Differs from the
-    hash of any start frame.
+    """Hash all fields except the id, to detect an id that is reused with another payload. The hash
+    never equals that of a start frame.
     """
     payload = pb.EmbedRequest()
     payload.CopyFrom(message)
@@ -132,7 +131,7 @@ def embed_response(
     settled: Settled,
     timings: Mapping[str, float],
 ) -> pb.EmbedResponse:
-    """Return the response of a settled request."""
+    """Build the response of a settled request."""
     response = pb.EmbedResponse(
         timings=types_pb2.Timings(**timings),
         price_version=admitted.prices.version,
@@ -146,9 +145,9 @@ def embed_response(
 
 
 def embedding_message(text: TokenizedText, vector: Vector) -> pb.Embedding:
-    """Return one vector as a message.
+    """Convert one vector to a message.
 
-    Parsing its bytes takes a ninth of the time of appending each number.
+    Parsing the bytes takes a ninth of the time that appending each number would.
     """
     floats = vector.tobytes()
     message = pb.Embedding.FromString(VECTOR_TAG + varint(len(floats)) + floats)
@@ -158,18 +157,18 @@ def embedding_message(text: TokenizedText, vector: Vector) -> pb.Embedding:
 
 
 def token_count_of(texts: list[TokenizedText]) -> int:
-    """Return the tokens of all texts."""
+    """Count the tokens of all texts."""
     return sum(len(text.token_ids) for text in texts)
 
 
 async def tokenize_inputs(
     request: ValidEmbed, job: TextJob, check_room: Callable[[int], Awaitable[None]] | None = None
 ) -> tuple[list[TokenizedText], float]:
-    """Return the token ids of each text, and the processor time spent.
+    """Tokenize all inputs; return their token ids and the processor time spent, in seconds.
 
-    A text that may be truncated is tokenized only as far as the model takes it. check_room: awaited
-    once before long texts are tokenized, with a lower bound of their tokens. Raises: InputsTooLong
-    with every such text, PromptTooLarge, PreparationLimit, Overloaded.
+    A text that may be truncated is tokenized only up to the model's limit. `check_room` is awaited
+    once before long texts are tokenized, with a lower bound of their tokens. Raises InputsTooLong,
+    which lists every text that is too long; PromptTooLarge, PreparationLimit, Overloaded.
     """
     limit, tokenizer = job.window, job.tokenizer
     truncates = request.truncates

@@ -10,7 +10,9 @@ LEVELS_MAX = 64
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """Return the object in a JSON text; None if invalid, not an object, or nested too deeply."""
+    """Parse a JSON object. Returns None if the text is invalid, not an object, or nested too
+    deeply.
+    """
     try:
         value = json.loads(text, parse_constant=_no_number)
         json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is not valid Unicode
@@ -20,9 +22,9 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 
 def shown_texts(source: str) -> list[str]:
-    """Return the texts of a parsed document that a model may see: unescaped JSON, and strings.
+    """List the texts of a JSON document that a model may see: the unescaped JSON, and its strings.
 
-    A chat template serializes it again, or inserts its strings, so escaped text appears unescaped.
+    A chat template encodes the document again, or inserts its strings, both without escapes.
     """
     document = json.loads(source)
     texts, values = [json.dumps(document, ensure_ascii=False)], [document]

@@ -1,6 +1,6 @@
-"""Parsing and checks of start frames and of prompts of `CountTokens`.
+"""Parsing and validation of start frames, and of the prompts of `CountTokens`.
 
-Every violation of a message is reported at once, by field.
+All violations of a message are reported together, by field.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ LIMIT_FIELDS = frozenset(
 
 
 class ValidStart(msgspec.Struct):
-    """Start frame that is valid in itself; model, context window and quotas are checked later.
+    """Start frame that is valid by itself; model, context window and quotas are checked later.
 
-    Only its model changes. given_id: request id in the client's spelling, for its answers. model:
-    name as sent, canonical after routing.
+    Only `model` changes: it is the name as sent, and after routing the canonical name. `given_id`
+    is the request id as the client writes it, for use in responses.
     """
 
     request_id: uuid.UUID
@@ -105,7 +105,7 @@ class ValidStart(msgspec.Struct):
 
     @property
     def operation(self) -> str:
-        """Operation name in OpenTelemetry's conventions."""
+        """Name of the operation in OpenTelemetry's semantic conventions."""
         return (
             "chat" if self.prompt and isinstance(self.prompt[0], ChatMessage) else "text_completion"
         )
@@ -114,10 +114,10 @@ class ValidStart(msgspec.Struct):
 def parse_start(
     request_id: str, start: pb.StartFrame, window_tokens_max: int | None = None
 ) -> ValidStart:
-    """Check the frame by itself.
+    """Parse a start frame and check everything that does not depend on the model.
 
-    window_tokens_max: largest context window of any model. Raises: InvalidRequest with every
-    violation, PromptTooLong.
+    `window_tokens_max` is the largest context window of any model. Raises PromptTooLong, or
+    InvalidRequest, which lists every violation.
     """
     parsed_id = parse_request_id(request_id)
     wrong = Violations()
@@ -166,7 +166,7 @@ def parse_start(
 
 
 def check_limits(start: pb.StartFrame, wrong: Violations) -> None:
-    """Check the limits and options of a start frame besides prompt and decoding."""
+    """Check the fields of a start frame that concern limits, region, credit and reconnection."""
     if start.region:
         wrong.check_text(start.region, "region")
     if start.HasField("usage_interval_tokens"):
@@ -189,7 +189,7 @@ def check_limits(start: pb.StartFrame, wrong: Violations) -> None:
 
 
 def parse_count_tokens(message: pb.CountTokensRequest) -> tuple[Prompt, tuple[Tool, ...]]:
-    """Return the prompt and the tools shown with it. Raises: InvalidRequest."""
+    """Parse the prompt and the tools that are shown with it. Raises: InvalidRequest."""
     wrong = Violations()
     wrong.check_text(message.model, "model", missing=MODEL_MISSING)
     check_prompt(message, wrong)

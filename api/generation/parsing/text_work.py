@@ -1,10 +1,10 @@
-"""Preparation of prompts: limits on text in preparation, and the threads that do the work.
+"""Threads that prepare prompts, and limits on the text that is being prepared.
 
-The text of a request is rendered and tokenized before its hold, whatever its key may spend. Text in
-preparation or waiting for it is therefore limited in characters, per API key, per organization and
-in total (`permit`). Threads are shared fairly between organizations (`run`): the one with the least
-work done is next (`virtual_tokens.Line`; a character costs one unit). Work of a cancelled request
-is dropped unless a thread has started on it.
+The text of a request is rendered and tokenized before its hold, whatever budget its key has. The
+text that is in preparation or waits for it is therefore limited in characters, per API key, per
+organization and in total (`permit`). Threads are shared fairly between organizations (`run`): the
+one with the least work done is next (`virtual_tokens.Line`; a character costs one unit). Work of a
+cancelled request is dropped unless a thread has started on it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Value = TypeVar("Value")
 
 @dataclass(slots=True)
 class Cost:
-    """Processor time of a call."""
+    """Processor time of a call, in seconds."""
 
     seconds: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class Work(Generic[Value]):
-    """One call that waits for a thread, as an entry of `Line`."""
+    """Call that waits for a thread: an entry of `Line`."""
 
     number: int
     input_token_count: int  # in characters
@@ -54,7 +54,7 @@ class Work(Generic[Value]):
 
 
 class TextWork:
-    """Preparation in one process. Used by one event loop."""
+    """Threads and limits for preparing text in one process. Used by one event loop."""
 
     def __init__(
         self,
@@ -65,9 +65,8 @@ class TextWork:
         weights: Mapping[str, float] | None = None,
         rest: float = 0.0,
     ) -> None:
-        """weights: by organization id, as in the engine queues.
-
-        rest: pause of a thread after a long call, in times of its processor time.
+        """`weights` are the shares of organizations, by id as text, as in the engine queues. After
+        a long call, a thread pauses for `rest` times the processor time of the call.
         """
         self._chars_max = chars_max
         self._chars_per_key_max = chars_per_key_max
@@ -83,15 +82,16 @@ class TextWork:
 
     @property
     def waiting_count(self) -> int:
-        """Calls that no thread has started on."""
+        """Number of calls that no thread has started on."""
         return self._line.waiting_count
 
     @contextlib.contextmanager
     def permit(self, owner: Owner, chars: int) -> Iterator[None]:
-        """Reserve preparation of this much text. A single request may be as large as a message.
+        """Reserve the preparation of this many characters. One request may be as large as a
+        message.
 
-        An organization may take at most as much as it leaves free, so that another always finds
-        room. Raises: PreparationLimit, Overloaded.
+        An organization may take at most as much as it leaves free, so that others always find room.
+        Raises: PreparationLimit, Overloaded.
         """
         of_key, of_organization = self._taken[owner.api_key_id], self._taken[owner.organization_id]
         if of_key and of_key + chars > self._chars_per_key_max:
@@ -120,9 +120,8 @@ class TextWork:
     async def run(
         self, organization_id: uuid.UUID, chars: int, call: Callable[[], Value]
     ) -> tuple[Value, float]:
-        """Run the call in a thread; return its value and processor seconds.
-
-        Raises the error of the call.
+        """Run a call in a thread; return its result and the processor time in seconds. Raises the
+        error of the call.
         """
         self._number += 1
         work = Work(self._number, chars, call, asyncio.get_running_loop().create_future())
@@ -169,7 +168,9 @@ class TextWork:
 
 
 def timed(call: Callable[[], Value], cost: Cost) -> Value:
-    """Run a call and note its cost. Its error keeps this frame, so the work must not be in it."""
+    """Run a call and record its cost. An error keeps this frame alive, so it must not hold the
+    work.
+    """
     began_at = time.thread_time()
     try:
         return call()
@@ -178,7 +179,7 @@ def timed(call: Callable[[], Value], cost: Cost) -> Value:
 
 
 def conversation_size(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> tuple[int, int]:
-    """Return the characters of turns, their calls and tools, and the number of these parts."""
+    """Count the characters of messages, tool calls and tools, and the number of these parts."""
     chars = sum([len(message.content) + len(message.reasoning) for message in messages])
     parts = len(messages) + len(tools)
     for message in messages:

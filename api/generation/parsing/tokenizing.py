@@ -1,7 +1,7 @@
-"""Tokenization of prompts in any form without blocking the event loop.
+"""Tokenization of prompts without blocking the event loop.
 
 Short prompts are tokenized at once. Longer ones need a permit, are refused if their size alone
-shows that they do not fit, and run in the threads of `TextWork`.
+shows that they cannot fit, and run in the threads of `TextWork`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ Tokenized = tuple[tuple[int, ...], float]
 
 @dataclass(frozen=True, slots=True)
 class TextJob:
-    """Owner and limits of text to prepare.
+    """Owner and limits of a text to tokenize.
 
-    window: tokens of the model's context. token_count_max: limit of the prompt's tokens; None if it
-    is only counted. check_room: awaited before long text is tokenized, with a lower bound of its
-    tokens; raises the refusal of a request of that size. asks_first: call `check_room` before any
-    text, since the key was refused a moment ago. thinking: whether, or how much, the model
-    should think; None: the template decides. adds_special_tokens: to plain text.
+    `window` is the model's context window in tokens. `token_count_max` limits the prompt; None if
+    it is only counted. `check_room` is awaited before long text is tokenized, with a lower bound of
+    its tokens, and raises the refusal of a request of that size; if `asks_first`, because the key
+    was just refused, before any text. `thinking` says whether, or how much, the model should think;
+    None: the template decides. `adds_special_tokens` applies to plain text.
     """
 
     work: TextWork
@@ -67,8 +67,7 @@ def tokenize_at_once(
     *,
     adds_special_tokens: bool = True,
 ) -> Tokenized | None:
-    """Return the token ids of a short or tokenized prompt; None for others.
-
+    """Tokenize a short prompt on the event loop. Returns None if the prompt is too long for that.
     Raises: ChatTemplateFailed, InvalidRequest.
     """
     if isinstance(prompt, str):
@@ -91,7 +90,8 @@ def tokenize_at_once(
 
 
 async def tokenize(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> Tokenized:
-    """Return the token ids of a prompt, including chat template and tools.
+    """Render a prompt and its tools with the chat template, if it is a conversation, and tokenize
+    it.
 
     Raises: ChatTemplateFailed, InvalidRequest, TokenLimitExceeded, PromptTooLarge,
     PreparationLimit, Overloaded, and the errors of `check_room`.
@@ -135,7 +135,7 @@ async def tokenize(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> 
 async def prepared(
     job: TextJob, chars: int, least_token_count: int, encode: Callable[[], tuple[int, ...]]
 ) -> Tokenized:
-    """Tokenize in a thread, with a permit and after `check_room`. Raises as `tokenize`."""
+    """Tokenize in a thread, with a permit and after `check_room`. Raises what `tokenize` raises."""
     with job.work.permit(job.payer, chars):
         if job.check_room is not None:
             await job.check_room(least_token_count)
@@ -143,9 +143,9 @@ async def prepared(
 
 
 def check_chars(field: str, chars: int, chars_max: int | None, window: int) -> None:
-    """Raise PromptTooLarge for too much text.
+    """Raise PromptTooLarge if a text has too many characters for the context window.
 
-    chars_max: maximum that fits the window; None if unknown.
+    `chars_max` is the maximum that fits; None if the tokenizer has no such limit.
     """
     limit = CHARS_PER_TOKEN_MAX * window if chars_max is None else chars_max
     if chars > limit:
@@ -155,7 +155,8 @@ def check_chars(field: str, chars: int, chars_max: int | None, window: int) -> N
 async def check_prompt(
     checker: SafetyChecker, tokenizer: Tokenizer, prompt: Prompt, tools: Sequence[Tool] = ()
 ) -> None:
-    """Run the safety checks on a prompt: all messages and calls, the tools, and token ids as text.
+    """Run the safety checks on a prompt: messages, tool calls, tools, and token ids decoded to
+    text.
 
     Raises: PromptFiltered, SafetyUnavailable.
     """
@@ -166,7 +167,7 @@ async def check_prompt(
 
 
 def _text_of(tokenizer: Tokenizer, prompt: Prompt, tools: Sequence[Tool]) -> tuple[str, str]:
-    """Return the field of a prompt, and its text."""
+    """Collect all text of a prompt. Returns the field that contains it, and the text."""
     if isinstance(prompt, str):
         return "text", prompt
     token_ids = [part for part in prompt if isinstance(part, int)]

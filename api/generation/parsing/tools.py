@@ -1,4 +1,4 @@
-"""Tools of a request: checks, constraints on the output, and the format of tool calls."""
+"""Tools of a request: validation, constraints on the output, and the format of tool calls."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ NOT_STRICT = (
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Tools of a request.
+    """Tools of a request. If `forced`, the output calls at least one of `callable_names`.
 
-    forced: at least one of `callable_names` is called. single: at most one.
+    If `single`, the output has at most one call.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -52,9 +52,9 @@ NO_TOOLS = ToolUse()
 
 @dataclass(frozen=True, slots=True)
 class CallReading:
-    """Parsing of the tool calls of an output.
+    """Instructions for parsing the tool calls of an output.
 
-    ends_with_call: the output ends after the first call.
+    If `ends_with_call`, the output ends after its first call.
     """
 
     form: CallFormat
@@ -62,12 +62,12 @@ class CallReading:
     ends_with_call: bool
 
     def open(self) -> ToolCallParser:
-        """Create the parser of one output."""
+        """Create a parser for one output."""
         return ToolCallParser(self.form, self.names, single=self.ends_with_call)
 
 
 def check_tools(tools: Sequence[pb.Tool], wrong: Violations) -> None:
-    """Check every tool."""
+    """Check the number and size of the tools, and each tool."""
     if not wrong.check_count(len(tools), TOOL_COUNT_MAX, "tools"):
         return
     sizes = [len(tool.parameters_json_schema.encode()) for tool in tools]
@@ -97,7 +97,7 @@ def check_tools(tools: Sequence[pb.Tool], wrong: Violations) -> None:
 
 
 def check_tool_use(start: pb.StartFrame, wrong: Violations) -> None:
-    """Check the tools of a frame, the tool choice, and fields that exclude tools."""
+    """Check the tools of a frame, its tool choice, and fields that tools exclude."""
     check_tools(start.tools, wrong)
     if len(start.tools) > TOOL_COUNT_MAX:
         return
@@ -144,7 +144,7 @@ def check_tool_use(start: pb.StartFrame, wrong: Violations) -> None:
 
 
 def parse_tool_use(start: pb.StartFrame) -> ToolUse:
-    """Return the tools of a frame that passed `check_tool_use`; none if none may be called."""
+    """Convert the tools of a frame that passed `check_tool_use`; none if no call is allowed."""
     choice, kind = start.tool_choice, start.tool_choice.WhichOneof("kind")
     if not start.tools or (kind == "mode" and choice.mode == pb.TOOL_MODE_NONE):
         return NO_TOOLS
@@ -154,7 +154,7 @@ def parse_tool_use(start: pb.StartFrame) -> ToolUse:
 
 
 def parse_tools(tools: Sequence[pb.Tool]) -> tuple[Tool, ...]:
-    """Return tools that passed `check_tools`."""
+    """Convert tools that passed `check_tools`."""
     return tuple(
         Tool(tool.name, tool.description, tool.parameters_json_schema or NO_ARGUMENTS, tool.strict)
         for tool in tools
@@ -164,9 +164,10 @@ def parse_tools(tools: Sequence[pb.Tool]) -> tuple[Tool, ...]:
 def format_with_tools(
     use: ToolUse, requested: ResponseFormat | None, tokenizer: Tokenizer
 ) -> ResponseFormat | None:
-    """Return the format of output that may have calls; None if it is free.
+    """Build the format of an output that may call tools. Returns None if the output is not
+    constrained.
 
-    requested: format of output without a call, which a forced call leaves no room for. Raises:
+    `requested` is the format of output without a call; a forced call replaces it. Raises
     InvalidRequest if the grammar is too large.
     """
     if use.forced:
@@ -203,7 +204,7 @@ def format_with_tools(
 
 
 def _rule_of(response_format: ResponseFormat) -> str:
-    """Return the body of a Lark rule for a JSON schema or a regular expression."""
+    """Build the body of a Lark rule from a JSON schema or a regular expression."""
     source = response_format.source
     if response_format.kind is GrammarKind.JSON_SCHEMA:
         return "%json " + json.dumps(with_json_options(json.loads(source)), ensure_ascii=False)
@@ -214,9 +215,8 @@ def _rule_of(response_format: ResponseFormat) -> str:
 def call_reading(
     use: ToolUse, tokenizer: Tokenizer, model: str, choice_count: int = 1
 ) -> CallReading | None:
-    """Return how calls are parsed; None without tools.
-
-    Raises: InvalidRequest if the model has no tools, or not for so many choices.
+    """Choose how tool calls are parsed; None if the request has no tools. Raises InvalidRequest if
+    the model does not support tools, or not for this many choices.
     """
     if not use.tools:
         return None
@@ -245,9 +245,8 @@ def call_reading(
 
 
 def _single(use: ToolUse, tokenizer: Tokenizer) -> bool:
-    """Return whether an output has at most one call: as requested, or as the template takes it.
-
-    The next request has the calls of this output, and must not be refused for them.
+    """Return whether an output has at most one call, as requested or as the chat template demands.
+    The next request repeats the calls of this output, and must not be refused because of them.
     """
     return use.single or tokenizer.takes_one_call_only()
 

@@ -1,7 +1,7 @@
 """Admission of requests: a permit in memory, then a hold in PostgreSQL.
 
-No request reaches an engine without both. Its `HoldHandle` takes and releases them, exactly
-once however the request ends.
+No request reaches an engine without both. A `HoldHandle` takes them, and releases each exactly
+once, however the request ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from metering.holds.operations import Admit, Admitted, Ended, Extend, Settle, Se
 from metering.quotas.quotas import QuotaExceeded
 from metering.store.group_commit import Pending
 
-# Seconds after a quota refusal in which quotas are checked before a prompt of that key is
+# After a quota refusal, quotas are checked for this many seconds before a prompt of that key is
 # tokenized.
 REFUSED_S = 5.0
 REFUSED_KEYS_MAX = 10_000
@@ -47,7 +47,7 @@ class Capacity:
         self.is_draining = False  # if set, no more permits are issued
 
     def take(self) -> None:
-        """Take a permit, to be given back once. Raises: Draining, Overloaded."""
+        """Take a permit, which must be given back once. Raises: Draining, Overloaded."""
         if self.is_draining or self.taken_count >= self._permit_count_max:
             self.check()
         if not self.taken_count:
@@ -55,38 +55,37 @@ class Capacity:
         self.taken_count += 1
 
     def check(self) -> None:
-        """Raise what `take` would raise: Draining, Overloaded."""
+        """Raise the error that `take` would raise: Draining or Overloaded."""
         if self.is_draining:
             raise Draining("this server is shutting down; retry the request on another server")
         if self.taken_count >= self._permit_count_max:
             raise Overloaded(f"server is at capacity ({self.taken_count} requests); retry later")
 
     def give_back(self) -> None:
-        """Release a permit."""
+        """Give back a permit."""
         self.taken_count -= 1
         if not self.taken_count:
             self._idle.set()
 
     def drain(self) -> None:
-        """Stop issuing permits."""
+        """Refuse all further permits."""
         self.is_draining = True
 
     async def idle(self) -> None:
-        """Wait until all permits are released."""
+        """Wait until all permits are given back."""
         await self._idle.wait()
 
 
 class HoldHandle:
     """Permit and hold of one request, from admission to settlement. Each is released exactly once.
 
-    leased_token_count: output tokens that may be delivered in total. outcome: the outcome that
-    ended the request. settled: the final charge; None if the hold was voided (see `endings.py`).
+    `leased_token_count` output tokens may be delivered in total. `outcome` is how the request
+    ended. `settled` is the final charge; None if the hold was voided (see `endings.py`).
     """
 
     def __init__(self, admission: Admission, op: Admit, usage: UsageSoFar) -> None:
-        """op: admission whose first slice is the whole output; a part of that is leased at first.
-
-        usage: token counts that the hold is settled with.
+        """The first slice of `op` must be the whole output; only a part of that is leased at first.
+        The hold is settled with the token counts in `usage`.
         """
         self.admitted: Admitted  # set on admission
         self.is_held = False
@@ -107,11 +106,11 @@ class HoldHandle:
         self._anticipating = False
 
     def ask(self, done: Callable[[Exception | None], None]) -> None:
-        """Request permit and hold. A refused request leaves no trace.
+        """Request a permit and a hold. A refused request leaves no trace.
 
-        done: called later, with the refusal or None. Refusals: QuotaExceeded, PriceMissing,
-        KeyInvalid, RequestIdReused, RequestInFlight, RequestSettled, DatabaseUnavailable. Raises:
-        Draining, Overloaded, JournalUnavailable.
+        `done` is called later, with None or the refusal: QuotaExceeded, PriceMissing, KeyInvalid,
+        RequestIdReused, RequestInFlight, RequestSettled, DatabaseUnavailable. Raises: Draining,
+        Overloaded, JournalUnavailable.
         """
         op, settings = self._op, self._admission.settings
         if self._admission.journal.fault:
@@ -140,7 +139,7 @@ class HoldHandle:
         done(None)
 
     def abandon(self) -> None:
-        """Release permit and hold without calling `done`. Not allowed once `end` was called."""
+        """Release permit and hold without calling `done`. Must not be called after `end`."""
         if self._pending is not None:
             self._pending.abandon()
             self._pending = None
@@ -151,23 +150,22 @@ class HoldHandle:
         self._admission.capacity.give_back()
 
     def allow(self, max_output_token_count: int) -> None:
-        """Raise the limit on the request's total output tokens to at least this number."""
+        """Raise the limit on the request's output to at least this many tokens in total."""
         self._lease(
             self.leased_token_count, max(self._max_output_token_count, max_output_token_count)
         )
 
     async def cover(self, token_count: int) -> None:
-        """Lease output tokens until this many in total may be delivered.
-
-        Raises: QuotaExceeded if a quota lacks room, HoldEnded, DatabaseUnavailable. Earlier leases
-        stay valid.
+        """Extend the lease until this many output tokens in total may be delivered. Raises:
+        QuotaExceeded if a quota has no room, HoldEnded, DatabaseUnavailable. Earlier leases stay
+        valid.
         """
         while token_count > self.leased_token_count:
             await self._extend_beyond(self.leased_token_count)
         self.anticipate(token_count)
 
     def _lease(self, leased_token_count: int, max_output_token_count: int) -> None:
-        """Note what is leased; a lease of all output is never extended."""
+        """Record a lease. If it covers all output, it never needs an extension."""
         self.leased_token_count = leased_token_count
         self._max_output_token_count = max_output_token_count
         self.unchecked_until = leased_token_count
@@ -175,7 +173,7 @@ class HoldHandle:
             self.unchecked_until -= self._admission.settings.lease_margin_tokens + 1
 
     def anticipate(self, token_count: int) -> None:
-        """Extend the lease in the background before it runs out: the stream must not wait."""
+        """Extend the lease in the background before it runs out, so that streams do not wait."""
         if token_count > self.unchecked_until and not self._anticipating:
             self._anticipating = True
             self._admission.tasks.create_task(
@@ -221,10 +219,10 @@ class HoldHandle:
         timings: dict[str, float] | None = None,
         migration_count: int = 0,
     ) -> None:
-        """Settle or void the hold according to the table of endings, and release the permit.
+        """Settle or void the hold, as the table in `endings.py` says, and release the permit.
 
-        outcome, error: see `cause_of`. done: called later, with the error if ending the hold
-        failed.
+        `outcome` and `error` are how the request ended. `done` is called later, with the error if
+        the hold could not be ended.
         """
         usage, hold_id = self.usage, self.admitted.hold_id
         cause = cause_of(outcome, error)
@@ -267,7 +265,7 @@ def no_lapse() -> None:
 
 
 class Admission:
-    """Admits requests and ends each of them."""
+    """Admits requests to this process, and settles or voids the hold of each."""
 
     def __init__(
         self,
@@ -298,9 +296,10 @@ class Admission:
             self.refused_at.popitem(last=False)
 
     async def check_room(self, op: Admit) -> None:
-        """Raise the refusal of a request of at least this size, before any work.
+        """Raise the refusal that a request of at least this size would get, before work is spent on
+        it.
 
-        op: its input is a lower bound, its output only the first slice. Raises: Draining,
+        The input in `op` is a lower bound, and its output only the first slice. Raises: Draining,
         Overloaded, JournalUnavailable, and the errors of `HoldStore.check_room`.
         """
         self.capacity.check()
@@ -313,9 +312,8 @@ class Admission:
             raise
 
     async def admit(self, op: Admit, usage: UsageSoFar) -> HoldHandle:
-        """Take a permit and a hold.
-
-        The caller ends the hold. Raises the refusals of `HoldHandle.ask`.
+        """Take a permit and a hold, and return their handle, which the caller must end. Raises the
+        refusals of `HoldHandle.ask`. If cancelled, releases both.
         """
         hold = HoldHandle(self, op, usage)
         try:
@@ -327,7 +325,9 @@ class Admission:
 
 
 async def answered(ask: Callable[[Callable[[Exception | None], None]], None]) -> None:
-    """Call `ask` with a callback and wait for it. Raises the error that the callback receives."""
+    """Call `ask` with a callback, wait for the callback, and raise the error that it receives, if
+    any.
+    """
     answer: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
     ask(lambda error: None if answer.done() else answer.set_result(error))
     if (error := await answer) is not None:

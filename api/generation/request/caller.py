@@ -1,4 +1,4 @@
-"""Caller of a request: its key, address and deadline."""
+"""Caller of a request: API key, address and deadline."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from metering.tenants.networks import Address
 
 @dataclass(slots=True)
 class Caller:
-    """Caller of a request: key, time and address. Immutable.
+    """Caller of a request. Immutable.
 
-    received_at, deadline (latest time to start): seconds on the monotonic clock. bounds: token
-    limits of the key per request. address: None if unknown. trace: the trace that the request
-    belongs to. secret_hash: hash of the presented secret. on_admitted: called once the request is
-    admitted.
+    `received_at` and `deadline`, the latest time to start, are on the monotonic clock. `bounds` are
+    the token limits per request of the key. `address` is None if it is unknown. `trace` is the
+    trace that the request belongs to, `secret_hash` the hash of the secret that was sent.
+    `on_admitted` is called once the request is admitted.
     """
 
     payer: Payer
@@ -43,7 +43,7 @@ class Caller:
         deadline: float | None,
         trace: TraceContext,
     ) -> Caller:
-        """Return the caller of a call that carries a single request."""
+        """Build the caller of a call that carries a single request."""
         call = CALL.get()
         return cls(
             payer(principal),

@@ -1,4 +1,4 @@
-"""Control channel between processes: stopping requests here, and reporting what runs here."""
+"""Control commands of other processes that stop requests here, and reports on running requests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from metering.tenants.networks import allows, networks_of
 
 
 def process_name() -> str:
-    """Return the name of this process for people: "host:pid"."""
+    """Return the name of this process in reports: "host:pid"."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def apply_command(
     registry: RequestRegistry, authenticator: Authenticator, command: CancelCommand
 ) -> None:
-    """Stop the requests that a command names; settle their output, and send the reason."""
+    """Stop the requests that a command names; settle their output and send the reason."""
     networks = networks_of(command.allowed_networks)
     for request in registry.running():
         payer, address = request.caller.payer, request.caller.address
@@ -55,7 +55,7 @@ def apply_command(
 
 
 def apply_drains(registry: RequestRegistry, commands: Sequence[DrainCommand]) -> None:
-    """Drain exactly the replicas that the commands name, and move their requests if requested."""
+    """Drain exactly the replicas that the commands name; move requests off those that say so."""
     drained: dict[str, list[str]] = {}
     for command in commands:
         drained.setdefault(command.model, []).append(command.replica)
@@ -66,8 +66,9 @@ def apply_drains(registry: RequestRegistry, commands: Sequence[DrainCommand]) ->
 
 
 def report_replicas(registry: RequestRegistry) -> list[dict[str, Any]]:
-    """Return the states of the replicas here, with the columns that `metering/control/live.py`
-    reads."""
+    """Describe the replicas of this process, with the columns that `metering/control/live.py`
+    reads.
+    """
     return [
         {
             "model": served,
@@ -84,14 +85,13 @@ def report_replicas(registry: RequestRegistry) -> list[dict[str, Any]]:
 
 
 def report(registry: RequestRegistry) -> list[dict[str, Any]]:
-    """Return a record of each running request, with the columns that `metering/control/live.py`
-    reads."""
+    """Describe each running request, with the columns that `metering/control/live.py` reads."""
     now = time.monotonic()
     return [record(request, now) for request in registry.running()]
 
 
 def record(request: Running, now: float) -> dict[str, Any]:
-    """Return one request as a record, without its content."""
+    """Describe one request without its content. `now` is on the monotonic clock."""
     payer, usage = request.caller.payer, request.usage
     return {
         "hold_id": None if request.hold_id is None else str(request.hold_id),
@@ -110,7 +110,9 @@ def record(request: Running, now: float) -> dict[str, Any]:
 
 
 def phase_word(request: Running) -> str:
-    """Return the phase of a request; a running one is in decode from its first token on."""
+    """Name the phase of a request. A running one is in "prefill" until its first token, then
+    "decode".
+    """
     if request.phase.name == STREAMING:
         return "decode" if request.usage.generated_token_count else "prefill"
     return request.phase.name

@@ -1,6 +1,6 @@
-"""Limits on the output of a running request: tokens, as changed by its client, and cost.
+"""Limits on the output of a running request: tokens, which its client may change, and cost.
 
-Both are converted to a number of tokens, so that each token costs one comparison.
+Both are converted to a number of tokens, so that checking a token costs one comparison.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class LimitChange:
-    """Requested change of limits; None: unchanged."""
+    """Change of limits that a client requests. None leaves a limit unchanged."""
 
     max_output_tokens: int | None = None
     max_cost: Cost | None = None
 
 
 def check_cost(message: types_pb2.Money, field: str, wrong: Violations) -> None:
-    """Check that a maximum cost is above zero."""
+    """Check that a maximum cost is above zero and names a currency."""
     right = (
         message.units >= 0
         and 0 <= message.picos < PICOS_PER_UNIT
@@ -53,12 +53,12 @@ def check_cost(message: types_pb2.Money, field: str, wrong: Violations) -> None:
 
 
 def cost_of(message: types_pb2.Money) -> Cost:
-    """Return the maximum cost in a message that passed `check_cost`."""
+    """Convert the maximum cost in a message that passed `check_cost`."""
     return Cost(message.currency_code, message.units * PICOS_PER_UNIT + message.picos)
 
 
 def parse_update(message: pb.UpdateFrame) -> LimitChange:
-    """Parse a change of limits. Raises: InvalidRequest with every violation."""
+    """Parse a change of limits. Raises InvalidRequest, which lists every violation."""
     wrong = Violations()
     has_tokens, has_cost = message.HasField("max_output_tokens"), message.HasField("max_cost")
     wrong.check(has_tokens or has_cost, "update", "must set max_output_tokens, max_cost, or both")
@@ -77,14 +77,14 @@ def parse_update(message: pb.UpdateFrame) -> LimitChange:
 class OutputLimits:
     """Limits of one admitted request, at its prices.
 
-    token_count_max: output tokens that may be delivered in total; `outcome`: outcome of a request
-    that reaches them. engine_token_count_max: limit that the engine enforces, per choice.
+    At most `token_count_max` output tokens may be delivered in total; a request that reaches them
+    ends with `outcome`. The engine enforces `engine_token_count_max` for each choice.
     """
 
     def __init__(
         self, prices: TokenPrices, engine_token_count_max: int, max_cost: Cost | None
     ) -> None:
-        """max_cost: checked by `check_input`."""
+        """`max_cost` is not validated here, but by `check_input`."""
         self.token_count_max = UNBOUNDED
         self.outcome = Outcome.LENGTH
         self.engine_token_count_max = engine_token_count_max
@@ -96,14 +96,12 @@ class OutputLimits:
 
     @property
     def is_raised(self) -> bool:
-        """True if the client wants more than the engine was asked for."""
+        """True if the client has raised the limit above the one that the engine was given."""
         return self.requested_token_count_max > self.engine_token_count_max
 
     def check_input(self, input_token_count: int) -> None:
-        """Raise InvalidRequest if the maximum cost may leave no room for one output token, or is in
-        another currency.
-
-        The whole prompt counts as uncached.
+        """Raise InvalidRequest if the maximum cost might not suffice for the prompt and one output
+        token, or is in another currency. All of the prompt counts as uncached.
         """
         if self.max_cost is None:
             return
@@ -122,8 +120,8 @@ class OutputLimits:
     def begun(self, input_token_count: int, cached_input_token_count: int | None) -> None:
         """Record the billed input once the engine has started.
 
-        cached_input_token_count: None if the engine reports it at the end; until then the prompt
-        counts at the higher of its prices.
+        `cached_input_token_count` is None if the engine reports it only at the end; until then the
+        prompt counts at the higher of its two prices.
         """
         if cached_input_token_count is None:
             prices = self._prices
@@ -134,7 +132,7 @@ class OutputLimits:
             self._reckon()
 
     def check_currency(self, cost: Cost, field: str) -> None:
-        """Raise InvalidRequest if the cost is in another currency than the prices."""
+        """Raise InvalidRequest if a cost is not in the currency of the prices."""
         if cost.currency_code != self._prices.currency_code:
             wrong = (
                 f"must be {self._prices.currency_code}, your organization's currency, got"

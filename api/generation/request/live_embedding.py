@@ -1,8 +1,8 @@
 """Lifecycle of one `Embed` call: tokenize, admit, embed, settle, answer.
 
-It runs as a task of the process, so that cancelling the call cannot interrupt its settlement. It
-can be stopped until all texts are embedded (`endings.py` holds the charge); then it is settled and
-answered.
+It runs as a task of the process, so that cancelling the call cannot interrupt the settlement. It
+can be stopped until all texts are embedded (`endings.py` has the charge); from then on it is
+settled and answered in any case.
 """
 
 from __future__ import annotations
@@ -78,10 +78,7 @@ EmbeddingPhase = (
 
 
 class LiveEmbedding:
-    """One `Embed` request, in the phases of `phases.py`.
-
-    Its task is `run`: what a phase knows is in the local variables of `_embed`.
-    """
+    """One `Embed` request, in the phases of `phases.py`. `run` is its task."""
 
     def __init__(self, caller: Caller, start: ValidEmbed, registry: RequestRegistry) -> None:
         self.caller = caller
@@ -96,12 +93,14 @@ class LiveEmbedding:
 
     @property
     def routed_model(self) -> str:
-        """Canonical model name; empty before routing, since the client's name can be any text."""
+        """Canonical model name. Empty before routing, since the name that the client sent can be
+        any text.
+        """
         return "" if isinstance(self.phase, Received) else self.start.model
 
     @property
     def hold_id(self) -> uuid.UUID | None:
-        """Id of its hold; None before admission."""
+        """Id of the hold; None before admission."""
         phase = self.phase
         return phase.admitted.hold.admitted.hold_id if isinstance(phase, Held) else None
 
@@ -111,9 +110,9 @@ class LiveEmbedding:
         return 0.0
 
     async def answer(self) -> pb.EmbedResponse:
-        """Run the request, and return the response.
+        """Run the request and return the response. Raises the error that ends it.
 
-        Cancellation stops the request unless all texts are embedded. Raises its error.
+        If the call is cancelled, the request stops, unless all texts are already embedded.
         """
         self._registry.add_embedding(self)
         tasks: asyncio.TaskGroup = self._registry.tasks
@@ -147,7 +146,7 @@ class LiveEmbedding:
         """Do nothing: the call has no progress messages."""
 
     async def run(self) -> None:
-        """Run the request to its end, as a task of the process."""
+        """Run the request to its end. Called as a task of the process."""
         outcome, error = None, None
         try:
             # Binds in the context of this task only, so it is never unbound.
@@ -173,7 +172,7 @@ class LiveEmbedding:
 
     @property
     def _settled(self) -> Settled | None:
-        """The final charge; None before it, and if nothing is billed."""
+        """Final charge. None until settlement, and if nothing is billed."""
         return self.phase.admitted.hold.settled if isinstance(self.phase, Held) else None
 
     def _enter(self, phase: EmbeddingPhase) -> None:
@@ -182,7 +181,7 @@ class LiveEmbedding:
         self.phase = phase
 
     def _count_end(self, outcome: Outcome | None, broken: Exception | None) -> None:
-        """Report the end of the request and its timings to operators."""
+        """Report the end of the request and its timings to the observer."""
         timings = self._watch.timings()
         self._registry.observer.ended(
             Ending(self.caller, self.start, outcome, broken, timings, self._settled)
@@ -251,9 +250,8 @@ class LiveEmbedding:
     def _enter_queue(
         self, route: EncoderRoute, texts: list[TokenizedText], stack: contextlib.AsyncExitStack
     ) -> dict[QueueEntry, Part]:
-        """Queue all parts before the hold is taken, so that a refusal leaves no trace.
-
-        Raises as `enter`.
+        """Queue all parts before a hold is taken, so that a refusal leaves no trace. Raises the
+        errors of `FairQueue.enter`.
         """
         caller, encoder, queue = self.caller, route.encoder, self._registry.queues[route.served]
         tenant_id = caller.payer.organization_id
@@ -283,7 +281,7 @@ class LiveEmbedding:
     async def _encode(
         self, encoder: Encoder, admitted: AdmittedRequest, entries: dict[QueueEntry, Part]
     ) -> list[Vector]:
-        """Return the vectors of all parts. Each part waits for its own turn."""
+        """Embed all parts, each in its turn, and return their vectors."""
         await self._wait_until_ready(encoder, admitted)
         self._watch.lap(state.COLD_START)
         vectors: list[Vector] = []
@@ -305,7 +303,9 @@ class LiveEmbedding:
         return vectors
 
     def _begun(self, entry: QueueEntry, token_count: int) -> None:
-        """Count the input of a part as computed: it is billed unless the service fails."""
+        """Count the input of a part, which the encoder has started on: it is billed unless the
+        service fails.
+        """
         entry.begun()
         self.usage.input_token_count += token_count
 
@@ -317,13 +317,15 @@ class LiveEmbedding:
 
 
 def error_of(end: End) -> Exception:
-    """Return the error of a request that was stopped."""
+    """Return the error with which a request was stopped."""
     assert end.error is not None, "an embedding is stopped with an error"
     return end.error
 
 
 def parts_of(texts: Sequence[Text], token_count_max: int = PART_TOKENS) -> list[tuple[Text, ...]]:
-    """Split texts in order into parts of at most this many tokens, or of a single longer text."""
+    """Split texts, in order, into parts of at most `token_count_max` tokens. A longer text is
+    alone.
+    """
     parts: list[list[Text]] = []
     room = 0
     for text in texts:

@@ -143,10 +143,10 @@ GenerationPhase = (
 
 
 class LiveRequest:
-    """One request: a state machine driven by its client, the hold store, the queue and the engine.
+    """State machine of one request, driven by its client, the hold store, the queue and the engine.
 
     Each event is a call that never blocks. Work that has to wait (long prompts, engine starts,
-    output checks) runs in a task started by `run`, which ends in the next event.
+    output checks) runs in a task started by `run`, which ends with the next event.
     """
 
     def __init__(
@@ -184,18 +184,20 @@ class LiveRequest:
 
     @property
     def routed_model(self) -> str:
-        """Canonical model name; empty before routing, since the client's name can be any text."""
+        """Canonical model name. Empty before routing, since the name that the client sent can be
+        any text.
+        """
         return "" if isinstance(self.phase, Received) else self.start.model
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        """Tokens of its prompt, while it is admitted."""
+        """Token ids of the prompt; empty unless the request is admitted and has not ended."""
         phase = self.phase
         return phase.admitted.request.prompt_token_ids if isinstance(phase, Held) else ()
 
     @property
     def hold_id(self) -> uuid.UUID | None:
-        """Id of its hold; None before admission."""
+        """Id of the hold; None before admission."""
         return self.output.hold_id
 
     @property
@@ -205,7 +207,7 @@ class LiveRequest:
 
     @property
     def tokens_per_second(self) -> float:
-        """Delivered tokens per second since the first one; 0 before the second."""
+        """Delivered tokens per second since the first token; 0 before the second."""
         later_token_count, elapsed_s = (
             self.usage.delivered_token_count - 1,
             self._watch.since_first_token_s,
@@ -213,7 +215,9 @@ class LiveRequest:
         return later_token_count / elapsed_s if later_token_count > 0 and elapsed_s > 0 else 0.0
 
     def ends(self) -> Mapping[int, Outcome]:
-        """Outcome of each choice by index, once generation has ended; none if it has failed."""
+        """Return the outcome of each choice once generation has ended. Empty before, and after a
+        failure.
+        """
         phase = self.phase
         if isinstance(phase, Flushing):
             end = self.decision.end
@@ -225,7 +229,9 @@ class LiveRequest:
 
     @property
     def stops(self) -> Mapping[int, StoppedBy]:
-        """The stop of the request that ended a choice, by its index, once generation has ended."""
+        """Stop sequence or token that ended each choice, by index, for choices that such a stop
+        ended.
+        """
         phase = self.phase
         if isinstance(phase, Held):
             return phase.admitted.processor.stops
@@ -233,7 +239,7 @@ class LiveRequest:
 
     @property
     def end_cause(self) -> Cause:
-        """Cause of the end, once it has ended."""
+        """Cause of the end of the request; `Cause.SERVICE` before."""
         return self.phase.cause if isinstance(self.phase, Ended) else Cause.SERVICE
 
     def _enter(self, phase: GenerationPhase) -> None:
@@ -272,9 +278,9 @@ class LiveRequest:
         # `Interruptible`, which raises the error that ends the request.
 
     def update(self, message: pb.UpdateFrame) -> None:
-        """Change the limits of the request, and send the client those in force.
+        """Change the limits of the request, and send the client the limits in force.
 
-        Never raises; the request continues.
+        Never raises: an invalid change is answered with a refusal, and the request continues.
         """
         phase = self.phase
         if self.decision.is_stopped or phase.is_over or isinstance(phase, Generated):
@@ -312,9 +318,9 @@ class LiveRequest:
             self.stop(Outcome.FAILED, lapse)
 
     def report_progress(self, outlook: ExpectedWait | None) -> None:
-        """Send a progress frame if the request waits.
+        """Send a progress frame if the request is waiting.
 
-        outlook: None if the engine has it already.
+        `outlook` is its expected wait in the queue; None if the engine already has the request.
         """
         phase = self.phase
         if isinstance(phase, Loading):
@@ -330,7 +336,7 @@ class LiveRequest:
     def begin(self) -> None:
         """Prepare the prompt, at once if it is short, and ask for admission.
 
-        Errors are reported to the current subscription.
+        Errors go to the current subscription as the last frame.
         """
         registry, caller, start = self._registry, self.caller, self.start
         registry.add(self)
@@ -383,9 +389,8 @@ class LiveRequest:
         await self._registry.admission.check_room(requested)
 
     def _ask(self, preparing: Preparing[Route], request: GenerationRequest) -> None:
-        """Take a queue entry, then ask for permit and hold.
-
-        In this order a refusal by the queue leaves no trace.
+        """Enter the queue, then ask for permit and hold. In this order, a refusal by the queue
+        leaves no trace.
         """
         registry, caller, route = self._registry, self.caller, preparing.route
         self._watch.lap(state.TOKENIZE)
@@ -412,7 +417,7 @@ class LiveRequest:
         asking.hold.ask(partial(self._answered, asking))
 
     def _answered(self, asking: Asking, refusal: Exception | None) -> None:
-        """Handle the answer to the admission. refusal: None if the request is admitted."""
+        """Handle the result of the admission. `refusal` is None if the request is admitted."""
         if refusal is not None:
             self._fail(refusal)
             return
@@ -444,13 +449,14 @@ class LiveRequest:
     # Waiting.
 
     def _stop_unless_begun(self) -> None:
-        """End the request as `DEADLINE` if the engine has not started on it in time."""
+        """End the request with `DEADLINE` if no engine has started on it."""
         if not self.usage.input_token_count:
             self.decision.stop(Outcome.DEADLINE)
 
     def _proceed(self, admitted: AdmittedGeneration) -> None:
-        """Take the next step: wait for the engine to load, wait for the turn, or submit the
-        sequence."""
+        """Take the next step: wait for the engine to start, wait for dispatch, or submit the
+        sequence.
+        """
         phase, engine, entry = self.phase, admitted.route.engine, admitted.entry
         if phase.is_over or self.decision.is_stopped:
             return
@@ -478,7 +484,7 @@ class LiveRequest:
             self._fail(error)
 
     async def _load(self, admitted: AdmittedGeneration) -> None:
-        """Wait until the engine accepts requests."""
+        """Wait until the engine is ready, then proceed."""
         with Interruptible(self.decision, lambda end: end.error or Stopped()):
             await wait_until_ready(
                 admitted.route.engine, self.start.model, self._registry.settings.cold_start_wait_s
@@ -490,7 +496,7 @@ class LiveRequest:
     # Running.
 
     def take(self, event: SequenceEvent | EngineError) -> None:
-        """Handle an event of the sequence. Called by the engine."""
+        """Handle an event of the sequence, or its failure. Called by the engine."""
         if self.phase.is_over:
             return
         try:
@@ -542,16 +548,15 @@ class LiveRequest:
         )
 
     def _report_service(self, admitted: AdmittedGeneration) -> None:
-        """Report generated tokens to the queue."""
+        """Report tokens generated since the last report to the queue."""
         count = self.output.usage.generated_token_count - admitted.charged_token_count
         if count > 0:
             admitted.charged_token_count += count
             admitted.entry.generated(count)
 
     def _generated(self, phase: Sequenced, event: SequenceFinished) -> None:
-        """Handle the end of the sequence.
-
-        Continue it if the client has raised the limit meanwhile.
+        """Handle the end of the sequence. Submits a continuation if the client has raised the
+        limit.
         """
         admitted, sequence = phase.admitted, phase.sequence
         limits, request, usage = admitted.limits, admitted.request, self.output.usage
@@ -586,7 +591,7 @@ class LiveRequest:
         admitted.processor.take(event)
 
     def _take_cached(self, cached_token_count: int) -> None:
-        """Take the final number of cached prompt tokens, which the journal must have, too."""
+        """Record the final number of cached prompt tokens, also in the journal."""
         usage = self.output.usage
         usage.is_cached_final = True
         if usage.cached_input_token_count != cached_token_count:
@@ -606,7 +611,7 @@ class LiveRequest:
     # Background work, and the end of the request.
 
     def run(self, work: Coroutine[None, None, None]) -> None:
-        """Run a coroutine as a task of the process; its error ends the request."""
+        """Run a coroutine as a task of the process. An error of the coroutine ends the request."""
         tasks: asyncio.TaskGroup = self._registry.tasks
         tasks.create_task(self._contained(work), name=f"request {self.start.given_id}")
 
@@ -636,7 +641,7 @@ class LiveRequest:
         self.output_ended(error)
 
     def output_ended(self, result: Outcome | Exception) -> None:
-        """Stop generating, and settle the hold once the client has received the waiting output."""
+        """Stop generation, and settle the hold once the client has received the waiting output."""
         phase = self.phase
         if not isinstance(phase, Held) or phase.is_over:
             return
@@ -654,7 +659,7 @@ class LiveRequest:
         admitted.processor.flush(partial(self._settle, flushing))
 
     def _settle(self, flushing: Flushing) -> None:
-        """Settle or void the hold, after the client has taken the output or never will."""
+        """Settle or void the hold. Called when the client has taken the output, or never will."""
         admitted, output = flushing.admitted, self.output
         stalled_s = output.stalled_s
         self._watch.forwarded(stalled_s, stalled_s - flushing.stalled_s)
@@ -681,10 +686,9 @@ class LiveRequest:
         pace: dict[str, float],
         settle_error: Exception | None,
     ) -> None:
-        """Report the end of an admitted request.
-
-        result: its outcome or error. pace: timings of its tokens. settle_error: why ending the hold
-        failed, or None.
+        """Report the end of an admitted request to client and observer. `result` is its outcome or
+        error, `pace` the timings of its tokens. `settle_error` is why the hold could not be ended,
+        or None.
         """
         self._watch.lap(state.SETTLE)
         hold, processor = admitted.hold, admitted.processor
@@ -739,10 +743,8 @@ class LiveRequest:
             self._end(Ended(cause_of(None, broken)), frame, None, broken, self._watch.timings())
 
     def _receive_elsewhere(self) -> bool:
-        """Relay the request, which turned out to run in another process.
-
-        Return whether that is possible. The other process requires the caller's key, so it is
-        impossible without one.
+        """Relay the request, which turned out to run in another process. Returns False if that is
+        impossible: the other process requires the caller's API key.
         """
         relays, caller, output = self._registry.relays, self.caller, self.output
         if relays is None or not caller.secret or (subscription := output.detach()) is None:
@@ -767,10 +769,9 @@ class LiveRequest:
         settled: Settled | None = None,
         migration_count: int = 0,
     ) -> None:
-        """Send the last frame, keep output that can be received again, and count the end.
-
-        Drops all references to the request: a cycle would wait for a garbage collection, which
-        stops all streams.
+        """Send the last frame, keep output that may be requested again, and report the end. Drops
+        all references to the request: a reference cycle would have to wait for a garbage
+        collection, which stops all streams.
         """
         caller, start, output, registry = self.caller, self.start, self.output, self._registry
         self._enter(ended)
@@ -813,10 +814,11 @@ def begin(
     subscription: Subscription,
     running: Generating | None = None,
 ) -> Generating:
-    """Start a request, or receive the running one that `start` names again from its first token.
+    """Start a request. If `running` is set, attach to that one instead, from its first token.
 
-    running: by `RequestRegistry.same_request`. The end of a new request is reported in a later turn
-    of the loop. Raises: OutputGone and RequestInFlight, only for a running one.
+    `running` is the result of `RequestRegistry.same_request`. A new request never ends in this
+    call, but in a later turn of the loop. Raises OutputGone and RequestInFlight, only for a running
+    one.
     """
     subscription.payload_hash = start.payload_hash
     if running is not None:

@@ -1,5 +1,6 @@
 """Output processor of one request: turns engine events into delta frames, after safety checks and
-under its lease."""
+within the lease.
+"""
 
 from __future__ import annotations
 
@@ -49,17 +50,18 @@ class Owner(Protocol):
     decision: EndDecision
 
     def run(self, work: Coroutine[None, None, None]) -> None:
-        """Run a coroutine that waits, and handle its errors."""
+        """Run a coroutine as a task, and handle its errors."""
 
     def output_ended(self, outcome: Outcome) -> None:
-        """Handle that all output of the engine has been passed on. outcome: the engine's."""
+        """Handle that all output of the engine was passed on. `outcome` is how the engine ended."""
 
 
 class OutputProcessor:
-    """Delta frames of one admitted request. No output is passed on after a stop.
+    """Converts the engine's output of one admitted request to deltas. Passes nothing on after a
+    stop.
 
-    exhausted: quotas that ended the request. stops: of the request, that ended a choice, by its
-    index. called_choices: indices of choices with tool calls.
+    `exhausted` has the quotas that ended the request. `stops` has the stop sequence or token of the
+    request that ended a choice, by its index. `called_choices` are the choices with tool calls.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class OutputProcessor:
         call_reading: CallReading | None,
         settings: Settings,
     ) -> None:
-        """call_reading: how tool calls are parsed; None: no tools."""
+        """`call_reading` says how tool calls are parsed; None if the request has no tools."""
         self._owner = owner
         self._start, self._decision = owner.start, owner.decision
         self.output = output = owner.output
@@ -94,7 +96,10 @@ class OutputProcessor:
         self._has_to_wait = self._start.beam_search is not None
 
     def open(self, safety: SafetyChecker | None) -> None:
-        """Open the checks of outputs, and the parsers of tool calls. safety: None: no checks."""
+        """Open the safety checks of the output, and the parsers of tool calls.
+
+        With `safety` None, the output is not checked.
+        """
         if safety is not None:
             self._filters = open_filters(safety, self._start.choice_count, has_json=self._has_json)
             self._has_to_wait = self._has_to_wait or bool(self._filters)
@@ -105,14 +110,16 @@ class OutputProcessor:
 
     @property
     def _has_json(self) -> bool:
-        """True if clients will parse the output, or tool calls in it."""
+        """True if clients will parse the output, or the tool calls in it, as JSON."""
         kept = self._start.response_format
         return self._call_reading is not None or (
             kept is not None and kept.kind is GrammarKind.JSON_SCHEMA
         )
 
     def stopped(self) -> None:
-        """Handle a stop: send text held back as a possible call, or discard all waiting output."""
+        """Handle a stop: send text that was held back as a possible tool call, or discard waiting
+        output.
+        """
         if not self._decision.discards:
             for choice_index in list(self._parsers):
                 self._append_rest(choice_index, "")
@@ -120,15 +127,13 @@ class OutputProcessor:
             self.output.discard()
 
     def discard(self) -> None:
-        """Discard output that waits for the transport."""
+        """Discard output that has not been handed to the transport."""
         self._decision.discards = True
         self.output.discard()
 
     def take(self, event: EngineOutput) -> None:
-        """Pass on an engine event in order: at once, or in a task if checks, client or lease make
-        it wait.
-
-        Raises: the EngineError it is passed; JournalUnavailable.
+        """Pass on an engine event in order: at once, or in a task if safety checks, the client or
+        the lease make it wait. Raises JournalUnavailable, or the EngineError that it is given.
         """
         if self._late is not None:
             self._late.append(event)
@@ -156,11 +161,10 @@ class OutputProcessor:
 
     @property
     def unchecked_until(self) -> int:
-        """Total of tokens up to which none needs a check: of lease, limits, or unsent output.
+        """Number of output tokens in total up to which no token needs a check of lease or limits.
 
-        Watermarks, as totals of output tokens: up to this one a token costs one comparison; up to
-        `HoldHandle.unchecked_until` the lease is not extended; up to `leased_token_count` a token
-        need not wait for the extension.
+        Up to this number a token costs one comparison; up to `HoldHandle.unchecked_until` the lease
+        is not extended; up to `leased_token_count` a token does not wait for the extension.
         """
         if (
             self._has_to_wait
@@ -177,7 +181,7 @@ class OutputProcessor:
         )
 
     async def _forward_late(self, late: deque[EngineOutput]) -> None:
-        """Pass on events that have to wait, and those that arrive meanwhile."""
+        """Pass on events that have to wait, and those that arrive in the meantime."""
         while late:
             event = late.popleft()
             if isinstance(event, TokensGenerated):
@@ -191,10 +195,8 @@ class OutputProcessor:
         self._late = None
 
     async def _forward_waiting(self, event: TokensGenerated) -> None:
-        """Pass on output that the safety checks have released, including output held back before.
-
-        A beam search sends its whole output at its end, so this waits for the client unless it
-        stalls.
+        """Check output, and pass on what the safety checks have released so far. A beam search
+        sends its whole output at the end, so this waits for the client unless it stalls.
         """
         if (
             self._start.beam_search
@@ -212,7 +214,9 @@ class OutputProcessor:
             self._note_filtered(checked, event.choice_index)
 
     async def _end_checked(self, event: ChoiceFinished | SequenceFinished) -> None:
-        """Handle the end of a choice, and pass on output that the safety checks held back."""
+        """Handle the end of a choice: finish its safety checks and pass on the output they held
+        back.
+        """
         index = event.choice_index if isinstance(event, ChoiceFinished) else 0
         if not self._decision.is_stopped and (
             isinstance(event, ChoiceFinished) or self._start.choice_count == 1
@@ -225,8 +229,8 @@ class OutputProcessor:
         self._end(event)
 
     def _end(self, event: ChoiceFinished | SequenceFinished) -> None:
-        """Handle that a choice or all output has ended; output held back is sent unless the request
-        was stopped.
+        """Handle the end of a choice or of all output. Sends output that was held back, unless
+        stopped.
 
         A choice whose last tokens were not sent ends with the outcome of the request.
         """
@@ -243,8 +247,9 @@ class OutputProcessor:
             self._owner.output_ended(OUTCOMES_BY_REASON[event.reason])
 
     def _end_choice(self, index: int, outcome: Outcome, stop: StoppedBy) -> None:
-        """Record and send the end of one of several choices; a cancelled one ends as the request
-        does. stop: of the request, that ended it."""
+        """Record and send the end of one of several choices; a cancelled choice ends with the
+        request. `stop` is the stop sequence or token that ended it, or None.
+        """
         self._choice_ends[index] = outcome
         if stop is not None:
             self.stops[index] = stop
@@ -255,7 +260,9 @@ class OutputProcessor:
             self.output.end_choice(end)
 
     def ends_of_choices(self, cut: Outcome) -> dict[int, Outcome]:
-        """Return the outcomes of several choices; unfinished ones get that of the request."""
+        """Return the outcome of each choice. Unfinished choices get `cut`, the outcome of the
+        request.
+        """
         ends = {
             index: self._choice_ends.get(index, cut) for index in range(self._start.choice_count)
         }
@@ -265,7 +272,8 @@ class OutputProcessor:
         """Call `then` in a later turn of the loop, once the client has taken everything or has
         stalled.
 
-        An answer sent in one piece waits for its other parts; its writer watches the client.
+        An answer that is sent in one piece waits for its other parts; its writer watches the
+        client.
         """
         whole = self.output.is_whole
         if whole:
@@ -273,7 +281,7 @@ class OutputProcessor:
         self.output.when_taken(then, None if whole else self._settings.client_stall_max_s)
 
     async def _forward_checked(self, event: TokensGenerated) -> None:
-        """Send one step's tokens once the lease covers them, unless the request was stopped."""
+        """Wait until the lease covers the tokens of one step, then send them unless stopped."""
         if self._decision.is_stopped:
             return
         token_count = self.output.appended_token_count + len(event.token_ids)
@@ -289,7 +297,7 @@ class OutputProcessor:
             self._append(event)
 
     def _append(self, event: TokensGenerated) -> None:
-        """Send one step's tokens, and end the request at its limits or after a final tool call."""
+        """Send the tokens of one step; end the request at its limits or after a final tool call."""
         if event.prompt_logprobs:
             for frame in frames.prompts(event.prompt_logprobs):
                 self.output.push(frame)
@@ -319,7 +327,7 @@ class OutputProcessor:
             and not output.is_whole
         ):
             # This is one of three triggers of SLOW_CONSUMER. `FlowControl` counts the time in which
-            # tokens wait for credit, `OutputBuffer._look_at_reading` that without progress at the
+            # tokens wait for credit, `OutputBuffer._watch_reading` the time without progress at the
             # end.
             detail = (
                 f"more than {unsent_max} tokens waited for the client: read faster, or ask for"
@@ -328,8 +336,9 @@ class OutputProcessor:
             self._decision.stop(Outcome.SLOW_CONSUMER, detail=detail)
 
     def _append_rest(self, choice_index: int, text: str, reasoning: str = "") -> None:
-        """Send the end of a choice: text and thinking without tokens, and text held back as a
-        possible tool call."""
+        """Send the end of a choice: its last text and thinking, which have no tokens, and text that
+        was held back as a possible tool call.
+        """
         calls: Sequence[CallPiece] = ()
         if (parser := self._parsers.pop(choice_index, None)) is not None:
             before, begun = self._parsed(choice_index, parser.push(text))
@@ -360,7 +369,7 @@ class OutputProcessor:
 
 
 class OutputFilter:
-    """Safety filter of one output."""
+    """Safety filter of the output of one choice."""
 
     def __init__(self, check: OutputCheck, choice_index: int = 0) -> None:
         self.hit: str | None = None  # the rule that matched; no more output is released then
@@ -371,9 +380,8 @@ class OutputFilter:
         self._char_count = 0
 
     async def push(self, event: TokensGenerated) -> list[TokensGenerated]:
-        """Add output, and return what is released, in order. Thinking is not checked.
-
-        Raises: SafetyUnavailable; waiting output is lost then.
+        """Check more output, and return what is released, in order. Thinking is not checked. Raises
+        SafetyUnavailable; output that was held back is then lost.
         """
         if event.reasoning_token_count and not (event.text or self._waiting):
             return [event]
@@ -384,7 +392,7 @@ class OutputFilter:
         return self._release(await self._check.push(event.text))
 
     async def finish(self, text: str) -> list[TokensGenerated]:
-        """Add the last text, which has no tokens; return the released text, ending with it."""
+        """Check the last text, which has no tokens, and return everything that is released."""
         if text:
             self._char_count += len(text)
             self._waiting.append(
@@ -400,7 +408,7 @@ class OutputFilter:
         return self._release(verdict)
 
     def _release(self, verdict: Verdict) -> list[TokensGenerated]:
-        """Return events whose text is safe, and events without text that precede them."""
+        """Remove and return the events whose text is safe, with the textless events before them."""
         self.hit = verdict.hit
         count = 0
         for index, (event, end) in enumerate(self._waiting, 1):
@@ -414,9 +422,9 @@ class OutputFilter:
 def open_filters(
     checker: SafetyChecker, choice_count: int, *, has_json: bool = False
 ) -> tuple[OutputFilter, ...]:
-    """Return a filter per choice; none if outputs are not checked.
+    """Create a safety filter for each choice; none if the checker does not check output.
 
-    has_json: also check the text as a JSON parser reads it.
+    With `has_json`, text is also checked as a JSON parser reads it.
     """
     opened = [checker.open_output() for _ in range(choice_count)]
     checks = [

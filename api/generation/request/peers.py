@@ -1,7 +1,7 @@
-"""Mutual TLS between the api processes of one deployment, on a port of its own.
+"""Mutual TLS between the api processes of one deployment, on a separate port.
 
-A process makes a self-signed certificate when it starts and publishes it in the database
-(`live_reports`). On the peer port both sides present their certificates and accept only published
+At startup, a process makes a self-signed certificate and publishes it in the database
+(`live_reports`). On the peer port, both sides present their certificates and accept only published
 ones. A relayed call also carries the API key of the client, which is checked again, and a signed
 statement of the client's address.
 """
@@ -47,18 +47,15 @@ IDLE_COUNT_MAX = 32  # unused connections, of some 100 kB each with TLS
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Address and certificate of a process for its peers.
-
-    address: "host:port"; certificate: PEM.
-    """
+    """Address ("host:port") and certificate (PEM) at which peers reach a process."""
 
     address: str
     certificate: str
 
     def channel(self, identity: Identity | None = None) -> grpc.aio.Channel:
-        """Open a connection to this process only.
+        """Open a connection that only this process can accept.
 
-        identity: certificate to present; peers reject calls without one.
+        `identity` is the certificate to present; peers reject calls without one.
         """
         credentials = grpc.ssl_channel_credentials(
             root_certificates=self.certificate.encode(),
@@ -76,7 +73,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Key and certificate of this process, both PEM.
+    """Private key and certificate of this process, both PEM.
 
     Peers verify its signatures with the certificate.
     """
@@ -86,8 +83,9 @@ class Identity:
     certificate: bytes
 
     def vouch(self, secret: str, address: Address) -> str:
-        """Sign the address of the client with this secret, for the metadata of a call to another
-        process."""
+        """Sign the address of the client that sent this secret, for the metadata of a call to a
+        peer.
+        """
         statement = f"{self.process_id.hex} {time.time():.0f} {address}"
         key = serialization.load_pem_private_key(self.private_key, None)
         assert isinstance(key, ec.EllipticCurvePrivateKey), "`make_certificate` makes an EC key"
@@ -96,26 +94,25 @@ class Identity:
 
 
 class PeerCertificates:
-    """Certificates of running processes, which the peer port accepts from clients."""
+    """Certificates of all running processes: the clients that the peer port accepts."""
 
     def __init__(self, identity: Identity) -> None:
-        """identity: of this process; the only one accepted until `replace` is called."""
+        """Accept only the certificate of `identity`, this process, until `replace` is called."""
         self._identity = identity
         self._accepted = identity.certificate
 
     def replace(self, certificates: Iterable[str]) -> None:
-        """Accept exactly these certificates (PEM) from the next handshake on.
-
-        Open connections are kept.
+        """Accept exactly these certificates (PEM) from the next handshake on. Open connections
+        stay.
         """
         published = "".join(sorted({each.strip() + "\n" for each in certificates if each}))
         # gRPC requires at least one.
         self._accepted = published.encode() or self._identity.certificate
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return server credentials for the peer port.
+        """Create server credentials for the peer port.
 
-        gRPC fetches the accepted certificates per handshake, on its own thread.
+        gRPC asks for the accepted certificates at each handshake, on a thread of its own.
         """
         used = self._accepted
 
@@ -137,7 +134,7 @@ def make_identity(process_id: uuid.UUID) -> Identity:
 
 
 def voucher_of(text: str) -> uuid.UUID | None:
-    """Return the process that a voucher names as its signer; None if malformed."""
+    """Parse the id of the process that signed a voucher; None if the voucher is malformed."""
     try:
         return uuid.UUID(hex=text.partition(" ")[0])
     except ValueError:
@@ -145,9 +142,9 @@ def voucher_of(text: str) -> uuid.UUID | None:
 
 
 def vouched_address(text: str, secret: str, certificate: str, now: float) -> Address | None:
-    """Return the address in a voucher; None if the voucher is old or not signed for this secret.
+    """Verify a voucher and return its address; None if it is too old or not signed for this secret.
 
-    certificate: of the signing process. now: seconds since 1970.
+    `certificate` is that of the signing process. `now` is in seconds since 1970.
     """
     statement, _, signature = text.rpartition(" ")
     _, _, rest = statement.partition(" ")
@@ -165,7 +162,7 @@ def vouched_address(text: str, secret: str, certificate: str, now: float) -> Add
 
 
 def _statement(statement: str, secret: str) -> bytes:
-    """Return the text to sign. It is valid for one secret, which it does not reveal."""
+    """Build the bytes to sign: valid for one secret only, without revealing it."""
     return (
         f"weir voucher {statement} ".encode()
         + hashlib.sha256(secret.encode(errors="replace")).digest()
@@ -173,8 +170,7 @@ def _statement(statement: str, secret: str) -> bytes:
 
 
 def peer_listen_address(settings: Settings) -> str:
-    """Return the address to listen on for peers; by default a free port of the client address's
-    host."""
+    """Return the address to listen on for peers; by default a free port on the clients' host."""
     if settings.peer_listen_address:
         return settings.peer_listen_address
     host = (
@@ -186,8 +182,7 @@ def peer_listen_address(settings: Settings) -> str:
 
 
 def advertised(advertise_address: str, address: str, port: int) -> str:
-    """Return the address at which peers reach a listener; a wildcard host becomes the machine's
-    name."""
+    """Build the address at which peers reach a listener. A wildcard host becomes the host name."""
     host = advertise_address or address.rpartition(":")[0]
     if advertise_address and ":" in advertise_address.rpartition("]")[2]:
         return advertise_address
@@ -223,7 +218,7 @@ def make_certificate() -> tuple[bytes, bytes]:
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One connection to a peer. idle: timer that closes it while unused."""
+    """Connection to a peer. `idle` is the timer that closes it while it is unused."""
 
     channel: grpc.aio.Channel
     use_count: int = 0
@@ -231,14 +226,13 @@ class Connection:
 
 
 class PeerChannels:
-    """Connections of this process to its peers."""
+    """Connections of this process to its peers, which are shared and closed when unused."""
 
     def __init__(
         self, tasks: asyncio.TaskGroup, identity: Identity | None = None, *, idle_s: float = IDLE_S
     ) -> None:
-        """tasks: those of the process.
-
-        identity: presented to peers. idle_s: how long an unused connection is kept.
+        """`tasks` is the task group of the process. `identity` is presented to peers. An unused
+        connection is kept for `idle_s` seconds.
         """
         self._tasks = tasks
         self._identity = identity
@@ -268,8 +262,9 @@ class PeerChannels:
                 self._rest(peer, connection)
 
     def _rest(self, peer: Peer, connection: Connection) -> None:
-        """Close a connection after `idle_s` without use; if too many are unused, close the oldest
-        now."""
+        """Close a connection after `idle_s` without use, or the one unused longest if there are too
+        many.
+        """
         connection.idle = asyncio.get_running_loop().call_later(self._idle_s, self._drop, peer)
         self._idle[peer] = connection
         if len(self._idle) > IDLE_COUNT_MAX:
@@ -283,7 +278,7 @@ class PeerChannels:
         self._tasks.create_task(connection.channel.close(), name="closing of a peer's channel")
 
     async def close(self) -> None:
-        """Close all connections, at shutdown."""
+        """Close all connections. Called at shutdown."""
         connections = list(self._connections.values())
         self._connections.clear()
         self._idle.clear()

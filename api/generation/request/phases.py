@@ -39,7 +39,9 @@ PHASE_NAMES = ("preparing", "queued", "loading", STREAMING, "ending")
 
 
 class AdmittedRequest(msgspec.Struct, eq=False):
-    """State of a request from its admission to its settlement. entry: the first, if several."""
+    """State of a request from its admission to its settlement. Of several queue entries, `entry` is
+    the first.
+    """
 
     hold: HoldHandle
     entry: QueueEntry
@@ -48,9 +50,9 @@ class AdmittedRequest(msgspec.Struct, eq=False):
 class AdmittedGeneration(AdmittedRequest, eq=False):
     """State of a generate request from its admission to its settlement.
 
-    begin_timer: ends the request unless an engine starts on it in time; None: no limit.
-    charged_token_count: generated tokens reported to the queue. part_timings: of each sequence that
-    has ended; there are several if the client raised the limit.
+    `begin_timer` ends the request unless an engine starts on it in time; None without a limit.
+    `charged_token_count` generated tokens were reported to the queue. `part_timings` has an entry
+    for each sequence that has ended, several if the client raised the limit.
     """
 
     route: Route
@@ -64,21 +66,21 @@ class AdmittedGeneration(AdmittedRequest, eq=False):
 
 
 class Phase(msgspec.Struct, eq=False):
-    """Phase of a request. is_over: no more output is generated."""
+    """Phase of a request. If `is_over`, no more output is generated."""
 
     name: ClassVar[str] = "preparing"
     is_over: ClassVar[bool] = False
 
 
 class Received(Phase, eq=False):
-    """Parsed; the model's name is not resolved yet."""
+    """The request is parsed; the name of its model is not resolved yet."""
 
 
 class Preparing(Phase, Generic[R], eq=False):
-    """The prompt is rendered, tokenized and checked.
+    """The prompt is being rendered, tokenized and checked.
 
-    call_reading: how tool calls are parsed; None: no tools. work_s: processor time spent on the
-    prompt.
+    `call_reading` says how tool calls are parsed; None without tools. `work_s` is the processor
+    time spent on the prompt.
     """
 
     route: R
@@ -87,7 +89,7 @@ class Preparing(Phase, Generic[R], eq=False):
 
 
 class Asking(Preparing[Route], eq=False, kw_only=True):
-    """The request waits for permit and hold."""
+    """The request is waiting for its permit and its hold."""
 
     request: GenerationRequest
     entry: QueueEntry
@@ -95,32 +97,32 @@ class Asking(Preparing[Route], eq=False, kw_only=True):
 
 
 class Held(Phase, Generic[A], eq=False):
-    """Base of the phases with a hold."""
+    """Base of the phases in which the request has a hold."""
 
     admitted: A
 
 
 class Loading(Held[A], Generic[A], eq=False):
-    """The request waits for an engine to start."""
+    """The request is waiting for an engine to start."""
 
     name: ClassVar[str] = "loading"
 
 
 class Queued(Held[A], Generic[A], eq=False):
-    """The request waits for its turn."""
+    """The request is waiting in the queue."""
 
     name: ClassVar[str] = "queued"
 
 
 class Sequenced(Held[AdmittedGeneration], eq=False):
-    """Base of the phases with a sequence, which its end closes."""
+    """Base of the phases in which an engine has a sequence of the request."""
 
     name: ClassVar[str] = STREAMING
     sequence: SequenceHandle
 
 
 class Submitted(Sequenced, eq=False):
-    """An engine has the sequence and has not started on it."""
+    """An engine has the sequence, but has not started on it."""
 
     name: ClassVar[str] = "queued"
 
@@ -130,9 +132,9 @@ class Running(Sequenced, eq=False):
 
 
 class Generated(Sequenced, eq=False):
-    """The sequence has ended; checks, or the lease, still hold back output.
+    """The sequence has ended, but safety checks or the lease still hold back output.
 
-    stalled_s: the client's stall until then.
+    `stalled_s` is how long the client had stalled by then.
     """
 
     outcome: Outcome
@@ -140,13 +142,13 @@ class Generated(Sequenced, eq=False):
 
 
 class Encoding(Held[AdmittedRequest], eq=False):
-    """The encoder works on a part of the texts."""
+    """The encoder is working on a part of the texts."""
 
     name: ClassVar[str] = STREAMING
 
 
 class Flushing(Held[AdmittedGeneration], eq=False):
-    """The client takes the rest of the output. result: the engine's, or what failed."""
+    """The client is receiving the rest of the output. `result` is an outcome or an error."""
 
     name: ClassVar[str] = STREAMING
     is_over: ClassVar[bool] = True
@@ -155,14 +157,14 @@ class Flushing(Held[AdmittedGeneration], eq=False):
 
 
 class Settling(Held[A], Generic[A], eq=False):
-    """The hold is settled or voided."""
+    """The hold is being settled or voided."""
 
     name: ClassVar[str] = "ending"
     is_over: ClassVar[bool] = True
 
 
 class Ended(Phase, eq=False):
-    """The end. ends: outcome of each choice. stops: the stop of the request that ended a choice."""
+    """The request has ended. `ends` and `stops` are by choice: its outcome, and its stop if any."""
 
     name: ClassVar[str] = "ending"
     is_over: ClassVar[bool] = True

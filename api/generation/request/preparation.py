@@ -1,6 +1,6 @@
-"""Preparation of a start frame: requests for engine, queue and admission, and checks of changes.
+"""Conversion of a start frame into the requests for engine, queue and admission; checks of changes.
 
-Takes no resources.
+Reserves no resources.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ HAS_BEGUN = "cannot be set: the output continues an answer, before which the mod
 async def prepared(
     start: ValidStart, route: Route, job: TextJob, safety: SafetyChecker | None, bounds: TokenBounds
 ) -> tuple[GenerationRequest, float]:
-    """Return the request for the engine, and the processor seconds spent on its prompt.
+    """Tokenize and check a prompt; return the request for the engine, and the processor time in s.
 
-    start: with the canonical model name. job: its token limit is set here. Raises:
+    `start` has the canonical model name. The token limit of `job` is set here. Raises:
     KeyBoundExceeded, PromptTooLong, PromptTooLarge, InvalidRequest, PromptFiltered,
     SafetyUnavailable, ChatTemplateFailed, PreparationLimit, Overloaded, and the errors of the job's
     `check_room`.
@@ -65,9 +65,9 @@ def checked_request(
     payer: Payer,
     bounds: TokenBounds,
 ) -> GenerationRequest:
-    """Return the request for the engine, checked against the model, context window and key limits.
+    """Build the request for the engine; check it against model, context window and key limits.
 
-    token_ids: its prompt. Raises: KeyBoundExceeded, PromptTooLong, InvalidRequest,
+    `token_ids` is the prompt. Raises: KeyBoundExceeded, PromptTooLong, InvalidRequest,
     RequestImpossible.
     """
     model, requested = route.engine.model, start.stop.max_output_tokens
@@ -105,7 +105,7 @@ def checked_request(
         prompt_token_ids=token_ids,
         sampling=start.sampling.over(model.default_sampling),
         stop=start.stop.within(default),
-        # What one adapter has computed is wrong for another.
+        # KV blocks that one adapter has computed are wrong for another.
         cache_salt=f"{salt}:{route.adapter}" if route.adapter else salt,
         response_format=response_format,
         choice_count=start.choice_count,
@@ -124,20 +124,24 @@ def checked_request(
 
 
 def marked_functions(start: ValidStart, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return the functions whose calls the engine marks, since they are read from its text."""
+    """Return the functions whose calls the engine has to mark, because they are parsed from its
+    text.
+    """
     is_marked = tokenizer.call_format is CallFormat.HARMONY and not start.tool_use.forced
     return start.tool_use.callable_names if is_marked and start.tool_use.tools else ()
 
 
 def leaves_thinking_open(begun: ChatMessage, tokenizer: Tokenizer) -> bool:
-    """Return whether an answer was cut in its thinking, which the output continues."""
+    """Return whether an answer was cut off while thinking, so that the output continues it."""
     return tokenizer.reasoning is not None and tokenizer.reasoning.leaves_open(begun.content)
 
 
 def thinking_start(
     start: ValidStart, tokenizer: Tokenizer, token_ids: tuple[int, ...]
 ) -> ThinkingStart:
-    """Return whether the model is to think before its answer, and what begins the thinking."""
+    """Determine whether the model thinks before it answers, and if the prompt has begun the
+    thinking.
+    """
     last = start.prompt[-1]
     if tokenizer.reasoning is None or not isinstance(last, ChatMessage):
         return ThinkingStart.NONE
@@ -155,8 +159,7 @@ def thinking_start(
 
 
 def check_stops_shown(stops: Sequence[str], tokenizer: Tokenizer) -> None:
-    """Refuse stop sequences that can never match: their control tokens are seen by the engine only.
-
+    """Refuse stop sequences that contain control tokens, which never appear in the output text.
     Raises: InvalidRequest.
     """
     for index, stop in enumerate(stops):
@@ -170,7 +173,7 @@ def check_stops_shown(stops: Sequence[str], tokenizer: Tokenizer) -> None:
 
 @functools.lru_cache(maxsize=8192)  # organizations in use; the text of an id is made in Python
 def salt_of(organization_number: int) -> str:
-    """Return the cache salt of an organization: the text of its id, from the id as an integer."""
+    """Return the prefix cache salt of an organization: its id as text, given as an integer."""
     return str(uuid.UUID(int=organization_number))
 
 
@@ -182,9 +185,10 @@ def arrival_of(
     received_at: float,
     deadline: float | None,
 ) -> Arrival:
-    """Return the queue's view of a request.
+    """Build the queue's view of a request.
 
-    weights: by organization id. received_at, deadline (of the call): monotonic seconds.
+    `weights` are by organization id. `received_at` and `deadline`, the call's, are monotonic
+    seconds.
     """
     if start.start_timeout_s is not None:
         deadline = min(
@@ -206,7 +210,10 @@ def arrival_of(
 
 
 def admission_request(start: ValidStart, request: GenerationRequest, payer: Payer) -> Admit:
-    """Return the admission of a request with its full output."""
+    """Build the `Admit` operation, asking for all output tokens of every choice.
+
+    `HoldHandle.ask` reduces it to the first slice.
+    """
     return Admit(
         new_hold_id(),
         payer,
@@ -222,7 +229,9 @@ def admission_request(start: ValidStart, request: GenerationRequest, payer: Paye
 
 
 def smallest_admission(start: ValidStart, least_token_count: int, payer: Payer) -> Admit:
-    """Return the admission for an untokenized prompt, from a lower bound of its tokens."""
+    """Build the `Admit` operation of a prompt that is not tokenized, from a lower bound of its
+    tokens.
+    """
     ids = new_hold_id(), payer, start.request_id, start.payload_hash
     return Admit(*ids, start.model, least_token_count, 1, 0, start.labels, start.tier)
 
@@ -230,9 +239,9 @@ def smallest_admission(start: ValidStart, least_token_count: int, payer: Payer) 
 def check_input_bound(
     bounds: TokenBounds, token_count: int, field: str, *, is_least: bool = False
 ) -> None:
-    """Raise KeyBoundExceeded for too much input.
+    """Raise KeyBoundExceeded if the input is larger than the API key allows.
 
-    field: where the input is. is_least: token_count is a lower bound.
+    `field` is the path of the input. If `is_least`, `token_count` is a lower bound.
     """
     limit = bounds.max_input_tokens
     if limit is not None and token_count > limit:
@@ -248,10 +257,11 @@ def check_input_bound(
 
 
 def output_room(bounds: TokenBounds, requested: int | None, choice_count: int, room: int) -> int:
-    """Return the output tokens that each choice may have by default.
+    """Return how many output tokens each choice may have if the request sets no limit.
 
-    requested: requested number, or None. room: left in the context window. Raises: KeyBoundExceeded
-    above the key's limit; InvalidRequest for more choices than it allows tokens.
+    `requested` is the limit of the request or None, `room` what is left of the context window.
+    Raises KeyBoundExceeded if `requested` is above the key's limit, and InvalidRequest if the key
+    allows fewer tokens than there are choices.
     """
     limit = bounds.max_output_tokens
     if limit is None:
@@ -268,7 +278,7 @@ def output_room(bounds: TokenBounds, requested: int | None, choice_count: int, r
 
 
 def is_bounded(bounds: TokenBounds, requested: int | None, request: GenerationRequest) -> bool:
-    """Return whether the key limits the output of a request that sets no limit itself."""
+    """Return whether the API key limits the output, because the request sets no limit itself."""
     limit = bounds.max_output_tokens
     return (
         requested is None
@@ -278,7 +288,7 @@ def is_bounded(bounds: TokenBounds, requested: int | None, request: GenerationRe
 
 
 def check_output_bound(bounds: TokenBounds, requested: int, choice_count: int, field: str) -> None:
-    """Raise KeyBoundExceeded for too much output. requested: per choice. field: its path."""
+    """Raise KeyBoundExceeded if `requested` tokens per choice are more than the API key allows."""
     limit = bounds.max_output_tokens
     if limit is not None and requested * choice_count > limit:
         each = "" if choice_count == 1 else f" for each of {choice_count} choices"
@@ -299,9 +309,9 @@ def check_change(
     model: ModelInfo,
     bounds: TokenBounds,
 ) -> None:
-    """Raise InvalidRequest, or KeyBoundExceeded, if a running request cannot have these limits.
+    """Raise InvalidRequest or KeyBoundExceeded if a running request cannot have these limits.
 
-    bounds: of its key.
+    `bounds` are the limits of its API key.
     """
     if change.max_cost is not None:
         limits.check_currency(change.max_cost, "update.max_cost")
@@ -314,7 +324,7 @@ def check_change(
 def check_output_change(
     request: GenerationRequest, model: ModelInfo, max_output_tokens: int
 ) -> None:
-    """Raise InvalidRequest if a running request cannot have this many output tokens in total."""
+    """Raise InvalidRequest if a running request cannot be extended to this many output tokens."""
     wrong, room = "", model.context_window_tokens - len(request.prompt_token_ids)
     if request.choice_count > 1 or request.beam_search is not None:
         wrong = "cannot be changed for several choices or beam search"

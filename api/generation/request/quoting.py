@@ -1,4 +1,4 @@
-"""Tokens, cost and admission of a request without running it, and texts of tokens."""
+"""Token counts and quotes of requests without running them, and decoding of tokens to text."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ async def count_tokens(
     message: pb.CountTokensRequest,
     parsed: tuple[Prompt, tuple[Tool, ...]],
 ) -> pb.CountTokensResponse:
-    """Count the tokens of a prompt as admission does. Raises the refusals of such a prompt.
+    """Count the tokens of a prompt as admission does. Raises the errors that the request would get.
 
-    parsed: the message by `parse_count_tokens`.
+    `parsed` is the result of `parse_count_tokens`.
     """
     token_ids, window = await token_ids_of(registry, principal, message, parsed)
     return pb.CountTokensResponse(input_token_count=len(token_ids), context_window_tokens=window)
@@ -61,7 +61,7 @@ async def token_ids_of(
     *,
     adds_special_tokens: bool = True,
 ) -> tuple[tuple[int, ...], int]:
-    """Return the tokens of a prompt and the context window of its model. Raises its refusals."""
+    """Tokenize a prompt; return ids and context window. Raises what `count_tokens` raises."""
     prompt, tools = parsed
     check_model(principal, registry.router.canonical_name(message.model))
     model = registry.router.find(message.model).model
@@ -90,8 +90,9 @@ async def text_of(
     *,
     skip_special_tokens: bool,
 ) -> str:
-    """Return the text of tokens. Raises: ModelNotAllowed, ModelUnknown, InvalidRequest for an
-    unknown token, PreparationLimit, Overloaded."""
+    """Decode tokens to text. Raises: ModelNotAllowed, ModelUnknown, InvalidRequest for an unknown
+    token, PreparationLimit, Overloaded.
+    """
     check_model(principal, registry.router.canonical_name(model))
     info = registry.router.find(model).model
     tokenizer, size = registry.tokenizers[info.name], info.vocabulary_size
@@ -105,9 +106,10 @@ async def text_of(
 async def in_thread(
     registry: RequestRegistry, principal: Principal, chars: int, call: Callable[[], Value]
 ) -> Value:
-    """Run text work that costs as much as encoding so many characters; short work at once.
+    """Run text work in a thread, or at once if it is short.
 
-    Raises: PreparationLimit, Overloaded, and the errors of the call.
+    `chars` is its size: the number of characters that take as long to encode. Raises:
+    PreparationLimit, Overloaded, and the errors of the call.
     """
     if chars <= INLINE_COST_MAX:
         return call()
@@ -119,12 +121,14 @@ async def in_thread(
 
 
 def parse_quoted_start(message: pb.QuoteRequest, window_tokens_max: int) -> ValidStart:
-    """Check the start frame of a quote. Raises as `parse_start`."""
+    """Parse and check the start frame of a quote. Raises the errors of `parse_start`."""
     return parse_start(str(uuid.uuid4()), message.start, window_tokens_max)
 
 
 def parse_quoted_embed(message: pb.QuoteRequest) -> ValidEmbed:
-    """Check the call of a quote, whose id only selects a model version. Raises: InvalidRequest."""
+    """Parse and check the embedding of a quote; its id only selects a version. Raises:
+    InvalidRequest.
+    """
     message.embed.request_id = message.embed.request_id or str(uuid.uuid4())
     return parse_embed(message.embed)
 
@@ -132,7 +136,7 @@ def parse_quoted_embed(message: pb.QuoteRequest) -> ValidEmbed:
 async def quote(
     registry: RequestRegistry, sessions: Sessions, principal: Principal, start: ValidStart
 ) -> pb.QuoteResponse:
-    """Answer one call. Raises the refusals of the same request, except for quotas."""
+    """Quote a generate request. Raises what the request would raise, except for quotas."""
     check_model(principal, registry.router.canonical_name(start.model))
     route = registry.router.route(start.model, start.request_id, start.region)
     start.model, payer, tokenizer = (
@@ -169,7 +173,9 @@ async def quote(
 def response(
     found: quoting.Quote, input_count: int, cached: int, output_count_max: int
 ) -> pb.QuoteResponse:
-    """Return the response for `sent` input tokens, `cached` of them cached, and `most` output."""
+    """Build the response of a quote: `cached` of the `input_count` tokens are expected to be
+    cached.
+    """
     prices, refusal = found.prices, found.refusal
     expected = (
         output_count_max
@@ -207,7 +213,7 @@ def response(
 async def quote_embed(
     registry: RequestRegistry, sessions: Sessions, principal: Principal, start: ValidEmbed
 ) -> pb.QuoteResponse:
-    """Answer one call. Raises the refusals of the same call, except for quotas."""
+    """Quote an embedding request. Raises what the request would raise, except for quotas."""
     check_model(principal, registry.router.canonical_name(start.model))
     route = registry.router.route_encoder(start.model, str(start.request_id))
     start = replace(start, model=route.model)

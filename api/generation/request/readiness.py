@@ -1,4 +1,4 @@
-"""Wait for an engine that starts, and the error of a request whose engine is lost."""
+"""Waiting for an engine to start, and the error of a request whose engine has failed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ RETRY_S_MIN = 0.1
 
 
 async def wait_until_ready(backend: Backend, model: str, wait_s: float) -> None:
-    """Start a backend, and return once it accepts requests. model: name for error messages.
-
+    """Start a backend and wait up to `wait_s` until it is ready. `model` is for error messages.
     Raises: EngineStartFailed, EngineUnavailable.
     """
     try:
@@ -31,9 +30,9 @@ async def wait_until_ready(backend: Backend, model: str, wait_s: float) -> None:
 
 
 def engine_lost(backend: Backend, settled: Settled | None = None) -> ApiError:
-    """Return the error of a request whose engine failed.
+    """Build the error of a request whose engine failed.
 
-    settled: the final charge, or None: it decides the request id of a retry.
+    `settled` is the final charge, or None. A client that was charged must retry with a new id.
     """
     if settled is not None:
         return EngineLostMidway(settled.delivered_token_count)

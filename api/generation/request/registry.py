@@ -1,4 +1,4 @@
-"""Registry of the running requests of a process, with their shared parts."""
+"""Registry of the requests that a process is running, with the components they share."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ NO_ORGANIZATION = uuid.UUID(int=0)
 
 
 class Running(Protocol):
-    """A running or waiting request, as it is supervised."""
+    """Running or waiting request, as seen by control commands, reports and health checks."""
 
     @property
     def caller(self) -> Caller:
-        """Its caller."""
+        """Caller of the request."""
 
     @property
     def start(self) -> ValidStart | ValidEmbed:
-        """Its start."""
+        """Parsed start frame or `Embed` request."""
 
     @property
     def phase(self) -> Phase:
-        """Its phase."""
+        """Current phase of the request."""
 
     @property
     def usage(self) -> UsageSoFar:
@@ -68,40 +68,42 @@ class Running(Protocol):
 
     @property
     def hold_id(self) -> uuid.UUID | None:
-        """Id of its hold; None before admission."""
+        """Id of the hold; None before admission."""
 
     @property
     def routed_model(self) -> str:
-        """Canonical model name; empty before routing, since the client's name can be any text."""
+        """Canonical model name. Empty before routing, since the name that the client sent can be
+        any text.
+        """
 
     @property
     def tokens_per_second(self) -> float:
         """Delivered tokens per second since the first one."""
 
     def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
-        """Stop the request as soon as possible; see `EndDecision.stop`."""
+        """Stop the request as soon as possible. The arguments are those of `EndDecision.stop`."""
 
     def end_if_lapsed(self) -> None:
         """End the request if its hold has lapsed."""
 
     def report_progress(self, outlook: ExpectedWait | None) -> None:
-        """Send a progress frame if the request waits. outlook: None if the engine has it."""
+        """Send a progress frame if the request waits. `outlook` is None if an engine has it."""
 
 
 class Generating(Running, Protocol):
-    """A running generate request: streams can attach to its output."""
+    """Running generate request, to whose output streams can attach."""
 
     @property
     def start(self) -> ValidStart:
-        """Its start frame."""
+        """Parsed start frame."""
 
     @property
     def output(self) -> OutputBuffer:
-        """Its output."""
+        """Output buffer, to which streams attach."""
 
 
 class RequestRegistry:
-    """Running requests of a process, and their shared parts."""
+    """Registry of the running requests of a process, and of the components they share."""
 
     def __init__(
         self,
@@ -113,10 +115,9 @@ class RequestRegistry:
         observer: Observer | None = None,
         pace: RateLimiter | None = None,
     ) -> None:
-        """safety: checks prompts and outputs; None: no checks.
-
-        relays: to requests of other processes. observer: notified of ends; None: an unobserved one.
-        pace: frame rate per key; None: a new one.
+        """`safety` checks prompts and outputs; None: no checks. `relays` connects streams to
+        requests in other processes; None: there are none. `observer` counts ended requests and
+        `pace` limits the frames of each key; None creates a new one.
         """
         self.settings = settings = admission.settings
         self.observer = observer or Observer(model.name for model in router.models())
@@ -154,28 +155,30 @@ class RequestRegistry:
         self._large: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
 
     def add(self, request: Generating) -> None:
-        """Add a generate request; it is found by its key, unless one with that key runs."""
+        """Add a generate request. `find` returns it unless an earlier one with the same key is
+        running.
+        """
         self._live[request] = None
         key = request.caller.payer.project_id.int, request.start.request_id.int
         self._by_key.setdefault(key, request)
 
     def add_embedding(self, request: Running) -> None:
-        """Add an embedding, which no client can attach to."""
+        """Add an embedding request, to which no client can attach."""
         self._live[request] = None
 
     async def share_to_read(self, owner: Owner, byte_count: int) -> None:
-        """Wait until a message of this API key may be read.
+        """Wait until a message of this API key may be parsed.
 
-        Its bytes count as preparation meanwhile. Raises: PreparationLimit, Overloaded.
+        Until then its bytes count as text in preparation. Raises: PreparationLimit, Overloaded.
         """
         with self.text_work.permit(owner, byte_count):
             await self.pace.wait_for_share(owner)
             self.pace.read(owner, READ_S.get(), READ_BYTES.get())
 
     async def in_order(self, owner: Owner, size: int, call: Callable[[], Value]) -> Value:
-        """Run work on a large message as `in_thread` in the turn of its key.
+        """Run work on a large message with `in_thread`, after earlier messages of the same API key.
 
-        It counts before the key's next message has its turn.
+        The work is charged before the next message of the key may run.
         """
         lock = self._large.setdefault(owner.api_key_id.int, asyncio.Lock())
         async with lock:
@@ -183,10 +186,10 @@ class RequestRegistry:
             return await self.in_thread(owner, size, call)
 
     async def in_thread(self, payer: Payer, size: int, call: Callable[[], Value]) -> Value:
-        """Run work on a large message in a fair thread; its processor time counts for the payer.
+        """Run work on a message of `size` bytes in a thread, fairly, and charge its processor time.
 
-        size: in bytes. Messages of all unknown keys together count as one organization. Raises the
-        error of the call.
+        All payers without a known key together count as one organization. Raises the error of the
+        call.
         """
         loop = asyncio.get_running_loop()
 
@@ -203,13 +206,14 @@ class RequestRegistry:
         return value
 
     def find(self, key: Key) -> Generating | None:
-        """Return the request with this id that runs or waits here."""
+        """Return the request with this project and id that is running or waiting here, or None."""
         project_id, request_id = key
         return self._by_key.get((project_id.int, request_id.int))
 
     def check_rights(self, principal: Principal, start: ValidStart) -> None:
-        """Check that a caller may start a request. Raises: ModelNotAllowed, ModelUnknown,
-        KeepTooLong."""
+        """Check that the caller may start a request. Raises: ModelNotAllowed, ModelUnknown,
+        KeepTooLong.
+        """
         if principal.models:
             check_model(principal, self.router.canonical_name(start.model))
         keep_max_s = self.settings.keep_on_disconnect_max_s
@@ -219,11 +223,11 @@ class RequestRegistry:
     def same_request(
         self, project_id: uuid.UUID, start: ValidStart, received: Subscription | None = None
     ) -> Generating | None:
-        """Return the request that runs here with the id of a start frame; None if there is none.
+        """Find the running request that a start frame repeats; None if there is none.
 
-        Frames with one id and equal payloads are the same request. received: the subscription of
-        the same stream to a request with this id, which may run in another process. Raises:
-        RequestUnderWay for a different payload, RequestInFlight if the payload is not known.
+        Frames with the same id and payload are the same request. `received` is the stream's own
+        subscription to a request with this id, which may run in another process. Raises
+        RequestUnderWay if the payload differs, RequestInFlight if the payload is not known here.
         """
         running = self._by_key.get((project_id.int, start.request_id.int))
         if running is not None:
@@ -243,7 +247,7 @@ class RequestRegistry:
         return running
 
     def charge_refusal(self, owner: Owner, subscription: Subscription) -> None:
-        """Charge the caller for a request that was refused, if it was started on this stream.
+        """Charge the caller for a refused request that was started on this stream.
 
         Quotas bound admitted requests only.
         """
@@ -256,30 +260,31 @@ class RequestRegistry:
         return self.admission.capacity.is_draining
 
     def running(self) -> tuple[Running, ...]:
-        """Running and waiting requests, in order of arrival."""
+        """Return all running and waiting requests, in order of arrival."""
         return tuple(self._live)
 
     def remove(self, request: Running) -> None:
-        """Remove a request that has ended."""
+        """Remove a request, which has ended."""
         self._live.pop(request, None)
         key = request.caller.payer.project_id.int, request.start.request_id.int
         if self._by_key.get(key) is request:
             del self._by_key[key]
 
     def fail_all(self, error: Exception) -> None:
-        """Stop all running requests. Delivered output is settled, and clients receive the error."""
+        """Stop all running requests. Delivered output is settled; clients receive the error."""
         for request in list(self._live):
             request.stop(Outcome.FAILED, error)
 
     def end_lapsed(self) -> None:
-        """Stop every request whose hold has lapsed, latest first, so that the engine starts none of
-        them."""
+        """Stop every request whose hold has lapsed, newest first, so that the engine starts none of
+        them.
+        """
         for request in reversed(list(self._live)):
             with self._progress.survive(request.start.request_id):
                 request.end_if_lapsed()
 
     async def report_progress_regularly(self) -> None:
-        """Send progress frames and end requests with lapsed holds, at an interval."""
+        """Send progress frames, and end requests with lapsed holds, every `progress_interval_s`."""
         first = 0
         while True:
             await asyncio.sleep(self.settings.progress_interval_s)
@@ -288,7 +293,9 @@ class RequestRegistry:
             first = self._report_progress(first)
 
     def _report_progress(self, first: int) -> int:
-        """Send progress frames to waiting requests from index `first` on; return the next one."""
+        """Send progress frames to a batch of waiting requests from index `first` on; return the
+        next index.
+        """
         waiting = [
             (request, phase.admitted.entry)
             for request in self._live
@@ -311,7 +318,7 @@ class RequestRegistry:
 
 
 def queues_of(router: Router, settings: Settings) -> dict[str, FairQueue]:
-    """Return a fair queue for each engine, by model."""
+    """Create a fair queue for each engine. Returns them by served name."""
     limits = QueueLimits(
         request_count_max=settings.queue_requests_max,
         tenant_request_count_max=settings.queue_requests_per_tenant_max,

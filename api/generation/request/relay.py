@@ -1,8 +1,8 @@
 """Relays between a stream of this process and a request in another process of the deployment.
 
-A relay is a client of the process that runs the request and uses the caller's key. That process
-counts, journals and bills; frames pass through here unchanged. A relay reads no faster than its
-client, so a stalled client stalls its request and uses no memory here.
+A relay is a client of the process that runs the request, and uses the caller's API key. That
+process counts, journals and bills; frames pass through here unchanged. A relay reads no faster than
+its client, so a stalled client stalls its request and uses no memory here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = structlog.get_logger(__name__)
 
 
 class Relays:
-    """All relays of this process, and its connections to other processes."""
+    """All relays of this process, with its connections to other processes."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class Relays:
         tasks: asyncio.TaskGroup,
         identity: Identity | None = None,
     ) -> None:
-        """process_id: this process, which is never relayed to. tasks: those of the process.
-
-        identity: presented to peers, and signs client addresses; None: peers reject this process.
+        """`process_id` is this process, to which nothing is relayed. `tasks` is its task group.
+        `identity` is presented to peers and signs client addresses; with None, peers reject all
+        calls.
         """
         self.identity = identity
         self.sessions = sessions
@@ -66,7 +66,7 @@ class Relays:
 
     @property
     def running_count(self) -> int:
-        """Number of requests in other processes that streams of this one receive."""
+        """Number of requests in other processes whose output streams of this process receive."""
         return len(self._running)
 
     def begin(
@@ -79,9 +79,9 @@ class Relays:
         credit_token_count: int,
         address: Address | None = None,
     ) -> None:
-        """Relay the request with this id to the subscription.
+        """Relay the request with this key to the subscription.
 
-        secret, address: the caller's API key and address.
+        `secret` and `address` are the caller's API key and address.
         """
         relay = Relay(self, subscription, key, secret, address)
         relay.attach(subscription, after_seq, credit_token_count)
@@ -90,19 +90,19 @@ class Relays:
         self._idle.clear()
 
     def ended(self, relay: Relay) -> None:
-        """Remove a relay that has ended."""
+        """Remove a relay, which has ended."""
         self._running.discard(relay)
         if not self._running:
             self._idle.set()
 
     async def idle(self) -> None:
-        """Wait until there are no relays."""
+        """Wait until no relay is left."""
         await self._idle.wait()
 
     async def close(self) -> None:
-        """End all relays and connections at shutdown.
+        """End all relays and close all connections, at shutdown.
 
-        Requests continue where they run if they may be unattended.
+        The requests continue where they run if their clients have asked for that.
         """
         for relay in list(self._running):
             relay.give_up(
@@ -114,7 +114,7 @@ class Relays:
 
 
 class Relay:
-    """A request that runs in another process, as its stream's `Source`."""
+    """Request that runs in another process. Implements `Source` for its stream."""
 
     def __init__(
         self,
@@ -135,37 +135,37 @@ class Relay:
         self._task: asyncio.Task[None] | None = None
 
     def run_in(self, tasks: asyncio.TaskGroup) -> None:
-        """Start the relay."""
+        """Start the relay as a task of this group."""
         self._task = tasks.create_task(self._run(), name=f"relay {self._key[1]}")
 
     def cancel(self) -> None:
-        """End without a frame to the client."""
+        """End the relay without a frame to the client."""
         self._subscription = None
         self._relays.ended(self)
         if self._task is not None:
             self._task.cancel()
 
     def give_up(self, error: Exception) -> None:
-        """End, and send the client the error."""
+        """End the relay, and send the error to the client."""
         subscription = self._subscription
         self.cancel()
         if subscription is not None:
             subscription.end(frames.failed(status_of(error), None))
 
     def stop(self, outcome: Outcome) -> None:
-        """Cancel the request; its last frame arrives through the relay."""
+        """Cancel the request. Its last frame arrives through the relay."""
         self._send(pb.ClientFrame(cancel=pb.CancelFrame()))
 
     def grant(self, token_count: int) -> None:
-        """Forward credit."""
+        """Forward credit to the process that runs the request."""
         self._send(pb.ClientFrame(credit=pb.CreditFrame(token_count=token_count)))
 
     def update(self, message: pb.UpdateFrame) -> None:
-        """Forward a change of limits; the answer arrives through the relay."""
+        """Forward a change of limits. The answer arrives through the relay."""
         self._send(pb.ClientFrame(update=message))
 
     def attach(self, subscription: Subscription, after_seq: int, credit_token_count: int) -> None:
-        """Attach to the request, or on the same stream continue from another delta."""
+        """Attach to the request; if already attached, continue from another delta."""
         subscription.source = self
         subscription.on_taken = self._room.set
         self._subscription = subscription
@@ -174,11 +174,13 @@ class Relay:
             self.grant(credit_token_count)
 
     def revoke(self, subscription: Subscription, error: Exception) -> None:
-        """End the relay; the process that runs the request sees its stream close."""
+        """End the relay with an error. The process that runs the request sees its stream close."""
         self.give_up(error)
 
     def leave(self, subscription: Subscription, outcome: Outcome) -> None:
-        """End the relay; the process that runs the request stops it, or lets it run unattended."""
+        """End the relay. The process that runs the request then stops it, or lets it run
+        unattended.
+        """
         self.cancel()
 
     def _send(self, frame: pb.ClientFrame) -> None:
@@ -222,7 +224,7 @@ class Relay:
                 self._subscription.end(end)
 
     async def _receive(self) -> pb.ServerFrame:
-        """Forward frames, and return the last one. Raises the error that ends the relay."""
+        """Forward all frames, and return the last one. Raises the error that ends the relay."""
         async with self._relays.sessions() as session:
             owner = await find_owner(session, *self._key)
         if owner is None:
@@ -239,7 +241,9 @@ class Relay:
         )
 
     async def _receive_over(self, channel: grpc.aio.Channel) -> pb.ServerFrame:
-        """Receive over a connection to one process. Raises the error that ends it."""
+        """Forward frames over a connection to one process; return the last. Raises the error that
+        ends it.
+        """
         metadata = [("authorization", f"Bearer {self._secret}")]
         if self._relays.identity is not None and self._address is not None:
             metadata.append((VOUCHER, self._relays.identity.vouch(self._secret, self._address)))
@@ -256,7 +260,7 @@ class Relay:
         return end
 
     def _not_there(self, owner: Owner) -> Exception:
-        """Return the error for a request that is recorded as running but not found."""
+        """Build the error for a request that is recorded as running, but was not found."""
         if owner.process_id == self._relays.process_id:
             return RequestInFlight(
                 "a request with this request_id is just starting or ending; retry in a moment"
@@ -278,7 +282,7 @@ class Relay:
                     )
 
     async def _read(self, call: Call) -> pb.ServerFrame:
-        """Forward all frames but the last, and return that. Raises: AioRpcError, TimeoutError."""
+        """Forward all frames but the last, which is returned. Raises: AioRpcError, TimeoutError."""
         async with asyncio.timeout(ANSWER_WAIT_S):
             message = await call.read()
         while isinstance(message, pb.GenerateResponse):
@@ -297,7 +301,7 @@ class Relay:
         )
 
     async def _until_room(self) -> None:
-        """Wait while many frames wait for the client."""
+        """Wait while the client has too many unread frames."""
         while (
             self._subscription is not None
             and self._subscription.unsent_frame_count > FRAMES_UNREAD_MAX
@@ -306,7 +310,7 @@ class Relay:
             await self._room.wait()
 
     async def _end_without_owner(self) -> pb.ServerFrame | None:
-        """Return the last frame from the database if the process is gone; None if it runs."""
+        """Build the last frame from the database if the hold has ended; None if it is open."""
         try:
             async with self._relays.sessions() as session:
                 owner = await find_owner(session, *self._key)
