@@ -1,4 +1,4 @@
-"""Builds the gRPC server: services, limits, health and reflection. Starts nothing."""
+"""Construction of the gRPC server: services, limits, health and reflection. Starts nothing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CLIENT_PING_INTERVAL_MS_MIN = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Servicers:
-    """The gRPC services of a process."""
+    """gRPC services of a process."""
 
     inference: InferenceServicer
     admin: AdminServicer
@@ -64,7 +64,7 @@ class Servicers:
 
 
 async def peer_of(context: Context) -> str:
-    """Return at once: calls have no turns."""
+    """Return the peer at once: default `share_to_read`, without a rate limit."""
     return context.peer()
 
 
@@ -78,10 +78,11 @@ def build_server(
     share_to_read: ShareToRead = peer_of,
     read_large: ReadLargeOf | None = None,
 ) -> tuple[grpc.aio.Server, int]:
-    """Return the server and its bound port; 0 lets the system choose. tls: None for plaintext.
+    """Build the server and bind its port, which is returned; port 0 lets the system choose.
 
-    failed: called for calls that end with an error. pace: counts calls; None: they are not counted.
-    turn_to_read, read_large: as of `BoundedCalls`. Raises: OSError if the address cannot be bound.
+    `tls` is None for plaintext. `failed` is called for each call that ends with an error. `pace`
+    limits the rate of calls; None: no limit. `share_to_read` and `read_large` are those of
+    `BoundedCalls`. Raises OSError if the address cannot be bound.
     """
     server = grpc.aio.server(options=options(settings))
     # The stubs declare a server.
@@ -114,9 +115,9 @@ def build_server(
 
 
 def add_reflection(servicer: ReflectionServicer, services: Any) -> None:
-    """Serve reflection as v1alpha and v1, which have the same messages.
+    """Serve reflection as v1alpha and v1, whose messages are the same.
 
-    The library has v1alpha only; newer clients ask for v1.
+    The library has only v1alpha, and newer clients use v1.
     """
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, services)  # type: ignore[no-untyped-call]
     alpha = FileDescriptorProto()
@@ -134,12 +135,10 @@ def add_reflection(servicer: ReflectionServicer, services: Any) -> None:
 def build_peer_server(
     settings: Settings, servicer: InferenceServicer, identity: Identity, accepted: PeerCertificates
 ) -> tuple[grpc.aio.Server, Peer]:
-    """Return the server for other api processes, and its address.
+    """Build the server for other api processes; return it and its address.
 
-    Raises: AddressUnavailable if the address cannot be bound.
-
-    It has one call, `Generate`, for `attach` and the frames after it. accepted: client
-    certificates.
+    It has one RPC, `Generate`, for `attach` and the frames that follow. `accepted` has the
+    certificates of the clients. Raises AddressUnavailable if the address cannot be bound.
     """
     peer_options = {
         "grpc.max_allowed_incoming_connections": min(
@@ -171,7 +170,7 @@ def build_peer_server(
 
 
 def options(settings: Settings) -> tuple[tuple[str, int], ...]:
-    """Return the limits of the transport."""
+    """Build the gRPC options that limit the transport."""
     return (
         ("grpc.max_receive_message_length", settings.message_bytes_max),
         # Equal bounds: between different ones the transport would decide at random.
@@ -195,5 +194,5 @@ def options(settings: Settings) -> tuple[tuple[str, int], ...]:
 
 
 def milliseconds(seconds: float) -> int:
-    """Return milliseconds, clamped to the 32 bits of the transport."""
+    """Convert to milliseconds, from 1 to the maximum of gRPC's 32-bit options."""
     return min(max(1, int(seconds * 1000)), 2**31 - 1)

@@ -1,4 +1,4 @@
-"""Composition root of one api process: settings, database, engines, servers, drain on SIGTERM.
+"""Composition root of an api process: settings, database, engines, servers, drain on SIGTERM.
 
 All background work is a task of the `IncidentTaskGroup` here, or of a stream's group.
 """
@@ -96,16 +96,15 @@ log = structlog.get_logger(__name__)
 
 
 async def start_classifiers(classifiers: ClassifierProcess) -> None:
-    """Wait until the safety classifiers are loaded, before requests are admitted.
-
-    Raises: SettingInvalid.
+    """Wait until the safety classifiers are loaded, before requests are admitted. Raises
+    SettingInvalid if they cannot be loaded.
     """
     if (failure := await classifiers.loaded()) is not None:
         raise SettingInvalid(f"WEIR_SAFETY_RULES: {failure}")
 
 
 async def start_engine(engine: Backend) -> None:
-    """Load a model before its first request. The engine reports a failure to its requests."""
+    """Load a model before its first request. A failure is logged; requests then get the error."""
     try:
         await engine.start()
     except EngineError as error:
@@ -113,7 +112,7 @@ async def start_engine(engine: Backend) -> None:
 
 
 def serve_engines(router: Router, tasks: asyncio.TaskGroup) -> None:
-    """Run all engines as tasks, and load those that do not start on demand."""
+    """Run all engines as tasks, and load the models that do not start on demand."""
     for engine in router.backends():
         tasks.create_task(engine.serve(), name=f"engine {engine.model.name}")
         if not engine.condition().starts_on_demand:
@@ -121,7 +120,7 @@ def serve_engines(router: Router, tasks: asyncio.TaskGroup) -> None:
 
 
 async def warn_of_undurable_server(sessions: Sessions) -> None:
-    """Log an error if a crash of the database server loses commits. Tests use such servers."""
+    """Log an error if the database server can lose commits in a crash, as those of tests can."""
     with contextlib.suppress(DatabaseUnavailable):
         if settings := await undurable_settings(sessions):
             log.error(
@@ -144,7 +143,7 @@ def warn_of_open_metrics(settings: Settings) -> None:
 
 
 async def recover(settings: Settings, gate: StoreGate, signer: Signer | None) -> None:
-    """Recover the journals of dead processes of this machine, later if the database is down."""
+    """Recover the journals of dead processes on this machine; later if the database is away."""
     try:
         await recover_journals(settings.journal_directory, settings.database_url, gate, signer)
     except (DatabaseUnavailable, OSError) as away:
@@ -152,7 +151,7 @@ async def recover(settings: Settings, gate: StoreGate, signer: Signer | None) ->
 
 
 async def recover_regularly(settings: Settings, gate: StoreGate, signer: Signer | None) -> None:
-    """Recover journals now and at intervals."""
+    """Recover journals now, and then every `recovery_interval_s`."""
     while True:
         await recover(settings, gate, signer)
         await asyncio.sleep(settings.recovery_interval_s)
@@ -160,7 +159,7 @@ async def recover_regularly(settings: Settings, gate: StoreGate, signer: Signer 
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Servers and listeners of the process, bound to their addresses."""
+    """Servers and listeners of the process, each bound to its address."""
 
     server: grpc.aio.Server
     peer_server: grpc.aio.Server
@@ -168,14 +167,14 @@ class Listeners:
     metrics: MetricsListener
 
     async def open(self, scrape: Handle) -> None:
-        """Accept connections, on the client port last. scrape: handler of the metrics port."""
+        """Start accepting connections, last on the gRPC port. `scrape` handles the metrics port."""
         await self.peer_server.start()
         await self.listener.start()
         await self.metrics.start(scrape)
         await self.server.start()
 
     async def close(self, router: Router) -> None:
-        """Close the client port, the engines, and then the HTTP ports, operators' last."""
+        """Close the gRPC port, the engines, the HTTP port, and last the metrics port."""
         await self.server.stop(grace=1.0)
         for engine in router.backends():
             await engine.close()
@@ -192,7 +191,7 @@ def in_background(
     spares: SpareWorkers,
     recovery: Callable[[], Awaitable[None]],
 ) -> list[asyncio.Task[None]]:
-    """Start the background loops, which restart with backoff if they raise."""
+    """Start the background loops. A loop that raises is restarted with backoff."""
     loops: dict[str, Callable[[], Awaitable[None]]] = {
         "control channel": control.run,
         "usage notices": notices.run,
@@ -210,14 +209,14 @@ def in_background(
 def keep_running(
     tasks: asyncio.TaskGroup, name: str, run: Callable[[], Awaitable[None]]
 ) -> asyncio.Task[None]:
-    """Run a background loop, which restarts with backoff if it raises."""
+    """Start a background loop as a task. If it raises, it is restarted with backoff."""
     return tasks.create_task(Retries(name.replace(" ", "_")).keep_running(run), name=name)
 
 
 def open_pools(settings: Settings, gate: StoreGate) -> list[AsyncEngine]:
-    """Return the connection pools of requests, keys, reports and administration.
+    """Create the connection pools for requests, keys, reports and administration.
 
-    They are separate so that none waits for another.
+    They are separate so that none of these has to wait for another.
     """
     return [
         create_engine(settings.database_url, pool_size=pool_size, gate=gate)
@@ -240,7 +239,7 @@ def build_servicers(
     signer: Signer | None,
     issuer: Issuer,
 ) -> Servicers:
-    """Return the gRPC services for clients."""
+    """Build the gRPC services for clients."""
     admin = AdminServicer(
         process.router,
         authenticator,
@@ -260,9 +259,8 @@ def build_servicers(
 
 
 async def serve(settings: Settings, spares: SpareWorkers | None = None) -> None:
-    """Run one api process until SIGTERM or SIGINT. spares: may have a worker already.
-
-    Raises: SettingInvalid, CheckpointInvalid, AddressUnavailable.
+    """Run one api process until SIGTERM or SIGINT. `spares` may already have a worker. Raises:
+    SettingInvalid, CheckpointInvalid, AddressUnavailable.
     """
     process_id = uuid.uuid4()
     tls, safety, issuer = open_tls(settings), build_safety(settings), settings.issuer()
@@ -391,7 +389,7 @@ async def serve(settings: Settings, spares: SpareWorkers | None = None) -> None:
 def run(
     runner: asyncio.Runner, spares: SpareWorkers, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Run one api process; exit with NOT_STARTED and the reason if its configuration is wrong."""
+    """Run one api process. If its configuration is wrong, print why and exit with NOT_STARTED."""
     configure_logs(environment.get("WEIR_LOG", "info"))
     try:
         settings = Settings.from_environment(environment)

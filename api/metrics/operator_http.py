@@ -1,13 +1,13 @@
-"""HTTP for operators, without a key: `GET /metrics` on its own port, and health checks.
+"""HTTP for operators, without an API key: `GET /metrics` on a separate port, and health checks.
 
-The metrics port has a thread and an event loop of its own, so that what tenants send delays no
-health check. Metrics name no tenant. They are read on the process's event loop, where they change,
-and formatted in a thread, since a thousand lines take milliseconds. Owns the socket of the metrics
-port and the latest backlog read from the database.
+The metrics port has a thread and an event loop of its own, so that requests of tenants do not delay
+health checks. Metrics name no tenant. They are collected on the event loop of the process, which
+changes them, and formatted in a thread, since a thousand lines take milliseconds. This module owns
+the socket of the metrics port and the latest backlog read from the database.
 
-Health checks (`/livez`, `/readyz`, `/healthz`, `/health`) report the latest state found by
-`health.py`, and how long ago the process's loop showed a sign of life. On the client port, whose
-loop is that of the process, a process whose loop hangs does not answer them.
+Health checks (`/livez`, `/readyz`, `/healthz`, `/health`) report the latest state from `health.py`,
+and for how long the event loop of the process has not responded. The client port is served by that
+loop, so a process whose loop hangs does not answer them there.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def labelled(family: GaugeMetricFamily | CounterMetricFamily, values: Values) ->
 
 
 def counter(name: str, value: float) -> Metric:
-    """Return a counter since the start of the process. name: without `_total`."""
+    """Build a counter that started with the process. `name` has no suffix `_total`."""
     return CounterMetricFamily(name, MEANINGS[name], value=value)
 
 
@@ -251,7 +251,9 @@ def counters(name: str, labels: Sequence[str], values: Values) -> Metric:
 def histograms(
     name: str, labels: Sequence[str], values: Iterable[tuple[Labels, Histogram]], unit: float = MS
 ) -> Metric:
-    """Return one histogram per set of labels. unit: factor from its values to the metric's unit."""
+    """Build a histogram for each set of labels. `unit` converts its values to the unit of the
+    metric.
+    """
     family = HistogramMetricFamily(name, MEANINGS[name], labels=labels)
     for of, histogram in values:
         family.add_metric(of, histogram.buckets(unit), histogram.sum * unit)
@@ -286,7 +288,7 @@ def time_metrics(counts: RequestCounts) -> Iterator[Metric]:
 
 
 def engine_metrics(router: Router) -> Iterator[Metric]:
-    """Yield the metrics of every replica of every model, including embedding models."""
+    """Yield the metrics of every replica of every model, embedding models included."""
     replicas = [((model, report.name), report) for model, report in router.every_replica()]
     yield gauges(
         "weir_engine_up",
@@ -329,7 +331,7 @@ def by_state(reported: Reports, states: Mapping[str, Pick]) -> Iterator[tuple[La
 
 
 def queue_metrics(queues: Mapping[str, QueueStatistics]) -> Iterator[Metric]:
-    """Yield the metrics of the queue of each model. queues: by served name."""
+    """Yield the metrics of the queue of each model; `queues` are by served name."""
     for name, pick in QUEUES:
         yield gauges(
             name, ("model",), [((model,), float(pick(it))) for model, it in queues.items()]
@@ -342,7 +344,7 @@ def queue_metrics(queues: Mapping[str, QueueStatistics]) -> Iterator[Metric]:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Sources of the metrics. The functions return current counts."""
+    """Sources of the metrics. Each function returns a current count."""
 
     process: RequestRegistry
     authenticator: Authenticator
@@ -352,7 +354,7 @@ class Parts:
 
 
 def process_metrics(parts: Parts) -> Iterator[Metric]:
-    """Yield the metrics of this process except engines, queues and ended requests."""
+    """Yield the metrics of this process, except those of engines, queues and ended requests."""
     process, admission = parts.process, parts.process.admission
     phases = Counter(request.phase.name for request in process.running())
     running = (((phase,), float(phases[phase])) for phase in PHASE_NAMES)
@@ -384,7 +386,7 @@ def process_metrics(parts: Parts) -> Iterator[Metric]:
 
 
 def store_metrics(parts: Parts) -> Iterator[Metric]:
-    """Yield the metrics of holds, of the database connection and of the journal."""
+    """Yield the metrics of holds, the database connection and the usage journal."""
     admission = parts.process.admission
     batches = parts.process.observer.batches
     holds, journal, reported = admission.holds, admission.journal, admission.holds.statistics()
@@ -401,14 +403,14 @@ def store_metrics(parts: Parts) -> Iterator[Metric]:
 
 
 def journal_metrics(backlog: JournalBacklog) -> Iterator[Metric]:
-    """Yield the metrics of journals in this machine's home directory, of all processes."""
+    """Yield the metrics of the journals in this machine's home directory, from all processes."""
     yield gauge("weir_abandoned_journals", backlog.abandoned_count)
     yield gauge("weir_abandoned_journal_age_seconds", backlog.oldest_age_s)
     yield gauge("weir_refused_journals", backlog.refused_count)
 
 
 def backlog_metrics(backlog: Backlog) -> Iterator[Metric]:
-    """Yield the metrics of the deployment, which are equal in every process."""
+    """Yield the metrics of the whole deployment, which are the same in every process."""
     yield gauge("weir_cluster_holds", backlog.hold_count)
     yield gauge("weir_cluster_overdue_holds", backlog.overdue_hold_count)
     yield gauge("weir_cluster_unrated_events", backlog.unrated_event_count)
@@ -436,7 +438,7 @@ Handle = Callable[[web.BaseRequest], Coroutine[Any, Any, web.StreamResponse]]
 
 
 class Families(Collector):
-    """Collector of finished metric families."""
+    """Collector of metric families that are already built."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
@@ -446,7 +448,7 @@ class Families(Collector):
 
 
 class BacklogReader:
-    """The latest backlog, read from the database for scrapes and health checks together."""
+    """Reader of the billing backlog, whose latest result scrapes and health checks share."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
@@ -455,8 +457,7 @@ class BacklogReader:
         self._backlog: Backlog | None = None
 
     async def read(self) -> Backlog | None:
-        """Return the backlog, read at most every `BACKLOG_INTERVAL_S`; None without the
-        database."""
+        """Return the backlog, at most `BACKLOG_INTERVAL_S` old; None if it cannot be read."""
         async with self._lock:
             now = time.monotonic()
             if self._read_at is None or now - self._read_at >= BACKLOG_INTERVAL_S:
@@ -473,7 +474,7 @@ class BacklogReader:
             return self._backlog
 
     async def watch_workers(self, health: Health) -> None:
-        """Report regularly whether usage is billed. Unknown without the database: no change."""
+        """Report regularly whether usage is billed; without the database, nothing changes."""
         while True:
             if (backlog := await self.read()) is not None:
                 health.report(BILLING_WORKER, backlog.billing_fault)
@@ -481,7 +482,9 @@ class BacklogReader:
 
 
 class Scrapes:
-    """Handler of scrapes. Created on the process's event loop, called on that of the port."""
+    """Handler of scrapes. Created on the event loop of the process, called on that of the metrics
+    port.
+    """
 
     def __init__(self, parts: Parts, backlog_reader: BacklogReader) -> None:
         self._parts = parts
@@ -509,7 +512,7 @@ class Scrapes:
         )
 
     async def text(self) -> bytes:
-        """Return all metrics in the exposition format. Runs on the process's event loop."""
+        """Format all metrics for Prometheus. Runs on the event loop of the process."""
         backlog = await self._backlog_reader.read()
         process = self._parts.process
         journals = await self._in_thread(journal_backlog, process.settings.journal_directory)
@@ -543,9 +546,9 @@ class Scrapes:
 class MetricsServer(web.Server):
     """aiohttp server with limits on connections.
 
-    A connection without a request for the idle time is closed, even if it still reads a response: a
+    A connection without a request for the idle time is closed, even while it reads a response: a
     few clients that never read could otherwise hold all connections. Beyond the maximum, the
-    connection that was idle longest is closed.
+    connection that has been idle longest is closed.
     """
 
     def __init__(self, handle: Handle) -> None:
@@ -602,10 +605,11 @@ class MetricsServer(web.Server):
 
 
 class MetricsListener:
-    """Listening socket of the metrics port, and the thread that serves it."""
+    """Listening socket of the metrics port, with the thread that serves it."""
 
     def __init__(self, address: tuple[str, int] | None, port_count: int = 1) -> None:
-        """Bind the address or the first free of `port_count` ports from it; None: do not listen.
+        """Bind the first free of `port_count` ports, starting at `address`. With None, do not
+        listen.
 
         Raises: OSError.
         """
@@ -624,14 +628,14 @@ class MetricsListener:
 
     @property
     def url(self) -> str:
-        """URL of the metrics for collectors of this machine; empty if there is no listener."""
+        """URL of the metrics for collectors on this machine; empty if the port is off."""
         if self._socket is None:
             return ""
         host, port, *_ = self._socket.getsockname()
         return local_url(host, port, PATH)
 
     async def start(self, handle: Handle) -> None:
-        """Start the thread; returns once it accepts connections."""
+        """Start the thread. Returns once it accepts connections."""
         listening = self._socket
         if listening is None:
             return
@@ -667,16 +671,16 @@ LIVE, READY = "/livez", frozenset({"/readyz", "/healthz", "/health"})
 
 
 class Probes:
-    """Handler of health checks. Called by both loops; it only reads."""
+    """Handler of health checks. Called on both event loops; it only reads."""
 
     def __init__(self, health: Health, watch: LoopWatch) -> None:
         self._health = health
         self._watch = watch
 
     def before(self, handle: Handle, *, with_parts: bool = False) -> Handle:
-        """Return a handler that answers health checks and passes other requests to `handle`.
+        """Wrap a handler so that health checks are answered first; other requests go to `handle`.
 
-        with_parts: whether answers list the parts, which name models.
+        With `with_parts`, the answers list the parts of the process, which name its models.
         """
 
         async def probed(answer: web.Response) -> web.StreamResponse:
@@ -689,7 +693,7 @@ class Probes:
         return answer_or_pass_on
 
     def _answer(self, request: web.BaseRequest, *, with_parts: bool) -> web.Response | None:
-        """Return the response to a health check; None for any other path."""
+        """Respond to a health check. Returns None for any other path."""
         path = request.path
         if path != LIVE and path not in READY:
             return None
@@ -713,7 +717,7 @@ class Probes:
 def answered(
     status: int, body: Mapping[str, object], more: Mapping[str, str] | None = None
 ) -> web.Response:
-    """Return a response that must not be cached. more: further headers."""
+    """Build a JSON response that must not be cached. `more` adds headers."""
     return web.Response(
         status=status, body=json.dumps(body).encode() + b"\n", headers={**HEADERS, **(more or {})}
     )

@@ -1,8 +1,8 @@
 """Counts of ended, refused and failed requests, in memory.
 
-No call blocks or raises. Labels are names of models, tiers, reasons and kinds, of which a
-deployment has some dozens; never a caller or a request. A request costs some microseconds here, a
-token the time of its gap.
+No call blocks or raises. Labels are names of models, tiers, reasons and kinds, a few dozen in a
+deployment; never a caller or a request. Counting takes some microseconds per request; a token only
+adds the measurement of its gap.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ HTTP = "http"  # name for calls of the HTTP API
 
 
 class Histogram:
-    """Counts of values by the first bound that they do not exceed, and their sum."""
+    """Histogram: counts of values by the smallest bound that is not exceeded, and their sum."""
 
     __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """bounds: ascending; one more bucket takes larger values."""
+        """`bounds` ascend. One more bucket counts larger values."""
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Add the same value a number of times."""
+        """Add a value `count` times."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.sum += value * count
 
@@ -82,7 +82,7 @@ class Histogram:
         return made
 
     def buckets(self, unit: float = 1.0) -> list[tuple[str, float]]:
-        """Return each bound in units, and the number of values up to it, as scraped."""
+        """Return Prometheus buckets: each bound times `unit`, and its cumulative count."""
         found, below = [], 0
         for bound, count in zip(self.bounds, self.counts, strict=False):
             below += count
@@ -92,9 +92,10 @@ class Histogram:
 
 
 class Gaps:
-    """Times between consecutive messages with tokens of one request, for each of its choices.
+    """Times between consecutive messages with tokens of one request, measured per choice.
 
-    Memory is fixed: the first gaps are kept as they are, more only as counts by `GAP_BOUNDS_MS`.
+    Memory is bounded: the first gaps are stored exactly, further ones only as counts by
+    `GAP_BOUNDS_MS`.
     """
 
     __slots__ = ("_counts", "_first_at", "_found", "_later_at", "_max_s", "_sorted", "_sum_s")
@@ -108,7 +109,7 @@ class Gaps:
         self._sorted: list[float] = []  # a copy of `_found`, made at the end
 
     def note(self, choice_index: int) -> float:
-        """Record a message with tokens, at some 0.2 µs, and return its time."""
+        """Record that a message with tokens is sent now; return the time. Takes some 0.2 µs."""
         now = monotonic()
         if choice_index:
             before = self._later_at.get(choice_index)
@@ -123,7 +124,7 @@ class Gaps:
         return now
 
     def facts(self) -> dict[str, float]:
-        """Return the gaps as in `weir.v1.Timings`, in ms; none without gaps."""
+        """Compute percentiles of the gaps in ms, as in `weir.v1.Timings`; empty without gaps."""
         if self._counts is None:
             if not (ordered := self._ordered()):
                 return {}
@@ -137,7 +138,7 @@ class Gaps:
         return dict(zip(GAP_NAMES, ends, strict=True))
 
     def add_to(self, histogram: Histogram) -> None:
-        """Count all gaps in a histogram by `TOKEN_BOUNDS_MS`."""
+        """Add all gaps to a histogram whose bounds are `TOKEN_BOUNDS_MS`."""
         if self._counts is None:
             ordered = self._ordered()
             below = [bisect_right(ordered, bound / 1000) for bound in TOKEN_BOUNDS_MS]
@@ -156,13 +157,13 @@ class Gaps:
         return self._sorted
 
     def _all_counts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return the counts of all gaps by `GAP_BOUNDS_MS`, and of longer ones."""
+        """Count all gaps by `GAP_BOUNDS_MS`; the last count is of longer gaps."""
         bins = np.searchsorted(GAP_BOUNDS_MS, np.array(self._found) * 1000)
         counts = np.bincount(bins, minlength=len(GAP_BOUNDS_MS) + 1)
         return counts if self._counts is None else counts + self._counts
 
     def _fold(self) -> None:
-        """Replace the gaps that are kept by counts."""
+        """Replace the stored gaps by counts."""
         found = np.frombuffer(self._found)
         self._counts = self._all_counts()
         self._sum_s += float(found.sum())
@@ -171,7 +172,7 @@ class Gaps:
 
 
 class Times:
-    """Histograms of the requests to one model in one tier, in ms."""
+    """Histograms of the durations of requests to one model in one tier, in ms."""
 
     def __init__(self) -> None:
         self.stages = {stage: Histogram(STAGE_BOUNDS_MS) for stage in STAGES}
@@ -193,7 +194,7 @@ class Times:
         return made
 
     def add(self, timings: Mapping[str, float], gaps: Gaps | None) -> None:
-        """Add one ended request. gaps: None if it was not generated token by token."""
+        """Add an ended request. `gaps` is None if it was not generated token by token."""
         # As `Histogram.observe` does, without a call for each stage.
         for key, histogram in self._by_key:
             if (value := timings.get(key)) is not None:
@@ -206,10 +207,10 @@ class Times:
 
 
 class RequestCounts:
-    """All metrics of requests. Not thread-safe: used by one event loop."""
+    """All metrics of requests. Not thread-safe: use it on one event loop."""
 
     def __init__(self, models: Iterable[str]) -> None:
-        """models: canonical names; requests for others are counted as one unknown model."""
+        """`models` are canonical names. Requests for any other name count for one unknown model."""
         self._models = frozenset(models)
         self.ends: dict[Labels, int] = defaultdict(int)  # by model, tier and outcome
         # Keys: model, reason, and the quota's dimension and subject
@@ -225,7 +226,7 @@ class RequestCounts:
             self.failed_calls[call, INCIDENT] = 0
 
     def copy(self) -> RequestCounts:
-        """Return a snapshot, for readers that are too slow for the event loop."""
+        """Take a snapshot, for readers that are too slow for the event loop."""
         made = RequestCounts(self._models)
         made.ends, made.refusals = self.ends.copy(), self.refusals.copy()
         made.tokens, made.failed_calls = self.tokens.copy(), self.failed_calls.copy()
@@ -242,7 +243,9 @@ class RequestCounts:
         settled: Settled | None,
         gaps: Gaps | None = None,
     ) -> None:
-        """Count a request that ran to its end. gaps: see `Times.add`."""
+        """Count a request that ran to its end. `gaps` is None if it was not generated token by
+        token.
+        """
         self.ends[model, tier, outcome] += 1
         times = self.times.get((model, tier))
         if times is None:
@@ -254,10 +257,7 @@ class RequestCounts:
     def failed(
         self, model: str, tier: ServiceTier, error: Exception, settled: Settled | None
     ) -> None:
-        """Count a refused or failed request.
-
-        settled: its billed usage; None if it was refused.
-        """
+        """Count a refused or failed request. `settled` is its billed usage, None if refused."""
         model, reason = model if model in self._models else UNKNOWN_MODEL, reason_of(error)
         self.ends[model, tier, reason.lower()] += 1
         if settled is not None:
@@ -270,7 +270,9 @@ class RequestCounts:
         self.refusals[model, reason, dimension, subject] += 1
 
     def _add_tokens(self, model: str, settled: Settled) -> None:
-        """Count billed tokens. Cached and computed input are separate; their sum is the prompt."""
+        """Count billed tokens. Cached and computed input are separate labels; their sum is the
+        prompt.
+        """
         tokens, cached = self.tokens, settled.cached_input_token_count
         tokens[model, "input"] += settled.input_token_count - cached
         tokens[model, "cached_input"] += cached
@@ -283,23 +285,23 @@ log = structlog.get_logger(__name__)
 
 
 class HoldBatches:
-    """Sizes and durations of batches of hold writes; `HoldStore` calls `measured`."""
+    """Histograms of the sizes and durations of batches of hold operations."""
 
     def __init__(self) -> None:
         self.sizes = Histogram(BATCH_SIZE_BOUNDS)
         self.durations = Histogram(BATCH_SECONDS_BOUNDS_MS)
 
     def measured(self, operation_count: int, duration_s: float) -> None:
-        """Record a batch that was written or failed."""
+        """Record a batch that was written or failed. Called by `HoldStore`."""
         self.sizes.observe(operation_count)
         self.durations.observe(duration_s * 1000)
 
 
 class LoopLag:
-    """Lag of the event loop, measured by how late a timer fires: its heartbeat."""
+    """Lag of the event loop: how late a timer fires."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: in seconds."""
+        """`clock` returns seconds."""
         self.lags = Histogram(LAG_BOUNDS_MS)
         self.watch = LoopWatch()
         self._clock = clock
@@ -307,7 +309,10 @@ class LoopLag:
     async def measure(
         self, late: Callable[[float], None] = lambda _: None, interval_s: float = BEAT_S
     ) -> None:
-        """Measure until cancelled, at some 20 µs of CPU each. late: gets each lag, in seconds."""
+        """Measure the lag every `interval_s` until cancelled, at about 20 µs of CPU time each.
+
+        `late` is called with each lag, in seconds.
+        """
         while True:
             due_at = self._clock() + interval_s
             await asyncio.sleep(interval_s)
@@ -318,7 +323,7 @@ class LoopLag:
 
 
 class CountedCaller(Protocol):
-    """Properties of a caller that are counted. trace: the trace of its request."""
+    """Properties of a caller that the observer reads. `trace` is the trace of its request."""
 
     @property
     def payer(self) -> Payer: ...
@@ -327,7 +332,7 @@ class CountedCaller(Protocol):
 
 
 class CountedRequest(Protocol):
-    """Properties of a request that are counted. operation: OpenTelemetry's name."""
+    """Properties of a request that the observer reads. `operation` is its name in OpenTelemetry."""
 
     @property
     def request_id(self) -> uuid.UUID: ...
@@ -342,9 +347,9 @@ class CountedRequest(Protocol):
 class Ending(msgspec.Struct, frozen=True):
     """End of one request.
 
-    start: the request, with the canonical model name if the model exists. outcome: set if it ran.
-    broken: its refusal or failure. timings: as in `Stopwatch`. settled: its billed usage, or None.
-    gaps: None if it was not generated token by token.
+    `start` is the request, with the canonical model name if the model exists. `outcome` is set if
+    it ran; `broken` is its refusal or failure. `timings` are those of `Stopwatch`. `settled` is its
+    billed usage, or None. `gaps` is None if it was not generated token by token.
     """
 
     caller: CountedCaller
@@ -358,17 +363,17 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class Observer:
-    """Counter of ended requests, refusals and failures."""
+    """Counter of ended requests, refusals and failures, and source of their spans."""
 
     def __init__(self, models: Iterable[str], spans: Spans | None = None) -> None:
-        """models: canonical names. spans: receives each ended request as well."""
+        """`models` are canonical names. `spans`, if set, also receives each ended request."""
         self.counts = RequestCounts(models)
         self.spans = spans
         self.batches = HoldBatches()
         self.loop_lag = LoopLag()
 
     def ended(self, ending: Ending) -> None:
-        """Record a request that ended, or was refused after parsing."""
+        """Record a request that has ended, or was refused after parsing."""
         counts, start = self.counts, ending.start
         try:
             counts.migration_count += ending.migration_count
@@ -389,20 +394,20 @@ class Observer:
             log.exception("request_not_counted")
 
     def start_refused(self, error: Exception) -> None:
-        """Record a refusal before there was a request."""
+        """Record a refusal of a request that could not be parsed."""
         self.counts.failed(UNKNOWN_MODEL, ServiceTier.INTERACTIVE, error, None)
 
     def call_failed(self, method: str, error: BaseException) -> None:
-        """Record a refused or failed call. method: its gRPC path."""
+        """Record a refused or failed call. `method` is its gRPC path."""
         self.counts.failed_calls[method.rpartition("/")[2], reason_of(error)] += 1
 
     def http_failed(self, code: str) -> None:
-        """Record an HTTP error of a call. code: as in its error body."""
+        """Record an HTTP error of a call. `code` is the one in the error body."""
         self.counts.failed_calls[HTTP, code.upper()] += 1
 
 
 def record_of(ending: Ending) -> Record:
-    """Return the record for spans, without prompts and answers."""
+    """Build the record of a request for its spans. It has neither prompt nor output."""
     caller, start, broken = ending.caller, ending.start, ending.broken
     return Record(
         request_id=start.request_id,

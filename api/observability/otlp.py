@@ -1,8 +1,8 @@
-"""Spans of requests in OpenTelemetry's format, sent by OTLP over gRPC. OpenTelemetry's own
-variables configure all of it.
+"""Spans of requests in OpenTelemetry's format, sent over OTLP/gRPC and configured by
+OpenTelemetry's own variables.
 
-Spans are made when the request is over, from times that were measured anyway; a request that is not
-sampled costs almost nothing. Attributes follow the semantic conventions for generative AI where
+Spans are made when the request has ended, from times that are measured anyway; a request that is
+not sampled costs almost nothing. Attributes follow the semantic conventions for generative AI where
 these define one.
 """
 
@@ -37,7 +37,7 @@ PACE = {
 
 
 class Finished(SpanProcessor):
-    """Ended, sampled spans that were not sent yet."""
+    """Span processor that collects ended, sampled spans until they are sent."""
 
     def __init__(self) -> None:
         self._spans: list[ReadableSpan] = []
@@ -55,7 +55,7 @@ class OtlpSender:
     """Implements `Sender`."""
 
     def __init__(self, process_id: uuid.UUID, exporter: SpanExporter | None = None) -> None:
-        """exporter: overrides the one from the environment."""
+        """`process_id` becomes `service.instance.id`; `exporter` overrides the environment."""
         ours = {
             "service.name": "weir",
             "service.version": version("weir-server"),
@@ -79,8 +79,9 @@ class OtlpSender:
         self._exporter.shutdown()
 
     def _make(self, record: Record) -> None:
-        """Return the spans of one request if the client's trace or `OTEL_TRACES_SAMPLER` samples
-        it."""
+        """Create the spans of one request, if the client's trace or `OTEL_TRACES_SAMPLER` samples
+        it.
+        """
         carrier = {"traceparent": record.trace.traceparent, "tracestate": record.trace.tracestate}
         parent = self._propagator.extract({key: value for key, value in carrier.items() if value})
         at = record.ended_at_ns - int(record.timings["total_ms"] * NS_PER_MS)

@@ -1,8 +1,8 @@
 """Spans of ended requests, exported by OTLP: one trace per request, one span per stage.
 
-A request leaves a small record in a bounded queue; a thread makes spans of it and sends them. If
-the collector is slow or unavailable, traces are dropped and counted, and no request waits. Records
-hold no prompts and answers. Owns the thread and the queue.
+A request leaves a small record in a bounded queue; a thread converts records to spans and sends
+them. If the collector is slow or unavailable, traces are dropped and counted, and no request waits.
+Records contain neither prompts nor output. This module owns the thread and the queue.
 
 Disabled unless OpenTelemetry's own variables name a collector; then it needs the packages of the
 extra `otel`.
@@ -53,7 +53,7 @@ log = structlog.get_logger(__name__)
 
 
 class TraceContext(NamedTuple):
-    """Trace context of a client; both fields are empty if there is none."""
+    """W3C trace context of a client. Both fields are empty if the client sent none."""
 
     traceparent: str = ""
     tracestate: str = ""
@@ -79,7 +79,7 @@ def _is_tracestate(text: str) -> bool:
 
 
 def trace_of_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> TraceContext:
-    """Return the trace context in the metadata of a gRPC call."""
+    """Parse the trace context in the metadata of a gRPC call."""
     values = {
         key: value
         for key, value in metadata or ()
@@ -90,8 +90,8 @@ def trace_of_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> Tra
 
 @dataclass(slots=True)
 class Record:
-    """One request that has ended. reason: of a refusal or a failure; outcome: of one that ran.
-    ended_at_ns: on the wall clock.
+    """Ended request. `outcome` is set if it ran, `reason` if it was refused or failed.
+    `ended_at_ns` is wall-clock time.
     """
 
     request_id: uuid.UUID
@@ -110,7 +110,7 @@ class Record:
 
 
 class SpanCounts(NamedTuple):
-    """Traces since the start: sent; dropped by a slow or absent collector; and waiting."""
+    """Numbers of traces since the start: sent, dropped because of the collector, and waiting."""
 
     sent: int
     dropped: int
@@ -118,12 +118,12 @@ class SpanCounts(NamedTuple):
 
 
 class Sender(Protocol):
-    """Converts records to spans and sends them."""
+    """Exporter that converts records to spans and sends them."""
 
     def send(self, records: list[Record]) -> bool:
-        """Return whether the spans were accepted.
+        """Send the spans of these records, and return whether the collector accepted them.
 
-        May block as long as the collector; never raises its errors.
+        May block as long as the collector does. Never raises the collector's errors.
         """
         ...
 
@@ -131,7 +131,7 @@ class Sender(Protocol):
 
 
 class Spans:
-    """Queue of ended requests, to be sent as spans."""
+    """Queue of ended requests, with the thread that sends them as spans."""
 
     def __init__(self, sender: Sender, *, records_max: int = RECORDS_MAX) -> None:
         self._sender = sender
@@ -146,7 +146,7 @@ class Spans:
         self._thread.start()
 
     def put(self, record: Record) -> None:
-        """Add a record. Never blocks; drops it if the queue is full."""
+        """Add a record, or drop it if the queue is full. Never blocks."""
         if len(self._waiting) >= self._records_max:
             self._dropped_count += 1
             return
@@ -155,13 +155,13 @@ class Spans:
             self._wake.set()
 
     def close(self, wait_s: float = CLOSE_MAX_S) -> None:
-        """Send waiting records within this many seconds."""
+        """Send the waiting records, for at most `wait_s` seconds, and end the thread."""
         self._stopping = True
         self._wake.set()
         self._thread.join(wait_s)
 
     def counts(self) -> SpanCounts:
-        """Return the counts of traces so far."""
+        """Count the traces that were sent, were dropped, and are waiting."""
         return SpanCounts(
             self._sent_count, self._dropped_count + self._lost_count, len(self._waiting)
         )

@@ -1,1 +1,3 @@
-"""HTTP API for OpenAI's clients, on its own port, over the same admission and engines as gRPC."""
+"""HTTP API for OpenAI's and Anthropic's clients, on its own port; same admission and engines as
+gRPC.
+"""

@@ -1,5 +1,6 @@
-"""Formats of the responses of OpenAI's chat and completion APIs, whole or as events, and what the
-answers of all APIs share: the output so far, the bill, and the interface that an exchange uses."""
+"""Responses of OpenAI's chat and completion APIs, as one body or as events; and the common base of
+all APIs: the output so far, the bill, and the interface that an exchange uses.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ FINISH_REASONS: Mapping[int, str] = {
     types_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 
-# Names in the contract without their prefix.
+# Names of the gRPC API without their prefix.
 REASON_NAMES: Mapping[int, str] = {
     number: name.removeprefix("FINISH_REASON_") for name, number in types_pb2.FinishReason.items()
 }
@@ -65,9 +66,9 @@ CONTENT = b'"content":'  # precedes the text in most events of a chat
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Facts about the model of an answer.
+    """Properties of the model that answers.
 
-    fingerprint: of its weights and engine. sampling: its defaults.
+    `fingerprint` identifies its weights and engine. `sampling` has its default parameters.
     """
 
     texts: TokenTexts
@@ -77,7 +78,7 @@ class ServedModel:
 
 @dataclass(slots=True)
 class Call:
-    """Tool call, as far as it was generated."""
+    """Tool call, as far as it has been generated."""
 
     id: str
     name: str
@@ -90,12 +91,12 @@ class Call:
 
 @dataclass(slots=True)
 class Output:
-    """One choice of one prompt so far.
+    """Output of one choice so far. `index` counts the choices of all prompts of the response.
 
-    index: among all choices of the response. parts: in the order in which they began: the number of
-    a tool call, None for the text, or -1, -2 and so on for thoughts. input_token_count: of its
-    prompt. token_count: sent so far. prompt_token_ids, token_ids: if the answer shows them.
-    stopped_by: the stop of the request that ended it.
+    `parts` lists the parts in the order in which they began: the number of a tool call, None for
+    the text, or -1, -2 and so on for thoughts. `input_token_count` is the prompt's, `token_count`
+    the number of tokens sent so far. `prompt_token_ids` and `token_ids` are set if the answer shows
+    them. `stopped_by` is the stop sequence or token of the request that ended the output.
     """
 
     index: int
@@ -136,7 +137,7 @@ class Output:
 
     @property
     def reasoning(self) -> str:
-        """The text of all thoughts."""
+        """Text of all thoughts."""
         return "".join(piece for pieces in self.thoughts for piece in pieces)
 
     def thought(self, part: int) -> str:
@@ -160,7 +161,7 @@ def is_thought(part: int | None) -> bool:
 
 @dataclass(slots=True)
 class Bill:
-    """Usage and cost of a response: sums of the usage events of its requests. Amounts in picos."""
+    """Usage and cost of a response: the sums over its requests. Amounts are in picos."""
 
     input_token_count: int = 0
     cached_input_token_count: int = 0
@@ -172,7 +173,7 @@ class Bill:
     request_ids: list[str] = field(default_factory=list)  # in the order of the prompts
 
     def add(self, usage: types_pb2.Usage, cost: types_pb2.Money) -> None:
-        """Add a request that has ended."""
+        """Add the usage and the cost of a request that has ended."""
         self.input_token_count += usage.input_token_count
         self.cached_input_token_count += usage.cached_input_token_count
         self.output_token_count += usage.billed_token_count
@@ -181,7 +182,7 @@ class Bill:
         self.currency_code = cost.currency_code
 
     def completion_usage(self) -> dict[str, Any]:
-        """Return the usage object of chat and plain completions."""
+        """Build the usage object of chat and plain completions."""
         return {
             "prompt_tokens": self.input_token_count,
             "completion_tokens": self.output_token_count,
@@ -191,7 +192,9 @@ class Bill:
         }
 
     def extension(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Return fields that OpenAI's API lacks, such as the exact cost."""
+        """Build the `weir` object, with fields that OpenAI's API does not have, such as the exact
+        cost.
+        """
         return {
             "cost": cost_facts(self.currency_code, self.cost_picos),
             "price_version": self.price_version,
@@ -207,7 +210,7 @@ class Bill:
 
 
 def cost_facts(currency_code: str, picos: int) -> dict[str, Any]:
-    """Return an exact amount as decimal text and in picos."""
+    """Convert an amount to JSON: as exact decimal text and in picos."""
     return {
         "currency_code": currency_code,
         "amount": f"{Decimal(picos).scaleb(-12).normalize():f}",
@@ -216,7 +219,7 @@ def cost_facts(currency_code: str, picos: int) -> dict[str, Any]:
 
 
 def encode(value: Any) -> bytes:
-    """Encode as JSON without characters that some clients take for line ends."""
+    """Encode as JSON, escaping characters that some clients treat as line ends."""
     data = msgspec.json.encode(value)
     if not data.isascii():
         for raw, escaped in LINE_ENDS:
@@ -230,7 +233,7 @@ def event(value: Any, name: str | None = None) -> bytes:
 
 
 class Answer(ABC):
-    """Format of one API's responses: as events, or as one body."""
+    """Converts the output of requests to the responses of one API, as events or as one body."""
 
     streams_done = True
     repeats_output = False  # whether the end of a stream repeats the entire output
@@ -242,55 +245,55 @@ class Answer(ABC):
         self._wants_logprobs = parsed.starts[0].HasField("top_logprobs")
 
     def opening(self, outputs: Sequence[Output]) -> bytes:
-        """Return the events before the first output."""
+        """Encode the events before the first output."""
         return b""
 
     def kept(self, new: Delta) -> Delta:
-        """Return new output without what the responses of this API have no place for."""
+        """Remove output that the responses of this API cannot represent."""
         return new
 
     @abstractmethod
     def delta(self, output: Output, new: Delta) -> bytes:
-        """Return the events of new output, which `output` already includes."""
+        """Encode new output as events. `output` already includes it."""
 
     def choice_ended(self, output: Output) -> bytes:
-        """Return the events for the end of one of several choices; may be called again."""
+        """Encode the end of one of several choices as events. May be called again."""
         return b""
 
     @abstractmethod
     def closing(self, outputs: Sequence[Output], bill: Bill) -> bytes:
-        """Return the last events."""
+        """Encode the last events, with the usage."""
 
     def failure(self, refusal: ErrorResponse, outputs: Sequence[Output]) -> bytes:
-        """Return the events of a failure after the response began."""
+        """Encode a failure after the response has begun as events."""
         return event(self.error_body(refusal))
 
     def error_body(self, refusal: ErrorResponse, request_id: str = "") -> dict[str, Any]:
-        """Return the body of an error."""
+        """Build the body of an error response."""
         return refusal.body(request_id)
 
     @abstractmethod
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Return the body without the fields of `tail`."""
+        """Build the body, without the fields of `tail`."""
 
     def tail(self, outputs: Sequence[Output], bill: Bill) -> dict[str, Any]:
-        """Return the fields that are known only after settlement; `body` has none of them."""
+        """Build the fields of the body that are known only after settlement."""
         return {"usage": bill.completion_usage(), "weir": bill.extension(outputs)}
 
     def failed_tail(self, outputs: Sequence[Output], refusal: ErrorResponse) -> dict[str, Any]:
-        """Return the same fields for output that is complete but could not be settled."""
+        """Build the fields of `tail` for output that is complete but could not be settled."""
         return {"usage": None, **refusal.body()}
 
 
 class ChunkAnswer(Answer):
-    """Format of chat and plain completions: an event is of one choice, each of which ends with its
-    reason when it ends, and the last event has usage and cost.
+    """Base of chat and plain completions: each event belongs to one choice and ends with its finish
+    reason when the choice ends; the last event has usage and cost.
     """
 
     chunk_kind = ""
 
     def __init__(self, parsed: ParsedRequest, model: ServedModel, common: dict[str, Any]) -> None:
-        """common: fields of every event and of the body."""
+        """`common` has the fields of every event and of the body."""
         super().__init__(parsed, model)
         self._common = common
         self._open_count = len(parsed.starts) * parsed.choice_count
@@ -306,7 +309,7 @@ class ChunkAnswer(Answer):
 
     @abstractmethod
     def _last_choice(self, output: Output) -> dict[str, Any]:
-        """Return the end of a choice."""
+        """Build the choice object that ends a choice."""
 
     def choice_ended(self, output: Output) -> bytes:
         """Implement `Answer.choice_ended`; the last choice ends with `closing`."""
@@ -317,13 +320,12 @@ class ChunkAnswer(Answer):
         return self._new_chunk(output, self._last_choice(output))
 
     def _token_ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """Return the member of a choice with its tokens, if the answer shows them."""
+        """Build the field with the token ids of a choice, if the answer shows them."""
         return {"token_ids": list(token_ids)} if self._parsed.shows_token_ids else {}
 
     def _prompt_tokens(self, output: Output) -> dict[str, Any]:
-        """Return the members with the tokens of the prompt that the answer shows, as JSON.
-
-        They are made once for all choices of a prompt.
+        """Build the fields with the tokens of the prompt that the answer shows, as JSON. They are
+        encoded once for all choices of a prompt.
         """
         index = output.index // self._parsed.choice_count
         if self._shown_prompt[0] != index:
@@ -351,7 +353,9 @@ class ChunkAnswer(Answer):
         return b"".join((*before, *events))
 
     def _end_of(self, output: Output, *, has_begun: bool = True) -> bytes:
-        """Return the end of an event of a choice. has_begun: it has output so far."""
+        """Encode the end of an event, with the usage so far if requested. `has_begun`: there is
+        output.
+        """
         if not self._parsed.repeats_usage:
             return self._chunk_tail
         count, new_count = output.input_token_count, output.token_count if has_begun else 0
@@ -364,7 +368,7 @@ class ChunkAnswer(Answer):
         )
 
     def _new_chunk(self, output: Output, choice: dict[str, Any]) -> bytes:
-        """Return one event with new output."""
+        """Encode one event with new output."""
         return b"".join(
             (self._chunk_head, b',"choices":[', encode(choice), b"]", self._end_of(output))
         )
@@ -372,21 +376,21 @@ class ChunkAnswer(Answer):
     def _chunk(
         self, choices: Sequence[dict[str, Any]], more: dict[str, Any] | None = None
     ) -> bytes:
-        """Return one event. more: fields beside those of every event; replaces `"usage": null`."""
+        """Encode one event. `more` adds fields and replaces `"usage": null`."""
         if more is None:
             return b"".join((self._chunk_head, b',"choices":', encode(choices), self._chunk_tail))
         return b"".join((self._chunk_head, b",", encode({"choices": choices, **more})[1:], b"\n\n"))
 
 
 class ChatAnswer(ChunkAnswer):
-    """Format of chat completions."""
+    """Responses of chat completions."""
 
     chunk_kind = "chat.completion.chunk"
 
     def __init__(
         self, parsed: ParsedRequest, model: ServedModel, answer_id: str, created: int
     ) -> None:
-        """answer_id: hexadecimal; created: in seconds since 1970."""
+        """`answer_id` is hexadecimal. `created` is in seconds since 1970."""
         common = {
             "id": f"chatcmpl-{answer_id}",
             "created": created,
@@ -433,8 +437,8 @@ class ChatAnswer(ChunkAnswer):
         return b"".join(self._new_chunk(output, each) for each in events)
 
     def _plain_chunk(self, index: int) -> tuple[bytes, bytes]:
-        """Return the parts of an event before and after its text, the same for all tokens of a
-        choice, without the end.
+        """Encode the parts of an event before and after its text, which are the same for all tokens
+        of a choice.
         """
         if (chunk := self._plain_chunks.get(index)) is None:
             before = b'%b,"choices":[{"index":%d,"delta":{%b' % (self._chunk_head, index, CONTENT)
@@ -477,9 +481,8 @@ def _chat_choice(
 
 
 def _message(output: Output, begun: str) -> dict[str, Any]:
-    """Return a whole message; one that has calls or thoughts only has null content.
-
-    begun: text that precedes the output.
+    """Build a whole message. Its content is null if it has only calls or thoughts. `begun` is text
+    that precedes the output.
     """
     content = begun + output.text or (None if output.parts else "")
     message: dict[str, Any] = {
@@ -503,12 +506,12 @@ def _message(output: Output, begun: str) -> dict[str, Any]:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Return thinking under both names that clients know: SGLang's and DeepSeek's, and vLLM's."""
+    """Build the fields for thinking, under the names of SGLang and DeepSeek, and of vLLM."""
     return {"reasoning_content": text, "reasoning": text}
 
 
 def _call_delta(piece: CallPiece) -> dict[str, Any]:
-    """Return the delta of a call: id and name with its first piece, later only arguments."""
+    """Build the delta of a call: id and name with the first piece, later only arguments."""
     if not piece.id:
         return {"index": piece.index, "function": {"arguments": piece.arguments}}
     function = {"name": piece.name, "arguments": piece.arguments}
@@ -516,14 +519,14 @@ def _call_delta(piece: CallPiece) -> dict[str, Any]:
 
 
 class CompletionAnswer(ChunkAnswer):
-    """Format of plain completions of one or more prompts."""
+    """Responses of plain completions of one or more prompts."""
 
     chunk_kind = "text_completion"
 
     def __init__(
         self, parsed: ParsedRequest, model: ServedModel, answer_id: str, created: int
     ) -> None:
-        """answer_id: hexadecimal; created: in seconds since 1970."""
+        """`answer_id` is hexadecimal. `created` is in seconds since 1970."""
         common = {
             "id": f"cmpl-{answer_id}",
             "created": created,
@@ -555,7 +558,7 @@ class CompletionAnswer(ChunkAnswer):
         return b"".join((*prompts, super().closing(outputs, bill)))
 
     def _prompt_event(self, output: Output) -> bytes:
-        """Return the event with what the answer shows of a choice's prompt, if it is still due."""
+        """Encode the parts of the prompt that the answer shows as an event, once per choice."""
         shows = self._parsed.echoes or self._parsed.shows_token_ids
         if not shows or output.index in self._begun:
             return b""
@@ -570,7 +573,7 @@ class CompletionAnswer(ChunkAnswer):
         return self._chunk([choice | self._prompt_tokens(output) | self._token_ids(())])
 
     def _echoed(self, output: Output, logprobs: Sequence[TokenLogprobs], text: str) -> Columns:
-        """Return the tokens of a prompt and of output. text: of the prompt."""
+        """Build the columns for the tokens of a prompt, whose text is `text`, and of output."""
         columns = self._texts.echoed(output.prompt_logprobs, logprobs, text)
         if self._parsed.names_tokens_by_id:
             return by_ids(columns, [*output.prompt_logprobs, *logprobs])

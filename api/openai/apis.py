@@ -1,4 +1,4 @@
-"""Generating requests of one HTTP API: its parameters, their conversion, and its answer."""
+"""Generating APIs over HTTP: for each, its parameters, their conversion, and its responses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from api.openai.tolerance import Notes
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """Generating API: type of the body, its conversion, and the forms of responses and errors."""
+    """Generating API: the type of its body, the conversion to start frames, its responses and
+    errors.
+    """
 
     parameters: type[Any]
     parse: Callable[[Any], ParsedRequest]
@@ -25,9 +27,9 @@ class Api:
 
 
 def parsed_body(body: bytes, api: Api, *, strict: bool) -> tuple[ParsedRequest, dict[str, str]]:
-    """Parse a generating request; return it with the header that names ignored parameters.
+    """Parse the body of a generating request; return it with the header that names what is ignored.
 
-    strict: refuse unknown parameters. Raises: InvalidRequest, HttpFault.
+    With `strict`, unknown parameters are refused. Raises: InvalidRequest, HttpFault.
     """
     notes = Notes(strict=strict)
     requested = decode(body, api.parameters, notes)

@@ -1,4 +1,4 @@
-"""Conversion of the chat API's messages and the responses API's input items to a conversation."""
+"""Conversion of chat messages, and of the input items of the responses API, to a conversation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ FIELDS = {
 
 
 class ContentPart(Struct, forbid_unknown_fields=True):
-    """Part of a message. Fields that responses carry beside the text are accepted back.
+    """Part of a message. Accepts the fields that responses have, so that clients can send them
+    back.
 
     `history.py` converts parts of other types, or refuses them.
     """
@@ -55,7 +56,7 @@ class ContentPart(Struct, forbid_unknown_fields=True):
 
 
 class Message(Struct, forbid_unknown_fields=True):
-    """Message. The fields beside role and content are those that responses carry, mostly empty."""
+    """Chat message. Accepts the fields that responses have, so that clients can send them back."""
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -79,7 +80,7 @@ NON_TEXT_FIELDS = ContentPart.__struct_fields__[ContentPart.__struct_fields__.in
 
 
 def conversation(messages: Sequence[Message]) -> pb.Conversation:
-    """Return the conversation for a start frame. Raises: InvalidRequest."""
+    """Convert messages to the conversation of a start frame. Raises: InvalidRequest."""
     if not messages:
         raise invalid_parameter("messages", "must hold at least one message")
     check_count(messages, "messages", MESSAGE_COUNT_MAX)
@@ -92,7 +93,7 @@ def conversation(messages: Sequence[Message]) -> pb.Conversation:
 
 
 class OpenCalls:
-    """Calls of one message whose results are awaited, by id, by name and in their order."""
+    """Tool calls of one message that have no result yet, by id, by name and in order."""
 
     def __init__(self, calls: Sequence[pb.ToolCall]) -> None:
         self._open: set[str] = set()
@@ -108,7 +109,7 @@ class OpenCalls:
                 self._by.setdefault(key, deque()).append(call.id)
 
     def answer(self, result: pb.Message, name: str) -> None:
-        """Give a result the id of the call that it answers, if it has none that says it."""
+        """Match a result with its call, and give it the id of that call if it has none."""
         sent = result.tool_call_id
         if sent and (equal := self._equal.get(sent)):
             result.tool_call_id = equal.popleft() if len(equal) > 1 else equal[0]
@@ -121,11 +122,11 @@ class OpenCalls:
 
 
 def pair_results(turns: Sequence[pb.Message], names: Sequence[str] = ()) -> None:
-    """Give every call an id that is unique in its message, and every result the id of its call.
+    """Give each call an id that is unique in its message, and each result the id of its call.
 
     Some servers send calls without ids or with equal ones, and legacy results have only a name.
-    names: of the functions that results are of, by turn. The ids are the same in each request, so
-    that the prefix cache keeps the turns.
+    `names` has the function that each result is of, by turn. The ids are the same in every request,
+    so that the prefix cache keeps the turns.
     """
     calls = OpenCalls(())
     for index, turn in enumerate(turns):
@@ -136,7 +137,7 @@ def pair_results(turns: Sequence[pb.Message], names: Sequence[str] = ()) -> None
 
 
 def _plain_turn(message: Message) -> pb.Message | None:
-    """Convert a message with only role and text, five times as fast as others; None for others."""
+    """Convert a message with only role and text, five times as fast as `_turn`; None for others."""
     role, content = ROLES.get(message.role), message.content
     if (
         role is None
@@ -180,7 +181,7 @@ def _turn(message: Message, field: str) -> pb.Message:
 
 
 def text_of(content: str | Sequence[ContentPart], field: str) -> str:
-    """Return the concatenated text parts. Raises: InvalidRequest."""
+    """Concatenate the text parts of a message. Raises: InvalidRequest."""
     if isinstance(content, str):
         return content
     for index, part in enumerate(content):
@@ -197,7 +198,7 @@ def text_of(content: str | Sequence[ContentPart], field: str) -> str:
 
 
 class Item(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Input item of any kind. `history.py` converts items of other kinds, or refuses them."""
+    """Input item of any type. `history.py` converts items of other types, or refuses them."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
     id: str | None = None
@@ -219,9 +220,9 @@ class Item(Struct, forbid_unknown_fields=True, kw_only=True):
 def conversation_of(
     items: Sequence[Item], instructions: str | None
 ) -> tuple[pb.Conversation, dict[str, str]]:
-    """Return the conversation for a start frame, and the parameters by field of its messages.
+    """Convert input items to a conversation; also return the parameter that each field came from.
 
-    Calls belong to the preceding assistant message, thoughts to the following one. Raises:
+    Calls join the assistant message before them, thoughts the one after them. Raises:
     InvalidRequest.
     """
     if all(item.type == REASONING for item in items):
@@ -266,7 +267,9 @@ def conversation_of(
 
 
 def _kind(item: Item, field: str) -> str:
-    """Check the fields of an item, and return its kind. Raises: InvalidRequest."""
+    """Check that an item has only the fields of its type, and return the type. Raises:
+    InvalidRequest.
+    """
     kind = item.type or MESSAGE
     for name in Item.__struct_fields__:
         if name not in FIELDS[kind] and getattr(item, name) is not None:
@@ -289,7 +292,7 @@ def _message(item: Item, field: str) -> pb.Message:
 
 
 def _thought(item: Item, field: str) -> str:
-    """Read the text of an earlier thought; empty if it is encrypted."""
+    """Read the text of an earlier thought. Empty if the thought is encrypted."""
     parts = [] if isinstance(item.content, str) or item.content is None else item.content
     for index, part in enumerate(parts):
         if part.text is None:

@@ -1,9 +1,9 @@
-"""Request fields of other servers and providers: effect, values that change nothing, remedy.
+"""Request fields of other servers and providers: their effects, neutral values and remedies.
 
-A table from the published protocols of vLLM, SGLang, LMDeploy, Aphrodite, llama.cpp, TGI, TEI,
-Ollama, Cohere, Jina, Voyage, Mistral, Together, Fireworks, Groq, Cerebras, OpenRouter, DeepInfra
-and DashScope. `tolerance.py` applies it, and `tests/api/dialect_fields.txt` lists the fields of
-each protocol.
+The table comes from the published protocols of vLLM, SGLang, LMDeploy, Aphrodite, llama.cpp, TGI,
+TEI, Ollama, Cohere, Jina, Voyage, Mistral, Together, Fireworks, Groq, Cerebras, OpenRouter,
+DeepInfra and DashScope. `tolerance.py` applies it, and `tests/api/dialect_fields.txt` lists the
+fields of each protocol.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ NEUTRAL: Mapping[str, Values] = {
 
 FIELDS: Mapping[str, Field] = dict(
     (
-        # Other names of our parameters
+        # Other names of parameters of this API
         *alias(LIMIT, ("max_completion_tokens", "max_new_tokens", "n_predict", "num_predict")),
         *alias("min_tokens", ("min_new_tokens", "min_completion_tokens")),
         *alias("n", ("n_cmpl", "num_return_sequences")),
@@ -562,12 +562,12 @@ ABLE: Mapping[Effect, frozenset[str]] = {
 
 
 def field_of(name: str, api: str) -> Field | None:
-    """Return the entry of a field in one of the APIs, or None if it has none."""
+    """Look up a field in the table of one API. Returns None if it is not listed."""
     return FIELDS_BY_API.get(api, {}).get(name) or FIELDS.get(name)
 
 
 def is_neutral(value: object, neutral: Values) -> bool:
-    """Return whether a value is one of those that change nothing. `true` is not 1."""
+    """Return whether a value is one of those that change nothing. `true` does not equal 1."""
     return any(
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral
     )

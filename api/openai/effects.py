@@ -10,7 +10,7 @@ Values = tuple[object, ...]
 
 
 class Effect(StrEnum):
-    """Effect of a field in a request, unless its value changes nothing."""
+    """Effect of a field on a request, unless its value is neutral."""
 
     ALIAS = "alias"  # of a parameter of ours
     FORMAT = "format"  # of the answer
@@ -23,11 +23,11 @@ class Effect(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Field of a request.
+    """Request field of another server.
 
-    neutral: values that change nothing, beside `null` and empty ones. note: remedy of a refusal;
-    of an effect, what the field means. means: names of the parameter that it is an alias of, of
-    which an API has one at most.
+    `neutral` values change nothing, like `null` and empty ones. `note` is the remedy if the field
+    is refused, otherwise the meaning of the field. `means` are the parameters that it is an alias
+    of; an API has at most one of them.
     """
 
     effect: Effect
@@ -37,7 +37,7 @@ class Field:
 
 
 def refused(note: str, fields: Iterable[str] | Mapping[str, Values]) -> Iterator[tuple[str, Field]]:
-    """Yield fields that are refused for one reason, with their neutral values."""
+    """Yield fields that are refused for the same reason, each with its neutral values."""
     neutral = fields if isinstance(fields, Mapping) else dict.fromkeys(fields, ())
     for name, values in neutral.items():
         yield name, Field(Effect.REFUSED, note, values)
@@ -46,19 +46,19 @@ def refused(note: str, fields: Iterable[str] | Mapping[str, Values]) -> Iterator
 def alias(
     means: str | tuple[str, ...], fields: Iterable[str] | Mapping[str, Values]
 ) -> Iterator[tuple[str, Field]]:
-    """Yield other names of a parameter, with values that it does not have."""
+    """Yield aliases of a parameter, each with values that the parameter does not have."""
     names = (means,) if isinstance(means, str) else means
     for name, field in refused("", fields):
         yield name, Field(Effect.ALIAS, "", field.neutral, names)
 
 
 def acting(effect: Effect, fields: Mapping[str, tuple[str, Values]]) -> Iterator[tuple[str, Field]]:
-    """Yield fields with an effect of their own: meaning and neutral values."""
+    """Yield fields that have this effect, each with its meaning and its neutral values."""
     for name, (note, neutral) in fields.items():
         yield name, Field(effect, note, neutral)
 
 
 def hints(*names: str) -> Iterator[tuple[str, Field]]:
-    """Yield fields that cannot change the answer."""
+    """Yield fields that cannot change the answer and are ignored."""
     for name in names:
         yield name, Field(Effect.HINT)

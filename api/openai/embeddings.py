@@ -1,4 +1,4 @@
-"""Embeddings over HTTP: parameters, the request of the contract, and the response."""
+"""Embeddings over HTTP: parameters, conversion to an `EmbedRequest`, and the response."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ INPUT_COUNT_MAX = 2048  # OpenAI's own limit; the model may take fewer
 class EmbeddingParameters(Struct, forbid_unknown_fields=True, kw_only=True):
     """Parameters of `client.embeddings.create`, and some of other servers.
 
-    normalize: as in TEI, Jina and vLLM. truncate: as in TEI and Cohere, cuts the end of a text that
-    is too long. truncate_prompt_tokens: the same, as in vLLM.
+    `normalize` is that of TEI, Jina and vLLM. `truncate` (TEI, Cohere) and `truncate_prompt_tokens`
+    (vLLM) cut off the end of a text that is too long.
     """
 
     api: ClassVar[str] = "embeddings"
@@ -44,7 +44,7 @@ class EmbeddingParameters(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def embed_request(requested: EmbeddingParameters, request_id: str) -> pb.EmbedRequest:
-    """Convert the parameters to the request of the contract. Raises: InvalidRequest."""
+    """Convert the parameters to an `EmbedRequest`. Raises: InvalidRequest."""
     if not requested.model:
         raise invalid_parameter("model", MODEL_REQUIRED)
     if requested.encoding_format not in (None, *ENCODINGS):
@@ -73,7 +73,7 @@ def embed_request(requested: EmbeddingParameters, request_id: str) -> pb.EmbedRe
 
 
 def embedding_names(requested: EmbeddingParameters) -> Mapping[str, str]:
-    """Return the request's parameters by field of the contract."""
+    """Map the fields of the `EmbedRequest` to the parameters they came from, for error messages."""
     given = requested.input
     is_list = isinstance(given, list) and not any(isinstance(each, int) for each in given[:1])
     fields = ("inputs[]", "inputs[].text", "inputs[].token_ids", "inputs[].token_ids.ids")
@@ -86,7 +86,7 @@ def embedding_names(requested: EmbeddingParameters) -> Mapping[str, str]:
 
 
 def check_model_sizes(requested: EmbeddingParameters, model: ModelInfo) -> None:
-    """Raise InvalidRequest for a dimension or a length of texts other than the model's."""
+    """Raise InvalidRequest if the requested dimension or text length is not the model's."""
     dimension, window = model.embedding_dimension, model.context_window_tokens
     if requested.dimensions not in (None, dimension):
         raise invalid_parameter(
@@ -127,12 +127,12 @@ def embedding_list(
 
 
 def packed(vector: Iterable[float]) -> str:
-    """Encode a vector as base64 of its little-endian 32-bit floats."""
+    """Encode a vector in base64, as little-endian 32-bit floats."""
     return base64.b64encode(array("f", vector).tobytes()).decode()
 
 
 def normalized(vector: Sequence[float]) -> Sequence[float]:
-    """Scale a vector to length 1; one that has it already is unchanged."""
+    """Scale a vector to length 1. Returns it unchanged if it has that length already."""
     length = math.hypot(*vector)
     if length == 0 or abs(length - 1) < UNIT_TOLERANCE:
         return vector

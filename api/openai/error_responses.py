@@ -1,6 +1,6 @@
-"""Error responses of the HTTP API: status, headers and body, from a `google.rpc.Status`.
+"""Error responses of the HTTP API: conversion of a `google.rpc.Status` to status, headers and body.
 
-Errors come from the table in `api/core/statuses.py`, as over gRPC; only HTTP faults begin here.
+Errors come from the table in `api/core/statuses.py`, as over gRPC. Only HTTP faults begin here.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ ERROR_CODES: Mapping[str, str] = {
 }
 
 USE_OPENAI = "choose OpenAI's API in the client, with a base URL that ends in /v1"
-# What to do without endpoints of OpenAI, Anthropic and other servers that are not served. The first
-# pattern that a path matches counts.
+# Alternatives to endpoints of OpenAI, Anthropic and other servers that are not served. The first
+# pattern that matches the path applies.
 REMEDIES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), remedy)
     for pattern, remedy in (
@@ -96,7 +96,7 @@ REMEDIES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     )
 )
 
-# Names of the contract in messages: fields, whose names differ between APIs, and fixed words.
+# Field names of the gRPC API in messages, which differ between APIs, and fixed words.
 TERMS = re.compile(
     r"\b(?:max_output_tokens|min_output_tokens|choice_count|tool_choice\.single|TOOL_MODE_[A-Z]+"
     r"|request_id|truncation)\b"
@@ -127,13 +127,15 @@ Detail = TypeVar("Detail", bound=Message)
 
 
 def remedy_of(path: str) -> str:
-    """Return what to do without an endpoint that is not served; empty for unknown ones."""
+    """Return an alternative to an endpoint that is not served; empty if it is unknown."""
     return next((remedy for pattern, remedy in REMEDIES if pattern.fullmatch(path)), "")
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorResponse:
-    """Error response. kind: OpenAI's `type`. param: the wrong parameter. facts: other metadata."""
+    """Error response of the HTTP API. `kind` is OpenAI's `type`, `param` the parameter at fault,
+    and `facts` the metadata of the error.
+    """
 
     http_status: int
     message: str
@@ -144,9 +146,9 @@ class ErrorResponse:
     facts: Mapping[str, str] = field(default_factory=dict)
 
     def body(self, request_id: str = "") -> dict[str, Any]:
-        """Return the error in OpenAI's form, with the facts beside it.
+        """Build the body in OpenAI's format, with the metadata in `weir`.
 
-        request_id: in the headers only; forms of other APIs have it.
+        `request_id` is unused: OpenAI has it in the headers only, other APIs in the body.
         """
         error: dict[str, Any] = {
             "message": self.message,
@@ -160,7 +162,7 @@ class ErrorResponse:
 
 
 class HttpFault(Exception):
-    """Request refused as HTTP, before its body was parsed."""
+    """Refusal of a request at the level of HTTP, before its body is parsed."""
 
     def __init__(
         self,
@@ -172,7 +174,7 @@ class HttpFault(Exception):
         param: str | None = None,
         closing: bool = False,
     ) -> None:
-        """closing: the connection must close, since the end of the request is unknown."""
+        """With `closing`, the connection must close, because the end of the request is unknown."""
         super().__init__(message)
         self.closing = closing
         self.refusal = ErrorResponse(
@@ -181,7 +183,7 @@ class HttpFault(Exception):
 
 
 def invalid_http_message(message: str | None) -> str:
-    """Return the error message for invalid HTTP. message: that of the parser."""
+    """Build the message for a request that is not valid HTTP, from the message of the parser."""
     return (
         "this is not a valid HTTP request:"
         f" {(message or '').partition(chr(10))[0].rstrip(':')[:200]}"
@@ -195,7 +197,7 @@ def invalid_parameter(param: str | None, description: str) -> InvalidRequest:
 def error_response(
     status: status_pb2.Status, names: Mapping[str, str] | None = None
 ) -> ErrorResponse:
-    """Return the error response for a status. names: request parameters by start frame field."""
+    """Convert a status to an error response. `names` maps fields of a start frame to parameters."""
     info = detail_of(status, error_details_pb2.ErrorInfo) or error_details_pb2.ErrorInfo(
         reason="INTERNAL"
     )
@@ -213,14 +215,14 @@ def error_response(
 
 
 def http_status_of(code: int, reason: str) -> int:
-    """Return the HTTP status of an error. code: its gRPC code. reason: that of its `ErrorInfo`."""
+    """Choose the HTTP status of an error from its gRPC code and the reason in its `ErrorInfo`."""
     return REASON_HTTP_STATUSES.get(reason) or HTTP_STATUSES.get(code, 500)
 
 
 def wording(
     status: status_pb2.Status, info: error_details_pb2.ErrorInfo, names: Mapping[str, str]
 ) -> tuple[str, str | None]:
-    """Return the message and the parameter that it concerns."""
+    """Build the message with the API's names, and find the parameter at fault, or None."""
     bad_request = detail_of(status, error_details_pb2.BadRequest)
     if bad_request is None or not bad_request.field_violations:
         return translate_terms(names, status.message), (
@@ -239,12 +241,14 @@ def wording(
 
 
 def translate_terms(names: Mapping[str, str], message: str) -> str:
-    """Replace the contract's names in a message by those of the API that was called."""
+    """Replace field names of the gRPC API in a message by the parameters of the API that was
+    called.
+    """
     return TERMS.sub(lambda term: WORDS.get(term[0]) or names.get(term[0], term[0]), message)
 
 
 def category(http_status: int, info: error_details_pb2.ErrorInfo) -> tuple[str, str]:
-    """Return OpenAI's type and code of an error, or their nearest equivalents."""
+    """Choose the `type` and `code` of an error: OpenAI's, or the nearest equivalents."""
     if info.reason == "QUOTA_EXCEEDED":
         kind = counted_unit(RATES, info.metadata)
         return (
@@ -259,7 +263,7 @@ def category(http_status: int, info: error_details_pb2.ErrorInfo) -> tuple[str, 
 
 
 def retry_headers(http_status: int, wait_s: float | None) -> dict[str, str]:
-    """Return the retry-after headers, or one that advises against a retry."""
+    """Build the retry-after headers, or the header that advises against a retry."""
     if wait_s is not None:
         ms = math.ceil(wait_s * 1000)
         headers = {"retry-after": str(math.ceil(ms / 1000)), "retry-after-ms": str(ms)}
@@ -268,9 +272,9 @@ def retry_headers(http_status: int, wait_s: float | None) -> dict[str, str]:
 
 
 def parameter(field_name: str, names: Mapping[str, str]) -> str:
-    """Return the request's name for a field of the start frame, by its longest known prefix.
+    """Convert a field of the start frame to the request's parameter, by its longest known prefix.
 
-    names: by field; `[]` matches any index, which is kept in the request's name.
+    `names` maps fields to parameters. `[]` in a field matches any index, which is kept.
     """
     for end in prefix_ends(field_name):
         head, rest = field_name[:end], field_name[end:]
@@ -284,7 +288,7 @@ def parameter(field_name: str, names: Mapping[str, str]) -> str:
 
 
 def prefix_ends(field_name: str) -> Sequence[int]:
-    """Return the ends of a field name's prefixes, the longest first."""
+    """List the ends of the prefixes of a field path, longest first."""
     return [
         len(field_name),
         *(end for end in range(len(field_name) - 1, 0, -1) if field_name[end] in "[."),
@@ -300,13 +304,13 @@ def detail_of(status: status_pb2.Status, kind: type[Detail]) -> Detail | None:
 
 
 def counted_unit(table: Mapping[QuotaDimension, str], facts: Mapping[str, str]) -> str | None:
-    """Return the unit that a limit counts, `requests` or `tokens`; None if not in the table."""
+    """Return the unit that a quota counts, `requests` or `tokens`; None if not in the table."""
     named = facts.get("dimension", "")
     return next((unit for dimension, unit in table.items() if dimension.spelling == named), None)
 
 
 def quota_headers(quotas: Iterable[types_pb2.QuotaStatus]) -> dict[str, str]:
-    """Return the rate-limit headers of an admitted request. quotas: those it counts in."""
+    """Build the rate-limit headers of an admitted request from the quotas that it counts in."""
     tightest: dict[str, types_pb2.QuotaStatus] = {}
     for quota in quotas:
         kind = COUNTED_NUMBERS.get(quota.dimension)
@@ -324,9 +328,9 @@ def quota_headers(quotas: Iterable[types_pb2.QuotaStatus]) -> dict[str, str]:
 
 
 def refusal_headers(facts: Mapping[str, str]) -> dict[str, str]:
-    """Return the rate-limit headers of a request that a quota refused, or none.
+    """Build the rate-limit headers of a request that a quota refused; empty for other errors.
 
-    facts: `api.core.statuses.quota_metadata`.
+    `facts` are those of `api.core.statuses.quota_metadata`.
     """
     kind = counted_unit(COUNTED, facts)
     if kind is None or "reset_time" not in facts:
@@ -336,7 +340,7 @@ def refusal_headers(facts: Mapping[str, str]) -> dict[str, str]:
 
 
 def limit_headers(kind: str, limit: int, remaining: int, reset_s: float) -> dict[str, str]:
-    """Return the headers with the limit, the remaining amount and the time of its reset."""
+    """Build the headers with a limit, the remaining amount and the time until it resets."""
     return {
         f"x-ratelimit-limit-{kind}": str(limit),
         f"x-ratelimit-remaining-{kind}": str(max(remaining, 0)),
@@ -357,7 +361,7 @@ def duration_text(seconds: float) -> str:
 
 
 def check_count(elements: Sized | None, param: str, count_max: int) -> None:
-    """Check the number of elements before looking at any. Raises: InvalidRequest."""
+    """Limit the number of elements of a parameter before checking any. Raises: InvalidRequest."""
     if elements is not None and len(elements) > count_max:
         raise invalid_parameter(
             param, f"must have at most {count_max} elements, got {len(elements)}"

@@ -1,8 +1,7 @@
 """One generating HTTP request: its live requests, their shared writer, and the response.
 
-Starts requests as `ClientStream` does and may stop them; it owns nothing else of them. The task of
-the HTTP request writes the writer. Tokens count as delivered when they are handed to the
-connection, as over gRPC.
+Starts requests like `ClientStream`, and may stop them. The task of the HTTP request runs the
+writer. Tokens count as delivered when they are handed to the connection, as over gRPC.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ from metering.tenants.authentication import Principal
 
 # A blank before a JSON text changes nothing.
 PADDING = b" "
-# Seconds of silence after which a client that has half-closed is sent something: only the reaction
-# to it tells it from a client that is gone.
+# Seconds of silence after which something is sent to a client that has half-closed: only its
+# reaction shows whether it is still there.
 HALF_CLOSED_SILENCE_S = 1.0
 LOGPROBS_AT_ONCE = 200  # tokens whose log-probabilities become JSON on the event loop
 LOGPROB_COST = 50  # characters of text to encode that cost as much as one of them
@@ -62,7 +61,9 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """HTTP request. request_id: also that of its first prompt. look_up: looks up its key again."""
+    """HTTP request after authentication. `request_id` is also the id of its first prompt. `look_up`
+    authenticates the API key again.
+    """
 
     caller: Caller
     request_id: uuid.UUID
@@ -74,9 +75,9 @@ Starts = list[ValidStart] | InvalidRequest
 
 
 def valid_starts(parsed: ParsedRequest, first: uuid.UUID, window_tokens_max: int) -> Starts:
-    """Check the start frames of a request. first: id of the first prompt.
+    """Parse the start frames of a request. `first` is the id of the first prompt.
 
-    The ids of the others are derived: the same when the client sends the whole request again.
+    The other ids are derived from it, so that they are the same if the client repeats the request.
     """
     starts: list[ValidStart] = []
     try:
@@ -89,10 +90,10 @@ def valid_starts(parsed: ParsedRequest, first: uuid.UUID, window_tokens_max: int
 
 
 class AnswerSubscription(Subscription):
-    """Subscription of an exchange to one of its requests; its parts are bytes of the response."""
+    """Subscription of an exchange to one of its requests. Its parts are bytes of the response."""
 
     def __init__(self, exchange: Exchange, writer: StreamWriter, given_id: str, index: int) -> None:
-        """index: position of the request in the exchange."""
+        """`index` is the position of the request in the exchange."""
         super().__init__(writer, given_id, exchange.on_end)
         self.index = index
         self.token = partial(exchange.note_token, index)
@@ -113,7 +114,7 @@ class AnswerSubscription(Subscription):
 
 
 class Exchange:
-    """One generating HTTP request."""
+    """Generating HTTP request that is being served, with one live request for each prompt."""
 
     def __init__(
         self,
@@ -125,7 +126,7 @@ class Exchange:
         answer: Answer,
         headers: Mapping[str, str],
     ) -> None:
-        """starts: one for each prompt. headers: of the response, beside those of every response."""
+        """`starts` has one start frame per prompt. `headers` are added to the response."""
         self._registry = registry
         self._http = http
         self._arrival = arrival
@@ -160,7 +161,8 @@ class Exchange:
         self._connection = connection
 
     async def serve(self) -> web.StreamResponse:
-        """Run the parsed requests to their end; on any exit none of them is left running.
+        """Run the requests to their end and send the response. On any exit, all of them are
+        stopped.
 
         Raises: RequestInFlight, RequestUnderWay.
         """
@@ -200,7 +202,7 @@ class Exchange:
             del self.parsed, self._answer, self._http, self._connection
 
     def _begin(self, starts: Sequence[ValidStart]) -> None:
-        """Start all requests or none. Raises: RequestInFlight, RequestUnderWay."""
+        """Start all requests, or none. Raises: RequestInFlight, RequestUnderWay."""
         caller = self._arrival.caller
         for start in starts:
             if self._registry.same_request(caller.payer.project_id, start) is not None:
@@ -217,7 +219,7 @@ class Exchange:
             self._live.append(begin(self._registry, caller, start, subscription))
 
     def on_end(self, subscription: Subscription) -> None:
-        """Handle the end of a request."""
+        """Handle the end of one of the requests."""
         del self._subscriptions[subscription.given_id]
         if subscription.is_refused:
             self._registry.charge_refusal(self._arrival.caller.payer, subscription)
@@ -225,13 +227,13 @@ class Exchange:
             self._writer.close()
 
     def _leave(self, outcome: Outcome) -> None:
-        """Abandon the output and stop all requests."""
+        """Drop the output and stop all requests."""
         self._writer.abandon()
         for subscription in list(self._subscriptions.values()):
             subscription.source.leave(subscription, outcome)
 
     def _stop_siblings(self, ended_id: str) -> None:
-        """Stop the other prompts after one failed; they end, and are charged, by the same cause."""
+        """Stop the other prompts after one has failed; they end and are charged by its cause."""
         if not self._live:
             return  # `_leave` stopped all of them before
         ended = self._live[self._subscriptions[ended_id].index]
@@ -241,9 +243,8 @@ class Exchange:
                 request.stop(OUTCOMES[cause], SiblingEnded(cause))
 
     async def _write(self, data: bytes) -> None:
-        """Write events, or the body of an unstreamed response once all output is there.
-
-        Raises: ConnectionError if the connection is closed, TimeoutError if the client stalls.
+        """Write events, or the body of an unstreamed response once all output has arrived. Raises:
+        ConnectionError if the connection is closed, TimeoutError if the client stalls.
         """
         if self._has_output and not self._is_open:
             self._is_open = True
@@ -263,10 +264,9 @@ class Exchange:
             await self._connection.drained()
 
     async def _break_silence(self) -> None:
-        """Send an event without meaning, or a blank before a body; the first one fixes the status.
-
-        Earlier failures have a status of their own. That of a body stays open until its requests
-        are admitted, and then for `http_padding_after_s`.
+        """Send a ping event, or a blank before a body. The first one sends the HTTP status.
+        Failures before that have an HTTP status of their own. A body without streaming therefore
+        sends none until its requests are admitted, and then only after `http_padding_after_s`.
         """
         if self.parsed.streams:
             await self._send(self._answer.ping)
@@ -284,7 +284,7 @@ class Exchange:
             self._connection.force_close()
 
     def note(self, subscription: AnswerSubscription, frame: pb.ServerFrame) -> bytes:
-        """Record a frame without output. Return the events of a stream for it."""
+        """Record a frame without output. Returns the events to send for it."""
         kind = frame.WhichOneof("kind")
         if kind == "admitted":
             self._headers |= quota_headers(frame.admitted.quotas)
@@ -304,16 +304,16 @@ class Exchange:
         return b""
 
     def _outputs_of(self, subscription: AnswerSubscription) -> Sequence[Output]:
-        """Return the choices of one prompt."""
+        """Return the outputs of the choices of one prompt."""
         count = self.parsed.choice_count
         return self._outputs[subscription.index * count : (subscription.index + 1) * count]
 
     def note_token(self, index: int, seq: int, text: str, token_id: int) -> bytes:
-        """Record a token of the first choice; see `Subscription.token`."""
+        """Record one token of the first choice, and return the events to send for it."""
         return self.note_delta(index, 0, Delta(text, (token_id,)))
 
     def note_delta(self, index: int, choice_index: int, delta: Delta) -> bytes:
-        """Record new output of a request. Return the events of a stream for it."""
+        """Record new output of a request, and return the events to send for it."""
         output = self._outputs[index * self.parsed.choice_count + choice_index]
         output.token_count += len(delta.token_ids)
         if not self.parsed.shows_token_ids:
@@ -338,17 +338,17 @@ class Exchange:
         return events + self._choice_ended(output) if delta.end is not None else events
 
     def _choice_ended(self, output: Output) -> bytes:
-        """Return the events for the end of a choice, if it has events of its own."""
+        """Return the events for the end of a choice. Empty if the API has none."""
         events = self._answer.choice_ended(output)
         return self._opening() + events if events else b""
 
     def withdraw(self) -> None:
-        """Handle that output was noted which is not sent: its request fails."""
+        """Handle that recorded output will not be sent, since its request fails."""
         self._has_output = False
         self._is_open = self._is_open and self._response is not None
 
     def _opening(self) -> bytes:
-        """Return the opening events if none were sent; comments may precede them."""
+        """Return the opening events if they were not sent yet. Comments may precede them."""
         if self._is_open:
             return b""
         self._is_open = True
@@ -379,7 +379,7 @@ class Exchange:
         return self._fail(subscription, refusal)
 
     def _fail(self, subscription: AnswerSubscription, refusal: ErrorResponse) -> bytes:
-        """Record the first failure. Return the events for it if the stream has begun."""
+        """Record the first failure. Returns the events for it if the stream has begun."""
         if self._refusal is not None:
             return b""
         self._refusal = refusal
@@ -391,9 +391,10 @@ class Exchange:
         return self._opening() + self._answer.failure(refusal, self._outputs)
 
     async def _body_without_end(self) -> bytes:
-        """Return the body without usage and cost, which are known after delivery and settlement.
+        """Encode the body without usage and cost, which are known only after delivery and
+        settlement.
 
-        One with many log-probabilities is made in a thread.
+        A body with many log-probabilities is encoded in a thread.
         """
         for index, request in enumerate(self._live):
             for choice, outcome in request.ends().items():
@@ -413,7 +414,7 @@ class Exchange:
         return body
 
     async def _close(self) -> web.StreamResponse:
-        """Write the end of the response after settlement, and return the response."""
+        """Send the end of the response after settlement, and return the response."""
         if self._response is None and self._refusal is not None:
             return refused(
                 self._refusal,
@@ -435,10 +436,9 @@ class Exchange:
         return response
 
     async def _cut_off(self, refusal: ErrorResponse) -> web.StreamResponse:
-        """Write an error after a status of success, and no end: a client takes neither for an
-        answer, and sends the request again as after a lost connection.
-
-        Raises: ConnectionError.
+        """Send an error after the status 200, then close without the last chunk. Clients treat this
+        as a lost connection and retry, and do not take the error for an answer. Raises:
+        ConnectionError.
         """
         await self._send(answers.encode(self._answer.error_body(refusal)))
         self._connection.end_incomplete()
@@ -451,13 +451,13 @@ class Exchange:
         return self._opening() + self._answer.closing(self._outputs, self._bill) + done
 
     def _body_end(self) -> dict[str, object]:
-        """Return the rest of the body; the output is complete even if settling failed."""
+        """Build the rest of the body. The output is complete even if it could not be settled."""
         if self._refusal is None:
             return self._answer.tail(self._outputs, self._bill)
         return self._answer.failed_tail(self._outputs, self._refusal)
 
     async def _open_response(self) -> web.StreamResponse:
-        """Return the response, with its head prepared to be sent together with the first data."""
+        """Prepare the response, so that its head is sent together with the first data."""
         if self._response is not None:
             return self._response
         is_chunked = self._http.version >= HttpVersion11
@@ -489,7 +489,7 @@ class Exchange:
 
 
 def body_of(answer: Answer, outputs: Sequence[Output]) -> bytes:
-    """Return a whole body up to its last brace."""
+    """Encode a whole body, up to its last brace."""
     return answers.encode(answer.body(outputs))[:-1]
 
 
@@ -500,9 +500,9 @@ def refused(
     closing: bool = False,
     form: Callable[[ErrorResponse, str], dict[str, Any]] = ErrorResponse.body,
 ) -> web.Response:
-    """Return the response to a refused request.
+    """Build the response to a refused request.
 
-    closing: close the connection afterwards. form: makes the body.
+    With `closing`, the connection closes afterwards. `form` builds the body.
     """
     headers = {"content-type": JSON, **plain_headers(request_id), **refusal.headers}
     response = web.Response(
@@ -516,9 +516,10 @@ def refused(
 
 
 def plain_headers(request_id: uuid.UUID | str) -> dict[str, str]:
-    """Return the headers of every response, with the id as Weir, OpenAI and Anthropic name it.
+    """Build the headers of every response, with the id under the names of Weir, OpenAI and
+    Anthropic.
 
-    `TracedRequest` puts the client's own `X-Request-Id` in the place of OpenAI's.
+    If the client sent an `X-Request-Id`, `TracedRequest` puts it in the place of OpenAI's.
     """
     known = dict.fromkeys(("weir-request-id", "x-request-id", "request-id"), str(request_id))
     return {"cache-control": "no-store", "server": "weir", **known}

@@ -1,7 +1,7 @@
-"""Formats of the answer: the forms in which clients request one, and their conversion.
+"""Response formats: the ways in which clients can request one, and their conversion.
 
-A JSON schema, a regular expression, a list of texts, or a grammar. Grammars in GBNF, the notation
-of llama.cpp, become Lark, which the engines read.
+A format is a JSON schema, a regular expression, a list of texts, or a grammar. Grammars in GBNF,
+the notation of llama.cpp, are converted to Lark, which the engines use.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ LARK = "use Lark, or GBNF with rules such as root ::= [0-9]+"
 
 
 class Schema(Struct, forbid_unknown_fields=True):
-    """JSON schema with its name. It is enforced strictly even without `strict`."""
+    """JSON schema with its name. It is always enforced, even without `strict`."""
 
     name: str | None = None
     description: str | None = None
@@ -65,9 +65,9 @@ class Schema(Struct, forbid_unknown_fields=True):
 
 
 class Format(Struct, forbid_unknown_fields=True):
-    """Response format of any API: the chat API nests the schema of `json_schema`.
+    """Response format of any API. The chat API nests the schema in `json_schema`.
 
-    Extensions: `schema` of `json_object` (llama.cpp, Together, Fireworks), the types `json` and
+    Extensions: `schema` with `json_object` (llama.cpp, Together, Fireworks), the types `json` and
     `regex` with a `value` (TGI), `regex_schema` (LMDeploy) and `grammar` (Fireworks).
     """
 
@@ -83,9 +83,9 @@ class Format(Struct, forbid_unknown_fields=True):
 
 
 def fill_format(start: pb.StartFrame, requested: Format | None, field: str) -> dict[str, str]:
-    """Set the format in a start frame; return the parameters by its fields. Raises: InvalidRequest.
+    """Set the format in a start frame; return which parameter each field came from.
 
-    field: the parameter that holds it.
+    `field` is the parameter that contains the format. Raises: InvalidRequest.
     """
     if requested is None:
         return {}
@@ -139,7 +139,7 @@ def _is_given(value: object) -> bool:
 
 
 def _schema(requested: Format, field: str) -> tuple[Raw, str]:
-    """Return the schema and its place in the API. Raises: InvalidRequest."""
+    """Find the schema and its path in the request. Raises: InvalidRequest."""
     wrapped = requested.json_schema
     if _is_given(requested.value):  # of TGI
         wrapped, location = _decoded(requested.value, Schema, f"{field}.value"), f"{field}.value"
@@ -164,7 +164,7 @@ def _schema(requested: Format, field: str) -> tuple[Raw, str]:
 
 
 def _schema_text(schema: Raw, location: str) -> str:
-    """Decode a schema to text; some servers take it as JSON in a text. Raises: InvalidRequest."""
+    """Decode a schema, which some servers take as JSON within a string. Raises: InvalidRequest."""
     source = bytes(schema)
     if source.startswith(b'"'):
         return _text(schema, location, "a JSON schema")
@@ -172,7 +172,7 @@ def _schema_text(schema: Raw, location: str) -> str:
 
 
 def _text(value: Raw, location: str, what: str) -> str:
-    """Decode a required text. Raises: InvalidRequest."""
+    """Decode a required string. Raises: InvalidRequest."""
     if not _is_given(value):
         raise invalid_parameter(location, f"is required: {what}")
     return _decoded(value, str, location)
@@ -186,7 +186,7 @@ def _decoded(value: Raw, kind: type[Value], location: str) -> Value:
 
 
 def regex_of_choices(value: Raw, location: str) -> str:
-    """Build a regular expression that matches one of several texts. Raises: InvalidRequest."""
+    """Build a regular expression that matches one of several strings. Raises: InvalidRequest."""
     choices = _decoded(value, list[str], location)
     check_count(choices, location, CHOICE_COUNT_MAX)
     return "|".join(REGEX_SPECIAL.sub(r"\\\g<0>", each) for each in choices)
@@ -225,13 +225,15 @@ def lark_of(grammar: str, location: str) -> str:
 
 
 class Reference(Struct, frozen=True):
-    """Use of a rule in another one."""
+    """Reference to another rule of a grammar."""
 
     name: str
 
 
 def _rules(grammar: str, location: str) -> dict[str, list[str | Reference]]:
-    """Parse the rules of a grammar into parts, in Lark except for names. Raises: InvalidRequest."""
+    """Parse the rules of a grammar into parts, in Lark except for rule names. Raises:
+    InvalidRequest.
+    """
     rules: dict[str, list[str | Reference]] = {}
     parts: list[str | Reference] = []
     depth, position, is_bare = 0, 0, False  # is_bare: nothing since the last ( or |
@@ -289,7 +291,7 @@ def _rules(grammar: str, location: str) -> dict[str, list[str | Reference]]:
 
 
 def _character(found: re.Match[str]) -> str:
-    """Return the character that an escape in a text or a set stands for."""
+    """Decode an escape sequence in a string or a character set."""
     short, middle, long, escaped = found.groups()
     if escaped:
         return SHORT.get(escaped, escaped)
@@ -298,7 +300,9 @@ def _character(found: re.Match[str]) -> str:
 
 
 class _SetCharacters(dict[int, str]):
-    """Characters of a set as escapes of Lark, by code point; a minus between two is a range."""
+    """Translation of the characters of a set to Lark's escapes, by code point. Keeps a minus
+    between two characters, which is a range.
+    """
 
     def __init__(self) -> None:
         super().__init__({ord("-"): "-"})
@@ -309,7 +313,7 @@ class _SetCharacters(dict[int, str]):
 
 
 def _set(text: str) -> str:
-    """Convert a set of characters to a regular expression of Lark."""
+    """Convert a character set to a regular expression of Lark."""
     negated, text = ("^", text[1:]) if text.startswith("^") and len(text) > 1 else ("", text)
     characters, pieces, end = _SetCharacters(), [], 0
     for found in ESCAPE.finditer(text):
@@ -326,7 +330,7 @@ def _set(text: str) -> str:
 
 
 def _terminals(rules: Mapping[str, Sequence[str | Reference]]) -> frozenset[str]:
-    """Return the rules without recursion: as terminals they are matched by one automaton."""
+    """Find the rules without recursion. As Lark terminals, one automaton matches them."""
     users: dict[str, list[str]] = {name: [] for name in rules}
     open_counts = dict.fromkeys(rules, 0)
     for name, parts in rules.items():
@@ -344,7 +348,7 @@ def _terminals(rules: Mapping[str, Sequence[str | Reference]]) -> frozenset[str]
 
 
 def echoed_format(requested: Format | None) -> object:
-    """Return the format as a response repeats it."""
+    """Convert the format to what a response repeats."""
     if requested is None:
         return {"type": "text"}
     fields = {

@@ -131,7 +131,7 @@ Handler = Callable[[web.BaseRequest, Arrival, Principal], Awaitable[web.StreamRe
 
 
 class Gateway:
-    """Handler of the HTTP requests of OpenAI's and Anthropic's clients."""
+    """HTTP handler for the clients of OpenAI and Anthropic."""
 
     def __init__(
         self, process: RequestRegistry, authenticator: Authenticator, sessions: Sessions
@@ -165,7 +165,7 @@ class Gateway:
         }
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Return the response to a request; every error becomes an error body."""
+        """Handle a request and return its response. Every error becomes an error response."""
         received_at = time.monotonic()
         request_id = uuid.uuid4()
         form = error_body if self._is_anthropic(request) else ErrorResponse.body
@@ -208,8 +208,9 @@ class Gateway:
             return refused(refusal, request_id, form=form)
 
     def _is_anthropic(self, request: web.BaseRequest) -> bool:
-        """Return whether the response has Anthropic's form: by the path, or by the headers where
-        both APIs have the path, or none."""
+        """Return whether to respond in Anthropic's format: decided by the path, or by the headers
+        if both APIs, or neither, have the path.
+        """
         path = path_of(request)
         if path.startswith((MESSAGES_PATH, f"/v1{MESSAGES_PATH}")):
             return True
@@ -219,7 +220,7 @@ class Gateway:
         return has("anthropic-version") or (has("x-api-key") and not has("authorization"))
 
     def _plain(self, request: web.BaseRequest) -> web.Response | None:
-        """Return the response for a path of vLLM that needs no key; None for other paths."""
+        """Respond to a path of vLLM that needs no API key; None for other paths."""
         if request.path == "/ping" and request.method in ("GET", "HEAD", "POST"):
             return web.Response(status=503 if self._process.is_draining else 200)
         if request.path == "/version" and request.method in ("GET", "HEAD"):
@@ -233,9 +234,8 @@ class Gateway:
             self._process.pace.charge(owner, REFUSAL_COST_S)
 
     def _find(self, request: web.BaseRequest) -> tuple[Handler, str]:
-        """Return the handler and the RPC that the endpoint corresponds to.
-
-        Raises: HttpFault for an unknown path or method.
+        """Find the handler of an endpoint, and the RPC that it corresponds to. Raises HttpFault for
+        an unknown path or method.
         """
         path = path_of(request)
         if path in UNVERSIONED:
@@ -267,7 +267,7 @@ class Gateway:
     async def _generate(
         self, api: Api, request: web.BaseRequest, arrival: Arrival, principal: Principal
     ) -> web.StreamResponse | Exchange:
-        """Return an exchange to serve, or an error response."""
+        """Parse a generating request. Returns the exchange that serves it, or an error response."""
         window = self._process.window_tokens_max
 
         def parse(body: bytes) -> tuple[ParsedRequest, dict[str, str], Starts]:
@@ -295,7 +295,9 @@ class Gateway:
         arrival: Arrival,
         principal: Principal,
     ) -> web.StreamResponse:
-        """Count the tokens of a generating request's prompt. fields: of every response."""
+        """Count the tokens of the prompt of a generating request. `fields` are added to the
+        response.
+        """
 
         def parse(body: bytes) -> tuple[ParsedRequest, dict[str, str], pb.CountTokensRequest, Any]:
             parsed, headers = parsed_body(body, api, strict=is_strict(request, principal))
@@ -441,9 +443,8 @@ class Gateway:
     def _model_of(
         self, parsed: ParsedRequest, principal: Principal, request_id: uuid.UUID
     ) -> ServedModel:
-        """Return the requested model.
-
-        Raises: ModelNotAllowed, ModelUnknown, RequestImpossible.
+        """Look up the requested model. Raises: ModelNotAllowed, ModelUnknown, RequestImpossible;
+        InvalidRequest if the request asks for token ids and the engine reports none.
         """
         router = self._process.router
         check_model(principal, router.canonical_name(parsed.model))
@@ -469,10 +470,11 @@ class Gateway:
         principal: Principal,
         parse: Callable[[bytes], Parsed],
     ) -> Parsed:
-        """Read the body in the turn of the request's key, and parse it: a long one in a thread.
+        """Read the body when the rate limit of the key permits, and parse it; a long one in a
+        thread.
 
-        Raises: HttpFault, Draining, PreparationLimit, Overloaded; errors of a repeated key look-up,
-        and those of `parse`.
+        Raises: HttpFault, Draining, PreparationLimit, Overloaded; the errors of checking the key
+        again, and those of `parse`.
         """
         if self._process.is_draining:
             raise Draining("this server is shutting down: send the request to another one")
@@ -514,7 +516,9 @@ class Gateway:
 
 
 def is_strict(request: web.BaseRequest, principal: Principal) -> bool:
-    """Return whether the key or the URL refuses unknown parameters. Raises: InvalidRequest."""
+    """Return whether the API key or the URL demands that unknown parameters are refused. Raises:
+    InvalidRequest.
+    """
     requested = request.rel_url.query.get("strict", "0")
     if requested not in ("0", "1"):
         raise invalid_parameter("strict", "must be 0 or 1")
@@ -524,14 +528,14 @@ def is_strict(request: web.BaseRequest, principal: Principal) -> bool:
 def answered(
     value: object, arrival: Arrival, more: Mapping[str, str] | None = None
 ) -> web.Response:
-    """Return a JSON response. value: bytes if it is JSON already. more: other headers."""
+    """Build a JSON response. `value` is bytes if it is encoded already. `more` adds headers."""
     headers = {"content-type": JSON, **plain_headers(arrival.request_id), **(more or {})}
     body = value if isinstance(value, bytes) else answers.encode(value)
     return web.Response(body=body, headers=headers)
 
 
 def path_of(request: web.BaseRequest) -> str:
-    """Return the path as clients mean it: base URLs often end in a slash, which they repeat."""
+    """Normalize the path: base URLs often end in a slash, and clients add another."""
     return plain_path(request.path)
 
 
@@ -540,10 +544,10 @@ def plain_path(path: str) -> str:
 
 
 def request_id_of(request: web.BaseRequest) -> uuid.UUID | None:
-    """Return the request id that the client chose, or None. Equal keys give equal ids.
+    """Derive the request id from the `Idempotency-Key` header; None without one.
 
-    `X-Request-Id` does not choose it: proxies copy one to several requests (`TRACING`).
-    Raises: InvalidRequest.
+    Equal keys give equal ids. `X-Request-Id` is not used, since proxies copy it to several requests
+    (`TRACING`). Raises: InvalidRequest.
     """
     keys = request.headers.getall("idempotency-key", [])
     if not keys:
@@ -558,7 +562,7 @@ def request_id_of(request: web.BaseRequest) -> uuid.UUID | None:
 
 
 def as_uuid(text: str) -> uuid.UUID | None:
-    """Parse a UUID in its usual form; return None for any other text."""
+    """Parse a UUID in its canonical notation. Returns None for any other text."""
     try:
         return uuid.UUID(text) if len(text) == 36 else None
     except ValueError:

@@ -1,9 +1,9 @@
-"""Conversations that began at another server, in the form of this one.
+"""Conversion of conversations that began with another server.
 
-An agent switches its model in the middle of a conversation, and sends what other servers answered:
-calls of tools that are not served here, legacy forms, and parts that only their author can read.
-What has a meaning here is converted. What a server's own tools did is left out, as those tools are;
-the header `weir-ignored-parameters` names it.
+An agent may switch its model in the middle of a conversation, and then sends the answers of other
+servers: calls of tools that are not served here, legacy formats, and parts that only their author
+can read. Content with an equivalent here is converted. The work of a server's own tools is left
+out, like those tools; the header `weir-ignored-parameters` names it.
 """
 
 from __future__ import annotations
@@ -80,26 +80,26 @@ PLAIN_BLOCKS = frozenset({TEXT, "tool_use", "tool_result", "thinking", "redacted
 
 
 def as_text(value: object) -> str:
-    """Return a text as it is, nothing as an empty one, and any other value as JSON."""
+    """Return a string unchanged, None as an empty string, and any other value as JSON."""
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def as_arguments(value: object) -> str:
-    """Return the arguments of a call as text; any other value becomes their `input`."""
+    """Encode the arguments of a call. A value that is not an object becomes their `input`."""
     return as_text(value if isinstance(value, dict) else {"input": value})
 
 
 def objects_of(value: object) -> Iterable[tuple[int, Tree]]:
-    """Return the objects of a list with their places; nothing of any other value."""
+    """Yield the objects of a list with their positions; nothing if the value is not a list."""
     for index, each in enumerate(value if isinstance(value, list) else ()):
         if isinstance(each, dict):
             yield index, each
 
 
 def convert_messages(tree: Tree, ignore: Ignore) -> None:
-    """Convert the messages of a chat in place. Raises: InvalidRequest for what cannot be shown."""
+    """Convert the messages of a chat in place. Raises InvalidRequest for unsupported content."""
     for index, message in objects_of(tree.get("messages")):
         legacy = message.pop("function_call", None)
         if isinstance(legacy, dict) and legacy.get("name"):
@@ -117,7 +117,7 @@ def convert_messages(tree: Tree, ignore: Ignore) -> None:
 
 
 def convert_call(call: Tree) -> None:
-    """Give a call of a chat its members: Ollama omits `type`, Gemini `id`, and so on."""
+    """Add the fields that a call lacks: Ollama omits `type`, Gemini `id`, and so on."""
     custom = call.pop("custom", None)
     if isinstance(custom, dict):
         call["type"] = "function"
@@ -133,9 +133,8 @@ def convert_call(call: Tree) -> None:
 
 
 def convert_parts(parts: list[Any], location: str, ignore: Ignore) -> tuple[list[Any], list[str]]:
-    """Return the parts of a message that are text, and the thoughts in the others.
-
-    Raises: InvalidRequest for a part of another type.
+    """Split the parts of a message into text parts and the thoughts in other parts. Raises
+    InvalidRequest for a part of another type.
     """
     kept: list[Any] = []
     thoughts: list[str] = []
@@ -158,7 +157,7 @@ def convert_parts(parts: list[Any], location: str, ignore: Ignore) -> tuple[list
 
 
 def thought_of(part: Tree) -> str:
-    """Return the text of a thought; of an encrypted one nothing."""
+    """Return the text of a thought; empty if it is encrypted."""
     found = part.get("thinking", part.get(TEXT))
     if isinstance(found, list):  # Mistral
         found = "".join(as_text(each.get(TEXT)) for _, each in objects_of(found))
@@ -166,7 +165,7 @@ def thought_of(part: Tree) -> str:
 
 
 def convert_items(tree: Tree, ignore: Ignore) -> None:
-    """Convert the items of a response's input. Raises: InvalidRequest for what cannot be shown."""
+    """Convert the input items of a response in place. Raises InvalidRequest for others."""
     if not isinstance(items := tree.get("input"), list):
         return
     kept: list[Any] = []
@@ -191,7 +190,7 @@ def convert_items(tree: Tree, ignore: Ignore) -> None:
 
 
 def convert_item(item: Tree, kind: str, location: str, ignore: Ignore) -> Tree:
-    """Return an item that the model sees."""
+    """Convert one input item to a type that the model can be shown."""
     if kind in CLIENT_CALLS:
         member, name = CLIENT_CALLS[kind]
         arguments = as_arguments(item.get(member))
@@ -221,7 +220,7 @@ def convert_item(item: Tree, kind: str, location: str, ignore: Ignore) -> Tree:
 
 
 def convert_blocks(tree: Tree, ignore: Ignore) -> None:
-    """Convert the conversation of Anthropic's API in place. Raises: InvalidRequest."""
+    """Convert a conversation in Anthropic's format in place. Raises: InvalidRequest."""
     if isinstance(system := tree.get("system"), list):
         tree["system"] = kept_blocks(system, "system", "system[]", ignore)
     for index, message in objects_of(tree.get("messages")):
@@ -231,7 +230,7 @@ def convert_blocks(tree: Tree, ignore: Ignore) -> None:
 
 
 def kept_blocks(blocks: list[Any], location: str, path: str, ignore: Ignore) -> list[Any]:
-    """Return the blocks that the model sees. Raises: InvalidRequest for one that it cannot."""
+    """Convert blocks to those that the model can read. Raises InvalidRequest for other content."""
     kept: list[Any] = []
     for index, block in enumerate(blocks):
         kind = block.get("type") if isinstance(block, dict) else None
@@ -262,19 +261,19 @@ def kept_blocks(blocks: list[Any], location: str, path: str, ignore: Ignore) -> 
 
 
 def texts_of(blocks: object) -> list[Any]:
-    """Return the texts of text blocks, or a text itself."""
+    """Return the texts of text blocks; a string counts as one text."""
     if isinstance(blocks, str):
         return [blocks]
     return [block.get(TEXT) for _, block in objects_of(blocks)]
 
 
 def joined_text(texts: Iterable[Any]) -> Tree:
-    """Return a text block of texts, each on lines of its own."""
+    """Build one text block from several texts, each on lines of its own."""
     return {"type": TEXT, TEXT: "\n".join(as_text(each) for each in texts if each)}
 
 
 def document_text(block: Tree, location: str) -> Tree:
-    """Return a document as text, after its title. Raises: InvalidRequest if it is not text."""
+    """Convert a document to a text block with its title. Raises InvalidRequest if not text."""
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if not isinstance(source, dict) or kind not in (TEXT, "content"):
@@ -297,7 +296,7 @@ CONVERSIONS: Mapping[str, Callable[[Tree, Ignore], None]] = {
 def convert_history(tree: Tree, api: str, ignore: Ignore) -> None:
     """Convert the conversation of a request in place.
 
-    api: its name in `dialects.py`. Raises: InvalidRequest for what cannot be shown to the model.
+    `api` is its name in `dialects.py`. Raises InvalidRequest for content the model cannot be shown.
     """
     if (convert := CONVERSIONS.get(api)) is not None:
         convert(tree, ignore)

@@ -1,8 +1,8 @@
 """HTTP listener: connections parsed by aiohttp, with limits that protect other clients.
 
 A connection serves one request at a time; pipelined requests wait in aiohttp's bounded queue. TLS
-is configured as for gRPC. A client that has sent its requests may close its half of a connection
-without TLS; it still gets its responses.
+is configured as for gRPC. Without TLS, a client that has sent its requests may close its half of
+the connection and still gets its responses.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ log = structlog.get_logger(__name__)
 
 
 def peer_of(request: web.BaseRequest) -> str:
-    """Return the client's address in gRPC's form."""
+    """Return the client's address in gRPC's notation."""
     return cast(Connection, request.protocol).peer
 
 
 def secret_of(request: web.BaseRequest) -> str:
-    """Return the API key of a request: a bearer token, or else `x-api-key`.
+    """Read the API key of a request: a bearer token, or else `x-api-key`.
 
-    An empty token, or the password of a proxy, is none; a repeated one is the same. Raises:
-    Unauthenticated if there is not exactly one.
+    Empty tokens and basic authentication, as for proxies, are ignored; the same key may be
+    repeated. Raises Unauthenticated if there is not exactly one key.
     """
     headers = [header.strip() for header in request.headers.getall("authorization", [])]
     keys = {
@@ -80,7 +80,7 @@ def secret_of(request: web.BaseRequest) -> str:
 
 
 async def read_body(request: web.BaseRequest, bytes_max: int) -> bytes:
-    """Read the body, at most `bytes_max` bytes. Raises: HttpFault, ConnectionError."""
+    """Read the body, of at most `bytes_max` bytes. Raises: HttpFault, ConnectionError."""
     for encoding in request.headers.getall("content-encoding", ()):
         if encoding.strip().lower() != "identity":
             raise HttpFault(
@@ -141,7 +141,7 @@ def too_large(bytes_max: int) -> HttpFault:
 
 
 def paced(handle: Handle, pace: RateLimiter) -> Handle:
-    """Return a handler that counts its cost; a request without a turn waits before its response."""
+    """Wrap a handler so that its cost is charged; a refusal waits before its response."""
 
     async def serve(request: web.BaseRequest) -> web.StreamResponse:
         call = Call(pace, peer_of(request), request.path)
@@ -158,9 +158,9 @@ def paced(handle: Handle, pace: RateLimiter) -> Handle:
 
 
 class Connection(RequestHandler):
-    """HTTP connection with limits of its own, and with error bodies for input that is not HTTP.
+    """HTTP connection with its own limits, and with error responses to input that is not HTTP.
 
-    Clients that do not read their responses are disconnected, also without a valid key.
+    Clients that do not read their responses are disconnected, even without a valid API key.
     """
 
     __slots__ = (
@@ -184,8 +184,8 @@ class Connection(RequestHandler):
         tokens_per_s_min: float = 1.0,
         **options: Any,
     ) -> None:
-        """stall_max_s: time in which a client must read as much of its response, if the kernel
-        takes no more, as this rate demands.
+        """A client must read its response at `tokens_per_s_min` or faster while the kernel's buffer
+        is full, measured over `stall_max_s` seconds.
         """
         super().__init__(manager, **options)
         self._server = manager
@@ -219,9 +219,9 @@ class Connection(RequestHandler):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Keep the connection if the client waits for responses to complete requests.
+        """Keep the connection open if the client is still waiting for responses.
 
-        TLS cannot half-close a connection here: asyncio closes it.
+        With TLS it closes: asyncio does not support half-closed TLS connections.
         """
         is_incomplete = self._last_body is not None and not self._last_body.is_eof()
         if is_incomplete or self._is_idle or self.ssl_context is not None:
@@ -235,17 +235,19 @@ class Connection(RequestHandler):
 
     @property
     def _is_idle(self) -> bool:
-        """True while aiohttp waits for the next request."""
+        """True while aiohttp is waiting for the next request."""
         return self._waiter is not None and not self._waiter.done()
 
     def watch_half_close(self, on_half_close: Callable[[], None] | None) -> None:
-        """Call this when the client half-closes the connection, or now if it has done so."""
+        """Call `on_half_close` when the client half-closes the connection; at once if it has
+        already.
+        """
         self._on_half_close = on_half_close
         if self.is_half_closed and on_half_close is not None:
             on_half_close()
 
     def check_reset(self) -> None:
-        """Abort a half-closed connection whose client is gone. Raises: ConnectionResetError."""
+        """Abort a half-closed connection whose client has gone. Raises: ConnectionResetError."""
         if not self.is_half_closed or self.transport is None:
             return
         connection = self.transport.get_extra_info("socket")
@@ -264,7 +266,7 @@ class Connection(RequestHandler):
             )
 
     def end_incomplete(self) -> None:
-        """Close the connection after what was written, without an end of the response."""
+        """Close the connection after the data written so far, without ending the response."""
         if self.transport is not None:
             self.transport.close()
 
@@ -279,13 +281,13 @@ class Connection(RequestHandler):
 
     @property
     def is_closing(self) -> bool:
-        """True if the connection closes after the current response."""
+        """True if the connection will close after the current response."""
         return self._close or self._force_close or self._server.is_draining()
 
     def data_received(self, data: bytes) -> None:
-        """Fail the request whose body cannot be completed, with the parser's message.
+        """Fail a request whose body cannot be completed, with the message of the parser.
 
-        aiohttp has no public hook for this: it queues the parse error behind the parsed requests.
+        aiohttp has no public hook for this: it queues the parse error after the parsed requests.
         """
         super().data_received(data)
         if not self._messages:
@@ -312,10 +314,10 @@ class Connection(RequestHandler):
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes written that the client's system has not acknowledged.
+        """Number of bytes written that the client's system has not acknowledged.
 
-        Those in the kernel count: it asks for more only when a third of its buffer is free, and so
-        much may take a slow reader minutes.
+        Bytes in the kernel count: the kernel asks for more only when a third of its buffer is free,
+        and a slow reader may take minutes for that much.
         """
         if self.transport is None:
             return 0
@@ -326,9 +328,8 @@ class Connection(RequestHandler):
         return self.transport.get_write_buffer_size() + int.from_bytes(count, sys.byteorder)
 
     async def drained(self) -> None:
-        """Wait until the kernel has accepted all.
-
-        Raises: ConnectionError, TimeoutError if the client stalls.
+        """Wait until the kernel has accepted all data. Raises: ConnectionError, TimeoutError if the
+        client stalls.
         """
         while not self._writable.is_set():
             before = self.unsent_bytes
@@ -342,7 +343,9 @@ class Connection(RequestHandler):
             raise ConnectionResetError("the client disconnected")
 
     def _schedule_stall_check(self, unsent_bytes: int) -> None:
-        """Schedule a check later than `drained`, whose error says more."""
+        """Schedule a stall check. It comes after the check in `drained`, whose error is more
+        specific.
+        """
         self._stall_watch = asyncio.get_running_loop().call_later(
             self._stall_max_s + SHUTDOWN_S, self._check_stall, unsent_bytes
         )
@@ -361,7 +364,7 @@ class Connection(RequestHandler):
             self.transport.abort()
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Log an exception, except for parse errors after the response."""
+        """Log an exception, unless it is a parse error that follows the response."""
         if not isinstance(kw.get("exc_info"), HttpProcessingError):
             super().log_exception(*args, **kw)
 
@@ -372,7 +375,7 @@ class Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Return the error response: 400 for invalid HTTP, 500 for a bug of a handler."""
+        """Build the error response: 400 for invalid HTTP, 500 for an exception of the handler."""
         if status >= 500:
             log.error("http_handler_failed", exc_info=exc)
         if request.writer.output_size > 0:
@@ -390,9 +393,10 @@ class Connection(RequestHandler):
 
 
 class TracedRequest(web.BaseRequest):
-    """HTTP request whose response repeats its tracing headers, and announces the connection's end.
+    """HTTP request whose response repeats its tracing headers, and announces if the connection
+    closes.
 
-    A connection ends after the response if the server drains or the client has half-closed it.
+    It closes after the response if the server is draining or the client has half-closed it.
     """
 
     async def _prepare_hook(self, response: web.StreamResponse) -> None:
@@ -411,7 +415,7 @@ class TracedRequest(web.BaseRequest):
 
 
 class HttpServer(web.Server):
-    """aiohttp server with `Connection` and a maximum number of connections."""
+    """aiohttp server that uses `Connection` and limits the number of connections."""
 
     def __init__(self, handle: Handle, settings: Settings, is_draining: Callable[[], bool]) -> None:
         super().__init__(handle, request_factory=self._bounded_request, handler_cancellation=True)
@@ -428,7 +432,7 @@ class HttpServer(web.Server):
         }
 
     def __call__(self) -> RequestHandler:
-        """Return the protocol of a new connection."""
+        """Create the protocol of a new connection."""
         return Connection(
             self,
             stall_max_s=self._settings.client_stall_max_s,
@@ -469,7 +473,7 @@ class Listener:
         tls: Tls | None,
         is_draining: Callable[[], bool] = bool,
     ) -> None:
-        """is_draining: whether connections shall end with their next response."""
+        """While `is_draining` returns True, connections close after their next response."""
         self._settings = settings
         self._tls = tls
         self._http = HttpServer(handle, settings, is_draining)
@@ -480,7 +484,7 @@ class Listener:
         return len(self._http.connections)
 
     def bind(self, address: tuple[str, int]) -> int:
-        """Bind the address and return its port, which is chosen if 0. Raises: OSError."""
+        """Bind the address and return the port; port 0 lets the system choose. Raises: OSError."""
         options = {socket.SO_SNDBUF: SEND_BUFFER_BYTES} | (
             {socket.SO_REUSEPORT: 1} if self._settings.share_port else {}
         )
@@ -503,7 +507,7 @@ class Listener:
         )
 
     def stop_accepting(self) -> None:
-        """Accept no more connections and close idle ones; busy ones close after their response."""
+        """Accept no more connections, and close idle ones. Busy ones close after their response."""
         if self._server is not None:
             self._server.close()
             self._http.pre_shutdown()

@@ -1,6 +1,6 @@
-"""Anthropic's messages API: parameters and their conversion, responses, events and errors.
+"""Anthropic's Messages API: parameters and their conversion, responses, events and errors.
 
-Texts of a message's blocks are joined by line ends, and messages of the same role by turns.
+The texts of a message's blocks are joined by newlines, and so are consecutive messages of a role.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ ERROR_TYPES: Mapping[int, str] = {
 
 
 class TextBlock(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Block of a system prompt or of a tool's result. `history.py` converts others."""
+    """Text block of a system prompt or of a tool result. `history.py` converts other types."""
 
     type: Literal["text"]
     text: str | None = None
@@ -95,7 +95,7 @@ class TextBlock(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Block(TextBlock, forbid_unknown_fields=True, kw_only=True):
-    """Content block. `redacted_thinking` is left out: nothing here encrypts it."""
+    """Content block of a message. `redacted_thinking` is left out: nothing here can decrypt it."""
 
     type: Literal[  # type: ignore[assignment]
         "text", "tool_use", "tool_result", "thinking", "redacted_thinking"
@@ -120,7 +120,7 @@ class Message(Struct, forbid_unknown_fields=True):
 
 
 class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Tool that the client runs; `tolerate_message` leaves out those of other types."""
+    """Tool that the client runs. `tolerate_message` removes tools of other types."""
 
     name: str | None = None  # a set of tools that a server runs has none
     type: str | None = None
@@ -130,7 +130,7 @@ class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ToolChoice(Struct, forbid_unknown_fields=True):
-    """Choice of the tools that are called."""
+    """Choice of the tools that may or must be called."""
 
     type: str
     name: str | None = None
@@ -138,7 +138,7 @@ class ToolChoice(Struct, forbid_unknown_fields=True):
 
 
 class Thinking(Struct, forbid_unknown_fields=True):
-    """Switch of a model's thinking."""
+    """Setting that turns the model's thinking on or off."""
 
     type: str
     budget_tokens: Idle = None
@@ -146,7 +146,7 @@ class Thinking(Struct, forbid_unknown_fields=True):
 
 
 class OutputConfig(Struct, forbid_unknown_fields=True):
-    """Format of the answer, and the effort that some models know."""
+    """Format of the answer, and the effort, which is ignored."""
 
     effort: Idle = None
     format: Format | None = None
@@ -159,7 +159,9 @@ class Metadata(Struct, forbid_unknown_fields=True):
 
 
 class MessageParameters(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `client.messages.create`, and of `count_tokens`, which needs no limit."""
+    """Parameters of `client.messages.create`, and of `count_tokens`, where `max_tokens` is
+    optional.
+    """
 
     api: ClassVar[str] = "messages"
 
@@ -183,7 +185,7 @@ class MessageParameters(Struct, forbid_unknown_fields=True, kw_only=True):
     speed: Idle = None  # each model has one
     user_profile_id: Idle = None
     workspace_id: Idle = None
-    # What changes nothing is accepted.
+    # Values that change nothing are accepted.
     context_management: Any = None
     inference_geo: Any = None
     container: Unsupported = None
@@ -191,7 +193,7 @@ class MessageParameters(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def tolerate_message(requested: MessageParameters, notes: Notes) -> None:
-    """Leave out tools that the server would run, and encrypted thinking; note what is ignored."""
+    """Remove tools that the server would run, and encrypted thinking; note what is ignored."""
     tolerate(requested, notes)
     parts = {"thinking": requested.thinking, "output_config": requested.output_config}
     for name, part in parts.items():
@@ -214,14 +216,14 @@ def tolerate_message(requested: MessageParameters, notes: Notes) -> None:
 
 
 def parse_message(requested: MessageParameters) -> ParsedRequest:
-    """Convert a request for a message. Raises: InvalidRequest."""
+    """Convert the parameters of a message. Raises: InvalidRequest."""
     if requested.max_tokens is None:
         raise invalid_parameter("max_tokens", "is required")
     return parse_counted_message(requested)
 
 
 def parse_counted_message(requested: MessageParameters) -> ParsedRequest:
-    """Convert a request whose prompt may only be counted. Raises: InvalidRequest."""
+    """Convert the parameters of a message; `max_tokens` is optional. Raises: InvalidRequest."""
     if requested.context_management is not None:
         check_kept(requested.context_management, "context_management")
     refuse_unsupported(
@@ -262,7 +264,7 @@ def parse_counted_message(requested: MessageParameters) -> ParsedRequest:
 
 
 def fill_message_tools(start: pb.StartFrame, requested: MessageParameters) -> None:
-    """Add tools and their choice to a start frame. Raises: InvalidRequest."""
+    """Set the tools and the tool choice in a start frame. Raises: InvalidRequest."""
     tools = []
     for index, tool in enumerate(requested.tools or ()):
         if tool.type not in (None, CUSTOM):
@@ -291,9 +293,10 @@ def fill_message_tools(start: pb.StartFrame, requested: MessageParameters) -> No
 
 
 def conversation_of(requested: MessageParameters) -> tuple[pb.Conversation, dict[str, str]]:
-    """Return the conversation for a start frame, and the parameters by field of its messages.
+    """Convert the messages to a conversation; return it with the parameter that each field came
+    from.
 
-    Results of tools become messages of their own. Raises: InvalidRequest.
+    Tool results become separate messages. Raises: InvalidRequest.
     """
     if not requested.messages:
         raise invalid_parameter("messages", "must hold at least one message")
@@ -335,7 +338,7 @@ def conversation_of(requested: MessageParameters) -> tuple[pb.Conversation, dict
 
 
 def merged(run: Sequence[pb.Message]) -> pb.Message:
-    """Return one message for consecutive messages of a role; their texts are joined once."""
+    """Merge consecutive messages of one role; their texts are joined only once."""
     first, *others = run
     if others:
         first.content = "\n".join(filter(None, [each.content for each in run]))
@@ -346,7 +349,11 @@ def merged(run: Sequence[pb.Message]) -> pb.Message:
 
 
 def messages_of(role: str, blocks: Sequence[Block], field: str) -> list[pb.Message]:
-    """Return the messages for the blocks of one: results of tools first. Raises: InvalidRequest."""
+    """Convert the blocks of a message: its tool results become messages of their own, which come
+    first.
+
+    Raises: InvalidRequest.
+    """
     results: list[pb.Message] = []
     calls: list[pb.ToolCall] = []
     texts: list[Block] = []
@@ -378,7 +385,7 @@ def messages_of(role: str, blocks: Sequence[Block], field: str) -> list[pb.Messa
 
 
 def text_of(content: str | Sequence[TextBlock], field: str) -> str:
-    """Return the text of blocks. Raises: InvalidRequest."""
+    """Join the text of blocks. Raises: InvalidRequest."""
     if isinstance(content, str):
         return content
     for index, block in enumerate(content):
@@ -397,9 +404,9 @@ def check_text(block: TextBlock, field: str) -> None:
 
 
 def error_body(refusal: ErrorResponse, request_id: str) -> dict[str, Any]:
-    """Return an error in Anthropic's form, with the facts beside it."""
+    """Build an error in Anthropic's format, with the error's metadata in `weir`."""
     fallback = "api_error" if refusal.http_status >= 500 else "invalid_request_error"
-    # Agents shorten the conversation when they read Anthropic's words.
+    # Agents shorten the conversation when they find this text of Anthropic's API.
     too_long = "prompt is too long: " if refusal.code == "context_length_exceeded" else ""
     error: dict[str, Any] = {
         "type": ERROR_TYPES.get(refusal.http_status, fallback),
@@ -412,7 +419,7 @@ def error_body(refusal: ErrorResponse, request_id: str) -> dict[str, Any]:
 
 
 def page_of(models: Mapping[str, dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """Return a page of the list of models, each by its id. Raises: InvalidRequest."""
+    """Select a page of the models, which are given by id. Raises: InvalidRequest."""
     ids = [*models]
     text = query.get("limit", str(PAGE_MODELS))
     limit = int(text) if NUMBER.fullmatch(text) else 0
@@ -438,7 +445,7 @@ def page_of(models: Mapping[str, dict[str, Any]], query: Mapping[str, str]) -> d
 
 
 class MessageAnswer(Answer):
-    """Format of messages: blocks of text and of calls, one after the other."""
+    """Responses of the Messages API: blocks of text, thinking and calls, one after the other."""
 
     streams_done = False
     ping = event({"type": "ping"}, "ping")
@@ -446,7 +453,7 @@ class MessageAnswer(Answer):
     def __init__(
         self, parsed: ParsedRequest, model: ServedModel, answer_id: str, created: int
     ) -> None:
-        """answer_id: hexadecimal; created: in seconds since 1970."""
+        """`answer_id` is hexadecimal. `created` is in seconds since 1970."""
         super().__init__(parsed, model)
         self._answer_id = answer_id
         self._block_count = 0
@@ -565,18 +572,18 @@ def text_block(text: str) -> dict[str, Any]:
 
 
 def stop_sequence(output: Output) -> str | None:
-    """Return the stop sequence that ended the output."""
+    """Return the stop sequence that ended the output; None if another reason did."""
     stop = output.stopped_by
     return stop if isinstance(stop, str) and stop_reason(output) == "stop_sequence" else None
 
 
 def thought_block(text: str) -> dict[str, Any]:
-    """Return thinking as a block. It has no signature: clients may send any thinking back."""
+    """Build a thinking block. Its signature is empty: clients may send any thinking back."""
     return {"type": THOUGHT, "thinking": text, "signature": ""}
 
 
 def call_block(call: Call) -> dict[str, Any]:
-    """Return a call as a block. Arguments that are cut off or malformed become an empty object."""
+    """Build a tool-use block. Arguments that are cut off or malformed become an empty object."""
     try:
         arguments = msgspec.json.decode(call.arguments or "{}")
     except msgspec.DecodeError:
@@ -586,7 +593,7 @@ def call_block(call: Call) -> dict[str, Any]:
 
 
 def usage_in(bill: Bill) -> dict[str, Any]:
-    """Return the usage object of a bill."""
+    """Convert a bill to a usage object."""
     return usage_of(
         bill.input_token_count,
         bill.cached_input_token_count,
@@ -598,7 +605,7 @@ def usage_in(bill: Bill) -> dict[str, Any]:
 def usage_of(
     input_count: int, cached_count: int, output_count: int, thinking_count: int
 ) -> dict[str, Any]:
-    """Return token counts: cached input tokens are not part of `input_tokens`."""
+    """Build a usage object. `input_tokens` does not include cached tokens."""
     return {
         "input_tokens": input_count - cached_count,
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""Models over HTTP, in the forms of OpenAI and Anthropic."""
+"""List of models over HTTP, in the formats of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ OWNER = "weir"
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """Name that requests may have as `model`.
+    """Name that clients can send as `model`.
 
-    target: the model or version that an alias stands for, the model of a version, else empty.
+    `target` is the model or version that an alias stands for, the model of a version, otherwise
+    empty.
     """
 
     model: pb.Model
@@ -28,15 +29,17 @@ class ListedModel:
     context_window_tokens: int
 
     def created(self, started_at: int) -> int:
-        """Return when the present price came into force, in seconds since 1970.
+        """Return when the current price came into force, in seconds since 1970.
 
-        started_at: creation time of models without a price.
+        A model without a price was created at `started_at`.
         """
         has_price = self.model.HasField("price")
         return self.model.price.effective_time.seconds if has_price else started_at
 
     def facts(self) -> dict[str, Any]:
-        """Return what the forms of OpenAI and Anthropic lack."""
+        """Build the `weir` object, with fields that the formats of OpenAI and Anthropic do not
+        have.
+        """
         model = self.model
         facts: dict[str, Any] = {
             "context_window_tokens": self.context_window_tokens,
@@ -59,7 +62,7 @@ class ListedModel:
 
 
 def model_object(listed: ListedModel, started_at: int) -> dict[str, Any]:
-    """Convert a model to OpenAI's form, with the context window as vLLM names it."""
+    """Describe a model in OpenAI's format, with vLLM's field for the context window."""
     return {
         "id": listed.name,
         "object": "model",
@@ -71,7 +74,7 @@ def model_object(listed: ListedModel, started_at: int) -> dict[str, Any]:
 
 
 def model_info(listed: ListedModel, started_at: int) -> dict[str, Any]:
-    """Convert a model to Anthropic's form."""
+    """Describe a model in the format of Anthropic's Models API."""
     created = datetime.fromtimestamp(listed.created(started_at), UTC)
     return {
         "type": "model",

@@ -1,4 +1,4 @@
-"""Parameters of OpenAI's chat, completion and response requests, and their conversion."""
+"""Parameters of OpenAI's chat, completion and response requests; conversion to start frames."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ Prompt = str | list[str | TokenId | list[TokenId]]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """Options of a stream. continuous_usage_stats: usage in each event, an extension of vLLM."""
+    """Options of a stream. `continuous_usage_stats`, from vLLM, adds the usage to each event."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -194,7 +194,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class ChatTemplateKwargs(Struct, forbid_unknown_fields=True):
-    """Variables of the chat template that a request may set: both names of the thinking switch."""
+    """Variables of the chat template that a request may set: two names for the thinking switch."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
@@ -203,10 +203,9 @@ class ChatTemplateKwargs(Struct, forbid_unknown_fields=True):
 def fill_thinking(
     start: pb.StartFrame, requested: ChatTemplateKwargs | None, at_top: bool | None
 ) -> dict[str, str]:
-    """Set the thinking switch of a start frame, and return the name that it was sent by.
+    """Set the thinking switch in a start frame; return the parameter that it came from.
 
-    at_top: `enable_thinking` beside the other parameters. Raises: InvalidRequest if several names
-    are sent.
+    `at_top` is the parameter `enable_thinking`. Raises InvalidRequest if several names are sent.
     """
     sent = {"enable_thinking": at_top}
     if requested is not None:
@@ -223,9 +222,9 @@ def fill_thinking(
 
 
 class SharedParameters(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of all generating APIs. The second group extends OpenAI's, by `extra_body`.
+    """Parameters of all generating APIs of OpenAI. The second group extends them, by `extra_body`.
 
-    api: name in `dialects.py`.
+    `api` is the name of the API in `dialects.py`.
     """
 
     api: ClassVar[str]
@@ -252,12 +251,13 @@ class SharedParameters(Struct, forbid_unknown_fields=True, kw_only=True):
 
 @dataclass(slots=True)
 class ParsedRequest:
-    """Validated HTTP request. Immutable after parsing.
+    """Validated request, as start frames and options of the response. Immutable.
 
-    starts: start frames, one for each prompt. includes_usage: in the last event of a stream.
-    repeats_usage: also in the others. echoes: the prompt precedes each choice, or the message that
-    a chat continues. shows_token_ids: beside the text. names_tokens_by_id: in log-probabilities.
-    names: request parameters by field of a start frame.
+    `starts` has a start frame for each prompt. `includes_usage` adds the usage to the last event of
+    a stream, `repeats_usage` to every event. `echoes` puts the prompt before each choice, or before
+    a chat answer the message that it continues. `shows_token_ids` adds token ids to the text, and
+    `names_tokens_by_id` replaces tokens by their ids in log-probabilities. `names` maps fields of a
+    start frame to parameters.
     """
 
     starts: Sequence[pb.StartFrame]
@@ -276,12 +276,12 @@ class ParsedRequest:
 
 @functools.cache
 def outline_of(kind: type[Struct]) -> type[Struct]:
-    """Return a type with the same parameters, unparsed. Others are skipped."""
+    """Create a type with the same parameters, left undecoded. Unknown parameters are skipped."""
     return msgspec.defstruct("Outline", [(name, Raw, ABSENT) for name in kind.__struct_fields__])
 
 
 def element_counts(data: bytes) -> dict[str, int]:
-    """Return the number of elements of JSON text by kind; of too many strings no other kind."""
+    """Count the elements of a JSON text by kind; if there are too many strings, only those."""
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     counts = {"strings": unescaped.count(b'"') // 2}
     if counts["strings"] <= ELEMENT_COUNTS_MAX["strings"]:
@@ -293,9 +293,8 @@ def element_counts(data: bytes) -> dict[str, int]:
 
 
 def check_elements(body: bytes, kind: type[Struct]) -> None:
-    """Check the number of elements of a body, which msgspec parses in one piece.
-
-    Raises: InvalidRequest naming the parameter with most of them; msgspec.DecodeError,
+    """Limit the number of elements of a body, which msgspec decodes in one piece. Raises
+    InvalidRequest, which names the parameter with the most elements; msgspec.DecodeError,
     RecursionError.
     """
     for what, count in element_counts(body).items():
@@ -313,9 +312,8 @@ def check_elements(body: bytes, kind: type[Struct]) -> None:
 
 
 def parameter_with_most(body: bytes, kind: type[Struct], what: str, count: int) -> str | None:
-    """Return the parameter with most of the elements; None if most are in none of them.
-
-    Raises: msgspec.DecodeError, RecursionError.
+    """Find the parameter with the most elements; None if unknown parameters have more. Raises:
+    msgspec.DecodeError, RecursionError.
     """
     outline = msgspec.json.decode(body, type=outline_of(kind))
     counts = {
@@ -327,11 +325,11 @@ def parameter_with_most(body: bytes, kind: type[Struct], what: str, count: int) 
 
 
 def decode(body: bytes, kind: type[Body], notes: Notes | None = None) -> Body:
-    """Parse the body of a request.
+    """Decode and validate the body of a request.
 
-    notes: receives what the body has beside parameters of this API, see `tolerance.py`; None:
-    unknown ones are refused. Raises: HttpFault if it is not JSON, InvalidRequest for the first
-    invalid parameter.
+    `notes` collects fields that are not parameters of this API (see `tolerance.py`); with None,
+    unknown parameters are refused. Raises HttpFault if the body is not JSON, InvalidRequest for the
+    first invalid parameter.
     """
     notes = Notes(strict=True) if notes is None else notes
     body = body.removeprefix(BOM_UTF8)  # .NET and PowerShell write one
@@ -364,9 +362,8 @@ def decode(body: bytes, kind: type[Body], notes: Notes | None = None) -> Body:
 
 
 def _wrong_key(body: bytes, kind: type[Struct], message: str) -> str | None:
-    """Return the key of an object of free keys that an error message of msgspec concerns.
-
-    msgspec names only the object.
+    """Find the key whose value msgspec has refused, in an object with arbitrary keys. The error
+    message names only the object. Returns None for any other message.
     """
     if (found := _IN_FREE_KEYS.search(message[-QUOTED_CHARS_MAX:])) is None:
         return None
@@ -382,13 +379,13 @@ def _wrong_key(body: bytes, kind: type[Struct], message: str) -> str | None:
 
 
 def api_of(kind: type[Struct]) -> str:
-    """Return the name of a body's API in `dialects.py`; empty if it is none of these."""
+    """Return the name of the body's API in `dialects.py`; empty if it has none."""
     name: str = kind.api  # type: ignore[attr-defined]
     return name
 
 
 def drop_empty(requested: Struct) -> None:
-    """Set optional parameters that are empty to None: they are not given."""
+    """Set optional parameters with empty values to None, as if they were not sent."""
     for name in shape_of(type(requested)).optional:
         if (value := getattr(requested, name)) is not None and is_nothing(value):
             setattr(requested, name, None)
@@ -397,14 +394,13 @@ def drop_empty(requested: Struct) -> None:
 
 
 class _NotFinite(str):
-    """Literal of Python's JSON that JSON does not have."""
+    """Literal that Python's JSON parser accepts although it is not JSON, such as `NaN`."""
 
     __slots__ = ()
 
 
 def _impossible_value(body: bytes) -> tuple[str, str] | None:
-    """Return place and fault of a value that JSON or Unicode does not have.
-
+    """Find a value that JSON or Unicode does not allow; return its path and a description. Returns
     None if there is none, or if the body is long.
     """
     if len(body) > SHORT_BYTES_MAX:
@@ -430,16 +426,15 @@ def _impossible_value(body: bytes) -> tuple[str, str] | None:
 
 
 def range_of(param: str) -> str:
-    """Return what a parameter must be, for an error."""
+    """Describe the values that a parameter may have, for an error message."""
     allowed = RANGES.get(param.partition(".")[0].partition("[")[0])
     return "must be a finite number" if allowed is None else f"must be {allowed}"
 
 
 def _violation(message: str, key: str | None = None) -> InvalidRequest:
-    """Convert an error message of msgspec, which has a text and a path.
-
-    key: the member that it concerns, of an object of free keys. The text can quote a value of the
-    body, however long: it is cut before anything is done with it.
+    """Convert an error message of msgspec, which consists of a text and a path, to an error. `key`
+    is the member at fault of an object with arbitrary keys. The text may quote a value of the body
+    of any length, so it is truncated first.
     """
     if len(message) > 2 * QUOTED_CHARS_MAX:
         message = f"{message[:QUOTED_CHARS_MAX]}...{message[-QUOTED_CHARS_MAX:]}"
@@ -490,7 +485,7 @@ def fill_shared(start: pb.StartFrame, requested: SharedParameters) -> None:
 
 
 def check_model_name(model: str) -> None:
-    """Check the form of a model name. Raises: InvalidRequest."""
+    """Check the length and the characters of a model name. Raises: InvalidRequest."""
     if 0 < len(model) <= SHORT_NAME_CHARS and model.isprintable():
         return
     wrong = Violations()
@@ -500,7 +495,7 @@ def check_model_name(model: str) -> None:
 
 
 def check_shared(requested: SharedParameters) -> None:
-    """Check shared parameters that are supported in part. Raises: InvalidRequest."""
+    """Check the shared parameters that are supported only in part. Raises: InvalidRequest."""
     if requested.store:
         raise invalid_parameter(
             "store", "is not supported, since nothing is stored: leave it out or send false"
@@ -509,7 +504,9 @@ def check_shared(requested: SharedParameters) -> None:
 
 @functools.cache
 def names_annotated(kind: type[Struct], annotation: str) -> tuple[str, ...]:
-    """Return the parameters of a body, also inherited ones, with this type in the source."""
+    """List the parameters of a body, inherited ones included, that the source annotates with a
+    type.
+    """
     return tuple(
         name
         for each in kind.__mro__
@@ -520,16 +517,16 @@ def names_annotated(kind: type[Struct], annotation: str) -> tuple[str, ...]:
 
 @functools.cache
 def names_of_all() -> frozenset[str]:
-    """Return the parameters of all generating APIs."""
+    """List the parameters of all generating APIs."""
     kinds = (ChatParameters, CompletionParameters, ResponseParameters)
     return frozenset(name for kind in kinds for name in kind.__struct_fields__) | NEUTRAL.keys()
 
 
 def tolerate(requested: Struct, notes: Notes) -> None:
-    """Remove what a request offers beyond what is served, and note what changes nothing.
+    """Remove parts of a request that are not served, and note parameters that change nothing.
 
-    Tools of other types than functions are offers that the model is not shown; earlier reasoning is
-    left out as chat templates leave it out.
+    Tools that are not functions are offers, which the model is not shown. Earlier reasoning is left
+    out, as chat templates do.
     """
     for name in names_annotated(type(requested), "Idle"):
         if getattr(requested, name) not in EMPTY:
@@ -572,7 +569,7 @@ def tolerate(requested: Struct, notes: Notes) -> None:
 
 
 def refuse_unsupported(requested: Struct, *names: str) -> None:
-    """Refuse unsupported parameters unless they change nothing. Raises: InvalidRequest."""
+    """Refuse unsupported parameters unless their values change nothing. Raises: InvalidRequest."""
     for name in names:
         value = getattr(requested, name)
         if value is not None and not is_neutral(value, NEUTRAL.get(name, ())):
@@ -582,7 +579,7 @@ def refuse_unsupported(requested: Struct, *names: str) -> None:
 
 
 def fill_limit(start: pb.StartFrame, limit: int | None, param: str) -> None:
-    """Set the limit on output tokens, if there is one. Raises: InvalidRequest."""
+    """Set the limit on output tokens in a start frame, if there is one. Raises: InvalidRequest."""
     if limit is None or limit == NO_LIMIT:
         return
     if limit < 1:
@@ -591,18 +588,20 @@ def fill_limit(start: pb.StartFrame, limit: int | None, param: str) -> None:
 
 
 def refuse_unless(requested: object, param: str, allowed: str, reason: str) -> None:
-    """Refuse every value except `allowed` and None. Raises: InvalidRequest."""
+    """Refuse any value except `allowed` and None. Raises: InvalidRequest."""
     if requested not in (None, allowed):
         raise invalid_parameter(param, f"must be {allowed} or left out: {reason}")
 
 
 def tier_name(start: pb.StartFrame) -> str:
-    """Return OpenAI's name of a request's service tier."""
+    """Convert the service tier of a request to OpenAI's name for it."""
     return "flex" if start.tier == pb.SERVICE_TIER_BATCH else "default"
 
 
 def _labels(requested: SharedParameters) -> dict[str, str]:
-    """Return the metadata as labels, with the ids of the end user."""
+    """Merge `metadata`, `user` and `safety_identifier` into labels. Raises InvalidRequest if one of
+    them has two values.
+    """
     labels = dict(requested.metadata or {})
     for name in ("user", "safety_identifier"):
         value: str | None = getattr(requested, name)
@@ -616,7 +615,7 @@ def _labels(requested: SharedParameters) -> dict[str, str]:
 
 
 class DecodingParameters(SharedParameters, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of chat and plain completions."""
+    """Parameters that chat and plain completions share."""
 
     max_tokens: Int64 | None = None
     n: Int32 | None = None
@@ -664,7 +663,7 @@ class ChatParameters(DecodingParameters, forbid_unknown_fields=True, kw_only=Tru
 
 
 def parse_chat(requested: ChatParameters) -> ParsedRequest:
-    """Convert a chat completion. Raises: InvalidRequest."""
+    """Convert the parameters of a chat completion. Raises: InvalidRequest."""
     check_shared(requested)
     refuse_unsupported(requested, *names_annotated(ChatParameters, "Unsupported"))
     refuse_unless(requested.verbosity, "verbosity", *NO_VERBOSITY)
@@ -711,7 +710,7 @@ def parse_chat(requested: ChatParameters) -> ParsedRequest:
 
 
 def shown_tokens(requested: DecodingParameters) -> dict[str, Any]:
-    """Return what an answer shows of its tokens, as arguments of a parsed request."""
+    """Build the arguments of `ParsedRequest` that say which tokens the answer shows."""
     return {
         "shows_token_ids": bool(requested.return_token_ids),
         "names_tokens_by_id": bool(requested.return_tokens_as_token_ids),
@@ -720,7 +719,7 @@ def shown_tokens(requested: DecodingParameters) -> dict[str, Any]:
 
 
 def fill_continuation(start: pb.StartFrame, requested: ChatParameters) -> None:
-    """Have the answer continue the last message if that is requested. Raises: InvalidRequest."""
+    """Make the answer continue the last message, if requested. Raises: InvalidRequest."""
     *earlier, last = requested.messages
     for index, message in enumerate(earlier):
         if message.prefix:
@@ -745,7 +744,7 @@ def fill_continuation(start: pb.StartFrame, requested: ChatParameters) -> None:
 
 
 def output_limit(requested: ChatParameters) -> tuple[str, int | None]:
-    """Return the limit on output tokens and the name it was sent by: of two, the smaller."""
+    """Return the parameter that limits output tokens, and its value; of two, the smaller one."""
     old, new = requested.max_tokens, requested.max_completion_tokens
     return (
         ("max_tokens", old)
@@ -755,7 +754,7 @@ def output_limit(requested: ChatParameters) -> tuple[str, int | None]:
 
 
 def fill_decoding(start: pb.StartFrame, requested: DecodingParameters) -> None:
-    """Set the parameters of chat and plain completions in a start frame. Raises: InvalidRequest."""
+    """Set the parameters that completions share in a start frame. Raises: InvalidRequest."""
     for name in DECODING:
         if (value := getattr(requested, name)) is not None:
             setattr(start.sampling, name, value)
@@ -782,9 +781,8 @@ def fill_decoding(start: pb.StartFrame, requested: DecodingParameters) -> None:
 
 
 def biases_of(requested: dict[int, float] | list[Any]) -> dict[int, float]:
-    """Return biases by token id: given so, or as pairs, where `false` bans a token.
-
-    Raises: InvalidRequest.
+    """Convert biases to a mapping by token id. In a list of pairs, `false` bans a token. Raises:
+    InvalidRequest.
     """
     if isinstance(requested, dict):
         return requested
@@ -815,10 +813,12 @@ class CompletionParameters(DecodingParameters, forbid_unknown_fields=True, kw_on
 
 
 class PromptedFrames(Sequence[pb.StartFrame]):
-    """Start frames of several prompts, each made on access: an error stops at the first one."""
+    """Start frames of several prompts. Each is built on access, so that an error stops at the
+    first.
+    """
 
     def __init__(self, start: pb.StartFrame, prompts: Prompts) -> None:
-        """start: frame without a prompt."""
+        """`start` is the frame without a prompt."""
         self._start = start
         self._prompts = prompts
 
@@ -838,7 +838,7 @@ class PromptedFrames(Sequence[pb.StartFrame]):
 
 
 def parse_completion(requested: CompletionParameters) -> ParsedRequest:
-    """Convert a plain completion. Raises: InvalidRequest."""
+    """Convert the parameters of a plain completion. Raises: InvalidRequest."""
     check_shared(requested)
     refuse_unsupported(requested, "suffix")
     count = 1 if requested.n is None else requested.n
@@ -870,7 +870,7 @@ def parse_completion(requested: CompletionParameters) -> ParsedRequest:
 
 
 def fill_echo(start: pb.StartFrame, requested: CompletionParameters) -> None:
-    """Request what the repeated prompt needs, for several choices once. Raises: InvalidRequest."""
+    """Request the log-probabilities that an echoed prompt needs. Raises: InvalidRequest."""
     if (count := requested.logprobs) is not None:
         if count > (limit := LOGPROBS_MAX["prompt_logprobs"]):
             raise invalid_parameter("logprobs", f"must be from 0 to {limit} with echo, got {count}")
@@ -884,9 +884,8 @@ def fill_echo(start: pb.StartFrame, requested: CompletionParameters) -> None:
 def prompts_of(
     requested: Prompt, param: str = "prompt", count_max: int = PROMPT_COUNT_MAX
 ) -> Prompts:
-    """Return the prompts: one text, texts, token ids, or lists of token ids.
-
-    Raises: InvalidRequest for a mixture, no prompt, or too many.
+    """List the prompts of a request: a string, strings, token ids, or lists of token ids. Raises
+    InvalidRequest for a mixture, for no prompt, and for too many.
     """
     if isinstance(requested, str):
         return [requested]
@@ -911,14 +910,14 @@ def frame_with_prompt(start: pb.StartFrame, prompt: str | Sequence[int]) -> pb.S
 
 
 class Text(Struct, forbid_unknown_fields=True):
-    """`text` of a response."""
+    """Parameter `text` of the responses API."""
 
     format: Format | None = None
     verbosity: Any = None
 
 
 class Reasoning(Struct, forbid_unknown_fields=True):
-    """`reasoning` of a response."""
+    """Parameter `reasoning` of the responses API."""
 
     effort: str | None = None
     summary: Idle = None
@@ -960,7 +959,7 @@ class ResponseParameters(SharedParameters, forbid_unknown_fields=True, kw_only=T
 
 
 def parse_response(requested: ResponseParameters) -> ParsedRequest:
-    """Convert a request of the responses API. Raises: InvalidRequest."""
+    """Convert the parameters of a response. Raises: InvalidRequest."""
     check_shared(requested)
     check_unsupported(requested)
     items = (
@@ -997,7 +996,7 @@ def parse_response(requested: ResponseParameters) -> ParsedRequest:
 
 
 def check_unsupported(requested: ResponseParameters) -> None:
-    """Check parameters that are not supported, or in part. Raises: InvalidRequest."""
+    """Check parameters that are not supported, or only in part. Raises: InvalidRequest."""
     if requested.context_management is not None:
         check_kept(requested.context_management, "context_management")
     refuse_unsupported(requested, *names_annotated(ResponseParameters, "Unsupported"))
@@ -1020,5 +1019,5 @@ def check_unsupported(requested: ResponseParameters) -> None:
 
 
 def wants_logprobs(requested: ResponseParameters) -> bool:
-    """Return whether the response has log-probabilities; either of two parameters requests them."""
+    """Return whether the response needs log-probabilities, which two parameters can request."""
     return LOGPROBS in (requested.include or ()) or bool(requested.top_logprobs)

@@ -1,4 +1,4 @@
-"""Format of the responses of OpenAI's responses API, whole or as events."""
+"""Responses of OpenAI's responses API, as one body or as events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ UNDECIDED_TOKENS_MAX = 64  # whose text is held back; some 100 kB with all alter
 
 
 class ResponseAnswer(Answer):
-    """Format of responses: thoughts, a message and calls, as items in the order they began."""
+    """Responses of the responses API: thoughts, a message and calls, as items in order of their
+    start.
+    """
 
     streams_done = False
     repeats_output = True
@@ -32,7 +34,7 @@ class ResponseAnswer(Answer):
     def __init__(
         self, parsed: ParsedRequest, model: ServedModel, answer_id: str, created: int
     ) -> None:
-        """answer_id: hexadecimal; created: in seconds since 1970."""
+        """`answer_id` is hexadecimal. `created` is in seconds since 1970."""
         super().__init__(parsed, model)
         self._parameters: ResponseParameters = parsed.parameters
         self._answer_id = answer_id
@@ -48,7 +50,7 @@ class ResponseAnswer(Answer):
         self._open_thought: int | None = None  # begun by events and not ended, as `Output.parts`
 
     def opening(self, outputs: Sequence[Output]) -> bytes:
-        """Return the events before the first output."""
+        """Encode the events before the first output."""
         response = self._response("in_progress") | {"error": None, "usage": None}
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
@@ -162,7 +164,9 @@ class ResponseAnswer(Answer):
         return {"error": None, "usage": usage, "weir": bill.extension(outputs)}
 
     def _items(self, output: Output, status: str) -> list[dict[str, Any]]:
-        """Return the items of a response. status: that of the last item; others are complete."""
+        """Build the items of a response. `status` is that of the last item; the others are
+        completed.
+        """
         parts = output.parts or [None]
         statuses = ["completed"] * (len(parts) - 1) + [status]
         return [
@@ -192,7 +196,7 @@ class ResponseAnswer(Answer):
         )
 
     def _end_thought(self, output: Output, status: str) -> bytes:
-        """Return the events that end the open thought, if there is one."""
+        """Encode the end of the open thought as events; empty if no thought is open."""
         part, self._open_thought = self._open_thought, None
         if part is None:
             return b""
@@ -210,7 +214,7 @@ class ResponseAnswer(Answer):
         )
 
     def _thought_item(self, part: int, text: str | None, status: str) -> dict[str, Any]:
-        """Return a thought as an item. text: None before it has any."""
+        """Build a reasoning item. `text` is None before the thought has any text."""
         return {
             "id": f"rs_{self._answer_id}_{-part}",
             "type": "reasoning",
@@ -277,7 +281,9 @@ class ResponseAnswer(Answer):
         )
 
     def _end_calls(self, output: Output, count: int) -> bytes:
-        """Return the events that end all calls before this number, except those already sent."""
+        """Encode the end of the first `count` calls as events, except of calls that have ended
+        before.
+        """
         events = []
         status = (
             "incomplete"
@@ -339,9 +345,8 @@ class ResponseAnswer(Answer):
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
 
     def _response(self, status: str) -> dict[str, Any]:
-        """Return the response object with the requested parameters.
-
-        Error and usage are left out: a complete response has them in its tail.
+        """Build the response object with the requested parameters. Error and usage are left out; in
+        a complete response, `tail` has them.
         """
         requested, sampling = self._parameters, self._sampling
         effort = summary = None

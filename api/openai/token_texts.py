@@ -1,4 +1,4 @@
-"""Tokens as the APIs show them: texts, bytes, log-probabilities and places in a text."""
+"""Tokens as the APIs show them: texts, bytes, log-probabilities and offsets."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ ALIGN_CHARS = 16  # that normalization may add to a token
 
 @dataclass(slots=True)
 class Columns:
-    """Tokens of a plain completion: one entry of each list for each token.
+    """Tokens of a plain completion, as parallel lists with one entry per token.
 
-    tokens: what each adds to the text: nothing for an end token and a part of a character, whose
-    last part adds the character. text_offset: in code points of the text.
+    `tokens` has the text that each token adds. End tokens add none; of a character that is split
+    into several tokens, the last one adds it. `text_offset` counts code points of the text.
     """
 
     tokens: list[str] = field(default_factory=list)
@@ -39,14 +39,14 @@ class Columns:
 
 
 class TokenTexts:
-    """Texts of the tokens of one model."""
+    """Converts the tokens of one model to the formats of the APIs."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._text_and_bytes = lru_cache(CACHED_TOKENS_MAX)(self._find_text_and_bytes)
 
     def entry(self, token: TokenLogprob, *, by_id: bool = False) -> dict[str, Any]:
-        """Return a token with its log-probability. by_id: name it by its id."""
+        """Describe a token with its log-probability. With `by_id`, its name is its id."""
         text, data = self._text_and_bytes(token.token_id)
         return {
             "token": named_by_id(token) if by_id else text,
@@ -70,9 +70,11 @@ class TokenTexts:
     def of_prompt(
         self, logprobs: Sequence[TokenLogprobs]
     ) -> list[dict[str, dict[str, Any]] | None]:
-        """Return the tokens of a prompt in vLLM's form: by id; None for the first, which has none.
+        """Describe the tokens of a prompt in vLLM's format, by id. The first has no
+        log-probability: None.
 
-        A rank counts from 1, the most likely token; that of a token beyond those is not known.
+        A rank of 1 is the most likely token. The rank of a token that is not among `top` is
+        unknown.
         """
         positions: list[dict[str, dict[str, Any]] | None] = [None] * min(len(logprobs), 1)
         for each in logprobs[1:]:
@@ -93,9 +95,9 @@ class TokenTexts:
     def span_of(
         self, text: str, logprobs: Sequence[TokenLogprobs], *, is_last: bool
     ) -> tuple[int, int]:
-        """Return where the tokens of a text begin and end among others.
+        """Find the tokens of a text in a sequence of tokens; return where they begin and end.
 
-        is_last: it is at its last place among them, otherwise at its first.
+        Of several occurrences, `is_last` chooses the last, otherwise the first.
         """
         sought, decoder = text.encode(), self._tokenizer.decoder
         parts = [
@@ -110,11 +112,11 @@ class TokenTexts:
         return bisect_right(ends, begin), bisect_left(ends, begin + len(sought)) + (begin >= 0)
 
     def prompt_text(self, start: pb.StartFrame) -> str:
-        """Return a plain prompt as text: as it was sent, or that of its tokens."""
+        """Return a plain prompt as text: as it was sent, or decoded from its token ids."""
         return start.text or self._tokenizer.decoder.text_of(tuple(start.token_ids.ids))
 
     def spans_after(self, start: pb.StartFrame) -> TokenSpans:
-        """Open the places of the output of a plain prompt."""
+        """Create the tracker of token offsets for the output of a plain prompt."""
         tail = start.text[-CONTEXT_CHARS:]
         ids = start.token_ids.ids or self._tokenizer.encode(tail, add_special_tokens=False)
         return self._tokenizer.decoder.spans(tuple(ids))
@@ -122,7 +124,7 @@ class TokenTexts:
     def columns(
         self, logprobs: Sequence[TokenLogprobs], spans: TokenSpans, *, is_whole: bool
     ) -> Columns:
-        """Return output tokens in the form of plain completions. is_whole: no tokens follow."""
+        """Convert output tokens to columns. With `is_whole`, no more tokens follow."""
         return self._columns(logprobs, _placed(logprobs, spans, is_whole=is_whole))
 
     def echoed(
@@ -131,7 +133,7 @@ class TokenTexts:
         logprobs: Sequence[TokenLogprobs],
         prompt: str,
     ) -> Columns:
-        """Return the tokens of a prompt and of its output. prompt: its text."""
+        """Convert the tokens of a prompt, whose text is `prompt`, and of its output to columns."""
         decoder = self._tokenizer.decoder
         ids = tuple(each.chosen.token_id for each in prompt_logprobs)
         placed = _placed(prompt_logprobs, decoder.spans(), is_whole=True)
@@ -158,9 +160,8 @@ class TokenTexts:
         logprobs: Sequence[TokenLogprobs],
         spans: Sequence[TokenSpan],
     ) -> Columns:
-        """Return the columns of tokens.
-
-        Most likely tokens of equal text are named by their ids, except the token that is there.
+        """Build the columns of tokens. Of the most likely tokens, those with the same text are
+        named by id, except the chosen one.
         """
         columns = Columns()
         for span, each in zip(spans, logprobs, strict=True):
@@ -182,7 +183,7 @@ class TokenTexts:
         return columns
 
     def _name(self, token_id: int, span: TokenSpan) -> str:
-        """Return the name of a token that could have been at this place."""
+        """Return the name of an alternative token at this place."""
         text = self._tokenizer.decoder.token_text(token_id, span.follows)
         if text is None:  # a part of a character, as OpenAI spells it
             data = self._tokenizer.token_bytes(token_id)
@@ -191,12 +192,12 @@ class TokenTexts:
 
 
 def named_by_id(token: TokenLogprob) -> str:
-    """Return the name of a token by its id, as vLLM spells it."""
+    """Name a token by its id, as vLLM does."""
     return f"token_id:{token.token_id}"
 
 
 def by_ids(columns: Columns, logprobs: Sequence[TokenLogprobs]) -> Columns:
-    """Return the columns with each token named by its id."""
+    """Replace the name of each token by its id."""
     top = [
         {named_by_id(token): max(token.logprob, LOGPROB_MIN) for token in (*each.top, each.chosen)}
         for each in logprobs
@@ -221,10 +222,10 @@ def _placed(
 
 
 def aligned(text: str, parts: Sequence[str], controls: Sequence[str | None]) -> list[int]:
-    """Return where each token is in a text from which the tokens' own texts may differ.
+    """Find the offset of each token in a text that may differ from the texts of the tokens.
 
-    parts: texts of the tokens. controls: their names, which the text has for control tokens if it
-    has them. A tokenizer may also normalize the text.
+    `parts` are the texts of the tokens, and `controls` the names that control tokens have in the
+    text. A tokenizer may also normalize the text.
     """
     offsets, at = [], 0
     for part, control in zip(parts, controls, strict=True):

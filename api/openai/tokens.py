@@ -1,6 +1,6 @@
-"""Token ids of texts and conversations, and texts of token ids, in the forms of other servers.
+"""Tokenization and detokenization over HTTP, in the formats of other servers.
 
-vLLM and SGLang send `prompt` or `messages` with `model`; llama.cpp sends `content`, and receives
+vLLM and SGLang send `prompt` or `messages` with `model`. llama.cpp sends `content`, and receives
 tokens with their texts as `pieces`.
 """
 
@@ -35,10 +35,10 @@ FORMS = ("prompt", "content", "messages")
 
 
 class TokenizeParameters(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Body of `/tokenize`: exactly one of prompt, content and messages.
+    """Body of `/tokenize`, with exactly one of `prompt`, `content` and `messages`.
 
-    model: may be left out if the key can use one model only. with_pieces, return_token_strs: show
-    the text of each token.
+    `model` may be left out if the API key can use only one. `with_pieces` and `return_token_strs`
+    add the text of each token to the response.
     """
 
     api: ClassVar[str] = ""
@@ -60,7 +60,7 @@ class TokenizeParameters(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class DetokenizeParameters(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Body of `/detokenize`. skip_special_tokens: leave out control tokens; default false."""
+    """Body of `/detokenize`. `skip_special_tokens`, off by default, leaves out control tokens."""
 
     api: ClassVar[str] = ""
 
@@ -72,7 +72,7 @@ class DetokenizeParameters(Struct, forbid_unknown_fields=True, kw_only=True):
 def prompts_to_tokenize(
     requested: TokenizeParameters, model: str
 ) -> tuple[list[pb.CountTokensRequest], bool]:
-    """Return the prompts, and whether special tokens are added to them. Raises: InvalidRequest."""
+    """Convert the prompts; return them, and if special tokens are added. Raises: InvalidRequest."""
     given = [name for name in FORMS if getattr(requested, name) is not None]
     if len(given) != 1:
         raise invalid_parameter(
@@ -119,7 +119,7 @@ def _of_messages(requested: TokenizeParameters, model: str) -> pb.CountTokensReq
 
 
 class ShownTokens(NamedTuple):
-    """Tokens of one text in a response, as JSON. strings: their texts, if requested."""
+    """Tokens of one text in a response, as JSON. `strings` has their texts if requested."""
 
     token_count: int
     tokens: Raw
@@ -135,7 +135,7 @@ def shows_texts(requested: TokenizeParameters) -> bool:
 def shown_tokens(
     requested: TokenizeParameters, ids: Sequence[int], tokenizer: Tokenizer
 ) -> ShownTokens:
-    """Return the tokens of one text as the response shows them."""
+    """Encode the tokens of one text as the response shows them."""
     if not shows_texts(requested):
         return ShownTokens(len(ids), _json_of(ids, list), None)
     pieces: dict[int, str | list[int]] = {}
@@ -151,7 +151,7 @@ def shown_tokens(
 
 
 def _json_of(ids: Sequence[int], shown: Callable[[Sequence[int]], list[Any]]) -> Raw:
-    """Return a list as JSON, made in parts, between which other threads have their turns."""
+    """Encode a list as JSON in parts, so that other threads can run in between."""
     parts = [
         answers.encode(shown(ids[at : at + PART_TOKENS]))[1:-1]
         for at in range(0, len(ids), PART_TOKENS)
@@ -162,7 +162,7 @@ def _json_of(ids: Sequence[int], shown: Callable[[Sequence[int]], list[Any]]) ->
 def tokenized_body(
     requested: TokenizeParameters, found: Sequence[ShownTokens], window: int
 ) -> dict[str, Any]:
-    """Return the response for the tokens of texts: of several ones as lists of lists."""
+    """Build the response for the tokens of one text, or of several as lists of lists."""
     first = found[0]
     if requested.content is not None:
         return {"tokens": first.tokens}
@@ -182,7 +182,7 @@ def tokenized_body(
 
 
 def piece_of(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
-    """Return the text of a token, or its bytes if they are not text by themselves."""
+    """Return the text of a token, or its bytes if they are not valid UTF-8 on their own."""
     data = tokenizer.token_bytes(token_id)
     try:
         return data.decode()
@@ -195,7 +195,7 @@ def _text(piece: str | list[int]) -> str:
 
 
 def check_decoded_count(requested: DetokenizeParameters) -> None:
-    """Check the number of tokens that become text. Raises: InvalidRequest."""
+    """Limit the number of tokens that are decoded at once. Raises: InvalidRequest."""
     if (count := len(requested.tokens)) > DECODED_COUNT_MAX:
         raise invalid_parameter(
             "tokens",
@@ -205,12 +205,12 @@ def check_decoded_count(requested: DetokenizeParameters) -> None:
 
 
 def detokenized_body(text: str) -> dict[str, str]:
-    """Return the response with a text, under the names of vLLM, llama.cpp and SGLang."""
+    """Build the response with a text, under the names of vLLM, llama.cpp and SGLang."""
     return {"prompt": text, "content": text, "text": text}
 
 
 def model_named(name: str | None, process: RequestRegistry, principal: Principal) -> str:
-    """Return the requested model, or the only one that the key may use. Raises: InvalidRequest."""
+    """Return the requested model, or the only one the API key may use. Raises: InvalidRequest."""
     if name:
         check_model_name(name)  # before it is quoted anywhere
         return name

@@ -1,8 +1,8 @@
-"""Request bodies with fields of other servers, which `dialects.py` lists.
+"""Handling of request fields that belong to other servers, as listed in `dialects.py`.
 
-A field takes effect as a parameter of this API, changes nothing, or is refused with a remedy. So
-are parameters of the other APIs, and names that resemble a served one. Others are hints and
-telemetry: they are ignored, and the header `weir-ignored-parameters` names them.
+A field takes effect as a parameter of this API, changes nothing, or is refused with a remedy. The
+same goes for parameters of the other APIs, and for names that resemble a parameter. Any other field
+is a hint or telemetry: it is ignored, and the header `weir-ignored-parameters` names it.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ STRUCTURED_NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Known members of a JSON value: of an object by name, of a list's elements.
+    """Known members of a JSON value: `members` of an object by name, or `element` of a list.
 
-    optional: members that have a default.
+    `optional` are the members that have a default.
     """
 
     members: Mapping[str, Shape] | None = None
@@ -107,10 +107,10 @@ class Shape:
 
 @dataclass(slots=True)
 class Notes:
-    """Names of a body beside the parameters of its API.
+    """Fields of a body that are not parameters of its API.
 
-    names: of ignored parameters, each once, in the order of the body. sent: names that stand for
-    parameters of this API, by these. strict: nothing may be ignored.
+    `names` are ignored parameters, each once, in the order of the body. `sent` maps parameters of
+    this API to the names that the client used instead. If `strict`, nothing may be ignored.
     """
 
     strict: bool = False
@@ -118,25 +118,25 @@ class Notes:
     sent: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str) -> None:
-        """Add an ignored name. Raises: InvalidRequest if there are too many."""
+        """Add the name of an ignored parameter. Raises: InvalidRequest if there are too many."""
         self.names[name] = None
         check_unknown_count(len(self.names))
 
     def ignore(self, name: str) -> None:
-        """Add the name of an unknown parameter. Raises: InvalidRequest, also if strict."""
+        """Ignore an unknown parameter. Raises InvalidRequest if strict or if there are too many."""
         if self.strict:
             raise invalid_parameter(name[:200], STRICT_REMEDY)
         self.add(name)
 
     def headers(self) -> dict[str, str]:
-        """Return the header that names them, or none."""
+        """Build the header that names the ignored parameters; empty if there are none."""
         shown = [name if VISIBLE.fullmatch(name) else "?" for name in islice(self.names, NAMES_MAX)]
         if (more_count := len(self.names) - len(shown)) > 0:
             shown.append(f"and {more_count} more")
         return {IGNORED_HEADER: ", ".join(shown)} if shown else {}
 
     def as_sent(self, error: InvalidRequest) -> InvalidRequest:
-        """Return an error with the names that the client used."""
+        """Replace the parameters in an error by the names that the client used."""
         if not self.sent:
             return error
         return InvalidRequest(
@@ -147,14 +147,16 @@ class Notes:
         )
 
     def names_as_sent(self, names: Mapping[str, str]) -> Mapping[str, str]:
-        """Return parameters by field of a start frame with the names that the client used."""
+        """Replace the parameters in a map from fields of a start frame by the names the client
+        used.
+        """
         if not self.sent:
             return names
         return self.sent | {frame: parameter(name, self.sent) for frame, name in names.items()}
 
 
 def check_unknown_count(count: int) -> None:
-    """Check the number of unknown parameters. Raises: InvalidRequest."""
+    """Limit the number of unknown parameters. Raises: InvalidRequest."""
     if count > UNKNOWN_COUNT_MAX:
         raise invalid_parameter(
             None,
@@ -164,22 +166,22 @@ def check_unknown_count(count: int) -> None:
 
 
 def is_nothing(value: object) -> bool:
-    """Return whether a value means that a parameter is not given."""
+    """Return whether a value is null or empty, which means that the parameter is not set."""
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 def is_limit(value: object) -> TypeGuard[int]:
-    """Return whether a value is a limit on tokens."""
+    """Return whether a value is an integer, and so can be a limit on tokens."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def smaller_limit(one: int, other: int | None) -> int:
-    """Return the smaller of two limits on tokens, which holds both; -1 limits nothing."""
+    """Return the smaller of two limits on tokens, which satisfies both; -1 means no limit."""
     return one if other is None else min(one, other, key=lambda limit: (limit == NO_LIMIT, limit))
 
 
 def is_hollow(value: object) -> bool:
-    """Return whether a value is nothing, or an object without anything."""
+    """Return whether a value is null or empty, or an object whose members are all null."""
     return is_nothing(value) or (
         isinstance(value, dict) and all(each is None for each in value.values())
     )
@@ -188,10 +190,10 @@ def is_hollow(value: object) -> bool:
 def as_known(
     body: bytes, kind: type[Struct], api: str, other_names: frozenset[str], notes: Notes
 ) -> bytes:
-    """Return the body with parameters of its API only.
+    """Convert the body so that it has only parameters of its API.
 
-    api: its name in `dialects.py`. other_names: parameters of the other APIs. Raises:
-    InvalidRequest for a field that would change the answer and cannot take effect;
+    `api` is its name in `dialects.py`. `other_names` are parameters of the other APIs. Raises
+    InvalidRequest for a field that would change the answer and has no equivalent;
     msgspec.DecodeError, RecursionError.
     """
     tree = msgspec.json.decode(body)
@@ -216,7 +218,7 @@ def as_known(
 
 
 def encoded(value: object, levels: int = ENTERED_LEVELS) -> bytes:
-    """Encode a value as JSON, long lists in parts: one call would keep the interpreter."""
+    """Encode a value as JSON; long lists in parts, since one call would block other threads."""
     if isinstance(value, list) and len(value) > ENCODED_COUNT_MAX:
         parts = (
             msgspec.json.encode(value[start : start + ENCODED_COUNT_MAX])[1:-1]
@@ -233,7 +235,7 @@ def encoded(value: object, levels: int = ENTERED_LEVELS) -> bytes:
 
 
 class Reader:
-    """Application of the fields of one body that its API does not have, one by one."""
+    """Converts the fields of one body that its API does not have, one by one."""
 
     def __init__(
         self,
@@ -243,7 +245,7 @@ class Reader:
         other_names: frozenset[str],
         notes: Notes,
     ) -> None:
-        """tree: the parameters of the API, to which effects are added."""
+        """`tree` has the parameters of the API; the effects of other fields are added to it."""
         self._tree = tree
         self._members = members
         self._api = api
@@ -251,7 +253,7 @@ class Reader:
         self._notes = notes
 
     def read(self, name: str, value: Any) -> None:
-        """Let a field take effect, or ignore it. Raises: InvalidRequest."""
+        """Apply the effect of a field, or ignore the field. Raises: InvalidRequest."""
         if is_hollow(value):
             return
         entry = field_of(name, self._api)
@@ -308,7 +310,7 @@ class Reader:
         self._set(target, name, value)
 
     def _set(self, target: str, name: str, value: Any) -> None:
-        """Set a parameter, or one of an object's. Raises: InvalidRequest if it is another one."""
+        """Set a parameter or a member of one. Raises InvalidRequest if it has a different value."""
         location = self._tree
         *outer, last = target.split(".")
         for each in outer:
@@ -330,7 +332,7 @@ class Reader:
             self._notes.sent[target] = name
 
     def _format(self, name: str, value: Any) -> None:
-        """Set the format of the answer."""
+        """Set the format of the answer. Raises InvalidRequest if another format is set."""
         found = format_of(name, value)
         if found is None:
             return
@@ -353,7 +355,7 @@ class Reader:
         self._notes.sent |= {path + end: shown for end, shown in sent.items()}
 
     def _sample(self, name: str, value: Any) -> None:
-        """Apply `do_sample`."""
+        """Apply `do_sample`: false means temperature 0."""
         temperature = self._tree.get("temperature")
         if not isinstance(temperature, int | float | None):  # refused later for its type
             return
@@ -372,7 +374,7 @@ class Reader:
             raise invalid_parameter(name, "requires a temperature above 0: send temperature")
 
     def _think(self, name: str, value: Any) -> None:
-        """Apply a switch, an effort or a budget of the thinking."""
+        """Apply a field that switches thinking, or sets its effort or budget."""
         match name:
             case "think" if isinstance(value, str):
                 self._set_effort(name, value)
@@ -386,7 +388,7 @@ class Reader:
                 self._think_by_members(name, value)
 
     def _think_by_members(self, name: str, members: Any) -> None:
-        """Apply an object: `thinking`, `reasoning`, or `chat_template_kwargs`."""
+        """Apply the members of `thinking`, `reasoning` or `chat_template_kwargs`."""
         if not isinstance(members, dict):
             raise invalid_parameter(name, "must be an object")
         for each, value in members.items():
@@ -438,9 +440,9 @@ class Reader:
 
 
 def format_of(name: str, value: Any) -> tuple[str, Tree] | None:
-    """Return the name of a format as it was sent, and its form in our APIs; None for no format.
+    """Convert a format of another server to this API's; return the name it was sent by with it.
 
-    Raises: InvalidRequest.
+    Returns None if the field sets no format. Raises: InvalidRequest.
     """
     kinds: Mapping[str, str] = {
         "guided_json": "json",
@@ -472,7 +474,7 @@ def format_of(name: str, value: Any) -> tuple[str, Tree] | None:
 
 
 def _structured(members: Tree) -> tuple[str, Tree] | None:
-    """Return the format in `structured_outputs` of vLLM. Raises: InvalidRequest."""
+    """Convert the format in vLLM's `structured_outputs`. Raises: InvalidRequest."""
     found: tuple[str, Tree] | None = None
     for name, value in members.items():
         path = f"structured_outputs.{name}"
@@ -491,9 +493,8 @@ def _structured(members: Tree) -> tuple[str, Tree] | None:
 
 
 def _restrict_tools(tree: Tree) -> None:
-    """Apply a `tool_choice` of the type `allowed_tools`: offer only these functions.
-
-    Raises: InvalidRequest.
+    """Apply a tool choice of the type `allowed_tools`: remove all other tools. Raises:
+    InvalidRequest.
     """
     choice = tree.get("tool_choice")
     if not isinstance(choice, dict) or choice.get("type") != ALLOWED_TOOLS:
@@ -515,7 +516,7 @@ def _restrict_tools(tree: Tree) -> None:
 
 
 def _name_of(tool: object) -> str | None:
-    """Return the name of a function in the form of either API; None of any other tool."""
+    """Return the name of a function in the format of either API; None for other tools."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         return None
     function = tool.get("function")
@@ -540,7 +541,7 @@ def check_kept(value: object, name: str) -> None:
 
 
 def _strip(value: Any, shape: Shape, path: str, notes: Notes) -> None:
-    """Remove unknown members below a value. Raises: InvalidRequest if one changes the answer."""
+    """Remove unknown members of a value recursively. Raises InvalidRequest if one matters."""
     if isinstance(value, list) and shape.element is not None:
         for each in value:
             _strip(each, shape.element, f"{path}[]", notes)
@@ -559,7 +560,7 @@ def _strip(value: Any, shape: Shape, path: str, notes: Notes) -> None:
 
 @functools.cache
 def shape_of(kind: type[Struct]) -> Shape:
-    """Return the shape of a body."""
+    """Build the shape of a body from its type."""
     return _shape(msgspec.inspect.type_info(kind))
 
 

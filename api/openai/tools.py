@@ -1,6 +1,6 @@
-"""Tools of requests: functions, alone and in namespaces, their choice, and calls of them.
+"""Tools of requests: functions, also in namespaces, the tool choice, and tool calls.
 
-The chat API nests some objects that the responses API has flat.
+The chat API nests some objects whose fields the responses API has at the top level.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODES: Mapping[str, pb.ToolMode.ValueType] = {
 
 
 class Function(Struct, forbid_unknown_fields=True):
-    """Function in the form of the chat API."""
+    """Function in the format of the chat API."""
 
     name: str
     description: str | None = None
@@ -41,7 +41,7 @@ class Function(Struct, forbid_unknown_fields=True):
 
 
 class MemberTool(Struct, forbid_unknown_fields=True):
-    """Tool of a namespace."""
+    """Tool in a namespace."""
 
     type: str
     name: str | None = None
@@ -51,7 +51,7 @@ class MemberTool(Struct, forbid_unknown_fields=True):
 
 
 class ToolParameter(Struct, forbid_unknown_fields=True):
-    """Tool of either API. tools: of a namespace, which the responses API has."""
+    """Tool of either API. `tools` are those in a namespace, which only the responses API has."""
 
     type: str
     function: Function | None = None
@@ -63,13 +63,13 @@ class ToolParameter(Struct, forbid_unknown_fields=True):
 
 
 class FunctionName(Struct, forbid_unknown_fields=True):
-    """Name of a function in the form of the chat API."""
+    """Name of a function in the format of the chat API."""
 
     name: str
 
 
 class NamedChoice(Struct, forbid_unknown_fields=True):
-    """Choice of one function that must be called, of either API. namespace: of a response."""
+    """Tool choice of either API that names the function to call, and its namespace, if any."""
 
     type: str
     function: FunctionName | None = None
@@ -78,14 +78,14 @@ class NamedChoice(Struct, forbid_unknown_fields=True):
 
 
 class CalledFunction(Struct, forbid_unknown_fields=True):
-    """Called function in the form of the chat API."""
+    """Called function in the format of the chat API."""
 
     name: str
     arguments: str
 
 
 class CallParameter(Struct, forbid_unknown_fields=True):
-    """Call of an earlier response in the form of the chat API."""
+    """Tool call of an earlier response, in the format of the chat API."""
 
     id: str
     type: str
@@ -104,7 +104,8 @@ def fill_tools(
     *,
     wrapped: bool,
 ) -> None:
-    """Add tools to a start frame. wrapped: in the form of the chat API. Raises: InvalidRequest.
+    """Set the tools in a start frame. `wrapped`: they have the chat API's format. Raises:
+    InvalidRequest.
 
     Without tools, the choices `none` and `auto` are accepted and have no effect.
     """
@@ -138,11 +139,11 @@ def fill_tools(
 
 @dataclass(slots=True)
 class Namespaces:
-    """Functions of the responses API by the names that the model sees.
+    """Functions of the responses API, by the names that the model sees.
 
-    A function of a namespace is one tool to the model, and its calls name both parts. tools: all
-    functions. members: namespace and name of each that is in one. names: parameters by field of a
-    start frame.
+    To the model, a function in a namespace is one tool whose name joins both; calls name them
+    separately. `tools` are all functions. `members` maps the joined name of a function in a
+    namespace to both parts. `names` maps fields of a start frame to parameters.
     """
 
     tools: list[ToolParameter] = field(default_factory=list)
@@ -151,7 +152,7 @@ class Namespaces:
 
     @classmethod
     def of(cls, tools: Sequence[ToolParameter] | None) -> Namespaces:
-        """Read the tools of a request. Raises: InvalidRequest."""
+        """Convert the tools of a request. Raises: InvalidRequest."""
         check_count(tools, "tools", TOOL_COUNT_MAX)
         found = cls()
         for index, tool in enumerate(tools or ()):
@@ -162,7 +163,7 @@ class Namespaces:
         return found
 
     def chosen(self, choice: Choice | None) -> Choice | None:
-        """Return a choice by the name that the model sees."""
+        """Replace the name in a tool choice by the name that the model sees."""
         if not isinstance(choice, NamedChoice) or not choice.name:
             return choice
         if choice.namespace:
@@ -197,7 +198,7 @@ class Namespaces:
 
 
 def name_in(space: str, name: str) -> str:
-    """Build the name of a namespace's function as the model sees it."""
+    """Join the names of a namespace and its function into the name that the model sees."""
     flat = f"{space}{'' if space.endswith(JOINT) else JOINT}{name}"
     if len(flat) <= NAME_CHARS_MAX:
         return flat
@@ -205,7 +206,7 @@ def name_in(space: str, name: str) -> str:
 
 
 def echoed_tools(tools: Sequence[ToolParameter] | None) -> list[dict[str, Any]]:
-    """Convert the tools of the responses API to the form that a response repeats."""
+    """Convert the tools of the responses API to what a response repeats."""
     return [
         {
             "type": NAMESPACE,
@@ -230,7 +231,7 @@ def _echoed(tool: ToolParameter | MemberTool) -> dict[str, Any]:
 
 
 def echoed_tool_choice(choice: Choice | None) -> str | dict[str, str]:
-    """Convert the tool choice of the responses API to the form that a response repeats."""
+    """Convert the tool choice of the responses API to what a response repeats."""
     if not isinstance(choice, NamedChoice):
         return choice or "auto"
     space = {"namespace": choice.namespace} if choice.namespace else {}
@@ -238,7 +239,7 @@ def echoed_tool_choice(choice: Choice | None) -> str | dict[str, str]:
 
 
 def call_messages(calls: Sequence[CallParameter], field: str) -> list[pb.ToolCall]:
-    """Convert the calls of an assistant's message of the chat API. Raises: InvalidRequest."""
+    """Convert the tool calls of a chat message of the assistant. Raises: InvalidRequest."""
     check_count(calls, field, CALL_COUNT_MAX)
     messages = []
     for index, call in enumerate(calls):

@@ -1,1 +1,3 @@
-"""Fair queue before an engine: bounded, fair between organizations, with wait estimates. No I/O."""
+"""Fair queue in front of an engine: bounded, fair between organizations, with wait estimates. No
+I/O.
+"""

@@ -1,9 +1,9 @@
-"""Queue before one engine: bounded, fair between tenants, with wait estimates.
+"""Queue in front of one engine: bounded, fair between tenants, with wait estimates.
 
-Each request has a `QueueEntry` from before its hold until its end. Turns follow the order of
-`virtual_tokens.Line` within a service tier, and the engine follows the ranks assigned here.
-`DispatchWindow` limits how many requests the engine gets at once; `QueueAdmission` refuses requests
-for which there is no room or that would start too late. Used by one event loop; nothing here
+Each request has a `QueueEntry` from before its hold until its end. Within a service tier, requests
+are dispatched in the order of `virtual_tokens.Line`, and the engine follows the ranks assigned
+here. `DispatchWindow` limits how many requests the engine gets at once. `QueueAdmission` refuses
+requests if there is no room or they would start too late. Used by one event loop; nothing here
 awaits.
 """
 
@@ -49,9 +49,9 @@ SHRINK = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ExpectedWait:
-    """Expected wait of a request.
+    """Expected wait of a request: `position` requests are ahead of it.
 
-    position: requests ahead of it; wait_s: None before any observation.
+    `wait_s` is in seconds; None if nothing was measured yet.
     """
 
     entry: QueueEntry
@@ -61,10 +61,10 @@ class ExpectedWait:
 
 @dataclass(frozen=True, slots=True)
 class QueueStatistics:
-    """Request counts; those of the engine are in sequences. peak: the maximum so far.
+    """Counts of a queue: of requests, or of sequences for the engine. `peak` is the maximum so far.
 
-    longest_wait_s: expected wait of the last waiting request; None if none waits or nothing was
-    observed.
+    `longest_wait_s` is the expected wait of the last request in the queue; None if the queue is
+    empty or nothing was measured yet.
     """
 
     waiting_count: int
@@ -77,7 +77,7 @@ class QueueStatistics:
 
 
 class State(Enum):
-    """State of an entry, in this order; GONE may follow any."""
+    """State of a queue entry. States follow in this order; GONE may follow any."""
 
     ENTERED = auto()  # its hold is being taken, or its engine is starting
     WAITING = auto()
@@ -87,9 +87,8 @@ class State(Enum):
 
 
 class QueueEntry:
-    """Queue entry of one request, as a context manager that leaves the queue.
-
-    Created by `FairQueue.enter`.
+    """Entry of one request in the queue, from `FairQueue.enter`. As a context manager, it leaves
+    the queue at the end of the block.
     """
 
     def __init__(self, queue: FairQueue, arrival: Arrival, number: int) -> None:
@@ -109,14 +108,13 @@ class QueueEntry:
 
     @property
     def is_dispatched(self) -> bool:
-        """True if its turn has come."""
+        """True if the request was dispatched and has not left."""
         return self.state in (State.DISPATCHED, State.RUNNING)
 
     def join(self, on_dispatch: Callable[[], object]) -> bool:
-        """Start waiting for the turn.
-
-        Return whether it came at once, without waiting requests and with engine room. Otherwise
-        `on_dispatch` is called at the turn; it must not use the queue.
+        """Start waiting for dispatch. Returns True if the request is dispatched at once, because
+        nothing waits and the engine has room. Otherwise `on_dispatch` is called later; it must not
+        use the queue.
         """
         assert self.state is State.ENTERED, "an entry waits once"
         queue, arrival = self._queue, self.arrival
@@ -148,7 +146,7 @@ class QueueEntry:
         return False
 
     async def wait_for_dispatch(self) -> None:
-        """Wait for the turn. If cancelled, the entry must still be left."""
+        """Wait until the request is dispatched. If cancelled, the caller must still `leave`."""
         dispatched = asyncio.Event()
         if not self.join(dispatched.set):
             await dispatched.wait()
@@ -176,7 +174,7 @@ class QueueEntry:
             queue.dispatch_waiting(engine)
 
     def generated(self, token_count: int) -> None:
-        """Charge for newly generated tokens, and record the service."""
+        """Charge the tenant for newly generated tokens, and measure the service rate."""
         tier, tenant = self.tier, self.tenant
         assert tier is not None, "only a dispatched request generates"
         assert tenant is not None
@@ -225,9 +223,10 @@ class QueueEntry:
 
 
 class DispatchWindow:
-    """Dispatch window of one engine, or of several behind one queue. Counts are in sequences.
+    """Dispatch window of one engine: a limit on dispatched sequences that have not started.
 
-    Several engines have a multiple of the room; a full one passes requests on.
+    With several engines behind one queue, the limit is a multiple; a full engine passes requests
+    on.
     """
 
     def __init__(self) -> None:
@@ -239,11 +238,11 @@ class DispatchWindow:
 
     @property
     def pending_count(self) -> int:
-        """Dispatched sequences that the engine has not started on."""
+        """Number of dispatched sequences that the engine has not started on."""
         return len(self._ranks) + self._compiling_count
 
     def spread(self, engine_count: int) -> None:
-        """Set the number of engines, at least 1. A new engine starts with the first window."""
+        """Set the number of engines, at least 1. Each new engine adds the initial window."""
         added = WINDOW_FIRST * (engine_count - self.engine_count)
         self.engine_count = engine_count
         self.size = min(
@@ -251,13 +250,13 @@ class DispatchWindow:
         )
 
     def count_before(self, rank: float) -> int:
-        """Return the number of dispatched sequences that precede a request of this rank."""
+        """Count the pending sequences that precede a request of this rank."""
         return bisect.bisect_right(self._ranks, rank) + max(
             0, self._compiling_count - COMPILING_MAX * self.engine_count
         )
 
     def has_room(self, rank: float) -> bool:
-        """Return whether the engine has room for a request of this rank."""
+        """Return whether a request of this rank can be dispatched."""
         ranks, compiling_count, engine_count = self._ranks, self._compiling_count, self.engine_count
         before = self.count_before(rank) if compiling_count else bisect.bisect_right(ranks, rank)
         return before < int(self.size) and len(ranks) + compiling_count < PENDING_MAX * engine_count
@@ -273,7 +272,9 @@ class DispatchWindow:
             self._ranks[at:at] = [rank] * sequence_count
 
     def remove(self, entry: QueueEntry) -> None:
-        """Record that a dispatched request was started or has ended."""
+        """Record that the engine has started on a dispatched request, or that the request has
+        ended.
+        """
         del self.dispatched[entry]
         rank, sequence_count = entry.rank, entry.arrival.sequence_count
         if entry.arrival.compiles:
@@ -286,9 +287,9 @@ class DispatchWindow:
             del self._ranks[at : at + sequence_count]
 
     def adapt(self, step_count: int, *, behind: bool) -> None:
-        """Adapt the window to the steps that a request waited.
+        """Adapt the window to the number of engine steps for which a request was pending.
 
-        behind: requests of later rank wait.
+        `behind` says that requests are waiting in the queue.
         """
         if step_count < 0:
             return  # the engine was restarted meanwhile
@@ -300,7 +301,7 @@ class DispatchWindow:
 
 
 class FairQueue:
-    """Entries of the requests before one engine."""
+    """Queue of the requests for one engine."""
 
     def __init__(
         self,
@@ -308,7 +309,7 @@ class FairQueue:
         engine: Callable[[], EngineStatistics],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """engine: returns its latest statistics."""
+        """`engine` returns the latest statistics of the engine."""
         self.limits = limits
         self.engine_statistics = engine
         self.clock = clock
@@ -323,9 +324,8 @@ class FairQueue:
         self.batch_moved_at = -math.inf  # when the batch tier last got a turn, or started to wait
 
     def enter(self, arrival: Arrival, engine_wait_s: float = 0.0) -> QueueEntry:
-        """Add a request. engine_wait_s: until the engine accepts requests.
-
-        Raises: QueueFull if the tenant finds no room, StartsTooLate if its turn would come after
+        """Add a request. `engine_wait_s` is the time until the engine accepts requests. Raises
+        QueueFull if there is no room for the tenant, StartsTooLate if the request would start after
         its deadline.
         """
         waiting, admission, tenant = self.waiting, self.admission, arrival.tenant_id.int
@@ -342,7 +342,7 @@ class FairQueue:
         return QueueEntry(self, arrival, self._number)
 
     def stopped_waiting(self, arrival: Arrival) -> None:
-        """Record that a request stopped waiting: it was dispatched, or has left."""
+        """Record that a request has stopped waiting: it was dispatched or has left."""
         waiting, tenant = self.waiting, arrival.tenant_id.int
         waiting.total -= 1
         waiting.by_tenant[tenant] -= 1
@@ -350,14 +350,13 @@ class FairQueue:
             del waiting.by_tenant[tenant]
 
     def wait_s(self, arrival: Arrival) -> float | None:
-        """Return the expected wait of a request that arrives now; None before any observation."""
+        """Estimate the wait of a request that arrives now, in seconds; None if nothing was measured
+        yet.
+        """
         return self.admission.wait_s(arrival)
 
     def expected_waits(self) -> list[ExpectedWait]:
-        """Return the expected wait of all waiting requests, next first.
-
-        Takes time linear in their number.
-        """
+        """Estimate the waits of all waiting requests, next one first. Takes linear time."""
         found: list[ExpectedWait] = []
         for tier in self.tiers.values():
             units, ordered = 0.0, []
@@ -375,7 +374,7 @@ class FairQueue:
         return found
 
     def statistics(self) -> QueueStatistics:
-        """Return statistics. Never blocks; takes time linear in the number of waiting requests."""
+        """Collect statistics. Takes time linear in the number of waiting requests."""
         return QueueStatistics(
             waiting_count=self.waiting.total,
             waiting_count_peak=self.waiting.peak,
@@ -392,10 +391,10 @@ class FairQueue:
     def dispatch_waiting(self, engine: EngineStatistics | None = None) -> None:
         """Dispatch as many requests as the engine has room for.
 
-        Interactive requests come first, unless the batch tier has waited for so long that it gets
-        the next turn: then it is ranked like an interactive tenant that returns from idling.
-        Otherwise batch ranks after all interactive requests, in the engine as well. engine: its
-        latest statistics.
+        Interactive requests come first, unless the batch tier has waited so long that it gets the
+        next turn; then it is ranked like an interactive tenant that returns from idling. Otherwise
+        batch ranks after all interactive requests, in the engine as well. `engine` has its latest
+        statistics.
         """
         now, engine, window = self.clock(), engine or self.engine_statistics(), self.window
         interactive, batch = self.interactive.line, self.batch.line

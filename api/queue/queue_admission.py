@@ -1,6 +1,6 @@
-"""Admission to a queue: refuses requests without room, or that would start after their deadline.
+"""Admission to a queue: refuses requests that find no room, or would start after their deadline.
 
-A refused request gets a retry-after and a reservation: when it returns on time, there is room.
+A refused request gets a retry-after and a reservation: if it returns on time, there is room.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Key = tuple[uuid.UUID, uuid.UUID]  # tenant and request
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Limits of one engine's queue; see `Settings` for reasons.
+    """Limits of one engine's queue; `Settings` has the reasons.
 
-    fair: tenants take turns; else in order of arrival.
+    If `fair`, tenants take turns; otherwise requests are dispatched in order of arrival.
     """
 
     request_count_max: int = 2000
@@ -50,9 +50,9 @@ class QueueLimits:
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A request as seen by the queue.
+    """Request as seen by the queue. `deadline` is on the queue's clock.
 
-    deadline: on the queue's clock; compiles: it has a response format.
+    If `compiles`, the engine must compile a response format first.
     """
 
     request_id: uuid.UUID
@@ -67,25 +67,25 @@ class Arrival(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[uuid.UUID, uuid.UUID]:
-        """Tenant and request; clients choose request ids, so two tenants may use the same one."""
+        """Tenant and request id: clients choose request ids, so two tenants may use the same."""
         return self.tenant_id, self.request_id
 
 
 class Dispatch(Protocol):
-    """Room of the engine, in sequences."""
+    """Room for further sequences in the engine."""
 
     def has_room(self, rank: float) -> bool:
-        """Return whether the engine has room for a request of this rank."""
+        """Return whether a request of this rank can be dispatched."""
         ...
 
     def count_before(self, rank: float) -> int:
-        """Return the number of dispatched sequences that precede a request of this rank."""
+        """Count the pending sequences that precede a request of this rank."""
         ...
 
 
 @dataclass(slots=True)
 class WaitingCounts:
-    """Number of waiting requests. by_tenant: by tenant number, since UUIDs are hashed in Python."""
+    """Numbers of waiting requests; tenants are integers, since UUIDs are hashed in Python."""
 
     total: int = 0
     peak: int = 0  # maximum so far
@@ -93,7 +93,7 @@ class WaitingCounts:
 
 
 class QueueAdmission:
-    """Admits or refuses requests; owns the reservations of refused ones."""
+    """Admits or refuses requests. Owns the reservations of refused requests."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class QueueAdmission:
         dispatch: Dispatch,
         waiting: WaitingCounts,
     ) -> None:
-        """waiting: kept by the queue."""
+        """The queue updates `waiting`; this object only reads it."""
         self.refused_count = 0
         self._limits = limits
         self._tiers = tiers
@@ -113,9 +113,10 @@ class QueueAdmission:
     def check(
         self, arrival: Arrival, engine_wait_s: float, now: float, *, is_half_empty: bool
     ) -> None:
-        """Refuse a request without room, or whose deadline is too early; use up its reservation.
+        """Refuse a request that finds no room or would miss its deadline; else use up its
+        reservation.
 
-        is_half_empty: half of its tenant's share is free, so that only reservations limit it.
+        If `is_half_empty`, half of the tenant's share is free, so that only reservations limit it.
         Raises: QueueFull, StartsTooLate.
         """
         self.reservations.forget_expired(now)
@@ -133,9 +134,10 @@ class QueueAdmission:
         self.reservations.drop(arrival.key)
 
     def wait_s(self, arrival: Arrival, *, is_reserved: bool = False) -> float | None:
-        """Return the expected wait of a request that arrives now; None if unknown.
+        """Estimate the wait of a request that arrives now, in seconds; None if nothing was measured
+        yet.
 
-        is_reserved: room is reserved for it.
+        `is_reserved` says that room is reserved for it.
         """
         tier = self._tiers[arrival.tier]
         rank = tier.line.start(self._tenant_id(arrival))
@@ -151,8 +153,9 @@ class QueueAdmission:
     def _room_refusal(
         self, arrival: Arrival, now: float, *, is_reserved: bool, is_half_empty: bool
     ) -> QueueFull | None:
-        """Return the refusal if there is no room within the limits, after reservations and the
-        tenant's share."""
+        """Return QueueFull if the limits leave no room, after reservations and the share of the
+        tenant.
+        """
         limits, own = self._limits, self._waiting.by_tenant.get(arrival.tenant_id.int, 0)
         share = 1.0 if is_reserved else NEWCOMERS_SHARE
         free = int(limits.request_count_max * share) - self._waiting.total
@@ -199,9 +202,8 @@ class QueueAdmission:
         )
 
     def _reserve(self, arrival: Arrival, wait_s: float | None, now: float, *, again: bool) -> float:
-        """Reserve a place for a refused request; return its retry-after.
-
-        again: it returned on time and there was no room.
+        """Reserve a place for a refused request, and return its retry-after in seconds. `again`
+        says that it has returned on time and found no room.
         """
         if again:
             self.reservations.drop(arrival.key)
@@ -223,7 +225,7 @@ class QueueAdmission:
         return arrival.tenant_id if self._limits.fair else ALL_TENANTS
 
     def _units_before(self, arrival: Arrival, own_units: float) -> float:
-        """Return the service before the tenant has been served this much more."""
+        """Estimate the service units until this tenant has received `own_units` more."""
         tier = self._tiers[arrival.tier]
         weight = arrival.weight if self._limits.fair else 1.0
         return tier.units_before(
@@ -231,7 +233,9 @@ class QueueAdmission:
         )
 
     def _usual_cost(self, arrival: Arrival) -> float:
-        """Return the mean cost of the tenant's waiting requests, or else the cost of this one."""
+        """Return the mean cost of the tenant's waiting requests; if none waits, the cost of this
+        request.
+        """
         tier = self._tiers[arrival.tier]
         tenant = tier.line.find(self._tenant_id(arrival))
         if tenant is None or not tenant.waiting:
@@ -246,7 +250,7 @@ class QueueAdmission:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A reservation. Times in monotonic seconds; cost in service units."""
+    """Reserved place. Times are in monotonic seconds, `cost` in service units."""
 
     key: Key
     cost: float
@@ -255,7 +259,7 @@ class Reservation:
 
 
 class Reservations:
-    """All reservations of a queue."""
+    """All reservations of a queue, by request and by tenant."""
 
     def __init__(self, count_max: int) -> None:
         self._count_max = count_max
@@ -268,19 +272,19 @@ class Reservations:
         return len(self.by_key)
 
     def count(self, tenant_id: uuid.UUID) -> int:
-        """Return the number of reservations of one tenant."""
+        """Count the reservations of one tenant."""
         return self._counts[tenant_id]
 
     def cost(self, tenant_id: uuid.UUID) -> float:
-        """Return the expected cost of one tenant's reservations, in service units."""
+        """Return the expected cost of all reservations of one tenant, in service units."""
         return self._costs.get(tenant_id, 0.0)
 
     def find(self, key: Key) -> Reservation | None:
-        """Return the reservation of a request, if any."""
+        """Return the reservation of a request, or None."""
         return self.by_key.get(key)
 
     def make(self, reservation: Reservation) -> None:
-        """Add a reservation, unless there are too many."""
+        """Add a reservation. Does nothing if there are too many, or if the request has one."""
         if len(self.by_key) >= self._count_max or reservation.key in self.by_key:
             return
         tenant_id = reservation.key[0]
@@ -290,7 +294,7 @@ class Reservations:
         heapq.heappush(self._expiries, (reservation.expires_at, reservation.key))
 
     def is_due(self, key: Key, now: float) -> bool:
-        """Return whether this request has a reservation and has waited long enough."""
+        """Return whether the request has a reservation and has waited long enough to use it."""
         reservation = self.by_key.get(key)
         return reservation is not None and now >= reservation.ready_at - EARLY_S
 
@@ -306,7 +310,7 @@ class Reservations:
             del self._counts[tenant_id], self._costs[tenant_id]
 
     def forget_expired(self, now: float) -> None:
-        """Remove reservations whose requests did not return."""
+        """Remove the reservations of requests that did not return in time."""
         while self._expiries and self._expiries[0][0] <= now:
             _, key = heapq.heappop(self._expiries)
             reservation = self.by_key.get(key)

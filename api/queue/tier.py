@@ -1,4 +1,4 @@
-"""One service tier of a queue: line of tenants, service rate, and wait estimates."""
+"""Service tier of a queue: its line of tenants, service rate, and wait estimates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ MEMORY_S = 5.0  # seconds after which a sample weighs a third: follows the load 
 
 
 class Tier(Generic[Entry]):
-    """Line and service rate of one tier, and wait estimates from them."""
+    """Service tier: the line of its tenants and its measured service rate, from which waits are
+    estimated.
+    """
 
     def __init__(self) -> None:
         self.line: Line[Entry] = Line()
@@ -24,20 +26,22 @@ class Tier(Generic[Entry]):
     def cost(
         self, input_token_count: int, output_token_count_max: int, request_count: int = 1
     ) -> float:
-        """Return the expected cost in service units, with the mean output or a lower maximum."""
+        """Estimate a cost in service units from the mean output, or from the maximum if that is
+        less.
+        """
         output = float(output_token_count_max)
         if (mean := self.line.output_tokens_mean) is not None:
             output = min(output, mean * request_count)
         return INPUT_TOKEN_COST * input_token_count + OUTPUT_TOKEN_COST * output
 
     def backlog(self, tenant: Tenant[Entry]) -> float:
-        """Return the expected cost of all waiting requests of a tenant."""
+        """Estimate the cost of all waiting requests of a tenant."""
         return self.cost(
             tenant.waiting_input_tokens, tenant.waiting_output_tokens_max, len(tenant.waiting)
         )
 
     def seconds(self, units: float) -> float | None:
-        """Return the seconds that this much service takes; None before any observation."""
+        """Convert service units to seconds at the measured rate; None if nothing was measured."""
         per_s = self.rate.per_s
         return units / per_s if per_s else None
 
@@ -48,9 +52,10 @@ class Tier(Generic[Entry]):
         own_units: float,
         reserved: Callable[[uuid.UUID], float],
     ) -> float:
-        """Return the service until the tenant got `own_units` more, included.
+        """Estimate the service units until the tenant has received `own_units` more, these
+        included.
 
-        reserved: reserved units by tenant.
+        `reserved` returns the reserved units of a tenant.
         """
         level = self.line.start(tenant_id) + own_units / weight
         return own_units + sum(
@@ -60,7 +65,9 @@ class Tier(Generic[Entry]):
         )
 
     def _whole_requests(self, tenant: Tenant[Entry], level: float, reserved_units: float) -> float:
-        """Return the service of a tenant until its rank reaches a level, in whole requests."""
+        """Estimate the service of a tenant until its rank reaches `level`, rounded up to whole
+        requests.
+        """
         backlog = self.backlog(tenant)
         each = max(backlog / len(tenant.waiting), 1.0)
         return min(
@@ -69,7 +76,9 @@ class Tier(Generic[Entry]):
 
 
 class ServiceRate:
-    """Service units per second while requests wait; at other times it would measure demand."""
+    """Measured service units per second while requests wait; at other times, it would be the
+    demand.
+    """
 
     def __init__(self) -> None:
         self.per_s: float | None = None  # None before any observation
@@ -78,7 +87,7 @@ class ServiceRate:
         self.is_sampled = False  # while requests wait
 
     def watch(self, now: float, *, waiting: bool) -> None:
-        """Record whether requests wait. now: monotonic seconds."""
+        """Record whether requests are waiting. `now` is in monotonic seconds."""
         self.is_sampled = waiting
         if waiting and self._sampled_from is None:
             self._sampled_from, self._sampled_units = now, 0.0
@@ -86,7 +95,7 @@ class ServiceRate:
             self._sampled_from = None
 
     def served(self, units: float, now: float) -> None:
-        """Record service at this time."""
+        """Record service units received at the time `now`."""
         if self._sampled_from is None:
             return
         self._sampled_units += units

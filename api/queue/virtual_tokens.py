@@ -1,15 +1,15 @@
-"""Fair order between tenants: virtual token counters; the tenant that was served least is next.
+"""Fair order between tenants by virtual token counters: the tenant that was served least is next.
 
 Pure data and arithmetic, without clock, tasks or limits. Each service tier has its own `Line` and
 counters.
 
-counter: weighted service of a tenant, charged for input when the engine starts on a request and for
-output as it is generated. rank: counter plus the expected remaining cost of the tenant's requests
-in the engine, at which its next request starts.
+The counter of a tenant is its weighted service. The tenant is charged for input when the engine
+starts on a request, and for output as it is generated. The rank is the counter plus the expected
+remaining cost of the tenant's requests in the engine; its next request starts at this rank.
 
-Requests are ordered by rank, here and inside the engine, which receives the rank of each request. A
-tenant with little work in the engine comes first, also before dispatched requests of others that
-have not started.
+Requests are ordered by rank, both here and inside the engine, which receives the rank of each
+request. A tenant with little work in the engine comes first, even before dispatched requests of
+others that have not started.
 
 Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024: virtual token counters
 with weights, charged in advance as in the variant with predicted lengths. Start-time fair queueing
@@ -37,7 +37,7 @@ OUTPUT_TOKENS_UNKNOWN = 150.0
 
 
 class Queued(Protocol):
-    """An entry of a line. number: unique, grows with each arrival."""
+    """Entry of a line. `number` is unique and grows with each arrival."""
 
     @property
     def number(self) -> int: ...
@@ -55,12 +55,13 @@ Priority = tuple[float, int]
 
 @dataclass(slots=True, eq=False)
 class Tenant(Generic[Item]):
-    """One tenant's part of a line.
+    """Tenant of a line, with its waiting and running requests.
 
-    counter: weighted service so far. dispatched: requests that the engine has not started
-    on. owed: expected remaining cost of dispatched and running requests. ranks: of these,
-    increasing. output_tokens_mean: of ended requests; None before the first. is_listed: in the heap
-    of `Line.level`. listed_priority: its one valid entry in the heap of `Line.next_tenant`.
+    `counter` is its weighted service so far. `dispatched` are requests that the engine has not
+    started on. `owed` has the expected remaining cost of each dispatched or running request,
+    `ranks` the rank of each, ascending. `output_tokens_mean` is the mean of ended requests; None
+    before the first. `is_listed`: it is in the heap of `Line.level`. `listed_priority` is its valid
+    entry in the heap of `Line.next_tenant`.
     """
 
     id: uuid.UUID
@@ -80,23 +81,23 @@ class Tenant(Generic[Item]):
 
     @property
     def first(self) -> Item:
-        """The request that has waited longest."""
+        """Request that has waited longest."""
         return next(iter(self.waiting))
 
     @property
     def rank(self) -> float:
-        """Rank of its next request; never before one in the engine."""
+        """Rank of the next request; never before the tenant's requests in the engine."""
         own = self.counter + self.owed_units / self.weight
         return max(own, next(reversed(self.ranks.values()))) if self.ranks else own
 
     @property
     def priority(self) -> Priority:
-        """Sort key of the tenant: least rank first, then the longest wait."""
+        """Sort key of the tenant: lowest rank, then longest wait."""
         return self.rank, next(iter(self.waiting)).number if self.waiting else 0
 
 
 class Line(Generic[Item]):
-    """Tenants of one tier, and their waiting requests."""
+    """Tenants of one tier, with their waiting requests."""
 
     def __init__(self) -> None:
         # Keys: tenant ids as integers, because UUIDs are hashed in Python.
@@ -116,15 +117,15 @@ class Line(Generic[Item]):
         self._swept_at = 1000  # number of known tenants at which idle ones are removed
 
     def waiting_tenants(self) -> Iterator[Tenant[Item]]:
-        """Iterate over tenants with waiting requests."""
+        """Iterate over the tenants that have waiting requests."""
         return (tenant for tenant in self._tenants.values() if tenant.waiting)
 
     def find(self, tenant_id: uuid.UUID) -> Tenant[Item] | None:
-        """Return a tenant; None if it would start at the common level."""
+        """Return a tenant; None if it is unknown and would start at the common level."""
         return self._tenants.get(tenant_id.int)
 
     def start(self, tenant_id: uuid.UUID) -> float:
-        """Return the rank that a tenant's request would have now."""
+        """Return the rank that a request of the tenant would get now."""
         tenant = self._tenants.get(tenant_id.int)
         if tenant is None:
             return self.level()
@@ -133,9 +134,9 @@ class Line(Generic[Item]):
         )
 
     def arrive(self, tenant_id: uuid.UUID, weight: float) -> tuple[Tenant[Item], float]:
-        """Return the tenant of an arriving request, and its rank.
+        """Register the arrival of a request; return its tenant and its rank.
 
-        weight: above 0; replaces the previous one.
+        `weight` must be above 0 and replaces the tenant's earlier weight.
         """
         tenant = self._tenants.get(tenant_id.int)
         if tenant is None:
@@ -152,7 +153,7 @@ class Line(Generic[Item]):
         return tenant, max(rank, next(reversed(tenant.ranks.values()))) if tenant.ranks else rank
 
     def join(self, item: Item, tenant_id: uuid.UUID, weight: float) -> Tenant[Item]:
-        """Append a request to its tenant's line. weight: as in `arrive`."""
+        """Append a request to the waiting ones of its tenant. `weight` is as in `arrive`."""
         tenant, _ = self.arrive(tenant_id, weight)
         tenant.waiting[item] = None
         tenant.waiting_input_tokens += item.input_token_count
@@ -162,7 +163,7 @@ class Line(Generic[Item]):
         return tenant
 
     def leave(self, item: Item, tenant: Tenant[Item]) -> None:
-        """Remove a waiting request without charge."""
+        """Remove a waiting request without charging its tenant."""
         del tenant.waiting[item]
         tenant.waiting_input_tokens -= item.input_token_count
         tenant.waiting_output_tokens_max -= item.output_token_count_max
@@ -170,9 +171,8 @@ class Line(Generic[Item]):
         self._last = tenant
 
     def next_tenant(self) -> Tenant[Item] | None:
-        """Return the tenant of the next request: least rank, then longest wait.
-
-        None if nothing waits.
+        """Return the tenant of the next request, by lowest rank, then longest wait; None if nothing
+        waits.
         """
         priorities = self._priorities
         while priorities:
@@ -190,7 +190,7 @@ class Line(Generic[Item]):
         return None
 
     def _note_priority(self, tenant: Tenant[Item]) -> None:
-        """Record that a tenant waits, or that its turn may have moved forward."""
+        """Record that a tenant is waiting, or that it may have moved forward."""
         priority = tenant.priority
         if tenant.listed_priority is None or priority < tenant.listed_priority:
             tenant.listed_priority = priority
@@ -198,9 +198,10 @@ class Line(Generic[Item]):
             heapq.heappush(self._priorities, (priority, self._listed_count, tenant))
 
     def take(self, tenant: Tenant[Item], output_token_count: float) -> Item:
-        """Remove the first waiting request of a tenant.
+        """Remove and dispatch the first waiting request of a tenant. `output_token_count` is
+        expected.
 
-        Call `begun` at most once and `ended` once afterwards. output_token_count: expected output.
+        Call `begun` at most once afterwards, and then `ended` once.
         """
         item, rank = tenant.first, tenant.rank
         self.leave(item, tenant)
@@ -210,7 +211,7 @@ class Line(Generic[Item]):
     def pass_by(
         self, item: Item, tenant: Tenant[Item], rank: float, output_token_count: float
     ) -> None:
-        """Dispatch a request that did not wait. rank: its tenant's rank on arrival."""
+        """Dispatch a request that did not wait. `rank` is the tenant's rank on its arrival."""
         self._last = tenant
         tenant.ranks[item] = rank
         tenant.dispatched.add(item)
@@ -229,7 +230,7 @@ class Line(Generic[Item]):
         tenant.owed_units -= units
 
     def charge(self, item: Item, tenant: Tenant[Item], units: float) -> None:
-        """Charge a tenant for a started request. units: of service."""
+        """Charge a tenant for a request that the engine has started, in service units."""
         tenant.counter += units / tenant.weight
         expected = min(units, tenant.owed[item])
         tenant.owed[item] -= expected
@@ -246,7 +247,7 @@ class Line(Generic[Item]):
             self._note_priority(tenant)
 
     def note_output(self, tenant: Tenant[Item], token_count: int) -> None:
-        """Record how many tokens an ended request of a tenant has generated."""
+        """Record how many tokens a request of the tenant had generated when it ended."""
         for each in (self, tenant):
             mean, count = each.output_tokens_mean, float(token_count)
             each.output_tokens_mean = (
@@ -254,7 +255,7 @@ class Line(Generic[Item]):
             )
 
     def expected_output_tokens(self, tenant: Tenant[Item], token_count_max: int) -> float:
-        """Return the expected output of a request: the mean of its tenant, or else of all."""
+        """Estimate the output of a request: the mean of its tenant or, if unknown, of all."""
         mean = tenant.output_tokens_mean
         if mean is None:
             mean = (
@@ -265,8 +266,9 @@ class Line(Generic[Item]):
         return min(float(token_count_max), mean)
 
     def level(self) -> float:
-        """Return the counter at which a returning tenant starts: the least one waiting, else the
-        last."""
+        """Return the counter at which a returning tenant starts: the lowest of waiting tenants or,
+        without any, that of the tenant served last.
+        """
         queued = self._queued
         while queued:
             counter, number, tenant = queued[0]
@@ -280,7 +282,7 @@ class Line(Generic[Item]):
         return self._last.counter if self._last is not None else 0.0
 
     def _forget_idle(self) -> None:
-        """Remove tenants that would start at the level anyway, to bound memory."""
+        """Remove idle tenants that would start at the common level anyway, to bound memory."""
         if len(self._tenants) < self._swept_at:
             return
         level = self.level()

@@ -1,1 +1,1 @@
-"""The gRPC front: calls and streams of the inference service."""
+"""gRPC services for inference: calls and streams."""

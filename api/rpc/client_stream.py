@@ -71,7 +71,7 @@ Value = TypeVar("Value")
 
 
 class ClientStream:
-    """One `Generate` call."""
+    """Stream of one `Generate` call."""
 
     def __init__(
         self,
@@ -83,10 +83,8 @@ class ClientStream:
         is_relayed: bool = False,
         trace: TraceContext = NO_TRACE,
     ) -> None:
-        """secret: the API key, to present to other processes.
-
-        is_relayed: the client is another process, and may only attach. trace: the trace of requests
-        that do not name one themselves.
+        """`secret` is the API key, to be presented to other processes. If `is_relayed`, the client
+        is another process, which may only attach. `trace` is the trace of its requests.
         """
         self._trace = trace
         self._registry = registry
@@ -116,10 +114,10 @@ class ClientStream:
         key.on_excluded = self._revoke
 
     async def serve(self, requests: AsyncIterator[pb.GenerateRequest], context: Context) -> None:
-        """Serve until the client has half-closed and every request has ended.
+        """Serve until the client has half-closed the stream and every request has ended.
 
-        On any exit, running requests are stopped or continue unattended. Raises: InvalidRequest if
-        a message is not a valid batch of frames.
+        On any exit, running requests are stopped, or continue unattended if their clients asked for
+        it. Raises InvalidRequest if a message is not a valid batch of frames.
         """
         granted_s = remaining_s(context)
         self._deadline = None if granted_s is None else time.monotonic() + granted_s
@@ -160,15 +158,16 @@ class ClientStream:
                 del violation
 
     async def _break_silence(self, write: Callable[[bytes], Awaitable[object]]) -> None:
-        """Send a progress frame of one request; a stream without requests has HTTP/2's pings."""
+        """Send a progress frame of one request. Without requests, HTTP/2 pings keep the stream
+        open.
+        """
         for subscription in self._running.values():
             await write(framed(subscription.head + RUNNING))
             return
 
     async def _read_all(self, requests: AsyncIterator[pb.GenerateRequest]) -> None:
-        """Read until the stream ends or a message ends it; wait for the current write before that.
-
-        A cancelled write leaves an operation pending, and gRPC never sends the status after it.
+        """Read messages until the stream ends or one of them is invalid. Then wait for the current
+        write: if it were cancelled, gRPC would never send the status.
         """
         try:
             async for message in requests:
@@ -195,10 +194,9 @@ class ClientStream:
         self._leave(outcome_of_leaving(granted_s, remaining_s(context)))
 
     async def _handle_message(self, batch: Sequence[pb.ClientFrame]) -> None:
-        """Handle the frames of one message in slices, and let other streams run between them.
-
-        A key that has used up its share of the event loop waits before the next slice. The message
-        stops if its key is revoked meanwhile. Raises: InvalidRequest.
+        """Handle the frames of one message in slices, so that other streams can run in between. If
+        the key has used up its share of the event loop, the next slice waits. The rest of the
+        message is dropped if the key is revoked meanwhile. Raises: InvalidRequest.
         """
         received_at = time.monotonic() - self._auth_ms / 1000
         if not batch:
@@ -230,7 +228,7 @@ class ClientStream:
     def _handle_slice(
         self, batch: Sequence[pb.ClientFrame], index: int, auth_ms: float, received_at: float
     ) -> int:
-        """Handle at least one frame from `index` on within the slice; return the next index."""
+        """Handle frames from `index` on until the slice is used up; return the next index."""
         self._lookup_s = self._begun_s = 0.0
         index_before, read_s = index, 0.0 if index else READ_S.get()
         CURRENT.work, CURRENT.stage = CALL.get(), "frames"
@@ -251,7 +249,7 @@ class ClientStream:
     def _handle(
         self, index: int, frame: pb.ClientFrame, auth_ms: float, received_at: float
     ) -> None:
-        """Handle one frame. Raises: InvalidRequest if its kind is unknown."""
+        """Handle one frame. Raises InvalidRequest if its kind is unknown."""
         match frame.WhichOneof("kind"):
             case "start":
                 self._start(frame, self._parsed.pop(index, None), auth_ms, received_at)
@@ -277,7 +275,9 @@ class ClientStream:
         auth_ms: float,
         received_at: float,
     ) -> None:
-        """Start a request. parsed: by `starts_of`; None: not yet."""
+        """Start a request. `parsed` is the result of `starts_of`; None if the frame is not parsed
+        yet.
+        """
         began_at = time.thread_time()
         try:
             if self._is_relayed:
@@ -367,7 +367,7 @@ class ClientStream:
             self._refuse(frame.request_id, error)
 
     def _update(self, frame: pb.ClientFrame, subscription: FrameSubscription) -> None:
-        """Change limits, unless the key is no longer valid: a higher limit could cost more."""
+        """Change limits. Refused if the key is no longer valid, because higher limits cost more."""
         try:
             self._key.check()
         except Exception as refusal:
@@ -376,7 +376,9 @@ class ClientStream:
             subscription.source.update(frame.update)
 
     def _source(self, key: Key) -> Source | None:
-        """Return the source of a request, if this process knows it. Raises: ModelNotAllowed."""
+        """Find the source of a request; None if this process does not know it. Raises:
+        ModelNotAllowed.
+        """
         if (running := self._registry.find(key)) is not None:
             check_model(
                 self._key.principal, self._registry.router.canonical_name(running.start.model)
@@ -389,7 +391,9 @@ class ClientStream:
         return None if subscription is None else subscription.source
 
     def _subscribe(self, given_id: str, number: int) -> FrameSubscription:
-        """Note that this stream receives a request from now on. Raises: Overloaded."""
+        """Create the subscription of this stream to a request. Raises Overloaded if it has too
+        many.
+        """
         limit = self._registry.settings.requests_per_stream_max
         if number not in self._running and len(self._running) >= limit:
             raise Overloaded(
@@ -401,7 +405,7 @@ class ClientStream:
         return subscription
 
     def _known(self, given_id: str) -> FrameSubscription | None:
-        """Return the running request that a frame names; report an unknown id to the client."""
+        """Find the request that a frame names. If the id is unknown, report that to the client."""
         subscription = self._find(given_id)
         if subscription is None and (
             (request_id := as_uuid(given_id)) is None or request_id.int not in self._ended
@@ -411,7 +415,7 @@ class ClientStream:
         return subscription
 
     def _find(self, given_id: str) -> FrameSubscription | None:
-        """Return the request with this id that runs on this stream, in any spelling of the id."""
+        """Find the request with this id on this stream, however the id is written."""
         request_id = as_uuid(given_id)
         return None if request_id is None else self._running.get(request_id.int)
 
@@ -431,14 +435,15 @@ class ClientStream:
             self._all_ended.set()
 
     def _revoke(self, refusal: Exception) -> None:
-        """Fail all running requests with this refusal, since the key is no longer valid here."""
+        """Fail all running requests with `refusal`: the secret has ended, or the address is not
+        allowed.
+        """
         for subscription in list(self._running.values()):
             subscription.source.revoke(subscription, refusal)
 
     def _leave(self, outcome: Outcome, *, is_gone: bool = True) -> None:
-        """Stop delivery, and all requests except those that continue unattended.
-
-        is_gone: see `StreamWriter.abandon`.
+        """Stop sending, and stop all requests except those that continue unattended. `is_gone` is
+        passed to `StreamWriter.abandon`.
         """
         # First, so that requests need not search the queue for their own frames.
         self._writer.abandon(is_gone=is_gone)
@@ -446,7 +451,7 @@ class ClientStream:
             subscription.source.leave(subscription, outcome)
 
     def _refuse(self, given_id: str, error: Exception) -> None:
-        """Reject a frame that changes nothing."""
+        """Refuse a frame, without an effect on running requests."""
         again = self._find(given_id) is not None
         self._answer(given_id, frames.failed(status_of(error), None, duplicate_start=again))
 
@@ -458,7 +463,7 @@ class ClientStream:
 def starts_of(
     batch: Sequence[pb.ClientFrame], window_tokens_max: int
 ) -> dict[int, ValidStart | Exception]:
-    """Return the start frames of a message by index, or the errors of invalid ones."""
+    """Parse the start frames of a message. Returns each frame, or its error, by its index."""
     parsed: dict[int, ValidStart | Exception] = {}
     for index, frame in enumerate(batch):
         if frame.WhichOneof("kind") == "start":
@@ -476,9 +481,9 @@ def remaining_s(context: Context) -> float | None:
 
 
 def outcome_of_leaving(granted_s: float | None, left_s: float | None) -> Outcome:
-    """Return how a call ended, from the time that it was granted and the time left.
+    """Return CANCELLED or DEADLINE for a client that left, from the time granted and the time left.
 
-    The client usually notices its deadline first, and cancels shortly before the server would.
+    Clients usually notice their deadline first, and cancel shortly before the server would.
     """
     if (
         granted_s is None

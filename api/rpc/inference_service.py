@@ -58,7 +58,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         *,
         for_peers: bool = False,
     ) -> None:
-        """for_peers: serve only other api processes, for requests that run here."""
+        """With `for_peers`, only other api processes are served, for requests that run here."""
         self._process = process
         self._authenticator = authenticator
         self._sessions = sessions
@@ -72,7 +72,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def Generate(  # type: ignore[override]  # the stubs know only generators, grpc.aio also takes writers
         self, requests: AsyncIterator[pb.GenerateRequest], context: Context
     ) -> None:
-        """Serve requests on one stream."""
+        """Run any number of requests on one stream."""
         opened_at = time.monotonic()
         try:
             permit = self._open_streams.take(context.peer())
@@ -111,9 +111,9 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 await stream.serve(requests, context)
 
     async def _vouched_origin(self, context: Context, secret: str) -> Origin:
-        """Return the origin of a relayed call, if the relaying process vouches for it.
-
-        Raises as `principal_of`, except for the address: nothing is looked up without a valid key.
+        """Verify the client address that another process has signed for a relayed call. The address
+        is None without a valid signature. Raises the errors of `principal_of`, except for the
+        address: without a valid key, nothing is looked up.
         """
         unknown = Origin(context.peer(), None)
         voucher = next(iter(metadata_values(context, VOUCHER)), "")
@@ -128,8 +128,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def _read(
         self, principal: Principal, request: Request, parse: Callable[[Request], Parsed]
     ) -> Parsed:
-        """Parse a message in its key's turn, a costly one in a thread.
-
+        """Parse a message when the rate limit of its key permits, in a thread if it is costly.
         Raises: PreparationLimit, Overloaded, and the errors of `parse`.
         """
         await self._process.share_to_read(principal, size := request.ByteSize())
@@ -141,7 +140,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def CountTokens(
         self, request: pb.CountTokensRequest, context: Context
     ) -> pb.CountTokensResponse:
-        """Count the tokens of a prompt."""
+        """Count the tokens of a prompt, without running it."""
         principal = await self._authenticator.principal(context)
         parsed = await self._read(principal, request, parse_count_tokens)
         return await count_tokens(self._process, principal, request, parsed)
@@ -149,14 +148,14 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
-        """List models with the caller's prices."""
+        """List the models that the caller may use, with the prices that it pays."""
         principal = await self._authenticator.principal(context)
         return pb.ListModelsResponse(
             models=await models_for(self._process.router, self._sessions, principal)
         )
 
     async def GetQuota(self, request: pb.GetQuotaRequest, context: Context) -> pb.GetQuotaResponse:
-        """List the caller's quotas."""
+        """List the quotas that apply to the caller, and the restrictions of its key."""
         principal = await self._authenticator.principal(context)
         model = self._process.router.canonical_name(request.model)
         if model:
@@ -171,7 +170,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         )
 
     async def Quote(self, request: pb.QuoteRequest, context: Context) -> pb.QuoteResponse:
-        """Quote a request without running it."""
+        """Quote the cost of a request, and whether it would be admitted, without running it."""
         principal = await self._authenticator.principal(context)
         if request.HasField("embed"):
             if request.HasField("start"):
@@ -185,7 +184,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def GetGeneration(
         self, request: pb.GetGenerationRequest, context: Context
     ) -> pb.GetGenerationResponse:
-        """Look up one request."""
+        """Look up the record of one request of the caller's project."""
         principal = await self._authenticator.principal(context)
         request_id = wire.parse_request_id(request.request_id)
         async with self._sessions() as session:
@@ -193,7 +192,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         return pb.GetGenerationResponse(generation=generation)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        """Embed texts as vectors."""
+        """Embed texts as vectors, and bill their tokens."""
         received_at, granted_s = time.monotonic(), remaining_s(context)
         principal = await self._authenticator.principal(context)
         auth_ms = (time.monotonic() - received_at) * 1000

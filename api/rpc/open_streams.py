@@ -40,7 +40,7 @@ LARGE_READS_MAX = 4
 
 
 class OpenStreams:
-    """Open streams of one process, by connection."""
+    """Counter and limit of open streams, per connection and in total."""
 
     def __init__(
         self,
@@ -49,9 +49,8 @@ class OpenStreams:
         count_max: int | None = None,
         error: type[ApiError] = Overloaded,
     ) -> None:
-        """count_max: limit over all connections; None: no limit.
-
-        error: raised for a stream above a limit.
+        """`count_max` limits the streams of all connections together; None: no limit. `error` is
+        raised for a stream above a limit.
         """
         self._per_connection_max = per_connection_max
         self._count_max = count_max
@@ -60,9 +59,9 @@ class OpenStreams:
         self.open_count = 0  # over all connections
 
     def take(self, peer: str) -> contextlib.ExitStack:
-        """Count a stream until the stack is closed.
+        """Count a stream until the returned stack is closed. Raises `error` above a limit.
 
-        peer: the connection, in gRPC's notation. Raises `error`.
+        `peer` identifies the connection, in gRPC's notation.
         """
         if self._counts.get(peer, 0) >= self._per_connection_max:
             raise self._error(
@@ -93,24 +92,24 @@ ReadLargeOf = Callable[[Payer, int, Callable[[], Any]], Awaitable[Any]]
 
 @dataclass(slots=True, eq=False)
 class Readers:
-    """Calls of one reader that read a large message, or wait to do so."""
+    """Calls of one payer that are reading a large message, or waiting to read one."""
 
     permits: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LARGE_READS_MAX))
     count: int = 0
 
 
 class BoundedCalls:
-    """Limits on calls of clients without a key: keyless streams, and calls without a message.
+    """Limits on clients without an API key: open streams, and calls that have not sent their
+    message.
 
-    gRPC waits without limit for the message of a unary call, before any handler runs. Such calls
-    are therefore served as streams whose first message is awaited here; on the wire the two are
-    equal.
+    gRPC waits without limit for the message of a unary call before it calls any handler. Such calls
+    are therefore served as streams, whose first message is awaited here; on the wire, both are the
+    same.
     """
 
     def __init__(self, share_to_read: ShareToRead, read_large: ReadLargeOf | None = None) -> None:
-        """turn_to_read: waits until the message of a call may be read, and returns its payer.
-
-        read_large: parses a large message of a payer outside the event loop; None: inside.
+        """`share_to_read` waits until the message of a call may be parsed, and returns its payer.
+        `read_large` parses a large message outside the event loop; with None, it is parsed inside.
         """
         self._share_to_read = share_to_read
         self._read_large = read_large
@@ -171,16 +170,17 @@ class BoundedCalls:
     async def _received(
         self, payer: Payer, wait: asyncio.Timeout, size: int, read: Callable[[], Any]
     ) -> Any:
-        """Parse a large message, which has arrived: the client does not make it wait any more."""
+        """Parse a large message that has arrived, without a time limit: the client is no longer
+        slow.
+        """
         assert self._read_large is not None
         wait.reschedule(None)
         return await self._read_large(payer, size, read)
 
     @contextlib.asynccontextmanager
     async def _reading(self, payer: Payer | None) -> AsyncIterator[None]:
-        """Hold a slot to read a message.
-
-        payer: of a large message, of which few are read at once; else None.
+        """Take one of the payer's few permits to read a large message. None: the message is not
+        large.
         """
         if payer is None:
             yield
