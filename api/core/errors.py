@@ -64,7 +64,7 @@ class AuthenticationThrottled(ApiError):
 
 
 class TooManyReports(ApiError):
-    """Too many reports of this API key are running or waiting. Retry when one has ended."""
+    """Too many reports of this API key are running or waiting. Retry when one of them has ended."""
 
     reason = "TOO_MANY_REPORTS"
     retry_after_s = 1.0
@@ -179,7 +179,7 @@ class PromptTooLong(ApiError):
 class PromptTooLarge(ApiError):
     """A text has more characters than fit a context window of this size. Shorten it.
 
-    `field` is the path of the text in the request.
+    field: the path of the text in the request.
     """
 
     reason = "CONTEXT_EXCEEDED"
@@ -247,7 +247,7 @@ class InputsTooLong(ApiError):
 class PromptFiltered(ApiError):
     """The safety checks reject the prompt.
 
-    `rule` is the operator's rule that matched, `field` the field of the request with the prompt.
+    rule: the operator's rule that matched. field: the field of the request with the prompt.
     """
 
     reason = "PROMPT_FILTERED"
@@ -337,7 +337,7 @@ class OutputGone(ApiError):
 class RequestOver(ApiError):
     """The request has ended and its output is not kept. Run it again with a new request id.
 
-    `outcome` is how the request ended, or how it was settled after its server failed.
+    outcome: the outcome of the request, or the one that was settled after its server failed.
     """
 
     reason = "REQUEST_SETTLED"
@@ -410,9 +410,10 @@ class MessageMissing(ApiError):
 
 
 class QueueFull(ApiError):
-    """The model's queue is full. A place is reserved: send the same request after `retry_after_s`.
+    """The model's queue is full. A place is reserved: send the same request again after the delay
+    in `RetryInfo`.
 
-    `retry_after_s` is the time in seconds until the reserved place is free.
+    retry_after_s: the time in seconds until the reserved place is free.
     """
 
     reason = "QUEUE_FULL"
@@ -433,8 +434,8 @@ class QueueFull(ApiError):
 class StartsTooLate(ApiError):
     """The request would still be waiting at its deadline. Raise the deadline, or try again later.
 
-    `wait_s` is the expected wait and `left_s` the time to the deadline, in seconds. After
-    `retry_after_s` seconds the wait is expected to be short enough.
+    wait_s: the expected wait in seconds. left_s: the seconds left until the deadline.
+    retry_after_s: the seconds until the wait is expected to be short enough.
     """
 
     reason = "STARTS_TOO_LATE"
@@ -463,7 +464,9 @@ class EngineLost(ApiError):
 
 
 class EngineLostMidway(ApiError):
-    """The engine failed after the first token. Delivered tokens are billed; use a new id."""
+    """The engine failed after the first token. Delivered tokens are billed. Retry with a new
+    request id.
+    """
 
     reason = "ENGINE_FAILED_MIDWAY"
 
@@ -492,7 +495,7 @@ class CancelledEarly(ApiError):
 class SiblingEnded(ApiError):
     """Another prompt of the same HTTP request has ended without an answer.
 
-    `cause` is the cause of that end, which also becomes the cause of this one.
+    cause: the cause of that end, which also becomes the cause of this one.
     """
 
     reason = "CANCELLED"
