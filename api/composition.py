@@ -73,9 +73,7 @@ SETTLE_GRACE_S = 10.0  # after the drain timeout, for settlements
 
 
 class Unfailing(io.TextIOBase):
-    """Text stream that ignores failed writes, so that a full disk does not break the work that is
-    logged.
-    """
+    """Text stream that ignores failed writes, so that a full disk does not break logged work."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -215,9 +213,7 @@ async def drain(
     server: grpc.aio.Server,
     listener: Listener,
 ) -> None:
-    """Drain the process: refuse new requests, wait up to `drain_s` for running ones, then end and
-    settle the rest.
-    """
+    """Refuse new requests, wait up to `drain_s` for running ones, then end and settle the rest."""
     capacity.drain()
     async with asyncio.TaskGroup() as tasks:
         closing = tasks.create_task(close_listeners(settings, server, listener), name="closing")
@@ -266,8 +262,10 @@ def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
 
 
 def build_safety(settings: Settings) -> Safety:
-    """Read the safety rules. Without a file of rules, every text passes. Raises SettingInvalid,
-    which names the file and the rule.
+    """Read the safety rules.
+
+    Without a file of rules, every text passes. Raises SettingInvalid, which names the file and the
+    rule.
     """
     if not settings.safety_rules:
         return Safety()
@@ -379,9 +377,7 @@ def open_control(
 
 
 def openai_url(settings: Settings, listener: Listener, tls: Tls | None) -> str:
-    """Bind the listener of the HTTP API and return its base URL; empty if it is off. Raises:
-    OSError.
-    """
+    """Bind the HTTP listener and return its base URL; empty if it is off. Raises: OSError."""
     address = settings.openai_address()
     return (
         ""
@@ -398,9 +394,7 @@ def http_handle(
     servicers: Servicers,
     probes: Probes,
 ) -> Handle:
-    """Create the handler of the HTTP port: health checks, the HTTP API and, if it is on, the
-    console.
-    """
+    """Create the handler of the HTTP port: health checks, the API and, if on, the console."""
     gateway = Gateway(process, authenticator, sessions).handle
     if not settings.console:
         return probes.before(paced(gateway, process.pace))

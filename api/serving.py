@@ -96,8 +96,9 @@ log = structlog.get_logger(__name__)
 
 
 async def start_classifiers(classifiers: ClassifierProcess) -> None:
-    """Wait until the safety classifiers are loaded, before requests are admitted. Raises
-    SettingInvalid if they cannot be loaded.
+    """Wait until the safety classifiers are loaded, before requests are admitted.
+
+    Raises SettingInvalid if they cannot be loaded.
     """
     if (failure := await classifiers.loaded()) is not None:
         raise SettingInvalid(f"WEIR_SAFETY_RULES: {failure}")
@@ -259,8 +260,9 @@ def build_servicers(
 
 
 async def serve(settings: Settings, spares: SpareWorkers | None = None) -> None:
-    """Run one api process until SIGTERM or SIGINT. `spares` may already have a worker. Raises:
-    SettingInvalid, CheckpointInvalid, AddressUnavailable.
+    """Run one api process until SIGTERM or SIGINT. `spares` may already have a worker.
+
+    Raises: SettingInvalid, CheckpointInvalid, AddressUnavailable.
     """
     process_id = uuid.uuid4()
     tls, safety, issuer = open_tls(settings), build_safety(settings), settings.issuer()

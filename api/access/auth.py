@@ -46,8 +46,10 @@ Answer = TypeVar("Answer")
 
 @dataclass(slots=True)
 class Question(Generic[Answer]):
-    """Query that several callers wait for. `begun` counts its executions; `answered` is the number
-    of the latest execution that has finished.
+    """Query that several callers wait for.
+
+    `begun` counts its executions; `answered` is the number of the latest execution that has
+    finished.
     """
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -163,8 +165,9 @@ class Authenticator:
         self._remembered: OrderedDict[bytes, tuple[float, int, Principal]] = OrderedDict()
 
     async def principal(self, context: Context) -> Principal:
-        """Authenticate a unary gRPC call, after waiting for the turn of its key. Raises the errors
-        of `principal_of`, and Unauthenticated if the call has no secret.
+        """Authenticate a unary gRPC call, after waiting for the turn of its key.
+
+        Raises the errors of `principal_of`, and Unauthenticated if the call has no secret.
         """
         origin = self.proxies.origin(context.peer(), metadata_values(context, FORWARDED_FOR))
         return await self.principal_of(bearer_token(context), method=METHOD.get(), origin=origin)
@@ -353,8 +356,9 @@ class StreamKey:
         interval_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`principal` is the result of the first check, and `look_up` repeats the check. A result
-        is used for at most `interval_s` seconds.
+        """`principal` is the result of the first check, and `look_up` repeats the check.
+
+        A result is used for at most `interval_s` seconds.
         """
         self.principal = principal  # of the last successful check
         self.payer = payer(principal)
@@ -368,9 +372,7 @@ class StreamKey:
         self.on_excluded: Callable[[Exception], None] = ignore_refusal
 
     async def refresh(self) -> None:
-        """Check the key again if the last check is too old. `check` raises an error that this
-        finds.
-        """
+        """Check the key again if the last check is too old. `check` raises the error, if any."""
         now = self._clock()
         if now - self._read_at < self._interval_s and not self._is_stale:
             return
@@ -401,9 +403,7 @@ class StreamKey:
             self.on_excluded(self._refusal)
 
     def check(self) -> None:
-        """Raise Unauthenticated, KeyInvalid or PermissionDenied if no request may start with the
-        key.
-        """
+        """Raise Unauthenticated, KeyInvalid or PermissionDenied if the key may start no request."""
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
         lifetime_s = self.principal.secret_lifetime_s
@@ -445,8 +445,9 @@ class StreamKeys:
         networks: Sequence[Network],
         ended_secrets: Collection[bytes] = (),
     ) -> None:
-        """Notify every stream and waiting HTTP request that uses the API key; see
-        `StreamKey.change`.
+        """Notify every stream and waiting HTTP request of a key.
+
+        Arguments as in `StreamKey.change`.
         """
         for key in tuple(self._open.get(api_key_id, ())):
             key.change(networks, ended_secrets)

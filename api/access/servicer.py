@@ -55,9 +55,7 @@ class CallerTransaction:
         )
 
     async def record(self, request: Repeatable, subject_id: object) -> None:
-        """Store the id of the object that this request created, so that a retry returns the same
-        object.
-        """
+        """Store the id of the object that this request created, for retries to return."""
         if request.request_id:
             await admin_requests.made(
                 self.session, wire.parse_request_id(request.request_id), str(subject_id)
@@ -65,9 +63,7 @@ class CallerTransaction:
 
 
 class AuthenticatedServicer:
-    """Base of gRPC servicers that authenticate the caller of each RPC and open a transaction for
-    it.
-    """
+    """Base of gRPC servicers that authenticate callers and open a transaction for each RPC."""
 
     def __init__(self, authenticator: Authenticator, sessions: Sessions) -> None:
         self._authenticator = authenticator
@@ -81,8 +77,9 @@ class AuthenticatedServicer:
     async def _acting(
         self, context: Context, *, alone: bool = False
     ) -> AsyncIterator[CallerTransaction]:
-        """Open a transaction for the caller, which commits at the end of the block. With `alone`,
-        no other administrator can make changes until it ends.
+        """Open a transaction for the caller, which commits at the end of the block.
+
+        With `alone`, no other administrator can make changes until it ends.
         """
         principal = await self._caller(context)
         async with self._sessions.begin() as session:
@@ -96,8 +93,9 @@ class AuthenticatedServicer:
 
 
 async def removed(removal: Awaitable[object], *, allow_missing: bool) -> bool:
-    """Await a removal, and return whether the object existed. Raises NotFound if it did not, unless
-    `allow_missing`.
+    """Await a removal, and return whether the object existed.
+
+    Raises NotFound if it did not, unless `allow_missing`.
     """
     try:
         await removal

@@ -64,9 +64,7 @@ class Throttle:
     """Limit of failed authentications per address, as counted in one process."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """An address may fail `per_minute` times at once, and as often per minute; 0 means no
-        limit.
-        """
+        """An address may fail `per_minute` times at once, and as often per minute; 0: no limit."""
         self._most = per_minute
         self._per_s = per_minute / 60
         self._clock = clock
@@ -151,8 +149,10 @@ class Throttle:
         bucket.failure_count = min(bucket.failure_count + failure_count, float(self._most))
 
     async def _enter(self, address: str, bucket: Bucket, is_known: Callable[[], bool]) -> bool:
-        """Wait until the address may look up another secret. Returns True if the attempt is
-        counted, and False if the secret turned out to be known. Raises: AuthenticationThrottled.
+        """Wait until the address may look up another secret.
+
+        Returns True if the attempt is counted, and False if the secret turned out to be known.
+        Raises: AuthenticationThrottled.
         """
         while not is_known():
             bucket.drain(self._clock(), self._per_s)

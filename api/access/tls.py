@@ -25,8 +25,9 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """Private key, certificate chain and client CA of a handshake. `context` is the same for
-    servers that use Python's `ssl`.
+    """Private key, certificate chain and client CA of a handshake.
+
+    `context` is the same for servers that use Python's `ssl`.
     """
 
     key: bytes
@@ -83,8 +84,10 @@ class Tls:
         """
 
         def take(connection: ssl.SSLObject, _name: str, _context: ssl.SSLContext) -> None:
-            """Select the current certificate. `ssl` calls this at the start of each handshake, even
-            if the client sends no server name.
+            """Select the current certificate.
+
+            `ssl` calls this at the start of each handshake, even if the client sends no server
+            name.
             """
             connection.context = self.present().context
             connection.context.set_alpn_protocols(list(alpn))
@@ -95,9 +98,7 @@ class Tls:
         return outer
 
     def present(self) -> Material:
-        """Return the current material. If the files have changed and are unusable, the previous
-        one.
-        """
+        """Return the current material, or the previous one if changed files are unusable."""
         try:
             stamp = self._read_stamp()
             if stamp != self._stamp:
@@ -149,9 +150,10 @@ class Tls:
 
 
 def open_tls(settings: Settings) -> Tls | None:
-    """Read the TLS files that the settings name. Returns None if the server uses plaintext. Raises
-    SettingInvalid for unusable files, and for plaintext on an address that other machines can
-    reach, unless the settings allow it.
+    """Read the TLS files that the settings name.
+
+    Returns None if the server uses plaintext. Raises SettingInvalid for unusable files, and for
+    plaintext on an address that other machines can reach, unless the settings allow it.
     """
     files = settings.tls_files()
     if files is not None:

@@ -82,8 +82,9 @@ class LiveCalls(AuthenticatedServicer):
     async def _owner(
         self, session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None
     ) -> LiveRow:
-        """Find the owner of a request. Raises NotFound, or InvalidValue if several projects have a
-        request with this id.
+        """Find the owner of a request.
+
+        Raises NotFound, or InvalidValue if several projects have a request with this id.
         """
         owners = await live.find_request_owners(session, request_id, project_id)
         if not owners:
@@ -144,8 +145,9 @@ class LiveCalls(AuthenticatedServicer):
     async def _find_request(
         self, request_id: uuid.UUID, project: str
     ) -> tuple[live.ProjectRequest, bool]:
-        """Find the process that runs a request, and whether the request is still running. Raises
-        NotFound, or InvalidValue if several projects have a request with this id.
+        """Find the process that runs a request, and whether the request is still running.
+
+        Raises NotFound, or InvalidValue if several projects have a request with this id.
         """
         async with self._sessions() as session:
             project_id = (await tenants.find_project(session, project)).id if project else None
@@ -344,8 +346,9 @@ class ReplicaCalls(AuthenticatedServicer):
         return served[0]
 
     def _own(self, model: str) -> set[tuple[str, str]]:
-        """Return served name and name of this process's replicas of a model. Its last report may
-        not include all of them yet.
+        """Return served name and name of this process's replicas of a model.
+
+        Its last report may not include all of them yet.
         """
         return {
             (served, report.name)

@@ -114,9 +114,7 @@ class PriceCalls(AuthenticatedServicer):
     async def ListPrices(
         self, request: price_pb.ListPricesRequest, context: Context
     ) -> price_pb.ListPricesResponse:
-        """Return the prices that an organization pays, with where each comes from and since when it
-        applies.
-        """
+        """Return the prices that an organization pays, with their origin and start."""
         at = wire.given_time(request, "time")
         async with self._transaction(context) as (session, _):
             owner = (
@@ -329,8 +327,9 @@ class PlanCalls(AuthenticatedServicer):
 
 
 def parse_month(text: str, field: str) -> date | None:
-    """Parse a month `YYYY-MM` and return its first day; None for an empty string. Raises
-    InvalidValue, which names the field.
+    """Parse a month `YYYY-MM` and return its first day; None for an empty string.
+
+    Raises InvalidValue, which names the field.
     """
     try:
         return month_bounds(text)[0].date() if text else None

@@ -151,9 +151,7 @@ class TenantCalls(AuthenticatedServicer):
     async def RotateApiKey(
         self, request: pb.RotateApiKeyRequest, context: Context
     ) -> pb.RotateApiKeyResponse:
-        """Replace the secret of a key. Only the first response has the new secret; a retry has
-        none.
-        """
+        """Replace the secret of a key. Only the first response has the secret; a retry has not."""
         overlap = wire.given_duration(request, "overlap")
         overlap = api_keys.OVERLAP if overlap is None else overlap
         async with self._acting(context) as acting:
@@ -287,9 +285,7 @@ class QuotaCalls(AuthenticatedServicer):
             return pb.SetQuotaResponse(quota=await self._status(session, state))
 
     async def _status(self, session: AsyncSession, state: QuotaState) -> QuotaStatus:
-        """Convert a quota to a message, including the id of a stricter quota that makes it
-        ineffective.
-        """
+        """Convert a quota to a message, with the id of a stricter quota that overrules it."""
         status = quota_status(state)
         narrowed_by = None if state.for_new_keys else await quota_states.narrowed_by(session, state)
         status.narrowed_by_quota_id = "" if narrowed_by is None else str(narrowed_by)

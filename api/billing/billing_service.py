@@ -156,9 +156,7 @@ def payment_message(payment: InvoicePayment) -> months_pb2.InvoicePayment:
 
 
 def invoice_message(invoice: Invoice, payments: Sequence[InvoicePayment]) -> months_pb2.Invoice:
-    """Convert an invoice and its lines to a message, with the payments of the month's Stripe
-    invoices.
-    """
+    """Convert an invoice to a message, with the payments of the month's Stripe invoices."""
     currency = invoice.currency_code
     return wire.message_of(
         months_pb2.Invoice,
@@ -192,8 +190,9 @@ class Reports:
 
     @contextlib.asynccontextmanager
     async def session_of(self, reader: Principal) -> AsyncIterator[Sessions]:
-        """Wait until the key may run another report, and yield the sessions for it. Raises
-        TooManyReports if too many reports of the key are waiting.
+        """Wait until the key may run another report, and yield the sessions for it.
+
+        Raises TooManyReports if too many reports of the key are waiting.
         """
         key_id = reader.api_key_id
         if self._counts[key_id] >= self._per_key_max + WAITING_PER_KEY_MAX:
@@ -222,9 +221,7 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
 
     @contextlib.asynccontextmanager
     async def _reading(self, reader: Principal) -> AsyncIterator[AsyncSession]:
-        """Open a session that reads one snapshot, with the statement timeout of reports. Raises:
-        TooManyReports.
-        """
+        """Open a session on one snapshot, with the timeout of reports. Raises: TooManyReports."""
         with patience(REPORT_S + 2):
             async with self._reports.session_of(reader) as sessions, sessions() as session:
                 await read_one_moment(session, REPORT_S)
@@ -234,9 +231,10 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
     async def _reading_of(
         self, context: Context, organization: str, *, or_own: bool = False
     ) -> AsyncIterator[tuple[AsyncSession, Organization]]:
-        """Authenticate the caller, open a session with `_reading`, and find the organization. With
-        `or_own`, an empty `organization` means the caller's own. Raises NotFound if the caller may
-        not see the organization; TooManyReports.
+        """Authenticate the caller, open a session with `_reading`, and find the organization.
+
+        With `or_own`, an empty `organization` means the caller's own. Raises NotFound if the caller
+        may not see the organization; TooManyReports.
         """
         reader = await self._caller(context)
         async with self._reading(reader) as session:
@@ -545,9 +543,7 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
 
 
 def may_see(reader: Principal, organization_id: object) -> bool:
-    """Return whether the reader may see an organization. Administrators may see any, others only
-    theirs.
-    """
+    """Return whether the reader may see an organization: administrators any, others their own."""
     return Scope.ADMIN in reader.scopes or organization_id == reader.organization_id
 
 
@@ -636,8 +632,9 @@ def usage_row(row: UsageRow, currency_code: str) -> usage_pb.UsageRow:
 def forecast_message(
     seen: Forecast, owner: Organization, month: str, now: datetime
 ) -> usage_pb.GetForecastResponse:
-    """Convert a forecast to a message. Amounts are rounded to the currency's minor unit, because an
-    estimate is not more precise.
+    """Convert a forecast to a message.
+
+    Amounts are rounded to the currency's minor unit, because an estimate is not more precise.
     """
     currency_code = owner.currency_code
     estimates = {"expected": seen.expected_picos, "low": seen.low_picos, "high": seen.high_picos}

@@ -234,8 +234,10 @@ class Console:
         observer: Observer,
         stall_max_s: float,
     ) -> None:
-        """`others` handles all other paths. `observer` counts refused requests. A client that reads
-        nothing of a file for `stall_max_s` seconds is disconnected.
+        """`others` handles all other paths.
+
+        `observer` counts refused requests. A client that reads nothing of a file for `stall_max_s`
+        seconds is disconnected.
         """
         self._calls = offered_calls(servicers, observer.call_failed)
         self._files = read_files()
@@ -381,9 +383,7 @@ class FileAnswer:
 
 
 def read_message(body: bytes, kind: type[Message]) -> Message:
-    """Parse the body of a request as protobuf JSON. An empty body is an empty message. Raises:
-    MessageUnreadable.
-    """
+    """Parse a body as protobuf JSON; empty means an empty message. Raises: MessageUnreadable."""
     message = kind()
     try:
         return json_format.Parse(body.decode() or "{}", message)
@@ -396,8 +396,9 @@ def read_message(body: bytes, kind: type[Message]) -> Message:
 
 
 def check_method(request: web.BaseRequest, *allowed: str) -> None:
-    """Raise HttpFault unless the HTTP method is one of `allowed`. `OPTIONS` never is, which keeps
-    pages of other origins from calling.
+    """Raise HttpFault unless the HTTP method is one of `allowed`.
+
+    `OPTIONS` never is, which keeps pages of other origins from calling.
     """
     if request.method not in allowed:
         raise HttpFault(

@@ -43,8 +43,9 @@ class Endpoint:
     def __init__(
         self, home: Path, listen_address: str, port: int, *, tls: bool, urls: Mapping[str, str]
     ) -> None:
-        """`port` is the port that gRPC is bound to. `urls` has the URLs of the HTTP listeners, by
-        field of `ConnectionFile`.
+        """`port` is the port that gRPC is bound to.
+
+        `urls` has the URLs of the HTTP listeners, by field of `ConnectionFile`.
         """
         host = listen_address.rpartition(":")[0]
         local = (
@@ -93,9 +94,7 @@ def local_url(host: str, port: int, path: str, *, tls: bool = False) -> str:
 
 
 class AddressUnavailable(OSError):
-    """A listening address is in use or does not belong to this machine. The message says what to
-    do.
-    """
+    """A listening address is in use or not of this machine. The message says what to do."""
 
 
 def bound_socket(

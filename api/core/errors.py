@@ -37,9 +37,7 @@ class ApiError(Exception):
     violations: Sequence[FieldViolation] = ()
 
     def __init__(self, message: str, **facts: object) -> None:
-        """`facts` are further details for the client, by name; they become the metadata of the
-        error.
-        """
+        """`facts` are further details for the client, by name: the metadata of the error."""
         super().__init__(message)
         self.facts = {name: str(value) for name, value in facts.items()}
 
@@ -464,8 +462,9 @@ class EngineLost(ApiError):
 
 
 class EngineLostMidway(ApiError):
-    """The engine failed after the first token. Delivered tokens are billed. Retry with a new
-    request id.
+    """The engine failed after the first token.
+
+    Delivered tokens are billed. Retry with a new request id.
     """
 
     reason = "ENGINE_FAILED_MIDWAY"

@@ -71,9 +71,7 @@ class Health:
         self.warnings: tuple[str, ...] = ()  # why requests take longer than they should
 
     def report(self, part: str, fault: str) -> None:
-        """Set the state of a part; an empty `fault` means that it works. `publish` tells the
-        watchers.
-        """
+        """Set the state of a part; an empty `fault` means healthy. `publish` tells the watchers."""
         before = self._parts.get(part)
         changed = before is None or bool(before.fault) is not bool(fault)
         since = datetime.now(UTC) if before is None or changed else before.since
@@ -117,9 +115,7 @@ async def keep_health(
     settings: Settings,
     stopping: asyncio.Event,
 ) -> None:
-    """Update the health and the connection file until the process drains; from then on, not
-    serving.
-    """
+    """Update health and connection file until the process drains, then report not serving."""
     previous: Mapping[str, bool] = {}
     while not stopping.is_set():
         health.report(

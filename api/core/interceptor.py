@@ -141,8 +141,9 @@ class Guard:
     """
 
     def __init__(self, failed: Failed = ignore_failure, pace: RateLimiter | None = None) -> None:
-        """`failed` is called with the path and the error of each failed call. `pace` limits the
-        rate of calls; with None, calls are not counted.
+        """`failed` is called with the path and the error of each failed call.
+
+        `pace` limits the rate of calls; with None, calls are not counted.
         """
         self._failed = failed
         self._pace = pace
@@ -313,8 +314,9 @@ def is_costly(data: bytes, kind: Any) -> bool:
 
 
 def check_fields(data: bytes, kind: Descriptor, count_max: int = FIELD_COUNT_MAX) -> None:
-    """Limit the number of fields and packed numbers in a serialized message, at any depth. Raises
-    InvalidRequest above the limit; IndexError or ValueError if it is not a message.
+    """Limit the number of fields and packed numbers in a serialized message, at any depth.
+
+    Raises InvalidRequest above the limit; IndexError or ValueError if it is not a message.
     """
     count, packed_count, position = 0, 0, 0
     inside = [(len(data), kind, "")]  # end, type and field of the messages around the position
@@ -365,6 +367,7 @@ def varint_at(data: bytes, position: int) -> tuple[int, int]:
 
 def checked(request: Any) -> Any:
     """Check the result of `tolerant`: raise the error, or check the short texts of the message.
+
     Raises: MessageUnreadable, MessageTooLarge, InvalidRequest.
     """
     if isinstance(request, Exception):

@@ -257,9 +257,7 @@ class Call:
         self._is_free = self._is_free or is_free
 
     async def wait_to_call(self) -> None:
-        """Wait until the payer may call. Only the first call of this method waits. Raises:
-        TooManyCalls.
-        """
+        """Wait until the payer may call; only the first use waits. Raises: TooManyCalls."""
         if self._is_free or self._has_waited or self._owner is None:
             return
         self._has_waited = True

@@ -664,8 +664,9 @@ class Settings:
         return self.home / "journal"
 
     def issuer(self) -> Issuer:
-        """Build the issuer that invoices show: letterhead and fonts. Raises SettingInvalid for too
-        many lines, text that needs a font, or an unreadable font.
+        """Build the issuer that invoices show: letterhead and fonts.
+
+        Raises SettingInvalid for too many lines, text that needs a font, or an unreadable font.
         """
         for spec in (spec for spec in fields(self) if spec.name.startswith("issuer_")):
             variable, text = spec.metadata["variable"], getattr(self, spec.name)
@@ -698,9 +699,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        """Read all settings from environment variables. Raises SettingInvalid, which names the
-        variable.
-        """
+        """Read all settings from the environment. Raises SettingInvalid naming the variable."""
         values: dict[str, Any] = {}
         for spec in fields(cls):
             variable, parse = spec.metadata["variable"], spec.metadata["parse"]

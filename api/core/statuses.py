@@ -182,9 +182,7 @@ def internal_status(error: BaseException) -> status_pb2.Status:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message for the client. If too long, it is cut and says how many parts are
-    missing.
-    """
+    """Return the message for the client; if too long, shortened, with a count of the rest."""
     message = getattr(error, "client_message", "") or str(error)
     if percent_size(message) <= MESSAGE_BYTES_MAX:
         return message

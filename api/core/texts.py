@@ -49,9 +49,7 @@ class Violations:
         self._found: list[FieldViolation] = []
 
     def check(self, right: bool, field: str, description: str) -> None:
-        """Record a violation of `field` unless `right`. Raises InvalidRequest once too many are
-        recorded.
-        """
+        """Record a violation unless `right`. Raises InvalidRequest once too many are recorded."""
         if right:
             return
         is_last = len(self._found) + 1 == VIOLATION_COUNT_MAX
@@ -109,8 +107,9 @@ def check_texts(message: Message) -> None:
 
 
 def _texts(message: Message, path: str) -> Iterator[tuple[str, str, str]]:
-    """Yield each text of a message with path and name of its field. A nested message in a repeated
-    field yields an empty text, so that it is counted.
+    """Yield each text of a message with path and name of its field.
+
+    A nested message in a repeated field yields an empty text, so that it is counted.
     """
     for name, is_repeated, is_map, is_text in _fields_with_text(message.DESCRIPTOR):
         value = getattr(message, name)

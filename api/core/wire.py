@@ -163,8 +163,9 @@ def given(message: Message, field: str) -> Any:
 
 
 def given_time(message: Message, field: str, path: str = "") -> datetime | None:
-    """Read the time in an optional field; None if it is unset. Raises InvalidRequest, which names
-    `path` or, if that is empty, the field.
+    """Read the time in an optional field; None if it is unset.
+
+    Raises InvalidRequest, which names `path` or, if that is empty, the field.
     """
     return (
         parse_timestamp(getattr(message, field), path or field) if message.HasField(field) else None

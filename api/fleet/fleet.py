@@ -225,9 +225,7 @@ def compute_dtype(settings: Settings, directory: Path) -> ComputeDtype:
 
 
 def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngineSettings:
-    """Build the settings of a model for the torch engine, real or simulated for load tests. Raises:
-    SettingInvalid.
-    """
+    """Build a model's settings for the torch engine, real or simulated. Raises: SettingInvalid."""
     if settings.engine_device == "simulated":
         log.warning("engine_simulated", model=name, time_scale=settings.simulated_time_scale)
         return TorchEngineSettings(
@@ -327,8 +325,9 @@ def tls_files(settings: Settings) -> TlsFiles | None:
 def fetched_directory(
     settings: Settings, name: str, target: Target, tls: TlsFiles | None, key: KeyFile | None
 ) -> Path:
-    """Fetch the model's small files from its server. If it does not answer, keep the earlier ones.
-    Raises SettingInvalid if there are none.
+    """Fetch the model's small files from its server.
+
+    If it does not answer, keep the earlier ones. Raises SettingInvalid if there are none.
     """
     from inference.adapters.remote_dialects import ServerUnfit, quoted
     from inference.adapters.remote_files import fetch_model_files
@@ -487,9 +486,7 @@ def fleet_of_file(settings: Settings) -> Fleet:
 
 
 def fleet_of_models(settings: Settings) -> Fleet:
-    """Build the fleet that `WEIR_MODELS` and the like describe, without versions. Raises:
-    SettingInvalid.
-    """
+    """Build a fleet without versions from `WEIR_MODELS` and the like. Raises: SettingInvalid."""
     if settings.region:
         raise SettingInvalid("WEIR_REGION requires WEIR_FLEET, which lists the regions")
     if settings.max_replicas < max(settings.min_replicas, 1):
@@ -611,9 +608,7 @@ class ReplicaBuilder:
         )
 
     def _is_lone(self, version: FleetVersion) -> bool:
-        """Return whether the model has only one replica. Its failures then surface at once, without
-        a circuit breaker.
-        """
+        """Return whether the model has one replica: its failures need no circuit breaker."""
         return (
             not self._settings.fleet_file
             and max(len(version.targets), version.replica_count_max) == 1
@@ -650,8 +645,9 @@ class ReplicaBuilder:
         )
 
     def _terms(self, version: FleetVersion, index: int, memory_bytes: int) -> ManagedTerms:
-        """Build the terms on which a replica starts and stops. `index` is the replica's number.
-        `memory_bytes` is the estimate from its checkpoint.
+        """Build the terms on which a replica starts and stops.
+
+        `index` is the replica's number. `memory_bytes` is the estimate from its checkpoint.
         """
         is_warm = index < version.replica_count_min
         return ManagedTerms(
@@ -687,9 +683,7 @@ class ReplicaBuilder:
         return replicas
 
     def _local_replicas(self, version: FleetVersion, served: str) -> list[Replica]:
-        """Build local replicas. The first `replica_count_min` stay warm, the others start on
-        demand.
-        """
+        """Build local replicas: the first `replica_count_min` stay warm, others start on demand."""
         assert version.directory is not None, "only those of remote engines may be left out"
         plan = engine_plan(
             self._settings,

@@ -151,9 +151,7 @@ class Fleet:
 
 
 def model_names(settings: Settings) -> tuple[list[str], list[str]]:
-    """List the canonical names of the models that generate, and of the embedding models. Raises:
-    SettingInvalid.
-    """
+    """List the names of generating models and of embedding models. Raises: SettingInvalid."""
     if not settings.fleet_file:
         return list(settings.models), list(settings.encoders)
     models = read_fleet(Path(settings.fleet_file)).models
@@ -230,9 +228,7 @@ class FleetReader(StrictReader):
     def value_of(
         self, keys: Keys, location: str, name: str, parse: Callable[[str], Value], default: Value
     ) -> Value:
-        """Parse the scalar of a key. Returns the default if the key is missing or its value
-        invalid.
-        """
+        """Parse the scalar of a key. Returns the default if it is missing or invalid."""
         return self.value(keys.get(name), f"{location}.{name}", parse, default)
 
     def refuse(self, keys: Keys, location: str, names: Iterable[str], message: str) -> None:

@@ -43,9 +43,7 @@ class EndCharge:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Cell of the table of charges. `test` names the test that covers it, besides the test of all
-    cells.
-    """
+    """Cell of the table of charges. `test` names its own test; another one covers all cells."""
 
     charge: EndCharge
     test: str

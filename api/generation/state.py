@@ -158,9 +158,7 @@ class Stopwatch:
         self._stages_us = [auth_us, *[0] * (len(STAGES) - 1)]
 
     def lap(self, stage: int) -> None:
-        """Record that a stage ends now. It began when the previous stage ended; repeated stages add
-        up.
-        """
+        """Record that a stage ends now; the next one begins. Repeated stages add up."""
         now_us = time.monotonic_ns() // 1000
         self._stages_us[stage] += now_us - self._last_us
         self._last_us = now_us
@@ -203,9 +201,7 @@ class Stopwatch:
         self._last_us = min(self._last_us + round(later_s * 1e6), now_us)
 
     def timings(self) -> dict[str, float]:
-        """Return the stages so far in ms, named as in `weir.v1.Timings`, with `ttft_ms` and
-        `total_ms`.
-        """
+        """Return the stages so far in ms, as in `weir.v1.Timings`, with TTFT and total."""
         result = dict(zip(NAMES, [time_us / 1000 for time_us in self._stages_us], strict=True))
         if self._first_token_us:
             result["ttft_ms"] = (self._first_token_us - self._received_us) / 1000

@@ -251,9 +251,7 @@ def counters(name: str, labels: Sequence[str], values: Values) -> Metric:
 def histograms(
     name: str, labels: Sequence[str], values: Iterable[tuple[Labels, Histogram]], unit: float = MS
 ) -> Metric:
-    """Build a histogram for each set of labels. `unit` converts its values to the unit of the
-    metric.
-    """
+    """Build a histogram for each set of labels. `unit` converts values to the metric's unit."""
     family = HistogramMetricFamily(name, MEANINGS[name], labels=labels)
     for of, histogram in values:
         family.add_metric(of, histogram.buckets(unit), histogram.sum * unit)
@@ -482,9 +480,7 @@ class BacklogReader:
 
 
 class Scrapes:
-    """Handler of scrapes. Created on the event loop of the process, called on that of the metrics
-    port.
-    """
+    """Handler of scrapes, created on the process's event loop and called on the port's."""
 
     def __init__(self, parts: Parts, backlog_reader: BacklogReader) -> None:
         self._parts = parts

@@ -243,9 +243,7 @@ class RequestCounts:
         settled: Settled | None,
         gaps: Gaps | None = None,
     ) -> None:
-        """Count a request that ran to its end. `gaps` is None if it was not generated token by
-        token.
-        """
+        """Count a request that ran to its end. `gaps` is None if it sent no single tokens."""
         self.ends[model, tier, outcome] += 1
         times = self.times.get((model, tier))
         if times is None:
@@ -270,9 +268,7 @@ class RequestCounts:
         self.refusals[model, reason, dimension, subject] += 1
 
     def _add_tokens(self, model: str, settled: Settled) -> None:
-        """Count billed tokens. Cached and computed input are separate labels; their sum is the
-        prompt.
-        """
+        """Count billed tokens. Cached and computed input are separate; their sum is the prompt."""
         tokens, cached = self.tokens, settled.cached_input_token_count
         tokens[model, "input"] += settled.input_token_count - cached
         tokens[model, "cached_input"] += cached

@@ -79,9 +79,7 @@ class OtlpSender:
         self._exporter.shutdown()
 
     def _make(self, record: Record) -> None:
-        """Create the spans of one request, if the client's trace or `OTEL_TRACES_SAMPLER` samples
-        it.
-        """
+        """Create the spans of a request if the client or `OTEL_TRACES_SAMPLER` samples it."""
         carrier = {"traceparent": record.trace.traceparent, "tracestate": record.trace.tracestate}
         parent = self._propagator.extract({key: value for key, value in carrier.items() if value})
         at = record.ended_at_ns - int(record.timings["total_ms"] * NS_PER_MS)

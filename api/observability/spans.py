@@ -90,8 +90,10 @@ def trace_of_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> Tra
 
 @dataclass(slots=True)
 class Record:
-    """Ended request. `outcome` is set if it ran, `reason` if it was refused or failed.
-    `ended_at_ns` is wall-clock time.
+    """Ended request.
+
+    `outcome` is set if it ran, `reason` if it was refused or failed. `ended_at_ns` is wall-clock
+    time.
     """
 
     request_id: uuid.UUID

@@ -192,9 +192,7 @@ class Bill:
         }
 
     def extension(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Build the `weir` object, with fields that OpenAI's API does not have, such as the exact
-        cost.
-        """
+        """Build the `weir` object: fields that OpenAI's API lacks, such as the exact cost."""
         return {
             "cost": cost_facts(self.currency_code, self.cost_picos),
             "price_version": self.price_version,
@@ -353,9 +351,7 @@ class ChunkAnswer(Answer):
         return b"".join((*before, *events))
 
     def _end_of(self, output: Output, *, has_begun: bool = True) -> bytes:
-        """Encode the end of an event, with the usage so far if requested. `has_begun`: there is
-        output.
-        """
+        """Encode the end of an event, with usage if requested. `has_begun`: there is output."""
         if not self._parsed.repeats_usage:
             return self._chunk_tail
         count, new_count = output.input_token_count, output.token_count if has_begun else 0
@@ -437,9 +433,7 @@ class ChatAnswer(ChunkAnswer):
         return b"".join(self._new_chunk(output, each) for each in events)
 
     def _plain_chunk(self, index: int) -> tuple[bytes, bytes]:
-        """Encode the parts of an event before and after its text, which are the same for all tokens
-        of a choice.
-        """
+        """Encode the parts of an event around its text, which all tokens of a choice share."""
         if (chunk := self._plain_chunks.get(index)) is None:
             before = b'%b,"choices":[{"index":%d,"delta":{%b' % (self._chunk_head, index, CONTENT)
             after = b'},"logprobs":null,"finish_reason":null}]'
@@ -481,8 +475,9 @@ def _chat_choice(
 
 
 def _message(output: Output, begun: str) -> dict[str, Any]:
-    """Build a whole message. Its content is null if it has only calls or thoughts. `begun` is text
-    that precedes the output.
+    """Build a whole message.
+
+    Its content is null if it has only calls or thoughts. `begun` is text that precedes the output.
     """
     content = begun + output.text or (None if output.parts else "")
     message: dict[str, Any] = {

@@ -15,9 +15,7 @@ from api.openai.tolerance import Notes
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """Generating API: the type of its body, the conversion to start frames, its responses and
-    errors.
-    """
+    """Generating API: body type, conversion to start frames, responses and errors."""
 
     parameters: type[Any]
     parse: Callable[[Any], ParsedRequest]

@@ -267,9 +267,7 @@ def conversation_of(
 
 
 def _kind(item: Item, field: str) -> str:
-    """Check that an item has only the fields of its type, and return the type. Raises:
-    InvalidRequest.
-    """
+    """Check that an item has only fields of its type; return the type. Raises: InvalidRequest."""
     kind = item.type or MESSAGE
     for name in Item.__struct_fields__:
         if name not in FIELDS[kind] and getattr(item, name) is not None:

@@ -241,9 +241,7 @@ def wording(
 
 
 def translate_terms(names: Mapping[str, str], message: str) -> str:
-    """Replace field names of the gRPC API in a message by the parameters of the API that was
-    called.
-    """
+    """Replace field names of the gRPC API in a message by those of the API that was called."""
     return TERMS.sub(lambda term: WORDS.get(term[0]) or names.get(term[0], term[0]), message)
 
 

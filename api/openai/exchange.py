@@ -61,8 +61,9 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """HTTP request after authentication. `request_id` is also the id of its first prompt. `look_up`
-    authenticates the API key again.
+    """HTTP request after authentication.
+
+    `request_id` is also the id of its first prompt. `look_up` authenticates the API key again.
     """
 
     caller: Caller
@@ -243,8 +244,9 @@ class Exchange:
                 request.stop(OUTCOMES[cause], SiblingEnded(cause))
 
     async def _write(self, data: bytes) -> None:
-        """Write events, or the body of an unstreamed response once all output has arrived. Raises:
-        ConnectionError if the connection is closed, TimeoutError if the client stalls.
+        """Write events, or the body of an unstreamed response once all output has arrived.
+
+        Raises: ConnectionError if the connection is closed, TimeoutError if the client stalls.
         """
         if self._has_output and not self._is_open:
             self._is_open = True
@@ -264,9 +266,11 @@ class Exchange:
             await self._connection.drained()
 
     async def _break_silence(self) -> None:
-        """Send a ping event, or a blank before a body. The first one sends the HTTP status.
-        Failures before that have an HTTP status of their own. A body without streaming therefore
-        sends none until its requests are admitted, and then only after `http_padding_after_s`.
+        """Send a ping event, or a blank before a body.
+
+        The first one sends the HTTP status. Failures before that have an HTTP status of their own.
+        A body without streaming therefore sends none until its requests are admitted, and then only
+        after `http_padding_after_s`.
         """
         if self.parsed.streams:
             await self._send(self._answer.ping)
@@ -436,9 +440,10 @@ class Exchange:
         return response
 
     async def _cut_off(self, refusal: ErrorResponse) -> web.StreamResponse:
-        """Send an error after the status 200, then close without the last chunk. Clients treat this
-        as a lost connection and retry, and do not take the error for an answer. Raises:
-        ConnectionError.
+        """Send an error after the status 200, then close without the last chunk.
+
+        Clients treat this as a lost connection and retry, and do not take the error for an answer.
+        Raises: ConnectionError.
         """
         await self._send(answers.encode(self._answer.error_body(refusal)))
         self._connection.end_incomplete()

@@ -231,9 +231,7 @@ class Reference(Struct, frozen=True):
 
 
 def _rules(grammar: str, location: str) -> dict[str, list[str | Reference]]:
-    """Parse the rules of a grammar into parts, in Lark except for rule names. Raises:
-    InvalidRequest.
-    """
+    """Parse a grammar's rules into parts, in Lark except for names. Raises: InvalidRequest."""
     rules: dict[str, list[str | Reference]] = {}
     parts: list[str | Reference] = []
     depth, position, is_bare = 0, 0, False  # is_bare: nothing since the last ( or |
@@ -300,8 +298,9 @@ def _character(found: re.Match[str]) -> str:
 
 
 class _SetCharacters(dict[int, str]):
-    """Translation of the characters of a set to Lark's escapes, by code point. Keeps a minus
-    between two characters, which is a range.
+    """Translation of the characters of a set to Lark's escapes, by code point.
+
+    Keeps a minus between two characters, which is a range.
     """
 
     def __init__(self) -> None:

@@ -234,8 +234,9 @@ class Gateway:
             self._process.pace.charge(owner, REFUSAL_COST_S)
 
     def _find(self, request: web.BaseRequest) -> tuple[Handler, str]:
-        """Find the handler of an endpoint, and the RPC that it corresponds to. Raises HttpFault for
-        an unknown path or method.
+        """Find the handler of an endpoint, and the RPC that it corresponds to.
+
+        Raises HttpFault for an unknown path or method.
         """
         path = path_of(request)
         if path in UNVERSIONED:
@@ -295,9 +296,7 @@ class Gateway:
         arrival: Arrival,
         principal: Principal,
     ) -> web.StreamResponse:
-        """Count the tokens of the prompt of a generating request. `fields` are added to the
-        response.
-        """
+        """Count the tokens of a generating request's prompt; `fields` are added to the response."""
 
         def parse(body: bytes) -> tuple[ParsedRequest, dict[str, str], pb.CountTokensRequest, Any]:
             parsed, headers = parsed_body(body, api, strict=is_strict(request, principal))
@@ -443,8 +442,10 @@ class Gateway:
     def _model_of(
         self, parsed: ParsedRequest, principal: Principal, request_id: uuid.UUID
     ) -> ServedModel:
-        """Look up the requested model. Raises: ModelNotAllowed, ModelUnknown, RequestImpossible;
-        InvalidRequest if the request asks for token ids and the engine reports none.
+        """Look up the requested model.
+
+        Raises: ModelNotAllowed, ModelUnknown, RequestImpossible; InvalidRequest if the request asks
+        for token ids and the engine reports none.
         """
         router = self._process.router
         check_model(principal, router.canonical_name(parsed.model))
@@ -516,9 +517,7 @@ class Gateway:
 
 
 def is_strict(request: web.BaseRequest, principal: Principal) -> bool:
-    """Return whether the API key or the URL demands that unknown parameters are refused. Raises:
-    InvalidRequest.
-    """
+    """Return whether key or URL demands to refuse unknown parameters. Raises: InvalidRequest."""
     requested = request.rel_url.query.get("strict", "0")
     if requested not in ("0", "1"):
         raise invalid_parameter("strict", "must be 0 or 1")

@@ -133,8 +133,9 @@ def convert_call(call: Tree) -> None:
 
 
 def convert_parts(parts: list[Any], location: str, ignore: Ignore) -> tuple[list[Any], list[str]]:
-    """Split the parts of a message into text parts and the thoughts in other parts. Raises
-    InvalidRequest for a part of another type.
+    """Split the parts of a message into text parts and the thoughts in other parts.
+
+    Raises InvalidRequest for a part of another type.
     """
     kept: list[Any] = []
     thoughts: list[str] = []

@@ -239,9 +239,7 @@ class Connection(RequestHandler):
         return self._waiter is not None and not self._waiter.done()
 
     def watch_half_close(self, on_half_close: Callable[[], None] | None) -> None:
-        """Call `on_half_close` when the client half-closes the connection; at once if it has
-        already.
-        """
+        """Call `on_half_close` when the client half-closes, at once if it has already."""
         self._on_half_close = on_half_close
         if self.is_half_closed and on_half_close is not None:
             on_half_close()
@@ -328,8 +326,9 @@ class Connection(RequestHandler):
         return self.transport.get_write_buffer_size() + int.from_bytes(count, sys.byteorder)
 
     async def drained(self) -> None:
-        """Wait until the kernel has accepted all data. Raises: ConnectionError, TimeoutError if the
-        client stalls.
+        """Wait until the kernel has accepted all data.
+
+        Raises: ConnectionError, TimeoutError if the client stalls.
         """
         while not self._writable.is_set():
             before = self.unsent_bytes
@@ -343,9 +342,7 @@ class Connection(RequestHandler):
             raise ConnectionResetError("the client disconnected")
 
     def _schedule_stall_check(self, unsent_bytes: int) -> None:
-        """Schedule a stall check. It comes after the check in `drained`, whose error is more
-        specific.
-        """
+        """Schedule a stall check after that of `drained`, whose error is more specific."""
         self._stall_watch = asyncio.get_running_loop().call_later(
             self._stall_max_s + SHUTDOWN_S, self._check_stall, unsent_bytes
         )

@@ -159,9 +159,7 @@ class Metadata(Struct, forbid_unknown_fields=True):
 
 
 class MessageParameters(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Parameters of `client.messages.create`, and of `count_tokens`, where `max_tokens` is
-    optional.
-    """
+    """Parameters of `client.messages.create` and, without `max_tokens`, of `count_tokens`."""
 
     api: ClassVar[str] = "messages"
 

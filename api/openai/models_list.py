@@ -37,9 +37,7 @@ class ListedModel:
         return self.model.price.effective_time.seconds if has_price else started_at
 
     def facts(self) -> dict[str, Any]:
-        """Build the `weir` object, with fields that the formats of OpenAI and Anthropic do not
-        have.
-        """
+        """Build the `weir` object: fields that the formats of OpenAI and Anthropic lack."""
         model = self.model
         facts: dict[str, Any] = {
             "context_window_tokens": self.context_window_tokens,

@@ -293,8 +293,9 @@ def element_counts(data: bytes) -> dict[str, int]:
 
 
 def check_elements(body: bytes, kind: type[Struct]) -> None:
-    """Limit the number of elements of a body, which msgspec decodes in one piece. Raises
-    InvalidRequest, which names the parameter with the most elements; msgspec.DecodeError,
+    """Limit the number of elements of a body, which msgspec decodes in one piece.
+
+    Raises InvalidRequest, which names the parameter with the most elements; msgspec.DecodeError,
     RecursionError.
     """
     for what, count in element_counts(body).items():
@@ -312,8 +313,9 @@ def check_elements(body: bytes, kind: type[Struct]) -> None:
 
 
 def parameter_with_most(body: bytes, kind: type[Struct], what: str, count: int) -> str | None:
-    """Find the parameter with the most elements; None if unknown parameters have more. Raises:
-    msgspec.DecodeError, RecursionError.
+    """Find the parameter with the most elements; None if unknown parameters have more.
+
+    Raises: msgspec.DecodeError, RecursionError.
     """
     outline = msgspec.json.decode(body, type=outline_of(kind))
     counts = {
@@ -362,8 +364,9 @@ def decode(body: bytes, kind: type[Body], notes: Notes | None = None) -> Body:
 
 
 def _wrong_key(body: bytes, kind: type[Struct], message: str) -> str | None:
-    """Find the key whose value msgspec has refused, in an object with arbitrary keys. The error
-    message names only the object. Returns None for any other message.
+    """Find the key whose value msgspec has refused, in an object with arbitrary keys.
+
+    The error message names only the object. Returns None for any other message.
     """
     if (found := _IN_FREE_KEYS.search(message[-QUOTED_CHARS_MAX:])) is None:
         return None
@@ -400,8 +403,9 @@ class _NotFinite(str):
 
 
 def _impossible_value(body: bytes) -> tuple[str, str] | None:
-    """Find a value that JSON or Unicode does not allow; return its path and a description. Returns
-    None if there is none, or if the body is long.
+    """Find a value that JSON or Unicode does not allow; return its path and a description.
+
+    Returns None if there is none, or if the body is long.
     """
     if len(body) > SHORT_BYTES_MAX:
         return None
@@ -432,9 +436,10 @@ def range_of(param: str) -> str:
 
 
 def _violation(message: str, key: str | None = None) -> InvalidRequest:
-    """Convert an error message of msgspec, which consists of a text and a path, to an error. `key`
-    is the member at fault of an object with arbitrary keys. The text may quote a value of the body
-    of any length, so it is truncated first.
+    """Convert an error message of msgspec, which consists of a text and a path, to an error.
+
+    `key` is the member at fault of an object with arbitrary keys. The text may quote a value of the
+    body of any length, so it is truncated first.
     """
     if len(message) > 2 * QUOTED_CHARS_MAX:
         message = f"{message[:QUOTED_CHARS_MAX]}...{message[-QUOTED_CHARS_MAX:]}"
@@ -504,9 +509,7 @@ def check_shared(requested: SharedParameters) -> None:
 
 @functools.cache
 def names_annotated(kind: type[Struct], annotation: str) -> tuple[str, ...]:
-    """List the parameters of a body, inherited ones included, that the source annotates with a
-    type.
-    """
+    """List the parameters of a body, even inherited ones, with this annotation in the source."""
     return tuple(
         name
         for each in kind.__mro__
@@ -599,8 +602,9 @@ def tier_name(start: pb.StartFrame) -> str:
 
 
 def _labels(requested: SharedParameters) -> dict[str, str]:
-    """Merge `metadata`, `user` and `safety_identifier` into labels. Raises InvalidRequest if one of
-    them has two values.
+    """Merge `metadata`, `user` and `safety_identifier` into labels.
+
+    Raises InvalidRequest if one of them has two values.
     """
     labels = dict(requested.metadata or {})
     for name in ("user", "safety_identifier"):
@@ -781,9 +785,7 @@ def fill_decoding(start: pb.StartFrame, requested: DecodingParameters) -> None:
 
 
 def biases_of(requested: dict[int, float] | list[Any]) -> dict[int, float]:
-    """Convert biases to a mapping by token id. In a list of pairs, `false` bans a token. Raises:
-    InvalidRequest.
-    """
+    """Convert biases to a dict by token id; in pairs, `false` bans it. Raises: InvalidRequest."""
     if isinstance(requested, dict):
         return requested
     biases: dict[int, float] = {}
@@ -813,9 +815,7 @@ class CompletionParameters(DecodingParameters, forbid_unknown_fields=True, kw_on
 
 
 class PromptedFrames(Sequence[pb.StartFrame]):
-    """Start frames of several prompts. Each is built on access, so that an error stops at the
-    first.
-    """
+    """Start frames of several prompts, built on access, so that an error stops at the first."""
 
     def __init__(self, start: pb.StartFrame, prompts: Prompts) -> None:
         """`start` is the frame without a prompt."""
@@ -884,8 +884,9 @@ def fill_echo(start: pb.StartFrame, requested: CompletionParameters) -> None:
 def prompts_of(
     requested: Prompt, param: str = "prompt", count_max: int = PROMPT_COUNT_MAX
 ) -> Prompts:
-    """List the prompts of a request: a string, strings, token ids, or lists of token ids. Raises
-    InvalidRequest for a mixture, for no prompt, and for too many.
+    """List the prompts of a request: a string, strings, token ids, or lists of token ids.
+
+    Raises InvalidRequest for a mixture, for no prompt, and for too many.
     """
     if isinstance(requested, str):
         return [requested]

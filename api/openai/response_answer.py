@@ -24,9 +24,7 @@ UNDECIDED_TOKENS_MAX = 64  # whose text is held back; some 100 kB with all alter
 
 
 class ResponseAnswer(Answer):
-    """Responses of the responses API: thoughts, a message and calls, as items in order of their
-    start.
-    """
+    """Responses of the responses API: thoughts, message and calls, as items in their order."""
 
     streams_done = False
     repeats_output = True
@@ -164,9 +162,7 @@ class ResponseAnswer(Answer):
         return {"error": None, "usage": usage, "weir": bill.extension(outputs)}
 
     def _items(self, output: Output, status: str) -> list[dict[str, Any]]:
-        """Build the items of a response. `status` is that of the last item; the others are
-        completed.
-        """
+        """Build the items of a response. `status` is the last item's; others are completed."""
         parts = output.parts or [None]
         statuses = ["completed"] * (len(parts) - 1) + [status]
         return [
@@ -281,9 +277,7 @@ class ResponseAnswer(Answer):
         )
 
     def _end_calls(self, output: Output, count: int) -> bytes:
-        """Encode the end of the first `count` calls as events, except of calls that have ended
-        before.
-        """
+        """Encode the end of the first `count` calls as events, except those sent before."""
         events = []
         status = (
             "incomplete"
@@ -345,8 +339,9 @@ class ResponseAnswer(Answer):
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
 
     def _response(self, status: str) -> dict[str, Any]:
-        """Build the response object with the requested parameters. Error and usage are left out; in
-        a complete response, `tail` has them.
+        """Build the response object with the requested parameters.
+
+        Error and usage are left out; in a complete response, `tail` has them.
         """
         requested, sampling = self._parameters, self._sampling
         effort = summary = None

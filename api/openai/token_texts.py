@@ -160,8 +160,9 @@ class TokenTexts:
         logprobs: Sequence[TokenLogprobs],
         spans: Sequence[TokenSpan],
     ) -> Columns:
-        """Build the columns of tokens. Of the most likely tokens, those with the same text are
-        named by id, except the chosen one.
+        """Build the columns of tokens.
+
+        Of the most likely tokens, those with the same text are named by id, except the chosen one.
         """
         columns = Columns()
         for span, each in zip(spans, logprobs, strict=True):

@@ -147,9 +147,7 @@ class Notes:
         )
 
     def names_as_sent(self, names: Mapping[str, str]) -> Mapping[str, str]:
-        """Replace the parameters in a map from fields of a start frame by the names the client
-        used.
-        """
+        """Replace parameters, given by field of a start frame, by the names the client used."""
         if not self.sent:
             return names
         return self.sent | {frame: parameter(name, self.sent) for frame, name in names.items()}
@@ -493,9 +491,7 @@ def _structured(members: Tree) -> tuple[str, Tree] | None:
 
 
 def _restrict_tools(tree: Tree) -> None:
-    """Apply a tool choice of the type `allowed_tools`: remove all other tools. Raises:
-    InvalidRequest.
-    """
+    """Apply a tool choice of type `allowed_tools`: remove other tools. Raises: InvalidRequest."""
     choice = tree.get("tool_choice")
     if not isinstance(choice, dict) or choice.get("type") != ALLOWED_TOOLS:
         return

@@ -87,8 +87,9 @@ class State(Enum):
 
 
 class QueueEntry:
-    """Entry of one request in the queue, from `FairQueue.enter`. As a context manager, it leaves
-    the queue at the end of the block.
+    """Entry of one request in the queue, from `FairQueue.enter`.
+
+    As a context manager, it leaves the queue at the end of the block.
     """
 
     def __init__(self, queue: FairQueue, arrival: Arrival, number: int) -> None:
@@ -112,9 +113,10 @@ class QueueEntry:
         return self.state in (State.DISPATCHED, State.RUNNING)
 
     def join(self, on_dispatch: Callable[[], object]) -> bool:
-        """Start waiting for dispatch. Returns True if the request is dispatched at once, because
-        nothing waits and the engine has room. Otherwise `on_dispatch` is called later; it must not
-        use the queue.
+        """Start waiting for dispatch.
+
+        Returns True if the request is dispatched at once, because nothing waits and the engine has
+        room. Otherwise `on_dispatch` is called later; it must not use the queue.
         """
         assert self.state is State.ENTERED, "an entry waits once"
         queue, arrival = self._queue, self.arrival
@@ -272,9 +274,7 @@ class DispatchWindow:
             self._ranks[at:at] = [rank] * sequence_count
 
     def remove(self, entry: QueueEntry) -> None:
-        """Record that the engine has started on a dispatched request, or that the request has
-        ended.
-        """
+        """Record that the engine has started on a dispatched request, or that it has ended."""
         del self.dispatched[entry]
         rank, sequence_count = entry.rank, entry.arrival.sequence_count
         if entry.arrival.compiles:
@@ -324,9 +324,10 @@ class FairQueue:
         self.batch_moved_at = -math.inf  # when the batch tier last got a turn, or started to wait
 
     def enter(self, arrival: Arrival, engine_wait_s: float = 0.0) -> QueueEntry:
-        """Add a request. `engine_wait_s` is the time until the engine accepts requests. Raises
-        QueueFull if there is no room for the tenant, StartsTooLate if the request would start after
-        its deadline.
+        """Add a request.
+
+        `engine_wait_s` is the time until the engine accepts requests. Raises QueueFull if there is
+        no room for the tenant, StartsTooLate if the request would start after its deadline.
         """
         waiting, admission, tenant = self.waiting, self.admission, arrival.tenant_id.int
         own = waiting.by_tenant.get(tenant, 0)
@@ -350,9 +351,7 @@ class FairQueue:
             del waiting.by_tenant[tenant]
 
     def wait_s(self, arrival: Arrival) -> float | None:
-        """Estimate the wait of a request that arrives now, in seconds; None if nothing was measured
-        yet.
-        """
+        """Estimate the wait of a request that arrives now, in seconds; None without data."""
         return self.admission.wait_s(arrival)
 
     def expected_waits(self) -> list[ExpectedWait]:

@@ -153,9 +153,7 @@ class QueueAdmission:
     def _room_refusal(
         self, arrival: Arrival, now: float, *, is_reserved: bool, is_half_empty: bool
     ) -> QueueFull | None:
-        """Return QueueFull if the limits leave no room, after reservations and the share of the
-        tenant.
-        """
+        """Return QueueFull if limits, reservations and the tenant's share leave no room."""
         limits, own = self._limits, self._waiting.by_tenant.get(arrival.tenant_id.int, 0)
         share = 1.0 if is_reserved else NEWCOMERS_SHARE
         free = int(limits.request_count_max * share) - self._waiting.total
@@ -202,8 +200,9 @@ class QueueAdmission:
         )
 
     def _reserve(self, arrival: Arrival, wait_s: float | None, now: float, *, again: bool) -> float:
-        """Reserve a place for a refused request, and return its retry-after in seconds. `again`
-        says that it has returned on time and found no room.
+        """Reserve a place for a refused request, and return its retry-after in seconds.
+
+        `again` says that it has returned on time and found no room.
         """
         if again:
             self.reservations.drop(arrival.key)
@@ -233,9 +232,7 @@ class QueueAdmission:
         )
 
     def _usual_cost(self, arrival: Arrival) -> float:
-        """Return the mean cost of the tenant's waiting requests; if none waits, the cost of this
-        request.
-        """
+        """Return the mean cost of the tenant's waiting requests, or else the cost of this one."""
         tier = self._tiers[arrival.tier]
         tenant = tier.line.find(self._tenant_id(arrival))
         if tenant is None or not tenant.waiting:

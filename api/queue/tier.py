@@ -15,9 +15,7 @@ MEMORY_S = 5.0  # seconds after which a sample weighs a third: follows the load 
 
 
 class Tier(Generic[Entry]):
-    """Service tier: the line of its tenants and its measured service rate, from which waits are
-    estimated.
-    """
+    """Service tier: the line of its tenants, and its service rate, to estimate waits."""
 
     def __init__(self) -> None:
         self.line: Line[Entry] = Line()
@@ -26,9 +24,7 @@ class Tier(Generic[Entry]):
     def cost(
         self, input_token_count: int, output_token_count_max: int, request_count: int = 1
     ) -> float:
-        """Estimate a cost in service units from the mean output, or from the maximum if that is
-        less.
-        """
+        """Estimate a cost in service units from the mean output, or a lower maximum."""
         output = float(output_token_count_max)
         if (mean := self.line.output_tokens_mean) is not None:
             output = min(output, mean * request_count)
@@ -65,9 +61,7 @@ class Tier(Generic[Entry]):
         )
 
     def _whole_requests(self, tenant: Tenant[Entry], level: float, reserved_units: float) -> float:
-        """Estimate the service of a tenant until its rank reaches `level`, rounded up to whole
-        requests.
-        """
+        """Estimate a tenant's service until its rank reaches `level`, in whole requests."""
         backlog = self.backlog(tenant)
         each = max(backlog / len(tenant.waiting), 1.0)
         return min(
@@ -76,9 +70,7 @@ class Tier(Generic[Entry]):
 
 
 class ServiceRate:
-    """Measured service units per second while requests wait; at other times, it would be the
-    demand.
-    """
+    """Service units per second, measured while requests wait: otherwise it would be demand."""
 
     def __init__(self) -> None:
         self.per_s: float | None = None  # None before any observation

@@ -171,9 +171,7 @@ class Line(Generic[Item]):
         self._last = tenant
 
     def next_tenant(self) -> Tenant[Item] | None:
-        """Return the tenant of the next request, by lowest rank, then longest wait; None if nothing
-        waits.
-        """
+        """Return the tenant with the lowest rank, then longest wait; None if nothing waits."""
         priorities = self._priorities
         while priorities:
             priority, number, tenant = priorities[0]

@@ -83,8 +83,10 @@ class ClientStream:
         is_relayed: bool = False,
         trace: TraceContext = NO_TRACE,
     ) -> None:
-        """`secret` is the API key, to be presented to other processes. If `is_relayed`, the client
-        is another process, which may only attach. `trace` is the trace of its requests.
+        """`secret` is the API key, to be presented to other processes.
+
+        If `is_relayed`, the client is another process, which may only attach. `trace` is the trace
+        of its requests.
         """
         self._trace = trace
         self._registry = registry
@@ -158,16 +160,15 @@ class ClientStream:
                 del violation
 
     async def _break_silence(self, write: Callable[[bytes], Awaitable[object]]) -> None:
-        """Send a progress frame of one request. Without requests, HTTP/2 pings keep the stream
-        open.
-        """
+        """Send a progress frame of one request; without requests, HTTP/2 pings suffice."""
         for subscription in self._running.values():
             await write(framed(subscription.head + RUNNING))
             return
 
     async def _read_all(self, requests: AsyncIterator[pb.GenerateRequest]) -> None:
-        """Read messages until the stream ends or one of them is invalid. Then wait for the current
-        write: if it were cancelled, gRPC would never send the status.
+        """Read messages until the stream ends or one of them is invalid.
+
+        Then wait for the current write: if it were cancelled, gRPC would never send the status.
         """
         try:
             async for message in requests:
@@ -194,8 +195,9 @@ class ClientStream:
         self._leave(outcome_of_leaving(granted_s, remaining_s(context)))
 
     async def _handle_message(self, batch: Sequence[pb.ClientFrame]) -> None:
-        """Handle the frames of one message in slices, so that other streams can run in between. If
-        the key has used up its share of the event loop, the next slice waits. The rest of the
+        """Handle the frames of one message in slices, so that other streams can run in between.
+
+        If the key has used up its share of the event loop, the next slice waits. The rest of the
         message is dropped if the key is revoked meanwhile. Raises: InvalidRequest.
         """
         received_at = time.monotonic() - self._auth_ms / 1000
@@ -275,9 +277,7 @@ class ClientStream:
         auth_ms: float,
         received_at: float,
     ) -> None:
-        """Start a request. `parsed` is the result of `starts_of`; None if the frame is not parsed
-        yet.
-        """
+        """Start a request. `parsed` is from `starts_of`; None if the frame is not parsed yet."""
         began_at = time.thread_time()
         try:
             if self._is_relayed:
@@ -376,9 +376,7 @@ class ClientStream:
             subscription.source.update(frame.update)
 
     def _source(self, key: Key) -> Source | None:
-        """Find the source of a request; None if this process does not know it. Raises:
-        ModelNotAllowed.
-        """
+        """Find the source of a request; None if it is unknown here. Raises: ModelNotAllowed."""
         if (running := self._registry.find(key)) is not None:
             check_model(
                 self._key.principal, self._registry.router.canonical_name(running.start.model)
@@ -391,9 +389,7 @@ class ClientStream:
         return None if subscription is None else subscription.source
 
     def _subscribe(self, given_id: str, number: int) -> FrameSubscription:
-        """Create the subscription of this stream to a request. Raises Overloaded if it has too
-        many.
-        """
+        """Create this stream's subscription to a request. Raises Overloaded above the limit."""
         limit = self._registry.settings.requests_per_stream_max
         if number not in self._running and len(self._running) >= limit:
             raise Overloaded(
@@ -435,15 +431,14 @@ class ClientStream:
             self._all_ended.set()
 
     def _revoke(self, refusal: Exception) -> None:
-        """Fail all running requests with `refusal`: the secret has ended, or the address is not
-        allowed.
-        """
+        """Fail all running requests: the secret has ended, or the address is not allowed."""
         for subscription in list(self._running.values()):
             subscription.source.revoke(subscription, refusal)
 
     def _leave(self, outcome: Outcome, *, is_gone: bool = True) -> None:
-        """Stop sending, and stop all requests except those that continue unattended. `is_gone` is
-        passed to `StreamWriter.abandon`.
+        """Stop sending, and stop all requests except those that continue unattended.
+
+        `is_gone` is passed to `StreamWriter.abandon`.
         """
         # First, so that requests need not search the queue for their own frames.
         self._writer.abandon(is_gone=is_gone)

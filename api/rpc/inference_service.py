@@ -111,9 +111,10 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 await stream.serve(requests, context)
 
     async def _vouched_origin(self, context: Context, secret: str) -> Origin:
-        """Verify the client address that another process has signed for a relayed call. The address
-        is None without a valid signature. Raises the errors of `principal_of`, except for the
-        address: without a valid key, nothing is looked up.
+        """Verify the client address that another process has signed for a relayed call.
+
+        The address is None without a valid signature. Raises the errors of `principal_of`, except
+        for the address: without a valid key, nothing is looked up.
         """
         unknown = Origin(context.peer(), None)
         voucher = next(iter(metadata_values(context, VOUCHER)), "")
@@ -129,6 +130,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         self, principal: Principal, request: Request, parse: Callable[[Request], Parsed]
     ) -> Parsed:
         """Parse a message when the rate limit of its key permits, in a thread if it is costly.
+
         Raises: PreparationLimit, Overloaded, and the errors of `parse`.
         """
         await self._process.share_to_read(principal, size := request.ByteSize())

@@ -49,8 +49,9 @@ class OpenStreams:
         count_max: int | None = None,
         error: type[ApiError] = Overloaded,
     ) -> None:
-        """`count_max` limits the streams of all connections together; None: no limit. `error` is
-        raised for a stream above a limit.
+        """`count_max` limits the streams of all connections together; None: no limit.
+
+        `error` is raised for a stream above a limit.
         """
         self._per_connection_max = per_connection_max
         self._count_max = count_max
@@ -170,18 +171,14 @@ class BoundedCalls:
     async def _received(
         self, payer: Payer, wait: asyncio.Timeout, size: int, read: Callable[[], Any]
     ) -> Any:
-        """Parse a large message that has arrived, without a time limit: the client is no longer
-        slow.
-        """
+        """Parse a large message that has arrived, without a limit on the client's time."""
         assert self._read_large is not None
         wait.reschedule(None)
         return await self._read_large(payer, size, read)
 
     @contextlib.asynccontextmanager
     async def _reading(self, payer: Payer | None) -> AsyncIterator[None]:
-        """Take one of the payer's few permits to read a large message. None: the message is not
-        large.
-        """
+        """Take one of the payer's few permits to read a large message; None for a small one."""
         if payer is None:
             yield
             return

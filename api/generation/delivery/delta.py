@@ -192,9 +192,7 @@ class PackedOutput:
         return calls if whole_count == 1 else joined_calls(calls)
 
     def _count_thoughts(self, whole_count: int) -> int:
-        """Count the thinking among the tokens now taken. `whole_count` additions are taken
-        completely.
-        """
+        """Count the thinking among the tokens now taken, with `whole_count` whole additions."""
         counts, before = self._thought_token_counts, self._counted_thought_count
         if whole_count:
             self._begun_token_count = self._token_ends[whole_count - 1]

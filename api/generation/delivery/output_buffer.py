@@ -90,6 +90,7 @@ class FlowControl:
         tokens_per_s_min: float = 1.0,
     ) -> None:
         """`credit` is the number of tokens that may be sent at first; None means unlimited.
+
         `on_stall` is called once the allowance for stalls is used up.
         """
         self.credit = credit
@@ -109,9 +110,7 @@ class FlowControl:
             self.credit += token_count
 
     def stalled(self, since: float, now: float) -> None:
-        """Add a period in which tokens were ready and the client did not take them; overlaps count
-        once.
-        """
+        """Add a time in which ready tokens were not taken by the client; overlaps count once."""
         since = max(since, self._stalled_at)
         if since < now:
             self.stalled_s += now - since
@@ -126,9 +125,7 @@ class FlowControl:
             self._left_s = min(left_s, self.stall_max_s)
 
     def watch(self, waiting_token_count: int) -> None:
-        """Start or stop the stall timer: it runs while more tokens wait than the client has
-        granted.
-        """
+        """Run the stall timer while more tokens wait than the client has granted."""
         is_blocked = (
             self.credit is not None
             and waiting_token_count > self.credit
@@ -246,8 +243,10 @@ class OutputBuffer(ABC):
         calls: Sequence[CallPiece] = (),
         thought: Thought = NO_THOUGHT,
     ) -> None:
-        """Append new output of a choice. Raises JournalUnavailable if the output must be journalled
-        first and the journal cannot be written.
+        """Append new output of a choice.
+
+        Raises JournalUnavailable if the output must be journalled first and the journal cannot be
+        written.
         """
 
     @abstractmethod
@@ -297,9 +296,7 @@ class OutputBuffer(ABC):
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """Snapshot of the client's progress; two are equal only if the client took nothing in
-        between.
-        """
+        """Snapshot of the client's progress: equal later only if the client took nothing."""
         return (
             id(self.subscription),
             self.subscription.writer.message_count if self.subscription else 0,
@@ -421,6 +418,7 @@ class OutputBuffer(ABC):
 
     def attach(self, subscription: Subscription, after_seq: int, credit_token_count: int) -> None:
         """Send output to this subscription from now on, starting after the delta `after_seq`.
+
         Raises OutputGone, or RequestInFlight if the request is just ending. Then nothing has
         changed.
         """
@@ -489,9 +487,7 @@ class OutputBuffer(ABC):
             subscription.end(frames.failed(status_of(error), None))
 
     def leave(self, subscription: Subscription, outcome: Outcome) -> None:
-        """Handle that the receiving stream has closed: stop the request, or let it run on for
-        `keep_s`.
-        """
+        """Handle that the receiving stream has closed: stop, or let it run on for `keep_s`."""
         if self.subscription is not subscription:
             return
         if self._request_state is None:

@@ -56,9 +56,7 @@ class ReplayBuffer:
         return self.first_seq + len(self._deltas) - 1
 
     def record(self, delivered: Delivered) -> None:
-        """Journal tokens before they are put into the buffer. Raises JournalUnavailable; then they
-        must not be put.
-        """
+        """Journal tokens before `put`. Raises JournalUnavailable; then they must not be put."""
         self._journal.record([delivered])
 
     def put(

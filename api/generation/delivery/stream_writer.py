@@ -82,6 +82,7 @@ class Source(Protocol):
 
     def attach(self, subscription: Subscription, after_seq: int, credit_token_count: int) -> None:
         """Send output to this subscription from now on, starting after the delta `after_seq`.
+
         Raises OutputGone or RequestInFlight; then nothing has changed.
         """
         ...
@@ -155,8 +156,9 @@ class Subscription(ABC):
     def __init__(
         self, writer: StreamWriter, given_id: str, on_end: Callable[[Subscription], None]
     ) -> None:
-        """`given_id` is the request id as this client writes it. `on_end` is called once, when the
-        last frame has been pushed.
+        """`given_id` is the request id as this client writes it.
+
+        `on_end` is called once, when the last frame has been pushed.
         """
         self.writer = writer
         self.given_id = given_id
@@ -191,9 +193,7 @@ class Subscription(ABC):
         return len(self.frames) + self.in_flight_count
 
     def push(self, frame: pb.ServerFrame, encoded: bytes | None = None) -> None:
-        """Send a frame as soon as possible. Dropped if the client is gone. The arguments are
-        `part`'s.
-        """
+        """Send a frame as soon as possible, unless the client is gone. Arguments as in `part`."""
         if not self.writer.is_abandoned and (part := self.part(frame, encoded)):
             self.frames.append(part)
             self.writer.frame_count += 1
@@ -289,9 +289,7 @@ class StreamWriter:
     tokens_per_delta_max = TOKENS_PER_DELTA_MAX
 
     def __init__(self, journal: UsageJournal, may_have_lapsed: Callable[[], bool] = always) -> None:
-        """`may_have_lapsed` returns whether any hold may have lapsed; it is called once per
-        message.
-        """
+        """`may_have_lapsed` returns if any hold may have lapsed; called once per message."""
         self._may_have_lapsed = may_have_lapsed
         self.is_abandoned = False
         self.frame_count = 0  # pushed frames that wait; output waits in its buffer
@@ -393,8 +391,9 @@ class StreamWriter:
         self._silence_timer = asyncio.get_running_loop().call_later(after_s, self._check_silence)
 
     def _check_silence(self) -> None:
-        """Wake the writer to send something if nothing was sent for too long. A writer that is not
-        idle waits for its client to read: something is already being sent.
+        """Wake the writer to send something if nothing was sent for too long.
+
+        A writer that is not idle waits for its client to read: something is already being sent.
         """
         rest_s = self._written_at + self._silence_s - monotonic()
         if rest_s <= 0:
@@ -405,9 +404,7 @@ class StreamWriter:
         self._check_later(rest_s)
 
     def slow_write(self) -> tuple[float, float] | None:
-        """Return start and current time of a write that has long been waiting for the client, or
-        None.
-        """
+        """Return start and current time of a write that waits for the client, or None."""
         now = monotonic()
         return (self._writing_since, now) if now - self._writing_since > SLOW_WRITE_S else None
 
@@ -592,8 +589,9 @@ class WholeAnswerWriter(StreamWriter):
     def __init__(
         self, journal: UsageJournal, request_count: int, on_failure: Callable[[str], None]
     ) -> None:
-        """`request_count` is the number of requests that make up the answer. `on_failure` is called
-        with the id of each request that fails.
+        """`request_count` is the number of requests that make up the answer.
+
+        `on_failure` is called with the id of each request that fails.
         """
         super().__init__(journal)
         self._request_count = request_count

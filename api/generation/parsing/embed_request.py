@@ -56,8 +56,9 @@ class TokenizedText:
 
 
 def parse_embed(message: pb.EmbedRequest) -> ValidEmbed:
-    """Parse a request and check everything that does not depend on the model. Raises
-    InvalidRequest, which lists every violation.
+    """Parse a request and check everything that does not depend on the model.
+
+    Raises InvalidRequest, which lists every violation.
     """
     request_id = wire.parse_request_id(message.request_id)
     wrong = Violations()
@@ -115,8 +116,9 @@ def check_against_model(request: ValidEmbed, model: ModelInfo, input_count_max: 
 
 
 def hash_of(message: pb.EmbedRequest) -> bytes:
-    """Hash all fields except the id, to detect an id that is reused with another payload. The hash
-    never equals that of a start frame.
+    """Hash all fields except the id, to detect an id that is reused with another payload.
+
+    The hash never equals that of a start frame.
     """
     payload = pb.EmbedRequest()
     payload.CopyFrom(message)

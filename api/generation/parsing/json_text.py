@@ -10,9 +10,7 @@ LEVELS_MAX = 64
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """Parse a JSON object. Returns None if the text is invalid, not an object, or nested too
-    deeply.
-    """
+    """Parse a JSON object. Returns None if invalid, not an object, or nested too deeply."""
     try:
         value = json.loads(text, parse_constant=_no_number)
         json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is not valid Unicode

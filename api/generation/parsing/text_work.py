@@ -65,8 +65,9 @@ class TextWork:
         weights: Mapping[str, float] | None = None,
         rest: float = 0.0,
     ) -> None:
-        """`weights` are the shares of organizations, by id as text, as in the engine queues. After
-        a long call, a thread pauses for `rest` times the processor time of the call.
+        """`weights` are the shares of organizations, by id as text, as in the engine queues.
+
+        After a long call, a thread pauses for `rest` times the processor time of the call.
         """
         self._chars_max = chars_max
         self._chars_per_key_max = chars_per_key_max
@@ -120,9 +121,7 @@ class TextWork:
     async def run(
         self, organization_id: uuid.UUID, chars: int, call: Callable[[], Value]
     ) -> tuple[Value, float]:
-        """Run a call in a thread; return its result and the processor time in seconds. Raises the
-        error of the call.
-        """
+        """Run a call in a thread; return result and processor seconds. Raises the call's error."""
         self._number += 1
         work = Work(self._number, chars, call, asyncio.get_running_loop().create_future())
         weight = self._weights.get(str(organization_id), 1.0)
@@ -168,9 +167,7 @@ class TextWork:
 
 
 def timed(call: Callable[[], Value], cost: Cost) -> Value:
-    """Run a call and record its cost. An error keeps this frame alive, so it must not hold the
-    work.
-    """
+    """Run a call and record its cost. Its error keeps this frame, so pass no `Work` in."""
     began_at = time.thread_time()
     try:
         return call()

@@ -67,8 +67,9 @@ def tokenize_at_once(
     *,
     adds_special_tokens: bool = True,
 ) -> Tokenized | None:
-    """Tokenize a short prompt on the event loop. Returns None if the prompt is too long for that.
-    Raises: ChatTemplateFailed, InvalidRequest.
+    """Tokenize a short prompt on the event loop.
+
+    Returns None if the prompt is too long for that. Raises: ChatTemplateFailed, InvalidRequest.
     """
     if isinstance(prompt, str):
         cost = len(prompt)

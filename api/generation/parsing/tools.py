@@ -215,8 +215,9 @@ def _rule_of(response_format: ResponseFormat) -> str:
 def call_reading(
     use: ToolUse, tokenizer: Tokenizer, model: str, choice_count: int = 1
 ) -> CallReading | None:
-    """Choose how tool calls are parsed; None if the request has no tools. Raises InvalidRequest if
-    the model does not support tools, or not for this many choices.
+    """Choose how tool calls are parsed; None if the request has no tools.
+
+    Raises InvalidRequest if the model does not support tools, or not for this many choices.
     """
     if not use.tools:
         return None

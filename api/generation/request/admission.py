@@ -156,9 +156,10 @@ class HoldHandle:
         )
 
     async def cover(self, token_count: int) -> None:
-        """Extend the lease until this many output tokens in total may be delivered. Raises:
-        QuotaExceeded if a quota has no room, HoldEnded, DatabaseUnavailable. Earlier leases stay
-        valid.
+        """Extend the lease until this many output tokens in total may be delivered.
+
+        Raises: QuotaExceeded if a quota has no room, HoldEnded, DatabaseUnavailable. Earlier leases
+        stay valid.
         """
         while token_count > self.leased_token_count:
             await self._extend_beyond(self.leased_token_count)
@@ -312,8 +313,9 @@ class Admission:
             raise
 
     async def admit(self, op: Admit, usage: UsageSoFar) -> HoldHandle:
-        """Take a permit and a hold, and return their handle, which the caller must end. Raises the
-        refusals of `HoldHandle.ask`. If cancelled, releases both.
+        """Take a permit and a hold, and return their handle, which the caller must end.
+
+        Raises the refusals of `HoldHandle.ask`. If cancelled, releases both.
         """
         hold = HoldHandle(self, op, usage)
         try:
@@ -325,9 +327,7 @@ class Admission:
 
 
 async def answered(ask: Callable[[Callable[[Exception | None], None]], None]) -> None:
-    """Call `ask` with a callback, wait for the callback, and raise the error that it receives, if
-    any.
-    """
+    """Call `ask`, wait for its callback, and raise the error that the callback receives."""
     answer: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
     ask(lambda error: None if answer.done() else answer.set_result(error))
     if (error := await answer) is not None:

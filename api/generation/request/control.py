@@ -66,9 +66,7 @@ def apply_drains(registry: RequestRegistry, commands: Sequence[DrainCommand]) ->
 
 
 def report_replicas(registry: RequestRegistry) -> list[dict[str, Any]]:
-    """Describe the replicas of this process, with the columns that `metering/control/live.py`
-    reads.
-    """
+    """Describe this process's replicas, with the columns that `metering/control/live.py` reads."""
     return [
         {
             "model": served,
@@ -110,9 +108,7 @@ def record(request: Running, now: float) -> dict[str, Any]:
 
 
 def phase_word(request: Running) -> str:
-    """Name the phase of a request. A running one is in "prefill" until its first token, then
-    "decode".
-    """
+    """Name the phase of a request; a running one is in "prefill", then in "decode"."""
     if request.phase.name == STREAMING:
         return "decode" if request.usage.generated_token_count else "prefill"
     return request.phase.name

@@ -93,9 +93,7 @@ class LiveEmbedding:
 
     @property
     def routed_model(self) -> str:
-        """Canonical model name. Empty before routing, since the name that the client sent can be
-        any text.
-        """
+        """Canonical model name; empty before routing, since clients can send any text."""
         return "" if isinstance(self.phase, Received) else self.start.model
 
     @property
@@ -250,8 +248,9 @@ class LiveEmbedding:
     def _enter_queue(
         self, route: EncoderRoute, texts: list[TokenizedText], stack: contextlib.AsyncExitStack
     ) -> dict[QueueEntry, Part]:
-        """Queue all parts before a hold is taken, so that a refusal leaves no trace. Raises the
-        errors of `FairQueue.enter`.
+        """Queue all parts before a hold is taken, so that a refusal leaves no trace.
+
+        Raises the errors of `FairQueue.enter`.
         """
         caller, encoder, queue = self.caller, route.encoder, self._registry.queues[route.served]
         tenant_id = caller.payer.organization_id
@@ -303,9 +302,7 @@ class LiveEmbedding:
         return vectors
 
     def _begun(self, entry: QueueEntry, token_count: int) -> None:
-        """Count the input of a part, which the encoder has started on: it is billed unless the
-        service fails.
-        """
+        """Count the input of a part that the encoder has started on, which makes it billable."""
         entry.begun()
         self.usage.input_token_count += token_count
 
@@ -323,9 +320,7 @@ def error_of(end: End) -> Exception:
 
 
 def parts_of(texts: Sequence[Text], token_count_max: int = PART_TOKENS) -> list[tuple[Text, ...]]:
-    """Split texts, in order, into parts of at most `token_count_max` tokens. A longer text is
-    alone.
-    """
+    """Split texts, in order, into parts of at most `token_count_max` tokens, or of one text."""
     parts: list[list[Text]] = []
     room = 0
     for text in texts:

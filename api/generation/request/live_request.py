@@ -184,9 +184,7 @@ class LiveRequest:
 
     @property
     def routed_model(self) -> str:
-        """Canonical model name. Empty before routing, since the name that the client sent can be
-        any text.
-        """
+        """Canonical model name; empty before routing, since clients can send any text."""
         return "" if isinstance(self.phase, Received) else self.start.model
 
     @property
@@ -215,9 +213,7 @@ class LiveRequest:
         return later_token_count / elapsed_s if later_token_count > 0 and elapsed_s > 0 else 0.0
 
     def ends(self) -> Mapping[int, Outcome]:
-        """Return the outcome of each choice once generation has ended. Empty before, and after a
-        failure.
-        """
+        """Return each choice's outcome once generation has ended; empty after a failure."""
         phase = self.phase
         if isinstance(phase, Flushing):
             end = self.decision.end
@@ -229,9 +225,7 @@ class LiveRequest:
 
     @property
     def stops(self) -> Mapping[int, StoppedBy]:
-        """Stop sequence or token that ended each choice, by index, for choices that such a stop
-        ended.
-        """
+        """Stop sequence or token that ended a choice, by its index."""
         phase = self.phase
         if isinstance(phase, Held):
             return phase.admitted.processor.stops
@@ -389,9 +383,7 @@ class LiveRequest:
         await self._registry.admission.check_room(requested)
 
     def _ask(self, preparing: Preparing[Route], request: GenerationRequest) -> None:
-        """Enter the queue, then ask for permit and hold. In this order, a refusal by the queue
-        leaves no trace.
-        """
+        """Enter the queue, then ask for permit and hold: so its refusal leaves no trace."""
         registry, caller, route = self._registry, self.caller, preparing.route
         self._watch.lap(state.TOKENIZE)
         arrival = arrival_of(
@@ -454,9 +446,7 @@ class LiveRequest:
             self.decision.stop(Outcome.DEADLINE)
 
     def _proceed(self, admitted: AdmittedGeneration) -> None:
-        """Take the next step: wait for the engine to start, wait for dispatch, or submit the
-        sequence.
-        """
+        """Take the next step: wait for the engine or for dispatch, or submit the sequence."""
         phase, engine, entry = self.phase, admitted.route.engine, admitted.entry
         if phase.is_over or self.decision.is_stopped:
             return
@@ -555,9 +545,7 @@ class LiveRequest:
             admitted.entry.generated(count)
 
     def _generated(self, phase: Sequenced, event: SequenceFinished) -> None:
-        """Handle the end of the sequence. Submits a continuation if the client has raised the
-        limit.
-        """
+        """Handle the end of the sequence; continue it if the client has raised the limit."""
         admitted, sequence = phase.admitted, phase.sequence
         limits, request, usage = admitted.limits, admitted.request, self.output.usage
         usage.generated_token_count = event.generated_token_count
@@ -686,9 +674,10 @@ class LiveRequest:
         pace: dict[str, float],
         settle_error: Exception | None,
     ) -> None:
-        """Report the end of an admitted request to client and observer. `result` is its outcome or
-        error, `pace` the timings of its tokens. `settle_error` is why the hold could not be ended,
-        or None.
+        """Report the end of an admitted request to client and observer.
+
+        `result` is its outcome or error, `pace` the timings of its tokens. `settle_error` is why
+        the hold could not be ended, or None.
         """
         self._watch.lap(state.SETTLE)
         hold, processor = admitted.hold, admitted.processor
@@ -743,8 +732,9 @@ class LiveRequest:
             self._end(Ended(cause_of(None, broken)), frame, None, broken, self._watch.timings())
 
     def _receive_elsewhere(self) -> bool:
-        """Relay the request, which turned out to run in another process. Returns False if that is
-        impossible: the other process requires the caller's API key.
+        """Relay the request, which turned out to run in another process.
+
+        Returns False if that is impossible: the other process requires the caller's API key.
         """
         relays, caller, output = self._registry.relays, self.caller, self.output
         if relays is None or not caller.secret or (subscription := output.detach()) is None:
@@ -769,8 +759,9 @@ class LiveRequest:
         settled: Settled | None = None,
         migration_count: int = 0,
     ) -> None:
-        """Send the last frame, keep output that may be requested again, and report the end. Drops
-        all references to the request: a reference cycle would have to wait for a garbage
+        """Send the last frame, keep output that may be requested again, and report the end.
+
+        Drops all references to the request: a reference cycle would have to wait for a garbage
         collection, which stops all streams.
         """
         caller, start, output, registry = self.caller, self.start, self.output, self._registry

@@ -117,9 +117,7 @@ class OutputProcessor:
         )
 
     def stopped(self) -> None:
-        """Handle a stop: send text that was held back as a possible tool call, or discard waiting
-        output.
-        """
+        """Handle a stop: send text held back as a possible tool call, or discard the output."""
         if not self._decision.discards:
             for choice_index in list(self._parsers):
                 self._append_rest(choice_index, "")
@@ -195,8 +193,10 @@ class OutputProcessor:
         self._late = None
 
     async def _forward_waiting(self, event: TokensGenerated) -> None:
-        """Check output, and pass on what the safety checks have released so far. A beam search
-        sends its whole output at the end, so this waits for the client unless it stalls.
+        """Check output, and pass on what the safety checks have released so far.
+
+        A beam search sends its whole output at the end, so this waits for the client unless it
+        stalls.
         """
         if (
             self._start.beam_search
@@ -214,9 +214,7 @@ class OutputProcessor:
             self._note_filtered(checked, event.choice_index)
 
     async def _end_checked(self, event: ChoiceFinished | SequenceFinished) -> None:
-        """Handle the end of a choice: finish its safety checks and pass on the output they held
-        back.
-        """
+        """Handle the end of a choice: finish its checks and pass on the output held back."""
         index = event.choice_index if isinstance(event, ChoiceFinished) else 0
         if not self._decision.is_stopped and (
             isinstance(event, ChoiceFinished) or self._start.choice_count == 1
@@ -260,9 +258,7 @@ class OutputProcessor:
             self.output.end_choice(end)
 
     def ends_of_choices(self, cut: Outcome) -> dict[int, Outcome]:
-        """Return the outcome of each choice. Unfinished choices get `cut`, the outcome of the
-        request.
-        """
+        """Return the outcome of each choice; unfinished ones get `cut`, the request's outcome."""
         ends = {
             index: self._choice_ends.get(index, cut) for index in range(self._start.choice_count)
         }
@@ -380,8 +376,9 @@ class OutputFilter:
         self._char_count = 0
 
     async def push(self, event: TokensGenerated) -> list[TokensGenerated]:
-        """Check more output, and return what is released, in order. Thinking is not checked. Raises
-        SafetyUnavailable; output that was held back is then lost.
+        """Check more output, and return what is released, in order.
+
+        Thinking is not checked. Raises SafetyUnavailable; output that was held back is then lost.
         """
         if event.reasoning_token_count and not (event.text or self._waiting):
             return [event]

@@ -83,9 +83,7 @@ class Identity:
     certificate: bytes
 
     def vouch(self, secret: str, address: Address) -> str:
-        """Sign the address of the client that sent this secret, for the metadata of a call to a
-        peer.
-        """
+        """Sign the address of the client with this secret, as metadata of a call to a peer."""
         statement = f"{self.process_id.hex} {time.time():.0f} {address}"
         key = serialization.load_pem_private_key(self.private_key, None)
         assert isinstance(key, ec.EllipticCurvePrivateKey), "`make_certificate` makes an EC key"
@@ -102,9 +100,7 @@ class PeerCertificates:
         self._accepted = identity.certificate
 
     def replace(self, certificates: Iterable[str]) -> None:
-        """Accept exactly these certificates (PEM) from the next handshake on. Open connections
-        stay.
-        """
+        """Accept exactly these certificates (PEM) from the next handshake on."""
         published = "".join(sorted({each.strip() + "\n" for each in certificates if each}))
         # gRPC requires at least one.
         self._accepted = published.encode() or self._identity.certificate
@@ -231,8 +227,9 @@ class PeerChannels:
     def __init__(
         self, tasks: asyncio.TaskGroup, identity: Identity | None = None, *, idle_s: float = IDLE_S
     ) -> None:
-        """`tasks` is the task group of the process. `identity` is presented to peers. An unused
-        connection is kept for `idle_s` seconds.
+        """`tasks` is the task group of the process.
+
+        `identity` is presented to peers. An unused connection is kept for `idle_s` seconds.
         """
         self._tasks = tasks
         self._identity = identity
@@ -262,9 +259,7 @@ class PeerChannels:
                 self._rest(peer, connection)
 
     def _rest(self, peer: Peer, connection: Connection) -> None:
-        """Close a connection after `idle_s` without use, or the one unused longest if there are too
-        many.
-        """
+        """Close a connection after `idle_s` without use; if too many are unused, the oldest now."""
         connection.idle = asyncio.get_running_loop().call_later(self._idle_s, self._drop, peer)
         self._idle[peer] = connection
         if len(self._idle) > IDLE_COUNT_MAX:

@@ -39,9 +39,7 @@ PHASE_NAMES = ("preparing", "queued", "loading", STREAMING, "ending")
 
 
 class AdmittedRequest(msgspec.Struct, eq=False):
-    """State of a request from its admission to its settlement. Of several queue entries, `entry` is
-    the first.
-    """
+    """State of a request from admission to settlement. `entry` is its first queue entry."""
 
     hold: HoldHandle
     entry: QueueEntry

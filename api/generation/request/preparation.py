@@ -124,9 +124,7 @@ def checked_request(
 
 
 def marked_functions(start: ValidStart, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return the functions whose calls the engine has to mark, because they are parsed from its
-    text.
-    """
+    """Return the functions whose calls the engine marks, to be parsed from its text."""
     is_marked = tokenizer.call_format is CallFormat.HARMONY and not start.tool_use.forced
     return start.tool_use.callable_names if is_marked and start.tool_use.tools else ()
 
@@ -139,9 +137,7 @@ def leaves_thinking_open(begun: ChatMessage, tokenizer: Tokenizer) -> bool:
 def thinking_start(
     start: ValidStart, tokenizer: Tokenizer, token_ids: tuple[int, ...]
 ) -> ThinkingStart:
-    """Determine whether the model thinks before it answers, and if the prompt has begun the
-    thinking.
-    """
+    """Determine whether the model thinks first, and if the prompt begins the thinking."""
     last = start.prompt[-1]
     if tokenizer.reasoning is None or not isinstance(last, ChatMessage):
         return ThinkingStart.NONE
@@ -160,6 +156,7 @@ def thinking_start(
 
 def check_stops_shown(stops: Sequence[str], tokenizer: Tokenizer) -> None:
     """Refuse stop sequences that contain control tokens, which never appear in the output text.
+
     Raises: InvalidRequest.
     """
     for index, stop in enumerate(stops):
@@ -229,9 +226,7 @@ def admission_request(start: ValidStart, request: GenerationRequest, payer: Paye
 
 
 def smallest_admission(start: ValidStart, least_token_count: int, payer: Payer) -> Admit:
-    """Build the `Admit` operation of a prompt that is not tokenized, from a lower bound of its
-    tokens.
-    """
+    """Build the `Admit` operation of an untokenized prompt, from a lower bound of its tokens."""
     ids = new_hold_id(), payer, start.request_id, start.payload_hash
     return Admit(*ids, start.model, least_token_count, 1, 0, start.labels, start.tier)
 

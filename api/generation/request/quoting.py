@@ -90,8 +90,10 @@ async def text_of(
     *,
     skip_special_tokens: bool,
 ) -> str:
-    """Decode tokens to text. Raises: ModelNotAllowed, ModelUnknown, InvalidRequest for an unknown
-    token, PreparationLimit, Overloaded.
+    """Decode tokens to text.
+
+    Raises: ModelNotAllowed, ModelUnknown, InvalidRequest for an unknown token, PreparationLimit,
+    Overloaded.
     """
     check_model(principal, registry.router.canonical_name(model))
     info = registry.router.find(model).model
@@ -126,9 +128,7 @@ def parse_quoted_start(message: pb.QuoteRequest, window_tokens_max: int) -> Vali
 
 
 def parse_quoted_embed(message: pb.QuoteRequest) -> ValidEmbed:
-    """Parse and check the embedding of a quote; its id only selects a version. Raises:
-    InvalidRequest.
-    """
+    """Parse the embedding of a quote, whose id selects a version. Raises: InvalidRequest."""
     message.embed.request_id = message.embed.request_id or str(uuid.uuid4())
     return parse_embed(message.embed)
 
@@ -173,9 +173,7 @@ async def quote(
 def response(
     found: quoting.Quote, input_count: int, cached: int, output_count_max: int
 ) -> pb.QuoteResponse:
-    """Build the response of a quote: `cached` of the `input_count` tokens are expected to be
-    cached.
-    """
+    """Build the response of a quote. `cached` input tokens are expected to be cached."""
     prices, refusal = found.prices, found.refusal
     expected = (
         output_count_max

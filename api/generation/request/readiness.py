@@ -14,8 +14,9 @@ RETRY_S_MIN = 0.1
 
 
 async def wait_until_ready(backend: Backend, model: str, wait_s: float) -> None:
-    """Start a backend and wait up to `wait_s` until it is ready. `model` is for error messages.
-    Raises: EngineStartFailed, EngineUnavailable.
+    """Start a backend and wait up to `wait_s` until it is ready.
+
+    `model` is for error messages. Raises: EngineStartFailed, EngineUnavailable.
     """
     try:
         async with asyncio.timeout(wait_s):

@@ -72,9 +72,7 @@ class Running(Protocol):
 
     @property
     def routed_model(self) -> str:
-        """Canonical model name. Empty before routing, since the name that the client sent can be
-        any text.
-        """
+        """Canonical model name; empty before routing, since clients can send any text."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -115,9 +113,10 @@ class RequestRegistry:
         observer: Observer | None = None,
         pace: RateLimiter | None = None,
     ) -> None:
-        """`safety` checks prompts and outputs; None: no checks. `relays` connects streams to
-        requests in other processes; None: there are none. `observer` counts ended requests and
-        `pace` limits the frames of each key; None creates a new one.
+        """`safety` checks prompts and outputs; None: no checks.
+
+        `relays` connects streams to requests in other processes; None: there are none. `observer`
+        counts ended requests and `pace` limits the frames of each key; None creates a new one.
         """
         self.settings = settings = admission.settings
         self.observer = observer or Observer(model.name for model in router.models())
@@ -155,9 +154,7 @@ class RequestRegistry:
         self._large: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
 
     def add(self, request: Generating) -> None:
-        """Add a generate request. `find` returns it unless an earlier one with the same key is
-        running.
-        """
+        """Add a generate request. `find` returns it unless an earlier one has its key."""
         self._live[request] = None
         key = request.caller.payer.project_id.int, request.start.request_id.int
         self._by_key.setdefault(key, request)
@@ -211,9 +208,7 @@ class RequestRegistry:
         return self._by_key.get((project_id.int, request_id.int))
 
     def check_rights(self, principal: Principal, start: ValidStart) -> None:
-        """Check that the caller may start a request. Raises: ModelNotAllowed, ModelUnknown,
-        KeepTooLong.
-        """
+        """Check a caller's rights to start. Raises: ModelNotAllowed, ModelUnknown, KeepTooLong."""
         if principal.models:
             check_model(principal, self.router.canonical_name(start.model))
         keep_max_s = self.settings.keep_on_disconnect_max_s
@@ -276,9 +271,7 @@ class RequestRegistry:
             request.stop(Outcome.FAILED, error)
 
     def end_lapsed(self) -> None:
-        """Stop every request whose hold has lapsed, newest first, so that the engine starts none of
-        them.
-        """
+        """Stop every request with a lapsed hold, newest first, so that the engine starts none."""
         for request in reversed(list(self._live)):
             with self._progress.survive(request.start.request_id):
                 request.end_if_lapsed()
@@ -293,9 +286,7 @@ class RequestRegistry:
             first = self._report_progress(first)
 
     def _report_progress(self, first: int) -> int:
-        """Send progress frames to a batch of waiting requests from index `first` on; return the
-        next index.
-        """
+        """Send progress frames to waiting requests from index `first` on; return the next index."""
         waiting = [
             (request, phase.admitted.entry)
             for request in self._live

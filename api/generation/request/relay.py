@@ -51,9 +51,10 @@ class Relays:
         tasks: asyncio.TaskGroup,
         identity: Identity | None = None,
     ) -> None:
-        """`process_id` is this process, to which nothing is relayed. `tasks` is its task group.
-        `identity` is presented to peers and signs client addresses; with None, peers reject all
-        calls.
+        """`process_id` is this process, to which nothing is relayed.
+
+        `tasks` is its task group. `identity` is presented to peers and signs client addresses; with
+        None, peers reject all calls.
         """
         self.identity = identity
         self.sessions = sessions
@@ -178,9 +179,7 @@ class Relay:
         self.give_up(error)
 
     def leave(self, subscription: Subscription, outcome: Outcome) -> None:
-        """End the relay. The process that runs the request then stops it, or lets it run
-        unattended.
-        """
+        """End the relay. The process that runs the request stops it, or lets it continue."""
         self.cancel()
 
     def _send(self, frame: pb.ClientFrame) -> None:
@@ -241,9 +240,7 @@ class Relay:
         )
 
     async def _receive_over(self, channel: grpc.aio.Channel) -> pb.ServerFrame:
-        """Forward frames over a connection to one process; return the last. Raises the error that
-        ends it.
-        """
+        """Forward frames over a connection; return the last one. Raises the relay's error."""
         metadata = [("authorization", f"Bearer {self._secret}")]
         if self._relays.identity is not None and self._address is not None:
             metadata.append((VOUCHER, self._relays.identity.vouch(self._secret, self._address)))
