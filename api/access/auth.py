@@ -173,8 +173,7 @@ class Authenticator:
         return await self.principal_of(bearer_token(context), method=METHOD.get(), origin=origin)
 
     async def wait_for_share(self, principal: Principal) -> None:
-        """Wait until the principal's rate limit permits this call; only the first wait of a call
-        counts.
+        """Wait until the principal's rate limit permits this call; a call waits only once.
 
         Administrators never wait. Raises: TooManyCalls.
         """
@@ -260,8 +259,8 @@ class Authenticator:
                 return await authenticate(session, secret)
 
     def _known(self, digest: bytes, age_max_s: float) -> Principal | None:
-        """Return the remembered principal if the result is at most `age_max_s` old and the secret
-        has not expired; otherwise None.
+        """Return the remembered principal, or None if the result is too old or the secret has
+        expired.
         """
         requested_at, change_count, known = self._remembered.get(digest, (0.0, 0, None))
         if known is None or self._changes.since(change_count, known.api_key_id):

@@ -85,8 +85,7 @@ class Throttle:
 
     @contextlib.asynccontextmanager
     async def attempt(self, peer: str, is_known: Callable[[], bool]) -> AsyncIterator[None]:
-        """Guard the lookup of a secret. A KeyInvalid raised in the block counts as a failure of the
-        address.
+        """Guard the lookup of a secret. A KeyInvalid raised in the block counts as a failure.
 
         `peer` is the client in gRPC's notation. `is_known` returns whether the secret was valid
         before; it is called again after each wait, because the number of concurrent lookups is

@@ -321,8 +321,7 @@ class ReplicaCalls(AuthenticatedServicer):
         )
 
     async def _served_name(self, model: str, replica: str) -> str:
-        """Find the served name (model and version) of a replica that a process reports or a drain
-        names.
+        """Find the served name (model and version) of a replica that is reported or drained.
 
         Raises NotFound, or InvalidValue if several versions have a replica with this name.
         """

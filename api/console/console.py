@@ -346,8 +346,7 @@ class FileAnswer:
         self._response: web.StreamResponse | None = None
 
     async def serve(self, call: OfferedCall, parsed: Message) -> web.StreamResponse:
-        """Serve the file. If the RPC fails after the first chunk was sent, the connection is
-        aborted.
+        """Serve the file. If the RPC fails after the first chunk, the connection is aborted.
 
         Raises Refused if it fails before.
         """

@@ -107,8 +107,7 @@ Wrap = Callable[[str, Any], Any]  # from path and `grpc.RpcMethodHandler` of a c
 
 
 class GuardedServices:
-    """Facade of a gRPC server, passed to the generated code that registers handlers. Wraps each
-    one.
+    """Facade of a gRPC server for generated code that registers handlers. Wraps each one.
 
     A gRPC interceptor would do so at every call, and leave a reference cycle each time.
     """

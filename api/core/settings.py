@@ -633,8 +633,9 @@ class Settings:
         return networks_of(tuple(filter(None, self.trusted_proxies.split(","))))
 
     def tls_files(self) -> tuple[Path, Path, Path | None] | None:
-        """Return the paths of certificate, key and client CA; None without TLS. Raises
-        SettingInvalid if only some of the required files are set.
+        """Return the paths of certificate, key and client CA; None without TLS.
+
+        Raises SettingInvalid if only some of the required files are set.
         """
         if not self.tls_certificate and not self.tls_key:
             if self.tls_client_ca:

@@ -90,8 +90,7 @@ class Violations:
 
 
 def check_texts(message: Message) -> None:
-    """Check all short texts of a message, at any depth. Prompts and other text for a model are
-    exempt.
+    """Check all short texts of a message, at any depth, except prompts and other model input.
 
     Raises: InvalidRequest.
     """

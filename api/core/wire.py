@@ -178,12 +178,11 @@ def given_duration(message: Message, field: str) -> timedelta | None:
 
 
 def message_of(kind: type[M], record: object, currency: str = "", /, **values: Any) -> M:
-    """Convert a record to a message. A field comes from `values`, else from the attribute of its
-    name.
+    """Convert a record to a message. Fields come from `values`, else from the record.
 
-    The amount of a field `x` comes from `x_picos`, in `currency` or the record's currency; the time
-    of a field `close_time` from `closed_at`. Fields that are None stay unset. Raises AttributeError
-    for a field that has neither.
+    The field `x` comes from the attribute `x`; an amount `x` from `x_picos`, in `currency` or the
+    record's currency; a time `close_time` from `closed_at`. Fields that are None stay unset. Raises
+    AttributeError for a field that has no source.
     """
     assert set(values) <= set(kind.DESCRIPTOR.fields_by_name), (
         f"{kind.__name__} has not all of {', '.join(values)}"

@@ -306,8 +306,9 @@ def remote_settings(
 
 
 def tls_files(settings: Settings) -> TlsFiles | None:
-    """Return the TLS files for remote servers; None without a CA. Raises ValueError if other TLS
-    settings are set without a CA.
+    """Return the TLS files for remote servers; None without a CA.
+
+    Raises ValueError if other TLS settings are set without a CA.
     """
     certificate, key = settings.remote_tls_certificate, settings.remote_tls_key
     if not settings.remote_tls_ca:

@@ -103,11 +103,11 @@ def error_before_hold(end: End) -> Exception:
 
 
 class Interruptible:
-    """Context manager whose block a stop interrupts: it raises `error_of(end)`. If the request is
-    stopped already, the block is not entered.
+    """Context manager whose block a stop interrupts, by raising `error_of(end)`.
 
-    Cancellation is confined to the block, because a task that is cancelled before its first step
-    never runs, and would never end its request. Any other cancellation comes from shutdown.
+    If the request is stopped already, the block is not entered. Cancellation is confined to the
+    block, because a task that is cancelled before its first step never runs, and would never end
+    its request. Any other cancellation comes from shutdown.
     """
 
     __slots__ = ("_decision", "_error_of", "_task")
@@ -144,10 +144,10 @@ AUTH, TOKENIZE, ADMISSION, COLD_START, QUEUE, PREFILL, DECODE, CLIENT_STALL, SET
 
 
 class Stopwatch:
-    """Stopwatch for the stages of one request, which follow each other and add up to the total. Of
-    the client's stall, only the part after the last token counts in the total.
+    """Stopwatch for the stages of one request, which follow each other and add up to the total.
 
-    Counts whole microseconds, which add up exactly.
+    Of the client's stall, only the part after the last token counts in the total. Whole
+    microseconds are counted, which add up exactly.
     """
 
     def __init__(self, received_at: float, auth_ms: float) -> None:
@@ -174,8 +174,7 @@ class Stopwatch:
         return time.monotonic() - self._first_token_us / 1e6 if self._first_token_us else 0.0
 
     def engine_finished(self, timings: EngineTimings) -> None:
-        """Record that the engine has finished; split the time since submission into queue, prefill
-        and decode.
+        """Record the end of engine work; split its time into queue, prefill and decode.
 
         The engine reports its queue time. The rest is measured here, so that it includes the
         transport to the engine and back.

@@ -604,8 +604,7 @@ class MetricsListener:
     """Listening socket of the metrics port, with the thread that serves it."""
 
     def __init__(self, address: tuple[str, int] | None, port_count: int = 1) -> None:
-        """Bind the first free of `port_count` ports, starting at `address`. With None, do not
-        listen.
+        """Bind the first free of `port_count` ports from `address` on; None: do not listen.
 
         Raises: OSError.
         """

@@ -284,8 +284,9 @@ class Answer(ABC):
 
 
 class ChunkAnswer(Answer):
-    """Base of chat and plain completions: each event belongs to one choice and ends with its finish
-    reason when the choice ends; the last event has usage and cost.
+    """Base of chat and plain completions, each of whose events belongs to one choice.
+
+    A choice ends with an event that has its finish reason; the last event has usage and cost.
     """
 
     chunk_kind = ""
@@ -322,8 +323,9 @@ class ChunkAnswer(Answer):
         return {"token_ids": list(token_ids)} if self._parsed.shows_token_ids else {}
 
     def _prompt_tokens(self, output: Output) -> dict[str, Any]:
-        """Build the fields with the tokens of the prompt that the answer shows, as JSON. They are
-        encoded once for all choices of a prompt.
+        """Build the fields with the tokens of the prompt that the answer shows, as JSON.
+
+        They are encoded once for all choices of a prompt.
         """
         index = output.index // self._parsed.choice_count
         if self._shown_prompt[0] != index:

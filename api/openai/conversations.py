@@ -34,8 +34,7 @@ FIELDS = {
 
 
 class ContentPart(Struct, forbid_unknown_fields=True):
-    """Part of a message. Accepts the fields that responses have, so that clients can send them
-    back.
+    """Part of a message. Accepts the fields of responses, so that clients can send them back.
 
     `history.py` converts parts of other types, or refuses them.
     """

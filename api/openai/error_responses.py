@@ -133,8 +133,10 @@ def remedy_of(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ErrorResponse:
-    """Error response of the HTTP API. `kind` is OpenAI's `type`, `param` the parameter at fault,
-    and `facts` the metadata of the error.
+    """Error response of the HTTP API.
+
+    `kind` is OpenAI's `type`, `param` the parameter at fault, and `facts` the metadata of the
+    error.
     """
 
     http_status: int

@@ -162,8 +162,7 @@ class Exchange:
         self._connection = connection
 
     async def serve(self) -> web.StreamResponse:
-        """Run the requests to their end and send the response. On any exit, all of them are
-        stopped.
+        """Run the requests to their end and send the response. On any exit, all are stopped.
 
         Raises: RequestInFlight, RequestUnderWay.
         """
@@ -395,8 +394,7 @@ class Exchange:
         return self._opening() + self._answer.failure(refusal, self._outputs)
 
     async def _body_without_end(self) -> bytes:
-        """Encode the body without usage and cost, which are known only after delivery and
-        settlement.
+        """Encode the body without usage and cost, which are known only after settlement.
 
         A body with many log-probabilities is encoded in a thread.
         """
@@ -521,8 +519,7 @@ def refused(
 
 
 def plain_headers(request_id: uuid.UUID | str) -> dict[str, str]:
-    """Build the headers of every response, with the id under the names of Weir, OpenAI and
-    Anthropic.
+    """Build the headers of every response; the id has the names of Weir, OpenAI, Anthropic.
 
     If the client sent an `X-Request-Id`, `TracedRequest` puts it in the place of OpenAI's.
     """

@@ -471,8 +471,7 @@ class Gateway:
         principal: Principal,
         parse: Callable[[bytes], Parsed],
     ) -> Parsed:
-        """Read the body when the rate limit of the key permits, and parse it; a long one in a
-        thread.
+        """Read the body when the key's rate limit permits, and parse it; a long one in a thread.
 
         Raises: HttpFault, Draining, PreparationLimit, Overloaded; the errors of checking the key
         again, and those of `parse`.

@@ -390,8 +390,7 @@ class Connection(RequestHandler):
 
 
 class TracedRequest(web.BaseRequest):
-    """HTTP request whose response repeats its tracing headers, and announces if the connection
-    closes.
+    """HTTP request whose response repeats tracing headers, and announces a closing connection.
 
     It closes after the response if the server is draining or the client has half-closed it.
     """

@@ -291,8 +291,7 @@ def fill_message_tools(start: pb.StartFrame, requested: MessageParameters) -> No
 
 
 def conversation_of(requested: MessageParameters) -> tuple[pb.Conversation, dict[str, str]]:
-    """Convert the messages to a conversation; return it with the parameter that each field came
-    from.
+    """Convert the messages to a conversation; return it with the parameter of each field.
 
     Tool results become separate messages. Raises: InvalidRequest.
     """
@@ -347,8 +346,7 @@ def merged(run: Sequence[pb.Message]) -> pb.Message:
 
 
 def messages_of(role: str, blocks: Sequence[Block], field: str) -> list[pb.Message]:
-    """Convert the blocks of a message: its tool results become messages of their own, which come
-    first.
+    """Convert the blocks of a message. Tool results become messages, which come first.
 
     Raises: InvalidRequest.
     """

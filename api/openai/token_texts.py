@@ -70,8 +70,7 @@ class TokenTexts:
     def of_prompt(
         self, logprobs: Sequence[TokenLogprobs]
     ) -> list[dict[str, dict[str, Any]] | None]:
-        """Describe the tokens of a prompt in vLLM's format, by id. The first has no
-        log-probability: None.
+        """Describe the tokens of a prompt in vLLM's format, by id; None for the first one.
 
         A rank of 1 is the most likely token. The rank of a token that is not among `top` is
         unknown.

@@ -104,8 +104,7 @@ def fill_tools(
     *,
     wrapped: bool,
 ) -> None:
-    """Set the tools in a start frame. `wrapped`: they have the chat API's format. Raises:
-    InvalidRequest.
+    """Set the tools in a start frame, `wrapped` as in the chat API. Raises: InvalidRequest.
 
     Without tools, the choices `none` and `auto` are accepted and have no effect.
     """

@@ -113,8 +113,7 @@ class QueueAdmission:
     def check(
         self, arrival: Arrival, engine_wait_s: float, now: float, *, is_half_empty: bool
     ) -> None:
-        """Refuse a request that finds no room or would miss its deadline; else use up its
-        reservation.
+        """Refuse a request without room or with too early a deadline; use up its reservation.
 
         If `is_half_empty`, half of the tenant's share is free, so that only reservations limit it.
         Raises: QueueFull, StartsTooLate.
@@ -134,8 +133,7 @@ class QueueAdmission:
         self.reservations.drop(arrival.key)
 
     def wait_s(self, arrival: Arrival, *, is_reserved: bool = False) -> float | None:
-        """Estimate the wait of a request that arrives now, in seconds; None if nothing was measured
-        yet.
+        """Estimate the wait of a request that arrives now, in seconds; None without data.
 
         `is_reserved` says that room is reserved for it.
         """

@@ -48,8 +48,7 @@ class Tier(Generic[Entry]):
         own_units: float,
         reserved: Callable[[uuid.UUID], float],
     ) -> float:
-        """Estimate the service units until the tenant has received `own_units` more, these
-        included.
+        """Estimate the service units until the tenant has `own_units` more, these included.
 
         `reserved` returns the reserved units of a tenant.
         """

@@ -196,8 +196,7 @@ class Line(Generic[Item]):
             heapq.heappush(self._priorities, (priority, self._listed_count, tenant))
 
     def take(self, tenant: Tenant[Item], output_token_count: float) -> Item:
-        """Remove and dispatch the first waiting request of a tenant. `output_token_count` is
-        expected.
+        """Dispatch the first waiting request of a tenant, expecting `output_token_count`.
 
         Call `begun` at most once afterwards, and then `ended` once.
         """

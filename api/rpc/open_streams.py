@@ -100,8 +100,7 @@ class Readers:
 
 
 class BoundedCalls:
-    """Limits on clients without an API key: open streams, and calls that have not sent their
-    message.
+    """Limits on clients without an API key: open streams, and calls without their message.
 
     gRPC waits without limit for the message of a unary call before it calls any handler. Such calls
     are therefore served as streams, whose first message is awaited here; on the wire, both are the
@@ -110,6 +109,7 @@ class BoundedCalls:
 
     def __init__(self, share_to_read: ShareToRead, read_large: ReadLargeOf | None = None) -> None:
         """`share_to_read` waits until the message of a call may be parsed, and returns its payer.
+
         `read_large` parses a large message outside the event loop; with None, it is parsed inside.
         """
         self._share_to_read = share_to_read

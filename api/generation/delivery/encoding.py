@@ -40,8 +40,7 @@ def framed(frame: bytes) -> bytes:
 
 
 def delta_frame(head: bytes, delta: bytes) -> bytes:
-    """Wrap a serialized `DeltaFrame` in a `ServerFrame`, encoded as a field of a
-    `GenerateResponse`.
+    """Wrap a serialized `DeltaFrame` in a `ServerFrame` as a field of a `GenerateResponse`.
 
     `head` is the encoded first field of the `ServerFrame`: the request id.
     """

@@ -67,8 +67,7 @@ def admitted(
 def _met_quotas(
     rules: tuple[QuotaRule, ...],
 ) -> tuple[pb.ServerFrame, list[tuple[int, types_pb2.QuotaStatus, int, int]]]:
-    """Build a frame with these quotas; for each, return its index in `rules`, message, limit,
-    window.
+    """Build a frame with these quotas; return for each: index in `rules`, message, limit, window.
 
     Later only numbers are set: setting a string again would grow the message's memory each time.
     """

@@ -70,8 +70,7 @@ def read_too_slowly(tokens_per_s_min: float, stall_max_s: float) -> str:
 
 
 class FlowControl:
-    """Flow control of one request: the credit that the client has granted, and a limit on its
-    stalls.
+    """Flow control of one request: the credit that its client has granted, and its stalls.
 
     A client may stall for `stall_max_s` seconds. The allowance runs down while more tokens wait
     than the client has granted, and each token sent gives back the time that it takes at the
@@ -380,8 +379,7 @@ class OutputBuffer(ABC):
         self._note()
 
     def end(self, frame: pb.ServerFrame | None) -> None:
-        """End the output: send `frame` as the last frame after the waiting output; None sends
-        nothing.
+        """End the output with `frame`, sent after the waiting output; None sends no frame.
 
         Drops all references to the request, so that it is freed without a garbage collection.
         """

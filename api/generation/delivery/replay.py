@@ -122,8 +122,7 @@ class Share(Generic[Kept]):
 
 
 class ReplayBuffers(Generic[Kept]):
-    """All replay buffers of a process, for running requests and for ended ones whose output is
-    kept.
+    """All replay buffers of a process: of running requests, and of ended ones that are kept.
 
     Memory is shared fairly between organizations: when it is full, the organization with the most
     bytes loses its oldest kept answer. An organization below its equal share loses nothing.
@@ -206,6 +205,7 @@ class ReplayBuffers(Generic[Kept]):
 
     def _make_room(self) -> None:
         """Drop the oldest kept answers of the largest organization until the memory limit is met.
+
         Organizations below an equal share lose none. Running requests drop old deltas when they add
         the next one.
         """

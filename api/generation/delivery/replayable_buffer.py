@@ -32,8 +32,7 @@ UNREAD_TOO_MUCH = (
 
 
 class ReplayableBuffer(OutputBuffer):
-    """Output buffer whose tokens are delivered into a replay buffer, for a client that may
-    reconnect.
+    """Output buffer that delivers tokens into a replay buffer, for clients that may reconnect.
 
     A token in the replay buffer counts as delivered: it is journalled before any client can read
     it, and every client of the project can. Reading it again is not counted. If this process dies,

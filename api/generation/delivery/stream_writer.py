@@ -176,8 +176,7 @@ class Subscription(ABC):
 
     @abstractmethod
     def part(self, frame: pb.ServerFrame, encoded: bytes | None = None) -> bytes:
-        """Encode a frame without output as a part of a message; empty if this protocol does not
-        send it.
+        """Encode a frame without output as a part of a message; empty if the protocol has none.
 
         `frame` has no request id and may change after the call. `encoded` is the serialized frame
         if the caller has it already.
@@ -507,6 +506,7 @@ class StreamWriter:
 
     def _message(self) -> bytes:
         """Build a message with at most `delta_max` deltas of each request, and journal its tokens.
+
         If the journal cannot be written, all requests with tokens in the message fail.
         """
         frame_max, delta_max = self.frame_max, self.delta_max
@@ -576,10 +576,10 @@ class StreamWriter:
 
 
 class WholeAnswerWriter(StreamWriter):
-    """Writer that sends all frames in one message, once every request has all its output or has
-    ended.
+    """Writer that sends one message with all frames.
 
-    The rest of the answer follows after settlement; without it, the client has an incomplete body.
+    It does so once every request has all its output or has ended. The rest of the answer follows
+    after settlement; without it, the client has an incomplete body.
     """
 
     is_whole, marks = True, False

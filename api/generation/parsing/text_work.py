@@ -88,11 +88,10 @@ class TextWork:
 
     @contextlib.contextmanager
     def permit(self, owner: Owner, chars: int) -> Iterator[None]:
-        """Reserve the preparation of this many characters. One request may be as large as a
-        message.
+        """Reserve the preparation of this many characters.
 
-        An organization may take at most as much as it leaves free, so that others always find room.
-        Raises: PreparationLimit, Overloaded.
+        A single request may be as large as a message. An organization may take at most as much as
+        it leaves free, so that others always find room. Raises: PreparationLimit, Overloaded.
         """
         of_key, of_organization = self._taken[owner.api_key_id], self._taken[owner.organization_id]
         if of_key and of_key + chars > self._chars_per_key_max:

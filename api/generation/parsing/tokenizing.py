@@ -91,8 +91,7 @@ def tokenize_at_once(
 
 
 async def tokenize(job: TextJob, prompt: Prompt, tools: Sequence[Tool] = ()) -> Tokenized:
-    """Render a prompt and its tools with the chat template, if it is a conversation, and tokenize
-    it.
+    """Tokenize a prompt, after rendering a conversation and its tools with the template.
 
     Raises: ChatTemplateFailed, InvalidRequest, TokenLimitExceeded, PromptTooLarge,
     PreparationLimit, Overloaded, and the errors of `check_room`.
@@ -156,8 +155,7 @@ def check_chars(field: str, chars: int, chars_max: int | None, window: int) -> N
 async def check_prompt(
     checker: SafetyChecker, tokenizer: Tokenizer, prompt: Prompt, tools: Sequence[Tool] = ()
 ) -> None:
-    """Run the safety checks on a prompt: messages, tool calls, tools, and token ids decoded to
-    text.
+    """Run the safety checks on a prompt: messages, tool calls, tools, and decoded token ids.
 
     Raises: PromptFiltered, SafetyUnavailable.
     """

@@ -164,8 +164,7 @@ def parse_tools(tools: Sequence[pb.Tool]) -> tuple[Tool, ...]:
 def format_with_tools(
     use: ToolUse, requested: ResponseFormat | None, tokenizer: Tokenizer
 ) -> ResponseFormat | None:
-    """Build the format of an output that may call tools. Returns None if the output is not
-    constrained.
+    """Build the format of an output that may call tools; None if it is not constrained.
 
     `requested` is the format of output without a call; a forced call replaces it. Raises
     InvalidRequest if the grammar is too large.
@@ -246,7 +245,8 @@ def call_reading(
 
 
 def _single(use: ToolUse, tokenizer: Tokenizer) -> bool:
-    """Return whether an output has at most one call, as requested or as the chat template demands.
+    """Return whether an output has at most one call, as requested or as the template demands.
+
     The next request repeats the calls of this output, and must not be refused because of them.
     """
     return use.single or tokenizer.takes_one_call_only()

@@ -84,8 +84,9 @@ class HoldHandle:
     """
 
     def __init__(self, admission: Admission, op: Admit, usage: UsageSoFar) -> None:
-        """The first slice of `op` must be the whole output; only a part of that is leased at first.
-        The hold is settled with the token counts in `usage`.
+        """The first slice of `op` must be the whole output.
+
+        Only a part of it is leased at first. The hold is settled with the token counts in `usage`.
         """
         self.admitted: Admitted  # set on admission
         self.is_held = False
@@ -297,8 +298,7 @@ class Admission:
             self.refused_at.popitem(last=False)
 
     async def check_room(self, op: Admit) -> None:
-        """Raise the refusal that a request of at least this size would get, before work is spent on
-        it.
+        """Raise the refusal that a request of at least this size would get, before any work.
 
         The input in `op` is a lower bound, and its output only the first slice. Raises: Draining,
         Overloaded, JournalUnavailable, and the errors of `HoldStore.check_room`.

@@ -100,8 +100,9 @@ class OutputLimits:
         return self.requested_token_count_max > self.engine_token_count_max
 
     def check_input(self, input_token_count: int) -> None:
-        """Raise InvalidRequest if the maximum cost might not suffice for the prompt and one output
-        token, or is in another currency. All of the prompt counts as uncached.
+        """Raise InvalidRequest if the maximum cost has another currency or may not suffice.
+
+        It must cover the prompt, all of which counts as uncached, and one output token.
         """
         if self.max_cost is None:
             return

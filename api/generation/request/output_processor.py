@@ -57,8 +57,7 @@ class Owner(Protocol):
 
 
 class OutputProcessor:
-    """Converts the engine's output of one admitted request to deltas. Passes nothing on after a
-    stop.
+    """Converts the engine's output of one request to deltas. Passes nothing on after a stop.
 
     `exhausted` has the quotas that ended the request. `stops` has the stop sequence or token of the
     request that ended a choice, by its index. `called_choices` are the choices with tool calls.
@@ -130,8 +129,10 @@ class OutputProcessor:
         self.output.discard()
 
     def take(self, event: EngineOutput) -> None:
-        """Pass on an engine event in order: at once, or in a task if safety checks, the client or
-        the lease make it wait. Raises JournalUnavailable, or the EngineError that it is given.
+        """Pass on an engine event in order.
+
+        This happens at once, or in a task if safety checks, the client or the lease make it wait.
+        Raises JournalUnavailable, or the EngineError that it is given.
         """
         if self._late is not None:
             self._late.append(event)
@@ -227,8 +228,7 @@ class OutputProcessor:
         self._end(event)
 
     def _end(self, event: ChoiceFinished | SequenceFinished) -> None:
-        """Handle the end of a choice or of all output. Sends output that was held back, unless
-        stopped.
+        """Handle the end of a choice or of all output; unless stopped, send held-back output.
 
         A choice whose last tokens were not sent ends with the outcome of the request.
         """
@@ -245,8 +245,10 @@ class OutputProcessor:
             self._owner.output_ended(OUTCOMES_BY_REASON[event.reason])
 
     def _end_choice(self, index: int, outcome: Outcome, stop: StoppedBy) -> None:
-        """Record and send the end of one of several choices; a cancelled choice ends with the
-        request. `stop` is the stop sequence or token that ended it, or None.
+        """Record and send the end of one of several choices.
+
+        A cancelled choice ends with the request. `stop` is the stop sequence or token that ended
+        it, or None.
         """
         self._choice_ends[index] = outcome
         if stop is not None:
@@ -265,8 +267,7 @@ class OutputProcessor:
         return {index: cut if end is Outcome.CANCELLED else end for index, end in ends.items()}
 
     def flush(self, then: Callable[[], None]) -> None:
-        """Call `then` in a later turn of the loop, once the client has taken everything or has
-        stalled.
+        """Call `then` in a later turn of the loop, once the client has everything or stalls.
 
         An answer that is sent in one piece waits for its other parts; its writer watches the
         client.
