@@ -236,7 +236,7 @@ class Forecast:
     def __post_init__(self) -> None:
         """Compute the capacity that becomes free, less the promises already made."""
         self.reservations = sorted(
-            reserve for reserve in self.reservations if reserve[0] > self.at_s
+            reservation for reservation in self.reservations if reservation[0] > self.at_s
         )
         if self.rule.kind is Kind.CONCURRENCY:
             ends = sorted(self.at_s + self.history.mean_left_s(each.age_s) for each in self.running)

@@ -369,9 +369,10 @@ async def test_refusals_after_the_frame_was_read_are_counted(
     world: World, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An unknown attach costs a query, an oversized start tokenization; others are free."""
-    monkeypatch.setattr(
-        generation, "REFUSAL_COST_S" if kind == "start" else "LOOKUP_COST_S", 1000.0
-    )
+    if kind == "start":
+        monkeypatch.setattr("api.generation.request.registry.REFUSAL_COST_S", 1000.0)
+    else:
+        monkeypatch.setattr(generation, "LOOKUP_COST_S", 1000.0)
     frame = start_frame()
     if kind == "attach":
         frame = pb.ClientFrame(request_id=str(uuid.uuid4()), attach=pb.AttachFrame())

@@ -83,7 +83,7 @@ def check_messages(messages: Sequence[pb.Message], wrong: Violations) -> None:
     wrong.check(bool(messages), "conversation.messages", "must hold at least one message")
     if not wrong.check_count(len(messages), MESSAGE_COUNT_MAX, "conversation.messages"):
         return
-    call_counts = [len(wait_for_share.tool_calls) for wait_for_share in messages]
+    call_counts = [len(message.tool_calls) for message in messages]
     call_count = sum(call_counts)
     right = call_count <= CALL_COUNT_MAX
     wrong.check(
@@ -94,11 +94,9 @@ def check_messages(messages: Sequence[pb.Message], wrong: Violations) -> None:
     if not right:
         return
     call_ids: set[str] = set()
-    for index, (wait_for_share, count) in enumerate(zip(messages, call_counts, strict=True)):
-        role = wait_for_share.role
-        if role in PLAIN_ROLES and not (
-            count or wait_for_share.tool_call_id or wait_for_share.reasoning
-        ):
+    for index, (message, count) in enumerate(zip(messages, call_counts, strict=True)):
+        role = message.role
+        if role in PLAIN_ROLES and not (count or message.tool_call_id or message.reasoning):
             continue  # most turns
         field = f"conversation.messages[{index}]"
         wrong.check(
@@ -108,28 +106,28 @@ def check_messages(messages: Sequence[pb.Message], wrong: Violations) -> None:
         )
         if role == pb.ROLE_TOOL:
             wrong.check(
-                wait_for_share.tool_call_id in call_ids,
+                message.tool_call_id in call_ids,
                 f"{field}.tool_call_id",
                 "must be the id of a call in an earlier message",
             )
-        elif wait_for_share.tool_call_id:
+        elif message.tool_call_id:
             wrong.check(
                 False, f"{field}.tool_call_id", "is allowed for ROLE_TOOL only; leave it out"
             )
-        if wait_for_share.reasoning:
+        if message.reasoning:
             wrong.check(
                 role == pb.ROLE_ASSISTANT,
                 f"{field}.reasoning",
                 "is allowed for ROLE_ASSISTANT only; leave it out",
             )
-        if wait_for_share.tool_calls:
+        if message.tool_calls:
             wrong.check(
-                wait_for_share.role == pb.ROLE_ASSISTANT,
+                message.role == pb.ROLE_ASSISTANT,
                 f"{field}.tool_calls",
                 "are allowed for ROLE_ASSISTANT only; leave them out",
             )
-            check_calls(wait_for_share.tool_calls, f"{field}.tool_calls", wrong)
-            call_ids.update(call.id for call in wait_for_share.tool_calls)
+            check_calls(message.tool_calls, f"{field}.tool_calls", wrong)
+            call_ids.update(call.id for call in message.tool_calls)
 
 
 def check_calls(calls: Sequence[pb.ToolCall], field: str, wrong: Violations) -> None:
@@ -187,24 +185,16 @@ def thinking_of(message: pb.StartFrame | pb.CountTokensRequest) -> Thinking:
 def _messages(turns: Sequence[pb.Message]) -> tuple[ChatMessage, ...]:
     messages: list[ChatMessage] = []
     calls: dict[str, ToolCall] = {}  # the latest of each id
-    for wait_for_share in turns:
-        if (role := wait_for_share.role) in CALLLESS_ROLES:
-            messages.append(ChatMessage(ROLES[role], wait_for_share.content))
+    for turn in turns:
+        if (role := turn.role) in CALLLESS_ROLES:
+            messages.append(ChatMessage(ROLES[role], turn.content))
             continue
         called = tuple(
             ToolCall(call.id, call.name, shown_arguments(call.arguments_json))
-            for call in wait_for_share.tool_calls
+            for call in turn.tool_calls
         )
         calls |= {call.id: call for call in called}
-        result_of = (
-            calls[wait_for_share.tool_call_id] if wait_for_share.role == pb.ROLE_TOOL else None
-        )
-        message = ChatMessage(
-            ROLES[wait_for_share.role],
-            wait_for_share.content,
-            called,
-            result_of,
-            wait_for_share.reasoning,
-        )
+        result_of = calls[turn.tool_call_id] if turn.role == pb.ROLE_TOOL else None
+        message = ChatMessage(ROLES[turn.role], turn.content, called, result_of, turn.reasoning)
         messages.append(message)
     return tuple(messages)

@@ -126,7 +126,7 @@ promise("streams-in-order", async (client) => {
   assert.ok(one.length + other.length <= 3000);
 });
 
-promise("tells-the-exact-bill", async (client) => {
+promise("reports-the-exact-bill", async (client) => {
   const result = await client.complete(MODEL, SHORT);
   const { inputTokenCount, cachedInputTokenCount, billedTokenCount } = result.usage;
   const uncached = BigInt(inputTokenCount - cachedInputTokenCount);
@@ -235,7 +235,7 @@ promise("names-the-wrong-field", async (client) => {
   assert.throws(() => client.generate(MODEL, { text: "a", tokenIds: [7] }), InvalidRequest);
 });
 
-promise("tells-the-limit-that-was-hit", async () => {
+promise("reports-the-limit-that-was-hit", async () => {
   await using limited = new WeirClient({ apiKey: LIMITED_KEY });
   await assert.rejects(
     limited.complete(MODEL, { tokenIds: Array.from({ length: 50 }, () => 7), maxOutputTokens: 5 }),
@@ -671,7 +671,7 @@ promise("bills-a-resumed-request-once", async () => {
   );
 });
 
-promise("ends-with-its-connection-if-asked", async (direct) => {
+promise("ends-with-its-connection-if-requested", async (direct) => {
   const { address, server, cut } = await gate(() => true);
   await using client = new WeirClient({ address });
   const generation = client.generate(MODEL, { ...LONG, keepOnDisconnectMs: 0 });
@@ -862,7 +862,7 @@ promise("asks-again-while-the-owner-is-away", async () => {
   assert.equal(generation.resumeCount, 1);
 });
 
-promise("costs-no-more-than-asked", async (client) => {
+promise("costs-no-more-than-requested", async (client) => {
   const limit = new Money("USD", 4n * INPUT_PICOS + 10n * OUTPUT_PICOS);
   const { finishReason, cost, usage } = await client.complete(MODEL, { ...LONG, maxCost: limit });
   assert.equal(finishReason, "COST_LIMIT");
@@ -914,7 +914,7 @@ async function readAhead(
   return { generation, deltas, first };
 }
 
-promise("reads-no-further-ahead-than-asked", async (client) => {
+promise("reads-no-further-ahead-than-requested", async (client) => {
   const whole = await client.complete(MODEL, LONG);
   const { generation, deltas, first } = await readAhead(client, { keepOnDisconnectMs: 0 });
   assert.ok(generation.partial.tokenIds.length <= first.tokenIds.length + 8);
