@@ -35,7 +35,7 @@ ROW_VARIANCE_MIN = 0.05  # squared rows: below it the time of a row is unknown
 
 
 class RepeatedText:
-    """Predictor of the next tokens of a growing list, from an earlier occurrence of the last."""
+    """Predictor of the tokens that follow a growing list, by an earlier occurrence of its end."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}  # latest end of each pattern

@@ -83,7 +83,7 @@ class NotFound(MeteringError):
 
 
 class AlreadyExists(MeteringError):
-    """`kind` `ref` exists already. detail: the end of the message's sentence, such as a remedy."""
+    """A resource of this kind and name exists already. detail: ends the message."""
 
     reason = "ALREADY_EXISTS"
 

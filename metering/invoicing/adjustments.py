@@ -229,7 +229,7 @@ async def approve(
             session, Series.CREDIT_NOTE
         )
     await session.execute(insertion("adjustment_decisions", decision))
-    return await _decided(session, row.id, actor, "adjustment.approve")
+    return await _audited(session, row.id, actor, "adjustment.approve")
 
 
 async def reject(
@@ -245,7 +245,7 @@ async def reject(
     await session.execute(
         insertion("adjustment_decisions", values | ({} if now is None else {"decided_at": now}))
     )
-    return await _decided(session, row.id, actor, "adjustment.reject")
+    return await _audited(session, row.id, actor, "adjustment.reject")
 
 
 async def find_adjustment(session: AsyncSession, adjustment_id: uuid.UUID) -> AdjustmentRecord:
@@ -338,13 +338,13 @@ async def _propose(
     adjustment_id: uuid.UUID = (
         await session.execute(insertion("adjustments", values).returning(column("id")))
     ).scalar_one()
-    return await _decided(session, adjustment_id, actor, "adjustment.create")
+    return await _audited(session, adjustment_id, actor, "adjustment.create")
 
 
-async def _decided(
+async def _audited(
     session: AsyncSession, adjustment_id: uuid.UUID, actor: str, action: str
 ) -> AdjustmentRecord:
-    """Write the decision to the audit log and return the current record."""
+    """Write the change to the audit log and return the current record."""
     record = await find_adjustment(session, adjustment_id)
     after = {
         "organization_id": str(record.organization_id),

@@ -224,8 +224,8 @@ async def delete_past_counters(session: AsyncSession, limit: int = PAST_COUNTERS
     """Delete up to `limit` counters of past windows without holds; return how many were deleted.
 
     Counters of minutes and days are kept for two days, those of months for 93 days: no request runs
-    that long. Records of rule changes that no process needs any more (`holds/known.py`) are deleted
-    as well.
+    that long. Records of rule changes that no process needs any more (`holds/hold_cache.py`) are
+    deleted as well.
     """
     await session.execute(
         text("DELETE FROM rule_changes WHERE changed_at < now() - :kept"), {"kept": PAST_DAYS_KEPT}

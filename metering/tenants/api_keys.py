@@ -254,9 +254,9 @@ async def update_api_key(
 ) -> KeyRecord:
     """Change the given attributes of a key, found by id or prefix; others stay.
 
-    A past `expires_at` ends the key now; 0 tokens mean no limit. Every process checks the key again
-    at once and cancels its requests from networks no longer allowed. Raises: NotFound,
-    InvalidValue, KeyRevoked.
+    A past `expires_at` refuses new requests from now on; 0 tokens mean no limit. Every process
+    checks the key again at once and cancels its requests from networks no longer allowed. Raises:
+    NotFound, InvalidValue, KeyRevoked.
     """
     if all_models and models:
         raise InvalidValue("all_models", "set either models or all_models, not both")

@@ -176,7 +176,7 @@ class Subscription(ABC):
 
     @abstractmethod
     def part(self, frame: pb.ServerFrame, encoded: bytes | None = None) -> bytes:
-        """Encode a frame without output as a part of a message; empty if the protocol has none.
+        """Encode a frame that carries no output; empty bytes if the protocol has no such frame.
 
         `frame` has no request id and may change after the call. `encoded` is the serialized frame
         if the caller has it already.

@@ -527,7 +527,7 @@ class LiveRequest:
         """Handle that the engine has started on the sequence."""
         admitted, usage = phase.admitted, self.output.usage
         self._enter(Running(admitted, phase.sequence))
-        if admitted.part_timings:  # another engine continues it
+        if admitted.part_timings:  # a later part, after a raised limit
             return
         admitted.entry.begun()
         usage.input_token_count = len(admitted.request.prompt_token_ids)

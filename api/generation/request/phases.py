@@ -180,8 +180,8 @@ NEXT: Mapping[type[Phase], tuple[type[Phase], ...]] = {
     # Each part of an embedding queues again.
     Queued: (Loading, Queued, Submitted, Encoding, Flushing, Settling),
     Submitted: (Running, Generated, Flushing),
-    # A sequence that moves to another engine starts again; a raised limit needs another sequence,
-    # for which the engine may have to be started.
+    # A raised limit needs another sequence, for which the engine may have to be started. A sequence
+    # that moves to another engine stays one.
     Running: (Running, Loading, Generated, Flushing),
     Generated: (Flushing,),
     Encoding: (Queued, Settling),

@@ -100,7 +100,7 @@ class Resumption:
         self._again = False
 
     def stop(self) -> None:
-        """Cancel all timers."""
+        """Stop looking for a stream."""
         for timer in (self._try_timer, self._end_timer):
             if timer is not None:
                 timer.cancel()
