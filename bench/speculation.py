@@ -14,7 +14,7 @@ import os
 import statistics
 import time
 
-# As in the engine host: torch's threads would spin on the cores of the decoder.
+# As in the engine worker: torch's threads would spin on the cores of the decoder.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch

@@ -22,7 +22,7 @@ from typing import Any
 from bench.shapes import SHAPES, VOCABULARY_SIZE, write_checkpoint
 from common.cpus import usable_cpus
 
-# As in the engine host: torch's threads would spin on the cores of the decoder.
+# As in the engine worker: torch's threads would spin on the cores of the decoder.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch

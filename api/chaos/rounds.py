@@ -859,7 +859,7 @@ class Kind(StrEnum):
     """Kind of kill. The signal is SIGKILL unless the value says otherwise."""
 
     API = "API process"
-    ENGINE = "engine host"
+    ENGINE = "engine worker"
     API_AND_ENGINE = "API process and its engine"
     WORKER = "worker"
     EXPORTER = "exporter"
