@@ -71,9 +71,24 @@ PACKAGED = ("api/", "inference/", "metering/")  # folders whose packages form no
 SDK = "sdk/python/src/"  # its modules are imported without this prefix
 # Folders whose modules form no cycle.
 ACYCLIC = (*PACKAGED, "common/", "weir_commands/", SDK, "infra/", "bench/", "demo/")
-# Size of the product: Python modules below the folders of `PACKAGED`, without generated code. To be
-# lowered and never raised.
-MODULES_MAX, LINES_MAX = 331, 88_160
+# Python modules below the folders of `PACKAGED`. To be lowered and never raised.
+MODULES_MAX = 331
+CODE = re.compile(r"\.(py|ts|mjs|css|html|h|cpp|sql)$|(^|/)Dockerfile$|\.Dockerfile$|^\.ci/")
+# Lines of code written by hand: parts with their folders, each with its ceiling. To be lowered and
+# never raised, so that lines saved in one part cannot be added to another. A file belongs to the
+# first part that has its path.
+LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
+    "product": (("api/", "common/", "inference/", "metering/", "weir_commands/"), 92_515),
+    "command line": (("sdk/python/src/weir_cli/",), 6_626),
+    "Python client": (("sdk/python/",), 8_013),
+    "TypeScript client": (("sdk/typescript/",), 5_744),
+    "benchmarks": (("bench/",), 11_679),
+    "demo": (("demo/",), 4_535),
+    "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 4_922),
+    "tests": (("tests/",), 115_107),
+}
+# Code that can only grow: neither a released revision nor a released field is ever removed.
+UNLIMITED = ("migrations/", "proto/")
 LATE_CONSTANTS_MAX = 2  # after the first definition: more are a second module below the first
 SQL_VERB = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH|LOCK|NOTIFY)\b")
 SQL_WORD = re.compile(
@@ -879,25 +894,27 @@ def names_of(source: Source) -> set[str]:
     return names
 
 
-def product_does_not_grow(sources: Iterable[Source]) -> Iterator[Finding]:
-    """Check that the product has no more modules and lines than allowed.
+def code_does_not_grow(sources: Iterable[Source]) -> Iterator[Finding]:
+    """Check that no part has more lines than allowed, and the product no more modules.
 
-    A new feature needs a simplification elsewhere.
+    A new feature needs a simplification in the same part.
     """
-    modules = [
-        source for source in sources if source.is_python and source.path.startswith(PACKAGED)
-    ]
-    line_count = sum(source.text.count("\n") for source in modules)
-    for what, count, limit in (
-        ("modules", len(modules), MODULES_MAX),
-        ("lines", line_count, LINES_MAX),
-    ):
-        if count > limit:
-            yield Finding(
-                "infra/architecture.py",
-                1,
-                f"the product has {count} {what}, and at most {limit} are allowed",
-            )
+    here = "infra/architecture.py", 1
+    files = [source for source in sources if CODE.search(source.path)]
+    count = sum(source.is_python and source.path.startswith(PACKAGED) for source in files)
+    if count > MODULES_MAX:
+        yield Finding(*here, f"the product has {count} modules, at most {MODULES_MAX} are allowed")
+    counts = dict.fromkeys(LINES_MAX, 0)
+    for source in files:
+        parts = (part for part, (paths, _) in LINES_MAX.items() if source.path.startswith(paths))
+        if (part := next(parts, None)) is not None:
+            counts[part] += source.text.count("\n")
+        elif not source.path.startswith(UNLIMITED):
+            yield Finding(source.path, 1, "belongs to no part of LINES_MAX: add its folder there")
+    for part, (_, limit) in LINES_MAX.items():
+        if counts[part] > limit:
+            what = f"{part}: {counts[part]} lines, at most {limit} are allowed"
+            yield Finding(*here, what)
 
 
 class Rules:
@@ -921,7 +938,7 @@ class Rules:
         modules_form_no_cycle,
         borders_guard_something,
         page_names_what_exists,
-        product_does_not_grow,
+        code_does_not_grow,
     )
 
 
