@@ -30,7 +30,7 @@ from api.core.addresses import Proxies
 from api.core.endpoint import local_url
 from api.core.errors import Draining
 from api.core.rate_limiter import RateLimiter
-from api.core.settings import SettingInvalid, Settings
+from api.core.settings import Settings
 from api.generation.request import control
 from api.generation.request.admission import Capacity
 from api.generation.request.peers import Peer, PeerCertificates
@@ -41,6 +41,7 @@ from api.observability.spans import Spans
 from api.openai.gateway import Gateway
 from api.openai.listener import Handle, Listener, paced
 from api.server import Servicers
+from common.settings import SettingInvalid
 from inference.routing.router import Router
 from inference.safety.safety import SafetyRulesInvalid
 from inference.safety.safety_file import Safety, read_safety
@@ -124,7 +125,7 @@ def allow_open_files(settings: Settings) -> None:
 
     Logs a warning if the system does not permit it.
     """
-    required = settings.connections_max + settings.http_connections_max + OTHER_FILES
+    required = settings.connections.count_max + settings.http.connections_max + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= required:
         return
@@ -226,15 +227,15 @@ async def close_listeners(settings: Settings, server: grpc.aio.Server, listener:
 
     Open streams continue, but new requests on them are refused.
     """
-    await asyncio.sleep(settings.drain_notice_s)
+    await asyncio.sleep(settings.drain.notice_s)
     listener.stop_accepting()
-    await server.stop(grace=settings.drain_s + SETTLE_GRACE_S)
+    await server.stop(grace=settings.drain.timeout_s + SETTLE_GRACE_S)
 
 
 async def finish(settings: Settings, capacity: Capacity, process: RequestRegistry) -> None:
     """Wait up to `drain_s` for running requests, then end those that still run."""
     try:
-        async with asyncio.timeout(settings.drain_s):
+        async with asyncio.timeout(settings.drain.timeout_s):
             await capacity.idle()
             if process.relays is not None:
                 await process.relays.idle()
@@ -267,10 +268,10 @@ def build_safety(settings: Settings) -> Safety:
     Without a file of rules, every text passes. Raises SettingInvalid, which names the file and the
     rule.
     """
-    if not settings.safety_rules:
+    if not settings.models.safety_rules:
         return Safety()
     try:
-        return read_safety(Path(settings.safety_rules))
+        return read_safety(Path(settings.models.safety_rules))
     except SafetyRulesInvalid as error:
         raise SettingInvalid(f"WEIR_SAFETY_RULES: {error}") from error
 
@@ -280,7 +281,7 @@ def load_tokenizers(router: Router, settings: Settings) -> dict[str, Tokenizer]:
     directories = {
         backend.model.name: Path(backend.model.directory) for backend in router.backends()
     }
-    formats = settings.tool_call_formats
+    formats = settings.models.tool_call_formats
     if unknown := sorted(formats.keys() - directories.keys()):
         raise SettingInvalid(
             f"WEIR_TOOL_CALL_FORMATS: no model is named {', '.join(unknown)}; known are"
@@ -317,16 +318,18 @@ def open_holds(
 ) -> HoldStore:
     """Create the hold store, with the configured policy for an unavailable database."""
     terms = GraceTerms(
-        settings.grace_holds_per_key, settings.grace_input_tokens, settings.lease_slice_tokens
+        settings.database.grace_holds_per_key,
+        settings.database.grace_input_tokens,
+        settings.leases.slice_tokens,
     )
     return HoldStore(
-        settings.database_url,
+        settings.database.url,
         journal.process_id,
-        expiry_s=settings.hold_expiry_s,
-        answer_wait_s=settings.database_timeout_s,
+        expiry_s=settings.leases.expiry_s,
+        answer_wait_s=settings.database.timeout_s,
         gate=gate,
         grace=(terms, journal.bindings)
-        if settings.database_unavailable_policy == "grace"
+        if settings.database.unavailable_policy == "grace"
         else None,
         signer=signer,
         used=notices.used,
@@ -341,14 +344,14 @@ def open_authenticator(
 
     `uses` records each use of a key. `pace` limits the calls of each key.
     """
-    grace_s = settings.hold_expiry_s if settings.database_unavailable_policy == "grace" else 0.0
+    grace_s = settings.leases.expiry_s if settings.database.unavailable_policy == "grace" else 0.0
     return Authenticator(
         sessions,
-        answer_wait_s=settings.database_timeout_s,
+        answer_wait_s=settings.database.timeout_s,
         grace_s=grace_s,
-        failures_per_minute=settings.auth_failures_per_minute,
+        failures_per_minute=settings.access.failures_per_minute,
         used=uses.note,
-        proxies=Proxies(settings.proxy_networks()),
+        proxies=Proxies(settings.access.proxy_networks()),
         pace=pace,
     )
 
@@ -363,7 +366,7 @@ def open_control(
 ) -> ControlChannel:
     """Create the channel on which other processes cancel requests here and ask what is running."""
     return ControlChannel(
-        settings.database_url,
+        settings.database.url,
         process_id,
         control.process_name(),
         peer=(peer.address, peer.certificate),
@@ -378,7 +381,7 @@ def open_control(
 
 def openai_url(settings: Settings, listener: Listener, tls: Tls | None) -> str:
     """Bind the HTTP listener and return its base URL; empty if it is off. Raises: OSError."""
-    address = settings.openai_address()
+    address = settings.listen.openai_address()
     return (
         ""
         if address is None
@@ -396,21 +399,23 @@ def http_handle(
 ) -> Handle:
     """Create the handler of the HTTP port: health checks, the API and, if on, the console."""
     gateway = Gateway(process, authenticator, sessions).handle
-    if not settings.console:
+    if not settings.listen.console:
         return probes.before(paced(gateway, process.pace))
     console = Console(
         servicers,
         authenticator,
         gateway,
         observer=process.observer,
-        stall_max_s=settings.client_stall_max_s,
+        stall_max_s=settings.delivery.stall_max_s,
     )
     return probes.before(paced(console.handle, process.pace))
 
 
 def console_url(settings: Settings, openai_url: str) -> str:
     """Return the URL of the console for browsers on this machine; empty if the console is off."""
-    return f"{openai_url.removesuffix('/v1')}{ROOT}/" if openai_url and settings.console else ""
+    return (
+        f"{openai_url.removesuffix('/v1')}{ROOT}/" if openai_url and settings.listen.console else ""
+    )
 
 
 def open_spans(process_id: uuid.UUID, environment: Mapping[str, str] = os.environ) -> Spans | None:

@@ -103,12 +103,12 @@ def build_server(
     add_reflection(ReflectionServicer(described), services)
     try:
         if tls is None:
-            port = server.add_insecure_port(settings.listen_address)
+            port = server.add_insecure_port(settings.listen.address)
         else:
-            port = server.add_secure_port(settings.listen_address, tls.grpc_credentials())
+            port = server.add_secure_port(settings.listen.address, tls.grpc_credentials())
     except RuntimeError as error:
         raise AddressUnavailable(
-            f"cannot listen on {settings.listen_address}: another program listens there, or this"
+            f"cannot listen on {settings.listen.address}: another program listens there, or this"
             " machine does not have that address; choose another with --listen or WEIR_LISTEN"
         ) from error
     return server, port
@@ -142,7 +142,7 @@ def build_peer_server(
     """
     peer_options = {
         "grpc.max_allowed_incoming_connections": min(
-            settings.connections_max, PEER_CONNECTIONS_MAX
+            settings.connections.count_max, PEER_CONNECTIONS_MAX
         ),
         "grpc.http2.min_recv_ping_interval_without_data_ms": PEER_KEEPALIVE_MS // 2,
         "grpc.so_reuseport": 0,
@@ -156,7 +156,7 @@ def build_peer_server(
     GuardedServices(server, Guard()).add_registered_method_handlers(
         INFERENCE_SERVICE, {"Generate": relay}
     )
-    address = peer_listen_address(settings)
+    address = peer_listen_address(settings.listen)
     try:
         port = server.add_secure_port(address, accepted.credentials())
     except RuntimeError as error:
@@ -165,31 +165,31 @@ def build_peer_server(
             " this machine does not have that address; choose another with WEIR_PEER_LISTEN"
         ) from error
     return server, Peer(
-        advertised(settings.advertise_address, address, port), identity.certificate.decode()
+        advertised(settings.listen.advertised, address, port), identity.certificate.decode()
     )
 
 
 def options(settings: Settings) -> tuple[tuple[str, int], ...]:
     """Build the gRPC options that limit the transport."""
     return (
-        ("grpc.max_receive_message_length", settings.message_bytes_max),
+        ("grpc.max_receive_message_length", settings.messages.bytes_max),
         # Equal bounds: between different ones the transport would decide at random.
-        ("grpc.max_metadata_size", settings.metadata_bytes_max),
-        ("grpc.absolute_max_metadata_size", settings.metadata_bytes_max),
-        ("grpc.max_concurrent_streams", settings.streams_per_connection_max + REFUSABLE_STREAMS),
-        ("grpc.max_allowed_incoming_connections", settings.connections_max),
+        ("grpc.max_metadata_size", settings.connections.metadata_bytes_max),
+        ("grpc.absolute_max_metadata_size", settings.connections.metadata_bytes_max),
+        ("grpc.max_concurrent_streams", settings.connections.streams_max + REFUSABLE_STREAMS),
+        ("grpc.max_allowed_incoming_connections", settings.connections.count_max),
         # A stream buffers at most its initial window of 64 KiB of unread input. Probing would raise
         # that to megabytes on a fast network, for each of thousands of streams. A larger message
         # still fits: the window grows for the message being read.
         ("grpc.http2.bdp_probe", 0),
-        ("grpc.max_connection_idle_ms", milliseconds(settings.connection_idle_max_s)),
-        ("grpc.max_connection_age_ms", milliseconds(settings.connection_age_max_s)),
-        ("grpc.server_handshake_timeout_ms", milliseconds(settings.handshake_max_s)),
+        ("grpc.max_connection_idle_ms", milliseconds(settings.connections.idle_max_s)),
+        ("grpc.max_connection_age_ms", milliseconds(settings.connections.age_max_s)),
+        ("grpc.server_handshake_timeout_ms", milliseconds(settings.connections.handshake_max_s)),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", CLIENT_PING_INTERVAL_MS_MIN),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.so_reuseport", int(settings.share_port)),
+        ("grpc.so_reuseport", int(settings.listen.share_port)),
     )
 
 

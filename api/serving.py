@@ -45,7 +45,7 @@ from api.core.addresses import is_local
 from api.core.endpoint import NOT_STARTED, AddressUnavailable, Endpoint, make_private
 from api.core.health import Health, keep_health
 from api.core.rate_limiter import RateLimiter
-from api.core.settings import SettingInvalid, Settings
+from api.core.settings import Settings
 from api.core.wire import use_signer
 from api.fleet.fleet import build_serving
 from api.generation.request.admission import Admission, Capacity
@@ -58,6 +58,7 @@ from api.openai.listener import Listener
 from api.rpc.inference_service import InferenceServicer
 from api.server import Servicers, build_peer_server, build_server
 from common.incidents import IncidentTaskGroup, Retries, sole_cause
+from common.settings import SettingInvalid
 from inference.engine import Backend
 from inference.errors import CheckpointInvalid, EngineError
 from inference.routing.router import Router
@@ -133,7 +134,7 @@ async def warn_of_undurable_server(sessions: Sessions) -> None:
 
 def warn_of_open_metrics(settings: Settings) -> None:
     """Log a warning if other machines can read the metrics, which need no key."""
-    address = settings.metrics_listen
+    address = settings.listen.metrics
     if address not in ("", "off") and not is_local(address):
         log.warning(
             "metrics_reachable_from_other_machines",
@@ -146,7 +147,7 @@ def warn_of_open_metrics(settings: Settings) -> None:
 async def recover(settings: Settings, gate: StoreGate, signer: Signer | None) -> None:
     """Recover the journals of dead processes on this machine; later if the database is away."""
     try:
-        await recover_journals(settings.journal_directory, settings.database_url, gate, signer)
+        await recover_journals(settings.journal_directory, settings.database.url, gate, signer)
     except (DatabaseUnavailable, OSError) as away:
         log.warning("recovery_delayed", cause=str(away).strip())
 
@@ -155,7 +156,7 @@ async def recover_regularly(settings: Settings, gate: StoreGate, signer: Signer 
     """Recover journals now, and then every `recovery_interval_s`."""
     while True:
         await recover(settings, gate, signer)
-        await asyncio.sleep(settings.recovery_interval_s)
+        await asyncio.sleep(settings.leases.recovery_interval_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,12 +221,12 @@ def open_pools(settings: Settings, gate: StoreGate) -> list[AsyncEngine]:
     They are separate so that none of these has to wait for another.
     """
     return [
-        create_engine(settings.database_url, pool_size=pool_size, gate=gate)
+        create_engine(settings.database.url, pool_size=pool_size, gate=gate)
         for pool_size in (
-            settings.database_connections_max,
+            settings.database.connections_max,
             KEY_CONNECTIONS,
-            settings.report_connections_max,
-            settings.admin_connections_max,
+            settings.database.report_connections_max,
+            settings.database.admin_connections_max,
         )
     ]
 
@@ -245,7 +246,7 @@ def build_servicers(
         process.router,
         authenticator,
         admin_sessions,
-        settings.database_url,
+        settings.database.url,
         signer,
         issuer,
         in_thread=process.in_thread,
@@ -265,11 +266,11 @@ async def serve(settings: Settings, spares: SpareWorkers | None = None) -> None:
     Raises: SettingInvalid, CheckpointInvalid, AddressUnavailable.
     """
     process_id = uuid.uuid4()
-    tls, safety, issuer = open_tls(settings), build_safety(settings), settings.issuer()
+    tls, safety, issuer = open_tls(settings), build_safety(settings), settings.issuer.build()
     make_private(settings.home)
     check_locks(settings.journal_directory)
     spares = spares or SpareWorkers()
-    spares.count = settings.spare_workers
+    spares.count = settings.replicas.spare_workers
     serving = build_serving(settings, spares.open)
     router = Router(serving.engines, serving.encoders, serving.catalog, serving.encoder_catalog)
     tokenizers = load_tokenizers(router, settings)
@@ -280,14 +281,14 @@ async def serve(settings: Settings, spares: SpareWorkers | None = None) -> None:
     store, key_store, report_store, admin_store = pools = open_pools(settings, gate)
     sessions, admin_sessions = create_sessions(store), create_sessions(admin_store)
     await warn_of_undurable_server(admin_sessions)
-    reports = Reports(create_sessions(report_store), settings.report_connections_max)
+    reports = Reports(create_sessions(report_store), settings.database.report_connections_max)
     journal, notices = UsageJournal(settings.journal_directory, process_id), UsageNotices(sessions)
     spans = open_spans(process_id)
     observer = Observer((model.name for model in router.models()), spans)
     holds = open_holds(settings, journal, gate, signer, notices, observer)
-    capacity, health = Capacity(settings.requests_per_process_max), Health()
-    uses = KeyUses(sessions, settings.key_use_interval_s, boot_time_s)
-    pace = RateLimiter(settings.frames_share_max)
+    capacity, health = Capacity(settings.requests.per_process_max), Health()
+    uses = KeyUses(sessions, settings.access.key_use_interval_s, boot_time_s)
+    pace = RateLimiter(settings.messages.frames_share_max)
     authenticator = open_authenticator(settings, create_lookups(key_store), uses, pace)
     async with IncidentTaskGroup() as tasks:
         identity = make_identity(process_id)
@@ -323,7 +324,9 @@ async def serve(settings: Settings, spares: SpareWorkers | None = None) -> None:
         )
         url = openai_url(settings, listener, tls)
         warn_of_open_metrics(settings)
-        metrics = MetricsListener(settings.metrics_address(), settings.metrics_port_count)
+        metrics = MetricsListener(
+            settings.listen.metrics_address(), settings.listen.metrics_port_count
+        )
         parts = Parts(
             process,
             authenticator,
@@ -331,7 +334,7 @@ async def serve(settings: Settings, spares: SpareWorkers | None = None) -> None:
             for_peers.open_streams,
             listener.connection_count,
         )
-        address, with_tls = settings.listen_address, tls is not None
+        address, with_tls = settings.listen.address, tls is not None
         urls = {
             "openai_url": url,
             "console_url": console_url(settings, url),
@@ -362,7 +365,8 @@ async def serve(settings: Settings, spares: SpareWorkers | None = None) -> None:
             keep_running(tasks, "books", lambda: backlog_reader.watch_workers(health))
         )
         health_task = tasks.create_task(
-            keep_health(health, endpoint, router, holds, journal, settings, stopping), name="health"
+            keep_health(health, endpoint, router, holds, journal, settings.database, stopping),
+            name="health",
         )
         log.info(
             "listening", address=address, port=port, tls=with_tls, models=sorted(tokenizers), **urls

@@ -138,7 +138,7 @@ class Service:
                 self._core, [sys.executable, "-m", "api"], env=environment, stdout=out, stderr=out
             )
         wait_for(
-            lambda: is_serving(self._settings.listen_address) or None, self._process, self._log
+            lambda: is_serving(self._settings.listen.address) or None, self._process, self._log
         )
         pin(children_of(self._process.pid), self._other_core)
 
@@ -497,19 +497,19 @@ def prepared(options: argparse.Namespace) -> Iterator[tuple[Service, Target, dic
         keys = prepare_keys(site.database_url)
         home = stack.enter_context(site.home())
         port, http_port, metrics_port = free_ports(3)
-        settings = Settings(
+        settings = Settings.of(
             database_url=site.database_url,
             home=home,
-            listen_address=f"127.0.0.1:{port}",
+            listen=f"127.0.0.1:{port}",
             openai_listen=f"127.0.0.1:{http_port}",
             metrics_listen=f"127.0.0.1:{metrics_port}",
-            fleet_file=str(stack.enter_context(hostile_fleet(site.other_core, home))),
+            fleet=str(stack.enter_context(hostile_fleet(site.other_core, home))),
             remote_inter_token_s=3.0,
             simulated_time_scale=scale(),
         )
         yield (
             Service(settings, site.core, site.other_core),
-            Target(settings.listen_address, http_port, metrics_port, "", MODEL),
+            Target(settings.listen.address, http_port, metrics_port, "", MODEL),
             keys,
             site.database_url,
         )

@@ -153,12 +153,12 @@ def cluster(case: Case, site: Site, key: str) -> Iterator[tuple[list[str], Proce
             }
             fleet = {"models": {MODEL: version | {"replicas": {"min": count, "max": count}}}}
             (home / "fleet.yaml").write_text(json.dumps(fleet))  # JSON is a subset of YAML
-            settings = Settings(
+            settings = Settings.of(
                 database_url=site.database_url,
                 home=home,
-                listen_address="127.0.0.1:0",
+                listen="127.0.0.1:0",
                 models={},
-                fleet_file=str(home / "fleet.yaml"),
+                fleet=str(home / "fleet.yaml"),
                 requests_per_process_max=10_000,
                 queue_requests_per_tenant_max=10_000,
                 simulated_time_scale=case.dilation,

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from weir_client import AsyncClient, Delta, Progress
@@ -59,7 +59,7 @@ def import_torch_ms() -> float:
 
 async def bare_worker_ms(settings: Settings) -> float:
     """Measure a worker without the service, from its start to its first token."""
-    directory = settings.models[DEMO_MODEL_NAME]
+    directory = settings.models.directories[DEMO_MODEL_NAME]
     engine = TorchEngine(torch_settings(settings, DEMO_MODEL_NAME, directory))
     request = GenerationRequest(
         PROMPT, SamplingParams(), StopCriteria(max_output_tokens=4, ignore_eos=True)
@@ -127,22 +127,21 @@ async def measure(arguments: argparse.Namespace) -> None:
         precision: Precision = "float32" if arguments.precision == "float32" else "bfloat16"
         directory = Path(tempfile.gettempdir()) / "weir-bench" / f"{arguments.shape}-{precision}"
         write_checkpoint(directory, SHAPES[arguments.shape], precision)
-        settings = replace(settings, models={DEMO_MODEL_NAME: directory})
-    settings = replace(
-        settings,
+        settings = settings.having(models={DEMO_MODEL_NAME: directory})
+    settings = settings.having(
         engine_dtype=arguments.precision,
         min_replicas=0,
         model_idle_timeout_s=IDLE_TIMEOUT_S,
         progress_interval_s=PROGRESS_INTERVAL_S,
         spare_workers=int(arguments.spare),
-        listen_address="127.0.0.1:0",
+        listen="127.0.0.1:0",
         database_url="",
     )
     alone_ms: list[float] = []
     bare_ms: list[float] = []
     service: list[ColdStart] = []
     with tempfile.TemporaryDirectory(prefix="weir-bench-") as home:
-        settings = replace(settings, home=Path(home))
+        settings = settings.having(home=Path(home))
         async with run_stack(settings, lambda _: None) as stack:
             connection = stack.connection
             async with AsyncClient(

@@ -17,7 +17,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -135,11 +135,10 @@ async def measure(load: Load) -> None:
                     await create_key(sessions, "quiet", "default", "bench", ("inference",)),
                     await create_key(sessions, "flooding", "default", "bench", ("inference",)),
                 )
-            settings = replace(
-                Settings.from_environment(),
+            settings = Settings.from_environment().having(
                 home=home,
                 database_url=server.url,
-                listen_address="127.0.0.1:0",
+                listen="127.0.0.1:0",
             )
             runs = {}
             cases: list[tuple[str, Literal["fair", "arrival"], bool]] = [
@@ -148,7 +147,7 @@ async def measure(load: Load) -> None:
                 ("flooded, in order of arrival", "arrival", True),
             ]
             for index, (name, order, flooded) in enumerate(cases):
-                ordered = replace(settings, queue_order=order)
+                ordered = settings.having(queue_order=order)
                 runs[name] = await run_tenants(ordered, keys, load, flooded=flooded, seed=index)
                 print_run(name, runs[name])
         finally:

@@ -83,10 +83,10 @@ class Site:
     ) -> Iterator[Server]:
         """Run an api process with a simulated engine. `more` has further settings."""
         with self.home() as home:
-            settings = Settings(
+            settings = Settings.of(
                 database_url=self.database_url,
                 home=home,
-                listen_address="127.0.0.1:0",
+                listen="127.0.0.1:0",
                 models={MODEL: next(iter(bundled_models().values()))},
                 engine_device="simulated",
                 simulated_time_scale=time_scale,
@@ -240,7 +240,7 @@ def api_process(
         address = wait_for(lambda: read_endpoint(settings.home).address or None, process, log)
         wait_for(lambda: is_serving(address) or None, process, log)
         pin(children_of(process.pid), other_core)
-        postgres = postgres_pid(settings.database_url)
+        postgres = postgres_pid(settings.database.url)
         processes = {
             "api": lambda: [process.pid],
             "engine": lambda: children_of(process.pid),

@@ -171,7 +171,7 @@ def weir(
             home = Path(settings["home"], str(index))
             home.mkdir(exist_ok=True)
             forget_endpoint(home)  # a killed process leaves its address
-            each = Settings(**{**settings, "home": home})
+            each = Settings.of(**{**settings, "home": home})
             servers.append(stack.enter_context(api_process(each, site.core, site.other_core)))
         parts = [server.processes for server in servers]
         yield Running(
@@ -189,7 +189,7 @@ def weir_settings(url: str, home: Path, engine: Mapping[str, Any]) -> dict[str, 
     return {
         "database_url": url,
         "home": home,
-        "listen_address": "127.0.0.1:0",
+        "listen": "127.0.0.1:0",
         "models": {MODEL: next(iter(bundled_models().values()))},
         **engine,
     }
@@ -441,7 +441,7 @@ def measure(options: argparse.Namespace, site: Site) -> Figures:
         port = stack.enter_context(upstream(step_s))
         home = stack.enter_context(site.home())
         engine = {
-            "engine_backend": "remote",
+            "engine": "remote",
             "remote_targets": {MODEL: f"openai+http://127.0.0.1:{port}/{MODEL}"},
         }
         remote = weir_settings(url, Path(home, "remote"), engine)

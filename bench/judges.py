@@ -362,12 +362,12 @@ def weir(peer: str, directory: Path, folder: Path) -> Iterator[tuple[str, str]]:
         models = {THROUGH: remote, OWN: {"engine": "torch", "directory": str(directory)}}
         fleet = folder / "fleet.yaml"
         fleet.write_text(json.dumps({"models": models}))
-        settings = Settings(
+        settings = Settings.of(
             database_url=url,
             home=folder,
-            listen_address="127.0.0.1:0",
+            listen="127.0.0.1:0",
             openai_listen="127.0.0.1:0",
-            fleet_file=str(fleet),
+            fleet=str(fleet),
             engine_dtype="float32",
         )
         cores = sorted(os.sched_getaffinity(0))

@@ -28,7 +28,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import aiohttp
@@ -165,13 +165,12 @@ def model_and_prompts(
     """Choose settings with the measured model, and draw prompts for all rounds."""
     count = arguments.agents * (arguments.rounds + 1) * 2
     if arguments.shape == "demo":
-        return settings, demo_prompts(settings.models[DEMO_MODEL_NAME], count)
+        return settings, demo_prompts(settings.models.directories[DEMO_MODEL_NAME], count)
     directory = (
         Path(tempfile.gettempdir()) / "weir-bench" / f"{arguments.shape}-{arguments.precision}"
     )
     write_checkpoint(directory, SHAPES[arguments.shape], arguments.precision)
-    settings = replace(
-        settings,
+    settings = settings.having(
         models={DEMO_MODEL_NAME: directory},
         engine_dtype=arguments.precision,
         kv_cache_bytes=KV_CACHE_BYTES,
@@ -185,7 +184,7 @@ RunBare = Callable[[Sequence[Prompt]], Awaitable[Run]]
 @contextlib.asynccontextmanager
 async def engine_alone(settings: Settings) -> AsyncIterator[tuple[Settings, RunBare]]:
     """Open an engine; yield the service's settings, and a function to run prompts on it alone."""
-    directory = settings.models[DEMO_MODEL_NAME]
+    directory = settings.models.directories[DEMO_MODEL_NAME]
     engine = TorchEngine(torch_settings(settings, DEMO_MODEL_NAME, directory))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(engine.serve())
@@ -199,7 +198,7 @@ async def vllm_alone(
     settings: Settings, python: Path, precision: str
 ) -> AsyncIterator[tuple[Settings, RunBare]]:
     """Serve vLLM; yield settings of a service in front of it, and a function to run prompts."""
-    directory = settings.models[DEMO_MODEL_NAME]
+    directory = settings.models.directories[DEMO_MODEL_NAME]
     with vllm_serving(
         python, directory, precision, DEMO_MODEL_NAME, usable_cpus().count
     ) as address:
@@ -208,7 +207,7 @@ async def vllm_alone(
             f"http://{address}", timeout=aiohttp.ClientTimeout(total=None)
         ) as session:
             yield (
-                replace(settings, engine_backend="remote", remote_targets=targets),
+                settings.having(engine="remote", remote_targets=targets),
                 functools.partial(run_vllm, session),
             )
 
@@ -220,7 +219,7 @@ async def measure(arguments: argparse.Namespace) -> None:
     bare: list[Run] = []
     service: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="weir-bench-") as home:
-        settings = replace(settings, home=Path(home), database_url="", listen_address="127.0.0.1:0")
+        settings = settings.having(home=Path(home), database_url="", listen="127.0.0.1:0")
         alone = (
             vllm_alone(settings, arguments.vllm_python, arguments.precision)
             if arguments.vllm_python
@@ -249,7 +248,7 @@ async def measure(arguments: argparse.Namespace) -> None:
                 connection.openai_url.removesuffix("/v1"),
                 connection.api_key,
                 DEMO_MODEL_NAME,
-                settings.models[DEMO_MODEL_NAME],
+                settings.models.directories[DEMO_MODEL_NAME],
                 arguments.agents,
                 arguments.agents * arguments.rounds,
             )

@@ -104,7 +104,7 @@ WORDS: tuple[Word, ...] = (
     Word("hand handed", "forward, dispatch", allowed=r"\w*by_hand\w*"),
     Word("obey obeys", "handle, apply"),
     Word("look looks looked", "poll, check, refresh", allowed=r"\w*look(ed|s)?_up\w*"),
-    Word("outbox", "stream writer", allowed="outbox_tokens_per_request_max"),  # a setting
+    Word("outbox", "stream writer", allowed="outbox_tokens_per_request_max"),  # in its variable
     Word("visit visits", "call", allowed=r"visit|visit_[A-Z]\w+"),  # of `ast.NodeVisitor`
     Word("trip trips", "fast path, pipeline", allowed=r"\w*round_trips?\w*"),
 )

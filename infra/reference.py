@@ -20,7 +20,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -36,8 +36,9 @@ from weir_cli.__main__ import COMMANDS, load
 from weir_cli.commands import PERSONAS
 
 from api.access.scopes import SCOPES
-from api.core import settings, wire
+from api.core import wire
 from api.core.errors import Cause
+from api.core.settings import Settings
 from api.core.statuses import KINDS
 from api.generation.charges import Action, Cell
 from api.generation.endings import CAUSES, PHASES, SIBLING, TABLE, WAYS
@@ -45,6 +46,7 @@ from api.generation.parsing import conversation, decoding, tools
 from api.metrics import operator_http
 from api.openai import dialects, embeddings, formats, parameters, tolerance
 from api.openai.error_responses import http_status_of
+from common.settings import settings_of
 from infra.generate_proto import GOOGLE_ROOT, PROTO_ROOT
 from metering.ledger.ledger import AccountKind, TransactionKind
 from metering.quotas.quota_rules import DIMENSIONS, Kind
@@ -291,7 +293,6 @@ OTHER_SETTINGS = (
 
 def every_setting() -> list[Setting]:
     """Collect all settings, in the order of the source."""
-    comments = comments_of(settings.Settings)
     ours = [
         Setting(
             spec.metadata["variable"],
@@ -299,13 +300,14 @@ def every_setting() -> list[Setting]:
             KINDS_OF_VALUE[re.split(r"\W", str(spec.type))[0]],
             shown_default(spec),
             allowed(spec.metadata["parse"]),
-            comments.get(spec.name, ""),
+            comments_of(kind).get(spec.name, ""),
         )
-        for spec in fields(settings.Settings)
+        for kind, spec in settings_of(Settings)
     ]
     return [*ours, *OTHER_SETTINGS]
 
 
+@cache
 def comments_of(kind: type) -> dict[str, str]:
     """Map fields to the comments above them or at the ends of their lines.
 

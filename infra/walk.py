@@ -151,10 +151,10 @@ async def serving(database_url: str, **settings: Any) -> AsyncIterator[Server]:
             f" take_notes\n\ntake_notes(pathlib.Path({str(notes)!r}))\n"
         )
         models = {MODEL: next(iter(bundled_models().values()))}
-        server_settings = Settings(
+        server_settings = Settings.of(
             database_url=database_url,
             home=home,
-            listen_address="127.0.0.1:0",
+            listen="127.0.0.1:0",
             models=models,
             **settings,
         )

@@ -157,8 +157,8 @@ class Service:
     def __init__(self, home: Path, database_url: str, model: Path, **settings: Any) -> None:
         usual: dict[str, Any] = {
             "models": {MODEL: model},
-            "listen_address": "127.0.0.1:0",
-            "engine_thread_count": 1,
+            "listen": "127.0.0.1:0",
+            "engine_threads": 1,
             "kv_cache_bytes": 64 << 20,
             "recovery_interval_s": 0.5,
             "issuer_name": "Weir Operations GmbH",
@@ -166,7 +166,7 @@ class Service:
             "issuer_payment": "IBAN DE02 1005",
             "auth_failures_per_minute": 0,  # off: all tests share an address and use invalid keys
         }
-        self.settings = Settings(database_url=database_url, home=home, **(usual | settings))
+        self.settings = Settings.of(database_url=database_url, home=home, **(usual | settings))
         self.home = home
         self.database_url = database_url
         self.database = Database(database_url)

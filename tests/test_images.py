@@ -48,7 +48,7 @@ import api.serving
 from api.core.settings import Settings
 from api.fleet.fleet import build_serving
 model = Path(sys.argv[1])
-settings = Settings(home=model, models={"m": model}, engine_backend="tensorrt")
+settings = Settings.of(home=model, models={"m": model}, engine="tensorrt")
 assert list(build_serving(settings).engines) == ["m"]
 """
 FULL_VERSION = re.compile(r"[a-z0-9./-]+:\d+\.\d+(\.\d+)?(-[a-z]+)*")

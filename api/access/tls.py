@@ -16,7 +16,8 @@ import grpc
 import structlog
 
 from api.core.addresses import is_local
-from api.core.settings import SettingInvalid, Settings
+from api.core.settings import Settings
+from common.settings import SettingInvalid
 
 log = structlog.get_logger(__name__)
 
@@ -155,14 +156,14 @@ def open_tls(settings: Settings) -> Tls | None:
     Returns None if the server uses plaintext. Raises SettingInvalid for unusable files, and for
     plaintext on an address that other machines can reach, unless the settings allow it.
     """
-    files = settings.tls_files()
+    files = settings.tls.files()
     if files is not None:
         return Tls(*files)
-    listening = {"WEIR_LISTEN": settings.listen_address}
-    if settings.openai_listen not in ("", "off"):
-        listening["WEIR_OPENAI_LISTEN"] = settings.openai_listen
+    listening = {"WEIR_LISTEN": settings.listen.address}
+    if settings.listen.openai not in ("", "off"):
+        listening["WEIR_OPENAI_LISTEN"] = settings.listen.openai
     for variable, address in listening.items():
-        if is_local(address) or settings.allow_plaintext:
+        if is_local(address) or settings.tls.allow_plaintext:
             continue
         raise SettingInvalid(
             f"{variable}={address!r} is reachable from other machines, and would receive API keys"

@@ -32,7 +32,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, LiteralString
@@ -89,7 +89,7 @@ BOUNDS: Mapping[str, Any] = {
 }
 ENGINES: Mapping[str, Mapping[str, Any]] = {
     "simulated": {"engine_device": "simulated", "simulated_time_scale": 0.5},
-    "demo": {"engine_device": "cpu", "engine_thread_count": 1, "kv_cache_bytes": 64 << 20},
+    "demo": {"engine_device": "cpu", "engine_threads": 1, "kv_cache_bytes": 64 << 20},
 }
 
 LOSSLESS_S = 1.0  # a client reads what it has been sent within milliseconds
@@ -290,7 +290,7 @@ async def running_system(
         )
         cleanup.push_async_callback(asyncio.to_thread, postgres.stop)
         await asyncio.to_thread(migrate, postgres.url)
-        settings = replace(settings, database_url=postgres.url, home=directory)
+        settings = settings.having(database_url=postgres.url, home=directory)
         ensure_receipt_key(settings)
         connection = await bootstrap(postgres.url, directory, *model_names(settings))
         redis = broker(directory) if with_redis else None
@@ -794,7 +794,7 @@ async def run_rounds(
         sent = Load(
             [await opened.enter_async_context(Wire(api.address).open()) for api in system.apis],
             system.connection.api_key,
-            next(iter(settings.models)),
+            next(iter(settings.models.directories)),
             rng,
         )
         for number in range(plan.rounds):
@@ -852,7 +852,7 @@ async def one_round(
 
 def chaos_settings(engine: str) -> Settings:
     """Build the settings of the API processes: the engine, and limits that are often reached."""
-    return replace(Settings(), **BOUNDS, **ENGINES[engine])
+    return Settings().having(**BOUNDS, **ENGINES[engine])
 
 
 class Kind(StrEnum):

@@ -77,13 +77,13 @@ def serve(listen: ListenOption = "", home: HomeOption = None) -> None:
     from metering.store.migrations_runner import is_current
 
     settings = read_settings(home, listen)
-    if not settings.database_url:
+    if not settings.database.url:
         wrong_use(
             "WEIR_DATABASE_URL is not set: set it to a PostgreSQL database, or start everything on"
             " this machine with `weir up`"
         )
     with clear_failures():
-        if not is_current(settings.database_url):
+        if not is_current(settings.database.url):
             fail("the database schema does not match this version: run `weir migrate` first")
         main({**os.environ, **settings.to_environment()})
 
@@ -98,7 +98,7 @@ def worker(home: HomeOption = None) -> None:
     from metering.worker import worker_command
 
     settings = read_settings(home)
-    if not settings.database_url:
+    if not settings.database.url:
         wrong_use("WEIR_DATABASE_URL is not set: set it to the worker's database")
     command = worker_command()
     os.execve(command[0], command, {**os.environ, **settings.to_environment()})
@@ -120,7 +120,7 @@ def migrate(
     from metering.store.migrations_runner import migrate as migrate_database
 
     settings = read_settings(home)
-    if grant and not settings.database_url:
+    if grant and not settings.database.url:
         wrong_use(
             "--grant needs a separate PostgreSQL: set WEIR_DATABASE_URL; the embedded one has a"
             " single user"
@@ -131,12 +131,12 @@ def migrate(
             " revision"
         )
     with clear_failures():
-        if settings.database_url:
-            migrate_database(settings.database_url, revision)
+        if settings.database.url:
+            migrate_database(settings.database.url, revision)
             if grant:
                 try:
                     prepare_application_role(
-                        settings.database_url, grant, os.environ.get(PASSWORD_VARIABLE, "")
+                        settings.database.url, grant, os.environ.get(PASSWORD_VARIABLE, "")
                     )
                 except RoleUnfit as error:
                     fail(str(error))
@@ -170,14 +170,14 @@ def init(
     from metering.store.migrations_runner import is_current
 
     settings = read_settings()
-    if not settings.database_url:
+    if not settings.database.url:
         wrong_use("WEIR_DATABASE_URL is not set: set it to the database of the installation")
     with clear_failures():
-        if not is_current(settings.database_url):
+        if not is_current(settings.database.url):
             fail("the database schema does not match this version: run `weir migrate` first")
         receipt_key = ensure_receipt_key(settings)
         secret = asyncio.run(
-            create_admin(settings.database_url, organization, project, *model_names(settings))
+            create_admin(settings.database.url, organization, project, *model_names(settings))
         )
     if json_output:
         print_json({"organization": organization, "project": project, "admin_key": secret})
@@ -443,8 +443,8 @@ def embedded(
         settings = Settings.from_environment()
         directory = model or bundled_models()[DEMO_MODEL_NAME]
         cpus = usable_cpus()
-        if settings.engine_thread_count:
-            cpus = UsableCpus(settings.engine_thread_count, "WEIR_ENGINE_THREADS")
+        if settings.engine.thread_count:
+            cpus = UsableCpus(settings.engine.thread_count, "WEIR_ENGINE_THREADS")
         dtype = compute_dtype(settings, directory)
         found = examine(directory, dtype, cpus)
     title = f"embedded engine, {directory.name}, {dtype}"

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -159,7 +159,7 @@ async def run_agent(
 def run(agents: int) -> None:
     """Run the demo in a temporary directory. Exits with 1 if its token counts differ at the end."""
     home = Path(tempfile.mkdtemp(prefix="weir-demo-"))
-    settings = replace(read_settings(home, "127.0.0.1:0"), database_url="")
+    settings = read_settings(home, "127.0.0.1:0").having(database_url="")
     try:
         with clear_failures():
             balanced = asyncio.run(run_demo(settings, agents))
@@ -186,7 +186,9 @@ async def run_demo(settings: Settings, agent_count: int) -> bool:
                 f" {read_endpoint(settings.home).openai_url}."
             )
             try:
-                balanced = await run_chapters(stack, settings.models[DEMO_MODEL_NAME], agent_count)
+                balanced = await run_chapters(
+                    stack, settings.models.directories[DEMO_MODEL_NAME], agent_count
+                )
             except* WeirError as errors:
                 fail(f"the demo failed: {errors.exceptions[0]}")
             status.update("Stopping")

@@ -45,11 +45,12 @@ from api.core.endpoint import (
     make_private,
     read_endpoint,
 )
-from api.core.settings import SettingInvalid, Settings, listen_address
+from api.core.settings import Settings, listen_address
 from api.fleet.fleet_file import model_names
 from common.backoff import Backoff
 from common.incidents import sole_cause
 from common.processes import alive, started_with
+from common.settings import SettingInvalid
 from inference.errors import CheckpointInvalid
 from metering.core.errors import (
     AlreadyExists,
@@ -113,11 +114,11 @@ def read_settings(home: Path | None = None, listen: str = "") -> Settings:
         settings = Settings.from_environment()
     except SettingInvalid as error:
         wrong_use(str(error))
-    settings = replace(settings, home=(home or settings.home).expanduser().absolute())
+    settings = settings.having(home=(home or settings.home).expanduser().absolute())
     if not listen:
         return settings
     try:
-        return replace(settings, listen_address=listen_address(listen))
+        return settings.having(listen=listen_address(listen))
     except ValueError as error:
         wrong_use(f"--listen {error}, not {listen!r}")
 
@@ -284,8 +285,8 @@ def local_database(home: Path | None) -> Iterator[str]:
     """Yield the URL of the configured database; start the embedded one if it does not run."""
     settings = read_settings(home)
     data_dir = settings.home / "postgres"
-    if settings.database_url:
-        yield settings.database_url
+    if settings.database.url:
+        yield settings.database.url
         return
     if not data_dir.exists():
         wrong_use(
@@ -512,11 +513,11 @@ async def run_stack(
         if not adopts:
             await end_orphans(home, report)
         server = None
-        if not settings.database_url:
+        if not settings.database.url:
             report("Starting PostgreSQL")
             server = await asyncio.to_thread(embedded_postgres.start, home / "postgres")
             cleanup.push_async_callback(asyncio.to_thread, server.stop)
-            settings = with_issuer(replace(settings, database_url=server.url))
+            settings = with_issuer(settings.having(database_url=server.url))
         report("Preparing the database")
         ensure_receipt_key(settings)
         connection = await prepare_database(settings, server)
@@ -553,8 +554,8 @@ async def prepare_database(settings: Settings, server: EmbeddedPostgres | None) 
     """Migrate the database and create missing objects; repeat if its server dies meanwhile."""
     for tries_left in reversed(range(DATABASE_TRIES_MAX)):
         try:
-            await asyncio.to_thread(upgrade, settings.database_url)
-            return await bootstrap(settings.database_url, settings.home, *model_names(settings))
+            await asyncio.to_thread(upgrade, settings.database.url)
+            return await bootstrap(settings.database.url, settings.home, *model_names(settings))
         except (
             psycopg.OperationalError,
             sqlalchemy.exc.OperationalError,
@@ -649,10 +650,9 @@ def optional_children(environment: Mapping[str, str], home: Path) -> list[Child]
 
 def with_issuer(settings: Settings) -> Settings:
     """Add a sample invoice issuer to settings without one, so that you can close a month."""
-    if settings.issuer() != Issuer():
+    if settings.issuer.build() != Issuer():
         return settings
-    return replace(
-        settings,
+    return settings.having(
         issuer_name="SAMPLE ISSUER, not a company",
         issuer_address="Set WEIR_ISSUER_NAME, WEIR_ISSUER_ADDRESS and WEIR_ISSUER_PAYMENT",
         issuer_payment="Do not pay: this is a sample",

@@ -26,11 +26,11 @@ from weir.v1 import (
 )
 
 from api.core.endpoint import Endpoint
-from api.core.settings import Settings
 from inference.engine import Backend
 from inference.routing.router import ReplicaReport, Router
 from metering.holds.holds import HoldStore
 from metering.holds.journal import UsageJournal
+from metering.store.db import DatabaseSettings
 
 SERVICES = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name
@@ -112,7 +112,7 @@ async def keep_health(
     router: Router,
     holds: HoldStore,
     journal: UsageJournal,
-    settings: Settings,
+    settings: DatabaseSettings,
     stopping: asyncio.Event,
 ) -> None:
     """Update health and connection file until the process drains, then report not serving."""
@@ -186,19 +186,16 @@ def warnings(reports: Iterable[ReplicaReport]) -> tuple[str, ...]:
     return ()
 
 
-def store_is_well(holds: HoldStore, settings: Settings) -> bool:
+def store_is_well(holds: HoldStore, settings: DatabaseSettings) -> bool:
     """Return True if the database answers, or has been unavailable only briefly.
 
     False if it has never answered.
     """
-    return holds.away_s is None or (
-        holds.has_answered and holds.away_s < settings.database_unready_after_s
-    )
+    return holds.away_s is None or (holds.has_answered and holds.away_s < settings.unready_after_s)
 
 
-def may_admit_without_store(holds: HoldStore, settings: Settings) -> bool:
+def may_admit_without_store(holds: HoldStore, settings: DatabaseSettings) -> bool:
     """Return whether requests can be admitted under pre-authorized holds."""
     return (
-        settings.database_unavailable_policy == "grace"
-        and holds.statistics().preauthorized_hold_count > 0
+        settings.unavailable_policy == "grace" and holds.statistics().preauthorized_hold_count > 0
     )

@@ -18,7 +18,7 @@ from urllib.parse import quote
 import grpc
 import structlog
 
-from api.core.settings import SettingInvalid, Settings, bundled_encoders, bundled_models
+from api.core.settings import Settings, bundled_encoders, bundled_models
 from api.fleet.fleet_file import (
     WORD,
     EngineKind,
@@ -29,6 +29,7 @@ from api.fleet.fleet_file import (
     read_fleet,
 )
 from common.gpus import GpusUnknown, read_gpus, visible_gpus
+from common.settings import SettingInvalid
 from inference.adapters.remote_settings import (
     KeyFile,
     KeyUnusable,
@@ -87,10 +88,10 @@ def encoder_plan(
         directory=directory,
         name=name,
         # In bfloat16 vectors would have an error of 8 bits, and encoders are small.
-        compute_dtype="float32" if settings.engine_dtype == "auto" else settings.engine_dtype,
-        device="cuda" if settings.engine_device == "cuda" else "cpu",
-        torch_thread_count=settings.engine_thread_count,
-        batch_token_count_max=settings.encoder_batch_tokens,
+        compute_dtype="float32" if settings.engine.dtype == "auto" else settings.engine.dtype,
+        device="cuda" if settings.engine.device == "cuda" else "cpu",
+        torch_thread_count=settings.engine.thread_count,
+        batch_token_count_max=settings.models.encoder_batch_tokens,
     )
     memory_bytes = torch_memory_bytes(directory, options.compute_dtype, kv_cache_bytes=0)
     return lambda: TorchEncoder(options), memory_bytes
@@ -162,7 +163,7 @@ def engine_plan(
             weights_bytes = stored_bytes(directory)
             return EnginePlan(build, weights_bytes, tensorrt.gpu_count, tensorrt.shard_count)
         case "torch" | "simulated":
-            own = replace(settings, engine_device="simulated") if kind == "simulated" else settings
+            own = settings.having(engine_device="simulated") if kind == "simulated" else settings
             torch = torch_settings(own, name, directory)
             if torch.simulation is not None:
                 # Simulated engines have neither weights nor a KV cache.
@@ -182,20 +183,20 @@ def engine_plan(
 
 def tensorrt_settings(settings: Settings, name: str, directory: Path) -> TensorRtSettings:
     """Build the TensorRT-LLM settings of a model. Raises: SettingInvalid."""
-    if (python := settings.tensorrt_python) and not os.access(python, os.X_OK):
+    if (python := settings.tensorrt.python) and not os.access(python, os.X_OK):
         raise SettingInvalid(
             f"WEIR_TENSORRT_PYTHON={python!r}: must be the path of a Python interpreter that has"
             " TensorRT-LLM and Weir, such as /usr/bin/python3 of NVIDIA's image"
         )
     try:
         options = TensorRtOptions(
-            kv_cache_dtype=settings.tensorrt_kv_cache_dtype,
-            tensor_parallel_size=settings.tensorrt_tensor_parallel,
-            pipeline_parallel_size=settings.tensorrt_pipeline_parallel,
-            expert_parallel_size=settings.tensorrt_expert_parallel or None,
-            kv_cache_memory_fraction=settings.tensorrt_kv_cache_fraction,
-            abort_running=settings.tensorrt_abort != "never",
-            abort_prefill=settings.tensorrt_abort == "always",
+            kv_cache_dtype=settings.tensorrt.kv_cache_dtype,
+            tensor_parallel_size=settings.tensorrt.tensor_parallel,
+            pipeline_parallel_size=settings.tensorrt.pipeline_parallel,
+            expert_parallel_size=settings.tensorrt.expert_parallel or None,
+            kv_cache_memory_fraction=settings.tensorrt.kv_cache_fraction,
+            abort_running=settings.tensorrt.abort != "never",
+            abort_prefill=settings.tensorrt.abort == "always",
         )
     except ValueError as error:
         raise SettingInvalid(f"WEIR_TENSORRT_*: {error}") from error
@@ -203,9 +204,9 @@ def tensorrt_settings(settings: Settings, name: str, directory: Path) -> TensorR
         directory=directory,
         name=name,
         options=options,
-        running_sequence_count_max=settings.tensorrt_batch_max,
-        waiting_sequence_count_max=settings.requests_per_process_max,
-        python=settings.tensorrt_python,
+        running_sequence_count_max=settings.tensorrt.batch_max,
+        waiting_sequence_count_max=settings.requests.per_process_max,
+        python=settings.tensorrt.python,
     )
 
 
@@ -215,9 +216,9 @@ def compute_dtype(settings: Settings, directory: Path) -> ComputeDtype:
     On CPUs, `auto` is bfloat16 if the checkpoint is and native kernels are expected. Without them
     torch computes, which is slower in bfloat16 on most processors, so `auto` is float32.
     """
-    if settings.engine_dtype != "auto":
-        return settings.engine_dtype
-    if settings.engine_device == "cuda":
+    if settings.engine.dtype != "auto":
+        return settings.engine.dtype
+    if settings.engine.device == "cuda":
         return "bfloat16"
     if loader.is_expected() and is_stored_in_bfloat16(directory):
         return "bfloat16"
@@ -226,35 +227,35 @@ def compute_dtype(settings: Settings, directory: Path) -> ComputeDtype:
 
 def torch_settings(settings: Settings, name: str, directory: Path) -> TorchEngineSettings:
     """Build a model's settings for the torch engine, real or simulated. Raises: SettingInvalid."""
-    if settings.engine_device == "simulated":
-        log.warning("engine_simulated", model=name, time_scale=settings.simulated_time_scale)
+    if settings.engine.device == "simulated":
+        log.warning("engine_simulated", model=name, time_scale=settings.engine.simulated_time_scale)
         return TorchEngineSettings(
             directory=directory,
             name=name,
             step_token_count_max=8192,  # TensorRT-LLM's default
             running_sequence_count_max=512,
             # Load tests exercise the code in front of the engine.
-            waiting_sequence_count_max=settings.requests_per_process_max,
+            waiting_sequence_count_max=settings.requests.per_process_max,
             torch_thread_count=1,
-            simulation=CostModel(time_scale=settings.simulated_time_scale),
+            simulation=CostModel(time_scale=settings.engine.simulated_time_scale),
         )
-    on_gpu = settings.engine_device == "cuda"
+    on_gpu = settings.engine.device == "cuda"
     dtype = compute_dtype(settings, directory)
     if on_gpu and dtype == "int8":
         raise SettingInvalid(
             "WEIR_ENGINE_DTYPE='int8': has no kernels on WEIR_ENGINE_DEVICE=cuda: set bfloat16"
         )
-    packed = PackedTarget(str(settings.home / "packed"), settings.packed_weights_bytes)
+    packed = PackedTarget(str(settings.home / "packed"), settings.engine.packed_weights_bytes)
     return TorchEngineSettings(
         directory=directory,
         name=name,
         compute_dtype=dtype,
-        device=settings.engine_device,
-        kv_cache_bytes=settings.kv_cache_bytes or (None if on_gpu else CPU_KV_CACHE_BYTES),
+        device=settings.engine.device,
+        kv_cache_bytes=settings.engine.kv_cache_bytes or (None if on_gpu else CPU_KV_CACHE_BYTES),
         step_token_count_max=GPU_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS,
-        torch_thread_count=settings.engine_thread_count,
-        draft_token_count_max=settings.engine_draft_token_count_max,
-        packed=None if settings.packed_weights == "off" else packed,
+        torch_thread_count=settings.engine.thread_count,
+        draft_token_count_max=settings.engine.draft_token_count_max,
+        packed=None if settings.engine.packed_weights == "off" else packed,
     )
 
 
@@ -272,12 +273,12 @@ def remote_settings(
             "pip install -e sdk/python -e '.[remote]'"
         )
     try:
-        target, tls = parse_target(found.address), tls_files(settings)
+        target, tls = parse_target(found.address), settings.remote.tls()
     except ValueError as error:
         raise SettingInvalid(f"WEIR_REMOTE_TARGETS, WEIR_REMOTE_TLS_*: {error}") from error
     key = None
     if found.key_file is not None:
-        header = found.key_header or settings.remote_key_header
+        header = found.key_header or settings.remote.key_header
         try:
             key = KeyFile(found.key_file, header)
             key.header()
@@ -289,37 +290,19 @@ def remote_settings(
             log.warning("remote_key_sent_unencrypted", model=name, target=str(target))
     return RemoteSettings(
         directory=directory
-        or settings.models.get(name)
+        or settings.models.directories.get(name)
         or fetched_directory(settings, name, target, tls, key),
         name=name,
         target=target,
         tls=tls,
         key=key,
-        share_prefixes=settings.remote_share_prefixes,
-        context_window_tokens_max=settings.remote_context_tokens or None,
-        running_sequence_count_max=settings.remote_batch_max,
-        waiting_sequence_count_max=settings.requests_per_process_max,
-        first_token_timeout_s=settings.remote_first_token_s,
-        inter_token_timeout_s=settings.remote_inter_token_s,
-        probe_interval_s=settings.remote_probe_s,
-    )
-
-
-def tls_files(settings: Settings) -> TlsFiles | None:
-    """Return the TLS files for remote servers; None without a CA.
-
-    Raises ValueError if other TLS settings are set without a CA.
-    """
-    certificate, key = settings.remote_tls_certificate, settings.remote_tls_key
-    if not settings.remote_tls_ca:
-        if certificate or key or settings.remote_tls_name:
-            raise ValueError("WEIR_REMOTE_TLS_CA is not set: TLS requires a certificate authority")
-        return None
-    return TlsFiles(
-        Path(settings.remote_tls_ca),
-        Path(certificate) if certificate else None,
-        Path(key) if key else None,
-        settings.remote_tls_name,
+        share_prefixes=settings.remote.share_prefixes,
+        context_window_tokens_max=settings.remote.context_tokens or None,
+        running_sequence_count_max=settings.remote.batch_max,
+        waiting_sequence_count_max=settings.requests.per_process_max,
+        first_token_timeout_s=settings.remote.first_token_s,
+        inter_token_timeout_s=settings.remote.inter_token_s,
+        probe_interval_s=settings.remote.probe_s,
     )
 
 
@@ -367,9 +350,9 @@ def build_serving(settings: Settings, opener: WorkerOpener = open_worker) -> Ser
 
     `opener` starts the worker processes. Raises: SettingInvalid; CheckpointInvalid naming the file.
     """
-    fleet = fleet_of_file(settings) if settings.fleet_file else fleet_of_models(settings)
+    fleet = fleet_of_file(settings) if settings.models.fleet_file else fleet_of_models(settings)
     gpus = fleet.gpus or visible_gpus() or named_gpus(fleet)
-    memory_bytes = fleet.memory_bytes or settings.engine_memory_bytes or None
+    memory_bytes = fleet.memory_bytes or settings.replicas.memory_bytes or None
     builder = ReplicaBuilder(
         settings, MemoryBudget(memory_bytes, gpus=gpus, gpu_memory=memory_of_gpus(gpus)), opener
     )
@@ -401,12 +384,14 @@ def build_serving(settings: Settings, opener: WorkerOpener = open_worker) -> Ser
             " or set its memory_bytes if its files hold more than it loads"
         ) from error
     except BudgetTooSmall as error:
-        setting = f"WEIR_ENGINE_MEMORY_BYTES={settings.engine_memory_bytes}"
-        if settings.fleet_file:
+        setting = f"WEIR_ENGINE_MEMORY_BYTES={settings.replicas.memory_bytes}"
+        if settings.models.fleet_file:
             setting = "memory_bytes of WEIR_FLEET, or WEIR_ENGINE_MEMORY_BYTES"
         remedy = f"allow at least {error.needed_bytes:,}, or lower WEIR_KV_CACHE_BYTES"
         raise SettingInvalid(f"{setting}: {error}; {remedy}") from error
-    catalog = Catalog(shares, aliases_within(fleet.aliases, shares), fleet.regions, settings.region)
+    catalog = Catalog(
+        shares, aliases_within(fleet.aliases, shares), fleet.regions, settings.models.region
+    )
     return Serving(
         engines,
         encoders,
@@ -426,7 +411,7 @@ def add_adapters(
     `taken` are names that adapters must not have. Raises: SettingInvalid.
     """
     taken = {*taken, *shares}
-    unused = dict(settings.lora_adapters)
+    unused = dict(settings.tensorrt.lora_adapters)
     for model, versions in list(shares.items()):
         for share in versions:
             for adapter in engines[share.served].model.adapters:
@@ -449,7 +434,7 @@ def add_adapters(
 def adapters_of(settings: Settings, served: str) -> tuple[Adapter, ...]:
     """Read the LoRA adapters of a model or version. Raises: SettingInvalid, CheckpointInvalid."""
     found = []
-    for key, directory in settings.lora_adapters.items():
+    for key, directory in settings.tensorrt.lora_adapters.items():
         name, _, adapter = key.rpartition(ADAPTER_MARK)
         if name != served:
             continue
@@ -458,55 +443,58 @@ def adapters_of(settings: Settings, served: str) -> tuple[Adapter, ...]:
                 f"WEIR_LORA_ADAPTERS: {key!r}: the adapter's name must match {WORD.pattern}"
             )
         found.append(read_adapter(adapter, directory))
-    if found and not settings.lora_report:
+    if found and not settings.tensorrt.lora_report:
         raise SettingInvalid(
             "WEIR_LORA_ADAPTERS needs WEIR_LORA_REPORT, the file with a report that adapters take"
             f" effect: run `{REPORT_COMMAND}` on this machine"
         )
     if found:
         try:
-            check_report(Path(settings.lora_report), TENSORRT_VERSION)
+            check_report(Path(settings.tensorrt.lora_report), TENSORRT_VERSION)
         except ValueError as error:
-            raise SettingInvalid(f"WEIR_LORA_REPORT={settings.lora_report!r}: {error}") from error
+            raise SettingInvalid(
+                f"WEIR_LORA_REPORT={settings.tensorrt.lora_report!r}: {error}"
+            ) from error
     return tuple(found)
 
 
 def fleet_of_file(settings: Settings) -> Fleet:
     """Read the fleet file and check it against the other settings. Raises: SettingInvalid."""
-    named = settings.encoders or settings.remote_targets or settings.remote_encoders
-    if dict(settings.models) != bundled_models() or named:
+    named = settings.models.encoders or settings.remote.targets or settings.remote.encoders
+    if dict(settings.models.directories) != bundled_models() or named:
         excluded = "WEIR_MODELS, WEIR_ENCODERS, WEIR_REMOTE_TARGETS and WEIR_REMOTE_ENCODERS"
         raise SettingInvalid(f"WEIR_FLEET excludes {excluded}: name all models in the file")
-    fleet = read_fleet(Path(settings.fleet_file))
-    if settings.region and settings.region not in fleet.regions:
+    fleet = read_fleet(Path(settings.models.fleet_file))
+    region = settings.models.region
+    if region and region not in fleet.regions:
         known = ", ".join(fleet.regions) or "none"
         raise SettingInvalid(
-            f"WEIR_REGION={settings.region!r}: must be a region of WEIR_FLEET; there are: {known}"
+            f"WEIR_REGION={region!r}: must be a region of WEIR_FLEET; there are: {known}"
         )
     return fleet
 
 
 def fleet_of_models(settings: Settings) -> Fleet:
     """Build a fleet without versions from `WEIR_MODELS` and the like. Raises: SettingInvalid."""
-    if settings.region:
+    if settings.models.region:
         raise SettingInvalid("WEIR_REGION requires WEIR_FLEET, which lists the regions")
-    if settings.max_replicas < max(settings.min_replicas, 1):
+    if settings.replicas.count_max < max(settings.replicas.count_min, 1):
         raise SettingInvalid(
-            f"WEIR_MAX_REPLICAS={settings.max_replicas}: must be at least WEIR_MIN_REPLICAS"
+            f"WEIR_MAX_REPLICAS={settings.replicas.count_max}: must be at least WEIR_MIN_REPLICAS"
         )
-    generating = settings.models.keys() | settings.remote_targets.keys()
+    generating = settings.models.directories.keys() | settings.remote.targets.keys()
     for variable, named in (
-        ("WEIR_ENCODERS", settings.encoders),
-        ("WEIR_REMOTE_ENCODERS", settings.remote_encoders),
+        ("WEIR_ENCODERS", settings.models.encoders),
+        ("WEIR_REMOTE_ENCODERS", settings.remote.encoders),
     ):
         if taken := sorted(named.keys() & generating):
             raise SettingInvalid(
                 f"{variable}: {', '.join(taken)} is a model that generates: give the encoder"
                 " another name"
             )
-    remote, local = settings.remote_encoders, settings.encoders
-    keyed = settings.remote_key_files.keys()
-    if unknown := sorted(keyed - remote.keys() - settings.remote_targets.keys()):
+    remote, local = settings.remote.encoders, settings.models.encoders
+    keyed = settings.remote.key_files.keys()
+    if unknown := sorted(keyed - remote.keys() - settings.remote.targets.keys()):
         raise SettingInvalid(
             f"WEIR_REMOTE_KEY_FILES names {', '.join(unknown)}: add them to WEIR_REMOTE_TARGETS or"
             " WEIR_REMOTE_ENCODERS"
@@ -517,25 +505,25 @@ def fleet_of_models(settings: Settings) -> Fleet:
         remote_model(settings, name, "remote-encoder", target, local.get(name))
         for name, target in remote.items()
     ]
-    if settings.engine_backend != "remote":
+    if settings.engine.backend != "remote":
         models = [
-            local_model(settings, name, settings.engine_backend, directory)
-            for name, directory in settings.models.items()
+            local_model(settings, name, settings.engine.backend, directory)
+            for name, directory in settings.models.directories.items()
         ]
         return Fleet((*models, *encoders))
-    if not settings.remote_targets:
+    if not settings.remote.targets:
         raise SettingInvalid(
             "WEIR_ENGINE=remote needs WEIR_REMOTE_TARGETS, as in model=vllm://host:port"
         )
-    if settings.models != bundled_models() and (
-        untargeted := sorted(set(settings.models) - set(settings.remote_targets))
+    if settings.models.directories != bundled_models() and (
+        untargeted := sorted(set(settings.models.directories) - set(settings.remote.targets))
     ):
         raise SettingInvalid(
             f"WEIR_MODELS names {', '.join(untargeted)}: add them to WEIR_REMOTE_TARGETS"
         )
     models = [
-        remote_model(settings, name, "remote", target, settings.models.get(name))
-        for name, target in settings.remote_targets.items()
+        remote_model(settings, name, "remote", target, settings.models.directories.get(name))
+        for name, target in settings.remote.targets.items()
     ]
     return Fleet((*models, *encoders))
 
@@ -545,9 +533,13 @@ def local_model(settings: Settings, name: str, engine: EngineKind, directory: Pa
 
     The bundled encoder starts on demand, since most people who try the demo do not use it.
     """
-    least = 0 if directory in bundled_encoders().values() else settings.min_replicas
+    least = 0 if directory in bundled_encoders().values() else settings.replicas.count_min
     version = FleetVersion(
-        "", engine, directory, replica_count_min=least, replica_count_max=settings.max_replicas
+        "",
+        engine,
+        directory,
+        replica_count_min=least,
+        replica_count_max=settings.replicas.count_max,
     )
     return FleetModel(name, (version,))
 
@@ -556,7 +548,7 @@ def remote_model(
     settings: Settings, name: str, engine: EngineKind, address: str, directory: Path | None
 ) -> FleetModel:
     """Build a model that runs on one remote server."""
-    target = FleetTarget(address, key_file=settings.remote_key_files.get(name))
+    target = FleetTarget(address, key_file=settings.remote.key_files.get(name))
     return FleetModel(name, (FleetVersion("", engine, directory, targets=(target,)),))
 
 
@@ -611,7 +603,7 @@ class ReplicaBuilder:
     def _is_lone(self, version: FleetVersion) -> bool:
         """Return whether the model has one replica: its failures need no circuit breaker."""
         return (
-            not self._settings.fleet_file
+            not self._settings.models.fleet_file
             and max(len(version.targets), version.replica_count_max) == 1
         )
 
@@ -659,7 +651,7 @@ class ReplicaBuilder:
 
     def _idle_timeout_s(self, version: FleetVersion) -> float:
         return (
-            self._settings.model_idle_timeout_s
+            self._settings.replicas.idle_timeout_s
             if version.idle_timeout_s is None
             else version.idle_timeout_s
         )
@@ -678,7 +670,10 @@ class ReplicaBuilder:
             engine = RemoteEngine(options)
             replicas.append(
                 Replica(
-                    target.address, engine, target.region or settings.region, self._breaker(version)
+                    target.address,
+                    engine,
+                    target.region or settings.models.region,
+                    self._breaker(version),
                 )
             )
         return replicas
@@ -711,7 +706,7 @@ class ReplicaBuilder:
                 Replica(
                     f"{served}#{index}",
                     managed,
-                    version.region or self._settings.region,
+                    version.region or self._settings.models.region,
                     self._breaker(version),
                 )
             )

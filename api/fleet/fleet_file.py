@@ -17,7 +17,8 @@ import yaml
 from weir_yaml import Keys, NotYaml, StrictReader, Value, compose, similar_name
 from yaml.constructor import SafeConstructor
 
-from api.core.settings import SettingInvalid, Settings, number, one_of, truth, whole
+from api.core.settings import Settings
+from common.settings import SettingInvalid, number, one_of, truth, whole
 from inference.adapters.remote_settings import TARGET_FORM, key_header, parse_target
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?B|B|)")
@@ -152,9 +153,9 @@ class Fleet:
 
 def model_names(settings: Settings) -> tuple[list[str], list[str]]:
     """List the names of generating models and of embedding models. Raises: SettingInvalid."""
-    if not settings.fleet_file:
-        return list(settings.models), list(settings.encoders)
-    models = read_fleet(Path(settings.fleet_file)).models
+    if not settings.models.fleet_file:
+        return list(settings.models.directories), list(settings.models.encoders)
+    models = read_fleet(Path(settings.models.fleet_file)).models
     return [model.name for model in models if not model.embeds], [
         model.name for model in models if model.embeds
     ]

@@ -358,7 +358,7 @@ def process_metrics(parts: Parts) -> Iterator[Metric]:
     running = (((phase,), float(phases[phase])) for phase in PHASE_NAMES)
     yield gauges("weir_live_requests", ("phase",), running)
     yield gauge("weir_permits_taken", admission.capacity.taken_count)
-    yield gauge("weir_permits", admission.settings.requests_per_process_max)
+    yield gauge("weir_permits", admission.settings.requests.per_process_max)
     yield gauge("weir_draining", float(admission.capacity.is_draining))
     yield counter("weir_admissions", admission.admitted_count)
     streams = (
@@ -388,7 +388,7 @@ def store_metrics(parts: Parts) -> Iterator[Metric]:
     admission = parts.process.admission
     batches = parts.process.observer.batches
     holds, journal, reported = admission.holds, admission.journal, admission.holds.statistics()
-    yield gauge("weir_database_up", float(store_is_well(holds, admission.settings)))
+    yield gauge("weir_database_up", float(store_is_well(holds, admission.settings.database)))
     yield gauge("weir_database_unavailable_seconds", holds.away_s or 0.0)
     yield gauge("weir_holds", reported.live_hold_count)
     yield gauge("weir_preauthorized_holds", reported.preauthorized_hold_count)

@@ -181,7 +181,9 @@ class Exchange:
             raise
         except TimeoutError:
             settings = self._registry.settings
-            detail = read_too_slowly(settings.client_tokens_per_s_min, settings.client_stall_max_s)
+            detail = read_too_slowly(
+                settings.delivery.tokens_per_s_min, settings.delivery.stall_max_s
+            )
             request_id = str(self._arrival.request_id)
             log.info("http_client_stalled", request_id=request_id, detail=detail)
             self._leave(Outcome.SLOW_CONSUMER)
@@ -275,13 +277,13 @@ class Exchange:
             await self._send(self._answer.ping)
             return
         waited_s = time.monotonic() - self._arrival.caller.received_at
-        after_s = self._registry.settings.http_padding_after_s
+        after_s = self._registry.settings.http.padding_after_s
         is_due = waited_s >= after_s > 0 or self._connection.is_half_closed
         if is_due and self._admitted_count == len(self._live) and not self._is_open:
             await self._send(PADDING)
 
     def _on_half_close(self) -> None:
-        if self.parsed.streams or self._registry.settings.http_padding_after_s:
+        if self.parsed.streams or self._registry.settings.http.padding_after_s:
             self._writer.break_silence_within(HALF_CLOSED_SILENCE_S)
         else:  # it cannot be told from a disconnect
             self._connection.force_close()

@@ -479,7 +479,7 @@ class Gateway:
         if self._process.is_draining:
             raise Draining("this server is shutting down: send the request to another one")
         bytes_max, size = (
-            self._process.settings.message_bytes_max,
+            self._process.settings.messages.bytes_max,
             request.content_length or CHUNKED_BYTES,
         )
         # The turn of the key look-up still applies, since nothing was awaited.

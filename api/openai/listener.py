@@ -418,9 +418,9 @@ class HttpServer(web.Server):
         self.is_draining = is_draining
         self._settings = settings
         self._options: dict[str, Any] = {
-            "keepalive_timeout": settings.http_idle_max_s,
-            "max_line_size": settings.metadata_bytes_max,
-            "max_field_size": settings.metadata_bytes_max,
+            "keepalive_timeout": settings.http.idle_max_s,
+            "max_line_size": settings.connections.metadata_bytes_max,
+            "max_field_size": settings.connections.metadata_bytes_max,
             "max_headers": HEADER_COUNT_MAX,
             "lingering_time": SHUTDOWN_S,
             "access_log": None,
@@ -431,8 +431,8 @@ class HttpServer(web.Server):
         """Create the protocol of a new connection."""
         return Connection(
             self,
-            stall_max_s=self._settings.client_stall_max_s,
-            tokens_per_s_min=self._settings.client_tokens_per_s_min,
+            stall_max_s=self._settings.delivery.stall_max_s,
+            tokens_per_s_min=self._settings.delivery.tokens_per_s_min,
             loop=asyncio.get_running_loop(),
             **self._options,
         )
@@ -440,14 +440,14 @@ class HttpServer(web.Server):
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         """Implement `web.Server.connection_made`; close connections beyond the maximum."""
         super().connection_made(handler, transport)
-        if len(self.connections) > self._settings.http_connections_max:
+        if len(self.connections) > self._settings.http.connections_max:
             log.warning("http_connection_refused", connection_count=len(self.connections))
             transport.abort()
 
     def _bounded_request(
         self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any
     ) -> web.BaseRequest:
-        size = self._settings.message_bytes_max
+        size = self._settings.messages.bytes_max
         return TracedRequest(
             message,
             payload,
@@ -482,7 +482,7 @@ class Listener:
     def bind(self, address: tuple[str, int]) -> int:
         """Bind the address and return the port; port 0 lets the system choose. Raises: OSError."""
         options = {socket.SO_SNDBUF: SEND_BUFFER_BYTES} | (
-            {socket.SO_REUSEPORT: 1} if self._settings.share_port else {}
+            {socket.SO_REUSEPORT: 1} if self._settings.listen.share_port else {}
         )
         self._socket = bound_socket(
             address, "for OpenAI's clients", "WEIR_OPENAI_LISTEN", options=options
@@ -496,7 +496,7 @@ class Listener:
         if self._tls is not None:
             secure = {
                 "ssl": self._tls.ssl_context(("http/1.1",)),
-                "ssl_handshake_timeout": self._settings.handshake_max_s,
+                "ssl_handshake_timeout": self._settings.connections.handshake_max_s,
             }
         self._server = await asyncio.get_running_loop().create_server(
             self._http, sock=self._socket, backlog=BACKLOG, **secure

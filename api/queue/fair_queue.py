@@ -19,11 +19,11 @@ from enum import Enum, auto
 from types import TracebackType
 from typing import Self
 
+from api.core.settings import QueueSettings
 from api.queue.queue_admission import (
     ALL_TENANTS,
     Arrival,
     QueueAdmission,
-    QueueLimits,
     WaitingCounts,
 )
 from api.queue.tier import Tier
@@ -121,7 +121,7 @@ class QueueEntry:
         assert self.state is State.ENTERED, "an entry waits once"
         queue, arrival = self._queue, self.arrival
         self.tier = tier = queue.batch if arrival.tier is ServiceTier.BATCH else queue.interactive
-        line, is_fair = tier.line, queue.limits.fair
+        line, is_fair = tier.line, queue.is_fair
         tenant_id, weight = (arrival.tenant_id, arrival.weight) if is_fair else (ALL_TENANTS, 1.0)
         if tier is queue.batch and not line.waiting_count:
             queue.batch_moved_at = queue.clock()
@@ -305,21 +305,22 @@ class FairQueue:
 
     def __init__(
         self,
-        limits: QueueLimits,
+        settings: QueueSettings,
         engine: Callable[[], EngineStatistics],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`engine` returns the latest statistics of the engine."""
-        self.limits = limits
+        self.settings = settings
+        self.is_fair = settings.order == "fair"  # tenants take turns; else in order of arrival
         self.engine_statistics = engine
         self.clock = clock
         self.interactive, self.batch = Tier[QueueEntry](), Tier[QueueEntry]()
         self.tiers = {ServiceTier.INTERACTIVE: self.interactive, ServiceTier.BATCH: self.batch}
         self.window = DispatchWindow()
         self.waiting = WaitingCounts()
-        self.admission = QueueAdmission(limits, self.tiers, self.window, self.waiting)
-        self._half = limits.request_count_max // 2
-        self._tenant_half = min(limits.tenant_request_count_max, self._half) // 2
+        self.admission = QueueAdmission(settings, self.tiers, self.window, self.waiting)
+        self._half = settings.requests_max // 2
+        self._tenant_half = min(settings.requests_per_tenant_max, self._half) // 2
         self._number = 0
         self.batch_moved_at = -math.inf  # when the batch tier last got a turn, or started to wait
 
@@ -400,7 +401,7 @@ class FairQueue:
         if engine.replica_count != window.engine_count:
             window.spread(engine.replica_count)
         while interactive.waiting_count or batch.waiting_count:
-            is_overdue = now - self.batch_moved_at >= self.limits.batch_wait_s_max
+            is_overdue = now - self.batch_moved_at >= self.settings.batch_wait_max_s
             tier = (
                 self.batch
                 if batch.waiting_count and (is_overdue or not interactive.waiting_count)
@@ -410,7 +411,7 @@ class FairQueue:
             assert tenant is not None, "the tier has a waiting request"
             assert tenant.listed_priority is not None, "the next tenant is listed with its rank"
             tenant_rank, _ = tenant.listed_priority
-            if not self.limits.fair:
+            if not self.is_fair:
                 rank = 0.0
             elif tier is self.interactive:
                 rank = tenant_rank

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 from api.core.errors import QueueFull, StartsTooLate
+from api.core.settings import QueueSettings
 from api.queue.tier import Tier
 from metering.core.models import ServiceTier
 
@@ -34,19 +35,6 @@ EARLY_S = 0.001  # seconds that a timer may fire early
 RESERVED_WAIT_SHARE, NEWCOMERS_WAIT_SHARE = 0.9, 0.6
 
 Key = tuple[uuid.UUID, uuid.UUID]  # tenant and request
-
-
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
-    """Limits of one engine's queue; `Settings` has the reasons.
-
-    If `fair`, tenants take turns; otherwise requests are dispatched in order of arrival.
-    """
-
-    request_count_max: int = 2000
-    tenant_request_count_max: int = 1000
-    batch_wait_s_max: float = 30.0
-    fair: bool = True
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -97,18 +85,19 @@ class QueueAdmission:
 
     def __init__(
         self,
-        limits: QueueLimits,
+        settings: QueueSettings,
         tiers: Mapping[ServiceTier, Tier[Any]],
         dispatch: Dispatch,
         waiting: WaitingCounts,
     ) -> None:
         """The queue updates `waiting`; this object only reads it."""
         self.refused_count = 0
-        self._limits = limits
+        self._settings = settings
+        self._is_fair = settings.order == "fair"
         self._tiers = tiers
         self._dispatch = dispatch
         self._waiting = waiting
-        self.reservations = Reservations(RESERVATIONS_PER_ENTRY * limits.request_count_max)
+        self.reservations = Reservations(RESERVATIONS_PER_ENTRY * settings.requests_max)
 
     def check(
         self, arrival: Arrival, engine_wait_s: float, now: float, *, is_half_empty: bool
@@ -152,10 +141,10 @@ class QueueAdmission:
         self, arrival: Arrival, now: float, *, is_reserved: bool, is_half_empty: bool
     ) -> QueueFull | None:
         """Return QueueFull if limits, reservations and the tenant's share leave no room."""
-        limits, own = self._limits, self._waiting.by_tenant.get(arrival.tenant_id.int, 0)
+        settings, own = self._settings, self._waiting.by_tenant.get(arrival.tenant_id.int, 0)
         share = 1.0 if is_reserved else NEWCOMERS_SHARE
-        free = int(limits.request_count_max * share) - self._waiting.total
-        own_max = int(limits.tenant_request_count_max * share)
+        free = int(settings.requests_max * share) - self._waiting.total
+        own_max = int(settings.requests_per_tenant_max * share)
         if is_reserved:
             over = max(1 - free, own + 1 - own_max)
         else:
@@ -219,12 +208,12 @@ class QueueAdmission:
         return hint_s
 
     def _tenant_id(self, arrival: Arrival) -> uuid.UUID:
-        return arrival.tenant_id if self._limits.fair else ALL_TENANTS
+        return arrival.tenant_id if self._is_fair else ALL_TENANTS
 
     def _units_before(self, arrival: Arrival, own_units: float) -> float:
         """Estimate the service units until this tenant has received `own_units` more."""
         tier = self._tiers[arrival.tier]
-        weight = arrival.weight if self._limits.fair else 1.0
+        weight = arrival.weight if self._is_fair else 1.0
         return tier.units_before(
             self._tenant_id(arrival), weight, own_units, self.reservations.cost
         )

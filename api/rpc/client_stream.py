@@ -94,7 +94,7 @@ class ClientStream:
         self._secret = secret
         self._is_relayed = is_relayed
         self._auth_ms = auth_ms
-        self._frames_max = registry.settings.frames_per_message_max
+        self._frames_max = registry.settings.messages.frames_max
         self._writer = StreamWriter(
             registry.admission.journal, registry.admission.holds.may_have_lapsed
         )
@@ -390,7 +390,7 @@ class ClientStream:
 
     def _subscribe(self, given_id: str, number: int) -> FrameSubscription:
         """Create this stream's subscription to a request. Raises Overloaded above the limit."""
-        limit = self._registry.settings.requests_per_stream_max
+        limit = self._registry.settings.requests.per_stream_max
         if number not in self._running and len(self._running) >= limit:
             raise Overloaded(
                 f"this stream is at its limit of {limit} requests; wait for one to end"

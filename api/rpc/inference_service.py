@@ -63,7 +63,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         self._authenticator = authenticator
         self._sessions = sessions
         self._for_peers = for_peers
-        self._open_streams = OpenStreams(process.settings.streams_per_connection_max)
+        self._open_streams = OpenStreams(process.settings.connections.streams_max)
 
     def open_streams(self) -> int:
         """Number of open `Generate` calls."""
@@ -96,7 +96,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             )
             principal = await look_up()
             auth_ms = (time.monotonic() - opened_at) * 1000
-            interval_s = self._process.settings.stream_key_check_s
+            interval_s = self._process.settings.access.stream_key_check_s
             with self._authenticator.stream_keys.hold(
                 StreamKey(principal, look_up, interval_s)
             ) as key:

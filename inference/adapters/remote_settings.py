@@ -11,10 +11,12 @@ import os
 import re
 import stat
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from common.settings import pairs, positive, setting, truth, whole
 from inference.adapters.external_queue import AbortLimits
 
 # Message to clients about a server that cannot be used: the reason may name addresses.
@@ -97,6 +99,77 @@ class TlsFiles:
         """Raise ValueError if only one of certificate and key is set."""
         if (self.certificate is None) != (self.key is None):
             raise ValueError("a client certificate needs its key, and the key its certificate")
+
+
+targets_by_name = pairs("name=value pairs", str)
+files_by_name = pairs("model=file pairs", Path)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteDefaults:
+    """Settings that all remote servers of a process share, and the servers without a fleet file."""
+
+    # With WEIR_ENGINE=remote: `model=address` pairs, separated by commas. An address is
+    # `trtllm://host:port`, `vllm://host:port`, `sglang://host:port` (all gRPC), or
+    # `openai+http://host:port` (or `openai+https`), optionally with `/` and the name of a model.
+    # WEIR_MODELS names the directories with config, tokenizer and chat template; those of other
+    # models are fetched from the server, over gRPC only.
+    targets: Mapping[str, str] = setting("WEIR_REMOTE_TARGETS", dict, targets_by_name)
+    # As WEIR_REMOTE_TARGETS, for embedding models. WEIR_ENCODERS names a directory where the server
+    # does not provide the files.
+    encoders: Mapping[str, str] = setting("WEIR_REMOTE_ENCODERS", dict, targets_by_name)
+    # `model=file` pairs: each file has the key of the model's server in WEIR_REMOTE_TARGETS or
+    # WEIR_REMOTE_ENCODERS, in one line. Only its owner and group may have access. It is read again
+    # when it changes.
+    key_files: Mapping[str, Path] = setting("WEIR_REMOTE_KEY_FILES", dict, files_by_name)
+    # Header of the keys: `authorization` (sent as `Bearer KEY`, or with the scheme in the file), or
+    # another one, such as `api-key`, which has the content of the file.
+    key_header: str = setting("WEIR_REMOTE_KEY_HEADER", "authorization", str)
+    # Use servers that share cached prefixes between tenants. Otherwise vLLM over gRPC must run
+    # without its prefix cache.
+    share_prefixes: bool = setting("WEIR_REMOTE_SHARE_PREFIXES", False, truth)
+    # Sequences of one process in one remote server; further ones wait here, ordered by rank. A
+    # server may allow fewer.
+    batch_max: int = setting("WEIR_REMOTE_BATCH_MAX", 256, whole(1, 65_536))
+    # Context window that clients can use; 0: that of the checkpoint. A server with a smaller window
+    # is not used.
+    context_tokens: int = setting("WEIR_REMOTE_CONTEXT_TOKENS", 0, whole(0, 100_000_000))
+    # Time without a first token after which a remote sequence counts as stuck. Must cover a long
+    # prompt that waits behind many others.
+    first_token_s: float = setting("WEIR_REMOTE_FIRST_TOKEN_S", 120.0, positive(3600))
+    # Time between tokens after which a remote sequence counts as stuck.
+    inter_token_s: float = setting("WEIR_REMOTE_INTER_TOKEN_S", 30.0, positive(3600))
+    # Interval between checks whether a server shares prefixes between tenants; each computes two
+    # prompts of 513 tokens.
+    probe_s: float = setting("WEIR_REMOTE_PROBE_S", 600.0, positive(86_400))
+    # PEM file with the CAs of remote servers. Enables TLS for their gRPC connections. Without it,
+    # `openai+https` uses the CAs of the system.
+    tls_ca: str = setting("WEIR_REMOTE_TLS_CA", "", str)
+    # PEM file with the client certificate for remote servers (mTLS).
+    tls_certificate: str = setting("WEIR_REMOTE_TLS_CERTIFICATE", "", str)
+    # PEM file with the private key of WEIR_REMOTE_TLS_CERTIFICATE.
+    tls_key: str = setting("WEIR_REMOTE_TLS_KEY", "", str)
+    # Name in the remote servers' certificates, if it is not the target's host.
+    tls_name: str = setting("WEIR_REMOTE_TLS_NAME", "", str)
+
+    def tls(self) -> TlsFiles | None:
+        """Return the TLS files for remote servers; None without a CA.
+
+        Raises ValueError if other TLS settings are set without a CA.
+        """
+        certificate, key = self.tls_certificate, self.tls_key
+        if not self.tls_ca:
+            if certificate or key or self.tls_name:
+                raise ValueError(
+                    "WEIR_REMOTE_TLS_CA is not set: TLS requires a certificate authority"
+                )
+            return None
+        return TlsFiles(
+            Path(self.tls_ca),
+            Path(certificate) if certificate else None,
+            Path(key) if key else None,
+            self.tls_name,
+        )
 
 
 _secrets: deque[str] = deque(maxlen=256)  # of all files, with those before rotations

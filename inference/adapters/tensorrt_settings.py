@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from common.settings import number, one_of, pairs, setting, whole
 from inference.adapters.external_queue import AbortLimits
 from inference.adapters.tensorrt_adapters import Adapter
 from inference.capabilities import EMBEDDED_ONLY, Capabilities
@@ -69,6 +70,43 @@ _TORCH_SAMPLER = Capabilities(
 TENSORRT_LLM: Mapping[str, Capabilities] = MappingProxyType(
     {"1.2.1": _TORCH_SAMPLER, "1.3.0rc": _TORCH_SAMPLER}
 )
+
+
+paths_by_name = pairs("name=directory pairs", Path)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRtDefaults:
+    """Settings that all TensorRT-LLM engines of a process share."""
+
+    # TensorRT-LLM: interpreter of its worker, with the library and Weir; empty: the server's own.
+    python: str = setting("WEIR_TENSORRT_PYTHON", "", str)
+    # TensorRT-LLM: GPUs that share each matrix.
+    tensor_parallel: int = setting("WEIR_TENSORRT_TENSOR_PARALLEL", 1, whole(1, 1024))
+    # TensorRT-LLM: GPUs that share the layers.
+    pipeline_parallel: int = setting("WEIR_TENSORRT_PIPELINE_PARALLEL", 1, whole(1, 1024))
+    # TensorRT-LLM: GPUs that share the experts. 0: the engine decides.
+    expert_parallel: int = setting("WEIR_TENSORRT_EXPERT_PARALLEL", 0, whole(0, 1024))
+    # TensorRT-LLM: sequences that run at once.
+    batch_max: int = setting("WEIR_TENSORRT_BATCH_MAX", 256, whole(1, 4096))
+    # TensorRT-LLM: data type of the KV cache.
+    kv_cache_dtype: Literal["auto", "fp8"] = setting(
+        "WEIR_TENSORRT_KV_CACHE_DTYPE", "auto", one_of("auto", "fp8")
+    )
+    # TensorRT-LLM: share of the memory left after the weights for the KV cache; the rest is for
+    # activations.
+    kv_cache_fraction: float = setting("WEIR_TENSORRT_KV_CACHE_FRACTION", 0.9, number(0, 0.99))
+    # TensorRT-LLM: when to abort cancelled sequences. Aborts during prefill have hung engines:
+    # `running` waits for the first token, `never` lets sequences finish.
+    abort: Literal["running", "always", "never"] = setting(
+        "WEIR_TENSORRT_ABORT", "running", one_of("running", "always", "never")
+    )
+    # TensorRT-LLM: LoRA adapters as `model:adapter=directory` pairs. `model:adapter` is a model for
+    # clients, with its own prices.
+    lora_adapters: Mapping[str, Path] = setting("WEIR_LORA_ADAPTERS", dict, paths_by_name)
+    # TensorRT-LLM: report of `weir doctor tensorrt --lora DIR --json` that adapters take effect,
+    # without which none is served.
+    lora_report: str = setting("WEIR_LORA_REPORT", "", str)
 
 
 @dataclass(frozen=True, slots=True)

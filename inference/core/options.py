@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from common.settings import number, one_of, setting, whole
 from inference.checkpoint.checkpoint import DecoderConfig
 from inference.kv_blocks import KV_BLOCK_TOKENS, blocks_for
 from inference.limits import EngineLimits
@@ -48,6 +49,42 @@ class CostModel:
         """Estimate a step's seconds from its number of rows and the KV positions that they read."""
         compute_s = max(self.weights_ms * 1e-3, token_count * self.token_us * 1e-6)
         return (compute_s + context_token_count * self.context_token_us * 1e-6) * self.time_scale
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDefaults:
+    """Settings that all engines on this machine share."""
+
+    # Backend of all models: torch on this machine, TensorRT-LLM on its GPUs, or remote servers.
+    backend: Literal["torch", "tensorrt", "remote"] = setting(
+        "WEIR_ENGINE", "torch", one_of("torch", "tensorrt", "remote")
+    )
+    # Data type of weights. `auto` is bfloat16 for models on `cuda`, else float32. `int8`, not for
+    # `cuda`, takes a quarter of the memory of float32, and its answers differ a little.
+    dtype: Literal["auto", "float32", "bfloat16", "int8"] = setting(
+        "WEIR_ENGINE_DTYPE", "auto", one_of("auto", "float32", "bfloat16", "int8")
+    )
+    # Device of the torch backend. `simulated` computes nothing and takes the time of a GPU, for
+    # load tests; every answer says so.
+    device: Literal["cpu", "cuda", "simulated"] = setting(
+        "WEIR_ENGINE_DEVICE", "cpu", one_of("cpu", "cuda", "simulated")
+    )
+    # Time scale of simulated engines: 1 is the speed of the GPU, 0 takes no time.
+    simulated_time_scale: float = setting("WEIR_SIMULATED_TIME_SCALE", 1.0, number(0, 1000))
+    # Threads of an engine; 0: one per CPU that the process may use, by affinity and CPU quota.
+    thread_count: int = setting("WEIR_ENGINE_THREADS", 0, whole(0, 1024))
+    # Tokens that an engine guesses from earlier text of a sequence and verifies in one step; 0:
+    # none. The output does not change.
+    draft_token_count_max: int = setting("WEIR_ENGINE_DRAFT_TOKENS_MAX", 10, whole(0, 15))
+    # KV cache of each engine; reserved at start, and used as needed. 0: 1 GiB on a CPU, and the
+    # free memory of a GPU.
+    kv_cache_bytes: int = setting("WEIR_KV_CACHE_BYTES", 0, whole(0, 2**44))
+    # Keep packed weights of large models in WEIR_HOME: all workers of a model share one copy, and
+    # start faster.
+    packed_weights: Literal["on", "off"] = setting("WEIR_PACKED_WEIGHTS", "on", one_of("on", "off"))
+    # Size of all packed weights. The least recently used are removed, except those of running
+    # models.
+    packed_weights_bytes: int = setting("WEIR_PACKED_WEIGHTS_BYTES", 64 << 30, whole(0, 2**50))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Protocol, runtime_checkable
 
 from common.incidents import IncidentTaskGroup, Retries
+from common.settings import number, setting, whole
 from inference.engine import EngineState, EngineStatistics, ModelInfo
 from inference.errors import EngineError
 from inference.routing.placement import PlacementPolicy
@@ -27,6 +28,25 @@ INTERVAL_S = 0.5  # seconds between checks
 FULL_S = 2.0  # seconds for which all replicas are full before another is started; ignores bursts
 ROOM_SHARE = 0.5  # load of the remaining replicas at which one is stopped; avoids flapping
 _log = logging.getLogger("weir.inference.routing")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """Numbers of engines, their memory, and the time after which an idle one stops."""
+
+    # Engines of each model that are kept loaded. 0 starts the first one with a request.
+    count_min: int = setting("WEIR_MIN_REPLICAS", 1, whole(0, 64))
+    # Maximum number of engines per model. Another one starts when all have been full for some
+    # seconds and memory is free.
+    count_max: int = setting("WEIR_MAX_REPLICAS", 1, whole(1, 64))
+    # Time without a request after which an engine beyond the minimum stops. 0: never.
+    idle_timeout_s: float = setting("WEIR_MODEL_IDLE_TIMEOUT_S", 0.0, number(0, 86_400))
+    # Engine workers that have imported torch and wait for a model, so that it starts faster. Some
+    # 130 MB each.
+    spare_workers: int = setting("WEIR_SPARE_WORKERS", 0, whole(0, 16))
+    # Memory for all engines of a process; 0: no limit. An engine that does not fit waits until idle
+    # ones are stopped.
+    memory_bytes: int = setting("WEIR_ENGINE_MEMORY_BYTES", 0, whole(0, 2**50))
 
 
 @runtime_checkable

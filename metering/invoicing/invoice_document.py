@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.settings import SettingInvalid, setting
 from metering.core.money import PICO_DIGITS, exact_text
 from metering.invoicing.month_report import (
     FORMAT_OF_PARTS,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:  # the process that draws does without them
     from metering.invoicing.adjustments import AdjustmentRecord
 
 
+LETTERHEAD_LINES_MAX = 10  # of an address; more would not fit the invoice page
+TEXT_CHARS_MAX = 1000  # of a letterhead; more would not fit the invoice page
 ISSUER_TEXTS = ("name", "address", "tax_id", "contact", "payment")
 DRAFT = "DRAFT, month not closed"
 UNBALANCED = "NOT RECONCILED, do not send"
@@ -147,6 +150,81 @@ def grouped(text: str) -> str:
 def shown_by_helvetica(character: str) -> bool:
     """Return True if PDF's built-in fonts have the character; they cover Western Europe."""
     return character >= " " and character.encode("cp1252", errors="ignore") != b""
+
+
+def printable(text: str) -> str:
+    """Validate printable text. `|` separates its lines."""
+    if not text.isprintable() or len(text) > TEXT_CHARS_MAX:
+        raise ValueError(
+            f"must be at most {TEXT_CHARS_MAX} printable characters, lines separated by |"
+        )
+    return text
+
+
+def is_truetype(path: Path) -> bool:
+    """Return whether a file starts like a TrueType font, the only format that invoices can use."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) in (b"\x00\x01\x00\x00", b"true")
+    except OSError:
+        return False
+
+
+def lines_of(text: str) -> tuple[str, ...]:
+    """Split a text at `|` into lines."""
+    return tuple(filter(None, (line.strip() for line in text.split("|"))))
+
+
+@dataclass(frozen=True, slots=True)
+class IssuerSettings:
+    """Letterhead and fonts of invoices."""
+
+    # Name of the issuer on invoices, which need name, address and payment.
+    name: str = setting("WEIR_ISSUER_NAME", "", printable)
+    # Address of the issuer; lines separated by `|`.
+    address: str = setting("WEIR_ISSUER_ADDRESS", "", printable)
+    # Tax id of the issuer.
+    tax_id: str = setting("WEIR_ISSUER_TAX_ID", "", printable)
+    # Contact of the issuer.
+    contact: str = setting("WEIR_ISSUER_CONTACT", "", printable)
+    # Payment instructions; lines separated by `|`.
+    payment: str = setting("WEIR_ISSUER_PAYMENT", "", printable)
+    # TrueType font for invoices, required for letters beyond Western European ones.
+    font: str = setting("WEIR_INVOICE_FONT", "", str)
+    # Bold form of WEIR_INVOICE_FONT; by default the same file.
+    bold_font: str = setting("WEIR_INVOICE_FONT_BOLD", "", str)
+
+    def build(self) -> Issuer:
+        """Build the issuer that invoices show: letterhead and fonts.
+
+        Raises SettingInvalid for too many lines, text that needs a font, or an unreadable font.
+        """
+        for spec in fields(self):
+            variable, text = spec.metadata["variable"], getattr(self, spec.name)
+            if spec.name in ("font", "bold_font"):
+                if text and not is_truetype(Path(text)):
+                    raise SettingInvalid(
+                        f"{variable}={text!r}: must be a TrueType font, a file that ends in .ttf"
+                    )
+                continue
+            if len(lines_of(text)) > LETTERHEAD_LINES_MAX:
+                raise SettingInvalid(
+                    f"{variable} must have at most {LETTERHEAD_LINES_MAX} lines, separated by |"
+                )
+            if not self.font and not all(shown_by_helvetica(each) for each in text):
+                raise SettingInvalid(
+                    f"{variable}={text!r}: set WEIR_INVOICE_FONT to a TrueType font that has these"
+                    " letters"
+                )
+        return Issuer(
+            name=self.name,
+            address=lines_of(self.address),
+            tax_id=self.tax_id,
+            contact=self.contact,
+            payment=lines_of(self.payment),
+            font=Path(self.font) if self.font else None,
+            bold_font=Path(self.bold_font) if self.bold_font else None,
+        )
 
 
 def invoice_document(report: MonthReport, issuer: Issuer) -> InvoiceDocument:

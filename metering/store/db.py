@@ -24,8 +24,9 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
@@ -42,6 +43,7 @@ from sqlalchemy.ext.asyncio import (
 from sqlalchemy.pool import AsyncAdaptedQueuePool, ConnectionPoolEntry
 
 from common.backoff import Backoff
+from common.settings import Unshown, one_of, positive, setting, whole
 from metering.core.errors import DatabaseUnavailable
 from metering.store.refusals import refusal_of
 
@@ -274,6 +276,47 @@ def sqlalchemy_url(database_url: str) -> URL:
         query={"target_session_attrs": "read-write"}
         | {key: str(value) for key, value in named.items()},
     )
+
+
+def postgres_url(text: str) -> str:
+    """Validate a database URL. Errors do not repeat the URL, since it may contain a password."""
+    try:
+        sqlalchemy_url(text)
+    except DatabaseUrlInvalid as error:
+        raise Unshown(str(error)) from None
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseSettings:
+    """The database of all processes, the connections of this one, and its policy without it."""
+
+    # The PostgreSQL database that all processes share. With several hosts, separated by commas, the
+    # first one that accepts writes is used, and after a failover the next.
+    url: str = setting("WEIR_DATABASE_URL", "", postgres_url)
+    # Policy while PostgreSQL is unavailable: `closed` refuses new requests; `grace` admits requests
+    # under pre-authorized holds, until these expire. Neither can exceed a limit.
+    unavailable_policy: Literal["closed", "grace"] = setting(
+        "WEIR_DATABASE_UNAVAILABLE_POLICY", "closed", one_of("closed", "grace")
+    )
+    # Longest wait for PostgreSQL before a request is refused. Longer than a commit, and shorter
+    # than clients wait for a first token.
+    timeout_s: float = setting("WEIR_DATABASE_TIMEOUT_S", 5.0, positive(60))
+    # Time without PostgreSQL after which health reports not ready. A restart of the database is
+    # shorter, so that load balancers do not react to it.
+    unready_after_s: float = setting("WEIR_DATABASE_UNREADY_AFTER_S", 5.0, positive(3600))
+    # Connections of a process for lookups of tenants, besides six for holds, commands, recovery and
+    # key checks. A lookup takes milliseconds.
+    connections_max: int = setting("WEIR_DATABASE_CONNECTIONS", 5, whole(1, 1000))
+    # Connections for reports, which may take seconds. One key can use all but one of them.
+    report_connections_max: int = setting("WEIR_REPORT_CONNECTIONS", 3, whole(1, 1000))
+    # Connections for administration and metrics only, so that revoking a key does not wait for
+    # tenants.
+    admin_connections_max: int = setting("WEIR_ADMIN_CONNECTIONS", 3, whole(2, 1000))
+    # Pre-authorized holds for each key and model in use, for `grace`.
+    grace_holds_per_key: int = setting("WEIR_GRACE_HOLDS_PER_KEY", 4, whole(1, 1000))
+    # Input tokens that each of WEIR_GRACE_HOLDS_PER_KEY covers; its output is one lease slice.
+    grace_input_tokens: int = setting("WEIR_GRACE_INPUT_TOKENS", 2048, whole(1, 10_000_000))
 
 
 def psycopg_conninfo(database_url: str) -> str:

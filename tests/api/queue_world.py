@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from api.core.errors import QueueFull, StartsTooLate
+from api.core.settings import QueueSettings
 from api.queue.fair_queue import FairQueue, QueueEntry, ServiceTier
-from api.queue.queue_admission import Arrival, QueueLimits
+from api.queue.queue_admission import Arrival
 from inference.core.kv_cache import BlockPool
 from inference.core.scheduler import Scheduler, StepPlan
 from inference.core.sequence import Sequence
@@ -80,7 +81,7 @@ class World:
 
     def __init__(
         self,
-        limits: QueueLimits | None = None,
+        limits: QueueSettings | None = None,
         engine: EngineModel | None = None,
         *,
         has_window: bool = True,
@@ -89,7 +90,7 @@ class World:
         self.now = 0.0
         self.engine = engine or EngineModel()
         self.step_count = 0
-        self.queue = FairQueue(limits or QueueLimits(), self._statistics, lambda: self.now)
+        self.queue = FairQueue(limits or QueueSettings(), self._statistics, lambda: self.now)
         if not has_window:
             vars(self.queue.window).update(has_room=lambda rank: True)  # replaces its method
         self.service: dict[str, float] = defaultdict(float)  # charged units by tenant

@@ -7,7 +7,7 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ from metering.quotas.quotas import QuotaExceeded
 from tests.metering.hold_world import AwaitedStore, HoldWorld, hold_world, until_idle
 from tests.metering.invariants import check_invariants
 
-SETTINGS = Settings(lease_slice_tokens=20, lease_min_tokens=5, lease_margin_tokens=4)
+SETTINGS = Settings.of(lease_slice_tokens=20, lease_min_tokens=5, lease_margin_tokens=4)
 
 
 @pytest.fixture
@@ -283,7 +283,7 @@ async def test_a_process_that_wakes_up_after_its_holds_expired_stops_and_records
 ) -> None:
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
-    settings = replace(SETTINGS, lease_margin_tokens=0)
+    settings = SETTINGS.having(lease_margin_tokens=0)
     async with running(world, tmp_path, settings=settings) as rig:
         async with rig.admitted(request(payer)) as lease:
             await rig.generate(lease, 18)

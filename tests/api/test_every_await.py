@@ -180,14 +180,14 @@ async def world(
     checkpoint: TinyCheckpoint,
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[World]:
-    settings = Settings(
+    settings = Settings.of(
         database_url=database_url,
         home=tmp_path,
         lease_slice_tokens=2,
         lease_min_tokens=1,
         lease_margin_tokens=1,
         openai_listen="127.0.0.1:0",
-        listen_address="127.0.0.1:0",
+        listen="127.0.0.1:0",
     )
     with HoldWorld(database_url, now=None) as database:
         database.execute(PRICE_OF_ENCODER, ENCODER)

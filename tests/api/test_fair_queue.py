@@ -13,6 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from api.core.errors import QueueFull, StartsTooLate
+from api.core.settings import QueueSettings
 from api.queue.fair_queue import (
     COMPILING_MAX,
     PENDING_MAX,
@@ -25,7 +26,7 @@ from api.queue.fair_queue import (
     ServiceTier,
     State,
 )
-from api.queue.queue_admission import Arrival, QueueLimits, Reservation, Reservations
+from api.queue.queue_admission import Arrival, Reservation, Reservations
 from inference.engine import EngineStatistics
 from tests.api.queue_world import EngineModel, Request, World, agent, percentile, tenant_id
 
@@ -56,9 +57,9 @@ def arrival(name: str = "a", **changes: object) -> Arrival:
 
 
 def new_queue(
-    limits: QueueLimits | None = None, clock: Callable[[], float] | None = None
+    limits: QueueSettings | None = None, clock: Callable[[], float] | None = None
 ) -> FairQueue:
-    return FairQueue(limits or QueueLimits(), EngineStatistics, clock or Clock())
+    return FairQueue(limits or QueueSettings(), EngineStatistics, clock or Clock())
 
 
 def ranked(rank: float, **changes: object) -> QueueEntry:
@@ -76,7 +77,7 @@ def ttfts(
     agents: dict[str, int], *, fair: bool = True, engine: EngineModel = WIDE, until: float = 40.0
 ) -> tuple[list[float], float]:
     """Return TTFTs of the tenant "quiet" after a warm-up, and all output tokens per second."""
-    world = World(QueueLimits(fair=fair), engine, has_window=fair)
+    world = World(QueueSettings(order="fair" if fair else "arrival"), engine, has_window=fair)
     for seed, (name, count) in enumerate(sorted(agents.items())):
         world.keep_busy(name, count, agent(name, random.Random(seed)), until)
     world.run(until)
@@ -107,7 +108,7 @@ def test_the_engine_is_as_busy_as_if_it_were_given_everything(
     """Many requests enter at one step, or one in several steps: the window adapts."""
     rates = []
     for has_window in (True, False):
-        world = World(QueueLimits(), EngineModel(running_max=64), has_window=has_window)
+        world = World(QueueSettings(), EngineModel(running_max=64), has_window=has_window)
         make = agent("a", random.Random(0), input_tokens=input_tokens, output_tokens=output_tokens)
         world.keep_busy("a", 200, make, 15.0)
         world.run(15.0)
@@ -133,9 +134,9 @@ def test_clients_that_wait_the_exact_retry_after_are_admitted(
     Holds after some seconds of observing the rate of service; before, it is unknown.
     """
     limits = (
-        QueueLimits(request_count_max=60, tenant_request_count_max=40)
+        QueueSettings(requests_max=60, requests_per_tenant_max=40)
         if cause == "bounds"
-        else QueueLimits()
+        else QueueSettings()
     )
     timeout_s = 3.0 if cause == "deadlines" else None
     world, rng = World(limits, SMALL), random.Random(0)
@@ -208,7 +209,7 @@ def test_a_wait_is_reported_as_it_ends() -> None:
 
 
 def test_before_any_service_no_request_is_refused_for_its_deadline() -> None:
-    queue = new_queue(QueueLimits(request_count_max=100, tenant_request_count_max=50))
+    queue = new_queue(QueueSettings(requests_max=100, requests_per_tenant_max=50))
     for _ in range(20):
         queue.enter(arrival()).join(do_nothing)
 
@@ -239,7 +240,7 @@ def test_an_engine_that_is_still_loading_counts_against_the_deadline() -> None:
 
 
 def test_no_tenant_takes_more_entries_than_it_leaves_free_and_newcomers_find_one() -> None:
-    queue = new_queue(QueueLimits(request_count_max=100, tenant_request_count_max=90))
+    queue = new_queue(QueueSettings(requests_max=100, requests_per_tenant_max=90))
     counts = {}
     for name in ("a", "b", "c"):
         counts[name] = 0
@@ -254,7 +255,7 @@ def test_no_tenant_takes_more_entries_than_it_leaves_free_and_newcomers_find_one
 
 
 def test_a_tenant_has_at_most_as_many_entries_as_the_setting_says() -> None:
-    queue = new_queue(QueueLimits(request_count_max=1000, tenant_request_count_max=10))
+    queue = new_queue(QueueSettings(requests_max=1000, requests_per_tenant_max=10))
     entries = [queue.enter(arrival()) for _ in range(8)]
     with pytest.raises(QueueFull):
         queue.enter(arrival())
@@ -266,7 +267,7 @@ def test_a_tenant_has_at_most_as_many_entries_as_the_setting_says() -> None:
 
 def test_an_entry_is_reserved_for_the_refused_client_for_a_limited_time() -> None:
     clock = Clock()
-    queue = new_queue(QueueLimits(request_count_max=10, tenant_request_count_max=10), clock)
+    queue = new_queue(QueueSettings(requests_max=10, requests_per_tenant_max=10), clock)
     waiting = [queue.enter(arrival("a")) for _ in range(4)]
     refused = arrival("a")
     with pytest.raises(QueueFull) as refusal:
@@ -281,7 +282,7 @@ def test_an_entry_is_reserved_for_the_refused_client_for_a_limited_time() -> Non
 
 def test_a_client_that_does_not_return_delays_others_only_briefly() -> None:
     clock = Clock()
-    queue = new_queue(QueueLimits(request_count_max=10, tenant_request_count_max=10), clock)
+    queue = new_queue(QueueSettings(requests_max=10, requests_per_tenant_max=10), clock)
     waiting = [queue.enter(arrival("a")) for _ in range(4)]
     with pytest.raises(QueueFull):
         queue.enter(arrival("a"))
@@ -316,7 +317,7 @@ def test_reservations_are_forgotten_when_their_grace_is_over() -> None:
 
 
 def test_batch_runs_only_where_nothing_interactive_waits() -> None:
-    world = World(QueueLimits(batch_wait_s_max=1e9), SMALL)
+    world = World(QueueSettings(batch_wait_max_s=1e9), SMALL)
     batch = [Request("b", 100, 20, 0.0, tier=ServiceTier.BATCH) for _ in range(20)]
     interactive = [Request("a", 100, 20, 0.0) for _ in range(60)]
     for each in (*batch, *interactive):
@@ -337,7 +338,7 @@ def test_batch_runs_only_where_nothing_interactive_waits() -> None:
 
 def test_batch_is_served_within_its_bound_however_much_interactive_work_comes() -> None:
     """A batch request starts every `batch_wait_s_max`, plus the time until there is room."""
-    world = World(QueueLimits(batch_wait_s_max=2.0), SMALL)
+    world = World(QueueSettings(batch_wait_max_s=2.0), SMALL)
     world.keep_busy(
         "a", 200, agent("a", random.Random(0), input_tokens=100, output_tokens=20), until=40.0
     )
@@ -388,7 +389,7 @@ def test_positions_and_waits_follow_the_order_of_the_turns() -> None:
 def test_after_any_operations_on_entries_the_counts_agree(seed: int) -> None:
     """Random operations against plain counting: bounds, queued and running requests, leaks."""
     rng, clock = random.Random(seed), Clock()
-    limits = QueueLimits(request_count_max=40, tenant_request_count_max=15)
+    limits = QueueSettings(requests_max=40, requests_per_tenant_max=15)
     queue = FairQueue(
         limits,
         lambda: EngineStatistics(step_count=rng.randint(0, 9), running_sequence_count_max=8),

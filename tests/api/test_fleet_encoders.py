@@ -31,7 +31,7 @@ aliases: {{minilm: search, next: search@v2}}
 def router(tmp_path: Path) -> Router:
     directory = make_random_encoder(tmp_path / "encoder")
     (tmp_path / "fleet.yaml").write_text(FLEET.format(directory=directory))
-    serving = build_serving(Settings(home=tmp_path, fleet_file=str(tmp_path / "fleet.yaml")))
+    serving = build_serving(Settings.of(home=tmp_path, fleet=str(tmp_path / "fleet.yaml")))
     return Router(serving.engines, serving.encoders, serving.catalog, serving.encoder_catalog)
 
 

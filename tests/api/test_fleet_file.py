@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from api.core.settings import SettingInvalid, Settings
+from api.core.settings import Settings
 from api.fleet.fleet import build_serving
 from api.fleet.fleet_file import FleetTarget, FleetVersion, parse_fleet, read_fleet
 from common.gpus import visible_gpus
+from common.settings import SettingInvalid
 from tests.inference.checkpoints import make_checkpoint
 from tests.inference.encoder_checkpoints import make_random_encoder
 
@@ -63,7 +64,7 @@ def test_the_pools_of_the_documentation_are_served(tmp_path: Path) -> None:
         make_checkpoint(tmp_path / "models" / name, seed=1)
     make_random_encoder(tmp_path / "models" / "embed")
 
-    serving = build_serving(Settings(home=tmp_path, fleet_file=str(tmp_path / "fleet.yaml")))
+    serving = build_serving(Settings.of(home=tmp_path, fleet=str(tmp_path / "fleet.yaml")))
 
     replicas = {name: cast(Any, each).replicas for name, each in serving.engines.items()}
     targets = {
@@ -261,7 +262,7 @@ def test_a_contradiction_to_weir_is_refused_at_start(tmp_path: Path) -> None:
         f"models: {{m: {{engine: tensorrt, directory: {tmp_path},"
         " engine_config: {enable_chunked_prefill: false}}}"
     )
-    settings = Settings(home=tmp_path, fleet_file=str(tmp_path / "fleet.yaml"))
+    settings = Settings.of(home=tmp_path, fleet=str(tmp_path / "fleet.yaml"))
 
     with pytest.raises(SettingInvalid, match="'m': engine_config: enable_chunked_prefill must be"):
         build_serving(settings)
@@ -274,7 +275,7 @@ def test_replicas_get_gpus_of_the_file(tmp_path: Path) -> None:
         "models: {m: {engine: tensorrt, directory: m, gpus: [2, 3], replicas: {max: 1},"
         " engine_config: {tensor_parallel_size: 2}}}"
     )
-    settings = Settings(home=tmp_path, fleet_file=str(tmp_path / "fleet.yaml"))
+    settings = Settings.of(home=tmp_path, fleet=str(tmp_path / "fleet.yaml"))
     assert "m" in build_serving(settings).engines
 
     (tmp_path / "fleet.yaml").write_text(

@@ -58,7 +58,7 @@ class World:
             "USD",
             frozenset({"inference"}),
         )
-        self.frames_max = small.process.admission.settings.frames_per_message_max
+        self.frames_max = small.process.admission.settings.messages.frames_max
 
     def serve(self, call: Call, tasks: asyncio.TaskGroup) -> None:
         """Serve a stream."""
@@ -85,7 +85,7 @@ class World:
 
 @pytest.fixture
 async def world(tmp_path: Path, database_url: str, sessions: Sessions) -> AsyncIterator[World]:
-    settings = Settings(database_url=database_url, home=tmp_path)
+    settings = Settings.of(database_url=database_url, home=tmp_path)
     checkpoint = make_checkpoint(tmp_path / "checkpoint")
     with HoldWorld(database_url, now=None) as database:
         payer = database.tenant()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
@@ -22,7 +21,7 @@ from api.core.errors import (
     StartsTooLate,
     Unauthenticated,
 )
-from api.core.settings import SettingInvalid, Settings
+from api.core.settings import Settings
 from api.core.statuses import KINDS, status_of
 from api.generation.parsing.conversation import MESSAGE_COUNT_MAX
 from api.openai import answers
@@ -37,6 +36,7 @@ from api.openai.error_responses import (
 )
 from api.openai.parameters import CHAT_NAMES as NAMES
 from api.openai.parameters import RESPONSE_NAMES, ResponseParameters, decode
+from common.settings import SettingInvalid
 from inference.errors import RequestImpossible
 from inference.sequences import RequestField
 
@@ -255,9 +255,9 @@ def test_any_json_is_accepted_or_refused_by_parameter(value: object) -> None:
 def test_the_http_api_listens_where_the_settings_say(
     grpc: str, http: str, address: tuple[str, int] | None
 ) -> None:
-    chosen = replace(Settings(), listen_address=grpc, openai_listen=http)
+    chosen = Settings().having(listen=grpc, openai_listen=http)
 
-    assert chosen.openai_address() == address
+    assert chosen.listen.openai_address() == address
 
 
 def test_an_invalid_address_is_refused_by_name() -> None:

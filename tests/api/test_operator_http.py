@@ -57,7 +57,7 @@ from tests.service import until
 def test_metrics_are_on_this_machine_alone_unless_it_is_set_otherwise(
     given: dict[str, str], address: tuple[str, int] | None
 ) -> None:
-    assert Settings.from_environment(given).metrics_address() == address
+    assert Settings.from_environment(given).listen.metrics_address() == address
 
 
 async def test_processes_that_share_a_port_take_metrics_ports_side_by_side() -> None:
@@ -292,7 +292,7 @@ def test_only_those_that_waited_for_an_engine_count_as_cold_starts() -> None:
 )
 def test_metrics_that_other_machines_can_read_are_warned_of(address: str, is_open: bool) -> None:
     with capture_logs() as logs:
-        warn_of_open_metrics(Settings(metrics_listen=address))
+        warn_of_open_metrics(Settings.of(metrics_listen=address))
 
     assert [entry["event"] for entry in logs] == ["metrics_reachable_from_other_machines"] * is_open
     assert all("WEIR_METRICS_LISTEN" in entry["remedy"] for entry in logs)

@@ -13,7 +13,7 @@ import pytest
 import regex
 from weir.v1 import inference_service_pb2 as pb
 
-from api.core.settings import Settings
+from api.core.settings import DeliverySettings
 from api.generation.delivery.output_buffer import FlowControl, OutputBuffer, SendBuffer
 from api.generation.delivery.stream_writer import FrameSubscription, StreamWriter
 from api.generation.parsing.start_frame import ValidStart, parse_start
@@ -69,7 +69,7 @@ class Handing:
         writer: StreamWriter,
         start: ValidStart,
         stopped: list[Outcome],
-        settings: Settings,
+        settings: DeliverySettings,
         *,
         call_reading: CallReading | None = None,
         safety: SafetyChecker | None = None,
@@ -127,13 +127,7 @@ async def append_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Out
         )
 
     writer = StreamWriter(journal)
-    settings = cast(
-        Settings,
-        SimpleNamespace(
-            outbox_tokens_per_request_max=QUEUED_TOKENS,
-            client_stall_max_s=60.0,
-        ),
-    )
+    settings = DeliverySettings(unread_tokens_max=QUEUED_TOKENS, stall_max_s=60.0)
     handing = Handing(writer, start, stopped, settings)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(writer.write_all(write))
@@ -164,13 +158,7 @@ async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_th
     monkeypatch.setattr(StreamWriter, "frame_max", 1)
     stopped: list[Outcome] = []
     writer = StreamWriter(journal)
-    settings = cast(
-        Settings,
-        SimpleNamespace(
-            outbox_tokens_per_request_max=QUEUED_TOKENS,
-            client_stall_max_s=patience_s,
-        ),
-    )
+    settings = DeliverySettings(unread_tokens_max=QUEUED_TOKENS, stall_max_s=patience_s)
     replies = []
     for _ in range(2):
         start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", text="Hi"))
@@ -216,12 +204,7 @@ async def test_rules_read_escapes_in_what_clients_will_parse_and_in_nothing_else
     rules = RuleChecker(
         [Rule("topic", regex.compile(r".*forbidden\s+topic"), in_prompt=False, in_output=True)]
     )
-    settings = cast(
-        Settings,
-        SimpleNamespace(
-            outbox_tokens_per_request_max=1000, client_stall_max_s=60.0, lease_margin_tokens=0
-        ),
-    )
+    settings = DeliverySettings(unread_tokens_max=1000, stall_max_s=60.0)
     ends: list[Outcome] = []
     writer = StreamWriter(journal)
     reading = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import uuid
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +14,25 @@ from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
 from api.cli.stack import with_issuer
-from api.core.settings import SettingInvalid, Settings, bundled_encoders
+from api.core.settings import QueueSettings, Settings, bundled_encoders
 from api.fleet.fleet import compute_dtype, engine_plan, fleet_of_models
+from common.settings import SettingInvalid, settings_of, short
 from inference.native import loader
 from inference.text.tools import CallFormat
 from inference.workers.process import open_worker
 from metering.invoicing.invoice_document import Issuer
 
-SPECS = {spec.metadata["variable"]: spec for spec in fields(Settings)}
+SPECS = {spec.metadata["variable"]: spec for _, spec in settings_of(Settings)}
 NUMBERS = [name for name, spec in SPECS.items() if isinstance(spec.default, int | float)]
 
-BUNDLED = Settings(encoders=bundled_encoders())
+BUNDLED = Settings.of(encoders=bundled_encoders())
 
 MAY_BE_ZERO = {"WEIR_MODEL_IDLE_TIMEOUT_S", "WEIR_HTTP_PADDING_AFTER_S"}  # which then means never
 CASES: list[dict[str, Any]] = [
     {},
     {
         "database_url": "postgresql://u:p@h/d?sslmode=require",
-        "listen_address": "[::]:1",
+        "listen": "[::]:1",
         "models": {"a": Path("/b"), "c": Path("/d e")},
     },
     {"home": Path("/tmp/x"), "drain_s": 0.25, "lease_slice_tokens": 1, "engine_dtype": "int8"},
@@ -49,7 +50,7 @@ def test_an_empty_environment_gives_the_defaults_and_the_bundled_encoder() -> No
 def test_a_choice_of_models_leaves_out_the_bundled_encoder(variable: str) -> None:
     settings = Settings.from_environment({variable: "small=/models/small"})
 
-    assert settings.encoders.keys() == ({"small"} if variable == "WEIR_ENCODERS" else set())
+    assert settings.models.encoders.keys() == ({"small"} if variable == "WEIR_ENCODERS" else set())
 
 
 def test_the_bundled_encoder_starts_with_its_first_request() -> None:
@@ -61,8 +62,16 @@ def test_the_bundled_encoder_starts_with_its_first_request() -> None:
 
 
 def test_every_variable_has_its_own_name() -> None:
-    assert len(SPECS) == len(fields(Settings))
+    assert len(SPECS) == len(list(settings_of(Settings)))
     assert all(name.startswith("WEIR_") for name in SPECS)
+
+
+def test_a_value_is_replaced_by_the_name_of_its_variable() -> None:
+    settings = Settings.of(queue_order="arrival", home=Path("/h"))
+
+    assert settings == replace(Settings(), queue=QueueSettings(order="arrival"), home=Path("/h"))
+    with pytest.raises(TypeError, match="no setting is named listen_address"):
+        settings.having(listen_address="127.0.0.1:1")
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -78,9 +87,8 @@ def test_every_number_is_read_from_its_variable(name: str) -> None:
 
     settings = Settings.from_environment({name: str(value)})
 
-    assert getattr(settings, SPECS[name].name) == value
-    changed: dict[str, Any] = {SPECS[name].name: default}
-    assert replace(settings, **changed) == BUNDLED, "and nothing else"
+    assert settings.to_environment()[name] == str(value)
+    assert settings.having(**{short(SPECS[name]): default}) == BUNDLED, "and nothing else"
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -100,8 +108,8 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def built(settings: Settings) -> Any:
     """Return the engine of the model that `WEIR_MODELS` calls `a`."""
-    assert settings.engine_backend != "remote"
-    kind, directory = settings.engine_backend, settings.models["a"]
+    assert settings.engine.backend != "remote"
+    kind, directory = settings.engine.backend, settings.models.directories["a"]
     build, *_ = engine_plan(settings, kind, "a", directory, open_worker)
     return build({})
 
@@ -116,11 +124,11 @@ def test_no_time_is_zero(name: str) -> None:
 
 @pytest.mark.usefixtures("bare")
 def test_the_interpreter_of_the_worker_must_exist(tmp_path: Path) -> None:
-    settings = Settings(models={"a": tmp_path}, engine_backend="tensorrt")
+    settings = Settings.of(models={"a": tmp_path}, engine="tensorrt")
 
-    assert built(replace(settings, tensorrt_python=sys.executable)).python == sys.executable
+    assert built(settings.having(tensorrt_python=sys.executable)).python == sys.executable
     with pytest.raises(SettingInvalid, match="WEIR_TENSORRT_PYTHON='/nowhere': must be the path"):
-        built(replace(settings, tensorrt_python="/nowhere"))
+        built(settings.having(tensorrt_python="/nowhere"))
 
 
 @pytest.mark.parametrize("text", ["demo", "=dir", "name=", "a=b,c", ",=", "a=b,=d"])
@@ -137,7 +145,7 @@ def test_weights_are_pairs_of_an_id_and_a_weight(text: str) -> None:
     good = Settings.from_environment(
         {"WEIR_QUEUE_WEIGHTS": f"{uuid.UUID(int=1)}=4,{uuid.UUID(int=2).hex}=0.5"}
     )
-    assert good.queue_weights == {str(uuid.UUID(int=1)): 4.0, str(uuid.UUID(int=2)): 0.5}
+    assert good.queue.weights == {str(uuid.UUID(int=1)): 4.0, str(uuid.UUID(int=2)): 0.5}
     assert Settings.from_environment(good.to_environment()) == good
     with pytest.raises(SettingInvalid, match="WEIR_QUEUE_WEIGHTS"):
         Settings.from_environment({"WEIR_QUEUE_WEIGHTS": text})
@@ -146,7 +154,7 @@ def test_weights_are_pairs_of_an_id_and_a_weight(text: str) -> None:
 def test_models_may_have_equals_signs_in_their_path() -> None:
     settings = Settings.from_environment({"WEIR_MODELS": "a=/x/y=z,b=rel"})
 
-    assert settings.models == {"a": Path("/x/y=z"), "b": Path("rel")}
+    assert settings.models.directories == {"a": Path("/x/y=z"), "b": Path("rel")}
 
 
 @pytest.mark.parametrize("name", ["WEIR_ENGINE_DTYPE", "WEIR_ENGINE_DEVICE"])
@@ -172,7 +180,7 @@ def test_type_and_device_reach_the_engines() -> None:
 def test_a_gpu_has_other_defaults() -> None:
     """A replica has a GPU alone, whose free memory is its KV cache."""
     cpu, gpu = (
-        Settings(engine_device=device, models={"a": Path("/x")}) for device in ("cpu", "cuda")
+        Settings.of(engine_device=device, models={"a": Path("/x")}) for device in ("cpu", "cuda")
     )
 
     on_cpu, on_gpu = built(cpu), built(gpu)
@@ -210,12 +218,12 @@ def test_a_checkpoint_in_bfloat16_is_computed_in_it_by_native_kernels(
     monkeypatch.setattr(loader, "is_expected", lambda: is_native)
 
     assert compute_dtype(Settings(), tmp_path) == computed
-    assert compute_dtype(Settings(engine_dtype="int8"), tmp_path) == "int8"
+    assert compute_dtype(Settings.of(engine_dtype="int8"), tmp_path) == "int8"
 
 
 @pytest.mark.usefixtures("bare")
 def test_int8_is_refused_on_a_gpu() -> None:
-    settings = Settings(engine_dtype="int8", engine_device="cuda", models={"a": Path("/x")})
+    settings = Settings.of(engine_dtype="int8", engine_device="cuda", models={"a": Path("/x")})
 
     with pytest.raises(SettingInvalid, match=r"WEIR_ENGINE_DTYPE='int8'.*cuda: set bfloat16"):
         built(settings)
@@ -258,7 +266,7 @@ def test_tensorrt_gets_its_sizes() -> None:
 
 @pytest.mark.parametrize("values", CASES)
 def test_a_child_process_reads_the_same_settings(values: dict[str, Any]) -> None:
-    settings = Settings(**values)
+    settings = Settings.of(**values)
 
     assert Settings.from_environment(settings.to_environment()) == settings
 
@@ -268,7 +276,7 @@ def test_unrelated_variables_are_ignored() -> None:
 
 
 def test_the_journal_is_in_the_home() -> None:
-    assert Settings(home=Path("/h")).journal_directory == Path("/h/journal")
+    assert Settings.of(home=Path("/h")).journal_directory == Path("/h/journal")
 
 
 def test_the_letterhead_is_read_line_by_line() -> None:
@@ -280,11 +288,11 @@ def test_the_letterhead_is_read_line_by_line() -> None:
         }
     )
 
-    assert settings.issuer() == Issuer(
+    assert settings.issuer.build() == Issuer(
         "Weir Operations GmbH", ("Brückenstraße 12", "10179 Berlin"), "DE 1"
     )
     assert Settings.from_environment(settings.to_environment()) == settings
-    assert Settings().issuer() == Issuer()
+    assert Settings().issuer.build() == Issuer()
 
 
 def test_a_letterhead_that_could_not_be_drawn_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -300,7 +308,7 @@ def test_a_letterhead_that_could_not_be_drawn_is_refused_at_the_start(tmp_path: 
         ({"WEIR_INVOICE_FONT_BOLD": str(tmp_path / "gone.ttf")}, "WEIR_INVOICE_FONT_BOLD"),
     ):
         with pytest.raises(SettingInvalid, match=named):
-            Settings.from_environment(environment).issuer()
+            Settings.from_environment(environment).issuer.build()
     for bad in ("two\nlines", "x" * 1001):
         with pytest.raises(SettingInvalid, match="WEIR_ISSUER_NAME"):
             Settings.from_environment({"WEIR_ISSUER_NAME": bad})
@@ -309,7 +317,10 @@ def test_a_letterhead_that_could_not_be_drawn_is_refused_at_the_start(tmp_path: 
 def test_forms_of_tool_calls_are_read_by_model() -> None:
     settings = Settings.from_environment({"WEIR_TOOL_CALL_FORMATS": "small=hermes,large=llama"})
 
-    assert settings.tool_call_formats == {"small": CallFormat.HERMES, "large": CallFormat.LLAMA}
+    assert settings.models.tool_call_formats == {
+        "small": CallFormat.HERMES,
+        "large": CallFormat.LLAMA,
+    }
     assert Settings.from_environment(settings.to_environment()) == settings
     for wrong in ("small", "=hermes", "small=json", "small=qwen"):
         with pytest.raises(SettingInvalid, match="one of hermes, llama, mistral"):
@@ -317,8 +328,8 @@ def test_forms_of_tool_calls_are_read_by_model() -> None:
 
 
 def test_a_stack_with_its_own_database_has_a_sample_issuer_unless_one_is_set() -> None:
-    sample = with_issuer(Settings()).issuer()
-    own = Settings(issuer_name="Weir Operations GmbH")
+    sample = with_issuer(Settings()).issuer.build()
+    own = Settings.of(issuer_name="Weir Operations GmbH")
 
     assert sample.missing == ()
     assert "SAMPLE" in sample.name

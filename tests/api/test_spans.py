@@ -9,10 +9,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from api.composition import open_spans
-from api.core.settings import SettingInvalid
 from api.metrics.operator_http import span_metrics
 from api.observability.observer import Observer, record_of
 from api.observability.spans import NO_TRACE, Record, Spans, TraceContext, trace_of_metadata
+from common.settings import SettingInvalid
 from tests.api.endings import ending
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

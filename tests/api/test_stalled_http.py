@@ -120,7 +120,7 @@ async def world(
 ) -> AsyncIterator[World]:
     """Yield a process with the settings that the test gives as a parameter."""
     monkeypatch.setattr(listener_module, "SEND_BUFFER_BYTES", LITTLE)
-    settings = Settings(
+    settings = Settings.of(
         database_url=database_url,
         home=tmp_path,
         lease_slice_tokens=2000,
@@ -202,7 +202,7 @@ async def sipped(connection: socket.socket) -> bytes:
 @pytest.mark.parametrize("path", WIDE)
 @pytest.mark.parametrize(
     "world",
-    [{"client_stall_max_s": 0.3, "client_tokens_per_s_min": 1000.0}],
+    [{"client_stall_max_s": 0.3, "client_tokens_per_second_min": 1000.0}],
     indirect=True,
     ids=["200 kB per second"],
 )

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from api.core.errors import Overloaded, PreparationLimit
+from api.core.settings import PreparationSettings
 from api.generation.parsing.text_work import LONG_S, TextWork, conversation_size
 from inference.text.tokenizer import ChatMessage
 from inference.text.tools import Tool, ToolCall
@@ -61,7 +62,7 @@ async def threads() -> AsyncIterator[Threads]:
 
 def one_thread() -> TextWork:
     """Return a single thread with room for everything."""
-    return TextWork(chars_max=10**9, chars_per_key_max=10**9, thread_count=1)
+    return TextWork(PreparationSettings(chars_max=10**9, chars_per_key_max=10**9, thread_count=1))
 
 
 async def begun(threads: Threads, count: int) -> None:
@@ -72,7 +73,7 @@ async def begun(threads: Threads, count: int) -> None:
 
 
 def test_a_key_may_have_so_much_prepared_at_once_and_one_request_of_any_size() -> None:
-    work = TextWork(chars_max=10**6, chars_per_key_max=100, thread_count=1)
+    work = TextWork(PreparationSettings(chars_max=10**6, chars_per_key_max=100, thread_count=1))
     with work.permit(owner(A), 60):
         with (
             work.permit(owner(A), 40),
@@ -90,7 +91,7 @@ def test_a_key_may_have_so_much_prepared_at_once_and_one_request_of_any_size() -
 
 
 def test_all_keys_together_may_have_so_much_prepared_at_once() -> None:
-    work = TextWork(chars_max=100, chars_per_key_max=80, thread_count=1)
+    work = TextWork(PreparationSettings(chars_max=100, chars_per_key_max=80, thread_count=1))
     with (
         work.permit(owner(A), 80),
         pytest.raises(Overloaded, match="limit of 100"),
@@ -103,7 +104,7 @@ def test_all_keys_together_may_have_so_much_prepared_at_once() -> None:
 
 
 def test_keys_of_one_organization_take_no_more_than_they_leave_free() -> None:
-    work = TextWork(chars_max=100, chars_per_key_max=80, thread_count=1)
+    work = TextWork(PreparationSettings(chars_max=100, chars_per_key_max=80, thread_count=1))
     a, b, other = owner(A, A), owner(B, A), owner(uuid.UUID(int=3))
     with work.permit(a, 40), work.permit(b, 10):
         with (
@@ -201,7 +202,9 @@ def test_nothing_of_tenants_goes_to_the_executor_that_all_share(package: str) ->
 
 async def test_a_thread_pauses_after_a_long_call_only() -> None:
     """The loop has the interpreter for a multiple of each long call."""
-    work = TextWork(chars_max=10**9, chars_per_key_max=10**9, thread_count=1, rest=4.0)
+    work = TextWork(
+        PreparationSettings(chars_max=10**9, chars_per_key_max=10**9, thread_count=1), rest=4.0
+    )
     spans: list[tuple[float, float]] = []
 
     def busy(seconds: float) -> Callable[[], None]:

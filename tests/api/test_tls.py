@@ -16,8 +16,9 @@ from weir_client import AsyncClient, Unavailable
 from weir_client.tls import TlsOptions
 
 from api.access.tls import Tls, open_tls
-from api.core.settings import SettingInvalid, Settings
+from api.core.settings import Settings
 from api.openai.listener import Listener
+from common.settings import SettingInvalid
 from tests.api.bare_server import TIMEOUT_S, bare_server, check, connection
 from tests.certificates import Certificate, new_certificate
 
@@ -207,9 +208,9 @@ async def test_openais_clients_are_listened_to_by_the_same_certificates(world: W
 
 def test_the_http_api_refuses_plaintext_on_public_addresses_too() -> None:
     with pytest.raises(SettingInvalid, match="WEIR_OPENAI_LISTEN"):
-        open_tls(Settings(openai_listen="0.0.0.0:9443"))
-    assert open_tls(Settings(openai_listen="0.0.0.0:9443", allow_plaintext=True)) is None
-    assert open_tls(Settings(openai_listen="127.0.0.1:9443")) is None
+        open_tls(Settings.of(openai_listen="0.0.0.0:9443"))
+    assert open_tls(Settings.of(openai_listen="0.0.0.0:9443", allow_plaintext=True)) is None
+    assert open_tls(Settings.of(openai_listen="127.0.0.1:9443")) is None
 
 
 def test_files_that_cannot_be_used_are_refused_at_start_by_name(world: World) -> None:
@@ -237,7 +238,7 @@ def test_files_that_cannot_be_used_are_refused_at_start_by_name(world: World) ->
         ),
     ):
         with pytest.raises(SettingInvalid, match=message):
-            open_tls(Settings(**fields))  # type: ignore[arg-type]
+            open_tls(Settings.of(**fields))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +249,7 @@ def test_public_listeners_refuse_plaintext_unless_it_is_allowed(address: str) ->
         SettingInvalid,
         match=r"WEIR_LISTEN=.*WEIR_TLS_CERTIFICATE.*127\.0\.0\.1.*WEIR_ALLOW_PLAINTEXT=1",
     ):
-        open_tls(Settings(listen_address=address))
+        open_tls(Settings.of(listen=address))
     data = Settings.from_environment({"WEIR_LISTEN": address, "WEIR_ALLOW_PLAINTEXT": "1"})
     assert open_tls(data) is None
     assert Settings.from_environment(data.to_environment()) == data
@@ -258,4 +259,4 @@ def test_public_listeners_refuse_plaintext_unless_it_is_allowed(address: str) ->
     "address", ["127.0.0.1:8443", "localhost:0", "[::1]:1", "unix:/run/weir.sock"]
 )
 def test_loopback_addresses_may_be_without_tls(address: str) -> None:
-    assert open_tls(Settings(listen_address=address)) is None
+    assert open_tls(Settings.of(listen=address)) is None

@@ -21,7 +21,7 @@ OVERHEAD_BYTES = 1024  # gRPC's own entries, and 32 bytes per entry
 async def test_metadata_passes_to_the_bound_and_not_a_byte_beyond() -> None:
     """The bound includes gRPC's own entries: the test searches for it, and it is exact."""
     async with (
-        bare_server(Settings(metadata_bytes_max=METADATA_BYTES)) as address,
+        bare_server(Settings.of(metadata_bytes_max=METADATA_BYTES)) as address,
         connection(address) as channel,
     ):
 
@@ -52,7 +52,7 @@ async def wait_until_left(channel: grpc.aio.Channel) -> None:
 
 async def test_a_connection_without_calls_is_closed_and_opened_again_when_it_is_used() -> None:
     async with (
-        bare_server(Settings(connection_idle_max_s=0.2)) as address,
+        bare_server(Settings.of(connection_idle_max_s=0.2)) as address,
         connection(address) as channel,
     ):
         assert await check(channel) is StatusCode.OK
@@ -65,7 +65,7 @@ async def test_a_connection_without_calls_is_closed_and_opened_again_when_it_is_
 async def test_an_old_connection_refuses_new_calls_and_its_running_ones_continue() -> None:
     """The watcher's stream is still open when the next call uses another connection."""
     async with (
-        bare_server(Settings(connection_age_max_s=0.2)) as address,
+        bare_server(Settings.of(connection_age_max_s=0.2)) as address,
         connection(address) as channel,
     ):
         watching: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
@@ -80,7 +80,7 @@ async def test_an_old_connection_refuses_new_calls_and_its_running_ones_continue
 
 
 async def test_a_silent_connection_is_closed() -> None:
-    async with bare_server(Settings(handshake_max_s=0.2)) as address:
+    async with bare_server(Settings.of(handshake_max_s=0.2)) as address:
         host, _, port = address.partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         async with asyncio.timeout(TIMEOUT_S):
@@ -103,7 +103,7 @@ async def greeted(address: str) -> tuple[bool, asyncio.StreamWriter]:
 async def test_a_connection_too_many_is_closed_and_there_is_room_again_when_another_one_ends() -> (
     None
 ):
-    async with bare_server(Settings(connections_max=3)) as address:
+    async with bare_server(Settings.of(connections_max=3)) as address:
         there = [await greeted(address) for _ in range(3)]
         refused, lost = await greeted(address)
         lost.close()
@@ -123,11 +123,11 @@ def test_a_process_may_open_as_many_files_as_its_connections_need() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
         with capture_logs() as logs:
-            allow_open_files(Settings(connections_max=1000, http_connections_max=1000))
+            allow_open_files(Settings.of(connections_max=1000, http_connections_max=1000))
             raised = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            allow_open_files(Settings(connections_max=10, http_connections_max=10))
+            allow_open_files(Settings.of(connections_max=10, http_connections_max=10))
             kept = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            allow_open_files(Settings(connections_max=1_000_000, http_connections_max=1_000_000))
+            allow_open_files(Settings.of(connections_max=1_000_000, http_connections_max=1_000_000))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

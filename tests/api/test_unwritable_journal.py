@@ -156,7 +156,7 @@ class World:
 
 @pytest.fixture
 async def world(tmp_path: Path, database_url: str, sessions: Sessions) -> AsyncIterator[World]:
-    settings = Settings(database_url=database_url, home=tmp_path)
+    settings = Settings.of(database_url=database_url, home=tmp_path)
     checkpoint = make_checkpoint(tmp_path / "checkpoint", shape=LlamaShape())
     with HoldWorld(database_url, now=None) as database:
         payer = database.tenant()

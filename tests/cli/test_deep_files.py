@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from weir_cli.document import read_document
 
-from api.core.settings import SettingInvalid
 from api.fleet.fleet_file import parse_fleet, read_fleet
+from common.settings import SettingInvalid
 from inference.checkpoint.json_files import read_json
 from inference.errors import CheckpointInvalid
 from inference.safety.safety import SafetyRulesInvalid

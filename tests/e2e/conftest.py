@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,7 @@ def service(
     ensure_key(home / KEY_FILE)
     with new_database(postgres_server, template=template_database) as url:
         unprivileged = Service(home, url, model)
-        unprivileged.settings = replace(unprivileged.settings, database_url=as_application(url))
+        unprivileged.settings = unprivileged.settings.having(database_url=as_application(url))
         with running(unprivileged) as service:
             SHARED.add(service)
             yield service

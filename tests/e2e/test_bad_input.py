@@ -664,7 +664,7 @@ async def test_a_message_of_100_mb_ends_its_stream_and_no_other(
             )
 
             assert await stream.closed() is StatusCode.RESOURCE_EXHAUSTED
-        assert str(service.settings.message_bytes_max) in await call.details(), (
+        assert str(service.settings.messages.bytes_max) in await call.details(), (
             "how large it may be"
         )
         assert resident_bytes(service.pid) - before < HUNDRED_MB / 2

@@ -150,7 +150,7 @@ async def test_from_nothing_to_tokens_to_nothing_and_again(cold: Service) -> Non
         def loading_of(request_id: str) -> list[pb.ProgressFrame]:
             return [frame for frame in stream.of(request_id, "progress") if frame.stage == LOADING]
 
-        async with load_paused(Path(cold.settings.models[OTHER])):
+        async with load_paused(Path(cold.settings.models.directories[OTHER])):
             request_ids = [await stream.begin(model=OTHER) for _ in range(20)]
             await stream.wait(
                 lambda: all(len(loading_of(request_id)) > 1 for request_id in request_ids),
@@ -187,7 +187,7 @@ async def test_a_request_cancelled_while_its_model_loads_ends_at_once_and_costs_
     await engines_gone(cold)  # of earlier tests
     tenant = await new_tenant(cold)
     async with cold.stream(tenant.secret) as stream:
-        async with load_paused(Path(cold.settings.models[OTHER])):
+        async with load_paused(Path(cold.settings.models.directories[OTHER])):
             cancelled = await stream.begin(model=OTHER)
             assert (await stream.first(cancelled, "progress")).stage == LOADING
             following = await stream.begin(model=OTHER)
@@ -232,7 +232,7 @@ async def test_a_worker_that_is_killed_while_it_loads_reports_to_all_and_the_nex
 ) -> None:
     tenant = await new_tenant(cold)
     await engines_gone(cold)
-    weights = Path(cold.settings.models[OTHER]) / "model.safetensors"
+    weights = Path(cold.settings.models.directories[OTHER]) / "model.safetensors"
     aside = weights.with_name("aside")
     os.rename(weights, aside)
     os.mkfifo(weights)  # opening it blocks, so that loading does not end before the kill
@@ -267,7 +267,7 @@ async def cold_workers(service: Service) -> list[int]:
 async def test_a_missing_checkpoint_is_reported_to_all_waiting_callers(broken: Service) -> None:
     tenant = await new_tenant(broken)
     await engines_gone(broken)
-    directory = Path(broken.settings.models[OTHER])
+    directory = Path(broken.settings.models.directories[OTHER])
     os.rename(directory, directory.with_name("away"))
     async with broken.stream(tenant.secret) as stream:
         request_ids = [await stream.begin(model=OTHER) for _ in range(20)]

@@ -53,7 +53,7 @@ async def test_reports_that_wait_hold_up_neither_revocation_nor_lookups_of_other
     _, finance = await service.new_key(payer, "billing")
     _, admin = await service.new_key(payer, "admin")
     doomed, _ = await service.new_key(other, "inference")
-    running_max = service.settings.report_connections_max - 1
+    running_max = service.settings.database.report_connections_max - 1
     refused_count = REPORTS - running_max - WAITING_PER_KEY_MAX
     refusals: list[Refusal] = []
 

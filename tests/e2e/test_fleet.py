@@ -51,7 +51,7 @@ def fleet(
     file.write_text(FLEET.format(model=MODEL, directory=model))
     with new_database(postgres_server, template=template_database) as url:
         service = Service(
-            home / "home", url, model, models=bundled_models(), fleet_file=str(file), region="eu"
+            home / "home", url, model, models=bundled_models(), fleet=str(file), region="eu"
         )
         with running(service):
             wait_for(

@@ -98,9 +98,9 @@ async def tenant(service: Service) -> Tenant:
 @pytest.fixture
 def less_patience(inside: Inside) -> Iterator[None]:
     """Shorten the timeout of clients that take nothing."""
-    object.__setattr__(inside.process.admission.settings, "client_stall_max_s", 0.2)
+    object.__setattr__(inside.process.admission.settings.delivery, "stall_max_s", 0.2)
     yield
-    object.__setattr__(inside.process.admission.settings, "client_stall_max_s", STALL_MAX_S)
+    object.__setattr__(inside.process.admission.settings.delivery, "stall_max_s", STALL_MAX_S)
 
 
 def attach(request_id: str, after_seq: int = 0) -> pb.ClientFrame:
@@ -218,9 +218,9 @@ async def test_grants_by_drip_below_the_least_rate_keep_no_request(
     inside: Inside, service: Service, tenant: Tenant, less_patience: None
 ) -> None:
     """Each grant is a sign of life; the end names the limit, and the engine's slot is free."""
-    settings = inside.process.admission.settings
-    usual = settings.client_tokens_per_s_min
-    object.__setattr__(settings, "client_tokens_per_s_min", 10_000.0)
+    settings = inside.process.admission.settings.delivery
+    usual = settings.tokens_per_s_min
+    object.__setattr__(settings, "tokens_per_s_min", 10_000.0)
     try:
         async with service.stream(tenant.secret) as stream:
             request_id = await stream.begin(max_output_tokens=3000, initial_credit_tokens=1)
@@ -231,7 +231,7 @@ async def test_grants_by_drip_below_the_least_rate_keep_no_request(
                 await stream.wait(partial(has_more, stream, message_count))
             finished = await stream.finished(request_id)
     finally:
-        object.__setattr__(settings, "client_tokens_per_s_min", usual)
+        object.__setattr__(settings, "tokens_per_s_min", usual)
 
     assert finished.reason == types_pb2.FINISH_REASON_SLOW_CONSUMER
     assert "fewer than 10000 tokens per second" in finished.detail

@@ -16,7 +16,7 @@ from tests.service import Refusal, Service, bearer, cancel, refused
 async def test_a_message_may_be_as_large_as_the_bound_and_not_a_byte_larger(
     service: Service,
 ) -> None:
-    tenant, most = await service.tenant(), service.settings.message_bytes_max
+    tenant, most = await service.tenant(), service.settings.messages.bytes_max
     request = pb.CountTokensRequest(model="nobody-has-this", text="x")
     # A length of millions takes three bytes more than one of 1.
     request.text = "x" * (most - (request.ByteSize() - 1) - 3)
@@ -36,7 +36,7 @@ async def test_a_message_may_be_as_large_as_the_bound_and_not_a_byte_larger(
 async def test_a_small_message_that_unpacks_to_a_large_one_is_refused(service: Service) -> None:
     tenant = await service.tenant()
     bomb = pb.CountTokensRequest(
-        model="nobody-has-this", text="x" * 4 * service.settings.message_bytes_max
+        model="nobody-has-this", text="x" * 4 * service.settings.messages.bytes_max
     )
 
     async with service.channel(("grpc.max_send_message_length", -1)) as channel:
@@ -52,7 +52,7 @@ async def test_a_small_message_that_unpacks_to_a_large_one_is_refused(service: S
 
 
 async def test_the_number_of_frames_in_a_message_is_limited(service: Service) -> None:
-    tenant, most = await service.tenant(), service.settings.frames_per_message_max
+    tenant, most = await service.tenant(), service.settings.messages.frames_max
     frames = [cancel(str(uuid.uuid4())) for _ in range(most + 1)]
 
     async with service.stream(tenant.secret) as stream:

@@ -359,7 +359,7 @@ async def test_bodies_that_are_no_request_are_refused_and_the_connection_stays(
 async def test_oversized_bodies_are_refused_before_they_are_read(
     service: Service, tenant: Tenant
 ) -> None:
-    too_long = service.settings.message_bytes_max + 1
+    too_long = service.settings.messages.bytes_max + 1
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer"
         f" {tenant.secret}\r\n"

@@ -45,7 +45,7 @@ def pair(
     with new_database(postgres_server, template=template_database) as url, ExitStack() as stack:
         homes = [tmp_path_factory.mktemp("pair") for _ in range(2)]
         services = [
-            Service(home, url, directory, models=bundled_models(), fleet_file=str(file))
+            Service(home, url, directory, models=bundled_models(), fleet=str(file))
             for home in homes
         ]
         first, second = (stack.enter_context(running(service)) for service in services)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -163,10 +162,8 @@ async def test_a_rolling_restart_of_two_processes_on_one_port_loses_no_request(
     launch: Start, tmp_path: Path
 ) -> None:
     first = launch(share_port=True, home=tmp_path / "first")
-    first.settings = replace(first.settings, listen_address=first.address)
-    second = launch(
-        share_port=True, home=tmp_path / "second", serving=False, listen_address=first.address
-    )
+    first.settings = first.settings.having(listen=first.address)
+    second = launch(share_port=True, home=tmp_path / "second", serving=False, listen=first.address)
     tenant = await first.tenant(LIMITS)
     restarted = asyncio.Event()
     results: list[Result] = []

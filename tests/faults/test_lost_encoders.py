@@ -53,7 +53,7 @@ async def test_calls_outlive_the_encoder_that_had_them_and_are_billed_once(
             url,
             directory,
             models=bundled_models(),
-            fleet_file=str(file),
+            fleet=str(file),
             hold_expiry_s=3600.0,
         )
         with running(service):

@@ -87,7 +87,7 @@ async def test_a_killed_worker_is_noticed_by_no_stream_and_on_no_bill(
     launch: Start, model: Path, tmp_path: Path
 ) -> None:
     """A hundred streams on two workers; one is killed when half of the streams have tokens."""
-    service = launch(fleet_file=fleet_file(tmp_path / "fleet", model), models=bundled_models())
+    service = launch(fleet=fleet_file(tmp_path / "fleet", model), models=bundled_models())
     tenant = await service.tenant(LIMITS)
     workers = wait_for(
         lambda: found if len(found := children_of(service.pid)) == 2 else None,

@@ -197,7 +197,7 @@ async def test_the_database_equals_the_counters_of_vllm_and_each_difference_has_
         tmp_path / "home",
         database_url,
         directory,
-        engine_backend="remote",
+        engine="remote",
         models={MODEL: directory},
         remote_targets={MODEL: f"openai+http://{address}/tiny"},
         remote_probe_s=86_400.0,

@@ -53,7 +53,7 @@ async def test_tokens_of_a_remote_engine_are_billed_exactly(
     certificates = make_certificates(tmp_path / "certificates")
     with server_process(model, certificates) as server:
         targets = {MODEL: str(server.target(Wire.TRTLLM))}
-        service = launch(engine_backend="remote", remote_targets=targets)
+        service = launch(engine="remote", remote_targets=targets)
         tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 100_000})
         prompt = list(PLAIN_IDS[:100])
         async with service.stream(tenant.secret) as stream:
@@ -107,7 +107,7 @@ async def test_cached_prompt_tokens_are_billed_as_reported_at_the_end(
     long, prompt = 300, list(PLAIN_IDS[:100])  # longer than a slice of the lease
     with server_process(model, make_certificates(tmp_path / "certificates")) as server:
         targets = {MODEL: str(server.target(wire))}
-        service = launch(engine_backend="remote", remote_targets=targets, models={MODEL: model})
+        service = launch(engine="remote", remote_targets=targets, models={MODEL: model})
         tenant = await service.tenant(limits)
         await until(service.serving, "the engine to be checked")
         async with service.stream(tenant.secret) as stream:
@@ -149,7 +149,7 @@ async def test_a_killed_server_bills_the_cached_tokens_that_it_knew(
     """The client holds back credit, so that the count comes after the tokens that it receives."""
     with server_process(model, make_certificates(tmp_path / "certificates")) as server:
         targets = {MODEL: str(server.target(Wire.OPENAI_HTTP))}
-        service = launch(engine_backend="remote", remote_targets=targets, models={MODEL: model})
+        service = launch(engine="remote", remote_targets=targets, models={MODEL: model})
         tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**6})
         await until(service.serving, "the engine to be checked")
         prompt = list(PLAIN_IDS[:100])
@@ -193,7 +193,7 @@ async def test_output_without_token_ids_is_billed_by_the_servers_usage(
     with server_process(model, make_certificates(tmp_path / "certificates")) as server:
         server.go_wrong("no_ids", *faults)
         targets = {MODEL: str(server.target(Wire.OPENAI_HTTP))}
-        service = launch(engine_backend="remote", remote_targets=targets, models={MODEL: model})
+        service = launch(engine="remote", remote_targets=targets, models={MODEL: model})
         tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 100_000})
         async with service.stream(tenant.secret) as stream:
             await until(service.serving, "the engine to be checked")
@@ -241,7 +241,7 @@ async def test_hostile_answers_are_billed_for_valid_tokens_only_and_never_quoted
     with hostile_process("bench.hostile_upstream") as address:
         target = f"openai+http://{address}/tiny"
         service = launch(
-            engine_backend="remote", remote_targets={MODEL: target}, remote_share_prefixes=True
+            engine="remote", remote_targets={MODEL: target}, remote_share_prefixes=True
         )
         tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 100_000})
         async with service.stream(tenant.secret) as stream:

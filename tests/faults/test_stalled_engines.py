@@ -53,7 +53,7 @@ async def test_a_stopped_engine_is_not_serving_and_its_requests_wait_with_progre
 
 
 async def test_requests_avoid_a_stopped_replica(launch: Start, model: Path, tmp_path: Path) -> None:
-    service = launch(fleet_file=fleet_file(tmp_path / "fleet", model), models=bundled_models())
+    service = launch(fleet=fleet_file(tmp_path / "fleet", model), models=bundled_models())
     tenant = await service.tenant(LIMITS)
     workers = wait_for(
         lambda: found if len(found := children_of(service.pid)) == 2 else None,

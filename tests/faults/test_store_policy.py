@@ -231,9 +231,7 @@ async def test_a_thousand_clients_in_an_outage_open_no_more_connections_than_one
     launch: Start, database_url: str
 ) -> None:
     async with CuttingProxy(database_url).listening() as proxy:
-        service = await asyncio.to_thread(
-            launch, database_url=proxy.url, database_connections_max=POOL
-        )
+        service = await asyncio.to_thread(launch, database_url=proxy.url, database_connections=POOL)
         service.database = Database(database_url)  # this loop runs the proxy
         tenant = await service.tenant(LIMITS)
         async with service.stream(tenant.secret) as stream, service.stream(tenant.secret) as other:

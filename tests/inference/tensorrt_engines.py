@@ -64,7 +64,7 @@ def tensorrt_service(
     ):
         find_double(monkeypatch)
         settings |= {
-            "engine_backend": "tensorrt",
+            "engine": "tensorrt",
             "tensorrt_batch_max": 8,
             "tensorrt_python": sys.executable,
         }

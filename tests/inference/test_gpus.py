@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from api.core.settings import SettingInvalid, Settings
+from api.core.settings import Settings
 from api.fleet.fleet import build_serving, memory_of_gpus
 from common.gpus import Gpu, GpusUnknown, read_gpus
 from common.processes import started_with
+from common.settings import SettingInvalid
 from inference.routing.memory import HANDOVER_S, GpusTooFew, GpuTooSmall, MemoryBudget, stored_bytes
 from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
 from tests.inference.tensorrt_engines import find_double, tensorrt_settings
@@ -261,7 +262,7 @@ def test_a_model_that_cannot_fit_is_refused_at_start_by_name(
 ) -> None:
     make_checkpoint(tmp_path / "m")
     replica_sets = tmp_path / "fleet.yaml"
-    settings = Settings(home=tmp_path, fleet_file=str(replica_sets))
+    settings = Settings.of(home=tmp_path, fleet=str(replica_sets))
 
     def start(gpus: str, config: str, more: str = "") -> None:
         replica_sets.write_text(

@@ -524,9 +524,9 @@ async def test_a_sequence_that_a_server_drops_continues_on_another_server(
         }
     }
     (tmp_path / "fleet.yaml").write_text(json.dumps(fleet))
-    engine = build_serving(
-        Settings(home=tmp_path, fleet_file=str(tmp_path / "fleet.yaml"))
-    ).engines["far"]
+    engine = build_serving(Settings.of(home=tmp_path, fleet=str(tmp_path / "fleet.yaml"))).engines[
+        "far"
+    ]
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
         tasks.create_task(engine.serve())
         await engine.start()

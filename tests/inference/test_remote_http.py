@@ -19,9 +19,10 @@ import msgspec
 import pytest
 from tokenizers.decoders import DecodeStream
 
-from api.core.settings import SettingInvalid, Settings
+from api.core.settings import Settings
 from api.fleet.fleet import build_serving
 from bench import engine_streams as streams
+from common.settings import SettingInvalid
 from inference.adapters import remote_doctor as doctor
 from inference.adapters.external_queue import READ_ON_TOKENS_MAX
 from inference.adapters.external_request import Choice, Request
@@ -86,7 +87,7 @@ async def test_a_model_has_the_capabilities_that_its_servers_showed(
     target = str(remote_server.target(Service.OPENAI_HTTP))
     models = {"far": {"engine": "remote", "directory": str(tiny.directory), "targets": [target]}}
     (tmp_path / "fleet.yaml").write_text(json.dumps({"models": models}))
-    settings = Settings(home=tmp_path, fleet_file=str(tmp_path / "fleet.yaml"))
+    settings = Settings.of(home=tmp_path, fleet=str(tmp_path / "fleet.yaml"))
     engine = cast(Any, build_serving(settings).engines["far"])
     assert engine.model.capabilities.unsupported == ALWAYS
 
@@ -497,7 +498,7 @@ async def test_the_doctor_finds_a_server_well_and_its_faults(world: RemoteWorld)
 
 
 def test_embedding_models_are_refused_at_start(tiny: TinyCheckpoint, tmp_path: Path) -> None:
-    settings = Settings(
+    settings = Settings.of(
         home=tmp_path,
         encoders={"e": tiny.directory},
         remote_encoders={"e": "openai+http://host:1"},

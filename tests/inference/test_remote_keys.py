@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from api.core.settings import SettingInvalid, Settings
+from api.core.settings import Settings
 from api.fleet.fleet import build_serving
+from common.settings import SettingInvalid
 from inference.adapters.remote_settings import KeyFile, KeyUnusable, Service
 from inference.errors import EngineStartFailed
 from tests.inference.checkpoints import TinyCheckpoint
@@ -166,7 +167,7 @@ def fleet(tmp_path: Path, tiny: TinyCheckpoint, **target: str) -> Settings:
     targets = [{"address": "vllm://host:1"} | target]
     models = {"m": {"engine": "remote", "directory": str(tiny.directory), "targets": targets}}
     (tmp_path / "fleet.yaml").write_text(json.dumps({"models": models}))
-    return Settings(home=tmp_path, fleet_file=str(tmp_path / "fleet.yaml"))
+    return Settings.of(home=tmp_path, fleet=str(tmp_path / "fleet.yaml"))
 
 
 def test_each_target_of_a_fleet_has_its_own_key(tmp_path: Path, tiny: TinyCheckpoint) -> None:
@@ -195,9 +196,9 @@ def test_keys_that_cannot_be_used_prevent_the_start(
     tmp_path: Path, tiny: TinyCheckpoint, changes: dict[str, Any], message: str
 ) -> None:
     usual = {"remote_key_files": {"m": key_file(tmp_path / "key", KEY)}}
-    settings = Settings(
+    settings = Settings.of(
         home=tmp_path,
-        engine_backend="remote",
+        engine="remote",
         models={"m": tiny.directory},
         remote_targets={"m": "openai+https://host:1"},
         **(usual | changes),

@@ -17,8 +17,9 @@ from smg_grpc_proto.generated import common_pb2
 from typer.testing import CliRunner
 
 from api.cli.commands import doctor as commands
-from api.core.settings import SettingInvalid, Settings
+from api.core.settings import Settings
 from api.fleet.fleet import build_serving
+from common.settings import SettingInvalid
 from inference.adapters import remote_doctor as doctor
 from inference.adapters.findings import Verdict
 from inference.adapters.remote_connection import DIALECTS
@@ -340,9 +341,9 @@ async def test_a_model_without_a_directory_gets_its_files_from_its_server(
 ) -> None:
     """Also the files of the last time, while the server is unavailable."""
     remote_server.go_wrong("unsalted", "no_events")
-    settings = Settings(
+    settings = Settings.of(
         home=tmp_path,
-        engine_backend="remote",
+        engine="remote",
         remote_targets={"a/b": str(remote_server.target(Service.TRTLLM))},
         remote_share_prefixes=True,
         remote_context_tokens=512,
@@ -388,11 +389,11 @@ def test_settings_that_lead_nowhere_are_refused_by_name(
     changes: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SettingInvalid, match=named):
-        build_serving(Settings(home=tmp_path, engine_backend="remote", **changes))
+        build_serving(Settings.of(home=tmp_path, engine="remote", **changes))
 
 
 def test_the_settings_cross_to_child_processes() -> None:
-    settings = Settings(
+    settings = Settings.of(
         remote_targets={"a": "vllm://h:1", "b": "trtllm://h:2"}, remote_share_prefixes=True
     )
 

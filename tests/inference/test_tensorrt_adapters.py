@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from api.core.settings import SettingInvalid, Settings
+from api.core.settings import Settings
 from api.fleet.fleet import build_serving
 from bench import engine_streams as streams
+from common.settings import SettingInvalid
 from inference.adapters.tensorrt_adapters import ATTENTION, MODULES, QUESTION, read_adapter
 from inference.adapters.tensorrt_questions import lora_adapters
 from inference.adapters.tensorrt_settings import VERSION, TensorRtSettings, with_config
@@ -160,9 +161,9 @@ def test_an_adapter_needs_its_weights(tmp_path: Path) -> None:
 def settings(tmp_path: Path) -> Settings:
     """Return settings of a model `m` with one adapter, without a report."""
     make_checkpoint(tmp_path / "m")
-    return Settings(
+    return Settings.of(
         home=tmp_path,
-        engine_backend="tensorrt",
+        engine="tensorrt",
         models={"m": tmp_path / "m"},
         lora_adapters={"m:terse": write_adapter(tmp_path / "terse")},
     )
@@ -173,7 +174,7 @@ def test_adapters_are_models_of_the_engine_of_their_base(
 ) -> None:
     report = write_report(tmp_path / "report.json")
 
-    serving = build_serving(replace(settings, lora_report=str(report)))
+    serving = build_serving(settings.having(lora_report=str(report)))
     router = Router(serving.engines, serving.encoders, serving.catalog, serving.encoder_catalog)
     base, route = router.route("m", "id"), router.route("m:terse", "id")
 
@@ -189,9 +190,9 @@ def test_versions_have_adapters_of_their_own(settings: Settings, tmp_path: Path)
         " v2: {engine: tensorrt, directory: m}}}}"
     )
     adapters = {f"m@{version}:terse": tmp_path / "terse" for version in ("v1", "v2")}
-    settings = Settings(
+    settings = Settings.of(
         home=tmp_path,
-        fleet_file=str(tmp_path / "fleet.yaml"),
+        fleet=str(tmp_path / "fleet.yaml"),
         lora_adapters=adapters | {"m@v2:formal": write_adapter(tmp_path / "formal")},
         lora_report=str(write_report(tmp_path / "report.json")),
     )
@@ -223,7 +224,7 @@ def test_a_report_that_shows_no_effect_is_refused_with_the_remedy(
     with pytest.raises(
         SettingInvalid, match=f"WEIR_LORA_REPORT='.*report.json': .*{named}"
     ) as error:
-        build_serving(replace(settings, lora_report=str(report)))
+        build_serving(settings.having(lora_report=str(report)))
 
     assert "weir doctor tensorrt --model DIR --lora DIR --json" in str(error.value)
 
@@ -233,7 +234,7 @@ def test_another_file_is_not_a_report(settings: Settings, tmp_path: Path, conten
     (tmp_path / "report.json").write_text(content)
 
     with pytest.raises(SettingInvalid, match="must be a report of TensorRT-LLM's doctor: run `"):
-        build_serving(replace(settings, lora_report=str(tmp_path / "report.json")))
+        build_serving(settings.having(lora_report=str(tmp_path / "report.json")))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +242,7 @@ def test_another_file_is_not_a_report(settings: Settings, tmp_path: Path, conten
     [
         ({}, "WEIR_LORA_ADAPTERS needs WEIR_LORA_REPORT.*run `weir doctor tensorrt"),
         ({"lora_report": "/nowhere"}, "WEIR_LORA_REPORT='/nowhere': cannot be read .*run `weir d"),
-        ({"engine_backend": "torch"}, "'m:terse' must be model:adapter .*engine is `tensorrt`"),
+        ({"engine": "torch"}, "'m:terse' must be model:adapter .*engine is `tensorrt`"),
         ({"lora_adapters": {"other:terse": Path()}}, "'other:terse' must be model:adapter"),
         ({"lora_adapters": {"m:a@b": Path()}}, "'m:a@b': the adapter's name must match"),
     ],
@@ -250,15 +251,15 @@ def test_adapters_that_cannot_be_served_are_refused(
     settings: Settings, changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(SettingInvalid, match=named):
-        build_serving(replace(settings, **changes))
+        build_serving(settings.having(**changes))
 
 
 def test_an_adapter_needs_a_name_of_its_own(settings: Settings, tmp_path: Path) -> None:
-    models = {**settings.models, "m:terse": tmp_path / "m"}
+    models = {**settings.models.directories, "m:terse": tmp_path / "m"}
     report = str(write_report(tmp_path / "report.json"))
 
     with pytest.raises(SettingInvalid, match="'m:terse' is also a model or an alias"):
-        build_serving(replace(settings, models=models, lora_report=report))
+        build_serving(settings.having(models=models, lora_report=report))
 
 
 def test_the_question_of_the_report_is_the_doctors() -> None:

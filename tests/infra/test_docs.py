@@ -8,7 +8,6 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from api.core.health import SERVICES
 from api.core.settings import Settings
 from api.core.statuses import KINDS, reason_of
 from api.openai.error_responses import error_response
+from common.settings import settings_of
 from inference.workers.process import FAMILY
 from infra import reference
 from metering.export.export_settings import (
@@ -131,7 +131,7 @@ def test_the_reference_has_every_setting() -> None:
     assert len(named) == len(set(named))
     # Not for operators: they mark the processes of a worker and of `weir up`.
     read -= {FAMILY, ROLE, STACK_HOME, STACK_PART}
-    assert {spec.metadata["variable"] for spec in fields(Settings)} | read == {
+    assert {spec.metadata["variable"] for _, spec in settings_of(Settings)} | read == {
         name for name in named if name.startswith("WEIR_")
     }
     assert (

@@ -82,7 +82,7 @@ def tight_process(tmp_path_factory: pytest.TempPathFactory, service: Service) ->
     """
     home = tmp_path_factory.mktemp("tight")
     (home / "journal").symlink_to(service.home / "journal")
-    model = service.settings.models[MODEL]
+    model = service.settings.models.directories[MODEL]
     bounds = {
         "keep_on_disconnect_max_s": TIGHT_KEEP_S,
         "replay_bytes_per_request_max": 100_000,

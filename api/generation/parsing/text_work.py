@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from api.core.errors import Overloaded, PreparationLimit
+from api.core.settings import PreparationSettings
 from api.queue.virtual_tokens import Line
 from inference.text.tokenizer import ChatMessage
 from inference.text.tools import Tool
@@ -58,10 +59,7 @@ class TextWork:
 
     def __init__(
         self,
-        *,
-        chars_max: int,
-        chars_per_key_max: int,
-        thread_count: int,
+        settings: PreparationSettings,
         weights: Mapping[str, float] | None = None,
         rest: float = 0.0,
     ) -> None:
@@ -69,14 +67,12 @@ class TextWork:
 
         After a long call, a thread pauses for `rest` times the processor time of the call.
         """
-        self._chars_max = chars_max
-        self._chars_per_key_max = chars_per_key_max
-        self._thread_count = thread_count
+        self._settings = settings
         self._weights = weights or {}
         self._rest = rest
         self.taken_chars = 0  # of requests that are being prepared or wait for it
         self._taken: Counter[uuid.UUID] = Counter()  # by API key and by organization
-        self._threads = ThreadPoolExecutor(thread_count, "weir-text")
+        self._threads = ThreadPoolExecutor(settings.thread_count, "weir-text")
         self._line: Line[Work[Any]] = Line()
         self.running_count = 0  # calls that run in threads
         self._number = 0
@@ -94,9 +90,9 @@ class TextWork:
         it leaves free, so that others always find room. Raises: PreparationLimit, Overloaded.
         """
         of_key, of_organization = self._taken[owner.api_key_id], self._taken[owner.organization_id]
-        if of_key and of_key + chars > self._chars_per_key_max:
-            raise PreparationLimit("API key", of_key, chars, self._chars_per_key_max)
-        free_chars = self._chars_max - self.taken_chars
+        if of_key and of_key + chars > self._settings.chars_per_key_max:
+            raise PreparationLimit("API key", of_key, chars, self._settings.chars_per_key_max)
+        free_chars = self._settings.chars_max - self.taken_chars
         if of_organization and of_organization + chars > free_chars - chars:
             raise PreparationLimit(
                 "organization", of_organization, chars, max((of_organization + free_chars) // 2, 0)
@@ -104,7 +100,7 @@ class TextWork:
         if self.taken_chars and chars > free_chars:
             raise Overloaded(
                 f"this server prepares prompts of {self.taken_chars} characters, and {chars} more"
-                f" would exceed its limit of {self._chars_max}; retry the request"
+                f" would exceed its limit of {self._settings.chars_max}; retry the request"
             )
         self.taken_chars += chars
         self._taken.update({owner.api_key_id: chars, owner.organization_id: chars})
@@ -135,7 +131,7 @@ class TextWork:
     def _begin_next(self) -> None:
         loop = asyncio.get_running_loop()
         while (
-            self.running_count < self._thread_count
+            self.running_count < self._settings.thread_count
             and (tenant := self._line.next_tenant()) is not None
         ):
             work = self._line.take(tenant, 0.0)

@@ -116,8 +116,8 @@ class HoldHandle:
         op, settings = self._op, self._admission.settings
         if self._admission.journal.fault:
             self._admission.journal.check()
-        op.first_slice_token_count = min(settings.lease_slice_tokens, op.first_slice_token_count)
-        op.least_slice_token_count = min(settings.lease_min_tokens, op.first_slice_token_count)
+        op.first_slice_token_count = min(settings.leases.slice_tokens, op.first_slice_token_count)
+        op.least_slice_token_count = min(settings.leases.min_tokens, op.first_slice_token_count)
         self._admission.capacity.take()
         self._pending = self._admission.holds.begin_admit(op, partial(self._answered, done))
 
@@ -172,7 +172,7 @@ class HoldHandle:
         self._max_output_token_count = max_output_token_count
         self.unchecked_until = leased_token_count
         if leased_token_count < max_output_token_count:
-            self.unchecked_until -= self._admission.settings.lease_margin_tokens + 1
+            self.unchecked_until -= self._admission.settings.leases.margin_tokens + 1
 
     def anticipate(self, token_count: int) -> None:
         """Extend the lease in the background before it runs out, so that streams do not wait."""
@@ -197,7 +197,7 @@ class HoldHandle:
             if self.leased_token_count > leased_token_count:
                 return
             target = min(
-                self._admission.settings.lease_slice_tokens,
+                self._admission.settings.leases.slice_tokens,
                 self._max_output_token_count - self.leased_token_count,
             )
             assert target > 0, "the engine may not produce more than the request allows"

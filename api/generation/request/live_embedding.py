@@ -263,7 +263,7 @@ class LiveEmbedding:
                 input_token_count=sum(map(len, part)),
                 output_token_count_max=0,
                 tier=self.start.tier,
-                weight=self._registry.settings.queue_weights.get(str(tenant_id), 1.0),
+                weight=self._registry.settings.queue.weights.get(str(tenant_id), 1.0),
                 deadline=caller.deadline,
             )
             entries[stack.enter_context(queue.enter(arrival, engine_wait_s))] = part
@@ -310,7 +310,9 @@ class LiveEmbedding:
         if encoder.healthy():
             return
         self._enter(Loading(admitted))
-        await wait_until_ready(encoder, self.start.model, self._registry.settings.cold_start_wait_s)
+        await wait_until_ready(
+            encoder, self.start.model, self._registry.settings.requests.cold_start_wait_s
+        )
 
 
 def error_of(end: End) -> Exception:

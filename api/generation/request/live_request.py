@@ -160,8 +160,8 @@ class LiveRequest:
         self.start = start
         self.phase: GenerationPhase = Received()
         self.decision = EndDecision(self._on_stop)
-        stall_max_s = registry.settings.client_stall_max_s
-        rate = registry.settings.client_tokens_per_s_min
+        stall_max_s = registry.settings.delivery.stall_max_s
+        rate = registry.settings.delivery.tokens_per_s_min
         flow = FlowControl(
             start.initial_credit_tokens,
             stall_max_s,
@@ -390,7 +390,7 @@ class LiveRequest:
             self.start,
             request,
             caller.payer,
-            registry.settings.queue_weights,
+            registry.settings.queue.weights,
             caller.received_at,
             caller.deadline,
         )
@@ -416,7 +416,9 @@ class LiveRequest:
         request, route, hold, start = asking.request, asking.route, asking.hold, self.start
         limits = OutputLimits(hold.admitted.prices, request.stop.max_output_tokens, start.max_cost)
         registry, output = self._registry, self.output
-        processor = OutputProcessor(self, hold, limits, asking.call_reading, registry.settings)
+        processor = OutputProcessor(
+            self, hold, limits, asking.call_reading, registry.settings.delivery
+        )
         admitted = AdmittedGeneration(hold, asking.entry, route, request, limits, processor)
         self._enter(Queued(admitted))
         try:
@@ -477,7 +479,9 @@ class LiveRequest:
         """Wait until the engine is ready, then proceed."""
         with Interruptible(self.decision, lambda end: end.error or Stopped()):
             await wait_until_ready(
-                admitted.route.engine, self.start.model, self._registry.settings.cold_start_wait_s
+                admitted.route.engine,
+                self.start.model,
+                self._registry.settings.requests.cold_start_wait_s,
             )
         self._watch.lap(state.COLD_START)
         self._enter(Queued(admitted))

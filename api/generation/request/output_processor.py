@@ -13,7 +13,7 @@ import msgspec
 import structlog
 from weir.v1 import inference_service_pb2 as pb
 
-from api.core.settings import Settings
+from api.core.settings import DeliverySettings
 from api.core.wire import OUTCOMES_BY_REASON, finish_reason
 from api.generation.delivery import frames
 from api.generation.delivery.delta import NO_THOUGHT, joined_calls
@@ -69,7 +69,7 @@ class OutputProcessor:
         hold: HoldHandle,
         limits: OutputLimits,
         call_reading: CallReading | None,
-        settings: Settings,
+        settings: DeliverySettings,
     ) -> None:
         """`call_reading` says how tool calls are parsed; None if the request has no tools."""
         self._owner = owner
@@ -172,7 +172,7 @@ class OutputProcessor:
             or self._decision.is_stopped
         ):
             return 0
-        unsent_max = self._settings.outbox_tokens_per_request_max
+        unsent_max = self._settings.unread_tokens_max
         return min(
             self._hold.unchecked_until,
             self._limits.token_count_max - 1,
@@ -201,7 +201,7 @@ class OutputProcessor:
         """
         if (
             self._start.beam_search
-            and self.output.unsent_token_count >= self._settings.outbox_tokens_per_request_max // 2
+            and self.output.unsent_token_count >= self._settings.unread_tokens_max // 2
         ):
             taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.flush(lambda: None if taken.done() else taken.set_result(None))
@@ -275,7 +275,7 @@ class OutputProcessor:
         whole = self.output.is_whole
         if whole:
             self.output.complete()
-        self.output.when_taken(then, None if whole else self._settings.client_stall_max_s)
+        self.output.when_taken(then, None if whole else self._settings.stall_max_s)
 
     async def _forward_checked(self, event: TokensGenerated) -> None:
         """Wait until the lease covers the tokens of one step, then send them unless stopped."""
@@ -303,7 +303,7 @@ class OutputProcessor:
             if event.reasoning_token_count
             else NO_THOUGHT
         )
-        output, unsent_max = self.output, self._settings.outbox_tokens_per_request_max
+        output, unsent_max = self.output, self._settings.unread_tokens_max
         if self._parsers and (parser := self._parsers.get(event.choice_index)) is not None:
             text, calls = self._parsed(event.choice_index, parser.push(event.text))
             output.append(event.choice_index, text, event.token_ids, event.logprobs, calls, thought)

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from api.core.addresses import is_local
-from api.core.settings import Settings
+from api.core.settings import ListenSettings
 from metering.tenants.networks import Address, parse_address
 
 NAME = "weir-peer"  # in every certificate; the public key tells processes apart
@@ -165,15 +165,11 @@ def _statement(statement: str, secret: str) -> bytes:
     )
 
 
-def peer_listen_address(settings: Settings) -> str:
+def peer_listen_address(settings: ListenSettings) -> str:
     """Return the address to listen on for peers; by default a free port on the clients' host."""
-    if settings.peer_listen_address:
-        return settings.peer_listen_address
-    host = (
-        "127.0.0.1"
-        if is_local(settings.listen_address)
-        else settings.listen_address.rpartition(":")[0]
-    )
+    if settings.peer:
+        return settings.peer
+    host = "127.0.0.1" if is_local(settings.address) else settings.address.rpartition(":")[0]
     return f"{host}:0"
 
 

@@ -155,7 +155,7 @@ async def quote(
         request.stop.max_output_tokens * request.choice_count,
     )
     settings = registry.settings
-    first_slice = min(settings.lease_slice_tokens, output_count_max)
+    first_slice = min(settings.leases.slice_tokens, output_count_max)
     async with sessions() as session:
         found = await quoting.quote(
             session,
@@ -163,7 +163,7 @@ async def quote(
             model=start.model,
             input_token_count=input_count,
             first_slice_token_count=first_slice,
-            least_slice_token_count=min(settings.lease_min_tokens, first_slice),
+            least_slice_token_count=min(settings.leases.min_tokens, first_slice),
             tier=start.tier,
         )
     cached = route.engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import replace
 from typing import Protocol, TypeVar
 from weakref import WeakValueDictionary
 
@@ -14,7 +14,7 @@ from api.access.auth import check_model
 from api.core.errors import KeepTooLong, RequestUnderWay
 from api.core.interceptor import READ_BYTES, READ_S
 from api.core.rate_limiter import REFUSAL_COST_S, Payer, RateLimiter
-from api.core.settings import Settings
+from api.core.settings import QueueSettings
 from api.generation.delivery.output_buffer import OutputBuffer
 from api.generation.delivery.replay import Key, ReplayBuffers
 from api.generation.delivery.replayable_buffer import ReplayableBuffer
@@ -29,7 +29,6 @@ from api.generation.request.phases import WAITING, Phase
 from api.generation.request.relay import Relays
 from api.observability.observer import Observer
 from api.queue.fair_queue import ExpectedWait, FairQueue
-from api.queue.queue_admission import QueueLimits
 from common.incidents import Retries
 from inference.routing.router import Router
 from inference.safety.safety import SafetyChecker
@@ -124,27 +123,23 @@ class RequestRegistry:
         self.admission = admission
         self.router = router
         self.tokenizers = tokenizers
-        self.queues = queues_of(router, settings)
+        self.queues = queues_of(router, settings.queue)
         self.replays = ReplayBuffers[ReplayableBuffer](
             admission.journal,
-            bytes_max=settings.replay_bytes_max,
-            bytes_per_request_max=settings.replay_bytes_per_request_max,
+            bytes_max=settings.delivery.replay_bytes_max,
+            bytes_per_request_max=settings.delivery.replay_bytes_per_request_max,
         )
         self.relays = relays
         self.window_tokens_max = max(
             (model.context_window_tokens for model in router.models()), default=0
         )
-        self.pace = pace or RateLimiter(settings.frames_share_max)
-        work = partial(
-            TextWork,
-            chars_max=settings.preparation_chars_max,
-            chars_per_key_max=settings.preparation_chars_per_key_max,
-            weights=settings.queue_weights,
-        )
-        self.text_work = work(thread_count=settings.preparation_thread_count)
+        self.pace = pace or RateLimiter(settings.messages.frames_share_max)
+        self.text_work = TextWork(settings.preparation, settings.queue.weights)
         # Parsers keep the interpreter: the event loop would wait for each of several threads, and
         # for one long message after the other.
-        self._parsing = work(thread_count=1, rest=PARSING_REST)
+        self._parsing = TextWork(
+            replace(settings.preparation, thread_count=1), settings.queue.weights, PARSING_REST
+        )
         self.tasks: asyncio.TaskGroup = admission.tasks  # tasks of requests
         self._live: dict[Running, None] = {}  # in order of arrival
         # Keys: project and request ids as integers, because UUIDs are hashed in Python.
@@ -211,7 +206,7 @@ class RequestRegistry:
         """Check a caller's rights to start. Raises: ModelNotAllowed, ModelUnknown, KeepTooLong."""
         if principal.models:
             check_model(principal, self.router.canonical_name(start.model))
-        keep_max_s = self.settings.keep_on_disconnect_max_s
+        keep_max_s = self.settings.delivery.keep_on_disconnect_max_s
         if start.keep_s is not None and start.keep_s > keep_max_s:
             raise KeepTooLong(start.keep_s, keep_max_s)
 
@@ -280,7 +275,7 @@ class RequestRegistry:
         """Send progress frames, and end requests with lapsed holds, every `progress_interval_s`."""
         first = 0
         while True:
-            await asyncio.sleep(self.settings.progress_interval_s)
+            await asyncio.sleep(self.settings.requests.progress_interval_s)
             if self.admission.holds.may_have_lapsed():
                 self.end_lapsed()
             first = self._report_progress(first)
@@ -308,14 +303,8 @@ class RequestRegistry:
         return end if end < len(waiting) else 0
 
 
-def queues_of(router: Router, settings: Settings) -> dict[str, FairQueue]:
+def queues_of(router: Router, settings: QueueSettings) -> dict[str, FairQueue]:
     """Create a fair queue for each engine. Returns them by served name."""
-    limits = QueueLimits(
-        request_count_max=settings.queue_requests_max,
-        tenant_request_count_max=settings.queue_requests_per_tenant_max,
-        batch_wait_s_max=settings.queue_batch_wait_max_s,
-        fair=settings.queue_order == "fair",
-    )
     return {
-        backend.model.name: FairQueue(limits, backend.statistics) for backend in router.backends()
+        backend.model.name: FairQueue(settings, backend.statistics) for backend in router.backends()
     }
