@@ -25,8 +25,7 @@ from api.admin.admin_service import AdminServicer
 from api.billing.billing_service import BillingServicer, ReceiptServicer
 from api.core.endpoint import AddressUnavailable
 from api.core.health import INFERENCE_SERVICE, SERVICES, Health
-from api.core.interceptor import Context, Failed, Guard, GuardedServices, ignore_failure
-from api.core.rate_limiter import RateLimiter
+from api.core.interceptor import Guard, GuardedServices
 from api.core.settings import Settings
 from api.generation.request.peers import (
     PEER_KEEPALIVE_MS,
@@ -37,7 +36,7 @@ from api.generation.request.peers import (
     peer_listen_address,
 )
 from api.rpc.inference_service import InferenceServicer
-from api.rpc.open_streams import BoundedCalls, ReadLargeOf, ShareToRead
+from api.rpc.open_streams import BoundedCalls
 
 # The transport resets streams above its own limit without a status if they come before the client
 # knows the limit, and delays later ones until others end. It therefore takes more than the service,
@@ -48,7 +47,7 @@ REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 # Detects vanished clients; most load balancers close idle connections after a minute.
 KEEPALIVE_MS = 30_000
 KEEPALIVE_TIMEOUT_MS = 10_000
-PEER_CONNECTIONS_MAX = 512  # one per other process; `api/composition.py` reserves room for them
+PEER_CONNECTIONS_MAX = 512  # one per other process; `api/process.py` reserves room for them
 # Clients may ping this often, also without a call, as proxies require.
 CLIENT_PING_INTERVAL_MS_MIN = 10_000
 
@@ -63,32 +62,21 @@ class Servicers:
     receipts: ReceiptServicer
 
 
-async def peer_of(context: Context) -> str:
-    """Return the peer at once: default `share_to_read`, without a rate limit."""
-    return context.peer()
-
-
 def build_server(
     settings: Settings,
     servicers: Servicers,
     health: Health,
-    tls: Tls | None = None,
-    failed: Failed = ignore_failure,
-    pace: RateLimiter | None = None,
-    share_to_read: ShareToRead = peer_of,
-    read_large: ReadLargeOf | None = None,
+    tls: Tls | None,
+    calls: BoundedCalls,
+    guard: Guard,
 ) -> tuple[grpc.aio.Server, int]:
     """Build the server and bind its port, which is returned; port 0 lets the system choose.
 
-    `tls` is None for plaintext. `failed` is called for each call that ends with an error. `pace`
-    limits the rate of calls; None: no limit. `share_to_read` and `read_large` are those of
-    `BoundedCalls`. Raises OSError if the address cannot be bound.
+    `tls` is None for plaintext. Raises AddressUnavailable if the address cannot be bound.
     """
     server = grpc.aio.server(options=options(settings))
     # The stubs declare a server.
-    services: Any = GuardedServices(
-        server, BoundedCalls(share_to_read, read_large), Guard(failed, pace)
-    )
+    services: Any = GuardedServices(server, calls, guard)
     inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(servicers.inference, services)
     admin_service_pb2_grpc.add_AdminServiceServicer_to_server(servicers.admin, services)
     billing_service_pb2_grpc.add_BillingServiceServicer_to_server(servicers.billing, services)

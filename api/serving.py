@@ -1,4 +1,4 @@
-"""Composition root of an api process: settings, database, engines, servers, drain on SIGTERM.
+"""An api process: opens database, engines and listeners, serves, and drains on SIGTERM.
 
 All background work is a task of the `IncidentTaskGroup` here, or of a stream's group.
 """
@@ -12,50 +12,45 @@ import os
 import sys
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
-import grpc.aio
 import structlog
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from api.access.auth import Authenticator
-from api.access.tls import open_tls
+from api.access.throttle import SharedFailures
+from api.access.tls import Tls, open_tls
 from api.admin.admin_service import AdminServicer
 from api.billing.billing_service import BillingServicer, ReceiptServicer, Reports
-from api.composition import (
+from api.console.console import ROOT, Console
+from api.core.addresses import Proxies, is_local
+from api.core.endpoint import NOT_STARTED, AddressUnavailable, Endpoint, local_url, make_private
+from api.core.errors import Draining
+from api.core.health import Health, keep_health
+from api.core.interceptor import Guard
+from api.core.rate_limiter import RateLimiter
+from api.core.settings import ListenSettings, Settings
+from api.core.wire import use_signer
+from api.fleet.fleet import build_serving
+from api.generation.request import control
+from api.generation.request.admission import Admission, Capacity
+from api.generation.request.peers import Identity, Peer, PeerCertificates, make_identity
+from api.generation.request.registry import RequestRegistry
+from api.generation.request.relay import Relays
+from api.metrics.operator_http import BacklogReader, MetricsListener, Parts, Probes, Scrapes
+from api.observability.observer import Observer
+from api.observability.spans import Spans
+from api.openai.gateway import Gateway
+from api.openai.listener import Handle, Listener, paced
+from api.process import (
     allow_open_files,
-    build_safety,
     configure_logs,
-    console_url,
-    drain,
-    http_handle,
-    load_tokenizers,
     log_statistics_regularly,
-    open_authenticator,
-    open_control,
-    open_holds,
-    open_signer,
-    open_spans,
-    openai_url,
     return_freed_memory,
     stop_signals,
 )
-from api.core.addresses import is_local
-from api.core.endpoint import NOT_STARTED, AddressUnavailable, Endpoint, make_private
-from api.core.health import Health, keep_health
-from api.core.rate_limiter import RateLimiter
-from api.core.settings import Settings
-from api.core.wire import use_signer
-from api.fleet.fleet import build_serving
-from api.generation.request.admission import Admission, Capacity
-from api.generation.request.peers import PeerCertificates, make_identity
-from api.generation.request.registry import RequestRegistry
-from api.generation.request.relay import Relays
-from api.metrics.operator_http import BacklogReader, Handle, MetricsListener, Parts, Probes, Scrapes
-from api.observability.observer import Observer
-from api.openai.listener import Listener
 from api.rpc.inference_service import InferenceServicer
+from api.rpc.open_streams import BoundedCalls
 from api.server import Servicers, build_peer_server, build_server
 from common.incidents import IncidentTaskGroup, Retries, sole_cause
 from common.settings import SettingInvalid
@@ -63,15 +58,19 @@ from inference.engine import Backend
 from inference.errors import CheckpointInvalid, EngineError
 from inference.routing.router import Router
 from inference.safety.classifiers import ClassifierProcess
+from inference.safety.safety import SafetyRulesInvalid
+from inference.safety.safety_file import Safety, read_safety
+from inference.text.tokenizer import Tokenizer
 from inference.workers.process import SpareWorkers
 from metering.control.control_channel import ControlChannel
-from metering.core.errors import DatabaseUnavailable
+from metering.core.errors import DatabaseUnavailable, InvalidValue
+from metering.holds.holds import HoldStore
 from metering.holds.journal import UsageJournal, check_locks
 from metering.holds.lease_clock import boot_time_s
+from metering.holds.preauthorized_holds import GraceTerms
 from metering.holds.recovery import recover_journals
 from metering.holds.usage_notices import UsageNotices
-from metering.invoicing.invoice_document import Issuer
-from metering.receipts.signing import Signer
+from metering.receipts.signing import Signer, load_signer
 from metering.store.db import (
     Sessions,
     StoreGate,
@@ -92,8 +91,345 @@ COLLECT_AFTER = 10_000, 3, 200
 # default.
 SWITCH_INTERVAL_S = 0.0005
 NOT_STARTED_BY = (SettingInvalid, CheckpointInvalid, AddressUnavailable)
+SETTLE_GRACE_S = 10.0  # after the drain timeout, for settlements
 
 log = structlog.get_logger(__name__)
+
+
+class Server:
+    """Api process. `run` opens it, serves until SIGTERM or SIGINT, drains, and closes.
+
+    Parts are opened in the order in which they need each other. The steps that close them are put
+    on one stack and run in reverse, even if a later part cannot be opened.
+    """
+
+    def __init__(self, settings: Settings, spares: SpareWorkers | None = None) -> None:
+        """`spares` may already have a worker."""
+        self.settings = settings
+        self.process_id = uuid.uuid4()
+        self.stopping = asyncio.Event()
+        self.gate = StoreGate()
+        self.health = Health()
+        self._spares = spares or SpareWorkers()
+        self._opened = contextlib.AsyncExitStack()
+        self.background: list[asyncio.Task[None]] = []
+
+    async def run(self) -> None:
+        """Open the process, serve until a signal, drain and close.
+
+        Raises: SettingInvalid, CheckpointInvalid, AddressUnavailable.
+        """
+        async with self._opened:
+            await self.open()
+            with stop_signals(self.stopping):
+                await self.stopping.wait()
+            await self.drain()
+        log.info("stopped")
+
+    async def open(self) -> None:
+        """Read the files, connect to the database, start the engines, and listen.
+
+        Raises: SettingInvalid, CheckpointInvalid, AddressUnavailable.
+        """
+        settings = self.settings
+        tls, safety = open_tls(settings), build_safety(settings)
+        self.issuer = settings.issuer.build()
+        make_private(settings.home)
+        check_locks(settings.journal_directory)
+        self._spares.count = settings.replicas.spare_workers
+        serving = build_serving(settings, self._spares.open)
+        self.router = Router(
+            serving.engines, serving.encoders, serving.catalog, serving.encoder_catalog
+        )
+        tokenizers = load_tokenizers(self.router, settings)
+        self.signer = open_signer(settings)
+        await self._recover()
+        use_signer(self.signer)
+        await self._open_store()
+        self.tasks = await self._opened.enter_async_context(IncidentTaskGroup())
+        identity = make_identity(self.process_id)
+        self.relays = Relays(self.sessions, self.process_id, self.tasks, identity)
+        self.capacity = Capacity(settings.requests.per_process_max)
+        admission = Admission(settings, self.capacity, self.holds, self.journal, self.tasks)
+        self.registry = RequestRegistry(
+            admission,
+            self.router,
+            tokenizers,
+            safety.checker,
+            self.relays,
+            self.observer,
+            self.pace,
+        )
+        self._bind(tls, identity)
+        self._serve_engines()
+        self.start_loops()
+        if safety.classifiers is not None:
+            self._keep_running("classifiers", safety.classifiers.serve)
+            await start_classifiers(safety.classifiers)
+        # These objects live until the end: a full collection of them would stop all streams for 5
+        # ms.
+        gc.freeze()
+        gc.set_threshold(*COLLECT_AFTER)
+        await self._listen(sorted(tokenizers))
+
+    async def _open_store(self) -> None:
+        """Open the connection pools, the journal and the hold store.
+
+        Requests, keys, reports and administration have a pool each, so that none waits for another.
+        """
+        settings, database = self.settings, self.settings.database
+        pools = [
+            create_engine(database.url, pool_size=pool_size, gate=self.gate)
+            for pool_size in (
+                database.connections_max,
+                KEY_CONNECTIONS,
+                database.report_connections_max,
+                database.admin_connections_max,
+            )
+        ]
+        for pool in reversed(pools):
+            self._opened.push_async_callback(pool.dispose)
+        store, key_store, report_store, admin_store = pools
+        self.sessions, self.admin_sessions = create_sessions(store), create_sessions(admin_store)
+        await warn_of_undurable_server(self.admin_sessions)
+        self.reports = Reports(create_sessions(report_store), database.report_connections_max)
+        spans = open_spans(self.process_id)
+        if spans is not None:
+            self._opened.push_async_callback(asyncio.to_thread, spans.close)
+        self.journal = UsageJournal(settings.journal_directory, self.process_id)
+        self._opened.callback(self.journal.close)
+        self.notices = UsageNotices(self.sessions)
+        self.uses = KeyUses(self.sessions, settings.access.key_use_interval_s, boot_time_s)
+        self._opened.push_async_callback(self.uses.write)
+        self.observer = Observer((model.name for model in self.router.models()), spans)
+        self._opened.callback(self.observer.loop_lag.watch.stop)
+        self.observer.loop_lag.watch.start()
+        self.holds = self._open_holds()
+        self.pace = RateLimiter(settings.messages.frames_share_max)
+        self.authenticator = Authenticator(
+            create_lookups(key_store),
+            answer_wait_s=database.timeout_s,
+            grace_s=settings.leases.expiry_s if database.unavailable_policy == "grace" else 0.0,
+            failures_per_minute=settings.access.failures_per_minute,
+            used=self.uses.note,
+            proxies=Proxies(settings.access.proxy_networks()),
+            pace=self.pace,
+        )
+
+    def _open_holds(self) -> HoldStore:
+        """Create the hold store, with the configured policy for an unavailable database."""
+        settings, database = self.settings, self.settings.database
+        terms = GraceTerms(
+            database.grace_holds_per_key,
+            database.grace_input_tokens,
+            settings.leases.slice_tokens,
+        )
+        return HoldStore(
+            database.url,
+            self.process_id,
+            expiry_s=settings.leases.expiry_s,
+            answer_wait_s=database.timeout_s,
+            gate=self.gate,
+            grace=(terms, self.journal.bindings)
+            if database.unavailable_policy == "grace"
+            else None,
+            signer=self.signer,
+            used=self.notices.used,
+            measured=self.observer.batches.measured,
+        )
+
+    def _bind(self, tls: Tls | None, identity: Identity) -> None:
+        """Build the services and bind the ports, without accepting connections."""
+        settings, registry, authenticator = self.settings, self.registry, self.authenticator
+        for_peers = InferenceServicer(registry, authenticator, self.sessions, for_peers=True)
+        accepted = PeerCertificates(identity)
+        self.peer_server, peer = build_peer_server(settings, for_peers, identity, accepted)
+        servicers = self._servicers()
+        calls = BoundedCalls(authenticator.share_to_read, registry.in_thread)
+        guard = Guard(self.observer.call_failed, self.pace)
+        self.server, port = build_server(settings, servicers, self.health, tls, calls, guard)
+        self.probes = Probes(self.health, self.observer.loop_lag.watch)
+        self.listener = Listener(
+            self._http_handle(servicers), settings, tls, lambda: registry.is_draining
+        )
+        listen = settings.listen
+        url = openai_url(listen, self.listener, tls)
+        warn_of_open_metrics(listen)
+        self.metrics = MetricsListener(listen.metrics_address(), listen.metrics_port_count)
+        urls = {
+            "openai_url": url,
+            "console_url": f"{url.removesuffix('/v1')}{ROOT}/" if url and listen.console else "",
+            "metrics_url": self.metrics.url,
+        }
+        with_tls = tls is not None
+        self.endpoint = Endpoint(settings.home, listen.address, port, tls=with_tls, urls=urls)
+        self._listening = {"address": listen.address, "port": port, "tls": with_tls, **urls}
+        self.parts = Parts(
+            registry,
+            authenticator,
+            servicers.inference.open_streams,
+            for_peers.open_streams,
+            self.listener.connection_count,
+        )
+        self.control = self._open_control(peer, accepted)
+
+    def _servicers(self) -> Servicers:
+        """Build the gRPC services for clients."""
+        admin = AdminServicer(
+            self.router,
+            self.authenticator,
+            self.admin_sessions,
+            self.settings.database.url,
+            self.signer,
+            self.issuer,
+            in_thread=self.registry.in_thread,
+            private_webhooks=self.settings.private_webhooks,
+        )
+        return Servicers(
+            InferenceServicer(self.registry, self.authenticator, self.sessions),
+            admin,
+            BillingServicer(self.authenticator, self.admin_sessions, self.reports, self.issuer),
+            ReceiptServicer(self.authenticator, self.reports),
+        )
+
+    def _http_handle(self, servicers: Servicers) -> Handle:
+        """Create the handler of the HTTP port: health checks, the API and, if on, the console."""
+        handle = Gateway(self.registry, self.authenticator, self.sessions).handle
+        if self.settings.listen.console:
+            handle = Console(
+                servicers,
+                self.authenticator,
+                handle,
+                observer=self.observer,
+                stall_max_s=self.settings.delivery.stall_max_s,
+            ).handle
+        return self.probes.before(paced(handle, self.pace))
+
+    def _open_control(self, peer: Peer, accepted: PeerCertificates) -> ControlChannel:
+        """Create the channel on which other processes cancel requests here and ask what runs."""
+        registry = self.registry
+        return ControlChannel(
+            self.settings.database.url,
+            self.process_id,
+            control.process_name(),
+            peer=(peer.address, peer.certificate),
+            peers=accepted.replace,
+            stop=lambda command: control.apply_command(registry, self.authenticator, command),
+            report=lambda: control.report(registry),
+            drain=lambda commands: control.apply_drains(registry, commands),
+            report_replicas=lambda: control.report_replicas(registry),
+            broadcaster=SharedFailures(self.authenticator.throttle, self.process_id),
+        )
+
+    def _serve_engines(self) -> None:
+        """Run all engines as tasks, and load the models that do not start on demand."""
+        for engine in self.router.backends():
+            self.tasks.create_task(engine.serve(), name=f"engine {engine.model.name}")
+            if not engine.condition().starts_on_demand:
+                name = f"engine start {engine.model.name}"
+                self.tasks.create_task(start_engine(engine), name=name)
+
+    def start_loops(self) -> None:
+        """Start the background loops."""
+        self.background.append(self.tasks.create_task(self.holds.run(), name="holds"))
+        self._keep_running("control channel", self.control.run)
+        self._keep_running("usage notices", self.notices.run)
+        self._keep_running("key uses", self.uses.run)
+        self._keep_running("recovery", self.recover_regularly)
+        self._keep_running("progress", self.registry.report_progress_regularly)
+        self._keep_running("statistics log", partial(log_statistics_regularly, self.registry))
+        self._keep_running("loop lag", partial(self.observer.loop_lag.measure, self.pace.late))
+        self._keep_running("spare workers", self._spares.serve)
+
+    def _keep_running(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
+        """Start a background loop as a task. If it raises, it is restarted with backoff."""
+        retries = Retries(name.replace(" ", "_"))
+        self.background.append(self.tasks.create_task(retries.keep_running(run), name=name))
+
+    async def _recover(self) -> None:
+        """Recover the journals of dead processes on this machine; later if the database is away."""
+        directory, url = self.settings.journal_directory, self.settings.database.url
+        try:
+            await recover_journals(directory, url, self.gate, self.signer)
+        except (DatabaseUnavailable, OSError) as away:
+            log.warning("recovery_delayed", cause=str(away).strip())
+
+    async def recover_regularly(self) -> None:
+        """Recover journals now, and then every `recovery_interval_s`."""
+        while True:
+            await self._recover()
+            await asyncio.sleep(self.settings.leases.recovery_interval_s)
+
+    async def _listen(self, models: list[str]) -> None:
+        """Start accepting connections, last on the gRPC port."""
+        backlog_reader = BacklogReader(self.admin_sessions)
+        scrapes = Scrapes(self.parts, backlog_reader)
+        await self.peer_server.start()
+        await self.listener.start()
+        await self.metrics.start(self.probes.before(scrapes.handle, with_parts=True))
+        await self.server.start()
+        self._keep_running("books", lambda: backlog_reader.watch_workers(self.health))
+        health = keep_health(
+            self.health,
+            self.endpoint,
+            self.router,
+            self.holds,
+            self.journal,
+            self.settings.database,
+            self.stopping,
+        )
+        self._health = self.tasks.create_task(health, name="health")
+        self._opened.push_async_callback(self._close)
+        log.info("listening", models=models, **self._listening)
+
+    async def drain(self) -> None:
+        """Refuse new requests, wait for running ones, then end and settle the rest."""
+        log.info("draining", running_request_count=self.capacity.taken_count)
+        await self._health
+        self.capacity.drain()
+        async with asyncio.TaskGroup() as tasks:
+            closing = tasks.create_task(self._stop_accepting(), name="closing")
+            await self._finish()
+            closing.cancel()
+
+    async def _stop_accepting(self) -> None:
+        """Stop accepting connections and calls, after a notice for clients to move elsewhere.
+
+        Open streams continue, but new requests on them are refused.
+        """
+        await asyncio.sleep(self.settings.drain.notice_s)
+        self.listener.stop_accepting()
+        await self.server.stop(grace=self.settings.drain.timeout_s + SETTLE_GRACE_S)
+
+    async def _finish(self) -> None:
+        """Wait for running requests, then end those that still run."""
+        try:
+            async with asyncio.timeout(self.settings.drain.timeout_s):
+                await self.capacity.idle()
+                await self.relays.idle()
+        except TimeoutError:
+            log.warning("drain_time_over", running_request_count=self.capacity.taken_count)
+            self.registry.fail_all(
+                Draining(
+                    "the server shut down before the request was done; delivered tokens are settled"
+                )
+            )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SETTLE_GRACE_S):
+                    await self.capacity.idle()
+
+    async def _close(self) -> None:
+        """Close the gRPC port, the engines, the HTTP port, and last the metrics port."""
+        await self.relays.close()
+        await self.peer_server.stop(grace=1.0)
+        await self.holds.release_preauthorized()
+        await self.server.stop(grace=1.0)
+        for engine in self.router.backends():
+            await engine.close()
+        await self.listener.stop()
+        await self.metrics.stop()
+        for task in self.background:
+            task.cancel()
 
 
 async def start_classifiers(classifiers: ClassifierProcess) -> None:
@@ -113,14 +449,6 @@ async def start_engine(engine: Backend) -> None:
         log.error("engine_start_failed", model=engine.model.name, cause=str(error))
 
 
-def serve_engines(router: Router, tasks: asyncio.TaskGroup) -> None:
-    """Run all engines as tasks, and load the models that do not start on demand."""
-    for engine in router.backends():
-        tasks.create_task(engine.serve(), name=f"engine {engine.model.name}")
-        if not engine.condition().starts_on_demand:
-            tasks.create_task(start_engine(engine), name=f"engine start {engine.model.name}")
-
-
 async def warn_of_undurable_server(sessions: Sessions) -> None:
     """Log an error if the database server can lose commits in a crash, as those of tests can."""
     with contextlib.suppress(DatabaseUnavailable):
@@ -132,9 +460,9 @@ async def warn_of_undurable_server(sessions: Sessions) -> None:
             )
 
 
-def warn_of_open_metrics(settings: Settings) -> None:
+def warn_of_open_metrics(listen: ListenSettings) -> None:
     """Log a warning if other machines can read the metrics, which need no key."""
-    address = settings.listen.metrics
+    address = listen.metrics
     if address not in ("", "off") and not is_local(address):
         log.warning(
             "metrics_reachable_from_other_machines",
@@ -144,252 +472,91 @@ def warn_of_open_metrics(settings: Settings) -> None:
         )
 
 
-async def recover(settings: Settings, gate: StoreGate, signer: Signer | None) -> None:
-    """Recover the journals of dead processes on this machine; later if the database is away."""
+def build_safety(settings: Settings) -> Safety:
+    """Read the safety rules.
+
+    Without a file of rules, every text passes. Raises SettingInvalid, which names the file and the
+    rule.
+    """
+    if not settings.models.safety_rules:
+        return Safety()
     try:
-        await recover_journals(settings.journal_directory, settings.database.url, gate, signer)
-    except (DatabaseUnavailable, OSError) as away:
-        log.warning("recovery_delayed", cause=str(away).strip())
+        return read_safety(Path(settings.models.safety_rules))
+    except SafetyRulesInvalid as error:
+        raise SettingInvalid(f"WEIR_SAFETY_RULES: {error}") from error
 
 
-async def recover_regularly(settings: Settings, gate: StoreGate, signer: Signer | None) -> None:
-    """Recover journals now, and then every `recovery_interval_s`."""
-    while True:
-        await recover(settings, gate, signer)
-        await asyncio.sleep(settings.leases.recovery_interval_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Listeners:
-    """Servers and listeners of the process, each bound to its address."""
-
-    server: grpc.aio.Server
-    peer_server: grpc.aio.Server
-    listener: Listener
-    metrics: MetricsListener
-
-    async def open(self, scrape: Handle) -> None:
-        """Start accepting connections, last on the gRPC port. `scrape` handles the metrics port."""
-        await self.peer_server.start()
-        await self.listener.start()
-        await self.metrics.start(scrape)
-        await self.server.start()
-
-    async def close(self, router: Router) -> None:
-        """Close the gRPC port, the engines, the HTTP port, and last the metrics port."""
-        await self.server.stop(grace=1.0)
-        for engine in router.backends():
-            await engine.close()
-        await self.listener.stop()
-        await self.metrics.stop()
-
-
-def in_background(
-    tasks: asyncio.TaskGroup,
-    process: RequestRegistry,
-    control: ControlChannel,
-    notices: UsageNotices,
-    uses: KeyUses,
-    spares: SpareWorkers,
-    recovery: Callable[[], Awaitable[None]],
-) -> list[asyncio.Task[None]]:
-    """Start the background loops. A loop that raises is restarted with backoff."""
-    loops: dict[str, Callable[[], Awaitable[None]]] = {
-        "control channel": control.run,
-        "usage notices": notices.run,
-        "key uses": uses.run,
-        "recovery": recovery,
-        "progress": process.report_progress_regularly,
-        "statistics log": lambda: log_statistics_regularly(process),
-        "loop lag": partial(process.observer.loop_lag.measure, process.pace.late),
-        "spare workers": spares.serve,
+def load_tokenizers(router: Router, settings: Settings) -> dict[str, Tokenizer]:
+    """Load the tokenizer of each model. Raises: SettingInvalid, CheckpointInvalid."""
+    directories = {
+        backend.model.name: Path(backend.model.directory) for backend in router.backends()
     }
-    holds = tasks.create_task(process.admission.holds.run(), name="holds")
-    return [holds, *(keep_running(tasks, name, run) for name, run in loops.items())]
-
-
-def keep_running(
-    tasks: asyncio.TaskGroup, name: str, run: Callable[[], Awaitable[None]]
-) -> asyncio.Task[None]:
-    """Start a background loop as a task. If it raises, it is restarted with backoff."""
-    return tasks.create_task(Retries(name.replace(" ", "_")).keep_running(run), name=name)
-
-
-def open_pools(settings: Settings, gate: StoreGate) -> list[AsyncEngine]:
-    """Create the connection pools for requests, keys, reports and administration.
-
-    They are separate so that none of these has to wait for another.
-    """
-    return [
-        create_engine(settings.database.url, pool_size=pool_size, gate=gate)
-        for pool_size in (
-            settings.database.connections_max,
-            KEY_CONNECTIONS,
-            settings.database.report_connections_max,
-            settings.database.admin_connections_max,
+    formats = settings.models.tool_call_formats
+    if unknown := sorted(formats.keys() - directories.keys()):
+        raise SettingInvalid(
+            f"WEIR_TOOL_CALL_FORMATS: no model is named {', '.join(unknown)}; known are"
+            f" {', '.join(directories)}"
         )
-    ]
+    tokenizers = {
+        name: Tokenizer(directory, formats.get(name)) for name, directory in directories.items()
+    }
+    for backend in router.backends():
+        tokenizer = tokenizers[backend.model.name]
+        tokenizer.check_fits(backend.model.vocabulary_size)
+        if faults := tokenizer.template_faults():
+            log.warning("chat_template_refuses", model=backend.model.name, conversations=faults)
+    return tokenizers
 
 
-def build_servicers(
-    settings: Settings,
-    process: RequestRegistry,
-    authenticator: Authenticator,
-    sessions: Sessions,
-    admin_sessions: Sessions,
-    reports: Reports,
-    signer: Signer | None,
-    issuer: Issuer,
-) -> Servicers:
-    """Build the gRPC services for clients."""
-    admin = AdminServicer(
-        process.router,
-        authenticator,
-        admin_sessions,
-        settings.database.url,
-        signer,
-        issuer,
-        in_thread=process.in_thread,
-        private_webhooks=settings.private_webhooks,
-    )
-    return Servicers(
-        InferenceServicer(process, authenticator, sessions),
-        admin,
-        BillingServicer(authenticator, admin_sessions, reports, issuer),
-        ReceiptServicer(authenticator, reports),
+def open_signer(settings: Settings) -> Signer | None:
+    """Load the signer of receipts; None if no key is configured. Raises: SettingInvalid."""
+    try:
+        signer = load_signer(settings.to_environment())
+    except InvalidValue as error:
+        raise SettingInvalid(str(error)) from error
+    log.info("receipts_signed", key_id=signer.key_id) if signer else log.info("receipts_not_signed")
+    return signer
+
+
+def openai_url(listen: ListenSettings, listener: Listener, tls: Tls | None) -> str:
+    """Bind the HTTP listener and return its base URL; empty if it is off. Raises: OSError."""
+    address = listen.openai_address()
+    return (
+        ""
+        if address is None
+        else local_url(address[0], listener.bind(address), "/v1", tls=tls is not None)
     )
 
 
-async def serve(settings: Settings, spares: SpareWorkers | None = None) -> None:
-    """Run one api process until SIGTERM or SIGINT. `spares` may already have a worker.
+def open_spans(process_id: uuid.UUID, environment: Mapping[str, str] = os.environ) -> Spans | None:
+    """Create the exporter of OpenTelemetry spans. Returns None if no variable names a collector.
 
-    Raises: SettingInvalid, CheckpointInvalid, AddressUnavailable.
+    `process_id` identifies this process, as in holds. Raises: SettingInvalid.
     """
-    process_id = uuid.uuid4()
-    tls, safety, issuer = open_tls(settings), build_safety(settings), settings.issuer.build()
-    make_private(settings.home)
-    check_locks(settings.journal_directory)
-    spares = spares or SpareWorkers()
-    spares.count = settings.replicas.spare_workers
-    serving = build_serving(settings, spares.open)
-    router = Router(serving.engines, serving.encoders, serving.catalog, serving.encoder_catalog)
-    tokenizers = load_tokenizers(router, settings)
-    gate, signer = StoreGate(), open_signer(settings)
-    await recover(settings, gate, signer)
-    use_signer(signer)
-    stopping = asyncio.Event()
-    store, key_store, report_store, admin_store = pools = open_pools(settings, gate)
-    sessions, admin_sessions = create_sessions(store), create_sessions(admin_store)
-    await warn_of_undurable_server(admin_sessions)
-    reports = Reports(create_sessions(report_store), settings.database.report_connections_max)
-    journal, notices = UsageJournal(settings.journal_directory, process_id), UsageNotices(sessions)
-    spans = open_spans(process_id)
-    observer = Observer((model.name for model in router.models()), spans)
-    holds = open_holds(settings, journal, gate, signer, notices, observer)
-    capacity, health = Capacity(settings.requests.per_process_max), Health()
-    uses = KeyUses(sessions, settings.access.key_use_interval_s, boot_time_s)
-    pace = RateLimiter(settings.messages.frames_share_max)
-    authenticator = open_authenticator(settings, create_lookups(key_store), uses, pace)
-    async with IncidentTaskGroup() as tasks:
-        identity = make_identity(process_id)
-        relays = Relays(sessions, process_id, tasks, identity)
-        admission = Admission(settings, capacity, holds, journal, tasks)
-        process = RequestRegistry(
-            admission, router, tokenizers, safety.checker, relays, observer, pace
-        )
-        servicers = build_servicers(
-            settings, process, authenticator, sessions, admin_sessions, reports, signer, issuer
-        )
-        for_peers = InferenceServicer(process, authenticator, sessions, for_peers=True)
-        accepted = PeerCertificates(identity)
-        peer_server, peer = build_peer_server(settings, for_peers, identity, accepted)
-        server, port = build_server(
-            settings,
-            servicers,
-            health,
-            tls,
-            observer.call_failed,
-            pace,
-            authenticator.share_to_read,
-            process.in_thread,
-        )
-        watch = observer.loop_lag.watch
-        watch.start()
-        probes, backlog_reader = Probes(health, watch), BacklogReader(admin_sessions)
-        listener = Listener(
-            http_handle(settings, process, authenticator, sessions, servicers, probes),
-            settings,
-            tls,
-            lambda: process.is_draining,
-        )
-        url = openai_url(settings, listener, tls)
-        warn_of_open_metrics(settings)
-        metrics = MetricsListener(
-            settings.listen.metrics_address(), settings.listen.metrics_port_count
-        )
-        parts = Parts(
-            process,
-            authenticator,
-            servicers.inference.open_streams,
-            for_peers.open_streams,
-            listener.connection_count,
-        )
-        address, with_tls = settings.listen.address, tls is not None
-        urls = {
-            "openai_url": url,
-            "console_url": console_url(settings, url),
-            "metrics_url": metrics.url,
-        }
-        endpoint = Endpoint(settings.home, address, port, tls=with_tls, urls=urls)
-        serve_engines(router, tasks)
-        control = open_control(settings, process_id, peer, accepted, process, authenticator)
-        background = in_background(
-            tasks,
-            process,
-            control,
-            notices,
-            uses,
-            spares,
-            partial(recover_regularly, settings, gate, signer),
-        )
-        if safety.classifiers is not None:
-            background.append(keep_running(tasks, "classifiers", safety.classifiers.serve))
-            await start_classifiers(safety.classifiers)
-        # These objects live until the end: a full collection of them would stop all streams for 5
-        # ms.
-        gc.freeze()
-        gc.set_threshold(*COLLECT_AFTER)
-        listeners = Listeners(server, peer_server, listener, metrics)
-        await listeners.open(probes.before(Scrapes(parts, backlog_reader).handle, with_parts=True))
-        background.append(
-            keep_running(tasks, "books", lambda: backlog_reader.watch_workers(health))
-        )
-        health_task = tasks.create_task(
-            keep_health(health, endpoint, router, holds, journal, settings.database, stopping),
-            name="health",
-        )
-        log.info(
-            "listening", address=address, port=port, tls=with_tls, models=sorted(tokenizers), **urls
-        )
-        with stop_signals(stopping):
-            await stopping.wait()
-        log.info("draining", running_request_count=capacity.taken_count)
-        await health_task
-        await drain(settings, capacity, process, server, listener)
-        await relays.close()
-        await peer_server.stop(grace=1.0)
-        await holds.release_preauthorized()
-        await listeners.close(router)
-        for task in background:
-            task.cancel()
-    watch.stop()
-    await uses.write()
-    journal.close()
-    if spans is not None:
-        await asyncio.to_thread(spans.close)
-    for pool in pools:
-        await pool.dispose()
-    log.info("stopped")
+    named = environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environment.get(
+        "OTEL_EXPORTER_OTLP_ENDPOINT"
+    )
+    is_off = (
+        environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
+        or environment.get("OTEL_TRACES_EXPORTER") == "none"
+    )
+    if not named or is_off:
+        return None
+    for variable in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        if environment.get(variable, "grpc") not in ("", "grpc"):
+            raise SettingInvalid(
+                f"{variable}={environment[variable]!r}: must be grpc, which collectors take on port"
+                " 4317"
+            )
+    try:
+        from api.observability.otlp import OtlpSender
+    except ModuleNotFoundError as missing:
+        remedy = "in a clone of the repository: pip install -e sdk/python -e '.[otel]'"
+        raise SettingInvalid(
+            f"OTEL_EXPORTER_OTLP_ENDPOINT={named!r} needs the package {missing.name}, {remedy}"
+        ) from missing
+    log.info("spans_sent", endpoint=named)
+    return Spans(OtlpSender(process_id))
 
 
 def run(
@@ -402,7 +569,7 @@ def run(
         allow_open_files(settings)
         return_freed_memory()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        runner.run(serve(settings, spares))
+        runner.run(Server(settings, spares).run())
     except (BaseExceptionGroup, *NOT_STARTED_BY) as error:
         cause = sole_cause(error)
         if not isinstance(cause, NOT_STARTED_BY):

@@ -78,14 +78,14 @@ CODE = re.compile(r"\.(py|ts|mjs|css|html|h|cpp|sql)$|(^|/)Dockerfile$|\.Dockerf
 # never raised, so that lines saved in one part cannot be added to another. A file belongs to the
 # first part that has its path.
 LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
-    "product": (("api/", "common/", "inference/", "metering/", "weir_commands/"), 92_740),
+    "product": (("api/", "common/", "inference/", "metering/", "weir_commands/"), 92_622),
     "command line": (("sdk/python/src/weir_cli/",), 6_626),
     "Python client": (("sdk/python/",), 8_013),
     "TypeScript client": (("sdk/typescript/",), 5_744),
     "benchmarks": (("bench/",), 11_676),
     "demo": (("demo/",), 4_535),
-    "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 4_926),
-    "tests": (("tests/",), 115_107),
+    "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 4_925),
+    "tests": (("tests/",), 115_088),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")
@@ -176,7 +176,6 @@ BORDERS = (
         save_for=(
             "api/__main__.py",
             "api/serving.py",
-            "api/composition.py",
             "api/core/settings.py",
             "api/fleet/",
             "api/cli/",
@@ -385,7 +384,7 @@ BORDERS = (
     Border(
         ("api.console",),
         inside=("api/",),
-        save_for=("api/console/", "api/composition.py", "api/cli/"),
+        save_for=("api/console/", "api/serving.py", "api/cli/"),
         why="everything works without the console",
     ),
     Border(

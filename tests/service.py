@@ -819,35 +819,19 @@ class Inside:
 
 @contextlib.asynccontextmanager
 async def run_inside(service: Service, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Inside]:
-    """Run the service's `serve` as a task of this event loop; drain it at the end of the block."""
-    created: list[RequestRegistry] = []
-    stops: list[asyncio.Event] = []
-
-    class Seen(RequestRegistry):
-        def __init__(self, *parts: Any) -> None:
-            super().__init__(*parts)
-            created.append(self)
-
-    @contextlib.contextmanager
-    def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
-        stops.append(stopping)
-        yield
-
-    monkeypatch.setattr(api_main, "RequestRegistry", Seen)
-    monkeypatch.setattr(api_main, "stop_signals", stop_signals)
+    """Run the service's `Server` as a task of this event loop; drain it at the end of the block."""
+    server = api_main.Server(service.settings)
+    monkeypatch.setattr(api_main, "stop_signals", lambda _: contextlib.nullcontext())
     async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(api_main.serve(service.settings))
-        await until(
-            lambda: created and stops and read_endpoint(service.home).address,
-            "the server to listen",
-        )
+        serving = tasks.create_task(server.run())
+        await until(lambda: read_endpoint(service.home).address, "the server to listen")
         service.address = read_endpoint(service.home).address
-        inside = Inside(service, created[0])
+        inside = Inside(service, server.registry)
         await inside.engine.start()
         try:
             yield inside
         finally:
-            stops[0].set()
+            server.stopping.set()
             await serving
 
 

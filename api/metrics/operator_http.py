@@ -344,7 +344,7 @@ def queue_metrics(queues: Mapping[str, QueueStatistics]) -> Iterator[Metric]:
 class Parts:
     """Sources of the metrics. Each function returns a current count."""
 
-    process: RequestRegistry
+    registry: RequestRegistry
     authenticator: Authenticator
     open_streams: Callable[[], int]
     open_peer_streams: Callable[[], int]
@@ -353,8 +353,8 @@ class Parts:
 
 def process_metrics(parts: Parts) -> Iterator[Metric]:
     """Yield the metrics of this process, except those of engines, queues and ended requests."""
-    process, admission = parts.process, parts.process.admission
-    phases = Counter(request.phase.name for request in process.running())
+    registry, admission = parts.registry, parts.registry.admission
+    phases = Counter(request.phase.name for request in registry.running())
     running = (((phase,), float(phases[phase])) for phase in PHASE_NAMES)
     yield gauges("weir_live_requests", ("phase",), running)
     yield gauge("weir_permits_taken", admission.capacity.taken_count)
@@ -367,13 +367,13 @@ def process_metrics(parts: Parts) -> Iterator[Metric]:
     )
     yield gauges("weir_open_streams", ("caller",), streams)
     yield gauge("weir_http_connections", parts.http_connections())
-    relay_count = 0 if process.relays is None else process.relays.running_count
+    relay_count = 0 if registry.relays is None else registry.relays.running_count
     yield gauge("weir_relays", relay_count)
-    yield gauge("weir_replay_buffer_bytes", process.replays.byte_count)
-    yield gauge("weir_replay_buffer_requests", process.replays.ended_count)
-    lags = [((), process.observer.loop_lag.lags)]
+    yield gauge("weir_replay_buffer_bytes", registry.replays.byte_count)
+    yield gauge("weir_replay_buffer_requests", registry.replays.ended_count)
+    lags = [((), registry.observer.loop_lag.lags)]
     yield histograms("weir_event_loop_lag_seconds", (), lags)
-    watch = process.observer.loop_lag.watch
+    watch = registry.observer.loop_lag.watch
     longest = ((("scrape",), watch.take_longest_s()), (("start",), watch.longest_s))
     yield gauges("weir_event_loop_longest_block_seconds", ("since",), longest)
     throttled = parts.authenticator.throttle.refused_count
@@ -385,8 +385,8 @@ def process_metrics(parts: Parts) -> Iterator[Metric]:
 
 def store_metrics(parts: Parts) -> Iterator[Metric]:
     """Yield the metrics of holds, the database connection and the usage journal."""
-    admission = parts.process.admission
-    batches = parts.process.observer.batches
+    admission = parts.registry.admission
+    batches = parts.registry.observer.batches
     holds, journal, reported = admission.holds, admission.journal, admission.holds.statistics()
     yield gauge("weir_database_up", float(store_is_well(holds, admission.settings.database)))
     yield gauge("weir_database_unavailable_seconds", holds.away_s or 0.0)
@@ -510,28 +510,28 @@ class Scrapes:
     async def text(self) -> bytes:
         """Format all metrics for Prometheus. Runs on the event loop of the process."""
         backlog = await self._backlog_reader.read()
-        process = self._parts.process
-        journals = await self._in_thread(journal_backlog, process.settings.journal_directory)
+        registry = self._parts.registry
+        journals = await self._in_thread(journal_backlog, registry.settings.journal_directory)
         families = [*self._families(backlog, journals)]
-        return await self._in_thread(self._write, families, process.observer.counts.copy())
+        return await self._in_thread(self._write, families, registry.observer.counts.copy())
 
     async def _in_thread(self, call: Callable[..., Value], *arguments: object) -> Value:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     def _families(self, backlog: Backlog | None, journals: JournalBacklog) -> Iterator[Metric]:
-        process = self._parts.process
+        registry = self._parts.registry
         yield gauges("weir_build_info", ("version",), [((version("weir-server"),), 1.0)])
         yield from queue_metrics(
-            {name: queue.statistics() for name, queue in process.queues.items()}
+            {name: queue.statistics() for name, queue in registry.queues.items()}
         )
-        yield from engine_metrics(process.router)
+        yield from engine_metrics(registry.router)
         yield from process_metrics(self._parts)
         yield from journal_metrics(journals)
         yield gauge("weir_cluster_backlog_up", float(backlog is not None))
         if backlog is not None:
             yield from backlog_metrics(backlog)
-        if process.observer.spans is not None:
-            yield from span_metrics(process.observer.spans.counts())
+        if registry.observer.spans is not None:
+            yield from span_metrics(registry.observer.spans.counts())
 
     def _write(self, families: list[Metric], counts: RequestCounts) -> bytes:
         return generate_latest(

@@ -9,6 +9,7 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from api import serving as root
+from api.core.settings import Settings
 from api.generation.request.phases import AdmittedRequest, Queued
 from api.generation.request.registry import RequestRegistry
 from common import incidents
@@ -18,11 +19,11 @@ LOOPS = {
     "control_channel": "control.run",
     "usage_notices": "notices.run",
     "key_uses": "uses.run",
-    "recovery": "recovery",
-    "progress": "process.report_progress_regularly",
-    "loop_lag": "process.observer.loop_lag.measure",
+    "progress": "registry.report_progress_regularly",
+    "loop_lag": "observer.loop_lag.measure",
     "spare_workers": "spares.serve",
 }
+OTHERS = ("recovery", "statistics_log")
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ async def test_each_loop_that_raises_is_started_again_and_the_others_run_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parts = MagicMock()
-    running: dict[str, int] = dict.fromkeys([*LOOPS, "holds", "statistics_log"], 0)
+    running: dict[str, int] = dict.fromkeys([*LOOPS, "holds", *OTHERS], 0)
     started_again = asyncio.Event()
 
     def loop(name: str) -> Any:
@@ -51,23 +52,19 @@ async def test_each_loop_that_raises_is_started_again_and_the_others_run_on(
 
     for name, path in LOOPS.items():
         parts.configure_mock(**{path: loop(name)})
-    parts.process.admission.holds.run = loop("holds")
+    parts.holds.run = loop("holds")
     monkeypatch.setattr(root, "log_statistics_regularly", loop("statistics_log"))
+    server = root.Server(Settings(), parts.spares)
+    for name in ("control", "notices", "uses", "registry", "observer", "holds", "pace"):
+        setattr(server, name, getattr(parts, name))
+    monkeypatch.setattr(server, "recover_regularly", loop("recovery"))
     before = INCIDENT_COUNTS.copy()
 
-    async with IncidentTaskGroup() as tasks:
-        background = root.in_background(
-            tasks,
-            parts.process,
-            parts.control,
-            parts.notices,
-            parts.uses,
-            parts.spares,
-            parts.recovery,
-        )
+    async with IncidentTaskGroup() as server.tasks:
+        server.start_loops()
         async with asyncio.timeout(60):
             await started_again.wait()
-        for task in background:
+        for task in server.background:
             task.cancel()
 
     grown = {
@@ -75,7 +72,7 @@ async def test_each_loop_that_raises_is_started_again_and_the_others_run_on(
         for source, count in INCIDENT_COUNTS.items()
         if count != before[source]
     }
-    assert grown == dict.fromkeys([*LOOPS, "statistics_log"], 1)
+    assert grown == dict.fromkeys([*LOOPS, *OTHERS], 1)
 
 
 async def test_a_request_whose_progress_cannot_be_sent_delays_no_other() -> None:

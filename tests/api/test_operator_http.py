@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from api.core.settings import Settings
+from api.core.settings import ListenSettings, Settings
 from api.metrics import operator_http as scrape
 from api.metrics.operator_http import MetricsListener
 from api.observability import observer
@@ -292,7 +292,7 @@ def test_only_those_that_waited_for_an_engine_count_as_cold_starts() -> None:
 )
 def test_metrics_that_other_machines_can_read_are_warned_of(address: str, is_open: bool) -> None:
     with capture_logs() as logs:
-        warn_of_open_metrics(Settings.of(metrics_listen=address))
+        warn_of_open_metrics(ListenSettings(metrics=address))
 
     assert [entry["event"] for entry in logs] == ["metrics_reachable_from_other_machines"] * is_open
     assert all("WEIR_METRICS_LISTEN" in entry["remedy"] for entry in logs)

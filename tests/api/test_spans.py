@@ -8,10 +8,10 @@ import uuid
 import pytest
 from structlog.testing import capture_logs
 
-from api.composition import open_spans
 from api.metrics.operator_http import span_metrics
 from api.observability.observer import Observer, record_of
 from api.observability.spans import NO_TRACE, Record, Spans, TraceContext, trace_of_metadata
+from api.serving import open_spans
 from common.settings import SettingInvalid
 from tests.api.endings import ending
 

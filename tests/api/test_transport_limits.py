@@ -10,8 +10,8 @@ import grpc
 from grpc import StatusCode
 from structlog.testing import capture_logs
 
-from api.composition import allow_open_files
 from api.core.settings import Settings
+from api.process import allow_open_files
 from tests.api.bare_server import TIMEOUT_S, bare_server, check, connection
 
 METADATA_BYTES = 4096

@@ -79,7 +79,7 @@ async def house(
     )  # all messages are from one address
     service = Service(tmp_path / "home", database_url, model)
     service.home.mkdir()
-    serving = asyncio.create_task(api_main.serve(service.settings))
+    serving = asyncio.create_task(api_main.Server(service.settings).run())
 
     def is_listening() -> bool:
         assert not serving.done(), serving
