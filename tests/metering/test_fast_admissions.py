@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psycopg
@@ -26,22 +26,10 @@ from metering.quotas import quotas
 from metering.quotas.quota_rules import NO_WINDOW, Charge, Payer, QuotaRule, Weights, money_scale
 from metering.quotas.quotas import Counter, Counters, QuotaExceeded
 from metering.store.db import psycopg_conninfo
-from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
+from tests.metering.hold_world import HoldWorld, admit, settle
 from tests.metering.invariants import check_invariants
 
 LIMIT = 100  # requests; each holds 10 + 20 tokens
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
-
-
-@pytest.fixture
-async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
-    async with HoldConnection(world.url, uuid.uuid4()) as opened:
-        yield opened
 
 
 @pytest.fixture

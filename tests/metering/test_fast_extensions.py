@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -13,8 +13,6 @@ import pytest
 
 from metering.core.errors import HoldEnded, InvariantViolated
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.holds import read as reading
-from metering.holds import slow_path
 from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admit, Admitted, Extend, Extended, HoldAnswer, Settle, Settled
 from metering.quotas.quota_rules import Payer
@@ -38,28 +36,6 @@ def world(database_url: str) -> Iterator[HoldWorld]:
     """Set the clock shortly before a year's end, so that a minute, a day and a month end within."""
     with HoldWorld(database_url, now=datetime(2027, 12, 31, 23, 58, 30, tzinfo=UTC)) as world:
         yield world
-
-
-@pytest.fixture
-async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
-    async with HoldConnection(world.url, uuid.uuid4()) as opened:
-        yield opened
-
-
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count the holds that each batch on the slow path read."""
-    counts: list[int] = []
-    read_and_lock = reading.read_and_lock
-
-    async def counted(
-        connection: Any, hold_ids: Any, admits: Sequence[Admit] = (), billed_ids: Any = ()
-    ) -> object:
-        counts.append(len(hold_ids))
-        return await read_and_lock(connection, hold_ids, admits, billed_ids)
-
-    monkeypatch.setattr(slow_path, "read_and_lock", counted)
-    return counts
 
 
 def tenant(world: HoldWorld, name: str, limit: int = LIMIT) -> Payer:

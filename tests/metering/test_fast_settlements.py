@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.models import Outcome, Quota, QuotaDimension, QuotaSubject
-from metering.holds import read as reading
 from metering.holds import slow_path
 from metering.holds.decide import BatchReads, Decisions, Hold, HoldTerms
 from metering.holds.hold_connection import HoldConnection
@@ -26,41 +25,13 @@ from metering.quotas.quota_recount import recount
 from metering.quotas.quota_rules import Charge, Payer, QuotaRule, Weights
 from metering.quotas.quotas import Counters
 from metering.store.db import create_engine, create_sessions
-from tests.metering.hold_world import HoldWorld, admit, hold_world, settle, until_idle
+from tests.metering.hold_world import HoldWorld, admit, settle, until_idle
 from tests.metering.invariants import check_invariants
 from tests.metering.test_hold_concurrency import running_stores
 
 LIMIT = 10_000
 
 NOON = datetime(2026, 11, 20, 12, 0, 30, tzinfo=UTC)
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
-
-
-@pytest.fixture
-async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
-    async with HoldConnection(world.url, uuid.uuid4()) as opened:
-        yield opened
-
-
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count the holds that each batch on the slow path read."""
-    counts: list[int] = []
-    read_and_lock = reading.read_and_lock
-
-    async def counted(
-        connection: Any, hold_ids: Any, admits: Sequence[Admit] = (), billed_ids: Any = ()
-    ) -> object:
-        counts.append(len(hold_ids))
-        return await read_and_lock(connection, hold_ids, admits, billed_ids)
-
-    monkeypatch.setattr(slow_path, "read_and_lock", counted)
-    return counts
 
 
 def tenant(world: HoldWorld, name: str = "acme") -> tuple[Payer, dict[QuotaDimension, uuid.UUID]]:
