@@ -97,6 +97,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: [not item.nodeid.startswith(start) for start in LONG_FILES_FIRST])
 
 
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Print one line for programs: the number of tests that need a second, lone run, and their ids.
+
+    After tests in several processes, these are the failed ones; in a run of failed tests, all.
+    """
+    outcomes = ["failed", "error"]
+    if config.getoption("lf", False):
+        outcomes += ["passed", "skipped"]
+    elif not config.getoption("numprocesses", None):
+        return
+    tests = {report.nodeid for each in outcomes for report in terminalreporter.stats.get(each, ())}
+    terminalreporter.write_line(" ".join([f"second runs: {len(tests)}", *sorted(tests)]))
+
+
 def scratch() -> Path | None:
     """Return a large file system in memory, or None; it copies a database in 20 ms, not 300 ms."""
     memory = Path("/dev/shm")
