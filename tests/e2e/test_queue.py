@@ -208,7 +208,8 @@ async def test_the_wait_in_the_queue_is_in_the_timings_and_batch_waits_for_inter
         batch = await stream.begin(tier=pb.SERVICE_TIER_BATCH)
         await stream.first(batch, "progress")
         interactive = await stream.begin()
-        await stream.cancel(*waiting)
+        running = next(each for each in stream.frames if stream.token_ids(each))
+        await stream.cancel(*waiting, running)
         finished = await stream.finished(interactive)
 
         assert not stream.of(batch, "delta") or stream.ends(interactive)

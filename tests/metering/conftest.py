@@ -59,14 +59,14 @@ async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count the holds that each batch on the slow path read."""
+    """Count the holds and admissions of each batch on the slow path."""
     counts: list[int] = []
     read_and_lock = reading.read_and_lock
 
     async def counted(
         connection: Any, hold_ids: Any, admits: Sequence[Admit] = (), billed_ids: Any = ()
     ) -> object:
-        counts.append(len(hold_ids))
+        counts.append(len(hold_ids) + len(admits))
         return await read_and_lock(connection, hold_ids, admits, billed_ids)
 
     monkeypatch.setattr(slow_path, "read_and_lock", counted)
