@@ -133,5 +133,5 @@ async def test_a_client_that_watches_health_gets_changes_and_frees_its_stream_at
                 watch.cancel()
             # The server learns of it slightly later.
             async with asyncio.timeout(PATIENCE_S):
-                while not await is_let_in(watching(health_pb2.HealthCheckRequest())):
-                    await asyncio.sleep(POLL_S)
+                while not await is_let_in(watching(health_pb2.HealthCheckRequest())):  # noqa: ASYNC110
+                    await asyncio.sleep(POLL_S)  # no notification
