@@ -38,7 +38,11 @@ from metering.store.migrations_runner import migrate, prepare_application_role
 from tests.forked_workers import execute_worker, fork_workers
 
 # Long files first: distributed last, one of them would keep a single worker busy at the end.
-LONG_FILES_FIRST = ("tests/faults/", "tests/e2e/", "tests/api/", "tests/sdk/")
+# The files of tests/metering/, all short, fill the end.
+LONG_FILES_FIRST = (
+    *("tests/faults/", "tests/e2e/", "tests/api/", "tests/sdk/", "tests/test_", "tests/bench/"),
+    *("tests/infra/", "tests/inference/"),
+)
 
 # A test's database need not survive a crash of the machine. Tests that kill one start their own.
 WITHOUT_DURABILITY = {
