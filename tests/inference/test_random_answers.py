@@ -22,7 +22,7 @@ from tests.inference import json_schemas
 from tests.inference.checkpoints import TinyCheckpoint
 
 # Random schemas; more take longer.
-SCHEMA_COUNT = int(os.environ.get("WEIR_TEST_SCHEMA_COUNT", "400"))
+SCHEMA_COUNT = int(os.environ.get("WEIR_TEST_SCHEMA_COUNT", "1000"))
 FREE_TOKENS = 120  # after this many, only tokens that lead to an end are preferred
 TOKENS_MAX = 1500
 
@@ -99,7 +99,7 @@ def test_every_answer_validates_under_own_schemas(writer: Writer) -> None:
 
 
 def test_every_answer_validates_under_random_schemas(writer: Writer) -> None:
-    """Two answers to each of 400 schemas, which must cover the keywords."""
+    """Two answers to each of 1,000 schemas, which must cover the keywords."""
     rng = random.Random(20)
     seen: set[str] = set()
     while len(seen) < SCHEMA_COUNT:
