@@ -132,6 +132,7 @@ async def test_a_client_that_watches_health_gets_changes_and_frees_its_stream_at
             for watch in watches:
                 watch.cancel()
             # The server learns of it slightly later.
+            request = health_pb2.HealthCheckRequest()
             async with asyncio.timeout(PATIENCE_S):
-                while not await is_let_in(watching(health_pb2.HealthCheckRequest())):  # noqa: ASYNC110
-                    await asyncio.sleep(POLL_S)  # no notification
+                while not await is_let_in(watching(request)):  # noqa: ASYNC110  # no notification
+                    await asyncio.sleep(POLL_S)
