@@ -30,7 +30,8 @@ demo: setup ## start everything, run the reference workload, print the bill, sto
 # Tests start hundreds of interpreters; each would compile our modules again, and pytest rewrite all tests.
 test test-fast test-faults: export PYTHONDONTWRITEBYTECODE :=
 
-# A test that fails beside two others may have met a slow machine: it gets a second, lone run, and the report names it.
+# A test that fails beside two others may have met a slow machine: it gets a second, lone run. A line
+# "second runs: COUNT TEST..." in the output (tests/conftest.py) counts and names these tests; each is a fault to mend.
 AGAIN = { [ $$? -eq 1 ] && echo "== the failed tests again, one at a time" && \
 	$(PYTEST) --verbose --last-failed --last-failed-no-failures none --maxfail 1; }
 

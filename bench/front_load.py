@@ -11,10 +11,7 @@ only counts.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import json
 import random
-import sys
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -22,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import uvloop
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-METHOD = "/weir.v1.InferenceService/Generate"
+from bench.streams_load import METHOD, run_end
+
 UUID_CHARS = 36
 # Stages of a request before the engine's batch.
 STAGES = ("auth", "tokenize", "admission", "queue", "cold_start")
@@ -212,15 +209,5 @@ async def serve_echo() -> None:
     await server.wait_for_termination()
 
 
-def main() -> None:
-    """Run the client or the server."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        if sys.argv[1] == "echo":
-            runner.run(serve_echo())
-        else:
-            seen = runner.run(Client(Load(**json.loads(sys.argv[2]))).run())
-            print(json.dumps(dataclasses.asdict(seen)))
-
-
 if __name__ == "__main__":
-    main()
+    run_end(lambda load: Client(Load(**load)).run(), serve_echo)

@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import random
-import sys
 import time
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import uvloop
 from aiohttp import web
 from weir.v1 import inference_service_pb2 as pb
 
-from bench.streams_load import METHOD
+from bench.streams_load import METHOD, Stepped, run_end
 
 LONG_TOKENS, PROBE_TOKENS, PROBES = 1500, 2, 4
 CONTENT = b'"delta":{"content":'
@@ -193,21 +190,8 @@ class Client:
         )
 
 
-class Echo:
+class Echo(Stepped):
     """Server that answers each chat with one event per step, from the next step on."""
-
-    def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
-        self._step = asyncio.Event()
-
-    async def tick(self) -> None:
-        """Run the steps of the simulated engine, without drift."""
-        due = time.perf_counter()
-        while True:
-            due = max(due + self._step_s, time.perf_counter())
-            await asyncio.sleep(due - time.perf_counter())
-            ended, self._step = self._step, asyncio.Event()
-            ended.set()
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one chat."""
@@ -234,18 +218,5 @@ async def serve_echo(step_s: float) -> None:
     await echo.tick()
 
 
-def main() -> None:
-    """Run the client or the server."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        if sys.argv[1] == "echo":
-            runner.run(serve_echo(**json.loads(sys.argv[2])))
-        else:
-            print(
-                json.dumps(
-                    dataclasses.asdict(runner.run(Client(Load(**json.loads(sys.argv[2]))).run()))
-                )
-            )
-
-
 if __name__ == "__main__":
-    main()
+    run_end(lambda load: Client(Load(**load)).run(), serve_echo)

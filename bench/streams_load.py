@@ -15,7 +15,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -201,8 +201,8 @@ class Client:
         return open_stream(metadata=(("authorization", f"Bearer {self._load.api_key}"),))
 
 
-class Echo:
-    """Server that answers each start frame with one token per step, from the next step on."""
+class Stepped:
+    """Server whose answers follow the steps of the simulated engine."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -216,6 +216,10 @@ class Echo:
             await asyncio.sleep(due - time.perf_counter())
             ended, self._step = self._step, asyncio.Event()
             ended.set()
+
+
+class Echo(Stepped):
+    """Server that answers each start frame with one token per step, from the next step on."""
 
     async def answer(self, requests: AsyncIterator[pb.GenerateRequest], context: Any) -> None:
         """Answer all requests of one stream, with one message per step."""
@@ -274,18 +278,21 @@ async def serve_echo(step_s: float) -> None:
     await echo.tick()
 
 
-def main() -> None:
-    """Run the client or the server."""
+def run_end(
+    run_client: Callable[[dict[str, Any]], Coroutine[Any, Any, Any]],
+    serve: Callable[..., Coroutine[Any, Any, None]],
+) -> None:
+    """Run the client and print its measurements, or the server, with the arguments of the program.
+
+    `run_client` receives the load, and `serve` its parameters by name.
+    """
+    end, parameters = sys.argv[1], json.loads(sys.argv[2])
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        if sys.argv[1] == "echo":
-            runner.run(serve_echo(**json.loads(sys.argv[2])))
+        if end == "echo":
+            runner.run(serve(**parameters))
         else:
-            print(
-                json.dumps(
-                    dataclasses.asdict(runner.run(Client(Load(**json.loads(sys.argv[2]))).run()))
-                )
-            )
+            print(json.dumps(dataclasses.asdict(runner.run(run_client(parameters)))))
 
 
 if __name__ == "__main__":
-    main()
+    run_end(lambda load: Client(Load(**load)).run(), serve_echo)

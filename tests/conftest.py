@@ -38,7 +38,11 @@ from metering.store.migrations_runner import migrate, prepare_application_role
 from tests.forked_workers import execute_worker, fork_workers
 
 # Long files first: distributed last, one of them would keep a single worker busy at the end.
-LONG_FILES_FIRST = ("tests/faults/", "tests/e2e/", "tests/api/", "tests/sdk/")
+# The files of tests/metering/, all short, fill the end.
+LONG_FILES_FIRST = (
+    *("tests/faults/", "tests/e2e/", "tests/api/", "tests/sdk/", "tests/test_", "tests/bench/"),
+    *("tests/infra/", "tests/inference/"),
+)
 
 # A test's database need not survive a crash of the machine. Tests that kill one start their own.
 WITHOUT_DURABILITY = {
@@ -95,6 +99,22 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order tests by the duration of their files; stable, so the order within a file is kept."""
     items.sort(key=lambda item: [not item.nodeid.startswith(start) for start in LONG_FILES_FIRST])
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Print one line for programs: the number of tests that need a second, lone run, and their ids.
+
+    After tests in several processes, these are the failed ones; in a run of failed tests, all.
+    """
+    outcomes = ["failed", "error"]
+    if config.getoption("lf", False):
+        outcomes += ["passed", "skipped"]
+    elif not config.getoption("numprocesses", None):
+        return
+    tests = {report.nodeid for each in outcomes for report in terminalreporter.stats.get(each, ())}
+    terminalreporter.write_line(" ".join([f"second runs: {len(tests)}", *sorted(tests)]))
 
 
 def scratch() -> Path | None:

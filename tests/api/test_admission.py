@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +23,10 @@ from metering.holds.operations import Admit, new_hold_id
 from metering.holds.recovery import sweep_expired_holds
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quotas import QuotaExceeded
-from tests.metering.hold_world import AwaitedStore, HoldWorld, hold_world, until_idle
+from tests.metering.hold_world import AwaitedStore, HoldWorld, until_idle
 from tests.metering.invariants import check_invariants
 
 SETTINGS = Settings.of(lease_slice_tokens=20, lease_min_tokens=5, lease_margin_tokens=4)
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
 
 
 @dataclass(slots=True)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -31,13 +30,6 @@ from metering.holds.journal import UsageJournal
 from tests.api.test_least_rate import in_virtual_time
 
 STEP_S = 0.02  # between tokens of the engine
-
-
-@pytest.fixture
-def journal(tmp_path: Path) -> Iterator[UsageJournal]:
-    journal = UsageJournal(tmp_path, uuid.uuid4())
-    yield journal
-    journal.close()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,7 +48,7 @@ from metering.holds.recovery import sweep_expired_holds
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quotas import QuotaExceeded
 from tests.api.test_admission import Rig, request, running
-from tests.metering.hold_world import HoldWorld, hold_world
+from tests.metering.hold_world import HoldWorld
 from tests.metering.invariants import check_invariants
 
 LIMIT = 10**6
@@ -92,12 +91,6 @@ def ends_by(cause: Cause) -> list[End]:
         (outcome, None) for way in WAYS if way.cause is cause for outcome in way.outcomes
     ]
     return [*outcomes, *((None, error) for error in ERRORS[cause])]
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
 
 
 def limited(world: HoldWorld, name: str) -> Payer:

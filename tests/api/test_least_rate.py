@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,13 +47,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 def in_virtual_time(scenario: Coroutine[Any, Any, None]) -> None:
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(scenario)
-
-
-@pytest.fixture
-def journal(tmp_path: Path) -> Iterator[UsageJournal]:
-    journal = UsageJournal(tmp_path, uuid.uuid4())
-    yield journal
-    journal.close()
 
 
 class World:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Coroutine, Iterator
-from pathlib import Path
+from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -52,13 +51,6 @@ class Covered:
 
     async def cover(self, token_count: int) -> None:
         return None
-
-
-@pytest.fixture
-def journal(tmp_path: Path) -> Iterator[UsageJournal]:
-    journal = UsageJournal(tmp_path, uuid.uuid4())
-    yield journal
-    journal.close()
 
 
 class Handing:

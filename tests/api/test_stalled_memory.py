@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,13 +26,6 @@ REQUEST_COUNT = 1000
 TOKENS_AT_FIRST, TOKENS_THEN = 20, 100
 BYTES_PER_TOKEN_MAX = 100  # arrays with their reserve; one object per token would need far more
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.fixture
-def journal(tmp_path: Path) -> Iterator[UsageJournal]:
-    journal = UsageJournal(tmp_path, uuid.uuid4())
-    yield journal
-    journal.close()
 
 
 def resident_bytes() -> int:

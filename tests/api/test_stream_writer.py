@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import cast
 
 import pytest
@@ -50,13 +49,6 @@ class Transport:
                 for token_id in frame.delta.token_ids
             ]
         )
-
-
-@pytest.fixture
-def journal(tmp_path: Path) -> Iterator[UsageJournal]:
-    journal = UsageJournal(tmp_path, uuid.uuid4())
-    yield journal
-    journal.close()
 
 
 def recorded(journal: UsageJournal) -> dict[uuid.UUID | None, int]:

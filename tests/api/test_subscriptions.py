@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,13 +16,6 @@ from metering.core.models import Outcome
 from metering.holds.journal import UsageJournal
 
 ORGANIZATION = uuid.uuid4()
-
-
-@pytest.fixture
-def journal(tmp_path: Path) -> Iterator[UsageJournal]:
-    journal = UsageJournal(tmp_path, uuid.uuid4())
-    yield journal
-    journal.close()
 
 
 class World:

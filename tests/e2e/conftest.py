@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from metering.receipts.signing import KEY_FILE, ensure_key
 from tests.conftest import as_application, new_database
 from tests.service import Service, SharedServices, make_model, running
+
+Serve = Callable[..., Service]
 
 SHARED = SharedServices(Path(__file__).parent)
 
@@ -51,3 +55,30 @@ def service(
             yield service
             SHARED.stop()
         assert service.database.held_hold_count() == 0
+
+
+@pytest.fixture(scope="module")
+def module_database(postgres_server: str, template_database: str) -> Iterator[str]:
+    """Yield the URL of a migrated, empty database for the tests of a module."""
+    with new_database(postgres_server, template=template_database) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory, module_database: str) -> Iterator[Serve]:
+    """Yield a function that starts a service of the module: with a checkpoint, and settings.
+
+    With `is_drained` it must still run at the end, and leave no hold.
+    """
+    drained: list[Service] = []
+    with ExitStack() as stack:
+
+        def start(model: Path, *, is_drained: bool = False, **settings: Any) -> Service:
+            service = Service(tmp_path_factory.mktemp("home"), module_database, model, **settings)
+            drained.extend([service] * is_drained)
+            return stack.enter_context(running(service))
+
+        yield start
+        for service in drained:
+            assert service.stop() == 0, service.log[-4000:]
+        assert not drained or drained[0].database.held_hold_count() == 0

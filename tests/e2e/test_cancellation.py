@@ -12,15 +12,11 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from dataclasses import replace
-from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
 from google.protobuf.duration_pb2 import Duration
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
@@ -30,7 +26,7 @@ from api import process as statistics_log
 from api.fleet import fleet as api_engines
 from metering.core.models import QuotaDimension
 from metering.holds.lease_clock import boot_time_s
-from tests.conftest import new_database
+from tests.e2e.inside import inside_fixtures
 from tests.service import (
     PLAIN_IDS,
     SMALL_WINDOWS,
@@ -40,7 +36,6 @@ from tests.service import (
     Tenant,
     bearer,
     cancel,
-    run_inside,
     start,
     until,
 )
@@ -70,52 +65,15 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
 """
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def inside(
-    tmp_path_factory: pytest.TempPathFactory,
-    model: Path,
-    postgres_server: str,
-    template_database: str,
-) -> AsyncIterator[Inside]:
-    """Yield a server with small slices, small outboxes and short timeouts."""
-    with (
-        new_database(postgres_server, template=template_database) as url,
-        pytest.MonkeyPatch.context() as monkeypatch,
-    ):
-        service = Service(
-            tmp_path_factory.mktemp("inside"),
-            url,
-            model,
-            client_stall_max_s=STALL_MAX_S,
-            outbox_tokens_per_request_max=QUEUED_TOKENS,
-            requests_per_process_max=PERMITS,
-            lease_slice_tokens=SLICE_TOKENS,
-            lease_margin_tokens=8,
-            progress_interval_s=0.05,
-        )
-        build = api_engines.torch_settings
-        monkeypatch.setattr(
-            api_engines,
-            "torch_settings",
-            lambda *given: replace(build(*given), running_sequence_count_max=RUNNING_MAX),
-        )
-        async with run_inside(service, monkeypatch) as inside:
-            yield inside
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def service(inside: Inside) -> AsyncIterator[Service]:
-    """Yield the service; each test leaves it empty."""
-    yield inside.service
-    await inside.check_empty()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def tenant(service: Service) -> Tenant:
-    """Return a tenant with quotas on tokens and on requests, which reveal leaks."""
-    return await service.tenant(
-        {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000}
-    )
+inside, service, tenant = inside_fixtures(
+    running_max=RUNNING_MAX,
+    client_stall_max_s=STALL_MAX_S,
+    outbox_tokens_per_request_max=QUEUED_TOKENS,
+    requests_per_process_max=PERMITS,
+    lease_slice_tokens=SLICE_TOKENS,
+    lease_margin_tokens=8,
+    progress_interval_s=0.05,
+)
 
 
 async def check_settled(

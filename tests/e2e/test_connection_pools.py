@@ -22,7 +22,7 @@ from api.billing.billing_service import WAITING_PER_KEY_MAX
 from metering.store.db import psycopg_conninfo
 from tests.service import Refusal, Service, bearer, refused, until
 
-REPORTS = 120
+REPORTS = 40  # twice as many as may run and wait
 WAITING = (
     "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'ledger_entries'::regclass"
 )

@@ -12,23 +12,21 @@ import os
 import re
 import signal
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import Draining
 from api.generation.delivery import stream_writer as writer
 from metering.core.models import Outcome
-from tests.conftest import new_database
+from tests.e2e.inside import inside_fixtures
 from tests.e2e.openai_clients import TO_THE_END, user_message
 from tests.e2e.test_openai_bad_input import Socket, dial, post
 from tests.e2e.test_openai_ends import the_event, the_one_running
 from tests.forked_workers import children_of
-from tests.service import MODEL, PATIENCE_S, Inside, Service, run_inside, until
+from tests.service import MODEL, PATIENCE_S, Inside, Service, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -44,29 +42,10 @@ PINGS = {"messages": b'event: ping\ndata: {"type":"ping"}\n\n'}
 ENDS = {"responses": b'"usage":{"input_tokens"', "messages": b"message_stop"}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def inside(
-    tmp_path_factory: pytest.TempPathFactory,
-    model: Path,
-    postgres_server: str,
-    template_database: str,
-) -> AsyncIterator[Inside]:
-    """Yield a server that keeps silent for a tenth of a second at most."""
-    with (
-        new_database(postgres_server, template=template_database) as url,
-        pytest.MonkeyPatch.context() as monkeypatch,
-    ):
-        monkeypatch.setattr(writer, "SILENCE_S", 0.1)
-        service = Service(tmp_path_factory.mktemp("inside"), url, model, http_padding_after_s=0.2)
-        async with run_inside(service, monkeypatch) as inside:
-            yield inside
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def service(inside: Inside) -> AsyncIterator[Service]:
-    """Yield the service; each test leaves it empty."""
-    yield inside.service
-    await inside.check_empty()
+inside, service, _ = inside_fixtures(
+    patch=lambda monkeypatch: monkeypatch.setattr(writer, "SILENCE_S", 0.1),
+    http_padding_after_s=0.2,
+)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from metering.ledger.rating import rate_all_pending
 from metering.pricing.prices import set_price
 from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from metering.tenants.api_keys import rotate_api_key
-from tests.conftest import new_database
+from tests.e2e.conftest import Serve
 from tests.e2e.openai_clients import connect, extension, user_message
 from tests.forked_workers import children_of
 from tests.inference.encoder_checkpoints import (
@@ -40,7 +40,7 @@ from tests.inference.encoder_checkpoints import (
 )
 from tests.remote_servers.certificates import make_certificates
 from tests.remote_servers.serving import server_process
-from tests.service import MODEL, Service, Tenant, bearer, refused, running, until, wait_for
+from tests.service import MODEL, Service, Tenant, bearer, refused, until, wait_for
 
 ENCODER = "encoder"
 FAR = "far"  # same checkpoint, on a remote server
@@ -56,38 +56,27 @@ def encoder_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def embedding(
+    serve: Serve,
     tmp_path_factory: pytest.TempPathFactory,
     model: Path,
     encoder_directory: Path,
-    postgres_server: str,
-    template_database: str,
 ) -> Iterator[Service]:
     """Yield a service with a generating and an embedding model, local and on a remote server."""
     certificates = make_certificates(tmp_path_factory.mktemp("remote") / "certificates")
-    with (
-        new_database(postgres_server, template=template_database) as url,
-        server_process(encoder_directory, certificates) as server,
-    ):
-        encoders, targets = (
-            {ENCODER: encoder_directory},
-            {FAR: str(server.target(RemoteService.VLLM))},
-        )
-        service = Service(
-            tmp_path_factory.mktemp("home"),
-            url,
+    with server_process(encoder_directory, certificates) as server:
+        service = serve(
             model,
-            encoders=encoders,
-            remote_encoders=targets,
+            encoders={ENCODER: encoder_directory},
+            remote_encoders={FAR: str(server.target(RemoteService.VLLM))},
             hold_expiry_s=3600.0,
         )
-        with running(service) as service:
-            for name in (ENCODER, FAR):
-                wait_for(
-                    lambda name=name: service.serving(f"engine/{name}"),  # type: ignore[misc]
-                    "the encoders to be loaded",
-                )
-            yield service
-            assert service.stop() == 0, service.log[-4000:]
+        for name in (ENCODER, FAR):
+            wait_for(
+                lambda name=name: service.serving(f"engine/{name}"),  # type: ignore[misc]
+                "the encoders to be loaded",
+            )
+        yield service
+        assert service.stop() == 0, service.log[-4000:]
         assert service.database.held_hold_count() == 0
 
 

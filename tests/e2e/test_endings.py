@@ -6,7 +6,6 @@ import asyncio
 import functools
 import uuid
 from collections.abc import AsyncIterator, Awaitable
-from pathlib import Path
 
 import openai
 import psycopg
@@ -23,7 +22,7 @@ from metering.ledger.ledger import current_month
 from metering.ledger.rating import rate_all_pending
 from metering.plans.prepaid import credit_balance, grant_credit, refresh, set_prepaid
 from metering.store.db import create_engine, create_sessions, psycopg_conninfo
-from tests.conftest import new_database
+from tests.e2e.inside import inside_fixtures
 from tests.e2e.openai_clients import TO_THE_END, connect_async
 from tests.metering.invariants import check_invariants
 from tests.service import (
@@ -35,7 +34,6 @@ from tests.service import (
     cost_picos,
     credit,
     picos,
-    run_inside,
     start,
     until,
 )
@@ -53,29 +51,9 @@ LOOPING = pb.ResponseFormat(lark="start: start")
 FAULTING_LATER = pb.ResponseFormat(lark='start: "a" b\nb: b')
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def inside(
-    tmp_path_factory: pytest.TempPathFactory,
-    model: Path,
-    postgres_server: str,
-    template_database: str,
-) -> AsyncIterator[Inside]:
-    """Yield a server with small leases, so that requests extend them."""
-    with (
-        new_database(postgres_server, template=template_database) as url,
-        pytest.MonkeyPatch.context() as monkeypatch,
-    ):
-        service = Service(
-            tmp_path_factory.mktemp("inside"),
-            url,
-            model,
-            lease_slice_tokens=SLICE,
-            lease_margin_tokens=4,
-            client_stall_max_s=60.0,
-        )
-        async with run_inside(service, monkeypatch) as inside:
-            yield inside
-        check_invariants(url, all_ended=True)
+inside, _, _ = inside_fixtures(
+    lease_slice_tokens=SLICE, lease_margin_tokens=4, client_stall_max_s=60.0
+)
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ import inference.demo_model
 from demo.first_attempts import ADD, PERSON, SEARCH, WEATHER
 from metering.tenants.api_keys import update_api_key
 from tests.api.test_openai_tolerance import CLIENTS
-from tests.conftest import new_database
+from tests.e2e.conftest import Serve
 from tests.e2e.openai_clients import connect, user_message
 from tests.probing import probe
-from tests.service import MODEL, Service, running
+from tests.service import MODEL, Service
 
 WEIGHTS = Path(inference.demo_model.__file__).parent / "weights"
 TOOLS: list[Any] = [function.chat() for function in (WEATHER, SEARCH, ADD)]
@@ -30,16 +29,9 @@ CHOICES: tuple[Any, ...] = (
 
 
 @pytest.fixture(scope="module")
-def service(
-    tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str
-) -> Iterator[Service]:
-    """Yield a service whose model is the demo model."""
-    home = tmp_path_factory.mktemp("home")
-    with (
-        new_database(postgres_server, template=template_database) as url,
-        running(Service(home, url, WEIGHTS)) as service,
-    ):
-        yield service
+def service(serve: Serve) -> Service:
+    """Return a service whose model is the demo model."""
+    return serve(WEIGHTS)
 
 
 async def test_the_first_structured_outputs_are_valid(service: Service) -> None:

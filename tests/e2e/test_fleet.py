@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
@@ -15,7 +14,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from api.core.settings import bundled_models
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.quotas.quota_admin import set_quota
-from tests.conftest import new_database
+from tests.e2e.conftest import Serve
 from tests.service import (
     MODEL,
     Service,
@@ -23,7 +22,6 @@ from tests.service import (
     cost_picos,
     kernels_of_this_machine,
     picos,
-    running,
     wait_for,
 )
 
@@ -39,30 +37,18 @@ aliases: {{latest: {model}, next: {model}@v2}}
 
 
 @pytest.fixture(scope="module")
-def fleet(
-    tmp_path_factory: pytest.TempPathFactory,
-    model: Path,
-    postgres_server: str,
-    template_database: str,
-) -> Iterator[Service]:
-    """Yield a separate service in the region eu."""
-    home = tmp_path_factory.mktemp("fleet")
-    file = home / "fleet.yaml"
+def fleet(serve: Serve, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Service:
+    """Return a separate service in the region eu."""
+    file = tmp_path_factory.mktemp("fleet") / "fleet.yaml"
     file.write_text(FLEET.format(model=MODEL, directory=model))
-    with new_database(postgres_server, template=template_database) as url:
-        service = Service(
-            home / "home", url, model, models=bundled_models(), fleet=str(file), region="eu"
-        )
-        with running(service):
-            wait_for(
-                lambda: (
-                    service.serving(f"engine/{MODEL}@v1") and service.serving(f"engine/{MODEL}@v2")
-                ),
-                "both versions to load",
-            )
-            yield service
-            assert service.stop() == 0, service.log[-4000:]
-        assert service.database.held_hold_count() == 0
+    service = serve(
+        model, is_drained=True, models=bundled_models(), fleet=str(file), region="eu"
+    )
+    wait_for(
+        lambda: service.serving(f"engine/{MODEL}@v1") and service.serving(f"engine/{MODEL}@v2"),
+        "both versions to load",
+    )
+    return service
 
 
 @pytest.mark.parametrize("name", [MODEL, "latest", "next", f"{MODEL}@v1"])

@@ -12,23 +12,20 @@ import os
 import random
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
 from google.protobuf.duration_pb2 import Duration
 from grpc import StatusCode
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
-from metering.core.models import QuotaDimension
-from tests.conftest import new_database
+from tests.e2e.inside import inside_fixtures
 from tests.metering.invariants import check_invariants
 from tests.service import (
     SMALL_WINDOWS,
@@ -39,7 +36,6 @@ from tests.service import (
     bearer,
     cancel,
     credit,
-    run_inside,
     start,
     until,
 )
@@ -54,45 +50,13 @@ KEEP_S = 0.5
 DRIP_S = 0.004  # between grants: the engine is faster on every machine
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def inside(
-    tmp_path_factory: pytest.TempPathFactory,
-    model: Path,
-    postgres_server: str,
-    template_database: str,
-) -> AsyncIterator[Inside]:
-    """Yield a server with short timeouts and a simulated engine."""
-    with (
-        new_database(postgres_server, template=template_database) as url,
-        pytest.MonkeyPatch.context() as monkeypatch,
-    ):
-        service = Service(
-            tmp_path_factory.mktemp("inside"),
-            url,
-            model,
-            engine_device="simulated",
-            simulated_time_scale=TIME_SCALE,
-            client_stall_max_s=STALL_MAX_S,
-            outbox_tokens_per_request_max=QUEUED_TOKENS,
-            lease_slice_tokens=24,
-        )
-        async with run_inside(service, monkeypatch) as inside:
-            yield inside
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def service(inside: Inside) -> AsyncIterator[Service]:
-    """Yield the service; each test leaves it empty."""
-    yield inside.service
-    await inside.check_empty()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def tenant(service: Service) -> Tenant:
-    """Return a tenant with quotas, which reveal leaks."""
-    return await service.tenant(
-        {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000}
-    )
+inside, service, tenant = inside_fixtures(
+    engine_device="simulated",
+    simulated_time_scale=TIME_SCALE,
+    client_stall_max_s=STALL_MAX_S,
+    outbox_tokens_per_request_max=QUEUED_TOKENS,
+    lease_slice_tokens=24,
+)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from api.generation.request.peers import VOUCHER, Peer, make_identity
 from metering.tenants.api_keys import update_api_key
 from metering.tenants.networks import parse_address
-from tests.conftest import new_database
+from tests.e2e.conftest import Serve
 from tests.e2e.openai_clients import connect_async, user_message
 from tests.e2e.test_console import console_url
 from tests.peers import publish
@@ -36,7 +36,6 @@ from tests.service import (
     Tenant,
     bearer,
     refused,
-    running,
     start,
     until,
 )
@@ -53,27 +52,17 @@ def behind_proxy(address: str) -> tuple[tuple[str, str], ...]:
 
 
 @pytest.fixture(scope="module")
-def pair(
-    tmp_path_factory: pytest.TempPathFactory,
-    model: Path,
-    postgres_server: str,
-    template_database: str,
-) -> Iterator[tuple[Service, Service]]:
-    """Yield two api processes on one database, behind a proxy on this machine."""
+def pair(serve: Serve, model: Path) -> tuple[Service, Service]:
+    """Return two api processes on one database, behind a proxy on this machine."""
     settings = {
         "trusted_proxies": "127.0.0.0/8",
         "stream_key_check_s": CHECKED_DAILY_S,
         "key_use_interval_s": 0.1,
     }
-    with new_database(postgres_server, template=template_database) as url:
-        here, there = (
-            Service(tmp_path_factory.mktemp(name), url, model, **settings)
-            for name in ("here", "there")
-        )
-        with running(here), running(there):
-            yield here, there
-            assert (here.stop(), there.stop()) == (0, 0)
-        assert here.database.held_hold_count() == 0
+    return (
+        serve(model, is_drained=True, **settings),
+        serve(model, is_drained=True, **settings),
+    )
 
 
 class Key:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from metering.pricing.prices import set_price
-from tests.conftest import new_database
+from tests.e2e.conftest import Serve
 from tests.e2e.test_embeddings import ENCODER, PICOS
 from tests.inference.encoder_checkpoints import make_random_encoder
-from tests.service import MODEL, Service, Tenant, bearer, refused, running
+from tests.service import MODEL, Service, Tenant, bearer, refused
 
 IGNORED = "weir-ignored-parameters"
 AUTOGEN: dict[str, Any] = {
@@ -95,21 +95,10 @@ BODIES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
 
 
 @pytest.fixture(scope="module")
-def service(
-    tmp_path_factory: pytest.TempPathFactory,
-    model: Path,
-    postgres_server: str,
-    template_database: str,
-) -> Iterator[Service]:
-    """Yield a service with a generating and an embedding model."""
+def service(serve: Serve, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Service:
+    """Return a service with a generating and an embedding model."""
     encoder = make_random_encoder(tmp_path_factory.mktemp("encoder"))
-    with (
-        new_database(postgres_server, template=template_database) as url,
-        running(
-            Service(tmp_path_factory.mktemp("strict"), url, model, encoders={ENCODER: encoder})
-        ) as service,
-    ):
-        yield service
+    return serve(model, encoders={ENCODER: encoder})
 
 
 @pytest.fixture

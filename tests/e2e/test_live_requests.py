@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from weir.v1 import inference_service_pb2
 from weir.v1 import live_requests_pb2 as pb
 
 from metering.core.models import QuotaDimension
-from tests.conftest import new_database
+from tests.e2e.conftest import Serve
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.service import (
     MODEL,
@@ -51,20 +49,9 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(
-    tmp_path_factory: pytest.TempPathFactory,
-    slow_model: Path,
-    postgres_server: str,
-    template_database: str,
-) -> Iterator[tuple[Service, Service]]:
-    """Yield two processes, each with its own engine."""
-    with new_database(postgres_server, template=template_database) as url, ExitStack() as stack:
-        services = [Service(tmp_path_factory.mktemp("pair"), url, slow_model) for _ in range(2)]
-        first, second = (stack.enter_context(running(service)) for service in services)
-        yield first, second
-        for service in services:
-            assert service.stop() == 0, service.log[-4000:]
-        assert first.database.held_hold_count() == 0
+def pair(serve: Serve, slow_model: Path) -> tuple[Service, Service]:
+    """Return two processes, each with its own engine."""
+    return serve(slow_model, is_drained=True), serve(slow_model, is_drained=True)
 
 
 class Admin:

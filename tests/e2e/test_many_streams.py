@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from metering.core.models import QuotaDimension
-from tests.conftest import new_database
-from tests.service import Refusal, Service, Tenant, bearer, credit, running, start
+from tests.e2e.conftest import Serve
+from tests.service import Refusal, Service, Tenant, bearer, credit, start
 
 STREAM_COUNT = int(os.environ.get("WEIR_TEST_STREAMS", "400"))
 STREAMS_MAX = STREAM_COUNT // 4
@@ -23,20 +22,10 @@ REQUESTS_MAX = 5  # on one stream
 
 
 @pytest.fixture(scope="module")
-def small(
-    tmp_path_factory: pytest.TempPathFactory,
-    model: Path,
-    postgres_server: str,
-    template_database: str,
-) -> Iterator[Service]:
-    """Yield a service with few streams per connection and few requests per stream."""
-    home = tmp_path_factory.mktemp("small")
+def small(serve: Serve, model: Path) -> Service:
+    """Return a service with few streams per connection and few requests per stream."""
     few = {"streams_per_connection_max": STREAMS_MAX, "requests_per_stream_max": REQUESTS_MAX}
-    with (
-        new_database(postgres_server, template=template_database) as url,
-        running(Service(home, url, model, **few)) as service,
-    ):
-        yield service
+    return serve(model, **few)
 
 
 async def one_request(channel: grpc.aio.Channel, tenant: Tenant, **fields: Any) -> str | Refusal:

@@ -9,24 +9,22 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Coroutine
-from pathlib import Path
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import openai
 import pytest
-import pytest_asyncio
 from structlog.testing import capture_logs
 
 from api.core.errors import Draining
 from api.generation.request.live_request import LiveRequest
 from api.openai import listener as http_requests
 from metering.core.models import Outcome, QuotaDimension
-from tests.conftest import new_database
+from tests.e2e.inside import inside_fixtures
 from tests.e2e.openai_clients import TO_THE_END, connect_async, cost_of, extension, user_message
 from tests.e2e.test_openai_bad_input import Socket, post
-from tests.service import INPUT_PICOS, MODEL, PATIENCE_S, Inside, Service, Tenant, run_inside, until
+from tests.service import INPUT_PICOS, MODEL, PATIENCE_S, Inside, Service, Tenant, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -36,39 +34,15 @@ CONNECTIONS = 20
 Value = TypeVar("Value")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def inside(
-    tmp_path_factory: pytest.TempPathFactory,
-    model: Path,
-    postgres_server: str,
-    template_database: str,
-) -> AsyncIterator[Inside]:
-    """Yield a server with short timeouts."""
-    with (
-        new_database(postgres_server, template=template_database) as url,
-        pytest.MonkeyPatch.context() as monkeypatch,
-    ):
-        monkeypatch.setattr(http_requests, "BODY_WAIT_S", 0.2)
-        service = Service(
-            tmp_path_factory.mktemp("inside"),
-            url,
-            model,
-            client_stall_max_s=1.0,
-            outbox_tokens_per_request_max=QUEUED_TOKENS,
-            lease_slice_tokens=24,
-            lease_margin_tokens=8,
-            http_idle_max_s=1.0,
-            http_connections_max=CONNECTIONS,
-        )
-        async with run_inside(service, monkeypatch) as inside:
-            yield inside
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def service(inside: Inside) -> AsyncIterator[Service]:
-    """Yield the service; each test leaves it empty."""
-    yield inside.service
-    await inside.check_empty()
+inside, service, _ = inside_fixtures(
+    patch=lambda monkeypatch: monkeypatch.setattr(http_requests, "BODY_WAIT_S", 0.2),
+    client_stall_max_s=1.0,
+    outbox_tokens_per_request_max=QUEUED_TOKENS,
+    lease_slice_tokens=24,
+    lease_margin_tokens=8,
+    http_idle_max_s=1.0,
+    http_connections_max=CONNECTIONS,
+)
 
 
 async def the_one_running(inside: Inside, token_count: int) -> LiveRequest:

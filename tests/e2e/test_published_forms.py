@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import anthropic.types
@@ -17,10 +17,10 @@ import pytest
 from pydantic import TypeAdapter
 
 from api.core.settings import DEMO_ENCODER_NAME, bundled_encoders
-from tests.conftest import new_database
+from tests.e2e.conftest import Serve
 from tests.e2e.tool_models import HOTEL, PIECES, SCRIPT, STAY, ending_bias
 from tests.inference.tool_checkpoints import make_scripted_checkpoint, make_tool_checkpoint
-from tests.service import MODEL, Service, Tenant, price_model, running
+from tests.service import MODEL, Service, Tenant, price_model
 
 PROMPT = [{"role": "user", "content": "Book!"}]
 FUNCTION = {"name": "book", "description": "Books a room.", "parameters": HOTEL}
@@ -201,22 +201,14 @@ def check(path: str, text: str, kind: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def service(
-    tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str
-) -> Iterator[Service]:
-    """Yield a service with a model of tools, one of scripted output, and an encoder."""
+def service(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Service:
+    """Return a service with a model of tools, one of scripted output, and an encoder."""
     home = tmp_path_factory.mktemp("forms")
     models = {
         MODEL: make_tool_checkpoint(home / "tools"),
         SCRIPT: make_scripted_checkpoint(home / "script", PIECES),
     }
-    with (
-        new_database(postgres_server, template=template_database) as url,
-        running(
-            Service(home / "home", url, models[MODEL], models=models, encoders=bundled_encoders())
-        ) as service,
-    ):
-        yield service
+    return serve(models[MODEL], models=models, encoders=bundled_encoders())
 
 
 async def priced(service: Service) -> Tenant:

@@ -10,21 +10,17 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator
-from dataclasses import replace
-from pathlib import Path
 
 import grpc
 import pytest
-import pytest_asyncio
 from google.protobuf.duration_pb2 import Duration
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-import api.fleet.fleet as api_engines
 from api.queue.tier import ServiceRate
 from metering.core.models import QuotaDimension
-from tests.conftest import new_database
-from tests.service import MODEL, Inside, Service, Stream, Tenant, run_inside, start, until
+from tests.e2e.inside import inside_fixtures
+from tests.service import MODEL, Inside, Service, Stream, Tenant, start, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -33,47 +29,9 @@ RUNNING_MAX = 4
 QUEUE_MAX = 100
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def inside(
-    tmp_path_factory: pytest.TempPathFactory,
-    model: Path,
-    postgres_server: str,
-    template_database: str,
-) -> AsyncIterator[Inside]:
-    """Yield a server with a short queue."""
-    with (
-        new_database(postgres_server, template=template_database) as url,
-        pytest.MonkeyPatch.context() as monkeypatch,
-    ):
-        service = Service(
-            tmp_path_factory.mktemp("inside"),
-            url,
-            model,
-            queue_requests_max=QUEUE_MAX,
-            progress_interval_s=0.05,
-        )
-        build = api_engines.torch_settings
-        monkeypatch.setattr(
-            api_engines,
-            "torch_settings",
-            lambda *given: replace(build(*given), running_sequence_count_max=RUNNING_MAX),
-        )
-        async with run_inside(service, monkeypatch) as inside:
-            yield inside
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def service(inside: Inside) -> AsyncIterator[Service]:
-    """Yield the service; each test leaves it empty."""
-    yield inside.service
-    await inside.check_empty()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def tenant(service: Service) -> Tenant:
-    return await service.tenant(
-        {QuotaDimension.TOKENS_PER_MONTH: 10**9, QuotaDimension.CONCURRENT_REQUESTS: 10_000}
-    )
+inside, service, tenant = inside_fixtures(
+    running_max=RUNNING_MAX, queue_requests_max=QUEUE_MAX, progress_interval_s=0.05
+)
 
 
 @contextlib.asynccontextmanager
@@ -250,7 +208,8 @@ async def test_the_wait_in_the_queue_is_in_the_timings_and_batch_waits_for_inter
         batch = await stream.begin(tier=pb.SERVICE_TIER_BATCH)
         await stream.first(batch, "progress")
         interactive = await stream.begin()
-        await stream.cancel(*waiting)
+        running = next(each for each in stream.frames if stream.token_ids(each))
+        await stream.cancel(*waiting, running)
         finished = await stream.finished(interactive)
 
         assert not stream.of(batch, "delta") or stream.ends(interactive)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,10 +10,10 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
-from tests.conftest import new_database
+from tests.e2e.conftest import Serve
 from tests.e2e.openai_clients import check_billed, connect, user_message
 from tests.inference.tool_checkpoints import ASSISTANT_ID, make_scripted_checkpoint
-from tests.service import MODEL, Service, Stream, bearer, conversation, running
+from tests.service import MODEL, Service, Stream, bearer, conversation
 
 # A thought that looks like what ends or is an answer, and an answer that spells a mark.
 PIECES = (
@@ -40,17 +39,11 @@ USER, ASSISTANT = pb.ROLE_USER, pb.ROLE_ASSISTANT
 
 
 @pytest.fixture(scope="module")
-def service(
-    tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str
-) -> Iterator[Service]:
-    """Yield a service whose model thinks."""
+def service(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Service:
+    """Return a service whose model thinks."""
     directory = tmp_path_factory.mktemp("reasoning")
     model = make_scripted_checkpoint(directory / "thinks", PIECES)
-    with (
-        new_database(postgres_server, template=template_database) as url,
-        running(Service(directory / "home", url, model)) as service,
-    ):
-        yield service
+    return serve(model)
 
 
 async def begin(stream: Stream, **fields: Any) -> str:

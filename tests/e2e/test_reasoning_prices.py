@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,7 +13,7 @@ from weir_client import AsyncBillingClient, UsageGrouping
 
 from metering.core.models import QuotaDimension
 from metering.pricing.prices import set_price
-from tests.conftest import new_database
+from tests.e2e.conftest import Serve
 from tests.e2e.openai_clients import connect, user_message
 from tests.faults.billed import rate
 from tests.inference.tool_checkpoints import make_scripted_checkpoint
@@ -30,7 +29,6 @@ from tests.service import (
     bearer,
     conversation,
     picos,
-    running,
 )
 
 PIECES = (
@@ -46,17 +44,11 @@ PRICES = [DEARER, CHEAPER, 0, None]
 
 
 @pytest.fixture(scope="module")
-def service(
-    tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str
-) -> Iterator[Service]:
-    """Yield a service whose model thinks."""
+def service(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Service:
+    """Return a service whose model thinks."""
     directory = tmp_path_factory.mktemp("reasoning")
     model = make_scripted_checkpoint(directory / "thinks", PIECES)
-    with (
-        new_database(postgres_server, template=template_database) as url,
-        running(Service(directory / "home", url, model)) as service,
-    ):
-        yield service
+    return serve(model)
 
 
 async def tenant_of(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ from api.core.settings import bundled_models
 from inference.routing.replica import DRAINED_RETRY_S
 from metering.pricing.prices import set_price
 from tests.conftest import new_database
+from tests.e2e.conftest import Serve
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.inference.encoder_checkpoints import make_random_encoder
 from tests.service import MODEL, PATIENCE_S, Service, bearer, refused, running, wait_for
@@ -34,27 +33,19 @@ FIRST, SECOND = f"{MODEL}#0", f"{MODEL}#1"
 
 
 @pytest.fixture(scope="module")
-def pair(
-    tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str
-) -> Iterator[tuple[Service, Service]]:
-    """Yield two processes with the same file: two replicas each, and some ms per token."""
+def pair(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> tuple[Service, Service]:
+    """Return two processes with the same file: two replicas each, and some ms per token."""
     directory = tmp_path_factory.mktemp("slow")
     make_checkpoint(directory, shape=LlamaShape(layer_count=120, context_window_tokens=4096))
     file = tmp_path_factory.mktemp("fleet") / "fleet.yaml"
     file.write_text(FLEET.format(model=MODEL, directory=directory))
-    with new_database(postgres_server, template=template_database) as url, ExitStack() as stack:
-        homes = [tmp_path_factory.mktemp("pair") for _ in range(2)]
-        services = [
-            Service(home, url, directory, models=bundled_models(), fleet=str(file))
-            for home in homes
-        ]
-        first, second = (stack.enter_context(running(service)) for service in services)
-        for service in services:
-            wait_for(lambda service=service: service.serving(f"engine/{MODEL}"), "the engines")  # type: ignore[misc]
-        yield first, second
-        for service in services:
-            assert service.stop() == 0, service.log[-4000:]
-        assert first.database.held_hold_count() == 0
+    first, second = (
+        serve(directory, is_drained=True, models=bundled_models(), fleet=str(file))
+        for _ in range(2)
+    )
+    for service in (first, second):
+        wait_for(lambda service=service: service.serving(f"engine/{MODEL}"), "the engines")  # type: ignore[misc]
+    return first, second
 
 
 class Admin:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,10 @@ from weir.v1 import types_pb2
 from api.core.endpoint import NOT_STARTED
 from metering.core.models import QuotaDimension
 from tests.conftest import new_database
+from tests.e2e.conftest import Serve
 from tests.forked_workers import children_of
 from tests.inference.classifier_checkpoints import make_danger_classifier
-from tests.service import PLAIN_IDS, Service, conversation, running, wait_for
+from tests.service import PLAIN_IDS, Service, conversation, wait_for
 
 RULES = """
 [[rule]]
@@ -36,46 +37,23 @@ window_chars = 24
 """
 
 
-@contextlib.contextmanager
-def guarded_service(
-    home: Path, postgres_server: str, template_database: str, model: Path, applies_to: str
-) -> Iterator[Service]:
-    """Yield a service with a rule and a classifier."""
+def guarded_service(serve: Serve, home: Path, model: Path, applies_to: str) -> Service:
+    """Start a service with a rule and a classifier."""
     make_danger_classifier(home / "danger")
     (home / "rules.toml").write_text(RULES.format(applies_to=applies_to))
-    with new_database(postgres_server, template=template_database) as url:
-        with running(Service(home, url, model, safety_rules=str(home / "rules.toml"))) as service:
-            yield service
-            assert service.stop() == 0, service.log[-4000:]
-        assert service.database.held_hold_count() == 0
+    return serve(model, is_drained=True, safety_rules=str(home / "rules.toml"))
 
 
 @pytest.fixture(scope="module")
-def guarded(
-    tmp_path_factory: pytest.TempPathFactory,
-    model: Path,
-    postgres_server: str,
-    template_database: str,
-) -> Iterator[Service]:
-    """Yield a service that classifies prompts and outputs."""
-    with guarded_service(
-        tmp_path_factory.mktemp("both"), postgres_server, template_database, model, "both"
-    ) as service:
-        yield service
+def guarded(serve: Serve, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Service:
+    """Return a service that classifies prompts and outputs."""
+    return guarded_service(serve, tmp_path_factory.mktemp("both"), model, "both")
 
 
 @pytest.fixture(scope="module")
-def prompts_only(
-    tmp_path_factory: pytest.TempPathFactory,
-    model: Path,
-    postgres_server: str,
-    template_database: str,
-) -> Iterator[Service]:
-    """Yield a service that classifies prompts only."""
-    with guarded_service(
-        tmp_path_factory.mktemp("prompts"), postgres_server, template_database, model, "prompt"
-    ) as service:
-        yield service
+def prompts_only(serve: Serve, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Service:
+    """Return a service that classifies prompts only."""
+    return guarded_service(serve, tmp_path_factory.mktemp("prompts"), model, "prompt")
 
 
 def user_message(text: str) -> pb.ResponseFormat:

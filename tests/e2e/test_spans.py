@@ -19,7 +19,7 @@ from weir_client import wire
 from weir_client.receipts import content_hash
 
 from metering.core.models import QuotaDimension
-from tests.conftest import new_database
+from tests.e2e.conftest import Serve
 from tests.otlp_receiver import ReceivedSpan, Receiver, receiving
 from tests.scraped import scrape
 from tests.service import (
@@ -29,7 +29,6 @@ from tests.service import (
     Stream,
     bearer,
     conversation,
-    running,
     start,
     until,
 )
@@ -66,23 +65,12 @@ def receiver() -> Iterator[Receiver]:
 
 
 @pytest.fixture(scope="module")
-def traced(
-    tmp_path_factory: pytest.TempPathFactory,
-    receiver: Receiver,
-    model: Path,
-    postgres_server: str,
-    template_database: str,
-) -> Iterator[Service]:
-    """Yield a service that sends its spans to the collector."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        new_database(postgres_server, template=template_database) as url,
-    ):
+def traced(serve: Serve, receiver: Receiver, model: Path) -> Service:
+    """Return a service that sends its spans to the collector."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.address)
         patch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=tests")
-        with running(Service(tmp_path_factory.mktemp("traced"), url, model)) as service:
-            yield service
-            assert service.stop() == 0, service.log[-4000:]
+        return serve(model, is_drained=True)
 
 
 def traceparent(flags: str) -> tuple[tuple[str, str], ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.generation.delivery.frames import stop_of
-from tests.conftest import new_database
+from tests.e2e.conftest import Serve
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.inference.tool_checkpoints import (
     ASSISTANT_ID,
@@ -30,7 +29,6 @@ from tests.service import (
     Tenant,
     conversation,
     price_model,
-    running,
     start,
 )
 
@@ -72,9 +70,7 @@ def make_forking_checkpoint(directory: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def service(
-    tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str
-) -> Iterator[Service]:
+def service(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Service:
     directory = tmp_path_factory.mktemp("stops")
     control = directory / "control"
     make_checkpoint(control, shape=LlamaShape(layer_count=1), chat_template=TOOL_TEMPLATE)
@@ -86,11 +82,7 @@ def service(
         CONTROL: control,
         FORKS: make_forking_checkpoint(directory / "forks"),
     }
-    with (
-        new_database(postgres_server, template=template_database) as url,
-        running(Service(directory / "home", url, made[MODEL], models=made)) as service,
-    ):
-        yield service
+    return serve(made[MODEL], models=made)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ turns, one system message, no switch for thinking.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from tests.conftest import new_database
+from tests.e2e.conftest import Serve
 from tests.inference.checkpoints import CHAT_TEMPLATE
 from tests.inference.family_templates import KIMI_K2
 from tests.inference.tool_checkpoints import TOOL_TEMPLATE, make_scripted_checkpoint
-from tests.service import MODEL, Service, Stream, Tenant, conversation, price_model, running
+from tests.service import MODEL, Service, Stream, Tenant, conversation, price_model
 
 ENDS, MISTRAL, SINGLE, KIMI = "ends", "mistral", "single", "kimi"
 PIECES = (
@@ -94,9 +93,7 @@ def make_fine_tune(directory: Path, script: tuple[str, ...]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def service(
-    tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str
-) -> Iterator[Service]:
+def service(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Service:
     directory = tmp_path_factory.mktemp("templates")
     models = {
         ENDS: make_fine_tune(directory / "ends", ("{}", "<|im_end|>", "Run", "away", "!!")),
@@ -105,11 +102,7 @@ def service(
         KIMI: make_scripted_checkpoint(directory / "kimi", PIECES, KIMI_TEMPLATE),
     }
     models[MODEL] = models[ENDS]
-    with (
-        new_database(postgres_server, template=template_database) as url,
-        running(Service(directory / "home", url, models[MODEL], models=models)) as service,
-    ):
-        yield service
+    return serve(models[MODEL], models=models)
 
 
 async def priced(service: Service) -> Tenant:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from tests.conftest import new_database
+from tests.e2e.conftest import Serve
 from tests.e2e.openai_clients import connect, user_message
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.inference.tool_checkpoints import write_chains
-from tests.service import MODEL, Service, Tenant, price_model, running
+from tests.service import MODEL, Service, Tenant, price_model
 
 anthropic: Any = pytest.importorskip("anthropic")
 LLAMA = "llama"  # has a sentencepiece-like tokenizer
@@ -107,16 +106,10 @@ def make_torn(directory: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def service(
-    tmp_path_factory: pytest.TempPathFactory, postgres_server: str, template_database: str
-) -> Iterator[Service]:
+def service(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Service:
     directory = tmp_path_factory.mktemp("borders")
     made = {MODEL: make_torn(directory / "torn"), LLAMA: make_llama(directory / "llama")}
-    with (
-        new_database(postgres_server, template=template_database) as url,
-        running(Service(directory / "home", url, made[MODEL], models=made)) as service,
-    ):
-        yield service
+    return serve(made[MODEL], models=made)
 
 
 async def tenant_of(service: Service) -> Tenant:

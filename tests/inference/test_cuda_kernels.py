@@ -245,7 +245,7 @@ def cores(triton_kernels: TorchKernels, monkeypatch: pytest.MonkeyPatch, tmp_pat
     "shape",
     [
         LlamaShape(),
-        LlamaShape(architecture="Qwen3ForCausalLM", head_dim=32),
+        LlamaShape(architecture="Qwen3ForCausalLM", head_dim=32, layer_count=1),
         LlamaShape(architecture="MistralForCausalLM", sliding_window=20, layer_count=1),
     ],
     ids=["grouped heads", "normalized heads", "window"],

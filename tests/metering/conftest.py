@@ -1,12 +1,24 @@
-"""A customer with a price, for tests of money."""
+"""A customer with a price, a database with a clock, and a double of Stripe."""
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
 import pytest
 
+from metering.export.export_settings import StripeSettings
+from metering.export.stripe_gateway import StripeGateway
+from metering.holds import read as reading
+from metering.holds import slow_path
+from metering.holds.hold_connection import HoldConnection
+from metering.holds.operations import Admit
 from metering.pricing.prices import ModelPrice
-from metering.store.db import Sessions
+from metering.store.db import Sessions, create_engine, create_sessions
+from tests.metering.hold_world import HoldWorld
 from tests.metering.usage import Customer, new_customer, new_price
+from tests.stripe_double.server import KEY, StripeDouble, stripe_double
 
 
 @pytest.fixture
@@ -21,3 +33,54 @@ async def price(sessions: Sessions) -> ModelPrice:
     """Return a price in USD: picos per token 150,000 input, 15,000 cached, 600,000 output."""
     async with sessions.begin() as session:
         return await new_price(session)
+
+
+@pytest.fixture
+def world(database_url: str) -> Iterator[HoldWorld]:
+    """Yield the test's database with a clock at `NOON`."""
+    with HoldWorld(database_url) as world:
+        yield world
+
+
+@pytest.fixture
+async def sessions_of_acme(world: HoldWorld) -> AsyncIterator[Sessions]:
+    """Yield sessions at the world's time."""
+    engine = create_engine(world.url)
+    yield create_sessions(engine)
+    await engine.dispose()
+
+
+@pytest.fixture
+async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
+    """Yield the connection of an api process to the world's database."""
+    async with HoldConnection(world.url, uuid.uuid4()) as opened:
+        yield opened
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count the holds and admissions of each batch on the slow path."""
+    counts: list[int] = []
+    read_and_lock = reading.read_and_lock
+
+    async def counted(
+        connection: Any, hold_ids: Any, admits: Sequence[Admit] = (), billed_ids: Any = ()
+    ) -> object:
+        counts.append(len(hold_ids) + len(admits))
+        return await read_and_lock(connection, hold_ids, admits, billed_ids)
+
+    monkeypatch.setattr(slow_path, "read_and_lock", counted)
+    return counts
+
+
+@pytest.fixture
+def double() -> Iterator[StripeDouble]:
+    """Yield a double of Stripe."""
+    with stripe_double() as running:
+        yield running
+
+
+@pytest.fixture
+def gateway(double: StripeDouble) -> StripeGateway:
+    """Return a gateway to the double."""
+    return StripeGateway(StripeSettings(KEY, api_base=double.url))

@@ -6,9 +6,8 @@ database. So all connections use the test's time, whichever process they belong 
 
 from __future__ import annotations
 
-import contextlib
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from types import TracebackType
@@ -342,10 +341,3 @@ async def until_idle(store: AwaitedStore, payer: Payer) -> None:
     op = admit(payer)
     await store.admit(op)
     await store.void(op.hold_id)
-
-
-@contextlib.contextmanager
-def hold_world(database_url: str) -> Iterator[HoldWorld]:
-    """Yield a world at `NOON`."""
-    with HoldWorld(database_url) as world:
-        yield world

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import AsyncIterator, Iterator
-
 import pytest
 from msgspec.structs import replace
 
@@ -13,20 +10,8 @@ from metering.core.models import QuotaDimension
 from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admit, Admitted, Fits, HoldAnswer
 from metering.quotas.quotas import QuotaExceeded
-from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
+from tests.metering.hold_world import HoldWorld, admit, settle
 from tests.metering.invariants import check_invariants
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
-
-
-@pytest.fixture
-async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
-    async with HoldConnection(world.url, uuid.uuid4()) as opened:
-        yield opened
 
 
 async def requested(holds: HoldConnection, op: Admit) -> HoldAnswer | Exception:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from datetime import timedelta
 from typing import Any
 
@@ -37,7 +37,7 @@ from metering.core.models import QuotaDimension, QuotaSubject
 from metering.quotas.quota_admin import set_quota
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, create_engine, create_sessions
-from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
+from tests.metering.hold_world import HoldWorld, admit, settle
 from tests.metering.webhook_double import BROKEN, HANG, Receiver, receiver
 
 REDIRECT = b"HTTP/1.1 302 Found\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n"
@@ -72,12 +72,6 @@ PRIVATE = (
         "2002:a00:1::1",
     ),
 )
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, date, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,9 @@ from metering.core.pages import page_token
 from metering.plans.prepaid import grant_credit, refresh, refresh_for_the_month, set_prepaid
 from metering.quotas.quota_admin import override_quota, set_quota
 from metering.quotas.quota_rules import Payer
-from metering.store.db import Sessions, create_engine, create_sessions, psycopg_conninfo
+from metering.store.db import Sessions, psycopg_conninfo
 from metering.tenants.api_keys import create_api_key
-from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, settle
+from tests.metering.hold_world import NOON, HoldWorld, admit, settle
 from tests.metering.workers import wait_until
 
 WAITING = (
@@ -35,20 +35,6 @@ WAITING = (
 POLL_ONCE = "from metering.tasks import fire_alerts; fire_alerts()"
 EXPLAIN, NO_SCANS = text(f"EXPLAIN {FIRE_CROSSED.text}"), text("SET LOCAL enable_seqscan = off")
 DAY, MONTH = QuotaDimension.TOKENS_PER_DAY, QuotaDimension.TOKENS_PER_MONTH
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
-
-
-@pytest.fixture
-async def sessions_of_acme(world: HoldWorld) -> AsyncIterator[Sessions]:
-    """Open sessions at the world's time."""
-    engine = create_engine(world.url)
-    yield create_sessions(engine)
-    await engine.dispose()
 
 
 async def limit(

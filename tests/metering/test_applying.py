@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
-
-import pytest
 
 from metering.configuration.configuration import (
     Attempts,
@@ -19,7 +16,7 @@ from metering.configuration.configuration import (
 )
 from metering.core.models import QuotaDimension
 from metering.store.db import Sessions
-from tests.metering.hold_world import MODEL, HoldWorld, admit, hold_world, settle
+from tests.metering.hold_world import MODEL, HoldWorld, admit, settle
 from tests.metering.invariants import check_invariants
 
 LIMITS = (
@@ -28,12 +25,6 @@ LIMITS = (
 )
 # Every admission takes this lock.
 LOCK_IS_FREE = "SELECT pg_try_advisory_xact_lock_shared(1466263922, 1)"
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
 
 
 def limited(name: str) -> OrganizationSpec:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
@@ -31,7 +30,7 @@ from metering.store.db import Sessions, psycopg_conninfo
 from metering.worker import record_worker_incidents
 from tests.common.test_incidents import Clock
 from tests.metering.exported_usage import hours_ago, states, use_and_rate
-from tests.metering.hold_world import HoldWorld, admit, hold_world
+from tests.metering.hold_world import HoldWorld, admit
 from tests.metering.test_recovery import dead_process
 from tests.metering.usage import Consumed, Customer, add_usage, new_customer, new_price
 
@@ -46,12 +45,6 @@ def with_clock(monkeypatch: pytest.MonkeyPatch, retries: Retries) -> Clock:
 
 def incident_count(retries: Retries) -> int:
     return INCIDENT_COUNTS[retries.source]
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
 
 
 async def test_an_event_that_no_statement_can_rate_leaves_the_others_rated(

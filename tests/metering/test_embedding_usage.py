@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import uuid
-from collections.abc import Iterator
 from datetime import UTC, date, datetime
 from pathlib import Path
 
@@ -41,7 +40,7 @@ from metering.store.db import Sessions
 from tests.metering.closing_world import ClosingWorld
 from tests.metering.exported_usage import check_delivered, hours_ago, use_and_rate
 from tests.metering.focus_rules import broken_rules, read
-from tests.metering.hold_world import EMBEDDING_PICOS, HoldWorld, admit, hold_world, of_type, settle
+from tests.metering.hold_world import EMBEDDING_PICOS, HoldWorld, admit, of_type, settle
 from tests.metering.invariants import check_export, check_invariants
 from tests.metering.receipt_reading import decode
 from tests.metering.test_fsck import unseen
@@ -56,12 +55,6 @@ WEIGHTS = dict.fromkeys(QuotaDimension, 12) | {
     QuotaDimension.COST_PICOS_PER_MONTH: 12 * EMBEDDING_PICOS,
     QuotaDimension.PREPAID_CREDIT_PICOS: 12 * EMBEDDING_PICOS,
 }
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
 
 
 async def test_an_embedding_counts_as_input_against_every_quota_and_settles_as_embedded_tokens(

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -49,7 +48,7 @@ from tests.metering.exported_usage import (
 from tests.metering.invariants import check_export
 from tests.metering.usage import Consumed, Customer, add_usage, new_customer, new_price
 from tests.metering.workers import wait_until
-from tests.stripe_double.server import KEY, Fault, StripeDouble, stripe_double
+from tests.stripe_double.server import KEY, Fault, StripeDouble
 
 DELIVERED = {"delivered": 3}  # token kinds of a request
 
@@ -65,13 +64,6 @@ STEP = st.one_of(
     st.just(("form",)),
     st.just(("deliver",)),
 )
-
-
-@pytest.fixture
-def double() -> Iterator[StripeDouble]:
-    """Run the double of Stripe."""
-    with stripe_double() as running:
-        yield running
 
 
 def gateway(double: StripeDouble) -> StripeGateway:

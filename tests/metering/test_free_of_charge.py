@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -24,18 +23,6 @@ MONEY = [
     QuotaDimension.PREPAID_CREDIT_PICOS,
 ]
 LIMIT = 1_000_000
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with HoldWorld(database_url) as world:
-        yield world
-
-
-@pytest.fixture
-async def holds(world: HoldWorld) -> AsyncIterator[HoldConnection]:
-    async with HoldConnection(world.url, uuid.uuid4()) as opened:
-        yield opened
 
 
 def overdraw(world: HoldWorld, quota_id: uuid.UUID, by: int) -> None:

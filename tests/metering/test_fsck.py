@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -34,7 +34,7 @@ from metering.proof.schema_checks import TRIGGERS
 from metering.quotas.quota_admin import delete_quota, override_quota, set_quota
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions, psycopg_conninfo
-from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
+from tests.metering.hold_world import HoldWorld, admit, settle
 from tests.metering.invariants import check_invariants, find_violations
 
 EVENT_COLUMNS = """
@@ -71,12 +71,6 @@ SCHEMA_FAULTS = [
     ("ALTER TABLE holds ADD CONSTRAINT few CHECK (part_count < 2) NOT VALID", "is not validated"),
 ]
 LATER = datetime.now(UTC) + timedelta(hours=1)
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
 
 
 async def busy(world: HoldWorld) -> None:

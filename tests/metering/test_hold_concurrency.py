@@ -7,7 +7,7 @@ import os
 import random
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -41,7 +41,6 @@ from tests.metering.hold_world import (
     AwaitedStore,
     HoldWorld,
     admit,
-    hold_world,
     of_type,
     settle,
     until_idle,
@@ -61,12 +60,6 @@ ROOM_FOR_50 = {
     QuotaDimension.COST_PICOS_PER_MONTH: 50 * (10 * INPUT_PICOS + 20 * OUTPUT_PICOS),
 }
 SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1,2,3").split(",")]
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
 
 
 @asynccontextmanager

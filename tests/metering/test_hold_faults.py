@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,13 @@ from metering.store import embedded_postgres
 from metering.store.migrations_runner import migrate
 from metering.store.pipeline import Connection
 from tests.metering.cutting_proxy import CuttingProxy, Side
-from tests.metering.hold_world import AwaitedStore, HoldWorld, admit, hold_world, settle, until_idle
+from tests.metering.hold_world import AwaitedStore, HoldWorld, admit, settle, until_idle
 from tests.metering.invariants import check_invariants
 from tests.metering.test_hold_concurrency import running_stores
 
 pytestmark = pytest.mark.faults
 
 SIDES: list[Side] = ["client", "server"]
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
 
 
 async def until(condition: Callable[[], bool]) -> None:

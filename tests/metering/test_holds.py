@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Iterator
 from dataclasses import replace
 
 import psycopg
@@ -23,15 +22,9 @@ from metering.quotas.quota_rules import Weights
 from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import Sessions, psycopg_conninfo
 from tests.metering.hold_scenarios import Scenario, run
-from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
+from tests.metering.hold_world import HoldWorld, admit, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.test_quota_recount import set_limit
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
 
 
 async def test_a_hold_leases_a_slice_and_gives_back_the_rest(world: HoldWorld) -> None:

@@ -22,7 +22,6 @@ from metering.store.db import (
 )
 from metering.store.migrations_runner import is_current, migrate
 from tests.conftest import new_database
-from tests.metering.hold_world import HoldWorld, hold_world
 from tests.metering.hostile import DEFAULTS, hostile
 
 # The same tests as of a friendly database, here with this module's fixtures.
@@ -66,12 +65,6 @@ def database_url(
         hostile(url, request.param) as hostile_url,
     ):
         yield hostile_url
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
 
 
 def test_the_defaults_are_hostile_to_other_clients(database_url: str) -> None:

@@ -7,7 +7,7 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,7 +19,6 @@ from weir_cli.__main__ import app
 from metering.alerts import webhooks
 from metering.alerts.alerts import ListedAlert, list_alerts
 from metering.alerts.webhooks import body_of, deliver_alerts
-from metering.export.export_settings import StripeSettings
 from metering.export.invoice_payments import InvoicePayment, payments_by_month
 from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_inbox import handle_events, store_event
@@ -27,22 +26,11 @@ from metering.export.stripe_sync import export_status
 from metering.store.db import Sessions
 from tests.metering.usage import Customer, new_customer
 from tests.metering.webhook_double import receiver
-from tests.stripe_double.server import KEY, SECRET, StripeDouble, signature, stripe_double
+from tests.stripe_double.server import SECRET, signature
 
 OCTOBER = int(datetime(2026, 10, 1, tzinfo=UTC).timestamp())
 NOVEMBER = int(datetime(2026, 11, 1, tzinfo=UTC).timestamp())
 URL = "https://invoice.stripe.com/i/test_1"
-
-
-@pytest.fixture
-def double() -> Iterator[StripeDouble]:
-    with stripe_double() as running:
-        yield running
-
-
-@pytest.fixture
-def gateway(double: StripeDouble) -> StripeGateway:
-    return StripeGateway(StripeSettings(KEY, api_base=double.url))
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
@@ -20,16 +19,10 @@ from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
 from tests.metering.exported_usage import hours_ago, known_to_stripe, use_and_rate
 from tests.metering.usage import Consumed, Customer
-from tests.stripe_double.server import StripeDouble, stripe_double
+from tests.stripe_double.server import StripeDouble
 
 USED = Consumed(output_token_count=12_345_678, settled_at=hours_ago(3))  # 7.4074068 dollars
 MORE = Consumed(output_token_count=10_000_000, settled_at=hours_ago(3))  # 6 dollars
-
-
-@pytest.fixture
-def double() -> Iterator[StripeDouble]:
-    with stripe_double() as running:
-        yield running
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -25,17 +25,11 @@ from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import psycopg_conninfo
 from metering.store.pipeline import Connection
 from tests.metering.cutting_proxy import CuttingProxy
-from tests.metering.hold_world import AwaitedStore, HoldWorld, admit, hold_world, of_type, settle
+from tests.metering.hold_world import AwaitedStore, HoldWorld, admit, of_type, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.test_hold_faults import until
 
 TERMS = GraceTerms(hold_count=2, input_token_count=100, output_token_count=50)
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
 
 
 def standing(payer: Payer) -> Admit:

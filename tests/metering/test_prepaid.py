@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, date, datetime, timedelta
 
 import pytest
@@ -39,28 +38,14 @@ from metering.quotas.quota_admin import delete_quota, override_quota, set_quota
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quota_states import quotas_for
 from metering.quotas.quotas import InsufficientCredit, QuotaExceeded
-from metering.store.db import Sessions, create_engine, create_sessions
+from metering.store.db import Sessions
 from tests.metering.closing_world import ISSUER
-from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, of_type, settle
+from tests.metering.hold_world import NOON, HoldWorld, admit, of_type, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.workers import wait_until
 
 NOVEMBER, DECEMBER, JANUARY = date(2026, 11, 1), date(2026, 12, 1), date(2027, 1, 1)
 EACH = 10 * 3 + 20 * 7  # price of the request that `admit` makes
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
-
-
-@pytest.fixture
-async def sessions_of_acme(world: HoldWorld) -> AsyncIterator[Sessions]:
-    """Open sessions at the world's time."""
-    engine = create_engine(world.url)
-    yield create_sessions(engine)
-    await engine.dispose()
 
 
 async def prepaid(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -29,7 +28,7 @@ from metering.pricing.prices import (
 )
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, create_engine, create_sessions
-from tests.metering.hold_world import MODEL, NOON, HoldWorld, admit, hold_world
+from tests.metering.hold_world import MODEL, NOON, HoldWorld, admit
 from tests.metering.usage import Customer, Rates, new_customer
 
 INTERACTIVE, BATCH = ServiceTier.INTERACTIVE, ServiceTier.BATCH
@@ -183,12 +182,6 @@ def in_force(
                     break
                 return last
     return None
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
 
 
 async def test_holds_and_lookups_agree_with_a_model_at_every_time(

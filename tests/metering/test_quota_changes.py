@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 
@@ -20,17 +19,11 @@ from metering.quotas.quota_states import list_quotas, quotas_for
 from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import Sessions
 from metering.tenants.api_keys import create_api_key
-from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, settle
+from tests.metering.hold_world import NOON, HoldWorld, admit, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.test_quota_recount import set_limit
 
 DAY, MINUTE = QuotaDimension.TOKENS_PER_DAY, QuotaDimension.TOKENS_PER_MINUTE
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
 
 
 async def raise_limit(

@@ -7,7 +7,6 @@ import itertools
 import os
 import random
 import uuid
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from metering.quotas.quota_recount import recount
 from metering.quotas.quota_rules import Payer, QuotaState, Weights
 from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import Sessions
-from tests.metering.hold_world import MODEL, HoldWorld, admit, hold_world, of_type, settle
+from tests.metering.hold_world import MODEL, HoldWorld, admit, of_type, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.test_hold_concurrency import running_stores
 
@@ -36,12 +35,6 @@ BETWEEN = [
     (QuotaDimension.CONCURRENT_REQUESTS, (0, 2)),
     (QuotaDimension.REQUESTS_PER_MINUTE, (2, 0)),
 ]
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
 
 
 def subject_of(payer: Payer, subject: QuotaSubject) -> str:

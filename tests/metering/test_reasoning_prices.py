@@ -7,7 +7,6 @@ import io
 import random
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -33,7 +32,6 @@ from metering.reports.focus import focus_csv
 from metering.reports.usage_reports import UsageFilter, usage_total
 from metering.store.db import Sessions
 from tests.metering.hold_world import CACHED_PICOS, INPUT_PICOS, HoldWorld, admit, settle
-from tests.metering.hold_world import hold_world as world_of
 from tests.metering.invariants import check_export, check_invariants
 from tests.metering.usage import Consumed, Customer, add_usage
 
@@ -55,12 +53,6 @@ RATE_CARDS: list[tuple[int, int, int, int, int | None, int]] = [
     (2_000, 1_000, 3_000, 1_000, None, 333_000),
     (0, 0, 0, 0, 7, 1000),
 ]
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with world_of(database_url) as world:
-        yield world
 
 
 def events(world: HoldWorld) -> list[tuple[Any, ...]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from metering.receipts.months import month_root, receipt_month, receipts_page, s
 from metering.store.db import Sessions
 from metering.tenants.tenants import find_organization
 from tests.metering.closing_world import ISSUER
-from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
+from tests.metering.hold_world import HoldWorld, admit, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.receipt_invariants import root
 from tests.metering.receipt_reading import decode
@@ -37,12 +36,6 @@ NOVEMBER, DECEMBER = date(2026, 11, 1), date(2026, 12, 1)
 NOVEMBER_ENDS = datetime(2026, 12, 1, tzinfo=UTC)
 
 BEFORE_THE_CALENDAR = "0001-01-01T00:00:00+23:59_00000000-0000-0000-0000-000000000000_1"
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
 
 
 async def used(world: HoldWorld, payer: Payer, *times: datetime) -> list[IssuedReceipt]:

@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 import uuid
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,7 +29,6 @@ from tests.metering.hold_world import (
     AwaitedStore,
     HoldWorld,
     admit,
-    hold_world,
     of_type,
     settle,
 )
@@ -63,12 +61,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
 
 
 def new_signer() -> Signer:

@@ -6,7 +6,6 @@ import asyncio
 import signal
 import sys
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
@@ -21,17 +20,11 @@ from metering.holds.operations import Admit, Expire, Extend, Void
 from metering.holds.recovery import Recovered, recover_journals, sweep_expired_holds
 from metering.store.db import psycopg_conninfo
 from tests.metering.cutting_proxy import CuttingProxy
-from tests.metering.hold_world import HoldWorld, admit, hold_world, settle
+from tests.metering.hold_world import HoldWorld, admit, settle
 from tests.metering.invariants import check_invariants
 from tests.service import until
 
 WAITING = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
 
 
 def files(directory: Path) -> list[Path]:

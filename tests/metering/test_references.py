@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import psycopg
 import pytest
 
@@ -23,13 +21,6 @@ INSERT INTO usage_events (hold_id, organization_id, project_id, api_key_id, requ
 SELECT {hold_id}, organization_id, {project_id}, api_key_id, request_id, model, 'stop', 0, 0, 0, 0,
        0, {price_version_id}, 0, '{{}}', admitted_at FROM holds
 """
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    """World on the test's database."""
-    with HoldWorld(database_url) as opened:
-        yield opened
 
 
 def hold_of(world: HoldWorld, name: str = "acme") -> list[object]:

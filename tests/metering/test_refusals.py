@@ -20,7 +20,7 @@ from metering.holds import hold_connection
 from metering.holds.operations import Admitted
 from metering.store.db import Sessions, psycopg_conninfo
 from metering.store.refusals import ATTEMPTS_MAX, repeated
-from tests.metering.hold_world import admit, hold_world
+from tests.metering.hold_world import HoldWorld, admit
 from tests.metering.invariants import check_invariants
 from tests.metering.usage import Customer
 from tests.metering.workers import wait_until
@@ -150,7 +150,7 @@ async def test_an_admission_outlasts_a_lock_that_is_held_beyond_the_time_limit(
     limits = [each for each in hold_connection.SERVER_LIMITS if not each.startswith("lock_timeout")]
     monkeypatch.setattr(hold_connection, "SERVER_LIMITS", (*limits, "lock_timeout=50"))
     with (
-        hold_world(database_url) as world,
+        HoldWorld(database_url) as world,
         structlog.testing.capture_logs() as logged,
         psycopg.connect(psycopg_conninfo(database_url)) as other,
     ):

@@ -8,7 +8,7 @@ import math
 import random
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
@@ -35,7 +35,7 @@ from metering.quotas.retry_hints import (
     RunningRequest,
     reserve,
 )
-from tests.metering.hold_world import NOON, HoldWorld, admit, hold_world, of_type, settle
+from tests.metering.hold_world import NOON, HoldWorld, admit, of_type, settle
 from tests.metering.invariants import check_invariants
 
 PRICES = TokenPrices(1, "USD", 3, 1, 7)
@@ -395,12 +395,6 @@ def test_renewed_reservations_with_another_time_leave_nothing_behind() -> None:
     reservations._note_broken(4e6)
     assert not reservations._outstanding
     assert reservations.is_doubted(requester.api_key_id)
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[HoldWorld]:
-    with hold_world(database_url) as world:
-        yield world
 
 
 async def test_a_limit_of_any_size_prevents_no_answer(world: HoldWorld) -> None:

@@ -10,7 +10,6 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ from tests.metering.invariants import check_export
 from tests.metering.usage import Consumed, Customer, Rates, new_customer, new_price
 from tests.stripe_double.account import MISSING_EMAIL
 from tests.stripe_double.form import SCHEMA
-from tests.stripe_double.server import KEY, SECRET, StripeDouble, signature, stripe_double
+from tests.stripe_double.server import KEY, SECRET, StripeDouble, signature
 
 BILLED = frozenset(MINOR_DIGITS) - {"CLF", "IQD", "LYD", "UYI", "UYW"}
 
@@ -99,19 +98,6 @@ ODD_SIGNATURES = (
     b"t=%d,v1=" + b"=," * 3000,
     b"%d",
 )
-
-
-@pytest.fixture
-def double() -> Iterator[StripeDouble]:
-    """Run the double of Stripe."""
-    with stripe_double() as running:
-        yield running
-
-
-@pytest.fixture
-def gateway(double: StripeDouble) -> StripeGateway:
-    """Return a gateway to the double."""
-    return StripeGateway(StripeSettings(KEY, api_base=double.url))
 
 
 async def delivered(
