@@ -23,7 +23,6 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
 from api import process as statistics_log
-from api.fleet import fleet as api_engines
 from metering.core.models import QuotaDimension
 from metering.holds.lease_clock import boot_time_s
 from tests.e2e.inside import inside_fixtures

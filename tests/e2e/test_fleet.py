@@ -41,9 +41,7 @@ def fleet(serve: Serve, tmp_path_factory: pytest.TempPathFactory, model: Path) -
     """Return a separate service in the region eu."""
     file = tmp_path_factory.mktemp("fleet") / "fleet.yaml"
     file.write_text(FLEET.format(model=MODEL, directory=model))
-    service = serve(
-        model, is_drained=True, models=bundled_models(), fleet=str(file), region="eu"
-    )
+    service = serve(model, is_drained=True, models=bundled_models(), fleet=str(file), region="eu")
     wait_for(
         lambda: service.serving(f"engine/{MODEL}@v1") and service.serving(f"engine/{MODEL}@v2"),
         "both versions to load",
