@@ -88,7 +88,9 @@ class Tenant(Generic[Item]):
     def rank(self) -> float:
         """Rank of the next request; never before the tenant's requests in the engine."""
         own = self.counter + self.owed_units / self.weight
-        return max(own, next(reversed(self.ranks.values()))) if self.ranks else own
+        if self.ranks and (last := next(reversed(self.ranks.values()))) > own:
+            return last
+        return own
 
     @property
     def priority(self) -> Priority:

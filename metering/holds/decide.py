@@ -60,6 +60,8 @@ from metering.receipts.chaining import Chains, IssuedReceipt
 from metering.store.pipeline import packed_id
 
 LATEST = datetime.max.replace(tzinfo=UTC)
+# Members of an enum are looked up by a descriptor, which takes 0.1 µs each time.
+HELD, SETTLED, VOIDED, EXPIRED = HoldState
 TermsKey = tuple[int, str, str, ServiceTier, bool]  # key, currency, model, tier, embedding
 
 
@@ -123,7 +125,7 @@ class Hold(msgspec.Struct, eq=False):
     posted_minutes: tuple[int, ...]
     admitted_at: datetime
     charged_at: datetime
-    state: str = HoldState.HELD
+    state: str = HELD
     expires_at: datetime = LATEST
     posted_cost_picos: int = 0
     reasoning_token_count: int = 0
@@ -377,15 +379,15 @@ class Decisions:
                 f"hold {hold.id}: {op.delivered_token_count} delivered of {hold.leased_token_count}"
                 " leased"
             )
-        if hold.state == HoldState.VOIDED:
+        if hold.state == VOIDED:
             raise HoldEnded(f"hold {hold.id} was voided: its usage can no longer be recorded")
         if unbound := hold.request_id.int == number:  # as `Hold.unbound`
             op = structs.replace(op, input_token_count=0, cached_input_token_count=0)
         elif hold.terms.embedding:
             op = structs.replace(op, cached_input_token_count=0)
-        if hold.state == HoldState.EXPIRED:
+        if hold.state == EXPIRED:
             return self.settle_late(hold, op)
-        if hold.state == HoldState.SETTLED:
+        if hold.state == SETTLED:
             return self.recorded_usage(hold)
         if op.delivered_token_count < hold.delivered_token_count:
             if not op.recovered:
@@ -398,7 +400,8 @@ class Decisions:
         reasoning = min(
             max(op.reasoning_token_count, hold.reasoning_token_count), op.delivered_token_count
         )
-        op = structs.replace(op, reasoning_token_count=reasoning)
+        if reasoning != op.reasoning_token_count:
+            op = structs.replace(op, reasoning_token_count=reasoning)
         sent, delivered = op.input_token_count, op.delivered_token_count
         if unbound:
             delivered = reasoning = 0
@@ -425,7 +428,7 @@ class Decisions:
                 admitted_tokens,
                 consumed,
             )
-        hold.state, hold.delivered_token_count = HoldState.SETTLED, op.delivered_token_count
+        hold.state, hold.delivered_token_count = SETTLED, op.delivered_token_count
         hold.reasoning_token_count = op.reasoning_token_count
         self.writes.ends[number] = hold
         return self.record(hold, op, recovered=op.recovered)
@@ -465,7 +468,7 @@ class Decisions:
         Raises: InvariantViolated if tokens were delivered.
         """
         hold = self.reads.holds.get(hold_id.int)
-        if hold is None or hold.state != HoldState.HELD:
+        if hold is None or hold.state != HELD:
             return Ended(done=False)
         if hold.delivered_token_count:
             raise InvariantViolated(
@@ -473,21 +476,21 @@ class Decisions:
             )
         charge = hold.charge()
         quotas.void(self.counters, hold.rules, charge)
-        hold.state, hold.delivered_token_count = HoldState.VOIDED, 0
+        hold.state, hold.delivered_token_count = VOIDED, 0
         self.writes.ends[hold.id.int] = hold
         return Ended(done=True)
 
     def expire(self, hold_id: uuid.UUID) -> Ended:
         """End a hold whose expiry has passed; bill the tokens reported by its last extension."""
         hold = self.reads.holds.get(hold_id.int)
-        if hold is None or hold.state != HoldState.HELD or hold.expires_at > self.reads.now:
+        if hold is None or hold.state != HELD or hold.expires_at > self.reads.now:
             return Ended(done=False)
         charge, delivered = hold.charge(), hold.delivered_token_count
         billed = (0, 0, 0)
         if delivered:
             billed = hold.input_token_count, delivered, hold.reasoning_token_count
         quotas.expire(self.counters, hold.rules, charge, billed)
-        hold.state = HoldState.EXPIRED
+        hold.state = EXPIRED
         self.writes.ends[hold.id.int] = hold
         if delivered:
             known = Settle(
@@ -556,7 +559,7 @@ class Decisions:
         hold = self.reads.holds.get(hold_id.int)
         if hold is None:
             raise NotFound("hold", str(hold_id))
-        if hold.state != HoldState.HELD:
+        if hold.state != HELD:
             raise HoldEnded(f"hold {hold_id} has ended as {hold.state}")
         return hold
 

@@ -64,6 +64,8 @@ SELECT now(), pg_current_snapshot()::text, 1 / (now() >= %s::timestamptz
 # Raised by a decision, with nothing changed, if its operation has to take the slow path.
 NEEDS_SLOW_PATH = (MeteringError, Undecided)
 
+ENDS, CHARGED = (Settle, Void), (Settle, Extend)  # kinds of operations
+
 
 @dataclass(slots=True)
 class FastBatch:
@@ -126,7 +128,7 @@ def attach_rules(cache: HoldCache, own: OwnHolds, batch: Sequence[HoldOperation]
     """
     missing: set[int] = set()
     for op in batch:
-        if isinstance(op, Settle | Extend) and (hold := own.get(op.hold_id.int)) is not None:
+        if isinstance(op, CHARGED) and (hold := own.get(op.hold_id.int)) is not None:
             rules = cache.charged.get(hold.terms) or cache.rules_of(hold.terms)
             if len(rules) < len(hold.terms.quota_ids):
                 missing.update(hold.terms.quota_ids)
@@ -144,7 +146,7 @@ def plan_settlements(
     ended = [
         (index, op, own.pop(op.hold_id.int, None))
         for index, op in enumerate(batch)
-        if isinstance(op, Settle | Void)
+        if isinstance(op, ENDS)
     ]
     fast = new_fast_batch(cache) if ended and Renew not in map(type, batch) else None
     if fast is None:

@@ -108,13 +108,20 @@ class HoldConnection:
         receipts; with None they are unsigned. `own` is shared by all connections of the same owner.
         """
         self._conninfo = psycopg_conninfo(database_url)
-        self._process_id = process_id
         self._owner = str(process_id)
         self._expiry_s = expiry_s
         self._gate = gate or StoreGate()
         self._signer = signer
         self._own: OwnHolds = {} if own is None else own
         self.refusals = Refusals()
+        self._execute_slow = partial(
+            execute_slow,
+            process_id=process_id,
+            expiry_s=expiry_s,
+            refusals=self.refusals,
+            signer=signer,
+            own=self._own,
+        )
         self._connection: BoundedConnection | None = None
         self._cache: HoldCache | None = None  # cache of the connection
 
@@ -167,7 +174,7 @@ class HoldConnection:
         else:
             left = iter(
                 await self._execute(
-                    self._lock_and_decide,
+                    self._execute_slow,
                     [op for index, op in enumerate(batch) if index not in done],
                 )
             )
@@ -176,20 +183,6 @@ class HoldConnection:
             if isinstance(op, Admit) and isinstance(answer, Admitted):
                 self.refusals.on_admitted((op.payer.project_id, op.request_id))
         return answers
-
-    async def _lock_and_decide(
-        self, connection: Connection, operations: Sequence[HoldOperation]
-    ) -> list[HoldAnswer | Exception]:
-        """Execute operations on the slow path: lock and read the rows, then decide."""
-        return await execute_slow(
-            connection,
-            operations,
-            process_id=self._process_id,
-            expiry_s=self._expiry_s,
-            refusals=self.refusals,
-            signer=self._signer,
-            own=self._own,
-        )
 
     async def _read_rules(
         self, missing: Collection[int], connection: Connection, _: Sequence[HoldOperation]

@@ -69,6 +69,8 @@ PROBE_INTERVAL_S = 1.0  # within it an idle process detects that the database is
 
 LOOP_RETRY_S_MIN, LOOP_RETRY_S_MAX = 0.1, 5.0  # short, since a hold lapses after a minute
 
+ENDS = (Settle, Void)  # kinds of operations
+
 PROBE = Expire(uuid.UUID(int=0))  # matches no hold: tests whether the database answers
 
 TEND_INTERVAL_S = 1.0  # within it a newly used key gets its pre-authorized holds
@@ -402,7 +404,9 @@ class HoldStore:
         self, connection: HoldConnection, operations: Sequence[HoldOperation]
     ) -> Sequence[HoldAnswer | Exception]:
         sent_at = self._leases.now()
-        batch = [self._renewal() if isinstance(op, Renew) else op for op in operations]
+        batch = operations
+        if Renew in map(type, operations):
+            batch = [self._renewal() if isinstance(op, Renew) else op for op in operations]
         answers = await connection.execute(batch)
         self._note(batch, answers, sent_at)
         self._note_answer()
@@ -434,7 +438,7 @@ class HoldStore:
                 begun.append(answer.hold_id)
             elif isinstance(answer, DatabaseUnavailable):
                 self._has_lost_admissions = self._has_lost_admissions or type(op) is Admit
-            elif isinstance(op, Settle | Void):
+            elif isinstance(op, ENDS):
                 ended.append(op.hold_id)
                 has_used = has_used or isinstance(answer, Settled)
                 if self._preauthorized is not None:

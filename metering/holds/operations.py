@@ -5,7 +5,7 @@ Operations are not changed once they are submitted.
 
 from __future__ import annotations
 
-import os
+import random
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -203,9 +203,12 @@ HoldAnswer = Admitted | Fits | Extended | Settled | Ended | Renewed
 
 
 def new_hold_id() -> uuid.UUID:
-    """Generate a UUID v7: milliseconds since 1970, their fraction in 4096ths, 62 random bits."""
+    """Generate a UUID v7: milliseconds since 1970, their fraction in 4096ths, 62 random bits.
+
+    They need not be secret, only different in each process; `os.urandom` is a system call.
+    """
     milliseconds, rest = divmod(time.time_ns(), NANOSECONDS)
-    random = int.from_bytes(os.urandom(8), "big") >> 2
+    fraction = (rest << 12) // NANOSECONDS
     return uuid.UUID(
-        int=milliseconds << 80 | VERSION_AND_VARIANT | (rest << 12) // NANOSECONDS << 64 | random
+        int=milliseconds << 80 | VERSION_AND_VARIANT | fraction << 64 | random.getrandbits(62)
     )

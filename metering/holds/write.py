@@ -11,10 +11,10 @@ decisions here.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Collection, Iterable, Mapping
 
+import msgspec
 import psycopg
 
 from metering.holds.decide import BatchWrites, Hold, HoldTerms
@@ -36,6 +36,8 @@ from metering.store.pipeline import (
 
 # Raised by a failed check of a statement, as a division by zero that aborts the transaction.
 GuardFailed = psycopg.errors.DivisionByZero
+
+_encode_json = msgspec.json.Encoder().encode
 
 # Values shared by several holds are sent once: `terms` is their index in those arrays.
 INSERT_HOLDS = """
@@ -319,7 +321,7 @@ def usage_writes(
                 usage.delivered_token_count,
                 usage.billed_token_count,
                 usage.cost_picos,
-                None if timings is None else _json_format(tuple(timings)) % tuple(timings.values()),
+                None if timings is None else _encode_json(timings).decode(),
                 recovered,
                 receipt.settled_at,
                 receipt.sequence,
@@ -349,12 +351,6 @@ def usage_writes(
         (UPDATE_CHAINS, (*columns("unbtb", heads), len(heads))),
         (INSERT_USAGE_EVENTS, (*signed, *columns("uvvnnnnnnsvtnbbnvnnn", rows))),
     ]
-
-
-@functools.lru_cache(maxsize=64)  # nearly all requests have the same stages
-def _json_format(names: tuple[str, ...]) -> str:
-    """Build a `%` format for a JSON object of numbers with these names."""
-    return "{" + ", ".join(json.dumps(name).replace("%", "%%") + ": %s" for name in names) + "}"
 
 
 def key_columns(keys: Collection[CounterKey]) -> tuple[Packed, Packed]:

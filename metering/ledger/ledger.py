@@ -72,6 +72,22 @@ class TransactionKind(StrEnum):
     ROUNDING = "rounding"
 
 
+# Accounts that a transaction of each kind may post to. A transaction to another account can balance
+# and still be wrong: nothing that sums the account would look for it there.
+ACCOUNTS_OF = {
+    TransactionKind(kind): frozenset(map(AccountKind, accounts.split()))
+    for kind, accounts in (
+        ("usage", "receivable revenue"),
+        ("plan", "receivable discount commitment"),
+        ("credit_granted", "credit_funding prepaid_credit"),
+        ("credit_applied", "receivable prepaid_credit"),
+        ("credit_expired", "prepaid_credit credit_breakage"),
+        ("adjustment", "receivable adjustment"),
+        ("rounding", "receivable rounding"),
+    )
+}
+
+
 class MonthState(StrEnum):
     """State of a customer's month. Open and closing months accept postings; closed ones do not."""
 
@@ -245,8 +261,8 @@ async def post(session: AsyncSession, postings: Sequence[Posting]) -> list[int]:
     """Write transactions, create missing accounts, and return the transaction ids in order.
 
     Waits for a running close of these organizations. If it raises, the caller must roll back.
-    Raises: InvariantViolated if a posting does not balance; MonthClosed; AlreadyExists for a source
-    that was already posted.
+    Raises: InvariantViolated if a posting does not balance or has an account that `ACCOUNTS_OF`
+    does not list for its kind; MonthClosed; AlreadyExists for a source that was already posted.
     """
     if not postings:
         return []
@@ -256,6 +272,11 @@ async def post(session: AsyncSession, postings: Sequence[Posting]) -> list[int]:
         if rest := sum(amount_picos for _, amount_picos in posting.entries):
             raise InvariantViolated(
                 f"the posting {posting} is off by {rest} {posting.currency_code} picos"
+            )
+        if wrong := {kind for kind, _ in posting.entries} - ACCOUNTS_OF[posting.kind]:
+            raise InvariantViolated(
+                f"the posting {posting} has entries of {', '.join(sorted(wrong))}, which a"
+                f" transaction of kind {posting.kind} must not post to"
             )
     organization_ids = [posting.organization_id for posting in postings]
     months = [posting.billing_month for posting in postings]

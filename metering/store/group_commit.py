@@ -38,8 +38,8 @@ Answered = Callable[[Any], None]  # receives a result or an exception
 class Entry(msgspec.Struct, Generic[Op], eq=False):
     """One operation until it is answered.
 
-    `done` is called with the answer, unless it is None. `since` is the time of arrival by the
-    loop's clock. `attempt_count` counts how often it was put off.
+    `done` is called with the answer, unless it is None. `since` is the time of arrival on
+    the monotonic clock. `attempt_count` counts how often it was put off.
     """
 
     op: Op
@@ -152,7 +152,7 @@ class GroupCommit(Generic[Op, Result]):
         `close`, or `overflow()` if too many operations wait and it is droppable. Other operations
         are always accepted: the admitted ones bound their number.
         """
-        entry = Entry(op, done, asyncio.get_running_loop().time())
+        entry = Entry(op, done, time.monotonic())
         self.again(entry)
         return entry
 
@@ -204,15 +204,13 @@ class GroupCommit(Generic[Op, Result]):
         loop = asyncio.get_running_loop()
         self._overdue_check = None
         self._note_peak()
-        latest = loop.time() - patience.wait_s
+        now = time.monotonic()
         overdue: list[Entry[Op]] = []
         for entry in itertools.chain(self._under_way, self._queue):  # the oldest first
             if entry.done is None:
                 continue
-            if entry.since > latest:
-                self._overdue_check = loop.call_at(
-                    entry.since + patience.wait_s, self._answer_overdue, patience
-                )
+            if (left_s := entry.since + patience.wait_s - now) > 0:
+                self._overdue_check = loop.call_later(left_s, self._answer_overdue, patience)
                 break
             overdue.append(entry)
             entry.is_abandoned = True  # a later result is orphaned
@@ -303,11 +301,13 @@ class GroupCommit(Generic[Op, Result]):
 
     def _answer(self, batch: Sequence[Entry[Op]], answers: Sequence[Result | Exception]) -> None:
         """Deliver answers without a caller at once, the others while the next batch runs."""
-        pairs = list(zip(batch, answers, strict=True))
-        self._emit([pair for pair in pairs if pair[0].done is None])
-        asyncio.get_running_loop().call_soon(
-            self._emit, [pair for pair in pairs if pair[0].done is not None]
-        )
+        pairs: list[tuple[Entry[Op], Result | Exception]] = []
+        for pair in zip(batch, answers, strict=True):
+            if pair[0].done is None:
+                self._emit((pair,))
+            else:
+                pairs.append(pair)
+        asyncio.get_running_loop().call_soon(self._emit, pairs)
 
     def _emit(self, pairs: Sequence[tuple[Entry[Op], Result | Exception]]) -> None:
         for entry, answer in pairs:

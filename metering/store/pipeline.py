@@ -42,6 +42,15 @@ _PLACEHOLDER = re.compile(r"%[s%]")
 # time to time.
 POLL_INTERVAL_S = 0.1
 CANCEL_TIMEOUT_S = 5.0  # for the server to process the cancellation
+# Type ids, equal in all server versions.
+UUID_OID, BYTEA_OID, TIMESTAMPTZ_OID, BIGINT_OID = 2950, 17, 1184, 20
+
+_numbers = itertools.count(1)
+BINARY, TEXT = pq.Format.BINARY, pq.Format.TEXT
+# Members of an enum are looked up by a descriptor, which takes 0.1 µs each time.
+BAD, COMMAND_OK = pq.ConnStatus.BAD, pq.ExecStatus.COMMAND_OK
+FATAL_ERROR, PIPELINE_ABORTED = pq.ExecStatus.FATAL_ERROR, pq.ExecStatus.PIPELINE_ABORTED
+PIPELINE_SYNC = pq.ExecStatus.PIPELINE_SYNC
 
 
 class Packed(bytes):
@@ -51,15 +60,6 @@ class Packed(bytes):
 Value = str | int | float | Packed | None
 
 Statement = tuple[str, Sequence[Value]]  # SQL with %s for each value, and the values
-
-
-# Type ids, equal in all server versions.
-UUID_OID, BYTEA_OID, TIMESTAMPTZ_OID, BIGINT_OID = 2950, 17, 1184, 20
-
-
-_numbers = itertools.count(1)
-
-BINARY, TEXT = pq.Format.BINARY, pq.Format.TEXT
 
 
 class _Session:
@@ -205,23 +205,23 @@ def _read(
         while not (pgconn.is_busy() or answered.done()):
             result = pgconn.get_result()
             if result is None:  # end of one statement's answer
-                if pgconn.status == pq.ConnStatus.BAD:
+                if pgconn.status == BAD:
                     raise psycopg.OperationalError(pgconn.get_error_message())
                 continue
             status = result.status
-            if status == pq.ExecStatus.PIPELINE_SYNC:
+            if status == PIPELINE_SYNC:
                 pgconn.exit_pipeline_mode()
                 for each in results:
-                    if each.status == pq.ExecStatus.FATAL_ERROR:
+                    if each.status == FATAL_ERROR:
                         raise error_from_result(each)
                 watch.stop()
                 answered.set_result(None)
             # Answer to a preparation.
-            elif status == pq.ExecStatus.COMMAND_OK and not result.command_status:
+            elif status == COMMAND_OK and not result.command_status:
                 query, name = next(new)
                 prepared[query] = name
             # Statements after an error, which were skipped.
-            elif status != pq.ExecStatus.PIPELINE_ABORTED:
+            elif status != PIPELINE_ABORTED:
                 results.append(result)
     except Exception as error:  # of any kind: the waiting caller gets it
         watch.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 
@@ -15,6 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import AlreadyExists, InvariantViolated, MonthClosed
 from metering.ledger.ledger import (
+    ACCOUNTS_OF,
     AccountKey,
     AccountKind,
     Posting,
@@ -71,6 +73,14 @@ def adjustment(
         source_id,
         entries,
     )
+
+
+def transaction(
+    customer: Customer, kind: TransactionKind, accounts: Sequence[AccountKind]
+) -> Posting:
+    """Return a balanced transaction between two accounts."""
+    debited, credited = accounts
+    return replace(adjustment(customer, 1), kind=kind, entries=((debited, 1), (credited, -1)))
 
 
 async def refused(session: AsyncSession, statement: str) -> str:
@@ -214,6 +224,32 @@ async def test_legs_balance_in_each_currency_and_not_across_them(
             await post(session, [replace(crooked, entries=())])
 
 
+@pytest.mark.parametrize("kind", TransactionKind)
+async def test_a_balanced_transaction_to_an_account_of_another_kind_is_refused(
+    sessions: Sessions, posted: Customer, kind: TransactionKind
+) -> None:
+    async with sessions() as session:
+        owed = await balances(session, posted.organization_id)
+        for wrong in set(AccountKind) - ACCOUNTS_OF[kind]:
+            with pytest.raises(InvariantViolated, match=rf"entries of {wrong}, .* of kind {kind}"):
+                await post(session, [transaction(posted, kind, (min(ACCOUNTS_OF[kind]), wrong))])
+        assert await balances(session, posted.organization_id) == owed
+
+
+async def test_rating_posts_to_the_accounts_of_usage_only(
+    sessions: Sessions, posted: Customer
+) -> None:
+    async with sessions() as session:
+        kinds = await session.scalars(
+            text(
+                "SELECT DISTINCT a.kind FROM ledger_entries e JOIN ledger_accounts a ON a.id ="
+                " e.account_id JOIN ledger_transactions t ON t.id = e.transaction_id"
+                " WHERE t.kind = 'usage'"
+            )
+        )
+        assert set(kinds) == ACCOUNTS_OF[TransactionKind.USAGE]
+
+
 async def test_postings_other_than_usage_have_a_source_and_are_made_once(
     sessions: Sessions, customer: Customer
 ) -> None:
@@ -270,7 +306,11 @@ async def test_every_kind_of_account_and_transaction_is_known_to_the_database(
             session, {AccountKey(customer.organization_id, kind, "USD") for kind in AccountKind}
         )
         written = await post(
-            session, [replace(adjustment(customer, 1), kind=kind) for kind in TransactionKind]
+            session,
+            [
+                transaction(customer, kind, sorted(ACCOUNTS_OF[kind])[:2])
+                for kind in TransactionKind
+            ],
         )
 
     assert (len(set(ids.values())), len(written)) == (len(AccountKind), len(TransactionKind))
