@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextvars import ContextVar
 from functools import partial
@@ -22,7 +21,7 @@ from api.core.errors import (
     MessageTooLarge,
     MessageUnreadable,
 )
-from api.core.rate_limiter import CALL, Call, RateLimiter, measured
+from api.core.rate_limiter import CALL, Call, RateLimiter, measured, start_work, work_s
 from api.core.statuses import STATUS_DETAILS_KEY, status_of
 from api.core.texts import check_texts
 from common.loop_watch import CURRENT
@@ -278,7 +277,7 @@ def tolerant(
     def attempt(data: bytes) -> Any:
         if byte_count_max is not None and len(data) > byte_count_max:
             return MessageTooLarge(len(data), byte_count_max)
-        began_at = time.thread_time()
+        started = start_work()
         try:
             if len(data) > MESSAGE_BYTES_MAX:
                 kind: Any = getattr(deserialize, "__self__", None)
@@ -289,7 +288,7 @@ def tolerant(
         except Exception:
             return MessageUnreadable("the message cannot be parsed as this call's request type")
         finally:
-            READ_S.set(time.thread_time() - began_at)
+            READ_S.set(work_s(started))
             READ_BYTES.set(len(data))
 
     return attempt

@@ -33,6 +33,8 @@ from api.core.rate_limiter import (
     LOOKUP_COST_S,
     MESSAGE_COST_S,
     START_FREE_S,
+    start_work,
+    work_s,
 )
 from api.core.statuses import status_of
 from api.core.wire import parse_request_id
@@ -234,15 +236,15 @@ class ClientStream:
         self._lookup_s = self._begun_s = 0.0
         index_before, read_s = index, 0.0 if index else READ_S.get()
         CURRENT.work, CURRENT.stage = CALL.get(), "frames"
-        slice_began_at, began_at = time.monotonic(), time.thread_time()
+        started = start_work()
         try:
             while index < len(batch):
                 self._handle(index, batch[index], auth_ms, received_at)
                 index += 1
-                if time.monotonic() - slice_began_at + self._lookup_s > SLICE_S:
+                if time.monotonic() - started[0] + self._lookup_s > SLICE_S:
                     break
         finally:
-            held_s = read_s + time.thread_time() - began_at - self._begun_s
+            held_s = read_s + work_s(started) - self._begun_s
             CURRENT.work, CURRENT.stage = None, ""
             transport_s = 0.0 if index_before else MESSAGE_COST_S + READ_BYTES.get() * BYTE_COST_S
             self._registry.pace.charge(self._key.principal, self._lookup_s + transport_s, held_s)
@@ -278,7 +280,7 @@ class ClientStream:
         received_at: float,
     ) -> None:
         """Start a request. `parsed` is from `starts_of`; None if the frame is not parsed yet."""
-        began_at = time.thread_time()
+        started = start_work()
         try:
             if self._is_relayed:
                 raise PermissionDenied(
@@ -314,16 +316,14 @@ class ClientStream:
                     principal.secret_hash,
                     self._on_admitted,
                 )
-                read_at = time.thread_time()
+                parse_s = work_s(started)
                 begin(self._registry, caller, start, subscription, running)
             except BaseException:
                 self._forget(number)
                 raise
             if running is None:
                 # Quotas bound admitted requests; a refused request charges for its prompt itself.
-                self._begun_s += (
-                    min(read_at - began_at, START_FREE_S) + time.thread_time() - read_at
-                )
+                self._begun_s += min(parse_s, START_FREE_S) + work_s(started) - parse_s
         except Exception as error:
             self._registry.observer.start_refused(error)
             self._refuse(frame.request_id, error)

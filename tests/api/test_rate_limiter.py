@@ -24,7 +24,7 @@ from api.core.interceptor import (
     checked,
     tolerant,
 )
-from api.core.rate_limiter import Call, RateLimiter, measured
+from api.core.rate_limiter import Call, RateLimiter, measured, start_work, work_s
 from api.generation.parsing.start_frame import parse_start
 from metering.quotas.quota_rules import Payer
 from metering.store.db import create_engine, create_sessions
@@ -223,6 +223,30 @@ def busy(for_s: float) -> None:
     end_s = time.thread_time() + for_s
     while time.thread_time() < end_s:
         pass
+
+
+def test_short_work_is_measured_without_reading_the_processor_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readings: list[float] = []
+
+    def read() -> float:
+        readings.append(thread_time())
+        return readings[-1]
+
+    thread_time = time.thread_time
+    monkeypatch.setattr(time, "thread_time", read)
+    began_at = time.monotonic()
+    costs = [work_s(start_work()) for _ in range(1000)]
+    assert len(readings) <= 3 * (time.monotonic() - began_at) / rate_limiter.READING_AGE_S_MAX + 1
+    assert all(cost_s >= 0 for cost_s in costs)
+
+
+def test_work_that_waits_for_the_processor_costs_at_most_a_millisecond_more() -> None:
+    started = start_work()
+    busy(for_s=0.002)
+    time.sleep(0.05)
+    assert 0.002 <= work_s(started) < 0.002 + 0.01
 
 
 async def test_refusals_of_a_flooding_client_wait_and_those_above_the_limit_do_not(
