@@ -62,8 +62,8 @@ READING_AGE_S_MAX = 0.001  # of a thread's processor time at the start of a piec
 Value = TypeVar("Value")
 Payer = Owner | str  # an API key with its organization, or an address
 
-# Start of a piece of work: the time on the monotonic clock, and the thread's processor time, read at
-# most `READING_AGE_S_MAX` before.
+# Start of a piece of work: the time on the monotonic clock, and the thread's processor time, which
+# was read at most `READING_AGE_S_MAX` before.
 Started = tuple[float, float]
 
 # Call or HTTP request that this task is handling.
