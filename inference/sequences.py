@@ -68,9 +68,9 @@ class SamplingParams:
         return is_drawn or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StopCriteria:
-    """Conditions that end a sequence.
+    """Conditions that end a sequence. Not modified, like `GenerationRequest`.
 
     `max_output_tokens` is at least 1; the caller ensures that prompt and output fit the context
     window. `stop_sequences` are texts that end the output and are cut off; they are found even

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -22,6 +22,8 @@ from metering.core.models import Outcome
 UNDELIVERED_OUTCOMES = frozenset({Outcome.CANCELLED, Outcome.DEADLINE, Outcome.SLOW_CONSUMER})
 
 NAMES = tuple(f"{stage}_ms" for stage in STAGES)  # names of `weir.v1.Timings`
+SETTLE_MS = NAMES[-1]
+NO_TIMES = (0,) * (len(STAGES) - 1)
 
 
 @dataclass(slots=True)
@@ -150,12 +152,14 @@ class Stopwatch:
     microseconds are counted, which add up exactly.
     """
 
+    __slots__ = ("_first_token_us", "_last_us", "_received_us", "_stages_us")
+
     def __init__(self, received_at: float, auth_ms: float) -> None:
-        auth_us = round(auth_ms * 1000)
-        self._received_us = round(received_at * 1e6)
+        auth_us = int(auth_ms * 1000)
+        self._received_us = int(received_at * 1e6)
         self._last_us = self._received_us + auth_us
         self._first_token_us = 0  # 0 before the first token
-        self._stages_us = [auth_us, *[0] * (len(STAGES) - 1)]
+        self._stages_us = [auth_us, *NO_TIMES]
 
     def lap(self, stage: int) -> None:
         """Record that a stage ends now; the next one begins. Repeated stages add up."""
@@ -195,9 +199,10 @@ class Stopwatch:
         Tokens waited for the client for `stalled_s` in total, and for `later_s` of that since the
         last stage; this part is not counted in the next stage.
         """
-        now_us = time.monotonic_ns() // 1000
-        self._stages_us[CLIENT_STALL] = round(stalled_s * 1e6)
-        self._last_us = min(self._last_us + round(later_s * 1e6), now_us)
+        if stalled_s:
+            self._stages_us[CLIENT_STALL] = round(stalled_s * 1e6)
+            now_us = time.monotonic_ns() // 1000
+            self._last_us = min(self._last_us + round(later_s * 1e6), now_us)
 
     def timings(self) -> dict[str, float]:
         """Return the stages so far in ms, as in `weir.v1.Timings`, with TTFT and total."""
@@ -206,3 +211,10 @@ class Stopwatch:
             result["ttft_ms"] = (self._first_token_us - self._received_us) / 1000
         result["total_ms"] = (time.monotonic_ns() // 1000 - self._received_us) / 1000
         return result
+
+    def settled(self, before: Mapping[str, float]) -> dict[str, float]:
+        """Record that the settlement ends now; return the timings `before` it, with it added."""
+        now_us = time.monotonic_ns() // 1000
+        settle_us, self._last_us = now_us - self._last_us, now_us
+        total_us = now_us - self._received_us
+        return {**before, SETTLE_MS: settle_us / 1000, "total_ms": total_us / 1000}

@@ -39,6 +39,7 @@ TOKEN_BOUNDS_MS = (
     *(1, 2.5, 5, 7.5, 10, 15, 20, 25, 30, 40, 50, 75, 100, 150, 200, 250, 300, 400, 500, 750),
     *(1000, 2500, 5000, 10_000),
 )
+TOKEN_BOUNDS_S = (*(bound / 1000 for bound in TOKEN_BOUNDS_MS), math.inf)
 # Ascending bounds of a request with many gaps: from 10 µs to 11 minutes, at most 9 % apart.
 GAP_BOUNDS_MS = np.unique([*TOKEN_BOUNDS_MS, *(0.01 * 2 ** (step / 8) for step in range(209))])
 GAPS_EXACT_MAX = 512  # of a request, kept as they are: 4 kB
@@ -106,7 +107,7 @@ class Gaps:
         self._found = array("d")  # in seconds
         self._counts: np.ndarray[Any, np.dtype[np.int64]] | None = None  # of those before `_found`
         self._sum_s = self._max_s = 0.0
-        self._sorted: list[float] = []  # a copy of `_found`, made at the end
+        self._sorted: list[float] = []  # a copy of `_found`, made by `facts`
 
     def note(self, choice_index: int) -> float:
         """Record that a message with tokens is sent now; return the time. Takes some 0.2 µs."""
@@ -126,8 +127,9 @@ class Gaps:
     def facts(self) -> dict[str, float]:
         """Compute percentiles of the gaps in ms, as in `weir.v1.Timings`; empty without gaps."""
         if self._counts is None:
-            if not (ordered := self._ordered()):
+            if not self._found:
                 return {}
+            ordered = self._sorted = sorted(self._found)
             ranks = [math.ceil(share * len(ordered)) - 1 for share in GAP_SHARES]
             return dict(zip(GAP_NAMES, [ordered[rank] * 1000 for rank in ranks], strict=True))
         below = np.cumsum(self._all_counts())
@@ -140,21 +142,23 @@ class Gaps:
     def add_to(self, histogram: Histogram) -> None:
         """Add all gaps to a histogram whose bounds are `TOKEN_BOUNDS_MS`."""
         if self._counts is None:
-            ordered = self._ordered()
-            below = [bisect_right(ordered, bound / 1000) for bound in TOKEN_BOUNDS_MS]
-            below.append(len(ordered))
+            if not self._found:
+                return
+            ordered, begin = self._sorted, 0
+            if len(ordered) != len(self._found):
+                ordered = sorted(self._found)
+            while begin < len(ordered):  # most buckets stay empty
+                index = bisect_left(TOKEN_BOUNDS_S, ordered[begin])
+                end = bisect_right(ordered, TOKEN_BOUNDS_S[index])
+                histogram.counts[index] += end - begin
+                begin = end
         else:
             cumulated = np.cumsum(self._all_counts())
             bins = np.searchsorted(GAP_BOUNDS_MS, TOKEN_BOUNDS_MS)
             below = [*cumulated[bins].tolist(), int(cumulated[-1])]
-        for index, (end, begin) in enumerate(zip(below, [0, *below], strict=False)):
-            histogram.counts[index] += end - begin
+            for index, (end, begin) in enumerate(zip(below, [0, *below], strict=False)):
+                histogram.counts[index] += end - begin
         histogram.sum += (self._sum_s + sum(self._found)) * 1000
-
-    def _ordered(self) -> list[float]:
-        if len(self._sorted) != len(self._found):
-            self._sorted = sorted(self._found)
-        return self._sorted
 
     def _all_counts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Count all gaps by `GAP_BOUNDS_MS`; the last count is of longer gaps."""
@@ -179,12 +183,11 @@ class Times:
         self.first_token = Histogram(STAGE_BOUNDS_MS)
         self.inter_token = Histogram(TOKEN_BOUNDS_MS)
         self.total = Histogram(TOTAL_BOUNDS_MS)
-        by_key = {
-            f"{stage}_ms": histogram
-            for stage, histogram in self.stages.items()
+        self._measured = [
+            (f"{stage}_ms", histogram, histogram.counts, histogram.bounds)
+            for stage, histogram in (*self.stages.items(), ("total", self.total))
             if stage != "cold_start"
-        }
-        self._by_key = [*by_key.items(), ("ttft_ms", self.first_token), ("total_ms", self.total)]
+        ]
 
     def copy(self) -> Times:
         made = Times()
@@ -195,13 +198,16 @@ class Times:
 
     def add(self, timings: Mapping[str, float], gaps: Gaps | None) -> None:
         """Add an ended request. `gaps` is None if it was not generated token by token."""
-        # As `Histogram.observe` does, without a call for each stage.
-        for key, histogram in self._by_key:
-            if (value := timings.get(key)) is not None:
-                histogram.counts[bisect_left(histogram.bounds, value)] += 1
+        for key, histogram, counts, bounds in self._measured:
+            if value := timings[key]:  # as `Histogram.observe`, without a call for each stage
+                counts[bisect_left(bounds, value)] += 1
                 histogram.sum += value
+            else:
+                counts[0] += 1
         if timings["cold_start_ms"] >= COLD_START_MS_MIN:
             self.stages["cold_start"].observe(timings["cold_start_ms"])
+        if "ttft_ms" in timings:
+            self.first_token.observe(timings["ttft_ms"])
         if gaps is not None:
             gaps.add_to(self.inter_token)
 

@@ -28,7 +28,7 @@ from api.generation.delivery.stream_writer import StreamWriter, Subscription, Wh
 from api.generation.endings import OUTCOMES
 from api.generation.parsing.start_frame import ValidStart, parse_start
 from api.generation.request.caller import Caller
-from api.generation.request.live_request import LiveRequest, begin
+from api.generation.request.live_request import LiveRequest
 from api.generation.request.registry import RequestRegistry
 from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
@@ -218,7 +218,9 @@ class Exchange:
             )
         for start in starts:
             subscription = self._subscriptions[start.given_id]
-            self._live.append(begin(self._registry, caller, start, subscription))
+            live = LiveRequest(caller, start, self._registry, subscription)
+            self._live.append(live)
+            live.begin()
 
     def on_end(self, subscription: Subscription) -> None:
         """Handle the end of one of the requests."""

@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ from api.core.rate_limiter import (
     LOOKUP_COST_S,
     MESSAGE_COST_S,
     START_FREE_S,
+    Started,
     start_work,
     work_s,
 )
@@ -49,7 +51,7 @@ from api.generation.delivery.stream_writer import (
 )
 from api.generation.parsing.start_frame import ValidStart, parse_start
 from api.generation.request.caller import Caller
-from api.generation.request.live_request import begin
+from api.generation.request.live_request import LiveRequest
 from api.generation.request.registry import RequestRegistry
 from api.observability.spans import NO_TRACE, TraceContext, trace_of
 from common.loop_watch import CURRENT
@@ -109,8 +111,6 @@ class ClientStream:
         self._deadline: float | None = None  # of the call, in seconds on the monotonic clock
         # Starts of a large message that are not begun yet, by index of the frame
         self._parsed: dict[int, ValidStart | Exception] = {}
-        # Processor time of starts in this slice that is not charged to the key yet
-        self._begun_s = 0.0
         # Cost of database lookups by attaches in this slice, charged at its end.
         self._lookup_s = 0.0
         call = CALL.get()
@@ -232,31 +232,52 @@ class ClientStream:
     def _handle_slice(
         self, batch: Sequence[pb.ClientFrame], index: int, auth_ms: float, received_at: float
     ) -> int:
-        """Handle frames from `index` on until the slice is used up; return the next index."""
-        self._lookup_s = self._begun_s = 0.0
-        index_before, read_s = index, 0.0 if index else READ_S.get()
+        """Handle frames from `index` on until the slice is used up; return the next index.
+
+        Charges the key for its processor time, except for what quotas bound: admitted requests.
+        """
+        principal = self._key.principal
+        caller = Caller(
+            self._key.payer,
+            auth_ms,
+            received_at,
+            self._deadline,
+            self._secret,
+            self._trace,
+            principal.bounds,
+            principal.address,
+            principal.secret_hash,
+            self._on_admitted,
+        )
+        transport_s = held_s = self._lookup_s = 0.0
+        if not index:
+            transport_s, held_s = MESSAGE_COST_S + READ_BYTES.get() * BYTE_COST_S, READ_S.get()
         CURRENT.work, CURRENT.stage = CALL.get(), "frames"
-        started = start_work()
+        started, handled_s = start_work(), 0.0
+        ends_at = started[0] + SLICE_S
         try:
             while index < len(batch):
-                self._handle(index, batch[index], auth_ms, received_at)
-                index += 1
-                if time.monotonic() - started[0] + self._lookup_s > SLICE_S:
+                frame, before_s, read_s = batch[index], handled_s, None
+                if frame.HasField("start"):
+                    read_s = self._start(frame, self._parsed.pop(index, None), caller, started)
+                else:
+                    self._handle(index, frame)
+                index, handled_s = index + 1, work_s(started)
+                # A refused request charges for its prompt itself.
+                if read_s is None:
+                    held_s += handled_s - before_s
+                else:
+                    held_s += max(read_s - before_s - START_FREE_S, 0.0)
+                if time.monotonic() + self._lookup_s > ends_at:
                     break
         finally:
-            held_s = read_s + work_s(started) - self._begun_s
             CURRENT.work, CURRENT.stage = None, ""
-            transport_s = 0.0 if index_before else MESSAGE_COST_S + READ_BYTES.get() * BYTE_COST_S
-            self._registry.pace.charge(self._key.principal, self._lookup_s + transport_s, held_s)
+            self._registry.pace.charge(principal, self._lookup_s + transport_s, held_s)
         return index
 
-    def _handle(
-        self, index: int, frame: pb.ClientFrame, auth_ms: float, received_at: float
-    ) -> None:
-        """Handle one frame. Raises InvalidRequest if its kind is unknown."""
+    def _handle(self, index: int, frame: pb.ClientFrame) -> None:
+        """Handle a frame that starts no request. Raises InvalidRequest if its kind is unknown."""
         match frame.WhichOneof("kind"):
-            case "start":
-                self._start(frame, self._parsed.pop(index, None), auth_ms, received_at)
             case "cancel":
                 if (subscription := self._known(frame.request_id)) is not None:
                     subscription.source.stop(Outcome.CANCELLED)
@@ -276,11 +297,15 @@ class ClientStream:
         self,
         frame: pb.ClientFrame,
         parsed: ValidStart | Exception | None,
-        auth_ms: float,
-        received_at: float,
-    ) -> None:
-        """Start a request. `parsed` is from `starts_of`; None if the frame is not parsed yet."""
-        started = start_work()
+        caller: Caller,
+        started: Started,
+    ) -> float | None:
+        """Start a request. `parsed` is from `starts_of`; None if the frame is not parsed yet.
+
+        Returns the processor time of the slice, in seconds, when the frame was read and the request
+        began. None if none began: it was refused, or is running already.
+        """
+        registry = self._registry
         try:
             if self._is_relayed:
                 raise PermissionDenied(
@@ -290,43 +315,32 @@ class ClientStream:
             self._key.check()
             if isinstance(parsed, Exception):
                 raise parsed
-            start = parsed or parse_start(
-                frame.request_id, frame.start, self._registry.window_tokens_max
-            )
+            start = parsed or parse_start(frame.request_id, frame.start, registry.window_tokens_max)
             principal, number = self._key.principal, start.request_id.int
-            self._registry.check_rights(principal, start)
+            registry.check_rights(principal, start)
             received = self._running.get(number)
-            running = self._registry.same_request(principal.project_id, start, received)
+            running = registry.same_request(principal.project_id, start, received)
             if received is not None:
-                return  # this stream receives the same request
+                return None  # this stream receives the same request
             subscription = self._subscribe(frame.request_id, number)
+            trace = trace_of(frame.traceparent, frame.tracestate) if frame.traceparent else NO_TRACE
+            if trace.traceparent:
+                caller = replace(caller, trace=trace)
+            read_s = work_s(started)
             try:
-                own_trace = (
-                    trace_of(frame.traceparent, frame.tracestate) if frame.traceparent else NO_TRACE
-                )
-                caller = Caller(
-                    self._key.payer,
-                    auth_ms,
-                    received_at,
-                    self._deadline,
-                    self._secret,
-                    own_trace if own_trace.traceparent else self._trace,
-                    principal.bounds,
-                    principal.address,
-                    principal.secret_hash,
-                    self._on_admitted,
-                )
-                parse_s = work_s(started)
-                begin(self._registry, caller, start, subscription, running)
+                if running is None:
+                    LiveRequest(caller, start, registry, subscription).begin()
+                else:
+                    subscription.payload_hash = start.payload_hash
+                    running.output.attach(subscription, 0, start.initial_credit_tokens or 0)
             except BaseException:
                 self._forget(number)
                 raise
-            if running is None:
-                # Quotas bound admitted requests; a refused request charges for its prompt itself.
-                self._begun_s += min(parse_s, START_FREE_S) + work_s(started) - parse_s
         except Exception as error:
-            self._registry.observer.start_refused(error)
+            registry.observer.start_refused(error)
             self._refuse(frame.request_id, error)
+            return None
+        return read_s if running is None else None
 
     def _attach(self, frame: pb.ClientFrame) -> None:
         try:

@@ -6,7 +6,7 @@ A value that is out of range is rejected, never clamped.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
 import msgspec
@@ -115,12 +115,12 @@ class StopRules(msgspec.Struct, frozen=True):
         `max_output_tokens`.
         """
         return StopCriteria(
-            max_output_tokens=self.max_output_tokens or room_tokens,
-            stop_sequences=self.stop_sequences,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            min_output_tokens=self.min_output_tokens,
-            max_reasoning_tokens=self.max_reasoning_tokens,
+            self.max_output_tokens or room_tokens,
+            self.stop_sequences,
+            self.stop_token_ids,
+            self.ignore_eos,
+            self.min_output_tokens,
+            self.max_reasoning_tokens,
         )
 
 
@@ -187,17 +187,18 @@ def parse_beam_search(start: pb.StartFrame) -> BeamSearchParams:
     return BeamSearchParams(search.width, length_penalty, EARLY_STOPPING[search.early_stopping])
 
 
-def parse_stop(start: pb.StartFrame) -> StopRules:
-    """Convert the stop conditions of a frame that passed `check_stop`."""
+def parse_stop(start: pb.StartFrame, present: Set[str]) -> StopRules:
+    """Convert the stop conditions of a frame that passed `check_stop`.
+
+    `present` are the names of the fields that are set.
+    """
     return StopRules(
-        max_output_tokens=start.max_output_tokens if start.HasField("max_output_tokens") else None,
-        stop_sequences=tuple(start.stop_sequences),
-        stop_token_ids=frozenset(start.stop_token_ids),
-        ignore_eos=start.ignore_eos,
-        min_output_tokens=start.min_output_tokens,
-        max_reasoning_tokens=(
-            start.max_reasoning_tokens if start.HasField("max_reasoning_tokens") else None
-        ),
+        start.max_output_tokens if "max_output_tokens" in present else None,
+        tuple(start.stop_sequences) if "stop_sequences" in present else (),
+        frozenset(start.stop_token_ids) if "stop_token_ids" in present else frozenset(),
+        start.ignore_eos,
+        start.min_output_tokens,
+        start.max_reasoning_tokens if "max_reasoning_tokens" in present else None,
     )
 
 

@@ -6,6 +6,7 @@ All violations of a message are reported together, by field.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Set
 
 import msgspec
 from weir.v1 import inference_service_pb2 as pb
@@ -47,18 +48,14 @@ from inference.engine import BeamSearchParams, ResponseFormat
 from inference.text.tokenizer import ChatMessage, Thinking
 from inference.text.tools import Tool
 
+# Most frames have no others.
+PLAIN_FIELDS = frozenset({"model", "conversation", "text", "token_ids", "max_output_tokens"})
 SAMPLING_FIELDS = frozenset({"sampling", "top_logprobs", "prompt_logprobs"})
-STOP_FIELDS = frozenset(
-    {
-        "max_output_tokens",
-        "min_output_tokens",
-        "stop_sequences",
-        "stop_token_ids",
-        "ignore_eos",
-        "max_reasoning_tokens",
-    }
-)
+STOP_FIELDS = frozenset(StopRules.__struct_fields__)
 DECODING_FIELDS = SAMPLING_FIELDS | {"response_format", "beam_search", "choice_count"}
+COPIED_FIELDS = frozenset(
+    {"choice_count", "usage_interval_tokens", "initial_credit_tokens", "region"}
+)
 TOOL_FIELDS = frozenset({"tools", "tool_choice"})
 LIMIT_FIELDS = frozenset(
     {
@@ -86,22 +83,22 @@ class ValidStart(msgspec.Struct):
     payload_hash: bytes
     model: str
     prompt: Prompt
-    sampling: SamplingOverrides
-    stop: StopRules
-    response_format: ResponseFormat | None
-    choice_count: int
-    beam_search: BeamSearchParams | None
-    usage_interval_tokens: int | None
-    labels: dict[str, str]
-    tier: ServiceTier
-    start_timeout_s: float | None
+    stop: StopRules = NO_STOP_RULES
+    thinking: Thinking = None
+    sampling: SamplingOverrides = NO_OVERRIDES
+    response_format: ResponseFormat | None = None
+    choice_count: int = 1
+    beam_search: BeamSearchParams | None = None
+    usage_interval_tokens: int | None = None
+    labels: dict[str, str] = {}
+    tier: ServiceTier = ServiceTier.INTERACTIVE
+    start_timeout_s: float | None = None
     # How long it runs, and is kept, without a subscription; None: not at all.
     keep_s: float | None = None
     initial_credit_tokens: int | None = None
     max_cost: Cost | None = None
     region: str = ""
     tool_use: ToolUse = NO_TOOLS
-    thinking: Thinking = None
 
     @property
     def operation(self) -> str:
@@ -128,41 +125,51 @@ def parse_start(
     present = {field.name for field, _ in start.ListFields()}
     wrong.check_text(start.model, "model", missing=MODEL_MISSING)
     check_prompt(start, wrong)
-    if not present.isdisjoint(DECODING_FIELDS):
-        check_decoding(start, wrong)
-    if not present.isdisjoint(STOP_FIELDS):
+    if has_stop := not present.isdisjoint(STOP_FIELDS):
         check_stop(start, wrong)
-    if not present.isdisjoint(TOOL_FIELDS):
-        check_tool_use(start, wrong)
-    if not present.isdisjoint(LIMIT_FIELDS):
-        check_limits(start, wrong)
+    if has_options := not present <= PLAIN_FIELDS:
+        if not present.isdisjoint(DECODING_FIELDS):
+            check_decoding(start, wrong)
+        if not present.isdisjoint(TOOL_FIELDS):
+            check_tool_use(start, wrong)
+        if not present.isdisjoint(LIMIT_FIELDS):
+            check_limits(start, wrong)
     wrong.raise_if_any()
-    return ValidStart(
-        request_id=parsed_id,
-        given_id=request_id,
-        payload_hash=payload_hash(start.SerializeToString(deterministic=True)),
-        model=start.model,
-        prompt=parse_prompt(start),
-        sampling=NO_OVERRIDES if present.isdisjoint(SAMPLING_FIELDS) else parse_sampling(start),
-        stop=NO_STOP_RULES if present.isdisjoint(STOP_FIELDS) else parse_stop(start),
-        response_format=parse_response_format(start) if "response_format" in present else None,
-        choice_count=start.choice_count if "choice_count" in present else 1,
-        beam_search=parse_beam_search(start) if "beam_search" in present else None,
-        usage_interval_tokens=start.usage_interval_tokens
-        if "usage_interval_tokens" in present
-        else None,
-        labels=dict(start.labels) if "labels" in present else {},
-        tier=TIERS[start.tier],
-        start_timeout_s=seconds_of(start.start_timeout) if "start_timeout" in present else None,
-        keep_s=seconds_of(start.keep_on_disconnect) if "keep_on_disconnect" in present else None,
-        initial_credit_tokens=start.initial_credit_tokens
-        if "initial_credit_tokens" in present
-        else None,
-        max_cost=cost_of(start.max_cost) if "max_cost" in present else None,
-        region=start.region,
-        tool_use=parse_tool_use(start) if "tools" in present else NO_TOOLS,
-        thinking=thinking_of(start) if "conversation" in present else None,
+    valid = ValidStart(
+        parsed_id,
+        request_id,
+        payload_hash(start.SerializeToString(deterministic=True)),
+        start.model,
+        parse_prompt(start),
+        parse_stop(start, present) if has_stop else NO_STOP_RULES,
+        thinking_of(start) if "conversation" in present else None,
     )
+    if has_options:
+        set_options(valid, start, present)
+    return valid
+
+
+def set_options(valid: ValidStart, start: pb.StartFrame, present: Set[str]) -> None:
+    """Convert the fields that few frames have, of a frame that passed all checks."""
+    for name in COPIED_FIELDS & present:
+        setattr(valid, name, getattr(start, name))
+    if not present.isdisjoint(SAMPLING_FIELDS):
+        valid.sampling = parse_sampling(start)
+    if "response_format" in present:
+        valid.response_format = parse_response_format(start)
+    if "beam_search" in present:
+        valid.beam_search = parse_beam_search(start)
+    if "labels" in present:
+        valid.labels = dict(start.labels)
+    if "start_timeout" in present:
+        valid.start_timeout_s = seconds_of(start.start_timeout)
+    if "keep_on_disconnect" in present:
+        valid.keep_s = seconds_of(start.keep_on_disconnect)
+    if "max_cost" in present:
+        valid.max_cost = cost_of(start.max_cost)
+    if "tools" in present:
+        valid.tool_use = parse_tool_use(start)
+    valid.tier = TIERS[start.tier]
 
 
 def check_limits(start: pb.StartFrame, wrong: Violations) -> None:

@@ -113,13 +113,13 @@ class HoldHandle:
         RequestIdReused, RequestInFlight, RequestSettled, DatabaseUnavailable. Raises: Draining,
         Overloaded, JournalUnavailable.
         """
-        op, settings = self._op, self._admission.settings
-        if self._admission.journal.fault:
-            self._admission.journal.check()
+        op, admission, settings = self._op, self._admission, self._admission.settings
+        if admission.journal.fault:
+            admission.journal.check()
         op.first_slice_token_count = min(settings.leases.slice_tokens, op.first_slice_token_count)
         op.least_slice_token_count = min(settings.leases.min_tokens, op.first_slice_token_count)
-        self._admission.capacity.take()
-        self._pending = self._admission.holds.begin_admit(op, partial(self._answered, done))
+        admission.capacity.take()
+        self._pending = admission.holds.begin_admit(op, partial(self._answered, done))
 
     def _answered(
         self, done: Callable[[Exception | None], None], answer: Admitted | Exception

@@ -94,11 +94,6 @@ class OutputLimits:
         # Total and cached input tokens, known once the engine has started.
         self._input_token_counts = 0, 0
 
-    @property
-    def is_raised(self) -> bool:
-        """True if the client has raised the limit above the one that the engine was given."""
-        return self.requested_token_count_max > self.engine_token_count_max
-
     def check_input(self, input_token_count: int) -> None:
         """Raise InvalidRequest if the maximum cost has another currency or may not suffice.
 

@@ -37,17 +37,11 @@ import uuid
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import overload
 
 import structlog
 from weir.v1 import inference_service_pb2 as pb
 
-from api.core.errors import (
-    ApiError,
-    Cause,
-    Draining,
-    NotAdmittedYet,
-)
+from api.core.errors import ApiError, Cause, Draining, NotAdmittedYet
 from api.core.statuses import status_of
 from api.core.wire import OUTCOMES_BY_REASON
 from api.generation import state
@@ -95,7 +89,7 @@ from api.generation.request.preparation import (
     smallest_admission,
 )
 from api.generation.request.readiness import engine_lost, wait_until_ready
-from api.generation.request.registry import Generating, RequestRegistry
+from api.generation.request.registry import RequestRegistry
 from api.generation.state import (
     End,
     EndDecision,
@@ -124,6 +118,7 @@ from metering.holds.operations import RequestSettled, Settled
 
 # The queue orders tenants by generated tokens; a few more or less do not change the order.
 TOKENS_PER_CHARGE = 8
+RECEIVED = Received()
 
 log = structlog.get_logger(__name__)
 
@@ -156,27 +151,27 @@ class LiveRequest:
         registry: RequestRegistry,
         subscription: Subscription,
     ) -> None:
+        """`subscription` is that of the stream which starts the request. It is begun later."""
+        subscription.payload_hash = start.payload_hash
         self.caller = caller
         self.start = start
-        self.phase: GenerationPhase = Received()
-        self.decision = EndDecision(self._on_stop)
-        stall_max_s = registry.settings.delivery.stall_max_s
-        rate = registry.settings.delivery.tokens_per_s_min
+        self.phase: GenerationPhase = RECEIVED
+        self.decision = decision = EndDecision(self._on_stop)
+        delivery = registry.settings.delivery
         flow = FlowControl(
             start.initial_credit_tokens,
-            stall_max_s,
-            lambda: self.decision.stop(
-                Outcome.SLOW_CONSUMER, detail=read_too_slowly(rate, stall_max_s)
-            ),
-            rate,
+            delivery.stall_max_s,
+            self._on_stall,
+            delivery.tokens_per_s_min,
         )
-        terms = subscription, start.model, flow, self.decision, self.update
         self.output: OutputBuffer
         if start.keep_s is None:
-            self.output = SendBuffer(*terms)
+            self.output = SendBuffer(subscription, start.model, flow, decision, self.update)
         else:
             buffer = registry.replays.open(caller.payer.organization_id)
-            self.output = ReplayableBuffer(*terms, start.keep_s, buffer)
+            self.output = ReplayableBuffer(
+                subscription, start.model, flow, decision, self.update, start.keep_s, buffer
+            )
         self._registry = registry
         self._watch = Stopwatch(caller.received_at, caller.auth_ms)
         # Up to this total, tokens skip the checks of the processor, and the report to the queue.
@@ -206,10 +201,8 @@ class LiveRequest:
     @property
     def tokens_per_second(self) -> float:
         """Delivered tokens per second since the first token; 0 before the second."""
-        later_token_count, elapsed_s = (
-            self.usage.delivered_token_count - 1,
-            self._watch.since_first_token_s,
-        )
+        later_token_count = self.usage.delivered_token_count - 1
+        elapsed_s = self._watch.since_first_token_s
         return later_token_count / elapsed_s if later_token_count > 0 and elapsed_s > 0 else 0.0
 
     def ends(self) -> Mapping[int, Outcome]:
@@ -271,6 +264,11 @@ class LiveRequest:
         # In `Loading` and `Preparing` nothing: `EndDecision.stop` cancels the task inside its
         # `Interruptible`, which raises the error that ends the request.
 
+    def _on_stall(self) -> None:
+        flow = self.output.flow
+        detail = read_too_slowly(flow.tokens_per_s_min, flow.stall_max_s)
+        self.decision.stop(Outcome.SLOW_CONSUMER, detail=detail)
+
     def update(self, message: pb.UpdateFrame) -> None:
         """Change the limits of the request, and send the client the limits in force.
 
@@ -330,7 +328,8 @@ class LiveRequest:
     def begin(self) -> None:
         """Prepare the prompt, at once if it is short, and ask for admission.
 
-        Errors go to the current subscription as the last frame.
+        Errors go to the current subscription as the last frame. The request never ends in this
+        call, but in a later turn of the loop.
         """
         registry, caller, start = self._registry, self.caller, self.start
         registry.add(self)
@@ -423,9 +422,11 @@ class LiveRequest:
         self._enter(Queued(admitted))
         try:
             self._watch.lap(state.ADMISSION)
-            processor.open(registry.safety)
-            limits.check_input(len(request.prompt_token_ids))
-            output.fence = partial(self._may_send, hold)
+            if registry.safety is not None or asking.call_reading is not None:
+                processor.open(registry.safety)
+            if start.max_cost is not None:
+                limits.check_input(len(request.prompt_token_ids))
+            output.fence = self._may_send
             predicted = route.engine.predict_cached_token_count(
                 request.prompt_token_ids, request.cache_salt
             )
@@ -458,10 +459,8 @@ class LiveRequest:
                 self.report_progress(None)
                 self.run(self._load(admitted))
                 return
-            if not entry.is_dispatched:
-                call_soon = asyncio.get_running_loop().call_soon
-                if not entry.join(partial(call_soon, self._proceed, admitted)):
-                    return
+            if not (entry.is_dispatched or entry.join(partial(self._dispatched, admitted))):
+                return
             if not admitted.part_timings:
                 self._watch.lap(state.QUEUE)
             # This process may have been suspended meanwhile; the engine must not work without a
@@ -474,6 +473,10 @@ class LiveRequest:
             self._enter(kind(admitted, sequence))
         except Exception as error:
             self._fail(error)
+
+    def _dispatched(self, admitted: AdmittedGeneration) -> None:
+        """Proceed in a later turn of the loop: the queue must not be used in this one."""
+        asyncio.get_running_loop().call_soon(self._proceed, admitted)
 
     async def _load(self, admitted: AdmittedGeneration) -> None:
         """Wait until the engine is ready, then proceed."""
@@ -491,16 +494,12 @@ class LiveRequest:
 
     def take(self, event: SequenceEvent | EngineError) -> None:
         """Handle an event of the sequence, or its failure. Called by the engine."""
-        if self.phase.is_over:
-            return
         try:
             if isinstance(event, TokensGenerated):
                 output, token_ids = self.output, event.token_ids
-                count = len(token_ids)
-                output.usage.generated_token_count += count
-                if output.appended_token_count + count <= self._unchecked_until and not (
-                    event.logprobs or event.prompt_logprobs
-                ):
+                token_count = output.appended_token_count + len(token_ids)
+                if token_count <= self._unchecked_until:
+                    output.usage.generated_token_count += len(token_ids)
                     if event.reasoning_token_count:
                         thought = event.reasoning, event.reasoning_token_count
                         output.append(event.choice_index, event.text, token_ids, (), (), thought)
@@ -510,29 +509,32 @@ class LiveRequest:
             phase = self.phase
             if not isinstance(phase, Sequenced):
                 return
-            processor = phase.admitted.processor
+            admitted = phase.admitted
             if isinstance(event, TokensGenerated):
+                usage, entry = self.output.usage, admitted.entry
+                usage.generated_token_count += len(event.token_ids)
                 self._watch.first_token()
-                self._report_service(phase.admitted)
+                if (count := usage.generated_token_count - entry.generated_token_count) > 0:
+                    entry.generated(count)
+                processor = admitted.processor
                 processor.take(event)
                 self._unchecked_until = min(
-                    processor.unchecked_until, output.appended_token_count + TOKENS_PER_CHARGE
+                    processor.unchecked_until, self.output.appended_token_count + TOKENS_PER_CHARGE
                 )
             elif isinstance(event, Scheduled):
-                self._begun(phase, event)
+                self._enter(Running(admitted, phase.sequence))
+                if not admitted.part_timings:  # else a later part, after a raised limit
+                    self._begun(admitted, event)
             elif isinstance(event, SequenceFinished):
                 self._generated(phase, event)
             else:
-                processor.take(event)
+                admitted.processor.take(event)
         except Exception as error:
             self._fail(error)
 
-    def _begun(self, phase: Sequenced, event: Scheduled) -> None:
-        """Handle that the engine has started on the sequence."""
-        admitted, usage = phase.admitted, self.output.usage
-        self._enter(Running(admitted, phase.sequence))
-        if admitted.part_timings:  # a later part, after a raised limit
-            return
+    def _begun(self, admitted: AdmittedGeneration, event: Scheduled) -> None:
+        """Handle that an engine has started on the request."""
+        usage = self.output.usage
         admitted.entry.begun()
         usage.input_token_count = len(admitted.request.prompt_token_ids)
         usage.cached_input_token_count = event.cached_token_count
@@ -540,13 +542,6 @@ class LiveRequest:
         admitted.limits.begun(
             usage.input_token_count, event.cached_token_count if event.is_final else None
         )
-
-    def _report_service(self, admitted: AdmittedGeneration) -> None:
-        """Report tokens generated since the last report to the queue."""
-        count = self.output.usage.generated_token_count - admitted.charged_token_count
-        if count > 0:
-            admitted.charged_token_count += count
-            admitted.entry.generated(count)
 
     def _generated(self, phase: Sequenced, event: SequenceFinished) -> None:
         """Handle the end of the sequence; continue it if the client has raised the limit."""
@@ -563,8 +558,9 @@ class LiveRequest:
                 migration_count=event.migration_count,
             )
         admitted.part_timings.append(event.timings)
+        is_raised = limits.requested_token_count_max > limits.engine_token_count_max
         is_cut = event.reason is EngineFinishReason.LENGTH
-        if is_cut and limits.is_raised and not self.decision.is_stopped:
+        if is_cut and is_raised and not self.decision.is_stopped:
             # Text held back is not sent: the engine that continues reads the same tokens and holds
             # it back again.
             limits.engine_token_count_max = limits.requested_token_count_max
@@ -592,9 +588,10 @@ class LiveRequest:
                 with contextlib.suppress(JournalUnavailable):  # seen again with the next tokens
                     self._registry.admission.journal.record([self.output.entry(0)])
 
-    def _may_send(self, hold: HoldHandle) -> bool:
+    def _may_send(self) -> bool:
         """Return whether tokens may be delivered; if not, end all requests with a lapsed hold."""
-        if hold.lapse() is None:
+        phase = self.phase
+        if not isinstance(phase, Held) or phase.admitted.hold.lapse() is None:
             return True
         if not self.decision.is_stopped:
             self._registry.end_lapsed()
@@ -641,33 +638,37 @@ class LiveRequest:
         stalled_s = phase.stalled_s if isinstance(phase, Generated) else 0.0
         flushing = Flushing(admitted, result, stalled_s)
         self._enter(flushing)
+        self._unchecked_until = 0
         if admitted.begin_timer is not None:
             admitted.begin_timer.cancel()
         if isinstance(phase, Sequenced):
             phase.sequence.close()
-        self._report_service(admitted)
-        admitted.entry.leave()  # the engine is free again; settlement does not hold up the queue
+        entry, usage = admitted.entry, self.output.usage
+        if (count := usage.generated_token_count - entry.generated_token_count) > 0:
+            entry.generated(count)
+        entry.leave()  # the engine is free again; settlement does not hold up the queue
         # On every path: output delivered after the settlement would not be billed.
         admitted.processor.flush(partial(self._settle, flushing))
 
     def _settle(self, flushing: Flushing) -> None:
         """Settle or void the hold. Called when the client has taken the output, or never will."""
         admitted, output = flushing.admitted, self.output
-        stalled_s = output.stalled_s
-        self._watch.forwarded(stalled_s, stalled_s - flushing.stalled_s)
+        if stalled_s := output.stalled_s:
+            self._watch.forwarded(stalled_s, stalled_s - flushing.stalled_s)
         outcome, result = self.decision.close(flushing.result)
         error = result if isinstance(result, Exception) else None
         timings = self._watch.timings()
-        pace = {} if self.start.beam_search else output.gaps.facts()
         later_token_count = output.usage.generated_token_count - self.start.choice_count
+        if not self.start.beam_search:
+            timings |= output.gaps.facts()
         if later_token_count > 0 and timings["decode_ms"]:
-            pace["tokens_per_second"] = later_token_count / timings["decode_ms"] * 1000
+            timings["tokens_per_second"] = later_token_count / timings["decode_ms"] * 1000
         self._enter(Settling(admitted))
         admitted.hold.end(
             outcome,
             error,
-            partial(self._settled, admitted, result, pace),
-            None if error else timings | pace,
+            partial(self._settled, admitted, result, timings),
+            None if error else timings,
             admitted.migration_count,
         )
 
@@ -675,17 +676,16 @@ class LiveRequest:
         self,
         admitted: AdmittedGeneration,
         result: Outcome | Exception,
-        pace: dict[str, float],
+        timings: Mapping[str, float],
         settle_error: Exception | None,
     ) -> None:
         """Report the end of an admitted request to client and observer.
 
-        `result` is its outcome or error, `pace` the timings of its tokens. `settle_error` is why
-        the hold could not be ended, or None.
+        `result` is its outcome or error, `timings` those until the settlement. `settle_error` is
+        why the hold could not be ended, or None.
         """
-        self._watch.lap(state.SETTLE)
-        hold, processor = admitted.hold, admitted.processor
-        timings, settled = self._watch.timings() | pace, hold.settled
+        timings = self._watch.settled(timings)
+        hold, processor, settled = admitted.hold, admitted.processor, admitted.hold.settled
         broken: Exception | None = None
         frame: pb.ServerFrame | None = None
         ended = Ended(Cause.SERVICE)
@@ -784,41 +784,3 @@ class LiveRequest:
             registry.observer.ended(
                 Ending(caller, start, outcome, broken, timings, settled, gaps, migration_count)
             )
-
-
-@overload
-def begin(
-    registry: RequestRegistry, caller: Caller, start: ValidStart, subscription: Subscription
-) -> LiveRequest: ...
-
-
-@overload
-def begin(
-    registry: RequestRegistry,
-    caller: Caller,
-    start: ValidStart,
-    subscription: Subscription,
-    running: Generating | None,
-) -> Generating: ...
-
-
-def begin(
-    registry: RequestRegistry,
-    caller: Caller,
-    start: ValidStart,
-    subscription: Subscription,
-    running: Generating | None = None,
-) -> Generating:
-    """Start a request. If `running` is set, attach to that one instead, from its first token.
-
-    `running` is the result of `RequestRegistry.same_request`. A new request never ends in this
-    call, but in a later turn of the loop. Raises OutputGone and RequestInFlight, only for a running
-    one.
-    """
-    subscription.payload_hash = start.payload_hash
-    if running is not None:
-        running.output.attach(subscription, 0, start.initial_credit_tokens or 0)
-        return running
-    request = LiveRequest(caller, start, registry, subscription)
-    request.begin()
-    return request

@@ -93,6 +93,8 @@ class OutputProcessor:
         self._late: deque[EngineOutput] | None = None
         # For checks, or for the client if a search sends much at once.
         self._has_to_wait = self._start.beam_search is not None
+        sampling = self._start.sampling
+        self._has_logprobs = (sampling.top_logprobs, sampling.prompt_logprobs) != (None, None)
 
     def open(self, safety: SafetyChecker | None) -> None:
         """Open the safety checks of the output, and the parsers of tool calls.
@@ -140,7 +142,7 @@ class OutputProcessor:
         if isinstance(event, TokensGenerated):
             hold, limits = self._hold, self._limits
             token_count = self.output.appended_token_count + len(event.token_ids)
-            if not self._has_to_wait and token_count <= hold.leased_token_count:
+            if token_count <= hold.leased_token_count and not self._has_to_wait:
                 if self._decision.is_stopped:
                     return
                 if token_count > limits.token_count_max:
@@ -162,11 +164,13 @@ class OutputProcessor:
     def unchecked_until(self) -> int:
         """Number of output tokens in total up to which no token needs a check of lease or limits.
 
-        Up to this number a token costs one comparison; up to `HoldHandle.unchecked_until` the lease
-        is not extended; up to `leased_token_count` a token does not wait for the extension.
+        0 if tokens have log-probabilities. Up to this number a token costs one comparison; up to
+        `HoldHandle.unchecked_until` the lease is not extended; up to `leased_token_count` a token
+        does not wait for the extension.
         """
         if (
             self._has_to_wait
+            or self._has_logprobs
             or self._late is not None
             or self._parsers
             or self._decision.is_stopped

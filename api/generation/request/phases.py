@@ -49,8 +49,8 @@ class AdmittedGeneration(AdmittedRequest, eq=False):
     """State of a generate request from its admission to its settlement.
 
     `begin_timer` ends the request unless an engine starts on it in time; None without a limit.
-    `charged_token_count` generated tokens were reported to the queue. `part_timings` has an entry
-    for each sequence that has ended, several if the client raised the limit.
+    `part_timings` has an entry for each sequence that has ended, several if the client raised the
+    limit.
     """
 
     route: Route
@@ -58,7 +58,6 @@ class AdmittedGeneration(AdmittedRequest, eq=False):
     limits: OutputLimits
     processor: OutputProcessor
     begin_timer: asyncio.TimerHandle | None = None
-    charged_token_count: int = 0
     part_timings: list[EngineTimings] = []
     migration_count: int = 0
 

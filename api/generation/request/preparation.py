@@ -81,25 +81,29 @@ def checked_request(
     )
     if (requested or 1) > room:
         raise PromptTooLong(len(token_ids), requested, model.context_window_tokens)
-    if (size := model.vocabulary_size) <= max(token_ids, default=0) or min(
-        token_ids, default=0
-    ) < 0:
+    last, size = start.prompt[-1], model.vocabulary_size
+    is_too_high = bool(token_ids) and max(token_ids) >= size
+    if is_too_high or (isinstance(last, int) and min(token_ids) < 0):
         raise InvalidRequest(
             [FieldViolation("token_ids.ids", f"must each be from 0 to {size - 1}")]
         )
     # A plain prompt is continued as it is: its text may be about the marks of thinking.
-    last = start.prompt[-1]
-    splits_reasoning = isinstance(last, ChatMessage) and (
-        not last.is_unfinished or leaves_thinking_open(last, tokenizer)
-    )
+    splits_reasoning, thinking = False, ThinkingStart.NONE
+    if isinstance(last, ChatMessage):
+        splits_reasoning = not last.is_unfinished or leaves_thinking_open(last, tokenizer)
+        if tokenizer.reasoning is not None:
+            thinking = thinking_start(start, tokenizer, token_ids)
     if start.stop.max_reasoning_tokens is not None:
         if tokenizer.reasoning is None:
             raise InvalidRequest([FieldViolation("max_reasoning_tokens", NO_MARKS)])
         if not splits_reasoning:
             raise InvalidRequest([FieldViolation("max_reasoning_tokens", HAS_BEGUN)])
     response_format = start.response_format
-    if start.tool_use.tools:
-        response_format = format_with_tools(start.tool_use, response_format, tokenizer)
+    marked_functions: tuple[str, ...] = ()  # those whose calls the engine marks in its text
+    if (tool_use := start.tool_use).tools:
+        response_format = format_with_tools(tool_use, response_format, tokenizer)
+        if tokenizer.call_format is CallFormat.HARMONY and not tool_use.forced:
+            marked_functions = tool_use.callable_names
     salt = salt_of(payer.organization_id.int)
     request = GenerationRequest(
         prompt_token_ids=token_ids,
@@ -113,20 +117,14 @@ def checked_request(
         regions=route.regions,
         adapter=route.adapter,
         splits_reasoning=splits_reasoning,
-        thinking=thinking_start(start, tokenizer, token_ids),
-        marked_functions=marked_functions(start, tokenizer),
+        thinking=thinking,
+        marked_functions=marked_functions,
     )
     check_against_model(request, size)
     if model.capabilities.counts_from_usage:
         check_stops_shown(request.stop.stop_sequences, tokenizer)
     model.capabilities.check(request, model.engine)
     return request
-
-
-def marked_functions(start: ValidStart, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return the functions whose calls the engine marks, to be parsed from its text."""
-    is_marked = tokenizer.call_format is CallFormat.HARMONY and not start.tool_use.forced
-    return start.tool_use.callable_names if is_marked and start.tool_use.tools else ()
 
 
 def leaves_thinking_open(begun: ChatMessage, tokenizer: Tokenizer) -> bool:
