@@ -44,6 +44,7 @@ PADDING = b" "
 # Seconds of silence after which something is sent to a client that has half-closed: only its
 # reaction shows whether it is still there.
 HALF_CLOSED_SILENCE_S = 1.0
+HELD_BYTES_MAX = 16_384  # of a short body; far less than the kernel's buffer
 LOGPROBS_AT_ONCE = 200  # tokens whose log-probabilities become JSON on the event loop
 LOGPROB_COST = 50  # characters of text to encode that cost as much as one of them
 EVENT_STREAM, JSON = "text/event-stream; charset=utf-8", "application/json"
@@ -156,6 +157,11 @@ class Exchange:
         # Whether the opening events of a stream, or anything but blanks of a body, were written.
         self._is_open = False
         self._has_output = False  # whether an unstreamed response has output
+        self._held = b""  # short body that is sent together with its end
+        # Whether the response shows nothing of a token but its text, and that only once.
+        self._sends_text_only = parsed.streams and not (
+            parsed.shows_token_ids or answer.repeats_output
+        )
         self._admitted_count = 0
         connection = http.protocol
         assert isinstance(connection, Connection)
@@ -171,7 +177,7 @@ class Exchange:
             self._begin(self._starts)
             self._connection.watch_half_close(self._on_half_close)
             await self._writer.write_all(
-                self._write,
+                self._send if self.parsed.streams else self._write,
                 break_silence=self._break_silence,
                 silent_for_s=time.monotonic() - self._arrival.caller.received_at,
             )
@@ -243,26 +249,43 @@ class Exchange:
                 request.stop(OUTCOMES[cause], SiblingEnded(cause))
 
     async def _write(self, data: bytes) -> None:
-        """Write events, or the body of an unstreamed response once all output has arrived.
+        """Write the body of an unstreamed response once all output has arrived.
 
-        Raises: ConnectionError if the connection is closed, TimeoutError if the client stalls.
+        A short one, which the kernel would take at once, is kept until its end follows it. Raises:
+        ConnectionError if the connection is closed, TimeoutError if the client stalls.
         """
-        if self._has_output and not self._is_open:
-            self._is_open = True
-            data = await self._body_without_end()
-        if data:
+        if not self._has_output or self._is_open:
+            await self._send(data)
+            return
+        self._is_open = True
+        data = await self._body_without_end()
+        connection = self._connection
+        is_first = self._response is None
+        if is_first and connection.unsent_bytes + len(data) <= HELD_BYTES_MAX:
+            connection.check_open()
+            self._held = data
+        else:
             await self._send(data)
 
     async def _send(self, data: bytes) -> None:
-        self._connection.check_reset()
+        """Write events, or a part of a body.
+
+        Raises: ConnectionError if the connection is closed, TimeoutError if the client stalls.
+        """
+        if not data:
+            return
+        connection = self._connection
+        connection.check_open()
         if self._response is None:
             await self._open_response()
-        # `StreamResponse.write` may block without a timeout, and a timeout per token costs as much
-        # as the token.
-        writer: Any = self._http.writer
-        await writer.write(data, drain=False)
-        if self._connection.writing_paused:
-            await self._connection.drained()
+            # `StreamResponse.write` may block without a timeout, and a timeout per token costs as
+            # much as the token.
+            writer: Any = self._http.writer
+            await writer.write(data, drain=False)
+        else:
+            connection.write_part(data, is_chunked=self._response.chunked)
+        if connection.writing_paused:
+            await connection.drained()
 
     async def _break_silence(self) -> None:
         """Send a ping event, or a blank before a body.
@@ -313,7 +336,14 @@ class Exchange:
 
     def note_token(self, index: int, seq: int, text: str, token_id: int) -> bytes:
         """Record one token of the first choice, and return the events to send for it."""
-        return self.note_delta(index, 0, Delta(text, (token_id,)))
+        if not self._sends_text_only or self._refusal is not None:
+            return self.note_delta(index, 0, Delta(text, (token_id,)))
+        output = self._outputs[index * self.parsed.choice_count]
+        output.token_count += 1
+        if not text:
+            return b""
+        opening = b"" if self._is_open else self._opening()
+        return opening + self._answer.token(output, text)
 
     def note_delta(self, index: int, choice_index: int, delta: Delta) -> bytes:
         """Record new output of a request, and return the events to send for it."""
@@ -417,7 +447,7 @@ class Exchange:
 
     async def _close(self) -> web.StreamResponse:
         """Send the end of the response after settlement, and return the response."""
-        if self._response is None and self._refusal is not None:
+        if self._response is None and not self._held and self._refusal is not None:
             return refused(
                 self._refusal,
                 self._arrival.request_id,
@@ -432,7 +462,9 @@ class Exchange:
                 self._answer.body(self._outputs) | self._answer.tail(self._outputs, self._bill)
             )
         else:
-            end = b"," + answers.encode(self._body_end())[1:]
+            end = b"%b,%b" % (self._held, answers.encode(self._body_end())[1:])
+        if self._response is None and not self.parsed.streams:
+            return web.Response(body=end, headers=self._response_headers())
         response = await self._open_response()
         await self._http.writer.write_eof(end)
         return response

@@ -46,10 +46,12 @@ SHUTDOWN_S = 1.0  # grace period of connections that are writing a response
 RESET_POLL_S = 0.5  # after a half-close the event loop no longer reports a reset
 # Headers by which clients and proxies trace requests. They come back as they were sent, and mean
 # nothing else: the proxies of one service copy them to several requests.
-TRACING = (
-    *("x-request-id", "x-correlation-id", "x-client-request-id", "x-trace-id"),
-    *("traceparent", "tracestate", "b3", "x-b3-traceid", "x-b3-spanid", "x-b3-parentspanid"),
-    *("x-amzn-trace-id", "x-cloud-trace-context", "x-datadog-trace-id", "uber-trace-id"),
+TRACING = frozenset(
+    (
+        *("x-request-id", "x-correlation-id", "x-client-request-id", "x-trace-id"),
+        *("traceparent", "tracestate", "b3", "x-b3-traceid", "x-b3-spanid", "x-b3-parentspanid"),
+        *("x-amzn-trace-id", "x-cloud-trace-context", "x-datadog-trace-id", "uber-trace-id"),
+    )
 )
 TRACING_VALUE = re.compile(r"[\x20-\x7e]{1,256}")
 
@@ -244,24 +246,36 @@ class Connection(RequestHandler):
         if self.is_half_closed and on_half_close is not None:
             on_half_close()
 
-    def check_reset(self) -> None:
-        """Abort a half-closed connection whose client has gone. Raises: ConnectionResetError."""
-        if not self.is_half_closed or self.transport is None:
-            return
-        connection = self.transport.get_extra_info("socket")
-        if connection is not None and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self.transport.abort()
+    def check_open(self) -> None:
+        """Check that the client is there; abort a half-closed connection whose client has gone.
+
+        Raises: ConnectionResetError.
+        """
+        if self.transport is None or self.transport.is_closing():
             raise ConnectionResetError("the client disconnected")
+        if self.is_half_closed:
+            connection = self.transport.get_extra_info("socket")
+            if connection is not None and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self.transport.abort()
+                raise ConnectionResetError("the client disconnected")
 
     def _poll_for_reset(self) -> None:
         if self._is_idle:  # the last response ended just before
             self.close()
             return
         with contextlib.suppress(OSError):
-            self.check_reset()
+            self.check_open()
             self._reset_watch = asyncio.get_running_loop().call_later(
                 RESET_POLL_S, self._poll_for_reset
             )
+
+    def write_part(self, data: bytes, *, is_chunked: bool) -> None:
+        """Write a part of a body after its first one, on an open connection.
+
+        aiohttp's writer does the same in several times as many steps, which each token pays.
+        """
+        assert self.transport is not None
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
 
     def end_incomplete(self) -> None:
         """Close the connection after the data written so far, without ending the response."""
@@ -398,9 +412,8 @@ class TracedRequest(web.BaseRequest):
     async def _prepare_hook(self, response: web.StreamResponse) -> None:
         # aiohttp calls this for every response, just before it writes the head.
         headers, connection = response.headers, cast(Connection, self.protocol)
-        for name in TRACING:
-            value = self.headers.get(name)
-            if value is not None and TRACING_VALUE.fullmatch(value):
+        for name in map(str.lower, self.headers):
+            if name in TRACING and TRACING_VALUE.fullmatch(value := self.headers[name]):
                 headers[name] = value
         is_last = connection.is_half_closed and not connection._messages
         if is_last or connection.is_closing:
