@@ -297,15 +297,12 @@ class Call:
 
 @types.coroutine
 def measured(call: Call, work: Coroutine[Any, Any, Value]) -> Generator[Any, Any, Value]:
-    """Run a coroutine, and add the processor time of each of its steps to the call.
-
-    Reading that clock is a system call, so it stops once the call is not charged any more.
-    """
+    """Run a coroutine, and add the processor time of each of its steps to the call."""
     step: Callable[[Any], Any] = work.send
     value: Any = None
     while True:
         CURRENT.work = call
-        began_at = 0.0 if call.is_free else time.thread_time()
+        began_at = 0.0 if call.is_free else time.thread_time()  # a system call
         try:
             awaited = step(value)
         except StopIteration as done:

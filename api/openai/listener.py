@@ -46,13 +46,11 @@ SHUTDOWN_S = 1.0  # grace period of connections that are writing a response
 RESET_POLL_S = 0.5  # after a half-close the event loop no longer reports a reset
 # Headers by which clients and proxies trace requests. They come back as they were sent, and mean
 # nothing else: the proxies of one service copy them to several requests.
-TRACING = frozenset(
-    (
-        *("x-request-id", "x-correlation-id", "x-client-request-id", "x-trace-id"),
-        *("traceparent", "tracestate", "b3", "x-b3-traceid", "x-b3-spanid", "x-b3-parentspanid"),
-        *("x-amzn-trace-id", "x-cloud-trace-context", "x-datadog-trace-id", "uber-trace-id"),
-    )
-)
+TRACING = {
+    *("x-request-id", "x-correlation-id", "x-client-request-id", "x-trace-id"),
+    *("traceparent", "tracestate", "b3", "x-b3-traceid", "x-b3-spanid", "x-b3-parentspanid"),
+    *("x-amzn-trace-id", "x-cloud-trace-context", "x-datadog-trace-id", "uber-trace-id"),
+}
 TRACING_VALUE = re.compile(r"[\x20-\x7e]{1,256}")
 
 log = structlog.get_logger(__name__)
@@ -246,36 +244,28 @@ class Connection(RequestHandler):
         if self.is_half_closed and on_half_close is not None:
             on_half_close()
 
-    def check_open(self) -> None:
-        """Check that the client is there; abort a half-closed connection whose client has gone.
+    def open_transport(self) -> asyncio.Transport:
+        """Return the transport; abort a half-closed connection whose client has gone.
 
-        Raises: ConnectionResetError.
+        Raises: ConnectionResetError if there is no client any more.
         """
-        if self.transport is None or self.transport.is_closing():
-            raise ConnectionResetError("the client disconnected")
-        if self.is_half_closed:
-            connection = self.transport.get_extra_info("socket")
+        if (transport := self.transport) is not None and self.is_half_closed:
+            connection = transport.get_extra_info("socket")
             if connection is not None and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                self.transport.abort()
-                raise ConnectionResetError("the client disconnected")
+                transport.abort()
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client disconnected")
+        return transport
 
     def _poll_for_reset(self) -> None:
         if self._is_idle:  # the last response ended just before
             self.close()
             return
         with contextlib.suppress(OSError):
-            self.check_open()
+            self.open_transport()
             self._reset_watch = asyncio.get_running_loop().call_later(
                 RESET_POLL_S, self._poll_for_reset
             )
-
-    def write_part(self, data: bytes, *, is_chunked: bool) -> None:
-        """Write a part of a body after its first one, on an open connection.
-
-        aiohttp's writer does the same in several times as many steps, which each token pays.
-        """
-        assert self.transport is not None
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
 
     def end_incomplete(self) -> None:
         """Close the connection after the data written so far, without ending the response."""
