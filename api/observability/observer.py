@@ -140,7 +140,8 @@ class Gaps:
     def add_to(self, histogram: Histogram) -> None:
         """Add all gaps to a histogram whose bounds are `TOKEN_BOUNDS_MS`."""
         if self._counts is None:
-            ordered = self._ordered()
+            if not (ordered := self._ordered()):
+                return  # an answer in one piece
             below = [bisect_right(ordered, bound / 1000) for bound in TOKEN_BOUNDS_MS]
             below.append(len(ordered))
         else:
