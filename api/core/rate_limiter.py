@@ -270,7 +270,7 @@ class Call:
         self._peer = peer
         self._path = path
         self._owner: Owner | None = None
-        self._is_free = False
+        self.is_free = False
         self._has_waited = False
         self._counted_s = 0.0
         self.work_s = 0.0
@@ -289,11 +289,11 @@ class Call:
     def belongs_to(self, owner: Owner, *, is_free: bool) -> None:
         """Make this key the payer. With `is_free`, the call is not charged."""
         self._owner = owner
-        self._is_free = self._is_free or is_free
+        self.is_free = self.is_free or is_free
 
     async def wait_to_call(self) -> None:
         """Wait until the payer may call; only the first use waits. Raises: TooManyCalls."""
-        if self._is_free or self._has_waited or self._owner is None:
+        if self.is_free or self._has_waited or self._owner is None:
             return
         self._has_waited = True
         await self._pace.wait_to_call(self._owner)
@@ -305,8 +305,8 @@ class Call:
 
     def on_admitted(self) -> None:
         """Refund the charges of an admitted request: quotas bound it from now on."""
-        if not self._is_free:
-            self._is_free = True
+        if not self.is_free:
+            self.is_free = True
             self._pace.charge(self._payer, -self._counted_s)
 
     def count(self, cost_s: float) -> None:
@@ -316,12 +316,12 @@ class Call:
 
     def over(self) -> None:
         """Charge the rest of the cost when the call has ended."""
-        if not self._is_free and (cost_s := self.work_s + CALL_OVERHEAD_S - self._counted_s) > 0:
+        if not self.is_free and (cost_s := self.work_s + CALL_OVERHEAD_S - self._counted_s) > 0:
             self.count(cost_s)
 
     async def wait_for_share(self) -> None:
         """Delay a refusal if the call has not waited yet and its payer has to wait."""
-        if not self._is_free and not self._has_waited:
+        if not self.is_free and not self._has_waited:
             self._has_waited = True
             await self._pace.refusal(self._payer)
 
@@ -337,14 +337,15 @@ def measured(call: Call, work: Coroutine[Any, Any, Value]) -> Generator[Any, Any
     value: Any = None
     while True:
         CURRENT.work = call
-        started = start_work()
+        started = None if call.is_free else start_work()
         try:
             awaited = step(value)
         except StopIteration as done:
             result: Value = done.value
             return result
         finally:
-            call.work_s += work_s(started)
+            if started is not None:
+                call.work_s += work_s(started)
             CURRENT.work = None
             value = None  # an error keeps this frame, which must not keep the error alive
         try:

@@ -254,6 +254,10 @@ class Answer(ABC):
     def delta(self, output: Output, new: Delta) -> bytes:
         """Encode new output as events. `output` already includes it."""
 
+    def token(self, output: Output, text: str) -> bytes:
+        """Encode the text of one token as `delta` does. `output` already includes it."""
+        return self.delta(output, Delta(text))
+
     def choice_ended(self, output: Output) -> bytes:
         """Encode the end of one of several choices as events. May be called again."""
         return b""
@@ -419,8 +423,7 @@ class ChatAnswer(ChunkAnswer):
 
     def delta(self, output: Output, new: Delta) -> bytes:
         if not (new.logprobs or new.calls or new.reasoning or new.token_ids):
-            before, after = self._plain_chunk(output.index)
-            return b"".join((before, encode(new.text), after, self._end_of(output)))
+            return self.token(output, new.text)
         logprobs = self._logprobs(new.logprobs) if new.logprobs else None
         delta: dict[str, Any] = {}
         if new.reasoning:
@@ -433,6 +436,10 @@ class ChatAnswer(ChunkAnswer):
         events = [choice | self._token_ids(new.token_ids)]
         events += [_chat_choice(output.index, each) for each in others]
         return b"".join(self._new_chunk(output, each) for each in events)
+
+    def token(self, output: Output, text: str) -> bytes:
+        before, after = self._plain_chunk(output.index)
+        return b"".join((before, encode(text), after, self._end_of(output)))
 
     def _plain_chunk(self, index: int) -> tuple[bytes, bytes]:
         """Encode the parts of an event around its text, which all tokens of a choice share."""

@@ -44,6 +44,7 @@ PADDING = b" "
 # Seconds of silence after which something is sent to a client that has half-closed: only its
 # reaction shows whether it is still there.
 HALF_CLOSED_SILENCE_S = 1.0
+HELD_BYTES_MAX = 16_384  # of a short body; far less than the kernel's buffer
 LOGPROBS_AT_ONCE = 200  # tokens whose log-probabilities become JSON on the event loop
 LOGPROB_COST = 50  # characters of text to encode that cost as much as one of them
 EVENT_STREAM, JSON = "text/event-stream; charset=utf-8", "application/json"
@@ -156,6 +157,11 @@ class Exchange:
         # Whether the opening events of a stream, or anything but blanks of a body, were written.
         self._is_open = False
         self._has_output = False  # whether an unstreamed response has output
+        self._held = b""  # short body that is sent together with its end
+        # Whether the response shows nothing of a token but its text, and that only once.
+        self._sends_text_only = parsed.streams and not (
+            parsed.shows_token_ids or answer.repeats_output
+        )
         self._admitted_count = 0
         connection = http.protocol
         assert isinstance(connection, Connection)
@@ -171,7 +177,7 @@ class Exchange:
             self._begin(self._starts)
             self._connection.watch_half_close(self._on_half_close)
             await self._writer.write_all(
-                self._write,
+                self._send if self.parsed.streams else self._write,
                 break_silence=self._break_silence,
                 silent_for_s=time.monotonic() - self._arrival.caller.received_at,
             )
@@ -247,24 +253,34 @@ class Exchange:
                 request.stop(OUTCOMES[cause], SiblingEnded(cause))
 
     async def _write(self, data: bytes) -> None:
-        """Write events, or the body of an unstreamed response once all output has arrived.
+        """Write the body of an unstreamed response once all output has arrived.
 
-        Raises: ConnectionError if the connection is closed, TimeoutError if the client stalls.
+        A short one, which the kernel would take at once, is kept until its end follows it. Raises:
+        ConnectionError if the connection is closed, TimeoutError if the client stalls.
         """
         if self._has_output and not self._is_open:
             self._is_open = True
             data = await self._body_without_end()
-        if data:
-            await self._send(data)
+            unsent_bytes = self._connection.unsent_bytes
+            if self._response is None and unsent_bytes + len(data) <= HELD_BYTES_MAX:
+                self._connection.open_transport()
+                self._held, data = data, b""
+        await self._send(data)
 
     async def _send(self, data: bytes) -> None:
-        self._connection.check_reset()
+        """Write events, or a part of a body. Raises: ConnectionError, TimeoutError."""
+        if not data:
+            return
+        transport = self._connection.open_transport()
         if self._response is None:
             await self._open_response()
-        # `StreamResponse.write` may block without a timeout, and a timeout per token costs as much
-        # as the token.
-        writer: Any = self._http.writer
-        await writer.write(data, drain=False)
+            writer: Any = self._http.writer
+            await writer.write(data, drain=False)
+        else:
+            # `StreamResponse.write` takes four times as many steps, and may block without a
+            # timeout; a timeout per token costs as much as the token.
+            is_chunked = self._response.chunked
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
         if self._connection.writing_paused:
             await self._connection.drained()
 
@@ -317,7 +333,14 @@ class Exchange:
 
     def note_token(self, index: int, seq: int, text: str, token_id: int) -> bytes:
         """Record one token of the first choice, and return the events to send for it."""
-        return self.note_delta(index, 0, Delta(text, (token_id,)))
+        if not self._sends_text_only or self._refusal is not None:
+            return self.note_delta(index, 0, Delta(text, (token_id,)))
+        output = self._outputs[index * self.parsed.choice_count]
+        output.token_count += 1
+        if not text:
+            return b""
+        opening = b"" if self._is_open else self._opening()
+        return opening + self._answer.token(output, text)
 
     def note_delta(self, index: int, choice_index: int, delta: Delta) -> bytes:
         """Record new output of a request, and return the events to send for it."""
@@ -421,7 +444,7 @@ class Exchange:
 
     async def _close(self) -> web.StreamResponse:
         """Send the end of the response after settlement, and return the response."""
-        if self._response is None and self._refusal is not None:
+        if self._response is None and not self._held and self._refusal is not None:
             return refused(
                 self._refusal,
                 self._arrival.request_id,
@@ -436,7 +459,9 @@ class Exchange:
                 self._answer.body(self._outputs) | self._answer.tail(self._outputs, self._bill)
             )
         else:
-            end = b"," + answers.encode(self._body_end())[1:]
+            end = b"%b,%b" % (self._held, answers.encode(self._body_end())[1:])
+        if self._response is None and not self.parsed.streams:
+            return web.Response(body=end, headers=self._response_headers())
         response = await self._open_response()
         await self._http.writer.write_eof(end)
         return response

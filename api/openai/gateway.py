@@ -111,7 +111,6 @@ TOKENIZE_NAMES: dict[str, str] = {"conversation.messages": "messages"}
 SERVICE = "/weir.v1.InferenceService"
 # Seconds. Keys are looked up for each request here, but once per stream over gRPC.
 KEY_AGE_MAX_S = 1.0
-SLASHES = re.compile("/{2,}")
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 CHUNKED_BYTES = 256 * 1024  # assumed size of a body of unknown length
 # Namespace of request ids that are derived from idempotency keys other than UUIDs.
@@ -168,13 +167,14 @@ class Gateway:
         """Handle a request and return its response. Every error becomes an error response."""
         received_at = time.monotonic()
         request_id = uuid.uuid4()
-        form = error_body if self._is_anthropic(request) else ErrorResponse.body
+        path = path_of(request)
+        form = error_body if self._is_anthropic(request, path) else ErrorResponse.body
         owner: Owner | None = None  # None until the request is authenticated
         try:
             if (plain := self._plain(request)) is not None:
                 return plain
             request_id = request_id_of(request) or request_id
-            handler, rpc = self._find(request)
+            handler, rpc = self._find(request, path)
             secret = secret_of(request)
             origin = self._authenticator.proxies.origin(
                 peer_of(request), request.headers.getall(FORWARDED_FOR, ())
@@ -207,11 +207,10 @@ class Gateway:
             refusal = error_response(status_of(error))
             return refused(refusal, request_id, form=form)
 
-    def _is_anthropic(self, request: web.BaseRequest) -> bool:
+    def _is_anthropic(self, request: web.BaseRequest, path: str) -> bool:
         """Return whether to respond in Anthropic's format: decided by the path, or by the headers
         if both APIs, or neither, have the path.
         """
-        path = path_of(request)
         if path.startswith((MESSAGES_PATH, f"/v1{MESSAGES_PATH}")):
             return True
         if path in self._handlers and path != MODELS_PATH:
@@ -233,12 +232,11 @@ class Gateway:
         if owner is not None:
             self._process.pace.charge(owner, REFUSAL_COST_S)
 
-    def _find(self, request: web.BaseRequest) -> tuple[Handler, str]:
+    def _find(self, request: web.BaseRequest, path: str) -> tuple[Handler, str]:
         """Find the handler of an endpoint, and the RPC that it corresponds to.
 
         Raises HttpFault for an unknown path or method.
         """
-        path = path_of(request)
         if path in UNVERSIONED:
             path = f"/v1{path}"
         route = self._handlers.get(MODELS_PATH if path.startswith(f"{MODELS_PATH}/") else path)
@@ -420,7 +418,8 @@ class Gateway:
             for name, target in {model.name: "", **router.other_names(model.name)}.items()
         }
         form: Callable[[ListedModel, int], dict[str, Any]] = model_object
-        if is_anthropic := self._is_anthropic(request):
+        path = path_of(request)
+        if is_anthropic := self._is_anthropic(request, path):
             form = model_info
             models = {
                 name: each
@@ -428,7 +427,7 @@ class Gateway:
                 if each.model.task == pb.MODEL_TASK_GENERATE
             }
         objects = {name: form(each, self._started_at) for name, each in models.items()}
-        if path_of(request) == MODELS_PATH:
+        if path == MODELS_PATH:
             if is_anthropic:
                 return answered(page_of(objects, request.rel_url.query), arrival)
             return answered({"object": "list", "data": [*objects.values()]}, arrival)
@@ -538,7 +537,9 @@ def path_of(request: web.BaseRequest) -> str:
 
 
 def plain_path(path: str) -> str:
-    return SLASHES.sub("/", path).rstrip("/")
+    while "//" in path:
+        path = path.replace("//", "/")
+    return path.rstrip("/")
 
 
 def request_id_of(request: web.BaseRequest) -> uuid.UUID | None:

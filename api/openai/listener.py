@@ -46,11 +46,11 @@ SHUTDOWN_S = 1.0  # grace period of connections that are writing a response
 RESET_POLL_S = 0.5  # after a half-close the event loop no longer reports a reset
 # Headers by which clients and proxies trace requests. They come back as they were sent, and mean
 # nothing else: the proxies of one service copy them to several requests.
-TRACING = (
+TRACING = {
     *("x-request-id", "x-correlation-id", "x-client-request-id", "x-trace-id"),
     *("traceparent", "tracestate", "b3", "x-b3-traceid", "x-b3-spanid", "x-b3-parentspanid"),
     *("x-amzn-trace-id", "x-cloud-trace-context", "x-datadog-trace-id", "uber-trace-id"),
-)
+}
 TRACING_VALUE = re.compile(r"[\x20-\x7e]{1,256}")
 
 log = structlog.get_logger(__name__)
@@ -244,21 +244,25 @@ class Connection(RequestHandler):
         if self.is_half_closed and on_half_close is not None:
             on_half_close()
 
-    def check_reset(self) -> None:
-        """Abort a half-closed connection whose client has gone. Raises: ConnectionResetError."""
-        if not self.is_half_closed or self.transport is None:
-            return
-        connection = self.transport.get_extra_info("socket")
-        if connection is not None and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self.transport.abort()
+    def open_transport(self) -> asyncio.Transport:
+        """Return the transport; abort a half-closed connection whose client has gone.
+
+        Raises: ConnectionResetError if there is no client any more.
+        """
+        if (transport := self.transport) is not None and self.is_half_closed:
+            connection = transport.get_extra_info("socket")
+            if connection is not None and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                transport.abort()
+        if transport is None or transport.is_closing():
             raise ConnectionResetError("the client disconnected")
+        return transport
 
     def _poll_for_reset(self) -> None:
         if self._is_idle:  # the last response ended just before
             self.close()
             return
         with contextlib.suppress(OSError):
-            self.check_reset()
+            self.open_transport()
             self._reset_watch = asyncio.get_running_loop().call_later(
                 RESET_POLL_S, self._poll_for_reset
             )
@@ -398,9 +402,8 @@ class TracedRequest(web.BaseRequest):
     async def _prepare_hook(self, response: web.StreamResponse) -> None:
         # aiohttp calls this for every response, just before it writes the head.
         headers, connection = response.headers, cast(Connection, self.protocol)
-        for name in TRACING:
-            value = self.headers.get(name)
-            if value is not None and TRACING_VALUE.fullmatch(value):
+        for name in map(str.lower, self.headers):
+            if name in TRACING and TRACING_VALUE.fullmatch(value := self.headers[name]):
                 headers[name] = value
         is_last = connection.is_half_closed and not connection._messages
         if is_last or connection.is_closing:

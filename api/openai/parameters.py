@@ -9,10 +9,13 @@ import re
 from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress, repeat
+from operator import is_not
 from typing import Annotated, Any, ClassVar, TypeVar, cast, overload
 
 import msgspec
 from msgspec import Meta, Raw, Struct
+from msgspec.structs import astuple
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import InvalidRequest
@@ -389,8 +392,10 @@ def api_of(kind: type[Struct]) -> str:
 
 def drop_empty(requested: Struct) -> None:
     """Set optional parameters with empty values to None, as if they were not sent."""
-    for name in shape_of(type(requested)).optional:
-        if (value := getattr(requested, name)) is not None and is_nothing(value):
+    optional, values = shape_of(type(requested)).optional, astuple(requested)
+    sent = compress(requested.__struct_fields__, map(is_not, values, repeat(None)))
+    for name in optional.intersection(sent):
+        if is_nothing(getattr(requested, name)):
             setattr(requested, name, None)
     if getattr(requested, "seed", None) == -1:
         requested.seed = None  # type: ignore[attr-defined]

@@ -241,6 +241,8 @@ class _ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise CheckpointInvalid(path, f"the chat template does not parse: {error}") from error
+        # Copied at each rendering, which takes longer from the `ChainMap` that Jinja makes.
+        self._template.globals = dict(self._template.globals)
         self.variables = meta.find_undeclared_variables(environment.parse(source))
         self.thinking_switch = next(
             (name for name in THINKING_SWITCHES if name in self.variables), None

@@ -314,6 +314,8 @@ class Tokenizer:
         )
         reasoning = message.reasoning and tokens.hide(message.reasoning)
         if not message.tool_calls and message.call is None:
+            if content == message.content and reasoning == message.reasoning:
+                return message  # nothing is hidden in most messages, and a copy takes longer
             return replace(message, content=content, reasoning=reasoning)
         calls = tuple(map(self._hidden_call, message.tool_calls))
         return replace(

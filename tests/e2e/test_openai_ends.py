@@ -301,7 +301,8 @@ async def test_a_body_without_a_length_ends_with_its_connection_where_nothing_el
     service: Service,
 ) -> None:
     tenant = await service.tenant()
-    body = json.dumps({"model": MODEL, "messages": user_message("Go"), "max_tokens": 2}).encode()
+    chat = {"model": MODEL, "messages": user_message("Go"), "max_tokens": 2}
+    body = json.dumps(chat | {"stream": True}).encode()
     requested = post(tenant.secret, body, "connection: keep-alive").replace(
         b"HTTP/1.1", b"HTTP/1.0"
     )
@@ -312,7 +313,24 @@ async def test_a_body_without_a_length_ends_with_its_connection_where_nothing_el
 
     assert head.startswith(b"HTTP/1.0 200")
     assert b"keep-alive" not in head.lower()
-    assert json.loads(answer)["usage"]["completion_tokens"] == 2
+    assert answer.startswith(b"data: {")
+    assert answer.endswith(b"data: [DONE]\n\n")
+    line.writer.close()
+
+
+async def test_a_short_whole_answer_is_sent_at_once_with_its_length(service: Service) -> None:
+    tenant = await service.tenant()
+    body = json.dumps({"model": MODEL, "messages": user_message("Go"), "max_tokens": 2}).encode()
+    old = post(tenant.secret, body, "connection: keep-alive").replace(b"HTTP/1.1", b"HTTP/1.0")
+
+    line = await dial(service)
+    for requested in (post(tenant.secret, body), old):
+        await line.append(requested)
+        response = await line.response()
+
+        assert "transfer-encoding" not in response.headers
+        assert int(response.headers["content-length"]) == len(response.body)
+        assert json.loads(response.body)["usage"]["completion_tokens"] == 2
     line.writer.close()
 
 
