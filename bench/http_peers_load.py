@@ -274,7 +274,14 @@ class Upstream(asyncio.Protocol):
             choice = {"text": TOKEN, "token_ids": [self._token_id], "finish_reason": reason}
             return event({"object": "text_completion", "choices": [{"index": 0, **choice}]})
 
-        last = event({"choices": []} | usage(len(requested["prompt"]), count))
+        counts = usage(len(requested["prompt"]), count)
+        if not requested.get("stream"):
+            ids = [self._token_id] * count
+            choice = {"index": 0, "text": TOKEN * count, "token_ids": ids}
+            end = response({"choices": [choice | {"finish_reason": "length"}]} | counts)
+            asyncio.get_running_loop().call_later(self._step_s * count, self._send, end)
+            return
+        last = event({"choices": []} | counts)
         self._stream(count, part(None), part("length") + last)
 
     def _stream(self, count: int, each: bytes, last: bytes) -> None:

@@ -64,14 +64,18 @@ class EngineOverloaded(EngineError):
 class RequestImpossible(EngineError):
     """The request cannot run on this engine, for example because of its grammar or its length.
 
-    field: name of the request field to correct.
+    field: name of the request field to correct. With `is_unstarted`, a server refused the request
+    before it computed anything, even if the sequence was reported as scheduled.
     """
 
     reason = "REQUEST_IMPOSSIBLE"
 
-    def __init__(self, message: str, field: str | None = None) -> None:
+    def __init__(
+        self, message: str, field: str | None = None, *, is_unstarted: bool = False
+    ) -> None:
         super().__init__(message)
         self.field = field
+        self.is_unstarted = is_unstarted
 
 
 class SafetyUnavailable(EngineError):

@@ -187,6 +187,9 @@ class GenerationRequest:
     begins; a response format applies to the answer after it. `marked_functions` are the functions
     whose calls are marked in the text if only token ids distinguish them from it, see
     `CallFormat.HARMONY`.
+
+    With `is_whole`, the caller uses the output only when it is complete, so an engine may report
+    `Scheduled` when it sends the sequence to its server, and all tokens in one event at the end.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -203,6 +206,7 @@ class GenerationRequest:
     splits_reasoning: bool = False
     thinking: ThinkingStart = ThinkingStart.NONE
     marked_functions: tuple[str, ...] = ()
+    is_whole: bool = False
 
     @property
     def may_be_continued(self) -> bool:
@@ -286,7 +290,10 @@ class ChoiceFinished(msgspec.Struct, tag=4, array_like=True, frozen=True):
 
 
 class EngineTimings(msgspec.Struct, array_like=True, frozen=True):
-    """Milliseconds that a sequence spent in the engine: in the queue, in prefill and in decode."""
+    """Milliseconds that a sequence spent in the engine: in the queue, in prefill and in decode.
+
+    `decode_ms` is 0 if the tokens came together, so that the time of the first one is unknown.
+    """
 
     queue_ms: float
     prefill_ms: float

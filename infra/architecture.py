@@ -447,6 +447,7 @@ BORDERS = (
                 "metering/alerts/webhooks.py",
                 "metering/export/stripe_inbox.py",
                 "inference/adapters/remote_http.py",
+                "inference/adapters/remote_http_connection.py",
                 "bench/http_api_load.py",
                 "bench/hostile_upstream.py",
                 "bench/service.py",

@@ -172,6 +172,10 @@ class Stopwatch:
         if not self._first_token_us:
             self._first_token_us = time.monotonic_ns() // 1000
 
+    def forget_first_token(self) -> None:
+        """Record that the time of the first token is unknown: the tokens came together."""
+        self._first_token_us = 0
+
     @property
     def since_first_token_s(self) -> float:
         """Seconds since the first token; 0 before it."""

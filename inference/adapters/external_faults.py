@@ -69,7 +69,8 @@ class WatchedQueue(Protocol):
 
 class StallWatch:
     """Detector of sequences without new tokens. The timeouts, in seconds, apply to the first token
-    and to the time between two tokens.
+    and to the time between two tokens. An answer that comes whole has the time for its first token
+    and for as many others as it may have.
 
     `abort_frees` tells whether aborting a sequence certainly frees its place in the engine.
     """
@@ -95,6 +96,8 @@ class StallWatch:
         for choice in self._queue.inside:
             first = choice.first_token_at_s is None
             limit_s = self._first_token_timeout_s if first else self._inter_token_timeout_s
+            if first and choice.is_whole:
+                limit_s += choice.token_count_max * self._inter_token_timeout_s
             if choice.aborted or choice.stalled:
                 continue  # limited by abort_drain_s, or already counted
             if now_s - choice.silent_since_s > limit_s:

@@ -24,8 +24,9 @@ from inference.adapters.external_request import (
     Answer,
     Answers,
     Choice,
+    Output,
     Request,
-    odd_answers_failing,
+    unreadable,
 )
 from inference.engine import (
     EngineFinishReason,
@@ -141,7 +142,9 @@ class ExternalQueue:
         if request.response_format is not None:
             ends |= self._format_end_token_ids
         model_ends = ends
-        seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
+        seed = request.sampling.seed
+        if seed is None:  # a greedy output has no use for it
+            seed = secrets.randbits(63) if request.sampling.temperature > 0 else 0
         # While it thinks, the model may write the client's end tokens.
         splits = request.splits_reasoning and self._decoder.reasoning is not None
         answer_ends = request.stop.stop_token_ids - ends if splits else frozenset()
@@ -272,15 +275,21 @@ class ExternalQueue:
         if choice.request.submitted_at_s is None:
             choice.request.submitted_at_s = choice.silent_since_s
         self._inside[choice] = self._tasks.create_task(self._follow(choice, answers))
+        if choice.is_whole:  # nothing else shows that it has begun
+            self._take_counts(choice, Answer(Output(), 0, is_final=False))
 
     async def _follow(self, choice: Choice, answers: Answers) -> None:
         """Read a sequence until the engine ends it, perhaps long after its end was reported."""
         try:
             async with aclosing(answers.read()) as reader:
                 async for answer in reader:
-                    with odd_answers_failing():
+                    try:
                         while self._take(choice, answer):  # noqa: ASYNC110 - others go on
                             await asyncio.sleep(0)
+                    except (EngineError, AssertionError):
+                        raise
+                    except Exception as error:
+                        raise unreadable(error) from error
         except EngineError as error:
             _log.error("sequence %d: %.1000r", choice.number, error)
             self.fail(choice, error)
@@ -340,7 +349,8 @@ class ExternalQueue:
             self._cached_token_count += cached_token_count
             self._sink(choice.number, event)
             # The first choice has computed the prompt, so the other choices find it in the cache.
-            self._enter(*request.choices[1:])
+            if len(request.choices) > 1:
+                self._enter(*request.choices[1:])
         if answer.is_final and not request.is_cached_final and choice is request.choices[0]:
             self._cached_token_count -= request.cached_token_count or 0
             request.note_cached(cached_token_count, is_final=True)

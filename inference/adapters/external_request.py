@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -28,8 +27,9 @@ from inference.engine import (
     TokenLogprobs,
     TokensGenerated,
 )
-from inference.errors import EngineError, EngineFailed
-from inference.text.detokenizer import NOTHING, Detokenizer, TextPiece
+from inference.errors import EngineFailed
+from inference.text.detokenizer import NOTHING, Detokenizer, GivenParts, TextPiece
+from inference.text.reasoning import Split
 
 TAKEN_AT_ONCE_MAX = 1024  # tokens of one answer before other sequences go on: some 5 ms
 LOGPROB_MAX = 0.01  # logarithms of probabilities are at most 0; sums in bfloat16 exceed it a little
@@ -88,7 +88,8 @@ class Choice:
     `awaits_last`, the output is complete and is reported when the engine's last message arrives.
     `last` is its held-back text once that was taken. `aborted` tells that an abort was sent. A
     choice that is `stalled` was reported as stuck, but stays in the batch until the engine returns
-    it. For `stopped_by` see `SequenceFinished`.
+    it. With `is_whole`, the engine answers once, at the end. For `stopped_by` see
+    `SequenceFinished`.
     """
 
     request: Request
@@ -104,14 +105,17 @@ class Choice:
     last: TextPiece | None = None
     aborted: bool = False
     stalled: bool = False
+    is_whole: bool = False
     stopped_here: bool = False  # by a token that the engine does not know as an end
     stopped_by: StoppedBy = None
+    token_count_max: int = field(init=False)  # that the engine may still generate
     rank: float = field(init=False)
     overtaken_count: int = 0
 
     def __post_init__(self) -> None:
         request = self.request.generation
         self.rank = request.rank
+        self.token_count_max = request.stop.max_output_tokens - len(request.output_token_ids)
         for count, token_id in enumerate(request.output_token_ids, 1):
             # The previous engine sent the same text; text that it held back is held back here too.
             self._take_token(token_id, count)
@@ -127,10 +131,11 @@ class Choice:
         return request.prompt_token_ids + request.output_token_ids
 
     @property
-    def token_count_max(self) -> int:
-        """Number of output tokens that the engine may still generate."""
-        request = self.request.generation
-        return request.stop.max_output_tokens - len(request.output_token_ids)
+    def splits_text(self) -> bool:
+        """True if thinking is found in the text, with or without ids."""
+        return isinstance(self.detokenizer, Split) or (
+            isinstance(self.detokenizer, GivenParts) and isinstance(self.detokenizer.text, Split)
+        )
 
     def take(self, output: Output, now_s: float) -> list[SequenceEvent]:
         """Process an answer, or its next tokens, into events; set `ended` at the end of the output.
@@ -156,65 +161,67 @@ class Choice:
                 raise EngineFailed(f"the engine stopped at token {reported}, which ends no output")
             if (end := reported if isinstance(reported, int) else first) is not None:
                 new_ids.append(end)
-        taken: list[int] = []
-        steps: list[tuple[int, TextPiece]] = []  # events, by the token that each begins with
-        for token_id in new_ids:
-            taken.append(token_id)
-            piece = self._take_token(token_id, before + self.token_count + len(taken))
-            if steps and not (steps[-1][1].text and piece.reasoning):
-                piece, begin = _joined(steps[-1][1], piece), steps.pop()[0]
-                steps.append((begin, piece))
-            else:  # thinking precedes the text of its event
-                steps.append((len(taken) - 1, piece))
+        # Events: the index of the first token of each, its text, thinking and number of thoughts.
+        steps: list[tuple[int, str, str, int]] = []
+        begin, text, reasoning, thought_count = 0, "", "", 0
+        total = before + self.token_count
+        for index, token_id in enumerate(new_ids):
+            total += 1
+            more_text, _, more_reasoning, count = self._take_token(token_id, total)
+            if more_reasoning and text:  # thinking precedes the text of its event
+                steps.append((begin, text, reasoning, thought_count))
+                begin, text, reasoning, thought_count = index, "", "", 0
+            text += more_text
+            reasoning += more_reasoning
+            thought_count += count
             if self.ended is not None:
+                del new_ids[index + 1 :]
                 break
+        taken = new_ids
         more_count = 0
         if finish_reason is not None:
-            total = self.token_count + len(taken)
             # The outputs of TensorRT-LLM's library have no such count.
             reported = getattr(output, "thinking_token_count", None)
-            more_count = self.detokenizer.settle(reported, total)
+            more_count = self.detokenizer.settle(reported, self.token_count + len(taken))
         if not taken:
             self._take_end(finish_reason)
             more = TokensGenerated((), "", (), self.index, (), "", more_count)
             return [more] if more_count else []
-        begin, piece = steps.pop()
-        count = piece.reasoning_token_count + more_count
-        steps.append((begin, piece._replace(reasoning_token_count=count)))
         logprobs = self._logprobs(output, taken)
         self.token_count += len(taken)
         if self.first_token_at_s is None:
             self.first_token_at_s = now_s
-        if self.ended is None:
+        if self.ended is None and finish_reason is not None:
             self._take_end(finish_reason)
-        ends_of_steps = (*(begin for begin, _ in steps[1:]), len(taken))
+        steps.append((begin, text, reasoning, thought_count + more_count))
+        if len(steps) == 1:
+            return [
+                TokensGenerated(
+                    tuple(taken), text, logprobs, self.index, (), reasoning, steps[0][3]
+                )
+            ]
+        step_ends = (*(step[0] for step in steps[1:]), len(taken))
         return [
             TokensGenerated(
-                tuple(taken[begin:end]),
-                piece.text,
-                logprobs[begin:end],
-                self.index,
-                (),
-                piece.reasoning,
-                piece.reasoning_token_count,
+                tuple(taken[begin:end]), text, logprobs[begin:end], self.index, (), reasoning, count
             )
-            for (begin, piece), end in zip(steps, ends_of_steps, strict=True)
+            for (begin, text, reasoning, count), end in zip(steps, step_ends, strict=True)
         ]
 
     def _take_token(self, token_id: int, count: int) -> TextPiece:
         """Decode a token and return the text that it releases. `count` is the number of output
         tokens including it; `ended` is set if it is the last.
         """
-        stop, request, thinks = self.request.generation.stop, self.request, self.detokenizer.thinks
+        request, stop = self.request, self.request.generation.stop
         if token_id in request.end_token_ids or (
-            token_id in request.answer_end_token_ids and not thinks
+            token_id in request.answer_end_token_ids and not self.detokenizer.thinks
         ):
             self.ended = EngineFinishReason.STOP
             self.stopped_here = token_id not in request.end_token_ids
             self.stopped_by = None if token_id in request.model_end_token_ids else token_id
-            return NOTHING._replace(reasoning_token_count=int(thinks))
+            return NOTHING._replace(reasoning_token_count=int(self.detokenizer.thinks))
         piece = self.detokenizer.push(token_id, may_stop=count > stop.min_output_tokens)
-        if piece.stopped:
+        if piece.stop:
             self.ended, self.stopped_by = EngineFinishReason.STOP_SEQUENCE, piece.stop
         elif count >= stop.max_output_tokens:
             self.ended = EngineFinishReason.LENGTH
@@ -350,31 +357,15 @@ class Request:
             timings=EngineTimings(
                 queue_ms=(submitted_s - self.arrived_at_s) * 1e3,
                 prefill_ms=(first_token_s - submitted_s) * 1e3,
-                decode_ms=(now_s - first_token_s) * 1e3,
+                decode_ms=0.0 if first.is_whole else (now_s - first_token_s) * 1e3,
             ),
         )
 
 
-def _joined(first: TextPiece, second: TextPiece) -> TextPiece:
-    """Concatenate the text pieces of two tokens."""
-    return TextPiece(
-        first.text + second.text,
-        second.stop,
-        first.reasoning + second.reasoning,
-        first.reasoning_token_count + second.reasoning_token_count,
-    )
-
-
-@contextmanager
-def odd_answers_failing() -> Iterator[None]:
-    """Log an unexpected exception of the block, and raise an EngineError for one sequence."""
-    try:
-        yield
-    except (EngineError, AssertionError):
-        raise
-    except Exception as error:
-        _log.exception("an answer of the engine cannot be read")
-        raise EngineFailed(f"an answer of the engine cannot be read: {error!r:.200}") from error
+def unreadable(error: Exception) -> EngineFailed:
+    """Log an unexpected exception from an answer, and convert it to an error of its sequence."""
+    _log.error("an answer of the engine cannot be read", exc_info=error)
+    return EngineFailed(f"an answer of the engine cannot be read: {error!r:.200}")
 
 
 def check_token_ids(token_ids: Iterable[Any], vocabulary_size: int | None) -> None:

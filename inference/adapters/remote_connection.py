@@ -18,7 +18,7 @@ from inference.adapters.remote_dialects import (
     VllmDialect,
     quoted,
 )
-from inference.adapters.remote_http import HttpDialect, open_session
+from inference.adapters.remote_http import HttpDialect, open_connections
 from inference.adapters.remote_settings import (
     KeyUnusable,
     RemoteSettings,
@@ -87,8 +87,8 @@ async def open_dialect(settings: RemoteSettings) -> AsyncIterator[Dialect]:
         except KeyUnusable as error:
             raise ServerUnfit(str(error)) from error
     if not issubclass(dialect, GrpcDialect):
-        async with open_session(settings) as session:
-            yield dialect(session, settings)
+        async with open_connections(settings) as connections:
+            yield dialect(connections, settings)
         return
     channel = open_channel(settings.target, settings.tls)
     try:

@@ -300,7 +300,12 @@ def decoded(data: bytes, kind: Any, bytes_max: int) -> Any:
 
 
 class AnswerCall(Protocol):
-    """Streamed answer, iterated message by message. Each kind of dialect has its own class."""
+    """Streamed answer, iterated message by message. Each kind of dialect has its own class.
+
+    `is_over` tells that no message follows, so that nothing needs to wait for its end.
+    """
+
+    is_over: bool
 
     def cancel(self) -> None:
         """End the call on the server. Idempotent."""
@@ -324,6 +329,7 @@ class GrpcCall:
         self._messages = aiter(call)
         self._kind = kind
         self._bytes_max = self._bytes_left = bytes_max
+        self.is_over = False  # a status follows the last message
 
     def cancel(self) -> None:
         """Implement `AnswerCall.cancel`."""
@@ -439,7 +445,9 @@ def engine_error(
                 field = field or getattr(error, "field", None) or named_field(text)
                 advice = f"change {field}" if field else "the operator finds the reason in the log"
                 return RequestImpossible(
-                    f"the remote engine refused the {what} ({code.name}): {advice}", field
+                    f"the remote engine refused the {what} ({code.name}): {advice}",
+                    field,
+                    is_unstarted=True,
                 )
             case grpc.StatusCode.RESOURCE_EXHAUSTED if not _TOO_LARGE.search(text or ""):
                 _log.warning("a remote engine is full: %s", quoted(text))

@@ -15,9 +15,9 @@ import contextlib
 import functools
 import logging
 import math
+import secrets
 import sys
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ from smg_grpc_proto.generated import common_pb2
 from common.incidents import Retries
 from inference.adapters.external_faults import StallWatch
 from inference.adapters.external_queue import END_WAIT_S, ExternalQueue
-from inference.adapters.external_request import Answer, Choice, Output, odd_answers_failing
+from inference.adapters.external_request import Answer, Choice, Output, unreadable
 from inference.adapters.kv_events import KvCacheChange, KvEventIndex
 from inference.adapters.remote_connection import DIALECTS, Link
 from inference.adapters.remote_dialects import (
@@ -255,27 +255,32 @@ class RemoteAnswers:
         self._tasks = tasks
         self._unfit = unfit
         self._choice = choice
-        self._request_id = f"weir-{uuid.uuid4().hex}"
+        self._request_id = f"weir-{secrets.token_hex(16)}"
         self._call = dialect.generate(self._request_id, choice)
 
     async def read(self) -> AsyncGenerator[Answer, None]:
         output = Output()
-        with odd_answers_failing():
-            try:
-                async for message in self._call:
-                    before_count = len(output.token_ids)
-                    reported = self._dialect.take(message, self._choice, output)
-                    if len(output.token_ids) > before_count:
-                        self._call.progressed()
-                    yield self._answer(output, reported)
-                    if output.finish_reason is not None:
+        call, choice, take = self._call, self._choice, self._dialect.take
+        try:
+            async for message in call:
+                before_count = len(output.token_ids)
+                reported = take(message, choice, output)
+                if len(output.token_ids) > before_count:
+                    call.progressed()
+                yield self._answer(output, reported)
+                if output.finish_reason is not None:
+                    if not call.is_over:
                         await self._await_end()
-                        return
-            except grpc.aio.AioRpcError as error:
-                has_begun = self._choice.token_count > 0
-                raise engine_error(error, "request", has_begun=has_begun) from error
-            finally:
-                self._call.cancel()
+                    return
+        except grpc.aio.AioRpcError as error:
+            has_begun = choice.token_count > 0
+            raise engine_error(error, "request", has_begun=has_begun) from error
+        except (EngineError, AssertionError):
+            raise
+        except Exception as error:
+            raise unreadable(error) from error
+        finally:
+            call.cancel()
 
     def _answer(self, output: Output, reported: int | None) -> Answer:
         """Convert the output to an answer with the billed number of cached tokens, 0 while unknown.

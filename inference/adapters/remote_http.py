@@ -31,16 +31,15 @@ import hashlib
 import itertools
 import random
 import re
-import socket
 import ssl
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from typing import Any
 
-import aiohttp
 import grpc
 import msgspec
 from aiohttp.http import HttpProcessingError
+from aiohttp.http_parser import RawResponseMessage
 
 from inference.adapters.external_request import Choice, Output
 from inference.adapters.remote_dialects import (
@@ -65,6 +64,7 @@ from inference.adapters.remote_dialects import (
     sampling_fields,
     wire_seed,
 )
+from inference.adapters.remote_http_connection import Connection, Connections, Server
 from inference.adapters.remote_settings import RemoteSettings, Service, masked
 from inference.capabilities import EMBEDDED_ONLY, Capabilities
 from inference.engine import GrammarKind, TokenLogprob
@@ -72,12 +72,6 @@ from inference.errors import EngineFailed
 from inference.sequences import UNKNOWN_TOKEN_ID, RequestField
 from inference.text.reasoning import Split
 
-# Shorter than the idle time of servers (uvicorn: 5 s), which would close a reused connection.
-KEEPALIVE_S = 2.0
-# Of the kernel's buffer, and so of the bytes that are parsed at once: 6 bytes may be one chunk.
-RECEIVE_BYTES = 16 << 10
-PIECE_BYTES = 16 << 10  # parsed before other tasks run: 2,000 messages of 8 bytes take 5 ms
-HEADERS_MAX, HEADER_BYTES_MAX = 64, 8190
 TOKEN_ID_DIGITS_MAX = 10
 PRIORITY_MAX = 2**53  # exact in every JSON reader
 TOP_LOGPROBS = (20, 5)  # limits to try: vLLM's default, OpenAI's
@@ -85,6 +79,7 @@ PROBE_PROMPT_TOKENS = 16
 PROBE_TOKENS = 4
 GUIDED_TOKENS = 16  # enough for a few characters, even one by one
 PROBE_COUNT = 3  # repetitions of tests that equal logits or rounding may fail
+WHOLE_TOKENS_MAX = 4096  # of an answer without a stream: its text and ids fit one message
 STOPS_MAX = 4  # OpenAI's limit, which some servers check
 
 COMPLETIONS, GENERATE = "/v1/completions", "/generate"
@@ -291,10 +286,10 @@ def _failure(status: int, body: bytes) -> HttpFailure:
     )
 
 
-def _check_encoding(response: aiohttp.ClientResponse) -> None:
+def _check_encoding(head: RawResponseMessage) -> None:
     """Raise HttpFailure for a compressed answer: a few bytes of it may become gigabytes."""
-    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
+    encoding = head.headers.get("Content-Encoding")
+    if encoding is not None and encoding.strip().lower() not in ("", "identity"):
         raise HttpFailure(
             grpc.StatusCode.INTERNAL,
             f"the answer has Content-Encoding {quoted(encoding)}, but identity was asked for: turn"
@@ -303,51 +298,35 @@ def _check_encoding(response: aiohttp.ClientResponse) -> None:
 
 
 async def _beginning(
-    response: aiohttp.ClientResponse, timeout_s: float, bytes_max: int = SMALL_ANSWER_BYTES_MAX
+    connection: Connection, head: RawResponseMessage, bytes_max: int = SMALL_ANSWER_BYTES_MAX
 ) -> bytes:
-    """Read the part of a body that arrives in time, up to `bytes_max` and one piece more."""
-    _check_encoding(response)
+    """Read a body, or its first `bytes_max` bytes and one piece more."""
+    _check_encoding(head)
     body = bytearray()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            async for piece in response.content.iter_any():
-                body += piece
-                if len(body) > bytes_max:
-                    break
+    while len(body) <= bytes_max and (piece := await connection.read()):
+        body += piece
     return bytes(body)
 
 
 @contextlib.asynccontextmanager
-async def open_session(settings: RemoteSettings) -> AsyncIterator[aiohttp.ClientSession]:
+async def open_connections(settings: RemoteSettings) -> AsyncIterator[Connections]:
     """Open a pool of connections; the first request connects. Raises: ServerUnfit."""
-    target, tls = settings.target, settings.tls
-    context: ssl.SSLContext | bool = True
-    if target.service is Service.OPENAI_HTTPS and tls is not None:
+    target, tls, context = settings.target, settings.tls, None
+    if target.service is Service.OPENAI_HTTPS:
         try:
-            context = ssl.create_default_context(cafile=tls.authority)
-            if tls.certificate is not None:
+            context = ssl.create_default_context(cafile=None if tls is None else tls.authority)
+            if tls is not None and tls.certificate is not None:
                 context.load_cert_chain(tls.certificate, tls.key)
         except OSError as error:
             raise ServerUnfit(f"a certificate file cannot be read: {error}") from error
-    async with aiohttp.ClientSession(
-        f"{target.service.value.removeprefix('openai+')}://{target.address}",
-        connector=aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=KEEPALIVE_S, ssl=context, socket_factory=_small_socket
-        ),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=settings.call_timeout_s),
-        headers={"Accept-Encoding": "identity"},
-        auto_decompress=False,
-        max_headers=HEADERS_MAX,
-        max_field_size=HEADER_BYTES_MAX,
-        cookie_jar=aiohttp.DummyCookieJar(),
-    ) as session:
-        yield session
-
-
-def _small_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    opened = socket.socket(*address[:3])
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
-    return opened
+    host, _, port = target.address.rpartition(":")
+    name = None if tls is None else tls.server_name or None
+    server = Server(host.strip("[]"), int(port), settings.call_timeout_s, context, name)
+    connections = Connections(server)
+    try:
+        yield connections
+    finally:
+        connections.close()
 
 
 class HttpDialect(Dialect):
@@ -363,20 +342,15 @@ class HttpDialect(Dialect):
         after_thinking=frozenset(),
     )
 
-    def __init__(self, session: aiohttp.ClientSession, settings: RemoteSettings) -> None:
-        self._session = session
+    def __init__(self, connections: Connections, settings: RemoteSettings) -> None:
+        self.connections = connections
         self._settings = settings
-        tls = settings.tls
-        self._options: dict[str, Any] = {
-            "allow_redirects": False,
-            "server_hostname": (tls.server_name or None) if tls is not None else None,
-        }
         self._model = settings.target.model or settings.name
         self._path = COMPLETIONS
         self._id_fields: dict[str, Any] = {}  # of `_ID_REQUESTS`; empty: the server has none
         self._salt_names: tuple[str, ...] = ()  # of `_SALT_NAMES`
         self._usage_options = _USAGE
-        self._sends_priority = self._sends_stops = False
+        self._sends_priority = self._sends_stops = self._answers_whole = False
         self._suspected = asyncio.Event()  # set by a lost connection
 
     async def wait_until_lost(self) -> None:
@@ -424,8 +398,24 @@ class HttpDialect(Dialect):
 
     def generate(self, request_id: str, choice: Choice) -> HttpCall:
         """Implement `Dialect.generate`."""
-        bytes_max = message_bytes_max(choice, repeats_output=self._path == GENERATE)
-        return HttpCall(self, request_id, self._body(choice), bytes_max)
+        whole = choice.is_whole = self._may_answer_whole(choice)
+        bytes_max = message_bytes_max(choice, repeats_output=whole or self._path == GENERATE)
+        return HttpCall(self, request_id, self._body(choice), bytes_max, is_whole=whole)
+
+    def _may_answer_whole(self, choice: Choice) -> bool:
+        """Return whether one message at the end has the same output as a stream would have.
+
+        Not if Weir finds an end that the server does not know, or counts thinking by messages.
+        """
+        request, is_split = choice.request.generation, not self._id_fields and choice.splits_text
+        return (
+            request.is_whole
+            and self._answers_whole
+            and choice.token_count_max <= WHOLE_TOKENS_MAX
+            and request.sampling.top_logprobs is None
+            and not (request.stop.stop_sequences and not self._sent_stops(choice))
+            and not (choice.request.answer_end_token_ids or is_split)
+        )
 
     def take(self, messages: list[_Message], choice: Choice, output: Output) -> int | None:
         """Implement `Dialect.take`: tokens that arrive together are reported together."""
@@ -435,6 +425,15 @@ class HttpDialect(Dialect):
 
     def _take(self, message: _Message, choice: Choice, output: Output) -> int | None:
         part, usage = message.part, message.usage
+        if (
+            part.finish_reason is None
+            and part.logprobs is None
+            and self._id_fields
+            and part.token_ids
+        ):
+            check_room(choice, output, len(part.token_ids))
+            output.token_ids += part.token_ids
+            return None if usage is None else usage.cached_token_count
         if not self._id_fields:
             _count(message, choice, output)
         elif part.token_ids is None and (part.text or part.thought):
@@ -481,21 +480,30 @@ class HttpDialect(Dialect):
         is_sent = self._sends_stops and not differs and len(stop.stop_sequences) <= STOPS_MAX
         return list(stop.stop_sequences) if is_sent else []
 
-    async def post(self, request_id: str, body: dict[str, Any]) -> aiohttp.ClientResponse:
-        """Send the request for an output. Raises aiohttp.ClientError or OSError."""
-        headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
-        headers |= self._key_header()
-        if (tenant := body.pop(TENANT_HEADER, None)) is not None:
-            headers[TENANT_HEADER] = tenant
-        return await self._session.post(
-            self._path,
-            data=msgspec.json.encode(body if self._path == COMPLETIONS else _generate_body(body)),
-            headers=headers,
-            **self._options,
-        )
+    def request(self, request_id: str, body: dict[str, Any]) -> bytes:
+        """Build the request for an output."""
+        tenant = body.pop(TENANT_HEADER, "")
+        sent = body if self._path == COMPLETIONS else _generate_body(body)
+        return self._request("POST", self._path, msgspec.json.encode(sent), request_id, tenant)
 
-    def _key_header(self) -> dict[str, str]:
-        return {} if self._settings.key is None else self._settings.key.header()
+    def _request(
+        self, method: str, path: str, body: bytes = b"", request_id: str = "", tenant: str = ""
+    ) -> bytes:
+        lines = [
+            f"{method} {path} HTTP/1.1",
+            f"Host: {self._settings.target.address}",
+            "Accept: */*",
+            "Accept-Encoding: identity",
+            "User-Agent: weir",
+        ]
+        if self._settings.key is not None:
+            lines += [f"{name}: {value}" for name, value in self._settings.key.header().items()]
+        if method == "POST":
+            lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+            lines.append(f"X-Request-Id: {request_id}")
+        if tenant:
+            lines.append(f"{TENANT_HEADER}: {tenant}")
+        return "\r\n".join((*lines, "", "")).encode() + body
 
     def _salted(self, salt: str) -> dict[str, Any]:
         """Build the fields that separate prefixes; all of them have the same value."""
@@ -504,43 +512,56 @@ class HttpDialect(Dialect):
             fields["nvext"] = {**self._id_fields["nvext"], "cache_salt": salt}
         return fields
 
-    async def refusal(self, response: aiohttp.ClientResponse) -> HttpFailure:
-        """Convert an answer without output to the failure that it describes."""
-        body = await _beginning(response, self._settings.call_timeout_s)
-        return _failure(response.status, body)
+    async def refusal(self, connection: Connection, head: RawResponseMessage) -> HttpFailure:
+        """Read an answer without output, and convert it to the failure that it describes."""
+        body = b""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.call_timeout_s):
+                body = await _beginning(connection, head)
+        return _failure(head.code, body)
 
     def suspect(self) -> None:
         """Check the server now, because a connection broke."""
         self._suspected.set()
 
     async def _get(self, path: str, bytes_max: int = SMALL_ANSWER_BYTES_MAX) -> tuple[int, bytes]:
-        timeout = aiohttp.ClientTimeout(total=self._settings.call_timeout_s)
+        request, connections = self._request("GET", path), self.connections
         try:
-            async with self._session.get(
-                path, timeout=timeout, headers=self._key_header(), **self._options
-            ) as response:
-                return response.status, await _beginning(
-                    response, self._settings.call_timeout_s, bytes_max
-                )
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            async with asyncio.timeout(self._settings.call_timeout_s):
+                while True:
+                    connection = connections.idle() or await connections.connect()
+                    may_repeat = connection.was_used  # the server may have closed it meanwhile
+                    try:
+                        connection.send(request)
+                        head = await connection.head()
+                        return head.code, await _beginning(connection, head, bytes_max)
+                    except ConnectionError:
+                        if not may_repeat:
+                            raise
+                    finally:
+                        connection.release()
+        except (HttpProcessingError, OSError, TimeoutError) as error:
             raise HttpFailure(grpc.StatusCode.UNAVAILABLE, f"{path}: {error!r}") from error
 
-    def _base(self, prompt: tuple[int, ...], max_tokens: int) -> dict[str, Any]:
+    def _base(
+        self, prompt: tuple[int, ...], max_tokens: int, *, is_whole: bool = False
+    ) -> dict[str, Any]:
+        streamed = {} if is_whole else {"stream_options": self._usage_options}
         return {
             "model": self._model,
             "prompt": prompt,
             "max_tokens": max_tokens,
             "temperature": 0.0,
-            "stream": True,
-            "stream_options": self._usage_options,
             **self._id_fields,
+            "stream": not is_whole,
+            **streamed,
         }
 
     def _body(self, choice: Choice) -> dict[str, Any]:
         """Build a request. All fields are explicit, since servers have different defaults."""
         request, fields = choice.request.generation, sampling_fields(choice)
         sampling = request.sampling
-        body = self._base(choice.sent_token_ids, choice.token_count_max)
+        body = self._base(choice.sent_token_ids, choice.token_count_max, is_whole=choice.is_whole)
         if sampling.temperature > 0:
             fields["seed"] = wire_seed(choice.seed)
         if sampling.logit_bias:
@@ -575,6 +596,7 @@ class HttpDialect(Dialect):
         tests: dict[str, Awaitable[Any]] = {
             "priority": self._accepts(prompts[0], priority=1),
             "stop": self._ends_at_stop(prompts),
+            "whole": self._also_answers_whole(middle),
             RequestField.TOP_P: self._reduces(greedy, top_p=1e-6),
             RequestField.TOP_K: self._reduces(greedy, top_k=1),
             RequestField.MIN_P: self._reduces(greedy, min_p=1.0),
@@ -597,6 +619,7 @@ class HttpDialect(Dialect):
             }
         answers = dict(zip(tests, await asyncio.gather(*tests.values()), strict=True))
         self._sends_priority, self._sends_stops = answers.pop("priority"), answers.pop("stop")
+        self._answers_whole = answers.pop("whole")
         unsupported = _NEEDS_IDS - answers.keys()
         unsupported |= {RequestField(field) for field, answer in answers.items() if not answer}
         self.capabilities = Capabilities(
@@ -660,8 +683,34 @@ class HttpDialect(Dialect):
         if not self.reports_cached and not self._settings.share_prefixes:
             raise ServerUnfit(_NO_COUNTS)
 
+    async def _also_answers_whole(self, middle: range) -> bool:
+        """Test whether the server reports the same ids and counts without a stream.
+
+        A prompt that is sent again shows cached tokens on servers that report no zero.
+        """
+        prompt = tuple(random.choices(middle, k=SALT_PROMPT_TOKENS))
+        for _ in range(1 + self.salt_count):
+            try:
+                found = await self._try(prompt, is_whole=True)
+            except HttpFailure as error:
+                if error.code() is not grpc.StatusCode.INTERNAL:
+                    raise
+                return False  # it answers something else
+            if found is None or found.usage is None or not found.part.text:
+                return False
+            if self._id_fields and len(found.part.token_ids or ()) != found.usage.completion_tokens:
+                return False
+            if not self.reports_cached or found.usage.cached_token_count is not None:
+                return True
+        return False
+
     async def _try(
-        self, prompt: tuple[int, ...], max_tokens: int = PROBE_TOKENS, **fields: Any
+        self,
+        prompt: tuple[int, ...],
+        max_tokens: int = PROBE_TOKENS,
+        *,
+        is_whole: bool = False,
+        **fields: Any,
     ) -> _Message | None:
         """Generate an output and join its messages; None if the server refuses the request."""
         token_ids, logprobs = list[int](), _Logprobs([], [])
@@ -669,8 +718,9 @@ class HttpDialect(Dialect):
         call = HttpCall(
             self,
             f"weir-probe-{uuid.uuid4().hex}",
-            self._base(prompt, max_tokens) | fields,
+            self._base(prompt, max_tokens, is_whole=is_whole) | fields,
             MESSAGE_BYTES_BASE,
+            is_whole=is_whole,
         )
         try:
             async for messages in call:
@@ -836,23 +886,34 @@ def _known(logprobs: _Logprobs) -> list[dict[int, TokenLogprob]]:
 
 
 class HttpCall:
-    """One streamed output, iterated once, as lists of messages that arrived together. The last
-    message has the finish reason and the usage.
+    """One output, iterated once, as lists of messages that arrived together. The last message has
+    the finish reason and the usage.
 
     Iteration raises HttpFailure. After `cancel`, the output ends as aborted.
     """
 
     def __init__(
-        self, dialect: HttpDialect, request_id: str, body: dict[str, Any], bytes_max: int
+        self,
+        dialect: HttpDialect,
+        request_id: str,
+        body: dict[str, Any],
+        bytes_max: int,
+        *,
+        is_whole: bool = False,
     ) -> None:
-        """Prepare the call. `bytes_max` limits the bytes between two calls of `progressed`."""
+        """Prepare the call. `bytes_max` limits the bytes between two calls of `progressed`.
+
+        With `is_whole`, the server answers with one message.
+        """
         self._dialect = dialect
         self._request_id = request_id
+        self._body = body
         self._bytes_max = self._bytes_left = bytes_max
-        self._opening: asyncio.Timeout | None = None  # while the response has not begun
-        self._response: aiohttp.ClientResponse | None = None
-        self._is_cancelled = False
-        self._messages = self._read(body)
+        self._is_whole = is_whole
+        self._opening: asyncio.Timeout | None = None  # while it connects
+        self._connection: Connection | None = None
+        self._is_cancelled = self.is_over = False
+        self._messages = self._read()
 
     def __aiter__(self) -> AsyncGenerator[list[_Message], None]:
         return self._messages
@@ -862,61 +923,81 @@ class HttpCall:
         self._bytes_left = self._bytes_max
 
     def cancel(self) -> None:
-        """Close the connection, which aborts the output on the server. Idempotent."""
+        """Close the connection, which aborts the output on the server. Idempotent.
+
+        A connection whose answer was read to its end is kept for other requests.
+        """
         self._is_cancelled = True
         if self._opening is not None:
             self._opening.reschedule(asyncio.get_running_loop().time())
             self._opening = None
-        if self._response is not None:
-            self._response.close()
+        if self._connection is not None:
+            self._connection.release()
+            self._connection = None
 
-    async def _open(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
-        try:
-            async with asyncio.timeout(None) as self._opening:
-                self._response = await self._dialect.post(self._request_id, body)
-                if self._response.status != 200:
-                    raise await self._dialect.refusal(self._response)
-                _check_encoding(self._response)
-                return self._response
-        finally:
-            self._opening = None
+    async def _open(self) -> Connection:
+        connection = None if self._is_cancelled else self._dialect.connections.idle()
+        if connection is None:
+            try:
+                async with asyncio.timeout(None) as self._opening:
+                    self._check()
+                    connection = await self._dialect.connections.connect()
+            finally:
+                self._opening = None
+        self._connection = connection
+        self._check()
+        connection.send(self._dialect.request(self._request_id, self._body))
+        head = await connection.head()
+        if head.code != 200:
+            raise await self._dialect.refusal(connection, head)
+        _check_encoding(head)
+        return connection
 
-    async def _read(self, body: dict[str, Any]) -> AsyncGenerator[list[_Message], None]:
+    def _check(self) -> None:
+        """Raise ConnectionAbortedError if the call was cancelled."""
+        if self._is_cancelled:
+            raise ConnectionAbortedError("the call was cancelled")
+
+    async def _read(self) -> AsyncGenerator[list[_Message], None]:
         aborted = [_Message(_Part(finish_reason="abort"))]
         try:
-            if self._is_cancelled:
-                yield aborted
+            connection = await self._open()
+            if self._is_whole:
+                message = await self._whole(connection)
+                self.is_over = True
+                yield [message]
                 return
-            response, events = await self._open(body), _Events()
-            async for received in response.content.iter_any():
-                for first in range(0, len(received), PIECE_BYTES):
-                    if first:
-                        await asyncio.sleep(0)  # one long piece does not hold up other streams
-                    piece = received[first : first + PIECE_BYTES]
-                    self._bytes_left -= len(piece)
-                    messages = events.read(piece)
-                    # Without ids, a stop sequence is found in the message of its last token only.
-                    each = self._dialect.capabilities.counts_from_usage
-                    step = 1 if each else max(len(messages), 1)
-                    for first_message in range(0, len(messages), step):
-                        if self._is_cancelled:
-                            yield aborted
-                            return
-                        yield messages[first_message : first_message + step]
-                    if events.failure is not None:
-                        raise events.failure
-                    if self._bytes_left < 0:
-                        if events.is_done:
-                            return
-                        raise HttpFailure(
-                            grpc.StatusCode.INTERNAL,
-                            f"more than {self._bytes_max} bytes without a new token",
-                        )
+            events = _Events()
+            # Without ids, a stop sequence is found in the message of its last token only.
+            by_one = self._dialect.capabilities.counts_from_usage
+            while piece := await connection.read():
+                self._bytes_left -= len(piece)
+                messages = events.read(piece)
+                self.is_over = events.is_done and connection.has_ended
+                batches = (
+                    [[each] for each in messages] if by_one else [messages] if messages else []
+                )
+                for batch in batches:
+                    if self._is_cancelled:
+                        break
+                    yield batch
+                if self._is_cancelled:
+                    yield aborted
+                    return
+                if events.failure is not None:
+                    raise events.failure
+                if self._bytes_left < 0:
+                    if events.is_done:
+                        return
+                    raise HttpFailure(
+                        grpc.StatusCode.INTERNAL,
+                        f"more than {self._bytes_max} bytes without a new token",
+                    )
             if self._is_cancelled:
                 yield aborted
             elif not events.is_done:
-                raise aiohttp.ClientPayloadError("the stream ended before its last message")
-        except (aiohttp.ClientError, HttpProcessingError, OSError, TimeoutError) as error:
+                raise ConnectionResetError("the stream ended before its last message")
+        except (HttpProcessingError, OSError, TimeoutError) as error:
             if self._is_cancelled:
                 yield aborted
                 return
@@ -927,6 +1008,17 @@ class HttpCall:
             raise HttpFailure(grpc.StatusCode.INTERNAL, f"invalid message: {error}") from error
         finally:
             self.cancel()
+
+    async def _whole(self, connection: Connection) -> _Message:
+        """Read an answer that is one message."""
+        pieces = []
+        while piece := await connection.read():
+            pieces.append(piece)
+            self._bytes_left -= len(piece)
+            if self._bytes_left < 0:
+                details = f"an answer of more than {self._bytes_max} bytes"
+                raise HttpFailure(grpc.StatusCode.INTERNAL, details)
+        return _Events().read_whole(b"".join(pieces))
 
 
 class _Events:
@@ -964,6 +1056,12 @@ class _Events:
         except (HttpFailure, *_INVALID) as error:
             self.failure = error
         return messages
+
+    def read_whole(self, body: bytes) -> _Message:
+        """Parse an answer that is one message. Raises: HttpFailure, and those of `_INVALID`."""
+        if self._message(body) is None and (message := self._message(b"[DONE]")) is not None:
+            return message
+        raise HttpFailure(grpc.StatusCode.INTERNAL, "an answer without a finish reason")
 
     def _message(self, payload: bytes) -> _Message | None:
         last = self._last

@@ -137,7 +137,8 @@ class RemoteDefaults:
     # Time without a first token after which a remote sequence counts as stuck. Must cover a long
     # prompt that waits behind many others.
     first_token_s: float = setting("WEIR_REMOTE_FIRST_TOKEN_S", 120.0, positive(3600))
-    # Time between tokens after which a remote sequence counts as stuck.
+    # Time between tokens after which a remote sequence counts as stuck. An answer that the server
+    # sends whole has this time for each token that it may have, after that for the first one.
     inter_token_s: float = setting("WEIR_REMOTE_INTER_TOKEN_S", 30.0, positive(3600))
     # Interval between checks whether a server shares prefixes between tenants; each computes two
     # prompts of 513 tokens.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from weir.v1 import inference_service_pb2 as pb
@@ -16,6 +18,7 @@ from bench.hostile_upstream import marked
 from inference.adapters.remote_settings import Service as Wire
 from inference.sequences import UNKNOWN_TOKEN_ID
 from metering.core.models import QuotaDimension
+from tests.e2e.openai_clients import TO_THE_END, connect_async, extension, user_message
 from tests.faults.conftest import Start
 from tests.metering.invariants import check_invariants
 from tests.remote_servers.certificates import make_certificates
@@ -96,6 +99,47 @@ async def test_tokens_of_a_remote_engine_are_billed_exactly(
     }
     assert billed[dying_id] == len(stream.token_ids(dying_id))
     assert sum(billed.values()) == 3 * 60 + len(stream.token_ids(dying_id))
+
+
+async def test_a_whole_answer_comes_whole_and_is_billed_like_a_streamed_one(
+    launch: Start, model: Path, tmp_path: Path
+) -> None:
+    """A client that leaves gets no output, and is billed for the input alone."""
+    with server_process(model, make_certificates(tmp_path / "certificates")) as server:
+        targets = {MODEL: str(server.target(Wire.OPENAI_HTTP))}
+        service = launch(engine_backend="remote", remote_targets=targets, models={MODEL: model})
+        tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 100_000})
+        await until(service.serving, "the engine to be checked")
+        ask = {"model": MODEL, "messages": user_message("hello"), "extra_body": TO_THE_END}
+        async with connect_async(service, tenant.secret) as client:
+            create: Any = client.chat.completions.create
+            answers, streamed = [], []
+            for fields in (
+                {"max_tokens": 30},
+                {"max_tokens": 30, "logprobs": True},
+                {"max_tokens": 400},  # beyond the first slice of the lease
+            ):
+                answers.append(await create(**(ask | fields)))
+                streamed.append(server.state()["bodies"][-1]["stream"])
+            server.go_wrong("mute")
+            with pytest.raises(openai.APITimeoutError):
+                await create(**ask, max_tokens=20, timeout=1.0)
+        await service.no_hold_left(tenant)
+        server.go_wrong()
+        await asyncio.to_thread(service.stop)
+
+    first, *others = answers
+    assert streamed == [False, True, True]
+    assert [each.choices[0].message.content[:30] for each in others] == (
+        [first.choices[0].message.content[:30]] * 2
+    )
+    timings = [extension(each)["timings"][0] for each in answers]
+    assert [each["ttft_ms"] > 0 for each in timings] == [False, True, True]
+    billed = [event["billed_token_count"] for event in service.database.events(tenant)]
+    assert billed == [30, 30, 400, 0]
+    left = service.database.events(tenant)[-1]
+    assert left["input_token_count"] == first.usage.prompt_tokens
+    check_invariants(service.database_url, all_ended=True)
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -9,10 +9,10 @@ import hashlib
 import json
 import random
 import uuid
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
+from unittest.mock import Mock
 
 import grpc
 import msgspec
@@ -24,10 +24,12 @@ from api.fleet.fleet import build_serving
 from bench import engine_streams as streams
 from common.settings import SettingInvalid
 from inference.adapters import remote_doctor as doctor
+from inference.adapters import remote_http_connection
 from inference.adapters.external_queue import READ_ON_TOKENS_MAX
 from inference.adapters.external_request import Choice, Request
 from inference.adapters.findings import Verdict
 from inference.adapters.remote_http import HttpCall, HttpDialect, HttpFailure, _Events, _failure
+from inference.adapters.remote_http_connection import Connection, Connections, Server
 from inference.adapters.remote_settings import RemoteSettings, Service, Target
 from inference.engine import EngineFinishReason, SamplingParams, TokensGenerated
 from inference.errors import EngineFailed, EngineStartFailed, RequestImpossible
@@ -532,28 +534,21 @@ def pieces(*events: str) -> list[bytes]:
     return [data[start : start + 7] for start in range(0, len(data), 7)]
 
 
-class Content:
-    """A response body that has arrived."""
+class Arrived(Connections):
+    """A pool whose connection answers with that body, which has arrived."""
 
     def __init__(self, *events: str) -> None:
+        super().__init__(Server("", 0, 1.0))
         self._pieces = pieces(*events)
 
-    async def iter_any(self) -> AsyncIterator[bytes]:
-        for piece in self._pieces:
-            yield piece
-
-
-class Response:
-    """A response whose body has arrived."""
-
-    status = 200
-    headers: ClassVar[dict[str, str]] = {}
-
-    def __init__(self, *events: str) -> None:
-        self.content = Content(*events)
-
-    def close(self) -> None:
-        """Keep what has arrived, as aiohttp does."""
+    def idle(self) -> Connection:
+        connection, transport = Connection(self), Mock()
+        transport.get_extra_info.return_value = None
+        connection.connection_made(transport)
+        body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in self._pieces)
+        head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+        transport.write = lambda _: connection.data_received(head + body + b"0\r\n\r\n")
+        return connection
 
 
 class Posting:
@@ -562,17 +557,20 @@ class Posting:
     capabilities = HttpDialect.capabilities
 
     def __init__(self, *events: str) -> None:
-        self._events = events
+        self.connections = Arrived(*events)
         self.is_suspected = False
 
-    async def post(self, request_id: str, body: dict[str, Any]) -> Response:
-        return Response(*self._events)
+    def request(self, request_id: str, body: dict[str, Any]) -> bytes:
+        return b""
 
     def suspect(self) -> None:
         self.is_suspected = True
 
 
-async def test_a_cancelled_output_ends_before_messages_that_have_arrived() -> None:
+async def test_a_cancelled_output_ends_before_messages_that_have_arrived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_http_connection, "PIECE_BYTES", 64)
     call = HttpCall(cast(Any, Posting(TOKEN, TOKEN, END, USAGE, "[DONE]")), "a", {}, 1 << 20)
     messages = aiter(call)
 

@@ -19,7 +19,8 @@ from inference.adapters.remote_dialects import (
     message_bytes_max,
 )
 from inference.adapters.remote_engine import BLOCKS_MAX
-from inference.adapters.remote_http import PIECE_BYTES, HttpDialect, _Events, _failure
+from inference.adapters.remote_http import HttpDialect, _Events, _failure
+from inference.adapters.remote_http_connection import PIECE_BYTES
 from inference.engine import SamplingParams
 from inference.text.text_decoder import GivenTextDecoder, TextDecoder
 from inference.text.tokenizer import Tokenizer

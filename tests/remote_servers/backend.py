@@ -77,6 +77,7 @@ FAULTS = frozenset(
         "no_ids",  # ignores every request for token ids
         "generate",  # serves `/generate`, and refuses token ids elsewhere, as SMG does
         "no_usage",  # ends streams without usage
+        "only_streams",  # refuses requests without a stream
         "overcount",  # counts one token more than requested at the end
         "undercount",  # counts one token at the end
         "no_counts",  # does not report cached tokens

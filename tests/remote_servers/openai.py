@@ -65,6 +65,42 @@ class Refused(Exception):
         self.error = {"message": message, "type": "Error", "param": param, "code": status}
 
 
+class Whole:
+    """Stands for the response of a request without a stream, and joins its messages."""
+
+    prepared = True
+
+    def __init__(self) -> None:
+        self.message: dict[str, Any] = {}
+
+    async def write(self, data: bytes) -> None:
+        """Add an event of the stream."""
+        payload = data.removeprefix(b"data: ").strip()
+        if payload == b"[DONE]":
+            return
+        message, known = json.loads(payload), self.message
+        if "error" in message:
+            raise Refused(500, message["error"]["message"])
+        if "meta_info" in message:
+            if message["meta_info"]["finish_reason"] is None:
+                message["output_ids"] = known.get("output_ids", []) + message["output_ids"]
+            else:
+                message["output_ids"] = known["output_ids"]
+            known |= message
+            return
+        [choice] = message.pop("choices") or [{}]
+        joined = known.setdefault("choices", [{}])[0]
+        for name, value in choice.items():
+            adds = (
+                name in ("text", "token_ids", "reasoning", "reasoning_content") and name in joined
+            )
+            joined[name] = joined[name] + value if adds else value
+        if "nvext" in message:
+            before = known.get("nvext", {}).get("completion_token_ids", [])
+            message["nvext"]["completion_token_ids"][:0] = before
+        known |= message
+
+
 class Context:
     """Stands for a gRPC context."""
 
@@ -128,6 +164,12 @@ class OpenAiServer:
             wanted = self._request(body)
             shown = {key: body[key] for key in body if key != "prompt"}
             self._backend.bodies.append(shown | {"headers": dict(http.headers)})
+            if not body.get("stream"):
+                if "only_streams" in self._backend.faults:
+                    raise Refused(400, "stream must be true", "stream")
+                whole = Whole()
+                await self._stream(http, whole, body, wanted)  # type: ignore[arg-type]
+                return web.json_response(whole.message)
             await self._stream(http, response, body, wanted)
         except Refused as refused:
             if refused.status == 0 and response.prepared:
@@ -150,7 +192,9 @@ class OpenAiServer:
         faults = self._backend.faults
         request_id = http.headers.get("X-Request-Id") or uuid.uuid4().hex
         prompt_tokens = len(wanted.prompt_token_ids) + ("wrong_prompt" in faults)
-        options = body.get("stream_options") or {}
+        options = (
+            body.get("stream_options") or {} if body.get("stream") else {"include_usage": True}
+        )
         cached = sent = thinking = 0
         if self._splits():
             wanted = replace(wanted, splits_reasoning=True)

@@ -110,7 +110,7 @@ from inference.engine import (
     StoppedBy,
     TokensGenerated,
 )
-from inference.errors import EngineError, EngineFailed
+from inference.errors import EngineError, EngineFailed, RequestImpossible
 from inference.routing.router import Route
 from metering.core.errors import JournalUnavailable, RequestInFlight
 from metering.core.models import Outcome
@@ -427,6 +427,12 @@ class LiveRequest:
             if start.max_cost is not None:
                 limits.check_input(len(request.prompt_token_ids))
             output.fence = self._may_send
+            request.is_whole = (
+                output.is_whole
+                and start.keep_s is None
+                and start.start_timeout_s is None
+                and not processor.needs_steps
+            )
             predicted = route.engine.predict_cached_token_count(
                 request.prompt_token_ids, request.cache_salt
             )
@@ -527,6 +533,9 @@ class LiveRequest:
                     self._begun(admitted, event)
             elif isinstance(event, SequenceFinished):
                 self._generated(phase, event)
+            elif isinstance(event, RequestImpossible) and event.is_unstarted:
+                self.output.usage.input_token_count = 0
+                admitted.processor.take(event)
             else:
                 admitted.processor.take(event)
         except Exception as error:
@@ -559,6 +568,9 @@ class LiveRequest:
             )
         admitted.part_timings.append(event.timings)
         is_raised = limits.requested_token_count_max > limits.engine_token_count_max
+        came_together = admitted.request.is_whole and not event.timings.decode_ms
+        if came_together and event.generated_token_count > 1:
+            self._watch.forget_first_token()
         is_cut = event.reason is EngineFinishReason.LENGTH
         if is_cut and is_raised and not self.decision.is_stopped:
             # Text held back is not sent: the engine that continues reads the same tokens and holds

@@ -161,6 +161,18 @@ class OutputProcessor:
         self._owner.run(self._forward_late(self._late))
 
     @property
+    def needs_steps(self) -> bool:
+        """True if the output has to be checked or limited before it is complete."""
+        reading, limits = self._call_reading, self._limits
+        return (
+            self._has_to_wait
+            or self._start.choice_count > 1
+            or (reading is not None and reading.ends_with_call)
+            or limits.max_cost is not None
+            or self._hold.leased_token_count < limits.engine_token_count_max
+        )
+
+    @property
     def unchecked_until(self) -> int:
         """Number of output tokens in total up to which no token needs a check of lease or limits.
 
