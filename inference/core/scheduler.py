@@ -40,7 +40,6 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from inference.core.kv_cache import (
-    BlockKey,
     BlockPool,
     CachedBlock,
     block_keys,
@@ -144,15 +143,22 @@ class Scheduler:
         )
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence by its rank, then by its number."""
-        sequence.prefix_keys = self._prefix_keys(sequence)
+        """Queue a new or preempted sequence by its rank, then by its number."""
+        if sequence.scores_prompt:
+            sequence.prefix_keys = []
+        else:  # of its own output too, which may be cached if it was preempted
+            count = matchable_block_count(len(sequence.token_ids))
+            sequence.prefix_keys = block_keys(
+                sequence.token_ids, sequence.cache_salt, count, self._pool.hash_block
+            )
         bisect.insort(self._waiting, sequence, key=_precedence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a finished or cancelled sequence and release its blocks."""
         queue = self._running if sequence in self._running else self._waiting
         queue.remove(sequence)
-        self._release(sequence)
+        self._pool.release(sequence.block_table)
+        sequence.block_table = []
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Start a child of a running sequence that shares its blocks; a write to one copies it."""
@@ -272,10 +278,11 @@ class Scheduler:
         preempted = [sequence] if sequence.group is None else list(sequence.group.beams)
         for each in preempted:
             self._running.remove(each)
-            self._release(each)
+            self._pool.release(each.block_table)
+            each.block_table, each.registered_tip = [], None
+            each.computed_token_count = each.registered_block_count = 0
         waiting = sequence if sequence.group is None else sequence.group.collapse()
-        waiting.prefix_keys = self._prefix_keys(waiting)  # its own output may be cached too
-        bisect.insort(self._waiting, waiting, key=_precedence)
+        self.add(waiting)
         return preempted
 
     def _plan_prompts(
@@ -336,7 +343,20 @@ class Scheduler:
                 commitments.batch_row_count -= each.batch_row_count
                 self._preempt(each)
                 plan.drop(each)
-        self._enter(sequence, matched, plan)
+        self._waiting.remove(sequence)
+        bisect.insort(self._running, sequence, key=_precedence)
+        sequence.block_table = self._pool.hold(matched)
+        sequence.computed_token_count = len(matched) * KV_BLOCK_TOKENS
+        sequence.registered_block_count = len(matched)
+        sequence.registered_tip = matched[-1] if matched else None
+        if sequence.cached_token_count is None:
+            # The cached prefix of a continued sequence may include output.
+            sequence.cached_token_count = min(
+                sequence.computed_token_count, sequence.prompt_token_count
+            )
+            plan.entered.append(sequence)
+        self._note_overtaking(sequence)
+        self._plan_chunk(plan, sequence)
         commitments.add(sequence)
         return True
 
@@ -370,22 +390,6 @@ class Scheduler:
                 )
         return displaced if rows <= 0 and blocks <= 0 else []
 
-    def _enter(self, sequence: Sequence, matched: list[CachedBlock], plan: StepPlan) -> None:
-        self._waiting.remove(sequence)
-        bisect.insort(self._running, sequence, key=_precedence)
-        sequence.block_table = self._pool.hold(matched)
-        sequence.computed_token_count = len(matched) * KV_BLOCK_TOKENS
-        sequence.registered_block_count = len(matched)
-        sequence.registered_tip = matched[-1] if matched else None
-        if sequence.cached_token_count is None:
-            # The cached prefix of a continued sequence may include output.
-            sequence.cached_token_count = min(
-                sequence.computed_token_count, sequence.prompt_token_count
-            )
-            plan.entered.append(sequence)
-        self._note_overtaking(sequence)
-        self._plan_chunk(plan, sequence)
-
     def _note_overtaking(self, entered: Sequence) -> None:
         """Count the sequences just overtaken; those at the limit now precede all later ones."""
         first = entered.precedence
@@ -397,7 +401,7 @@ class Scheduler:
             ):
                 sequence.overtaken_count += 1
                 if sequence.overtaken_count >= self._limits.waiting_sequence_count_max:
-                    sequence.rank = -math.inf
+                    sequence.precedence = (-math.inf, *sequence.precedence[1:])
                     self._waiting.sort(key=_precedence)
                     self._running.sort(key=_precedence)
 
@@ -415,19 +419,6 @@ class Scheduler:
             )
             sequence.registered_tip = tip
             sequence.registered_block_count += 1
-
-    def _prefix_keys(self, sequence: Sequence) -> list[BlockKey]:
-        if sequence.scores_prompt:
-            return []
-        count = matchable_block_count(len(sequence.token_ids))
-        return block_keys(sequence.token_ids, sequence.cache_salt, count, self._pool.hash_block)
-
-    def _release(self, sequence: Sequence) -> None:
-        self._pool.release(sequence.block_table)
-        sequence.block_table = []
-        sequence.computed_token_count = 0
-        sequence.registered_block_count = 0
-        sequence.registered_tip = None
 
 
 class Commitments:

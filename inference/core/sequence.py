@@ -60,10 +60,10 @@ class Sequence:
     choices of a request. `end_token_ids` are end tokens of the model and the request,
     `answer_end_token_ids` those of them that do not end the thinking. `seed` is random if the
     request has none. `grammar` belongs to the response format, `group` to a beam search.
-    `rotary_offset` is the row of the rotation tables for position 0. `rank` is the request's, until
-    the sequence was overtaken too often (`overtaken_count`). `ended_before` is the finish reason of
-    a continued sequence that is already complete. For `stopped_by` see `SequenceFinished`. Times
-    are `time.monotonic()` seconds.
+    `rotary_offset` is the row of the rotation tables for position 0. `precedence` is the sort key:
+    rank, then arrival; the lowest comes first. `ended_before` is the finish reason of a continued
+    sequence that is already complete. For `stopped_by` see `SequenceFinished`. Times are
+    `time.monotonic()` seconds.
     """
 
     number: int
@@ -84,7 +84,7 @@ class Sequence:
     seen: SeenTokens | None = None
     grammar: Grammar | None = None
     choice_index: int = 0
-    rank: float = field(init=False)
+    precedence: tuple[float, int, int] = field(init=False)
     overtaken_count: int = 0
     group: BeamGroup | None = None
     rotary_offset: int = 0
@@ -97,7 +97,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
-        self.rank = self.request.rank
+        self.precedence = self.request.rank, self.number, self.choice_index
         self.prompt_token_count = len(self.token_ids)
         sampling = self.request.sampling
         if sampling.prompt_logprobs is not None and self.choice_index == 0:
@@ -117,9 +117,9 @@ class Sequence:
             self.ended_before = self.append(token_id, None).finish_reason
 
     @property
-    def precedence(self) -> tuple[float, int, int]:
-        """Sort key by rank, then by arrival; the lowest comes first."""
-        return self.rank, self.number, self.choice_index
+    def rank(self) -> float:
+        """Request's rank, or minus infinity if the sequence was overtaken too often."""
+        return self.precedence[0]
 
     @property
     def output_token_count(self) -> int:
