@@ -14,7 +14,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 from common.incidents import IncidentTaskGroup, Retries
 from inference.engine import EngineState, EngineStatistics, ModelInfo
@@ -27,20 +26,6 @@ INTERVAL_S = 0.5  # seconds between checks
 FULL_S = 2.0  # seconds for which all replicas are full before another is started; ignores bursts
 ROOM_SHARE = 0.5  # load of the remaining replicas at which one is stopped; avoids flapping
 _log = logging.getLogger("weir.inference.routing")
-
-
-@runtime_checkable
-class Stoppable(Protocol):
-    """Interface of an engine that can be stopped and restarted, such as `ManagedEngine`."""
-
-    def idle_since_s(self) -> float | None:
-        """Return the time of its last use; None while it is in use or does not run."""
-
-    def evict(self) -> None:
-        """Stop the engine. It must be idle."""
-
-    def fits_now(self) -> bool:
-        """Return whether the engine could be started without evicting another one."""
 
 
 @dataclass(slots=True)
@@ -87,11 +72,7 @@ class Scaler:
         self, serving: Sequence[Replica], statistics: Sequence[EngineStatistics]
     ) -> bool:
         """Return whether the other replicas could take over the load of the last one."""
-        if (
-            len(serving) < 2
-            or len(serving) <= self.min_count
-            or not isinstance(serving[-1].engine, Stoppable)
-        ):
+        if len(serving) < 2 or len(serving) <= self.min_count or serving[-1].stoppable is None:
             return False
         load = sum(each.running_sequence_count + each.waiting_sequence_count for each in statistics)
         return load <= ROOM_SHARE * sum(each.running_sequence_count_max for each in statistics[:-1])
@@ -117,11 +98,7 @@ class Scaler:
             if state is EngineState.COLD
         )
         return next(
-            (
-                each
-                for each in cold
-                if isinstance(each.engine, Stoppable) and each.engine.fits_now()
-            ),
+            (each for each in cold if each.stoppable is not None and each.stoppable.fits_now()),
             None,
         )
 
@@ -135,11 +112,10 @@ class Scaler:
         for replica in replicas:
             if replica.name not in self._leaving:
                 continue
-            engine = replica.engine
-            assert isinstance(engine, Stoppable), "only stoppable engines are marked"
-            if engine.idle_since_s() is not None:
-                engine.evict()
-            if not engine.healthy():
+            assert replica.stoppable is not None, "only stoppable engines are marked"
+            if replica.stoppable.idle_since_s() is not None:
+                replica.stoppable.evict()
+            if not replica.engine.healthy():
                 self._leaving.discard(replica.name)
                 replica.is_leaving = False
 
