@@ -48,6 +48,7 @@ from inference.workers.protocol import (
 )
 
 if TYPE_CHECKING:
+    from inference.adapters.torch_beams import BeamSearches
     from inference.core.engine_core import EngineCore
     from inference.sampling.grammar import Compiled, GrammarThread
 
@@ -80,28 +81,30 @@ class TorchWorker:
         # assigned.
         self._inbox.send(Loading("import", 0.0))
         gc.disable()  # imports leave little garbage: collecting takes an eighth of their time
-        importlib.import_module("inference.core.engine_core")
+        importlib.import_module("inference.adapters.torch_beams")
         gc.enable()
         message = self._inbox.wait()
         if not isinstance(message, LoadModel):
             _log.error("the first message must be LoadModel, not %s", type(message).__name__)
             return EXIT_PROTOCOL_BROKEN
         try:
-            core = self._load(message)
+            searches = self._load(message)
         except (CheckpointInvalid, EngineStartFailed) as error:
             _log.error("loading failed: %s", error)
             self._inbox.send(LoadFailed(str(error)))
             return EXIT_LOAD_FAILED
         self._inbox.start_pulse(self._steps.pulse)
+        core = searches.core
         self._inbox.send(Ready(core.pool.block_count_total, core.kernels))
         while not self._shutting_down:
-            self._step(core)
+            self._step(searches)
         return 0
 
-    def _load(self, message: LoadModel) -> EngineCore:
+    def _load(self, message: LoadModel) -> BeamSearches:
         started_s = time.monotonic()
         import torch
 
+        from inference.adapters.torch_beams import BeamSearches
         from inference.core.engine_core import EngineCore
 
         torch.set_num_threads(message.torch_thread_count)
@@ -116,34 +119,38 @@ class TorchWorker:
         gc.collect()
         gc.freeze()
         _log.info("loaded %s in %.2f s", message.options.directory, time.monotonic() - started_s)
-        return core
+        return BeamSearches(core)
 
-    def _step(self, core: EngineCore) -> None:
+    def _step(self, searches: BeamSearches) -> None:
         """Handle messages, compute one step and report it. Wait for a message only when idle."""
-        for message in self._inbox.take_all(wait=core.idle):
-            self._handle(core, message)
+        core = searches.core
+        for message in self._inbox.take_all(wait=core.idle and not searches.running):
+            self._handle(searches, message)
         events, self._unsent = self._unsent, []
         self._steps.begin()
-        events += core.step()
+        events += searches.step() if searches.running else core.step()
         self._steps.end()
         self._inbox.send(StepReport(events, core.statistics()))
 
-    def _handle(self, core: EngineCore, message: Message | Compiled) -> None:
+    def _handle(self, searches: BeamSearches, message: Message | Compiled) -> None:
+        core = searches.core
         match message:
             case StartSequence(number=number, request=request):
                 if (reason := core.request_fault(request)) is not None:
                     self._refuse(number, reason)
                 elif request.response_format is not None:
                     self._compile(core, message, request.response_format)
-                elif not core.add(number, request, message.sent_at_s):
-                    self._refuse(number, QUEUE_FULL, overloaded=True)
+                else:
+                    engine = core if request.beam_search is None else searches
+                    if not engine.add(number, request, message.sent_at_s):
+                        self._refuse(number, QUEUE_FULL, overloaded=True)
             case CancelSequence():
                 self._cancel_compiling(message.number)
-                core.cancel(message.number)
+                searches.cancel(message.number)
             case Shutdown():
                 for number in list(self._compiling):
                     self._cancel_compiling(number)
-                core.cancel_all()
+                searches.cancel_all()
                 self._shutting_down = True
             case LoadModel():
                 raise ProtocolBroken("a worker loads only one model")

@@ -124,16 +124,8 @@ class BlockPool:
             self._reference_counts[block.block_id] += 1
         return [block.block_id for block in matched]
 
-    def share(self, block_ids: Sequence[int]) -> list[int]:
-        """Add a reader to each block of a sequence's table; return the new reader's table."""
-        for block_id in block_ids:
-            if self._reference_counts[block_id] == 0:
-                raise InvariantViolated(f"KV block {block_id} is shared but not held")
-            self._reference_counts[block_id] += 1
-        return list(block_ids)
-
     def is_shared(self, block_id: int) -> bool:
-        """Return whether several sequences read a block, so that none of them may write to it."""
+        """Return whether several sequences read a block, so that one of them does not free it."""
         return bool(self._reference_counts[block_id] > 1)
 
     def allocate(self, block_count: int) -> list[int]:
