@@ -211,7 +211,8 @@ class BeamSearches:
             sampling=replace(request.sampling, prompt_logprobs=None),
         )
         [first] = self._score(number, plain, search, None, arrived_at_s)
-        detokenizers = [self.core.open_detokenizer(plain) for _ in range(request.choice_count)]
+        open_detokenizer = self.core.detokenizer_of(plain)
+        detokenizers = [open_detokenizer() for _ in range(request.choice_count)]
         self.running[number] = Running(plain, first, search, detokenizers)
         return True
 

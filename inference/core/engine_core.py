@@ -173,9 +173,9 @@ class EngineCore:
             self._seeds.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
         )
         arrived_at_s = self.clock() if arrived_at_s is None else arrived_at_s
-        sequences = []
+        open_detokenizer, sequences = self.detokenizer_of(request), []
         for index in range(request.choice_count):
-            detokenizer = self.open_detokenizer(request)
+            detokenizer = open_detokenizer()
             sequences.append(
                 self._sequence(
                     number,
@@ -210,7 +210,7 @@ class EngineCore:
         None the first time.
         """
         arrived_at_s = self.clock() if arrived_at_s is None else arrived_at_s
-        detokenizer, sequences = self.open_detokenizer(request), []
+        detokenizer, sequences = self.detokenizer_of(request)(), []
         for index, output in enumerate(outputs):
             sequence = self._sequence(
                 number, index, request, detokenizer, arrived_at_s, candidate_count=candidate_count
@@ -227,9 +227,10 @@ class EngineCore:
         scores, self._scores = self._scores, {}
         return scores
 
-    def open_detokenizer(self, request: GenerationRequest) -> Detokenizer:
-        """Open the detokenizer of an output of a request."""
-        return self._decoder.open(
+    def detokenizer_of(self, request: GenerationRequest) -> Callable[[], Detokenizer]:
+        """Return a function that opens the detokenizer of an output of a request."""
+        return partial(
+            self._decoder.open,
             request.stop.stop_sequences,
             request.prompt_token_ids,
             splits=request.splits_reasoning,
@@ -239,10 +240,8 @@ class EngineCore:
 
     def end_token_ids(self, request: GenerationRequest) -> frozenset[int]:
         """Return the tokens that end an output of a request."""
-        return self._ends_of_model(request) | request.stop.stop_token_ids
-
-    def _ends_of_model(self, request: GenerationRequest) -> frozenset[int]:
-        return frozenset() if request.stop.ignore_eos else self._model_end_token_ids
+        model_ends = frozenset() if request.stop.ignore_eos else self._model_end_token_ids
+        return model_ends | request.stop.stop_token_ids
 
     def _sequence(
         self,
@@ -256,7 +255,7 @@ class EngineCore:
         grammar: Grammar | None = None,
         candidate_count: int = 0,
     ) -> Sequence:
-        model_ends = self._ends_of_model(request)
+        model_ends = frozenset() if request.stop.ignore_eos else self._model_end_token_ids
         return Sequence(
             number=number,
             choice_index=index,
