@@ -15,11 +15,6 @@ from collections.abc import Sequence
 KV_BLOCK_TOKENS = 16
 
 
-def chain_hash(parent_hash: int, token_ids: tuple[int, ...]) -> int:
-    """Hash a block's tokens with its parent's hash. A collision only costs a cache miss."""
-    return hash((parent_hash, token_ids))
-
-
 @functools.lru_cache(maxsize=4096)  # one per tenant
 def salt_hash(cache_salt: str) -> int:
     """Hash a salt, as parent of first blocks; equal in every process despite PYTHONHASHSEED."""
@@ -68,9 +63,12 @@ class PrefixHint:
 # Pricing, routing and submission hash the same prompt within a short time.
 @functools.lru_cache(maxsize=64)
 def block_hashes(token_ids: tuple[int, ...], cache_salt: str, block_tokens: int) -> tuple[int, ...]:
-    """Compute the chained hashes of all full blocks, like `block_keys`, but without the tokens."""
+    """Compute the chained hashes of all full blocks, like `block_keys`, but without the tokens.
+
+    A block's hash is that of its parent's hash and its tokens. A collision only costs a cache miss.
+    """
     chained, keys = salt_hash(cache_salt), []
     for end in range(block_tokens, len(token_ids) + 1, block_tokens):
-        chained = chain_hash(chained, token_ids[end - block_tokens : end])
+        chained = hash((chained, token_ids[end - block_tokens : end]))
         keys.append(chained)
     return tuple(keys)

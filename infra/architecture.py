@@ -366,7 +366,7 @@ BORDERS = (
     Border(
         ("inference.workers", "inference.routing", "inference.adapters", "socket", "asyncio"),
         inside=("inference/core/",),
-        why="the engine is independent of processes",
+        why="the engine is independent of processes, and knows only ordinary sequences",
     ),
     Border(
         ("api.generation", "api.admin", "api.billing", "api.openai", "grpc", "weir", "metering"),

@@ -48,10 +48,12 @@ from inference.workers.protocol import (
 )
 
 if TYPE_CHECKING:
+    from inference.adapters.torch_beams import BeamSearches
     from inference.core.engine_core import EngineCore
-    from inference.sampling.grammar import Compiled, Grammar, GrammarThread
+    from inference.sampling.grammar import Compiled, GrammarThread
 
 IMPORT_FRACTION = 0.4  # share of the loading time for importing torch, measured with 5M parameters
+QUEUE_FULL = "the engine's queue is full"
 _log = logging.getLogger("weir.inference.adapters")
 
 
@@ -77,37 +79,39 @@ class TorchWorker:
         """Load the model, step until shutdown, and return the exit status."""
         # Importing takes equally long for every model: a spare worker imports before a model is
         # assigned.
-        self._send(Loading("import", 0.0))
+        self._inbox.send(Loading("import", 0.0))
         gc.disable()  # imports leave little garbage: collecting takes an eighth of their time
-        importlib.import_module("inference.core.engine_core")
+        importlib.import_module("inference.adapters.torch_beams")
         gc.enable()
         message = self._inbox.wait()
         if not isinstance(message, LoadModel):
             _log.error("the first message must be LoadModel, not %s", type(message).__name__)
             return EXIT_PROTOCOL_BROKEN
         try:
-            core = self._load(message)
+            searches = self._load(message)
         except (CheckpointInvalid, EngineStartFailed) as error:
             _log.error("loading failed: %s", error)
-            self._send(LoadFailed(str(error)))
+            self._inbox.send(LoadFailed(str(error)))
             return EXIT_LOAD_FAILED
         self._inbox.start_pulse(self._steps.pulse)
-        self._send(Ready(core.pool.block_count_total, core.kernels))
+        core = searches.core
+        self._inbox.send(Ready(core.pool.block_count_total, core.kernels))
         while not self._shutting_down:
-            self._step(core)
+            self._step(searches)
         return 0
 
-    def _load(self, message: LoadModel) -> EngineCore:
+    def _load(self, message: LoadModel) -> BeamSearches:
         started_s = time.monotonic()
         import torch
 
+        from inference.adapters.torch_beams import BeamSearches
         from inference.core.engine_core import EngineCore
 
         torch.set_num_threads(message.torch_thread_count)
-        self._send(Loading("weights", IMPORT_FRACTION))
+        self._inbox.send(Loading("weights", IMPORT_FRACTION))
         core = EngineCore(
             message.options,
-            lambda part: self._send(
+            lambda part: self._inbox.send(
                 Loading("weights", IMPORT_FRACTION + (1 - IMPORT_FRACTION) * part)
             ),
         )
@@ -115,19 +119,21 @@ class TorchWorker:
         gc.collect()
         gc.freeze()
         _log.info("loaded %s in %.2f s", message.options.directory, time.monotonic() - started_s)
-        return core
+        return BeamSearches(core)
 
-    def _step(self, core: EngineCore) -> None:
+    def _step(self, searches: BeamSearches) -> None:
         """Handle messages, compute one step and report it. Wait for a message only when idle."""
-        for message in self._inbox.take_all(wait=core.idle):
-            self._handle(core, message)
+        core = searches.core
+        for message in self._inbox.take_all(wait=core.idle and not searches.running):
+            self._handle(searches, message)
         events, self._unsent = self._unsent, []
         self._steps.begin()
-        events += core.step()
+        events += searches.step() if searches.running else core.step()
         self._steps.end()
-        self._send(StepReport(events, core.statistics()))
+        self._inbox.send(StepReport(events, core.statistics()))
 
-    def _handle(self, core: EngineCore, message: Message | Compiled) -> None:
+    def _handle(self, searches: BeamSearches, message: Message | Compiled) -> None:
+        core = searches.core
         match message:
             case StartSequence(number=number, request=request):
                 if (reason := core.request_fault(request)) is not None:
@@ -135,14 +141,16 @@ class TorchWorker:
                 elif request.response_format is not None:
                     self._compile(core, message, request.response_format)
                 else:
-                    self._add(core, message)
+                    engine = core if request.beam_search is None else searches
+                    if not engine.add(number, request, message.sent_at_s):
+                        self._refuse(number, QUEUE_FULL, overloaded=True)
             case CancelSequence():
                 self._cancel_compiling(message.number)
-                core.cancel(message.number)
+                searches.cancel(message.number)
             case Shutdown():
                 for number in list(self._compiling):
                     self._cancel_compiling(number)
-                core.cancel_all()
+                searches.cancel_all()
                 self._shutting_down = True
             case LoadModel():
                 raise ProtocolBroken("a worker loads only one model")
@@ -166,8 +174,8 @@ class TorchWorker:
             return  # cancelled while compiling
         if isinstance(compiled.result, RequestImpossible):
             self._refuse(compiled.number, str(compiled.result), compiled.result.field)
-        else:
-            self._add(core, start, compiled.result)
+        elif not core.add(start.number, start.request, start.sent_at_s, compiled.result):
+            self._refuse(start.number, QUEUE_FULL, overloaded=True)
 
     def _cancel_compiling(self, number: int) -> None:
         """Cancel a sequence whose grammar is still being compiled, as if it were queued."""
@@ -180,17 +188,10 @@ class TorchWorker:
             )
             self._unsent.append((number, cancelled))
 
-    def _add(self, core: EngineCore, start: StartSequence, grammar: Grammar | None = None) -> None:
-        if not core.add(start.number, start.request, start.sent_at_s, grammar):
-            self._unsent.append(
-                (start.number, SequenceRefused("the engine's queue is full", overloaded=True))
-            )
-
-    def _refuse(self, number: int, reason: str, field: str | None = None) -> None:
-        self._unsent.append((number, SequenceRefused(reason, field)))
-
-    def _send(self, message: Message) -> None:
-        self._inbox.send(message)
+    def _refuse(
+        self, number: int, reason: str, field: str | None = None, *, overloaded: bool = False
+    ) -> None:
+        self._unsent.append((number, SequenceRefused(reason, field, overloaded=overloaded)))
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from inference.core.model_runner import ModelRunner
 from inference.core.options import EngineOptions
 from inference.core.prompt_lookup import PromptLookup
 from inference.core.scheduler import Scheduler
-from inference.core.sequence import BeamGroup, Sequence
+from inference.core.sequence import Sequence
 from inference.core.simulated_runner import SimulatedRunner
 from inference.engine import (
     ChoiceFinished,
@@ -42,7 +42,7 @@ from inference.engine import (
 from inference.errors import CheckpointInvalid
 from inference.limits import request_fault
 from inference.sampling.grammar import AfterThinking, Grammar, GrammarCompiler
-from inference.sampling.sampler import Chosen
+from inference.sampling.sampler import Candidates, Chosen
 from inference.sequences import choice_seed
 from inference.text.detokenizer import NOTHING, Detokenizer
 from inference.text.reasoning import Split
@@ -58,13 +58,16 @@ PROMPT_TOKENS_MIN = 64
 
 @dataclass(slots=True)
 class Choices:
-    """Sequences of one request: `running` ones, and the finish reasons of ended ones by index."""
+    """Sequences of one request: `running` ones, and the finish reasons of ended ones by index.
+
+    `scores` are the candidates of scored sequences by index.
+    """
 
     first: Sequence
     running: list[Sequence]
     ends: dict[int, EngineFinishReason] = field(default_factory=dict)
     generated_token_count: int = 0
-    beams: BeamGroup | None = None
+    scores: dict[int, Candidates] = field(default_factory=dict)
 
 
 NumberedEvent = tuple[int, SequenceEvent | SequenceRefused]
@@ -74,7 +77,7 @@ class EngineCore:
     """Scheduler, runner and sequences of one model. Not thread-safe: one thread makes all calls.
 
     `scheduler` and `pool` are public for checks only. `grammars` can compile grammars outside the
-    step loop; `add` compiles those that are missing.
+    step loop; `add` compiles those that are missing. The next `step` returns `events`.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class EngineCore:
 
         Raises CheckpointInvalid, or EngineStartFailed if the device is missing.
         """
-        self._clock = clock
+        self.clock = clock
         directory = Path(options.directory)
         config, tokenizer = read_config(directory), Tokenizer(directory)
         self._decoder = tokenizer.decoder
@@ -130,13 +133,14 @@ class EngineCore:
         may_draft = self._runner.verifies_drafts and self._rotation_switch_tokens is None
         self._lookup = PromptLookup(options.draft_token_count_max if may_draft else 0)
         self._requests: dict[int, Choices] = {}
-        self._events: list[NumberedEvent] = []
+        self.events: list[NumberedEvent] = []
+        self._scores: dict[int, list[Candidates]] = {}
         self._seeds = random.Random()  # for requests without a seed
         self._checked_at_s = -math.inf
         self._step_count = 0
         self._prompt_token_count = 0
         self._cached_token_count = 0
-        self._output_token_count = 0
+        self.output_token_count = 0  # `BeamSearches` adds its own
         self._accepted_token_count = 0
 
     @property
@@ -168,10 +172,64 @@ class EngineCore:
         seed = (
             self._seeds.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
         )
-        # beams are forked after the prompt
-        sequence_count = request.choice_count if request.beam_search is None else 1
-        model_ends = frozenset() if request.stop.ignore_eos else self._model_end_token_ids
-        open_detokenizer = partial(
+        arrived_at_s = self.clock() if arrived_at_s is None else arrived_at_s
+        open_detokenizer, sequences = self.detokenizer_of(request), []
+        for index in range(request.choice_count):
+            detokenizer = open_detokenizer()
+            sequences.append(
+                self._sequence(
+                    number,
+                    index,
+                    request,
+                    detokenizer,
+                    arrived_at_s,
+                    seed=choice_seed(seed, index),
+                    grammar=self._grammar_of(request, detokenizer, grammar),
+                )
+            )
+        self._queue(number, sequences)
+        if sequences[0].ended_before is not None:
+            # a continued request of which only the end was unreported
+            self.events.append((number, Scheduled(0)))
+            self._finish(sequences[0], sequences[0].ended_before, arrived_at_s)
+        return True
+
+    def score(
+        self,
+        number: int,
+        request: GenerationRequest,
+        outputs: Iterable[list[int]],
+        candidate_count: int,
+        cached_token_count: int | None,
+        arrived_at_s: float | None = None,
+    ) -> list[Sequence]:
+        """Queue a sequence for each output of a request; each ends with the candidates of its next
+        token, which `take_scores` returns.
+
+        `cached_token_count` is that of the request's prompt if it was computed and counted before;
+        None the first time.
+        """
+        arrived_at_s = self.clock() if arrived_at_s is None else arrived_at_s
+        detokenizer, sequences = self.detokenizer_of(request)(), []
+        for index, output in enumerate(outputs):
+            sequence = self._sequence(
+                number, index, request, detokenizer, arrived_at_s, candidate_count=candidate_count
+            )
+            for token_id in output:
+                sequence.take(token_id)
+            sequence.cached_token_count = cached_token_count
+            sequences.append(sequence)
+        self._queue(number, sequences)
+        return sequences
+
+    def take_scores(self) -> dict[int, list[Candidates]]:
+        """Return the candidates of the scored requests whose last sequence has ended, by number."""
+        scores, self._scores = self._scores, {}
+        return scores
+
+    def detokenizer_of(self, request: GenerationRequest) -> Callable[[], Detokenizer]:
+        """Return a function that opens the detokenizer of an output of a request."""
+        return partial(
             self._decoder.open,
             request.stop.stop_sequences,
             request.prompt_token_ids,
@@ -179,34 +237,44 @@ class EngineCore:
             begun=request.thinking is ThinkingStart.PROMPT or None,
             marked_functions=request.marked_functions,
         )
-        arrived_at_s = self._clock() if arrived_at_s is None else arrived_at_s
-        detokenizers = [open_detokenizer() for _ in range(sequence_count)]
-        sequences = [
-            Sequence(
-                number=number,
-                choice_index=index,
-                request=request,
-                seed=choice_seed(seed, index),
-                end_token_ids=model_ends | request.stop.stop_token_ids,
-                answer_end_token_ids=request.stop.stop_token_ids - model_ends,
-                detokenizer=detokenizer,
-                arrived_at_s=arrived_at_s,
-                grammar=self._grammar_of(request, detokenizer, grammar),
-            )
-            for index, detokenizer in enumerate(detokenizers)
-        ]
-        choices = self._requests[number] = Choices(sequences[0], sequences)
-        if request.beam_search is not None:
-            choices.beams = BeamGroup(sequences[0], open_detokenizer)
-        for sequence in sequences:
+
+    def end_token_ids(self, request: GenerationRequest) -> frozenset[int]:
+        """Return the tokens that end an output of a request."""
+        model_ends = frozenset() if request.stop.ignore_eos else self._model_end_token_ids
+        return model_ends | request.stop.stop_token_ids
+
+    def _sequence(
+        self,
+        number: int,
+        index: int,
+        request: GenerationRequest,
+        detokenizer: Detokenizer,
+        arrived_at_s: float,
+        *,
+        seed: int = 0,
+        grammar: Grammar | None = None,
+        candidate_count: int = 0,
+    ) -> Sequence:
+        model_ends = frozenset() if request.stop.ignore_eos else self._model_end_token_ids
+        return Sequence(
+            number=number,
+            choice_index=index,
+            request=request,
+            seed=seed,
+            end_token_ids=model_ends | request.stop.stop_token_ids,
+            answer_end_token_ids=request.stop.stop_token_ids - model_ends,
+            detokenizer=detokenizer,
+            arrived_at_s=arrived_at_s,
+            grammar=grammar,
+            candidate_count=candidate_count,
+        )
+
+    def _queue(self, number: int, sequences: list[Sequence]) -> None:
+        self._requests[number] = Choices(sequences[0], sequences)
+        for sequence in tuple(sequences):
             if self._rotation_switch_tokens is not None:
                 sequence.rotary_offset = self._rotary_offset(sequence)
             self.scheduler.add(sequence)
-        if sequences[0].ended_before is not None:
-            # a continued request of which only the end was unreported
-            self._events.append((number, Scheduled(0)))
-            self._finish(sequences[0], sequences[0].ended_before, arrived_at_s)
-        return True
 
     def _grammar_of(
         self, request: GenerationRequest, detokenizer: Detokenizer, grammar: Grammar | None
@@ -222,15 +290,16 @@ class EngineCore:
     def cancel(self, number: int) -> None:
         """End a request and free its blocks; the next `step` returns its events. Idempotent."""
         choices = self._requests.get(number)
-        if choices is not None and choices.beams is not None:
-            del self._requests[number]
-            self._events += [
-                (number, event) for event in choices.beams.cancel(self.scheduler, self._clock())
-            ]
-        elif choices is not None:
-            now_s = self._clock()
+        if choices is not None:
+            now_s = self.clock()
             for sequence in list(choices.running):
                 self._finish(sequence, EngineFinishReason.CANCELLED, now_s)
+
+    def drop(self, number: int) -> None:
+        """End a request without events, and free its blocks. Idempotent."""
+        if (choices := self._requests.pop(number, None)) is not None:
+            for sequence in choices.running:
+                self.scheduler.remove(sequence)
 
     def cancel_all(self) -> None:
         for number in list(self._requests):
@@ -241,36 +310,33 @@ class EngineCore:
         if self._requests:
             plan = self.scheduler.schedule(self._pace.prompt_token_count_max())
             self._lookup.extend(plan, self.scheduler)
-            began_s = now_s = self._clock()
+            began_s = now_s = self.clock()
             for sequence in plan.entered:
                 self._note_entered(sequence, now_s)
             chosen = self._runner.run(plan)
             self.scheduler.commit(plan)
-            now_s = self._clock()
+            now_s = self.clock()
             self._lookup.note(plan, now_s - began_s)
             if self._limits.step_time_target_s is not None:
                 decoded_count = sum(chunk.token_count == 1 for chunk in plan.chunks)
                 self._pace.note(decoded_count, plan.token_count - decoded_count, now_s - began_s)
-            groups: dict[BeamGroup, None] = {}
             for sequence, token in chosen.items():
-                if sequence.group is None:
-                    is_running = self._append(sequence, token, now_s)
-                    for following in token.following if is_running else ():
-                        self._accepted_token_count += 1
-                        self.scheduler.accept(sequence)
-                        if not self._append(sequence, following, now_s):
-                            break
-                else:
-                    groups[sequence.group] = None
-            for group in groups:
-                self._advance(group, chosen, now_s)
+                if token.candidates is not None:
+                    self._note_scored(sequence, token.candidates)
+                    continue
+                is_running = self._append(sequence, token, now_s)
+                for following in token.following if is_running else ():
+                    self._accepted_token_count += 1
+                    self.scheduler.accept(sequence)
+                    if not self._append(sequence, following, now_s):
+                        break
             if self._rotation_switch_tokens is not None:
                 self._rotate()
             self._step_count += 1
             if now_s - self._checked_at_s >= CHECK_INTERVAL_S:
                 self._checked_at_s = now_s
                 self.scheduler.check_conservation()
-        events, self._events = self._events, []
+        events, self.events = self.events, []
         return events
 
     def statistics(self) -> EngineStatistics:
@@ -286,7 +352,7 @@ class EngineCore:
             step_count=self._step_count,
             prompt_token_count=self._prompt_token_count,
             cached_token_count=self._cached_token_count,
-            output_token_count=self._output_token_count,
+            output_token_count=self.output_token_count,
             preemption_count=self.scheduler.preemption_count,
             running_sequence_count_max=self._limits.running_sequence_count_max,
             draft_token_count=self._lookup.draft_token_count,
@@ -312,7 +378,7 @@ class EngineCore:
             return
         self._prompt_token_count += sequence.prompt_token_count
         self._cached_token_count += sequence.cached_token_count
-        self._events.append((sequence.number, Scheduled(sequence.cached_token_count)))
+        self.events.append((sequence.number, Scheduled(sequence.cached_token_count)))
 
     def _append(self, sequence: Sequence, token: Chosen, now_s: float) -> bool:
         """Append a token to a sequence; return whether the sequence continues."""
@@ -323,7 +389,7 @@ class EngineCore:
             self._break(sequence, fault)
             return False
         appended = sequence.append(token.token_id, now_s)
-        self._output_token_count += 1
+        self.output_token_count += 1
         logprobs = () if token.logprobs is None else (token.logprobs,)
         prompt_logprobs = (
             tuple(sequence.prompt_logprobs) if sequence.output_token_count == 1 else ()
@@ -338,29 +404,30 @@ class EngineCore:
             piece.reasoning,
             piece.reasoning_token_count,
         )
-        self._events.append((sequence.number, generated))
+        self.events.append((sequence.number, generated))
         if appended.finish_reason is not None:
             self._finish(sequence, appended.finish_reason, now_s)
             return False
         return True
 
-    def _advance(self, group: BeamGroup, chosen: dict[Sequence, Chosen], now_s: float) -> None:
-        """Advance a beam search once all of its beams are computed."""
-        number, before = group.beams[0].number, group.token_count
-        self._events += [(number, event) for event in group.advance(self.scheduler, chosen, now_s)]
-        self._output_token_count += group.token_count - before
-        if group.ended:
-            del self._requests[number]
+    def _note_scored(self, sequence: Sequence, candidates: Candidates) -> None:
+        """End a scored sequence; with the last one of its request, release all candidates."""
+        self.scheduler.remove(sequence)
+        choices = self._requests[sequence.number]
+        choices.running.remove(sequence)
+        choices.scores[sequence.choice_index] = candidates
+        if not choices.running:
+            del self._requests[sequence.number]
+            self._scores[sequence.number] = [choices.scores[i] for i in sorted(choices.scores)]
 
     def _break(self, sequence: Sequence, fault: str) -> None:
         """Fail a request because its grammar became too complex; the chosen token is invalid."""
         assert sequence.request.response_format is not None
-        for choice in self._requests.pop(sequence.number).running:
-            self.scheduler.remove(choice)
+        self.drop(sequence.number)
         broken = SequenceRefused(
             f"is too complex to follow: {fault}", sequence.request.response_format.field
         )
-        self._events.append((sequence.number, broken))
+        self.events.append((sequence.number, broken))
 
     def _finish(self, sequence: Sequence, reason: EngineFinishReason, now_s: float) -> None:
         """End a choice; if it is the last one, end the request too."""
@@ -380,7 +447,7 @@ class EngineCore:
             ended = ChoiceFinished(
                 sequence.choice_index, reason, piece.text, piece.reasoning, sequence.stopped_by
             )
-            self._events.append((sequence.number, ended))
+            self.events.append((sequence.number, ended))
             piece = NOTHING
         if choices.running:
             return
@@ -388,7 +455,7 @@ class EngineCore:
         finished = choices.first.finished(
             choices.ends[choices.first.choice_index], piece, choices.generated_token_count, now_s
         )
-        self._events.append((sequence.number, finished))
+        self.events.append((sequence.number, finished))
 
 
 class StepPace:

@@ -25,9 +25,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from inference.errors import InvariantViolated
-from inference.kv_blocks import KV_BLOCK_TOKENS, chain_hash, salt_hash
+from inference.kv_blocks import KV_BLOCK_TOKENS, salt_hash
 
-BlockHash = Callable[[int, tuple[int, ...]], int]
+# Hash of a block: of its parent's hash, and of its tokens.
+BlockHash = Callable[[tuple[int, tuple[int, ...]]], int]
 
 
 def matchable_block_count(prompt_token_count: int) -> int:
@@ -44,14 +45,14 @@ class BlockKey:
 
 
 def block_keys(
-    token_ids: Sequence[int], cache_salt: str, block_count: int, hash_block: BlockHash = chain_hash
+    token_ids: Sequence[int], cache_salt: str, block_count: int, hash_block: BlockHash = hash
 ) -> list[BlockKey]:
     """Compute the keys of the first `block_count` full blocks of a sequence."""
     keys: list[BlockKey] = []
     chained = salt_hash(cache_salt)
     for start in range(0, block_count * KV_BLOCK_TOKENS, KV_BLOCK_TOKENS):
         tokens = tuple(token_ids[start : start + KV_BLOCK_TOKENS])
-        chained = hash_block(chained, tokens)
+        chained = hash_block((chained, tokens))
         keys.append(BlockKey(chained, tokens))
     return keys
 
@@ -70,7 +71,7 @@ class CachedBlock:
 class BlockPool:
     """All KV blocks of one engine. Not thread-safe: only the step loop uses it."""
 
-    def __init__(self, block_count: int, hash_block: BlockHash = chain_hash) -> None:
+    def __init__(self, block_count: int, hash_block: BlockHash = hash) -> None:
         """Create a pool of at least 1 block. Tests replace `hash_block` to force collisions."""
         self._reference_counts = np.zeros(block_count, dtype=np.int32)
         # Popped from the end: low ids first.
@@ -123,16 +124,8 @@ class BlockPool:
             self._reference_counts[block.block_id] += 1
         return [block.block_id for block in matched]
 
-    def share(self, block_ids: Sequence[int]) -> list[int]:
-        """Add a reader to each block of a sequence's table; return the new reader's table."""
-        for block_id in block_ids:
-            if self._reference_counts[block_id] == 0:
-                raise InvariantViolated(f"KV block {block_id} is shared but not held")
-            self._reference_counts[block_id] += 1
-        return list(block_ids)
-
     def is_shared(self, block_id: int) -> bool:
-        """Return whether several sequences read a block, so that none of them may write to it."""
+        """Return whether several sequences read a block, so that one of them does not free it."""
         return bool(self._reference_counts[block_id] > 1)
 
     def allocate(self, block_count: int) -> list[int]:
@@ -185,9 +178,8 @@ class BlockPool:
         """
         if parent is not None and self._index.get(parent.key) is not parent:
             return None
-        key = BlockKey(
-            self.hash_block(parent.key if parent else salt_hash(cache_salt), token_ids), token_ids
-        )
+        before = parent.key if parent else salt_hash(cache_salt)
+        key = BlockKey(self.hash_block((before, token_ids)), token_ids)
         found = self._find(key, parent, cache_salt)
         if found is not None:
             return found
@@ -206,7 +198,8 @@ class BlockPool:
         `table_entry_count` is the total length of all sequences' tables. The check takes about 30
         µs for 10,000 blocks.
         """
-        free, cached, held = len(self._free), len(self._evictable), self.block_count_held
+        free, cached = len(self._free), len(self._evictable)
+        held = int(np.count_nonzero(self._reference_counts))
         readers = int(self._reference_counts.sum())
         if free + cached + held != self.block_count_total:
             raise InvariantViolated(

@@ -107,9 +107,6 @@ class ModelRunner:
                 rows += range(row_count - ahead_count, row_count)
                 draws += map(chunk.sequence.draw, range(ahead_count))
         masks = self._mask_worker.begin([draw.grammar for draw in draws])
-        copied = [chunk.copied for chunk in chunks if chunk.copied is not None]
-        if copied:
-            self._decoder.copy_blocks(copied)
         logits = self._decoder.forward(chunks)
         if NOT_FINITE in logits.best:
             raise InvariantViolated("the model's output is not finite; are the weights intact?")

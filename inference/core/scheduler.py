@@ -40,7 +40,6 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from inference.core.kv_cache import (
-    BlockKey,
     BlockPool,
     CachedBlock,
     block_keys,
@@ -60,16 +59,14 @@ SCORED_COUNT_MAX = 128
 class Chunk(NamedTuple):
     """The next `token_count` uncomputed tokens of a sequence, computed in this step.
 
-    With `completes`, no token is uncomputed afterwards, so the next one is sampled. `copied` has
-    the source and the target KV block to copy before computing, for beams that write to a shared
-    block. `draft` are tokens that may follow, computed too; see `prompt_lookup.py`. `scored_count`
-    rows, before that of the next token, have logits that give log-probabilities of the prompt.
+    With `completes`, no token is uncomputed afterwards, so the next one is sampled. `draft` are
+    tokens that may follow, computed too; see `prompt_lookup.py`. `scored_count` rows, before that
+    of the next token, have logits that give log-probabilities of the prompt.
     """
 
     sequence: Sequence
     token_count: int
     completes: bool
-    copied: tuple[int, int] | None = None
     draft: tuple[int, ...] = ()
     scored_count: int = 0
 
@@ -93,13 +90,11 @@ class StepPlan:
     token_count: int = 0
     scored_count: int = 0
 
-    def add(
-        self, sequence: Sequence, token_count: int, copied: tuple[int, int] | None = None
-    ) -> None:
-        """Add `token_count` tokens of a sequence. For `copied` see `Chunk`."""
+    def add(self, sequence: Sequence, token_count: int) -> None:
+        """Add `token_count` tokens of a sequence."""
         completes = sequence.computed_token_count + token_count == len(sequence.token_ids)
         scored_count = sequence.scored_token_count(token_count) if sequence.prompt_logprobs else 0
-        self.chunks.append(Chunk(sequence, token_count, completes, copied, (), scored_count))
+        self.chunks.append(Chunk(sequence, token_count, completes, (), scored_count))
         self.token_count += token_count
         self.scored_count += scored_count
 
@@ -144,23 +139,22 @@ class Scheduler:
         )
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence by its rank, then by its number."""
-        sequence.prefix_keys = self._prefix_keys(sequence)
+        """Queue a new or preempted sequence by its rank, then by its number."""
+        if sequence.scores_prompt:
+            sequence.prefix_keys = []
+        else:  # of its own output too, which may be cached if it was preempted
+            count = matchable_block_count(len(sequence.token_ids))
+            sequence.prefix_keys = block_keys(
+                sequence.token_ids, sequence.cache_salt, count, self._pool.hash_block
+            )
         bisect.insort(self._waiting, sequence, key=_precedence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a finished or cancelled sequence and release its blocks."""
         queue = self._running if sequence in self._running else self._waiting
         queue.remove(sequence)
-        self._release(sequence)
-
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Start a child of a running sequence that shares its blocks; a write to one copies it."""
-        child.block_table = self._pool.share(parent.block_table)
-        child.computed_token_count = parent.computed_token_count
-        child.registered_block_count = parent.registered_block_count
-        child.registered_tip = parent.registered_tip
-        bisect.insort(self._running, child, key=_precedence)
+        self._pool.release(sequence.block_table)
+        sequence.block_table = []
 
     def schedule(self, prompt_token_count_max: int | None = None) -> StepPlan:
         """Choose the next step's work and allocate its blocks. The plan is empty only if there are
@@ -223,7 +217,7 @@ class Scheduler:
 
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
         """Plan a running sequence's tokens within the budget; preempt later ones for blocks."""
-        token_count = min(sequence.plannable_token_count, plan.token_count_max - plan.token_count)
+        token_count = min(sequence.uncomputed_token_count, plan.token_count_max - plan.token_count)
         if sequence.scores_prompt:
             token_count = min(token_count, SCORED_COUNT_MAX - plan.scored_count)
         if token_count <= 0 or sequence not in self._running:
@@ -231,52 +225,31 @@ class Scheduler:
         missing = max(
             blocks_for(sequence.computed_token_count + token_count) - len(sequence.block_table), 0
         )
-        while missing + self._writes_shared_block(sequence) > self._pool.block_count_available:
-            preempted = self._preempt(self._running[-1])
-            for each in preempted:
-                plan.drop(each)
-            if sequence in preempted:
+        while missing > self._pool.block_count_available:
+            preempted = self._running[-1]
+            self._preempt(preempted)
+            plan.drop(preempted)
+            if preempted is sequence:
                 return
-        copied = self._own_last_block(sequence) if self._writes_shared_block(sequence) else None
         sequence.block_table += self._pool.allocate(missing)
-        plan.add(sequence, token_count, copied)
-
-    def _writes_shared_block(self, sequence: Sequence) -> bool:
-        """Return whether the next token goes to a block that another beam reads too."""
-        if sequence.group is None:
-            return False
-        index, slot = divmod(sequence.computed_token_count, KV_BLOCK_TOKENS)
-        return slot > 0 and self._pool.is_shared(sequence.block_table[index])
-
-    def _own_last_block(self, sequence: Sequence) -> tuple[int, int]:
-        """Replace the shared block that the next token goes to. Return the old and new block."""
-        *others, shared = sequence.block_table
-        [own] = self._pool.allocate(1)
-        self._pool.release([shared])
-        sequence.block_table = [*others, own]  # a new list: shared tables are append-only
-        return shared, own
+        plan.add(sequence, token_count)
 
     def rotate(self, sequence: Sequence, rotary_offset: int) -> None:
-        """Change the rotary offset of a running sequence and its beams, and recompute them."""
-        for each in [sequence] if sequence.group is None else sequence.group.beams:
-            each.rotary_offset = rotary_offset
+        """Change the rotary offset of a running sequence, and recompute it."""
+        sequence.rotary_offset = rotary_offset
         self._requeue(sequence)
 
-    def _preempt(self, sequence: Sequence) -> list[Sequence]:
-        """Release all blocks of a sequence for others; return the sequences that were preempted."""
+    def _preempt(self, sequence: Sequence) -> None:
+        """Release all blocks of a running sequence for others."""
         self.preemption_count += 1
-        return self._requeue(sequence)
+        self._requeue(sequence)
 
-    def _requeue(self, sequence: Sequence) -> list[Sequence]:
-        """Release all blocks of a sequence, or of its beam group; return the queued sequences."""
-        preempted = [sequence] if sequence.group is None else list(sequence.group.beams)
-        for each in preempted:
-            self._running.remove(each)
-            self._release(each)
-        waiting = sequence if sequence.group is None else sequence.group.collapse()
-        waiting.prefix_keys = self._prefix_keys(waiting)  # its own output may be cached too
-        bisect.insort(self._waiting, waiting, key=_precedence)
-        return preempted
+    def _requeue(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._pool.release(sequence.block_table)
+        sequence.block_table, sequence.registered_tip = [], None
+        sequence.computed_token_count = sequence.registered_block_count = 0
+        self.add(sequence)
 
     def _plan_prompts(
         self, plan: StepPlan, filling: list[Sequence], waiting: list[Sequence]
@@ -312,11 +285,7 @@ class Scheduler:
         commitments: Commitments,
     ) -> bool:
         """Admit a waiting sequence if it fits, or if it may displace running ones."""
-        missing_rows = (
-            commitments.batch_row_count
-            + sequence.batch_row_count
-            - self._limits.running_sequence_count_max
-        )
+        missing_rows = len(self._running) + 1 - self._limits.running_sequence_count_max
         needed_blocks = commitments.owed_by(sequence, len(matched)) + self._pool.evictable_count(
             matched
         )
@@ -333,44 +302,8 @@ class Scheduler:
                 return False
             for each in displaced:
                 commitments.owed_block_count -= commitments.owed_by(each, len(each.block_table))
-                commitments.batch_row_count -= each.batch_row_count
                 self._preempt(each)
                 plan.drop(each)
-        self._enter(sequence, matched, plan)
-        commitments.add(sequence)
-        return True
-
-    def _displaceable(
-        self,
-        sequence: Sequence,
-        matched: list[CachedBlock],
-        rows: int,
-        blocks: int,
-        commitments: Commitments,
-    ) -> list[Sequence]:
-        """Find the last running sequences that free enough places and blocks for a new one; empty
-        if it may not displace them.
-
-        Beams are not displaced: all of them would have to be recomputed.
-        """
-        kept = {block.block_id for block in matched}
-        displaced: list[Sequence] = []
-        for running in reversed(self._running):
-            if rows <= 0 and blocks <= 0:
-                return displaced
-            if running.rank <= sequence.request.rank + sequence.prompt_token_count:
-                return []
-            if running.group is None:
-                displaced.append(running)
-                rows -= 1
-                blocks -= commitments.owed_by(running, len(running.block_table))
-                blocks -= sum(
-                    not self._pool.is_shared(each) and each not in kept
-                    for each in running.block_table
-                )
-        return displaced if rows <= 0 and blocks <= 0 else []
-
-    def _enter(self, sequence: Sequence, matched: list[CachedBlock], plan: StepPlan) -> None:
         self._waiting.remove(sequence)
         bisect.insort(self._running, sequence, key=_precedence)
         sequence.block_table = self._pool.hold(matched)
@@ -385,6 +318,34 @@ class Scheduler:
             plan.entered.append(sequence)
         self._note_overtaking(sequence)
         self._plan_chunk(plan, sequence)
+        commitments.add(sequence)
+        return True
+
+    def _displaceable(
+        self,
+        sequence: Sequence,
+        matched: list[CachedBlock],
+        rows: int,
+        blocks: int,
+        commitments: Commitments,
+    ) -> list[Sequence]:
+        """Find the last running sequences that free enough places and blocks for a new one; empty
+        if it may not displace them.
+        """
+        kept = {block.block_id for block in matched}
+        displaced: list[Sequence] = []
+        for running in reversed(self._running):
+            if rows <= 0 and blocks <= 0:
+                return displaced
+            if running.rank <= sequence.request.rank + sequence.prompt_token_count:
+                return []
+            displaced.append(running)
+            rows -= 1
+            blocks -= commitments.owed_by(running, len(running.block_table))
+            blocks -= sum(
+                not self._pool.is_shared(each) and each not in kept for each in running.block_table
+            )
+        return displaced if rows <= 0 and blocks <= 0 else []
 
     def _note_overtaking(self, entered: Sequence) -> None:
         """Count the sequences just overtaken; those at the limit now precede all later ones."""
@@ -397,7 +358,7 @@ class Scheduler:
             ):
                 sequence.overtaken_count += 1
                 if sequence.overtaken_count >= self._limits.waiting_sequence_count_max:
-                    sequence.rank = -math.inf
+                    sequence.precedence = (-math.inf, *sequence.precedence[1:])
                     self._waiting.sort(key=_precedence)
                     self._running.sort(key=_precedence)
 
@@ -416,48 +377,30 @@ class Scheduler:
             sequence.registered_tip = tip
             sequence.registered_block_count += 1
 
-    def _prefix_keys(self, sequence: Sequence) -> list[BlockKey]:
-        if sequence.scores_prompt:
-            return []
-        count = matchable_block_count(len(sequence.token_ids))
-        return block_keys(sequence.token_ids, sequence.cache_salt, count, self._pool.hash_block)
-
-    def _release(self, sequence: Sequence) -> None:
-        self._pool.release(sequence.block_table)
-        sequence.block_table = []
-        sequence.computed_token_count = 0
-        sequence.registered_block_count = 0
-        sequence.registered_tip = None
-
 
 class Commitments:
     """Blocks that the running sequences will need, and prefixes that they are about to compute."""
 
     def __init__(self, limits: EngineLimits) -> None:
         self.owed_block_count = 0
-        self.batch_row_count = 0  # including places of future beams
         self._limits = limits
         # first sequence computing a prefix block, by block key
         self._in_progress: dict[int, Sequence] = {}
 
     def add(self, sequence: Sequence) -> None:
         self.owed_block_count += self.owed_by(sequence, len(sequence.block_table))
-        self.batch_row_count += sequence.batch_row_count
         for block in sequence.prefix_keys[sequence.computed_token_count // KV_BLOCK_TOKENS :]:
             first = self._in_progress.setdefault(block.key, sequence)
             if sequence is not first and sequence.precedence < first.precedence:
                 self._in_progress[block.key] = sequence
 
     def owed_by(self, sequence: Sequence, covered_block_count: int) -> int:
-        """Count the blocks that a sequence and its future beams still need."""
+        """Count the blocks that a sequence still needs."""
         owed_output = min(
             sequence.owed_output_token_count, self._limits.owed_output_token_count_max
         )
         needed = blocks_for(len(sequence.token_ids) + owed_output)
-        of_beams = (sequence.batch_row_count - 1) * (
-            needed - len(sequence.token_ids) // KV_BLOCK_TOKENS
-        )
-        return max(needed - covered_block_count, 0) + of_beams
+        return max(needed - covered_block_count, 0)
 
     def has_in_progress(self, sequence: Sequence, matched: list[CachedBlock]) -> bool:
         """Return whether an earlier sequence is computing the next prefix block of a waiting one.

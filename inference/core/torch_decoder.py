@@ -114,11 +114,6 @@ class TorchDecoder:
             torch.cuda.current_stream().synchronize()
         return Logits(values[:wanted_count], best[:wanted_count].tolist())
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy KV blocks in all layers, in order. Each pair has the source and the target."""
-        for source, target in pairs:
-            self._pool[:, :, target].copy_(self._pool[:, :, source])
-
     def _compute(self, batch: Batch, pools: list[LayerPool]) -> tuple[Tensor, Tensor]:
         values = self._decoder.forward(batch, pools)
         return values, self._kernels.best(values)

@@ -75,17 +75,6 @@ template <class T> class Decoder final : public AnyDecoder {
         });
     }
 
-    // pairs: (count, 2) KV blocks, source and target, copied in order in all layers.
-    void copy_blocks(const int64_t *pairs, int64_t count) override {
-        const int64_t block_size = shape_.kv_head_count * BLOCK_TOKENS * shape_.head_dim;
-        for (int64_t layer = 0; layer < shape_.layer_count; ++layer)
-            for (int64_t pair = 0; pair < count; ++pair)
-                for (T *pool : {keys_.data() + layer * layer_stride_, values_.data() + layer * layer_stride_})
-                    std::memcpy(
-                        pool + pairs[2 * pair + 1] * block_size, pool + pairs[2 * pair] * block_size, block_size * sizeof(T)
-                    );
-    }
-
     // Returns a packed part and its size in bytes; null if there is none.
     const void *part(int64_t layer, int kind, int64_t *bytes) override {
         const void *found = nullptr;

@@ -265,11 +265,6 @@ class NativeDecoder:
             self._logits_memory = torch.empty(row_count, self._logits_stride)
         self._logits = self._logits_memory[:row_count, : self._config.vocabulary_size]
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy KV blocks in all layers, in order. Each pair has the source and the target."""
-        blocks = np.array(pairs, dtype=np.int64)
-        self._library.weir_decoder_copy_blocks(self._handle, blocks.ctypes.data, len(pairs))
-
     def _pack(self, weights: DecoderWeights) -> None:
         for layer, held in enumerate((*weights.layers, weights)):
             # parts above all layers come last

@@ -44,7 +44,6 @@ class AnyDecoder {
     virtual ~AnyDecoder() = default;
     virtual void set(int64_t layer, int kind, const void *weight, const float *scales, const float *bias) = 0;
     virtual void forward(const Step &step) = 0;
-    virtual void copy_blocks(const int64_t *pairs, int64_t count) = 0;
     virtual const void *part(int64_t layer, int kind, int64_t *bytes) = 0;
     virtual bool adopt(int64_t layer, int kind, const void *memory, int64_t bytes) = 0;
 };

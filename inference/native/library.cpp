@@ -110,10 +110,6 @@ EXPORT int32_t weir_decoder_set(
     return 1;
 }
 
-EXPORT void weir_decoder_copy_blocks(AnyDecoder *decoder, const int64_t *pairs, int64_t count) {
-    decoder->copy_blocks(pairs, count);
-}
-
 // Packed parts: see `with_part` for their kinds. Adopted memory is used in place and must outlive
 // the decoder.
 

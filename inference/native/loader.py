@@ -248,7 +248,6 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "weir_decoder_part": (pointer, [pointer, index, kind, ctypes.POINTER(index)]),
         "weir_decoder_adopt": (kind, [pointer, index, kind, pointer, index]),
         "weir_decoder_forward": (kind, [pointer, pointer]),
-        "weir_decoder_copy_blocks": (None, [pointer, pointer, index]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

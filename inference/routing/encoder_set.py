@@ -33,9 +33,9 @@ from inference.routing.replica import (
     ReplicaReport,
     Replicas,
     ReplicaState,
+    Stoppable,
     unavailable,
 )
-from inference.routing.scaling import Stoppable
 
 LOSS_COUNT_MAX = 2  # encoders that may fail during one call: the call may be the cause
 FULL_TOKENS = 16_384  # outstanding per encoder before another is started: seconds of work on a CPU

@@ -258,7 +258,7 @@ class ManagedBackend(Generic[Served]):
                 self._engine = engine
                 tasks.create_task(self._load(engine), name=f"start of {self.name}")
                 self._notify()
-                if not self._user_count:
+                if not (self._user_count or self._terms.keep_warm):
                     self._rest()
                 await self._stopping.wait()
                 await engine.close()
@@ -316,22 +316,20 @@ class ManagedBackend(Generic[Served]):
             self.end_use()
 
     def begin_use(self) -> None:
-        """Count a user of the engine until `end_use`, so that it stays."""
+        """Implement `Stoppable.begin_use`."""
         self._user_count += 1
         if self._idle_timer is not None:
             self._forget_timer()
 
     def end_use(self) -> None:
-        """Remove a user of the engine; without users it becomes idle."""
+        """Implement `Stoppable.end_use`."""
         self._user_count -= 1
-        if not self._user_count:
+        if not (self._user_count or self._terms.keep_warm):
             self._rest()
 
     def _rest(self) -> None:
         """Become idle: start the idle timer, and allow evictions."""
         self._last_used_s = self._clock()
-        if self._terms.keep_warm:
-            return
         self._budget.withdraw(self)
         self._budget.poll()
         if self._terms.idle_timeout_s and self._running() is not None:
@@ -414,14 +412,15 @@ class ManagedEngine(ManagedBackend[Engine]):
             0 if engine is None else engine.predict_cached_token_count(prompt_token_ids, cache_salt)
         )
 
-    def submit(self, request: GenerationRequest, sink: EventSink) -> ManagedSequence:
-        """Implement `Engine.submit`. Does not start a cold engine: `start` does."""
+    def submit(self, request: GenerationRequest, sink: EventSink) -> SequenceHandle:
+        """Implement `Engine.submit`. Does not start a cold engine: `start` does.
+
+        The caller keeps the engine in use until it closes the sequence.
+        """
         if (engine := self._running()) is None:
             condition = self.condition()
             raise condition.fault(condition.retry_after_s)
-        sequence = ManagedSequence(self, engine.submit(request, sink))
-        self.begin_use()
-        return sequence
+        return engine.submit(request, sink)
 
 
 class ManagedEncoder(ManagedBackend[Encoder]):
@@ -432,27 +431,3 @@ class ManagedEncoder(ManagedBackend[Encoder]):
         with self._in_use():
             encoder = await self.started()
             return await encoder.embed(request)
-
-
-class ManagedSequence:
-    """Sequence that keeps its managed engine in use until closed. Implements `SequenceHandle`."""
-
-    def __init__(self, managed: ManagedEngine, sequence: SequenceHandle) -> None:
-        self._managed: ManagedEngine | None = managed  # until it is closed
-        self._sequence = sequence
-
-    @property
-    def outputs(self) -> list[list[int]]:
-        """Implement `SequenceHandle.outputs`."""
-        return self._sequence.outputs
-
-    def cancel(self) -> None:
-        """Implement `SequenceHandle.cancel`."""
-        self._sequence.cancel()
-
-    def close(self) -> None:
-        """Implement `SequenceHandle.close`."""
-        managed, self._managed = self._managed, None
-        if managed is not None:
-            self._sequence.close()
-            managed.end_use()

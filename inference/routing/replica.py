@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -259,6 +259,26 @@ class ReplicaReport:
     kernels: str = ""
 
 
+@runtime_checkable
+class Stoppable(Protocol):
+    """Interface of a backend that stops when idle and starts again, such as `ManagedEngine`."""
+
+    def begin_use(self) -> None:
+        """Keep the backend running until `end_use`, which is called as often."""
+
+    def end_use(self) -> None:
+        """End a use; without uses the backend is idle and may be stopped."""
+
+    def idle_since_s(self) -> float | None:
+        """Return the time of its last use; None while it is in use or does not run."""
+
+    def evict(self) -> None:
+        """Stop the backend. It must be idle."""
+
+    def fits_now(self) -> bool:
+        """Return whether the backend could be started without evicting another one."""
+
+
 class Replica:
     """Engine of a set under a unique name. `region` is empty if regions do not matter."""
 
@@ -267,6 +287,7 @@ class Replica:
     ) -> None:
         self.name = name
         self.engine = engine
+        self.stoppable = engine if isinstance(engine, Stoppable) else None
         self.region = region
         self.breaker = CircuitBreaker(breaker or BreakerLimits())
         self.prefixes = SentPrefixes()

@@ -407,12 +407,8 @@ class RoutedSequence:
 
     def close(self) -> None:
         """Implement `SequenceHandle.close`."""
-        self._sink = ignore_event
-        self._replica_set.sequences.discard(self)
-        if self._is_placed:
-            self._leave()
-        if self._recovery is not None or self in self._replica_set.moving:
-            self._stop_looking()
+        if self in self._replica_set.sequences:
+            self._end(None)
 
     def enter(
         self, replica: Replica, request: GenerationRequest, work: Work, output_token_count: int
@@ -440,6 +436,8 @@ class RoutedSequence:
         self._charged = work.prompt_token_count - found_token_count + output_token_count
         replica.live_sequence_count += 1
         replica.outstanding_token_count += self._charged
+        if replica.stoppable is not None:
+            replica.stoppable.begin_use()
 
     def move_from(self, name: str) -> bool:
         """Begin to move away from this replica. Return False if the sequence cannot move or no
@@ -554,10 +552,16 @@ class RoutedSequence:
             )
         self._end(event)
 
-    def _end(self, last: SequenceFinished | EngineError) -> None:
-        sink = self._sink
-        self.close()
-        sink(last)
+    def _end(self, last: SequenceFinished | EngineError | None) -> None:
+        """Leave the replica, or end the search for one; report the last event unless it is None."""
+        sink, self._sink = self._sink, ignore_event
+        self._replica_set.sequences.discard(self)
+        if self._is_placed:
+            self._leave()
+        if self._recovery is not None or self in self._replica_set.moving:
+            self._stop_looking()
+        if last is not None:
+            sink(last)
 
     def _lost(self, loss: EngineError) -> None:
         """Start to search for another replica, or end with the loss if none could continue."""
@@ -658,13 +662,15 @@ class RoutedSequence:
 
     def _leave(self) -> None:
         """Leave the replica and remove it from its load."""
-        self._is_placed = False
-        self._replica.outstanding_token_count -= self._charged
-        self._replica.live_sequence_count -= 1
-        assert self._replica.live_sequence_count >= 0, "a sequence leaves only a replica it entered"
+        replica, self._is_placed = self._replica, False
+        replica.outstanding_token_count -= self._charged
+        replica.live_sequence_count -= 1
+        assert replica.live_sequence_count >= 0, "a sequence leaves only a replica it entered"
         if self._is_probe and not self._shows_health:
-            self._replica.breaker.probe_ended()
+            replica.breaker.probe_ended()
         self._sequence.close()
+        if replica.stoppable is not None:
+            replica.stoppable.end_use()
 
     def _cancelled_end(self) -> SequenceFinished:
         """Build the last event of a cancelled sequence that is not on an engine."""

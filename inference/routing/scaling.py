@@ -14,7 +14,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 from common.incidents import IncidentTaskGroup, Retries
 from common.settings import number, setting, whole
@@ -47,20 +46,6 @@ class ReplicaSettings:
     # Memory for all engines of a process; 0: no limit. An engine that does not fit waits until idle
     # ones are stopped.
     memory_bytes: int = setting("WEIR_ENGINE_MEMORY_BYTES", 0, whole(0, 2**50))
-
-
-@runtime_checkable
-class Stoppable(Protocol):
-    """Interface of an engine that can be stopped and restarted, such as `ManagedEngine`."""
-
-    def idle_since_s(self) -> float | None:
-        """Return the time of its last use; None while it is in use or does not run."""
-
-    def evict(self) -> None:
-        """Stop the engine. It must be idle."""
-
-    def fits_now(self) -> bool:
-        """Return whether the engine could be started without evicting another one."""
 
 
 @dataclass(slots=True)
@@ -107,11 +92,7 @@ class Scaler:
         self, serving: Sequence[Replica], statistics: Sequence[EngineStatistics]
     ) -> bool:
         """Return whether the other replicas could take over the load of the last one."""
-        if (
-            len(serving) < 2
-            or len(serving) <= self.min_count
-            or not isinstance(serving[-1].engine, Stoppable)
-        ):
+        if len(serving) < 2 or len(serving) <= self.min_count or serving[-1].stoppable is None:
             return False
         load = sum(each.running_sequence_count + each.waiting_sequence_count for each in statistics)
         return load <= ROOM_SHARE * sum(each.running_sequence_count_max for each in statistics[:-1])
@@ -137,11 +118,7 @@ class Scaler:
             if state is EngineState.COLD
         )
         return next(
-            (
-                each
-                for each in cold
-                if isinstance(each.engine, Stoppable) and each.engine.fits_now()
-            ),
+            (each for each in cold if each.stoppable is not None and each.stoppable.fits_now()),
             None,
         )
 
@@ -155,11 +132,10 @@ class Scaler:
         for replica in replicas:
             if replica.name not in self._leaving:
                 continue
-            engine = replica.engine
-            assert isinstance(engine, Stoppable), "only stoppable engines are marked"
-            if engine.idle_since_s() is not None:
-                engine.evict()
-            if not engine.healthy():
+            assert replica.stoppable is not None, "only stoppable engines are marked"
+            if replica.stoppable.idle_since_s() is not None:
+                replica.stoppable.evict()
+            if not replica.engine.healthy():
                 self._leaving.discard(replica.name)
                 replica.is_leaving = False
 

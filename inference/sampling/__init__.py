@@ -1,1 +1,1 @@
-"""Token selection from logits: rules, grammars, sampling and beam search."""
+"""Token selection from logits: rules, grammars, sampling."""

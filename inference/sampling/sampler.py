@@ -44,7 +44,6 @@ import torch
 from torch import Tensor
 
 from inference.engine import SamplingParams, TokenLogprob, TokenLogprobs
-from inference.sampling.beam_search import Candidates
 from inference.sampling.grammar import Grammar, PendingMasks
 from inference.sequences import uniform
 
@@ -79,13 +78,6 @@ class SeenTokens:
         """Counts in the output of each of `token_ids`; 0 for tokens that are in the prompt only."""
         return self._counts[: len(self._slots)]
 
-    def copy(self) -> SeenTokens:
-        """Copy the counts, so that two beams continue independently."""
-        other = SeenTokens(())
-        other._slots = dict(self._slots)
-        other._ids, other._counts = self._ids.copy(), self._counts.copy()
-        return other
-
     def add(self, token_id: int) -> None:
         slot = self._slots.setdefault(token_id, len(self._slots))
         if slot == len(self._ids):
@@ -101,7 +93,7 @@ class Draw:
     from 0.
 
     `seen` is set if there are penalties. `held_off_ids` are suppressed token ids. `grammar` is in
-    its current state. `candidate_count` is the number of continuations for a beam, 0 otherwise.
+    its current state. `candidate_count` is the number of candidates wanted; 0 to sample one token.
     """
 
     params: SamplingParams
@@ -160,8 +152,22 @@ def _penalise(logits: Tensor, rows: list[int], ruled: list[Draw]) -> None:
     logits[row_ids, token_ids] = values
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Best next tokens of one sequence, in descending order; only tokens with finite scores.
+
+    `scores` are log-probabilities after bias and penalties, `logprobs` the model's own. `top` has
+    the most likely tokens if requested.
+    """
+
+    token_ids: Sequence[int]
+    scores: Sequence[float]
+    logprobs: Sequence[float]
+    top: tuple[TokenLogprob, ...] | None = None
+
+
 class Chosen(NamedTuple):
-    """A row's next token. `logprobs` is set if requested, `candidates` for a beam's search;
+    """A row's next token. `logprobs` is set if requested, `candidates` for a scored sequence;
     `following` has the tokens after it where drafts were right.
     """
 
@@ -185,17 +191,17 @@ def choose(
         for row, draw in enumerate(draws)
         if draw.params.top_logprobs is not None
     }
-    searched = {row: draw.candidate_count for row, draw in enumerate(draws) if draw.candidate_count}
-    report, beams = RowLogprobs(logits, top_counts), RowLogprobs(logits, searched)
-    if beams.counts:
-        # in beam search rules apply to log-probabilities
-        logits[list(beams.counts)] = beams.logprobs
+    scored = {row: draw.candidate_count for row, draw in enumerate(draws) if draw.candidate_count}
+    report, scores = RowLogprobs(logits, top_counts), RowLogprobs(logits, scored)
+    if scores.counts:
+        # For candidates, rules apply to log-probabilities.
+        logits[list(scores.counts)] = scores.logprobs
     apply_rules(logits, draws)
     if masks is not None:
         masks.apply(logits)
     token_ids = sample(logits, draws)
     logprobs = report.reports(token_ids)
-    candidates = beams.candidates(logits, logprobs)
+    candidates = scores.candidates(logits, logprobs)
     return [
         Chosen(token_id, logprobs.get(row), candidates.get(row))
         for row, token_id in enumerate(token_ids)
@@ -257,7 +263,7 @@ class RowLogprobs:
     def candidates(
         self, scores: Tensor, reports: Mapping[int, TokenLogprobs]
     ) -> dict[int, Candidates]:
-        """Select the candidates by row of a beam. `scores` are the logits after the rules."""
+        """Select the candidates by row. `scores` are the logits after the rules."""
         if not self.counts:
             return {}
         count = min(max(self.counts.values()), scores.shape[-1])

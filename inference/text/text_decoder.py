@@ -111,7 +111,7 @@ class TextDecoder:
         continues; None to search the prompt. For `marked_functions` see `GenerationRequest`.
         """
         assert all(stop_sequences), "the caller has refused empty stop sequences"
-        stops, marks = self._marked(stop_sequences)
+        stops, marks = self._marked(stop_sequences) if stop_sequences else ({}, {})
         reasoning = self.reasoning if splits else None
         searched = stops if reasoning is None else {}  # otherwise only the answer is searched
         opened: Detokenizer
@@ -187,7 +187,7 @@ class TextDecoder:
     def _marked(self, stops: Sequence[str]) -> tuple[Stops, dict[int, str]]:
         """Replace control tokens in stop sequences by marks; return them, and the marks by id."""
         marks: dict[int, str] = {}
-        if self._control is None or not stops:
+        if self._control is None:
             return as_given(stops), marks
 
         def mark(found: re.Match[str]) -> str:

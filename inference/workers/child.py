@@ -124,26 +124,13 @@ class Inbox(Generic[Local]):
     def wait(self) -> Message | Local:
         """Wait for the next message and return it."""
         while not self._messages:
-            self._arrivals.poll()
-            self._receive()
+            self._messages += self.take_all(wait=True)
         return self._messages.popleft()
 
     def take_all(self, *, wait: bool = False) -> list[Message | Local]:
-        """Return all messages received so far. With `wait`, block until there is one."""
+        """Return all messages received so far. With `wait`, block until data arrives."""
         if wait and not self._messages:
             self._arrivals.poll()
-        self._receive()
-        # Other threads may append.
-        return [self._messages.popleft() for _ in range(len(self._messages))]
-
-    def put(self, item: Local) -> None:
-        """Add an item, such as a compiled grammar, for the reading thread. Thread-safe."""
-        self._messages.append(item)
-        self._button.send(b"\0")
-        self._has_rung = True
-
-    def _receive(self) -> None:
-        """Decode the data that has arrived, without waiting for more."""
         if self._has_rung:
             self._has_rung = False
             with contextlib.suppress(BlockingIOError):  # already read
@@ -167,6 +154,14 @@ class Inbox(Generic[Local]):
                 f"weir worker: the parent broke the protocol: {error}", file=sys.stderr, flush=True
             )
             self._exit(EXIT_PROTOCOL_BROKEN)
+        # Other threads may append.
+        return [self._messages.popleft() for _ in range(len(self._messages))]
+
+    def put(self, item: Local) -> None:
+        """Add an item, such as a compiled grammar, for the reading thread. Thread-safe."""
+        self._messages.append(item)
+        self._button.send(b"\0")
+        self._has_rung = True
 
     def _watch(self) -> None:
         end = select.poll()

@@ -156,6 +156,10 @@ class WorkerKind:
     load_failure_count_max: float = math.inf
 
 
+def _discard(message: Message) -> None:
+    """Discard a message: there is no process."""
+
+
 class Worker:
     """Worker process of one backend. `run` starts, loads and supervises a new one each time."""
 
@@ -182,6 +186,8 @@ class Worker:
         self._on_message = on_message
         self._owes_answers = owes_answers
         self.process: WorkerProcess | None = None  # while `run` has one
+        # Queues a message for the process, if there is one. Never blocks.
+        self.send: Callable[[Message], None] = _discard
         self._began_at_s = -math.inf
         self._hung = False
         self._load_failure_count = 0
@@ -192,11 +198,6 @@ class Worker:
     def pid(self) -> int | None:
         """Process id of the worker; None without one."""
         return None if self.process is None else self.process.pid
-
-    def send(self, message: Message) -> None:
-        """Queue a message for the worker, if there is one. Never blocks."""
-        if self.process is not None:
-            self.process.send(message)
 
     def kill(self) -> None:
         """Kill the worker, if there is one."""
@@ -232,7 +233,7 @@ class Worker:
             async with self._kind.opener(self._kind.module, self._kind.environment) as process:
                 if self._supervised.is_closing:
                     return "the engine was closed"  # during the start: `close` could not kill it
-                self.process = process
+                self.process, self.send = process, process.send
                 try:
                     await self._load(process)
                     if self._supervised.condition().state is not EngineState.FAILED:
@@ -244,7 +245,7 @@ class Worker:
                     return f"the engine process broke the protocol: {error}"
                 finally:
                     log_lines += process.log_lines(LOG_LINES)
-                    self.process = None
+                    self.process, self.send = None, _discard
                     self._supervised.unreachable()
                     self._watchdog.disarm()
         except OSError as error:

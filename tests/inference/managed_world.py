@@ -173,8 +173,12 @@ class FakeEngine:
 async def use(managed: ManagedEngine) -> AsyncIterator[SequenceStream]:
     """Yield a sequence in a managed that is started for it, as for requests of the service."""
     await managed.start()
-    async with streams.stream(managed, make_request([1])) as stream:
-        yield stream
+    managed.begin_use()
+    try:
+        async with streams.stream(managed, make_request([1])) as stream:
+            yield stream
+    finally:
+        managed.end_use()
 
 
 class World:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from inference.adapters.torch_beams import BeamSearches
 from inference.capabilities import is_used
 from inference.core.engine_core import EngineCore, NumberedEvent
 from inference.core.kv_cache import BlockPool
@@ -98,12 +99,12 @@ def run_all(
     core: EngineCore, requests: Iterable[GenerationRequest], first_number: int = 0
 ) -> list[Outcome]:
     """Start all at once and step until nothing runs. first_number: above all earlier ones."""
-    outcomes = {}
+    outcomes, searches = {}, BeamSearches(core)
     for number, request in enumerate(requests, first_number):
-        assert core.add(number, request)
+        assert searches.add(number, request)
         outcomes[number] = Outcome()
-    while not core.idle:
-        collect(core.step(), outcomes)
+    while not searches.idle:
+        collect(searches.step(), outcomes)
         check_deeply(core.pool, [sequence.block_table for sequence in core.scheduler.running])
     return list(outcomes.values())
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from inference.core.kv_cache import BlockKey, BlockPool, CachedBlock
+from inference.core.kv_cache import BlockHash, BlockKey, BlockPool, CachedBlock
 from inference.core.scheduler import Scheduler, StepPlan
 from inference.core.sequence import Sequence as EngineSequence
 from inference.engine import GenerationRequest
@@ -184,9 +184,7 @@ class NaiveCache:
 class ObservedPool(BlockPool):
     """The product's pool; the model predicts each answer and is told of each act."""
 
-    def __init__(
-        self, block_count: int, hash_block: Callable[[int, tuple[int, ...]], int] | None = None
-    ) -> None:
+    def __init__(self, block_count: int, hash_block: BlockHash | None = None) -> None:
         if hash_block is None:
             super().__init__(block_count)
         else:
@@ -260,7 +258,7 @@ class ModelledEngine:
         self,
         block_count: int,
         limits: EngineLimits,
-        hash_block: Callable[[int, tuple[int, ...]], int] | None = None,
+        hash_block: BlockHash | None = None,
     ) -> None:
         self.pool = ObservedPool(block_count, hash_block)
         self.pool.on_hold, self.pool.on_release = self._note_entering, self._note_leaving

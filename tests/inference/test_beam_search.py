@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from inference.adapters.torch_beams import BeamSearches
 from inference.core.engine_core import EngineCore, NumberedEvent
+from inference.core.scheduler import StepPlan
+from inference.core.sequence import Sequence
 from inference.engine import (
     BeamSearchParams,
     ChoiceFinished,
@@ -27,6 +30,7 @@ from inference.engine import (
     TokensGenerated,
 )
 from inference.kv_blocks import KV_BLOCK_TOKENS
+from inference.sampling.sampler import Chosen
 from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
 from tests.inference.running import check_deeply, make_core, make_request, random_prompt, run_all
@@ -78,19 +82,19 @@ def collect(events: Iterable[NumberedEvent], found: dict[int, Found]) -> None:
 def search(core: EngineCore, requests: list[GenerationRequest]) -> list[Found]:
     """Run all at once; check the blocks after every step."""
     found = {number: Found() for number in range(len(requests))}
+    searches = BeamSearches(core)
     for number, request in enumerate(requests):
         assert core.request_fault(request) is None
-        assert core.add(number, request)
-    while not core.idle:
+        assert searches.add(number, request)
+    while not searches.idle:
         before = {number: sum(map(len, one.token_ids.values())) for number, one in found.items()}
         ended = {number for number, one in found.items() if one.finished is not None}
-        collect(core.step(), found)
+        collect(searches.step(), found)
         for number, one in found.items():
             if one.finished is not None and number not in ended:
                 one.reported = before[number]
         check_deeply(core.pool, [sequence.block_table for sequence in core.scheduler.running])
-        indexes = sum(sequence.batch_row_count for sequence in core.scheduler.running)
-        assert indexes <= core._limits.running_sequence_count_max
+        assert len(core.scheduler.running) <= core._limits.running_sequence_count_max
     assert core.pool.block_count_held == 0
     return list(found.values())
 
@@ -275,14 +279,14 @@ def test_a_sliding_window_and_head_norms_change_nothing_about_it(tmp_path: Path)
 
 
 def test_company_chunks_and_preemption_change_nothing(tiny: TinyCheckpoint) -> None:
-    """A pool of little more than one search: whole groups are preempted and return."""
+    """A pool of little more than one search: sequences are preempted, cached blocks evicted."""
     rng = random.Random(9)
     requests = []
     for row in range(8):
         prompt = random_prompt(rng, rng.randrange(1, 90))
         if row % 2:
             requests.append(
-                make_request(prompt, 60, sampling=SamplingParams(temperature=1.0, seed=row))
+                make_request(prompt, 240, sampling=SamplingParams(temperature=1.0, seed=row))
             )
         else:
             sampling, ends = (
@@ -323,34 +327,48 @@ def test_beams_that_are_computed_again_wait_for_each_other(tiny: TinyCheckpoint)
         random_prompt(random.Random(14), 20), 8, 40, choice_count=8, ends=frozenset()
     )
     core = make_core(tiny.directory, running_sequence_count_max=8, step_token_count_max=8)
-    found, preempted_at, apart = {0: Found()}, 0, 0
-    core.add(0, request)
+    found, searches, preempted_at, apart = {0: Found()}, BeamSearches(core), 0, 0
+    searches.add(0, request)
 
-    while not core.idle:
-        collect(core.step(), found)
-        beams = core.scheduler.running
-        apart += len(beams) > 1 and len({beam.computed_token_count for beam in beams}) > 1
-        if len(beams) > 1 and beams[0].output_token_count >= preempted_at + 5:
-            preempted_at = beams[0].output_token_count
-            core.scheduler._preempt(beams[-1])
+    while not searches.idle:
+        collect(searches.step(), found)
+        beams = core.scheduler.running + core.scheduler.waiting
+        apart += 0 < len(beams) < 8
+        running = core.scheduler.running
+        if running and running[0].output_token_count >= preempted_at + 5:
+            preempted_at = running[0].output_token_count
+            core.scheduler._preempt(running[-1])
 
+    assert preempted_at > 20, "else none was computed again"
     assert apart > 3, "else none had to wait"
     assert outputs(found[0]) == reference(tiny.directory, request)
 
 
-def test_beams_share_the_prompt_and_copy_only_what_they_write(tiny: TinyCheckpoint) -> None:
+def test_beams_share_all_full_blocks(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(tiny.directory)
+    searches = BeamSearches(core)
     prompt = random_prompt(random.Random(3), 200)  # 12 full blocks, and half a block
-    core.add(0, beam_request(prompt, 6, 40, ends=frozenset()))
-    held = []
-    while not core.idle:
-        core.step()
+    searches.add(0, beam_request(prompt, 6, 40, ends=frozenset()))
+    held: list[int] = []
+    computed: list[int] = []
+    run = core._runner.run
+
+    def observed(plan: StepPlan) -> dict[Sequence, Chosen]:
         held.append(core.pool.block_count_held)
+        computed.append(plan.token_count)
+        return run(plan)
+
+    monkeypatch.setattr(core._runner, "run", observed)
+    while not searches.idle:
+        searches.step()
+        assert not core.pool.block_count_held, "between two rounds a search holds none"
 
     full_blocks = len(prompt) // KV_BLOCK_TOKENS
-    assert held[0] == full_blocks + 1, "beams that have written nothing share the half block too"
+    assert computed[0] == 200
+    assert held[0] == full_blocks + 1
     assert max(held) <= full_blocks + 6 * 4
     assert max(held[1:8]) <= full_blocks + 6, "one block of its own each, as long as it has room"
+    assert max(computed[1:]) <= 6 * KV_BLOCK_TOKENS, "full blocks are found in the cache"
 
 
 def test_a_prompt_in_the_cache_is_found_and_counted(tiny: TinyCheckpoint) -> None:
@@ -369,10 +387,10 @@ def test_a_prompt_in_the_cache_is_found_and_counted(tiny: TinyCheckpoint) -> Non
 
 
 def run_events(core: EngineCore, request: GenerationRequest, number: int) -> Found:
-    found = {number: Found()}
-    assert core.add(number, request)
-    while not core.idle:
-        collect(core.step(), found)
+    found, searches = {number: Found()}, BeamSearches(core)
+    assert searches.add(number, request)
+    while not searches.idle:
+        collect(searches.step(), found)
     return found[number]
 
 
@@ -449,29 +467,30 @@ def test_log_probabilities_are_the_models_own(tiny: TinyCheckpoint) -> None:
 def test_a_cancel_ends_all_beams(tiny: TinyCheckpoint, step_count: int) -> None:
     core = make_core(tiny.directory, step_token_count_max=64)
     found = {0: Found()}
-    core.add(
+    searches = BeamSearches(core)
+    searches.add(
         0,
         beam_request(
             random_prompt(random.Random(1), 100), 4, 100, choice_count=2, ends=frozenset()
         ),
     )
     for _ in range(step_count):
-        collect(core.step(), found)
+        collect(searches.step(), found)
 
-    core.cancel(0)
+    searches.cancel(0)
 
-    assert core.idle
+    assert searches.idle
     assert core.pool.block_count_held == 0
     assert not core.scheduler.running
     assert not core.scheduler.waiting
-    collect(core.step(), found)
+    collect(searches.step(), found)
     assert found[0].ends == dict.fromkeys(range(2), EngineFinishReason.CANCELLED)
     assert found[0].finished is not None
     assert found[0].finished.generated_token_count >= sum(map(len, outputs(found[0])))
 
 
-def test_beams_count_in_the_batch(tiny: TinyCheckpoint) -> None:
-    """Two searches of four and two sequences fill ten places; the next search waits."""
+def test_beams_take_turns_in_a_full_batch(tiny: TinyCheckpoint) -> None:
+    """Ten places for three searches of four and two sequences; `search` counts them."""
     core = make_core(tiny.directory, running_sequence_count_max=10, step_token_count_max=256)
     rng = random.Random(7)
     requests = [beam_request(random_prompt(rng, 10), 4, 30, ends=frozenset()) for _ in range(3)]

@@ -50,6 +50,12 @@ class Puppet:
     def statistics(self) -> EngineStatistics:
         return EngineStatistics(running_sequence_count=len(self.calls))
 
+    def begin_use(self) -> None:
+        """Implement `Stoppable.begin_use`: it is not stopped in use here."""
+
+    def end_use(self) -> None:
+        """Implement `Stoppable.end_use`."""
+
     def fits_now(self) -> bool:
         return self.has_room
 

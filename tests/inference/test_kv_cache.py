@@ -48,7 +48,7 @@ def test_another_salt_finds_nothing() -> None:
 
 def test_a_hash_collision_never_serves_another_prompt() -> None:
     """With a constant hash, only exact content may be found."""
-    pool = BlockPool(16, hash_block=lambda parent, tokens: 7)
+    pool = BlockPool(16, hash_block=lambda block: 7)
     fill(pool, TOKENS[:16])
     fill(pool, TOKENS[16:32])
 

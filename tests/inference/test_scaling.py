@@ -39,6 +39,12 @@ class FakeEngine:
             reported, running_sequence_count=self.running, waiting_sequence_count=self.waiting
         )
 
+    def begin_use(self) -> None:
+        """Implement `Stoppable.begin_use`: it is not stopped in use here."""
+
+    def end_use(self) -> None:
+        """Implement `Stoppable.end_use`."""
+
     def fits_now(self) -> bool:
         return self.has_room
 

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from inference.core.sequence import BeamGroup
-from inference.engine import BeamSearchParams
 from inference.errors import InvariantViolated
 from inference.limits import EngineLimits
 from tests.inference.running import make_request
@@ -191,21 +189,6 @@ def test_no_sequence_is_overtaken_more_often_than_the_queue_is_long() -> None:
 
     assert number == 11
     assert engine.overtaken_peak == 10
-
-
-def test_beams_are_not_displaced() -> None:
-    """All of them would have to be recomputed."""
-    engine = ModelledEngine(block_count=100, limits=EngineLimits(256, running_sequence_count_max=2))
-    engine.add(
-        0, replace(make_request([1] * 30, 20, rank=10_000.0), beam_search=BeamSearchParams(2))
-    )
-    engine.step()
-    BeamGroup(engine.live[0, 0], lambda: engine.live[0, 0].detokenizer)
-    engine.add(1, make_request([2] * 30, 5, rank=0.0))
-
-    engine.scheduler.schedule()
-
-    assert [sequence.number for sequence in engine.scheduler.running] == [0]
 
 
 def test_a_request_does_not_wait_for_a_prefix_that_a_later_one_computes() -> None:

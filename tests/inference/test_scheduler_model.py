@@ -93,7 +93,7 @@ def new_engine(seed: int) -> ModelledEngine:
         waiting_sequence_count_max=LIVE_MAX,
         owed_output_token_count_max=given.owed_output_token_count_max,
     )
-    hash_block = (lambda parent, tokens: hash((parent, tokens)) % 13) if given.collisions else None
+    hash_block = (lambda block: hash(block) % 13) if given.collisions else None
     return ModelledEngine(given.block_count, limits, hash_block)
 
 
@@ -332,8 +332,8 @@ FAULTS: dict[str, tuple[int, str, object, str]] = {
     ),
     "ranks are forgotten": (
         FALLING,
-        "inference.core.sequence.Sequence.precedence",
-        property(lambda sequence: (0.0, sequence.number, sequence.choice_index)),
+        "inference.core.scheduler._precedence",
+        lambda sequence: (0.0, sequence.number, sequence.choice_index),
         "comes before it|out of order",
     ),
     "overtaking has no end": (
