@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from api.access.auth import Authenticator
 from api.access.tls import open_tls
 from api.admin.admin_service import AdminServicer
-from api.billing.billing_service import BillingServicer, ReceiptServicer, Reports
+from api.admin.billing_service import BillingServicer, ReceiptServicer, Reports
 from api.composition import (
     allow_open_files,
     build_safety,

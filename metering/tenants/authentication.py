@@ -11,14 +11,15 @@ import secrets
 import string
 import uuid
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from sqlalchemy import Double, Select, bindparam, cast, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import KeyInvalid
-from metering.core.models import ApiKey, Organization, Project, SupersededSecret
+from metering.core.models import ApiKey, Organization, Project, SupersededSecret, record_of
+from metering.tenants.key_terms import KeyTerms
 from metering.tenants.networks import Address, Network, networks_of
 
 PREFIX_CHARS = string.ascii_lowercase + string.digits
@@ -122,13 +123,8 @@ def select_principal() -> Select[Any]:
             ApiKey.project_id,
             Project.organization_id,
             Organization.currency_code,
-            ApiKey.scopes,
-            cast(func.extract("epoch", ends_at - func.now()), Double).label("lifetime_s"),
-            ApiKey.models,
-            ApiKey.max_input_tokens,
-            ApiKey.max_output_tokens,
-            ApiKey.allowed_networks,
-            ApiKey.strict_parameters,
+            cast(func.extract("epoch", ends_at - func.now()), Double).label("secret_lifetime_s"),
+            *(getattr(ApiKey, each.name) for each in fields(KeyTerms)),
         )
         .join(Project, Project.id == ApiKey.project_id)
         .join(Organization, Organization.id == Project.organization_id)
@@ -160,17 +156,14 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
     result = await session.execute(PRINCIPAL_OF_SECRET, {"secret_hash": hash_of(secret)})
     if (row := result.one_or_none()) is None:
         raise refusal
-    return Principal(
+    return record_of(
+        Principal,
+        row,
         api_key_id=row.id,
         key_prefix=row.prefix,
-        project_id=row.project_id,
-        organization_id=row.organization_id,
-        currency_code=row.currency_code,
         scopes=frozenset(row.scopes),
-        secret_lifetime_s=row.lifetime_s,
         models=frozenset(row.models),
         bounds=TokenBounds(row.max_input_tokens, row.max_output_tokens),
         networks=networks_of(tuple(row.allowed_networks)),
-        strict_parameters=row.strict_parameters,
         secret_hash=hash_of(secret),
     )

@@ -38,7 +38,7 @@ def world(database_url: str) -> Iterator[HoldWorld]:
 
 def limited(name: str) -> OrganizationSpec:
     """Return an organization with limits at every level."""
-    key = KeySpec("laptop", quotas=LIMITS)
+    key = KeySpec(name="laptop", quotas=LIMITS)
     return OrganizationSpec(
         name, quotas=LIMITS, projects=(ProjectSpec("search", quotas=LIMITS, keys=(key,)),)
     )
