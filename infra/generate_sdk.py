@@ -23,6 +23,7 @@ from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorS
 from infra.generate_proto import contract
 
 CLIENT = Path(__file__).resolve().parent.parent / "sdk" / "python" / "src" / "weir_client"
+TYPESCRIPT = CLIENT.parents[2] / "typescript" / "src"
 COLUMNS_MAX = 100
 Type = FieldDescriptorProto.Type
 SCALARS = {
@@ -98,6 +99,11 @@ TYPES = {
     "QuotaStatus.enforced": ("bool", "True"),
 }
 RENAMED = {"Quote.retry_delay": "retry_after_s"}
+TYPESCRIPT_ROOTS = (
+    "FinishReason", "Generation", "KeyRestrictions", "Model", "ProgressFrame.Stage",
+    "QuoteResponse", "TokenLogprobs",
+)  # fmt: skip
+TYPESCRIPT_LEFT_OUT = frozenset({"Generation.receipts"})  # Python checks them; it only counts them
 LEFT_OUT = frozenset({"UsagePage.next_page_token"})
 # Fields that the client adds: type, default, and comment.
 ADDED = {
@@ -196,6 +202,12 @@ Generated from the contract by `infra/generate_sdk.py`: run `make proto` instead
 from __future__ import annotations
 
 '''
+JS_HEAD = """/**
+ * {title}
+ *
+ * Generated from the contract by `infra/generate_sdk.py`: run `make proto` instead of editing it.
+ */
+"""
 
 
 @dataclass(slots=True)
@@ -648,6 +660,165 @@ def roots_of_calls(found: Contract) -> Iterator[str]:
                     yield inner.name
 
 
+# TypeScript
+
+
+def camel(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join(each[:1].upper() + each[1:] for each in rest)
+
+
+def js_doc(text: str, indent: str) -> Iterator[str]:
+    """Write a comment, on one line if it fits."""
+    if len(indent + text) + len("/**  */") <= COLUMNS_MAX:
+        yield f"{indent}/** {text} */"
+    else:
+        yield f"{indent}/**"
+        yield from paragraphs(text, f"{indent} * ")
+        yield f"{indent} */"
+
+
+def typescript_enum(found: Contract, element: Element) -> Iterator[str]:
+    """Write an enumeration as a union of names; dimensions are spelled as on the command line."""
+    text = found.text(element.comment)
+    prefix = element.proto.value[0].name.removesuffix("UNSPECIFIED")
+    words = [each.name.removeprefix(prefix) for each in element.proto.value]
+    if element.value == "QuotaDimension":
+        yield from js_doc(f'{text} "unspecified": newer than this client.', "")
+        yield "export const QUOTA_DIMENSIONS = ["
+        spelled = (each.replace("_PICOS", "").lower().replace("_", "-") for each in words)
+        yield from (f'  "{each}",' for each in spelled)
+        yield "] as const;"
+        yield ""
+        yield from js_doc(text, "")
+        yield "export type QuotaDimension = (typeof QUOTA_DIMENSIONS)[number];"
+    else:
+        yield from js_doc(f"{text} UNSPECIFIED: newer than this client.", "")
+        yield f"export type {element.value} ="
+        yield from (f'  | "{each}"' for each in words[:-1])
+        yield f'  | "{words[-1]}";'
+    yield ""
+
+
+def typescript_field(found: Contract, owner: str, each: Any) -> tuple[str, str, str]:
+    """Choose the name and the type of a field, and the expression that reads it from `value`."""
+    name = f"{owner}.{each.name}"
+    source = f"value.{camel(each.name)}"
+    is_list = each.label == FieldDescriptorProto.LABEL_REPEATED
+    shown = RENAMED.get(name, each.name).removesuffix("_s")
+    if name == "Price.tier":
+        batch = f'{source} === ServiceTier.BATCH ? "batch" : "interactive"'
+        return camel(shown), '"interactive" | "batch"', batch
+    if each.type == FieldDescriptorProto.TYPE_ENUM:
+        element = found.of(each.type_name)
+        assert element is not None
+        if element.value == "QuotaDimension":
+            return camel(shown), element.value, f"dimension({source})"
+        message = element.name.replace(".", "_")
+        return camel(shown), element.value, f"name<{element.value}>({message}Message, {source})"
+    if each.type == FieldDescriptorProto.TYPE_MESSAGE:
+        if each.type_name.endswith(".Timestamp"):
+            return camel(shown), "Date | undefined", f"date({source})"
+        if each.type_name.endswith(".Duration"):
+            return camel(f"{shown}_ms"), "number | undefined", f"durationMs({source})"
+        element = found.of(each.type_name)
+        assert element is not None
+        if is_map(element):
+            return camel(shown), "Readonly<Record<string, string>>", source
+        read = element.value[:1].lower() + element.value[1:]
+        if is_list:
+            return (
+                camel(shown),
+                f"readonly {element.value}[]",
+                f"{source}.map((each) => {read}(each))",
+            )
+        if name in OPTIONAL:
+            return camel(shown), f"{element.value} | undefined", f"{source} && {read}({source})"
+        return camel(shown), element.value, f"{read}({source})"
+    kind, _ = SCALARS.get(each.type, ("int", ""))
+    is_wide = each.type in (FieldDescriptorProto.TYPE_INT64, FieldDescriptorProto.TYPE_UINT64)
+    is_exact = is_wide and each.name.endswith(("_value", "_picos_per_token", "alert_at"))
+    shape = {"str": "string", "bool": "boolean"}.get(kind, "bigint" if is_exact else "number")
+    if is_list:
+        return camel(shown), f"readonly {shape}[]", source
+    read = f"count({source})" if is_wide and not is_exact else source
+    if name in OPTIONAL:
+        return camel(shown), f"{shape} | undefined", f"{read} || undefined"
+    return camel(shown), shape, read
+
+
+def typescript_modules(found: Contract) -> dict[str, str]:
+    """Write the values of the TypeScript client, and their conversion from messages."""
+    values, reads = [], []
+    imports: dict[str, set[str]] = {}
+    names = []
+    for element in needed(found, TYPESCRIPT_ROOTS):
+        module, symbol = element.module.removesuffix("_pb2"), element.name.replace(".", "_")
+        used = imports.setdefault(f"./gen/weir/v1/{module}_pb.js", set())
+        if not hasattr(element.proto, "field"):
+            values += typescript_enum(found, element)
+            continue
+        names.append(element.value)
+        used |= {f"type {symbol} as {symbol}Message", f"{symbol}Schema"}
+        values += js_doc(found.text(element.comment), "")
+        values.append(f"export interface {element.value} {{")
+        lines = []
+        for each, comment in zip(element.proto.field, element.comments, strict=True):
+            if f"{element.value}.{each.name}" in TYPESCRIPT_LEFT_OUT:
+                continue
+            name, kind, read = typescript_field(found, element.value, each)
+            if read.startswith("name<"):
+                enum = found.of(each.type_name)
+                assert enum is not None
+                symbol_of = enum.name.replace(".", "_")
+                path = f"./gen/weir/v1/{enum.module.removesuffix('_pb2')}_pb.js"
+                imports.setdefault(path, set()).add(f"{symbol_of} as {symbol_of}Message")
+            values += js_doc(found.text(comment), "  ")
+            values.append(f"  readonly {name}: {kind};")
+            lines.append(f"    {name}: {read},")
+        values += ["}", ""]
+        exact = any("bigint" in each for each in values[-3 * len(lines) :])
+        function = element.value[:1].lower() + element.value[1:]
+        reads += [
+            f"export function {function}(",
+            f"  value: {symbol}Message = create({symbol}Schema),",
+            f"): {element.value} {{",
+            "  return jsonable({" if exact else "  return {",
+            *lines,
+            "  });" if exact else "  };",
+            "}",
+            "",
+        ]
+    imports["./gen/weir/v1/inference_service_pb.js"].add("ServiceTier")
+    unions = set(re.findall(r"name<(\w+)>", "\n".join(reads)))
+    head = [
+        'import { create } from "@bufbuild/protobuf";',
+        'import { count, date, dimension, durationMs, money, name } from "./conversion.js";',
+    ]
+    for path, symbols in sorted(imports.items()):
+        head += imported(symbols, path)
+    head += imported({f"type {each}" for each in {*names, *unions}}, "./generated_values.js")
+    head += ['import { jsonable } from "./money.js";', ""]
+    return {
+        "generated_values.ts": "\n".join(
+            [
+                JS_HEAD.format(title="Values of the contract: plain data without gRPC."),
+                'import type { Money } from "./money.js";',
+                "",
+                *values,
+            ]
+        ),
+        "generated_wire.ts": "\n".join(
+            [JS_HEAD.format(title="Conversion of messages to values."), *head, *reads]
+        ),
+    }
+
+
+def imported(symbols: Iterable[str], path: str) -> list[str]:
+    """Write the import of some names of a TypeScript module."""
+    return ["import {", *(f"  {each}," for each in sorted(symbols)), f'}} from "{path}";']
+
+
 def modules() -> dict[Path, bytes]:
     """Generate the modules and return their contents by path."""
     found = Contract(contract())
@@ -655,7 +826,9 @@ def modules() -> dict[Path, bytes]:
         CLIENT / "generated_values.py": values_module(found, [*ROOTS, *roots_of_calls(found)]),
         CLIENT / "generated_calls.py": calls_module(found),
     }
-    return {path: formatted(path, text) for path, text in texts.items()}
+    python = {path: formatted(path, text) for path, text in texts.items()}
+    scripts = typescript_modules(found)
+    return python | {TYPESCRIPT / name: text.encode() for name, text in scripts.items()}
 
 
 def formatted(path: Path, text: str) -> bytes:
