@@ -749,7 +749,8 @@ def typescript_field(found: Contract, owner: str, each: Any) -> tuple[str, str, 
 
 def typescript_modules(found: Contract) -> dict[str, str]:
     """Write the values of the TypeScript client, and their conversion from messages."""
-    values, reads = [], []
+    values: list[str] = []
+    reads: list[str] = []
     imports: dict[str, set[str]] = {}
     names = []
     for element in needed(found, TYPESCRIPT_ROOTS):

@@ -326,13 +326,8 @@ def restrictions(principal: Principal, change: KeyAct | None) -> pb.KeyRestricti
     lifetime_s = principal.secret_lifetime_s
     return wire.message_of(
         pb.KeyRestrictions,
-        principal,
+        principal.terms,
         prefix=principal.key_prefix,
-        scopes=sorted(principal.scopes),
-        models=sorted(principal.models),
-        allowed_networks=map(str, principal.networks),
-        max_input_tokens=principal.bounds.max_input_tokens,
-        max_output_tokens=principal.bounds.max_output_tokens,
         latest_change=change and wire.message_of(pb.KeyChange, change, change_time=change.at),
         secret_expire_time=None
         if lifetime_s is None

@@ -24,8 +24,8 @@ from metering.core.errors import (
     WriteConflict,
 )
 from metering.core.models import ApiKey, Organization, Project
-from metering.tenants.api_keys import DEFAULT_TERMS, KeyRecord, create_api_key, find_api_key
-from metering.tenants.key_terms import KeyTerms, checked_terms
+from metering.tenants.api_keys import KeyRecord, create_api_key, find_api_key
+from metering.tenants.key_terms import DEFAULT_TERMS, KeyTerms, checked_terms
 from metering.tenants.tenants import (
     checked_name,
     create_organization,

@@ -40,7 +40,7 @@ from metering.tenants.authentication import (
     new_secret,
     prefix_of,
 )
-from metering.tenants.key_terms import KeyTerms, checked_terms
+from metering.tenants.key_terms import DEFAULT_TERMS, KeyTerms, checked_terms
 from metering.tenants.tenants import as_uuid, find_organization, find_project, record_creation
 
 KEY_NAME_MAX_CHARS = 100
@@ -49,7 +49,6 @@ COPIED = ("model", "dimension", "limit_value", *WEIGHTS, "enforced", "alert_at")
 LIFETIME_MAX = timedelta(days=36_500)  # a century; keeps the sum within the range of a timestamp
 OVERLAP = timedelta(hours=24)  # a working day to deploy the new secret
 OVERLAP_MAX = timedelta(days=30)  # a longer overlap would leave a leaked secret in use
-DEFAULT_TERMS = KeyTerms()
 EXPIRY_MIN, EXPIRY_MAX = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
 
 

@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import KeyInvalid
 from metering.core.models import ApiKey, Organization, Project, SupersededSecret, record_of
-from metering.tenants.key_terms import KeyTerms
+from metering.tenants.key_terms import DEFAULT_TERMS, KeyTerms
 from metering.tenants.networks import Address, Network, networks_of
 
 PREFIX_CHARS = string.ascii_lowercase + string.digits
@@ -53,8 +53,8 @@ class Principal:
     `secret_lifetime_s` is the remaining validity of the secret, None if unlimited. `models` and
     `networks` are the allowed ones, empty for all. `bounds` limit the tokens of one request.
     `address` is the client's, determined by the listener; None if unknown. `secret_hash` is that of
-    the secret used in this call; a rotated key has several. `strict_parameters` refuses unknown
-    parameters over HTTP.
+    the secret used in this call; a rotated key has several. `terms` are those of the key; `scopes`,
+    `models`, `networks` and `bounds` have parts of them in the form that requests look up.
     """
 
     api_key_id: uuid.UUID
@@ -67,7 +67,7 @@ class Principal:
     models: frozenset[str] = frozenset()
     bounds: TokenBounds = NO_BOUNDS
     networks: tuple[Network, ...] = ()
-    strict_parameters: bool = False
+    terms: KeyTerms = DEFAULT_TERMS
     address: Address | None = field(default=None, compare=False)
     secret_hash: bytes = field(default=b"", compare=False, repr=False)
 
@@ -164,6 +164,7 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
         scopes=frozenset(row.scopes),
         models=frozenset(row.models),
         bounds=TokenBounds(row.max_input_tokens, row.max_output_tokens),
+        terms=record_of(KeyTerms, row),
         networks=networks_of(tuple(row.allowed_networks)),
         secret_hash=hash_of(secret),
     )

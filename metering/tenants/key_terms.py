@@ -35,6 +35,9 @@ class KeyTerms:
     strict_parameters: bool = False
 
 
+DEFAULT_TERMS = KeyTerms()
+
+
 def values_of(terms: object) -> dict[str, object]:
     """Read the terms of an object that has them as attributes, by name."""
     return {each.name: getattr(terms, each.name) for each in fields(KeyTerms)}

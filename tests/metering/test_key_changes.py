@@ -282,7 +282,7 @@ async def test_a_strict_key_is_strict_with_every_secret_until_it_is_relaxed(
         _, secret, _ = await rotate_api_key(session, api_key=prefix, actor="ann")
         renamed = await update_api_key(session, api_key=prefix, name="new", actor="ann")
         strict = [
-            (await authenticate(session, each)).strict_parameters
+            (await authenticate(session, each)).terms.strict_parameters
             for each in (customer.secret, secret)
         ]
         relaxed = await update_api_key(
@@ -296,7 +296,7 @@ async def test_a_strict_key_is_strict_with_every_secret_until_it_is_relaxed(
 
     assert customer.key.strict_parameters is False, "the default"
     assert (strict, renamed.strict_parameters) == ([True, True], True)
-    assert (relaxed.strict_parameters, after.strict_parameters) == (False, False)
+    assert (relaxed.strict_parameters, after.terms.strict_parameters) == (False, False)
     assert entry.before is not None
     assert entry.after is not None
     assert (entry.before["strict_parameters"], entry.after["strict_parameters"]) == (True, False)
