@@ -95,7 +95,7 @@ def test_a_dimension_has_one_spelling_everywhere(dimension: QuotaDimension, spel
 
 
 def test_other_files_name_the_dimensions_of_the_table() -> None:
-    typescript = (ROOT / "sdk/typescript/src/values.ts").read_text()
+    typescript = (ROOT / "sdk/typescript/src/generated_values.ts").read_text()
     listed = typescript.partition("QUOTA_DIMENSIONS = [")[2].partition("]")[0]
     pages = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", *ROOT.glob("sdk/*/README.md")]
     internal = [
@@ -127,7 +127,8 @@ def test_a_model_shows_the_price_of_every_kind_of_token(kind: TokenKind) -> None
 
     assert ListedModel(model, "m", "", 1).facts()["price"][name] == 7
     assert getattr(read(Price, model.price), name) == 7
-    assert re.search(rf"\b{camel(name)}\b", (ROOT / "sdk/typescript/src/models.ts").read_text())
+    typescript = (ROOT / "sdk/typescript/src/generated_values.ts").read_text()
+    assert re.search(rf"\b{camel(name)}\b", typescript)
     assert camel(name) in (ROOT / "api/console/static/overview.mjs").read_text()
 
 
