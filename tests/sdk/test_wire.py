@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import weir_client
+from google.protobuf.json_format import ParseError
 from weir.v1 import (
     admin_service_pb2,
     alerts_pb2,
@@ -197,3 +198,30 @@ def test_plain_data_keeps_every_value() -> None:
     assert reported["money"] == {"currency_code": "USD", "picos": 50_000_000_000}
     assert reported["usage"]["input_token_count"] == 3
     assert (reported["at"], reported["raw"]) == ("2026-11-27T00:00:00+00:00", "AA==")
+
+
+def test_a_request_holds_what_python_has_for_each_field_and_none_leaves_it_unset() -> None:
+    month = wire.request(
+        usage_reports_pb2.GetUsageRequest, month="2026-11", group_by=[weir_client.UsageGrouping.DAY]
+    )
+    update = wire.request(
+        admin_service_pb2.UpdateApiKeyRequest,
+        api_key="k",
+        name=None,
+        strict_parameters=False,
+        expire_time=datetime(2026, 11, 27, 12, 0, 0, 5, tzinfo=UTC),
+    )
+    drain = wire.request(replicas_pb2.DrainReplicaRequest, replica="0", move_after=1.5)
+    quota = wire.request(admin_service_pb2.SetQuotaRequest, alert_at=[50, 80])
+    amount = wire.request(months_pb2.CreateAdjustmentRequest, amount=Money("USD", -1))
+
+    assert list(month.group_by) == [usage_reports_pb2.USAGE_GROUPING_DAY]
+    assert (update.HasField("name"), update.HasField("strict_parameters")) == (False, True)
+    assert update.expire_time.nanos == 5_000
+    assert (drain.move_after.seconds, drain.move_after.nanos) == (1, 500_000_000)
+    assert list(quota.alert_at.values) == [50, 80]
+    assert wire.money(amount.amount) == Money("USD", -1)
+    with pytest.raises(ParseError, match="no field named"):
+        wire.request(
+            configuration_pb2.ApplyConfigurationRequest, configuration={"organisations": []}
+        )
