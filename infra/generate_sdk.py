@@ -1,4 +1,4 @@
-"""Generate the values and the unary calls of the Python client from the contract.
+"""Generate the values of both clients, and the Python client's unary calls, from the contract.
 
 Run as `make proto`; `make proto-check` compares. The comments of the contract become docstrings. A
 field added to a message, or to a request, needs nothing here: the tables below hold only what the
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from infra.generate_proto import contract
 CLIENT = Path(__file__).resolve().parent.parent / "sdk" / "python" / "src" / "weir_client"
 TYPESCRIPT = CLIENT.parents[2] / "typescript" / "src"
 COLUMNS_MAX = 100
-Type = FieldDescriptorProto.Type
 SCALARS = {
     FieldDescriptorProto.TYPE_STRING: ("str", '""'),
     FieldDescriptorProto.TYPE_BYTES: ("bytes", 'b""'),
@@ -219,7 +218,6 @@ class Element:
     module: str  # of its generated code
     comment: str
     comments: list[str]
-    methods: list[Any] = field(default_factory=list)
 
     @property
     def value(self) -> str:
@@ -530,7 +528,7 @@ def result_of(found: Contract, method: Any) -> tuple[str, str, str]:
     return kind, kind if each.type == FieldDescriptorProto.TYPE_MESSAGE else "None", name
 
 
-def call(found: Contract, service: str, method: Any, comment: str, form: str) -> Iterator[str]:
+def call(found: Contract, method: Any, comment: str, form: str) -> Iterator[str]:
     """Write one asyncio call."""
     arguments = arguments_of(found, method, form)
     kind, value, result = result_of(found, method)
@@ -602,7 +600,7 @@ def calls_module(found: Contract) -> str:
             request = found.of(methods[name].input_type)
             assert request is not None
             modules.add(request.module)
-            body += call(found, service, methods[name], texts[name], form)
+            body += call(found, methods[name], texts[name], form)
         body += [
             f"class Blocking{stem}Calls(BlockingUnaryClient):",
             f'    """Blocking twins of `Async{stem}Calls`."""',
