@@ -69,6 +69,7 @@ types: setup-dev ## mypy --strict
 proto-check: setup-dev ## the contract: buf's lint and format, no breaking change, generated code up to date
 	@$(BIN)/python -m infra.check_proto
 	@$(BIN)/python -m infra.generate_proto --check
+	@$(BIN)/python -m infra.generate_sdk --check
 
 migrations-check: setup-dev ## up, down and up again on a real PostgreSQL; models equal migrations
 	@$(BIN)/python -m infra.check_migrations
@@ -93,8 +94,9 @@ fmt: setup-dev ## bring Python and proto files into their one format
 reference: setup-dev ## write the generated parts of docs/
 	@$(BIN)/python -m infra.reference --write
 
-proto: setup-dev ## generate the Python code of the contract
+proto: setup-dev ## generate the Python code of the contract and of its clients
 	@$(BIN)/python -m infra.generate_proto
+	@$(BIN)/python -m infra.generate_sdk
 
 proto-baseline: setup-dev ## at a release: make today's contract the one that changes are compared with
 	@$(BIN)/python -m infra.check_proto --freeze

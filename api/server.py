@@ -22,7 +22,7 @@ from weir.v1 import (
 
 from api.access.tls import Tls
 from api.admin.admin_service import AdminServicer
-from api.billing.billing_service import BillingServicer, ReceiptServicer
+from api.admin.billing_service import BillingServicer, ReceiptServicer
 from api.core.endpoint import AddressUnavailable
 from api.core.health import INFERENCE_SERVICE, SERVICES, Health
 from api.core.interceptor import Guard, GuardedServices

@@ -21,7 +21,7 @@ from api.access.auth import Authenticator
 from api.access.throttle import SharedFailures
 from api.access.tls import Tls, open_tls
 from api.admin.admin_service import AdminServicer
-from api.billing.billing_service import BillingServicer, ReceiptServicer, Reports
+from api.admin.billing_service import BillingServicer, ReceiptServicer, Reports
 from api.console.console import ROOT, Console
 from api.core.addresses import Proxies, is_local
 from api.core.endpoint import NOT_STARTED, AddressUnavailable, Endpoint, local_url, make_private

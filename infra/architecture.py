@@ -369,7 +369,7 @@ BORDERS = (
         why="the engine is independent of processes, and knows only ordinary sequences",
     ),
     Border(
-        ("api.generation", "api.admin", "api.billing", "api.openai", "grpc", "weir", "metering"),
+        ("api.generation", "api.admin", "api.openai", "grpc", "weir", "metering"),
         inside=("api/queue/",),
         but=("metering.core.models",),
         why="the queue decides the order without sockets and without the database",
@@ -392,7 +392,7 @@ BORDERS = (
         why="every package of the API imports core, so core imports none of them",
     ),
     Border(
-        ("api.admin", "api.billing", "api.openai", "api.cli", "api.chaos"),
+        ("api.admin", "api.openai", "api.cli", "api.chaos"),
         inside=("api/access/", "api/queue/", "api/generation/", "api/fleet/"),
         why="requests are independent of administration, billing and clients",
     ),

@@ -13,6 +13,7 @@ import tempfile
 from importlib.resources import files
 from pathlib import Path
 
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.rpc import status_pb2
 
 PROTO_ROOT = Path(__file__).resolve().parent.parent / "proto"
@@ -39,6 +40,15 @@ def protoc(arguments: list[str]) -> None:
     subprocess.run(
         [sys.executable, "-m", "grpc_tools.protoc", *plugins, *roots, *arguments], check=True
     )
+
+
+def contract() -> FileDescriptorSet:
+    """Compile the contract, with its comments."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "contract"
+        protos = map(str, sorted(PROTO_ROOT.glob("weir/v1/*.proto")))
+        protoc(["--include_source_info", f"--descriptor_set_out={out}", *protos])
+        return FileDescriptorSet.FromString(out.read_bytes())
 
 
 def generated(root: Path) -> dict[Path, bytes]:

@@ -15,21 +15,17 @@ import json
 import os
 import posixpath
 import re
-import subprocess
 import sys
-import tempfile
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from google.protobuf.descriptor_pb2 import (
     FieldDescriptorProto,
     FileDescriptorProto,
-    FileDescriptorSet,
 )
 from google.rpc import code_pb2
 from weir_cli.__main__ import COMMANDS, load
@@ -47,7 +43,7 @@ from api.metrics import operator_http
 from api.openai import dialects, embeddings, formats, parameters, tolerance
 from api.openai.error_responses import http_status_of
 from common.settings import settings_of
-from infra.generate_proto import GOOGLE_ROOT, PROTO_ROOT
+from infra.generate_proto import contract
 from metering.ledger.ledger import AccountKind, TransactionKind
 from metering.quotas.quota_rules import DIMENSIONS, Kind
 
@@ -568,22 +564,9 @@ def cli_page() -> str:
 # gRPC
 
 
-def descriptors() -> FileDescriptorSet:
-    """Compile the `.proto` files of the contract, including their comments."""
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch) / "contract"
-        roots = [f"-I{root}" for root in (PROTO_ROOT, files("grpc_tools") / "_proto", GOOGLE_ROOT)]
-        protos = map(str, sorted(PROTO_ROOT.glob("weir/v1/*.proto")))
-        flags = ["--include_source_info", f"--descriptor_set_out={out}"]
-        subprocess.run(
-            [sys.executable, "-m", "grpc_tools.protoc", *roots, *flags, *protos], check=True
-        )
-        return FileDescriptorSet.FromString(out.read_bytes())
-
-
 def grpc_page() -> str:
     """Build the reference of services, messages and enumerations by file, services first."""
-    found = sorted(descriptors().file, key=lambda file: not file.service)
+    found = sorted(contract().file, key=lambda file: not file.service)
     return "\n".join(line for file in found for line in of_file(file))
 
 

@@ -46,6 +46,7 @@ from metering.pricing.prices import set_price
 from metering.quotas.quota_admin import set_quota
 from metering.store.db import create_engine, create_sessions
 from metering.tenants.api_keys import KeyRecord, create_api_key, revoke_api_key
+from metering.tenants.key_terms import KeyTerms
 from metering.tenants.tenants import create_organization, create_project
 from tests.conftest import ask
 from tests.forked_workers import children_of, start_api
@@ -296,7 +297,7 @@ class Service:
                 organization=name,
                 project="main",
                 name="key",
-                scopes=scopes,
+                terms=KeyTerms(scopes=tuple(scopes)),
                 lifetime=lifetime,
                 actor="test",
             )
@@ -325,8 +326,7 @@ class Service:
                 organization=tenant.name,
                 project="main",
                 name="more",
-                scopes=scopes or ("inference",),
-                models=models,
+                terms=KeyTerms(tuple(scopes) or ("inference",), tuple(models)),
                 lifetime=lifetime,
                 actor="test",
             )

@@ -9,10 +9,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+import weir_client
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 from weir_cli.document_fields import dimension_of
-from weir_client import Price, values
+from weir_client import Price
 from weir_client.errors import QuotaExceeded as ClientQuotaExceeded
 from weir_client.status import error_from_status
 from weir_client.wire import read
@@ -60,7 +61,9 @@ def exceeded(dimension: QuotaDimension) -> QuotaExceeded:
 
 def test_the_table_has_every_dimension() -> None:
     assert set(SPELLINGS) == set(QuotaDimension)
-    assert {*SPELLINGS.values(), "unspecified"} == {each.value for each in values.QuotaDimension}
+    assert {*SPELLINGS.values(), "unspecified"} == {
+        each.value for each in weir_client.QuotaDimension
+    }
 
 
 @pytest.mark.parametrize(("dimension", "spelling"), SPELLINGS.items())
@@ -82,17 +85,17 @@ def test_a_dimension_has_one_spelling_everywhere(dimension: QuotaDimension, spel
     assert f"quota {spelling} of project" in status.message
     assert isinstance(client_error, ClientQuotaExceeded)
     assert client_error.quota is not None
-    assert client_error.quota.dimension is values.QuotaDimension(spelling)
+    assert client_error.quota.dimension is weir_client.QuotaDimension(spelling)
     assert f"quota {spelling} of project" in answer
     assert webhook["quota"]["dimension"] == spelling
-    assert read(values.QuotaStatus, message).dimension == spelling
+    assert read(weir_client.QuotaStatus, message).dimension == spelling
     assert dimension_of(types_pb2.QuotaDimension.Name(DIMENSION_NUMBERS[dimension])) == spelling
     for text in (status.message, answer, json.dumps(webhook)):
         assert dimension.value not in text or dimension.value == spelling
 
 
 def test_other_files_name_the_dimensions_of_the_table() -> None:
-    typescript = (ROOT / "sdk/typescript/src/values.ts").read_text()
+    typescript = (ROOT / "sdk/typescript/src/generated_values.ts").read_text()
     listed = typescript.partition("QUOTA_DIMENSIONS = [")[2].partition("]")[0]
     pages = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", *ROOT.glob("sdk/*/README.md")]
     internal = [
@@ -124,7 +127,8 @@ def test_a_model_shows_the_price_of_every_kind_of_token(kind: TokenKind) -> None
 
     assert ListedModel(model, "m", "", 1).facts()["price"][name] == 7
     assert getattr(read(Price, model.price), name) == 7
-    assert re.search(rf"\b{camel(name)}\b", (ROOT / "sdk/typescript/src/models.ts").read_text())
+    typescript = (ROOT / "sdk/typescript/src/generated_values.ts").read_text()
+    assert re.search(rf"\b{camel(name)}\b", typescript)
     assert camel(name) in (ROOT / "api/console/static/overview.mjs").read_text()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -29,7 +31,14 @@ from metering.tenants.billing_profiles import (
     billing_profiles,
     set_billing_profile,
 )
+from metering.tenants.key_terms import KeyTerms
 from metering.tenants.networks import excludes
+
+# Switches of an update that remove a restriction to a list, and the list's name in errors.
+ALLOW_ALL = {
+    "models": ("all_models", "models"),
+    "allowed_networks": ("all_networks", "networks"),
+}
 
 
 class TenantCalls(AuthenticatedServicer):
@@ -131,12 +140,7 @@ class TenantCalls(AuthenticatedServicer):
                 "organization": request.organization,
                 "project": request.project,
                 "name": request.name,
-                "scopes": tuple(request.scopes) or ("inference",),
-                "models": self._known_models(request.models),
-                "allowed_networks": tuple(request.allowed_networks),
-                "max_input_tokens": request.max_input_tokens,
-                "max_output_tokens": request.max_output_tokens,
-                "strict_parameters": request.strict_parameters,
+                "terms": self._terms(request)(KeyTerms()),
                 "lifetime": lifetime,
                 "actor": acting.actor,
             }
@@ -176,14 +180,7 @@ class TenantCalls(AuthenticatedServicer):
                 acting.session,
                 api_key=request.api_key,
                 name=wire.given(request, "name"),
-                scopes=tuple(request.scopes),
-                models=self._known_models(request.models),
-                all_models=request.all_models,
-                allowed_networks=tuple(request.allowed_networks),
-                all_networks=request.all_networks,
-                max_input_tokens=wire.given(request, "max_input_tokens"),
-                max_output_tokens=wire.given(request, "max_output_tokens"),
-                strict_parameters=wire.given(request, "strict_parameters"),
+                terms=self._terms(request),
                 expires_at=wire.given_time(request, "expire_time"),
                 never_expires=request.never_expires,
                 actor=acting.actor,
@@ -217,11 +214,23 @@ class TenantCalls(AuthenticatedServicer):
             )
             return pb.ListApiKeysResponse(api_keys=map(key_message, keys))
 
-    def _known_models(self, models: Sequence[str]) -> tuple[str, ...]:
-        """Check that all models of a key's restriction exist. Raises: ModelUnknown."""
-        for model in models:
+    def _terms(
+        self, request: pb.CreateApiKeyRequest | pb.UpdateApiKeyRequest
+    ) -> Callable[[KeyTerms], KeyTerms]:
+        """Read the terms of a request, as a change of present terms. Fields left out stay.
+
+        Raises: InvalidValue, ModelUnknown.
+        """
+        given = {each.name: wire.stated(request, each.name) for each in fields(KeyTerms)}
+        terms = {name: value for name, value in given.items() if value is not None}
+        for model in request.models:
             self._router.check_canonical_name(model)
-        return tuple(models)
+        for name, (everything, shown) in ALLOW_ALL.items():
+            if getattr(request, everything, False):
+                if name in terms:
+                    raise InvalidValue(everything, f"set either {shown} or {everything}, not both")
+                terms[name] = ()
+        return partial(replace, **terms)
 
 
 def organization_message(
@@ -241,14 +250,10 @@ def key_message(key: api_keys.KeyRecord) -> pb.ApiKey:
         pb.ApiKey,
         key,
         api_key_id=key.id,
-        scopes=sorted(key.scopes),
-        models=sorted(key.models),
         expire_time=key.expires_at,
         overlap_end_time=key.overlap_ends_at,
         last_use_time=key.last_used_at,
         use_tracked_since_time=key.uses_tracked_since,
-        max_input_tokens=key.bounds.max_input_tokens,
-        max_output_tokens=key.bounds.max_output_tokens,
     )
 
 

@@ -76,6 +76,7 @@ from metering.store.migrations_runner import migrate as upgrade
 from metering.store.refusals import cause_of, is_conflict, refusal_of
 from metering.tenants.api_keys import create_api_key
 from metering.tenants.authentication import authenticate
+from metering.tenants.key_terms import KeyTerms
 from metering.tenants.tenants import create_organization, create_project
 from metering.worker import READY_FILE, worker_command
 
@@ -215,7 +216,7 @@ async def create_key(
             organization=organization,
             project=project,
             name=name,
-            scopes=scopes,
+            terms=KeyTerms(scopes=tuple(scopes)),
             actor=ACTOR,
         )
     return secret

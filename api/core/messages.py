@@ -322,23 +322,15 @@ def restrictions(principal: Principal, change: KeyAct | None) -> pb.KeyRestricti
 
     `change` is the latest change that gave the key its powers; None if there was none.
     """
-    lifetime_s, bounds = principal.secret_lifetime_s, principal.bounds
-    return pb.KeyRestrictions(
+    lifetime_s = principal.secret_lifetime_s
+    return wire.message_of(
+        pb.KeyRestrictions,
+        principal.terms,
         prefix=principal.key_prefix,
-        scopes=sorted(principal.scopes),
-        models=sorted(principal.models),
-        allowed_networks=map(str, principal.networks),
-        max_input_tokens=bounds.max_input_tokens or 0,
-        max_output_tokens=bounds.max_output_tokens or 0,
-        strict_parameters=principal.strict_parameters,
-        latest_change=None
-        if change is None
-        else pb.KeyChange(
-            act=change.act, actor=change.actor, change_time=wire.timestamp(change.at)
-        ),
+        latest_change=change and wire.message_of(pb.KeyChange, change, change_time=change.at),
         secret_expire_time=None
         if lifetime_s is None
-        else wire.timestamp(datetime.now(UTC) + timedelta(seconds=lifetime_s)),
+        else datetime.now(UTC) + timedelta(seconds=lifetime_s),
     )
 
 

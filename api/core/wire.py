@@ -162,6 +162,14 @@ def given(message: Message, field: str) -> Any:
     return getattr(message, field) if message.HasField(field) else None
 
 
+def stated(message: Message, field: str) -> Any:
+    """Return the value of a field, lists as a tuple; None if it is unset or an empty list."""
+    kind = message.DESCRIPTOR.fields_by_name[field]
+    if kind.is_repeated:
+        return tuple(getattr(message, field)) or None
+    return given(message, field) if kind.has_presence else getattr(message, field)
+
+
 def given_time(message: Message, field: str, path: str = "") -> datetime | None:
     """Read the time in an optional field; None if it is unset.
 

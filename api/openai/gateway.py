@@ -519,7 +519,7 @@ def is_strict(request: web.BaseRequest, principal: Principal) -> bool:
     requested = request.rel_url.query.get("strict", "0")
     if requested not in ("0", "1"):
         raise invalid_parameter("strict", "must be 0 or 1")
-    return principal.strict_parameters or requested == "1"
+    return principal.terms.strict_parameters or requested == "1"
 
 
 def answered(

@@ -60,6 +60,7 @@ from metering.tenants.billing_profiles import (
     billing_profiles,
     set_billing_profile,
 )
+from metering.tenants.key_terms import KeyTerms
 from metering.tenants.networks import Address, excludes
 from metering.tenants.tenants import create_organization, create_project, find_organization
 
@@ -83,15 +84,7 @@ OVERRIDE_FIELDS = {
     "reason": "override_reason",
 }
 # Fields of a key that can be set.
-KEY_FIELDS = (
-    "scopes",
-    "models",
-    "allowed_networks",
-    "max_input_tokens",
-    "max_output_tokens",
-    "strict_parameters",
-    "expires_at",
-)
+KEY_FIELDS = (*(each.name for each in fields(KeyTerms)), "expires_at")
 
 
 class Action(StrEnum):
@@ -147,8 +140,8 @@ class QuotaSpec:
         return replace(self, override_limit_value=None, override_until=None, override_reason=None)
 
 
-@dataclass(frozen=True, slots=True)
-class KeySpec:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeySpec(KeyTerms):
     """Desired state of an API key, with fields named like the columns of `ApiKey`.
 
     `prefix` is empty if the name identifies the key. `prune_quotas` removes limits that are not
@@ -157,12 +150,6 @@ class KeySpec:
 
     name: str
     prefix: str = ""
-    scopes: tuple[str, ...] = ("inference",)
-    models: tuple[str, ...] = ()
-    allowed_networks: tuple[str, ...] = ()
-    max_input_tokens: int | None = None
-    max_output_tokens: int | None = None
-    strict_parameters: bool = False
     expires_at: datetime | None = None
     quotas: tuple[tuple[QuotaKey, QuotaSpec], ...] = ()
     prune_quotas: bool = False
@@ -580,12 +567,7 @@ class Attempts:
                 organization=str(owner.organization_id),
                 project=str(owner.id),
                 name=desired.name,
-                scopes=desired.scopes,
-                models=desired.models,
-                allowed_networks=desired.allowed_networks,
-                max_input_tokens=desired.max_input_tokens,
-                max_output_tokens=desired.max_output_tokens,
-                strict_parameters=desired.strict_parameters,
+                terms=desired,
                 lifetime=None if desired.expires_at is None else desired.expires_at - self.now,
                 actor=self.actor,
             ),
@@ -623,14 +605,7 @@ class Attempts:
                 self.session,
                 api_key=str(existing.id),
                 name=desired.name,
-                scopes=desired.scopes,
-                models=desired.models,
-                all_models=not desired.models,
-                allowed_networks=desired.allowed_networks,
-                all_networks=not desired.allowed_networks,
-                max_input_tokens=desired.max_input_tokens or 0,
-                max_output_tokens=desired.max_output_tokens or 0,
-                strict_parameters=desired.strict_parameters,
+                terms=lambda _: desired,
                 expires_at=desired.expires_at,
                 never_expires=desired.expires_at is None,
                 actor=self.actor,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import uuid
 from datetime import timedelta
-from typing import Unpack
 
 import psycopg
 from sqlalchemy import func, or_, select, text
@@ -25,13 +24,8 @@ from metering.core.errors import (
     WriteConflict,
 )
 from metering.core.models import ApiKey, Organization, Project
-from metering.tenants.api_keys import (
-    KeyRecord,
-    KeyTerms,
-    checked_terms,
-    create_api_key,
-    find_api_key,
-)
+from metering.tenants.api_keys import KeyRecord, create_api_key, find_api_key
+from metering.tenants.key_terms import DEFAULT_TERMS, KeyTerms, checked_terms
 from metering.tenants.tenants import (
     checked_name,
     create_organization,
@@ -145,8 +139,9 @@ async def ensure_api_key(
     organization: str,
     project: str,
     name: str,
+    terms: KeyTerms = DEFAULT_TERMS,
+    lifetime: timedelta | None = None,
     actor: str,
-    **terms: Unpack[KeyTerms],
 ) -> tuple[KeyRecord, str, bool]:
     """Create a key unless the project has an active one of this name with the same terms.
 
@@ -167,7 +162,13 @@ async def ensure_api_key(
     key_ids = (await session.scalars(working)).all()
     if not key_ids:
         key, secret = await create_api_key(
-            session, organization=organization, project=project, name=name, actor=actor, **terms
+            session,
+            organization=organization,
+            project=project,
+            name=name,
+            terms=terms,
+            lifetime=lifetime,
+            actor=actor,
         )
         return key, secret, False
     if len(key_ids) > 1:
@@ -175,16 +176,8 @@ async def ensure_api_key(
             "API key", name, f"{len(key_ids)} times: revoke all but one, or name one by its prefix"
         )
     existing = await find_api_key(session, str(key_ids[0]))
-    present = {
-        "scopes": sorted(existing.scopes),
-        "models": sorted(existing.models),
-        "allowed_networks": sorted(existing.allowed_networks),
-        "max_input_tokens": existing.bounds.max_input_tokens,
-        "max_output_tokens": existing.bounds.max_output_tokens,
-        "strict_parameters": existing.strict_parameters,
-    }
     requested = checked_terms(terms)
-    for term, value in present.items():
+    for term, value in checked_terms(existing).items():
         if value != requested[term]:
             shown = ", ".join(value) if isinstance(value, list) else str(value or "").lower()
             detail = f"with {term} {shown or 'unset'}: change that with UpdateApiKey"

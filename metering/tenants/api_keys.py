@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 from sqlalchemy import Select, case, delete, func, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
@@ -34,23 +34,16 @@ from metering.core.models import (
     record_of,
 )
 from metering.tenants.authentication import (
-    NO_BOUNDS,
     PREFIX_FORM,
     PREFIX_LENGTH,
-    TokenBounds,
     hash_of,
     new_secret,
     prefix_of,
 )
-from metering.tenants.networks import checked_networks
+from metering.tenants.key_terms import DEFAULT_TERMS, KeyTerms, checked_terms
 from metering.tenants.tenants import as_uuid, find_organization, find_project, record_creation
 
 KEY_NAME_MAX_CHARS = 100
-MODEL_NAME_MAX_CHARS = 200
-MODELS_PER_KEY_MAX = 100  # a key for more models should rather be unrestricted
-SCOPES = frozenset({"inference", "admin", "billing"})
-# Per request: above any context window, and far below the column's maximum.
-TOKENS_MAX = 1_000_000_000
 WEIGHTS = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")
 COPIED = ("model", "dimension", "limit_value", *WEIGHTS, "enforced", "alert_at")
 LIFETIME_MAX = timedelta(days=36_500)  # a century; keeps the sum within the range of a timestamp
@@ -59,24 +52,12 @@ OVERLAP_MAX = timedelta(days=30)  # a longer overlap would leave a leaked secret
 EXPIRY_MIN, EXPIRY_MAX = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
 
 
-class KeyTerms(TypedDict, total=False):
-    """Terms of a new key. The defaults allow inference with every model from every network."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRecord(KeyTerms):
+    """An API key with its terms, without its secret.
 
-    scopes: Collection[str]
-    models: Collection[str]
-    allowed_networks: Collection[str]
-    max_input_tokens: int | None
-    max_output_tokens: int | None
-    strict_parameters: bool
-    lifetime: timedelta | None
-
-
-@dataclass(frozen=True, slots=True)
-class KeyRecord:
-    """An API key without its secret.
-
-    `models` lists the allowed models, empty for all. A replaced secret is valid until
-    `overlap_ends_at`. `last_used_at` is None if the key was not used since `uses_tracked_since`.
+    A replaced secret is valid until `overlap_ends_at`. `last_used_at` is None if the key was not
+    used since `uses_tracked_since`.
     """
 
     id: uuid.UUID
@@ -86,17 +67,12 @@ class KeyRecord:
     project_name: str
     name: str
     prefix: str
-    scopes: tuple[str, ...]
     created_at: datetime
     expires_at: datetime | None
     revoked_at: datetime | None
     uses_tracked_since: datetime
     overlap_ends_at: datetime | None = None
-    models: tuple[str, ...] = ()
     last_used_at: datetime | None = None
-    bounds: TokenBounds = NO_BOUNDS
-    allowed_networks: tuple[str, ...] = ()
-    strict_parameters: bool = False
 
 
 def checked_key_name(name: str) -> str:
@@ -104,47 +80,6 @@ def checked_key_name(name: str) -> str:
     if not 1 <= len(name) <= KEY_NAME_MAX_CHARS or not name.isprintable():
         raise InvalidValue("name", f"must have 1 to {KEY_NAME_MAX_CHARS} printable characters")
     return name
-
-
-def checked_scopes(scopes: Collection[str]) -> list[str]:
-    """Validate and sort scopes; none means "inference". Raises: InvalidValue."""
-    if unknown := set(scopes) - SCOPES:
-        raise InvalidValue("scopes", f"{sorted(unknown)} unknown: choose from {sorted(SCOPES)}")
-    return sorted(set(scopes)) or ["inference"]
-
-
-def checked_models(models: Collection[str]) -> list[str]:
-    """Validate and sort model names; none means every model. Raises: InvalidValue."""
-    if len(set(models)) > MODELS_PER_KEY_MAX:
-        raise InvalidValue(
-            "models", f"must have at most {MODELS_PER_KEY_MAX}, or none for every model"
-        )
-    if not all(1 <= len(model) <= MODEL_NAME_MAX_CHARS and model.isprintable() for model in models):
-        raise InvalidValue(
-            "models", f"must be names of 1 to {MODEL_NAME_MAX_CHARS} printable characters"
-        )
-    return sorted(set(models))
-
-
-def checked_bound(token_count: int | None, field: str) -> int | None:
-    """Validate a token limit per request; 0 and None mean no limit. Raises: InvalidValue."""
-    if token_count is not None and not 0 <= token_count <= TOKENS_MAX:
-        raise InvalidValue(
-            field, f"must be 1 to {TOKENS_MAX:,} tokens, or 0 for no limit of the key"
-        )
-    return token_count or None
-
-
-def checked_terms(terms: KeyTerms) -> dict[str, Any]:
-    """Validate the terms of a key and convert them to column values. Raises: InvalidValue."""
-    return {
-        "scopes": checked_scopes(terms.get("scopes", ("inference",))),
-        "models": checked_models(terms.get("models", ())),
-        "allowed_networks": checked_networks(terms.get("allowed_networks", ())),
-        "max_input_tokens": checked_bound(terms.get("max_input_tokens"), "max_input_tokens"),
-        "max_output_tokens": checked_bound(terms.get("max_output_tokens"), "max_output_tokens"),
-        "strict_parameters": terms.get("strict_parameters", False),
-    }
 
 
 def _checked_lifetime(lifetime: timedelta) -> timedelta:
@@ -163,8 +98,9 @@ async def create_api_key(
     organization: str,
     project: str,
     name: str,
+    terms: KeyTerms = DEFAULT_TERMS,
+    lifetime: timedelta | None = None,
     actor: str,
-    **terms: Unpack[KeyTerms],
 ) -> tuple[KeyRecord, str]:
     """Create a key. Returns it with its secret, which cannot be read again.
 
@@ -172,7 +108,6 @@ async def create_api_key(
     InvalidValue.
     """
     owner = await find_project(session, project, organization=organization)
-    lifetime = terms.get("lifetime")
     expires_at = None if lifetime is None else func.now() + _checked_lifetime(lifetime)
     values = checked_terms(terms) | {
         "project_id": owner.id,
@@ -240,50 +175,29 @@ async def update_api_key(
     *,
     api_key: str,
     name: str | None = None,
-    scopes: Collection[str] = (),
-    models: Collection[str] = (),
-    all_models: bool = False,
-    allowed_networks: Collection[str] = (),
-    all_networks: bool = False,
-    max_input_tokens: int | None = None,
-    max_output_tokens: int | None = None,
-    strict_parameters: bool | None = None,
+    terms: Callable[[KeyTerms], KeyTerms] | None = None,
     expires_at: datetime | None = None,
     never_expires: bool = False,
     actor: str,
 ) -> KeyRecord:
     """Change the given attributes of a key, found by id or prefix; others stay.
 
-    A past `expires_at` refuses new requests from now on; 0 tokens mean no limit. Every process
-    checks the key again at once and cancels its requests from networks no longer allowed. Raises:
-    NotFound, InvalidValue, KeyRevoked.
+    `terms` maps the present terms to the new ones. A past `expires_at` refuses new requests from
+    now on. Every process checks the key again at once and cancels its requests from networks no
+    longer allowed. Raises: NotFound, InvalidValue, KeyRevoked.
     """
-    if all_models and models:
-        raise InvalidValue("all_models", "set either models or all_models, not both")
-    if all_networks and allowed_networks:
-        raise InvalidValue("all_networks", "set either networks or all_networks, not both")
     if never_expires and expires_at is not None:
         raise InvalidValue("never_expires", "set either a time or never_expires, not both")
     if expires_at is not None and not EXPIRY_MIN <= expires_at <= EXPIRY_MAX:
         raise InvalidValue("expire_time", f"must be a time from {EXPIRY_MIN:%Y} to {EXPIRY_MAX:%Y}")
     record = await find_api_key(session, api_key)
     key = await _changeable(session, record)
-    requested = {
+    requested: dict[str, object] = {
         "name": key.name if name is None else checked_key_name(name),
-        "scopes": checked_scopes(scopes) if scopes else list(key.scopes),
-        "models": checked_models(models) if models or all_models else list(key.models),
-        "allowed_networks": (
-            checked_networks(allowed_networks)
-            if allowed_networks or all_networks
-            else list(key.allowed_networks)
-        ),
-        "max_input_tokens": _bound(key.max_input_tokens, max_input_tokens, "max_input_tokens"),
-        "max_output_tokens": _bound(key.max_output_tokens, max_output_tokens, "max_output_tokens"),
-        "strict_parameters": (
-            key.strict_parameters if strict_parameters is None else strict_parameters
-        ),
         "expires_at": None if never_expires else (expires_at or key.expires_at),
     }
+    if terms is not None:
+        requested |= checked_terms(terms(record_of(KeyTerms, key)))
     values = {column: value for column, value in requested.items() if getattr(key, column) != value}
     if not values:
         return record
@@ -291,10 +205,6 @@ async def update_api_key(
     if values.keys() - {"name"}:
         await recheck_key(session, key.id, changed.allowed_networks)
     return await find_api_key(session, str(key.id))
-
-
-def _bound(present: int | None, requested: int | None, field: str) -> int | None:
-    return present if requested is None else checked_bound(requested, field)
 
 
 async def rotate_api_key(
@@ -464,7 +374,6 @@ def _key_record(
         project_name=project.name,
         overlap_ends_at=overlap_ends_at,
         last_used_at=last_used_at,
-        bounds=TokenBounds(key.max_input_tokens, key.max_output_tokens),
     )
 
 

@@ -11,14 +11,15 @@ import secrets
 import string
 import uuid
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from sqlalchemy import Double, Select, bindparam, cast, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import KeyInvalid
-from metering.core.models import ApiKey, Organization, Project, SupersededSecret
+from metering.core.models import ApiKey, Organization, Project, SupersededSecret, record_of
+from metering.tenants.key_terms import DEFAULT_TERMS, KeyTerms
 from metering.tenants.networks import Address, Network, networks_of
 
 PREFIX_CHARS = string.ascii_lowercase + string.digits
@@ -52,8 +53,8 @@ class Principal:
     `secret_lifetime_s` is the remaining validity of the secret, None if unlimited. `models` and
     `networks` are the allowed ones, empty for all. `bounds` limit the tokens of one request.
     `address` is the client's, determined by the listener; None if unknown. `secret_hash` is that of
-    the secret used in this call; a rotated key has several. `strict_parameters` refuses unknown
-    parameters over HTTP.
+    the secret used in this call; a rotated key has several. `terms` are those of the key; `scopes`,
+    `models`, `networks` and `bounds` have parts of them in the form that requests look up.
     """
 
     api_key_id: uuid.UUID
@@ -66,7 +67,7 @@ class Principal:
     models: frozenset[str] = frozenset()
     bounds: TokenBounds = NO_BOUNDS
     networks: tuple[Network, ...] = ()
-    strict_parameters: bool = False
+    terms: KeyTerms = DEFAULT_TERMS
     address: Address | None = field(default=None, compare=False)
     secret_hash: bytes = field(default=b"", compare=False, repr=False)
 
@@ -122,13 +123,8 @@ def select_principal() -> Select[Any]:
             ApiKey.project_id,
             Project.organization_id,
             Organization.currency_code,
-            ApiKey.scopes,
-            cast(func.extract("epoch", ends_at - func.now()), Double).label("lifetime_s"),
-            ApiKey.models,
-            ApiKey.max_input_tokens,
-            ApiKey.max_output_tokens,
-            ApiKey.allowed_networks,
-            ApiKey.strict_parameters,
+            cast(func.extract("epoch", ends_at - func.now()), Double).label("secret_lifetime_s"),
+            *(getattr(ApiKey, each.name) for each in fields(KeyTerms)),
         )
         .join(Project, Project.id == ApiKey.project_id)
         .join(Organization, Organization.id == Project.organization_id)
@@ -160,17 +156,15 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
     result = await session.execute(PRINCIPAL_OF_SECRET, {"secret_hash": hash_of(secret)})
     if (row := result.one_or_none()) is None:
         raise refusal
-    return Principal(
+    return record_of(
+        Principal,
+        row,
         api_key_id=row.id,
         key_prefix=row.prefix,
-        project_id=row.project_id,
-        organization_id=row.organization_id,
-        currency_code=row.currency_code,
         scopes=frozenset(row.scopes),
-        secret_lifetime_s=row.lifetime_s,
         models=frozenset(row.models),
         bounds=TokenBounds(row.max_input_tokens, row.max_output_tokens),
+        terms=record_of(KeyTerms, row),
         networks=networks_of(tuple(row.allowed_networks)),
-        strict_parameters=row.strict_parameters,
         secret_hash=hash_of(secret),
     )

@@ -27,7 +27,7 @@ from weir_client import Invoice as ShownInvoice
 from weir_client import MonthReport as ShownReport
 from weir_client import wire
 
-from api.billing.billing_service import invoice_message, report_message
+from api.admin.billing_service import invoice_message, report_message
 from metering.core.models import ServiceTier, TokenKind, record_of
 from metering.core.money import minor_unit
 from metering.invoicing.invoice_document import invoice_document

@@ -10,7 +10,7 @@ import weir.v1
 
 from api.access.scopes import BY_SERVICE, SCOPES, Scope
 from api.core.health import SERVICES
-from metering.tenants.api_keys import SCOPES as SCOPES_OF_KEYS
+from metering.tenants.key_terms import SCOPES as SCOPES_OF_KEYS
 
 
 def methods_of_the_contract() -> Iterator[str]:

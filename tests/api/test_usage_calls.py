@@ -25,7 +25,7 @@ from weir_client import (
 )
 
 from api.access.auth import Authenticator
-from api.billing.billing_service import COUNT_FIELDS, BillingServicer, Reports
+from api.admin.billing_service import COUNT_FIELDS, BillingServicer, Reports
 from api.core.interceptor import Guard, GuardedServices
 from metering.core.models import TokenKind
 from metering.invoicing.invoice_document import Issuer
@@ -33,6 +33,7 @@ from metering.ledger.rating import rate_all_pending
 from metering.pricing.prices import COUNTS_OF_EVENT, ModelPrice
 from metering.store.db import Sessions
 from metering.tenants.api_keys import create_api_key
+from metering.tenants.key_terms import KeyTerms
 from tests.metering.focus_rules import broken_rules, read
 from tests.metering.usage import Consumed, Customer, add_usage, new_customer, new_price
 
@@ -63,7 +64,7 @@ class Desk:
                 organization=organization,
                 project="search",
                 name="-".join(scopes),
-                scopes=scopes,
+                terms=KeyTerms(scopes=scopes),
                 actor="test",
             )
         return secret
@@ -244,7 +245,7 @@ async def test_the_files_of_a_month_come_whole(desk: Desk) -> None:
                 organization="acme",
                 project="search",
                 name=f"key-{number}",
-                scopes=("inference",),
+                terms=KeyTerms(scopes=("inference",)),
                 actor="test",
             )
             other = Customer(desk.customer.organization_id, "acme", key, secret)

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,12 @@ async def test_open_streams_check_the_rights_of_their_key_again(locked: Locked) 
 
         async def change(**fields: Any) -> None:
             async with service.session() as session:
-                await update_api_key(session, api_key=tenant.key.prefix, actor="test", **fields)
+                await update_api_key(
+                    session,
+                    api_key=tenant.key.prefix,
+                    terms=lambda old: replace(old, **fields),
+                    actor="test",
+                )
 
         async def ending(ends: Callable[[pb.ServerFrame], bool]) -> pb.ServerFrame:
             """Return the end of the first request that ends in this way."""
@@ -170,13 +175,13 @@ async def test_open_streams_check_the_rights_of_their_key_again(locked: Locked) 
                     pass
             return frame
 
-        await change(models=["another"])
+        await change(models=("another",))
         limited = Refusal((await ending(lambda frame: frame.HasField("failed"))).failed.status)
-        await change(all_models=True)
+        await change(models=())
         await ending(lambda frame: frame.HasField("finished"))
-        await change(scopes=["billing"])
+        await change(scopes=("billing",))
         narrowed = Refusal((await ending(lambda frame: frame.HasField("failed"))).failed.status)
-        await change(scopes=["inference"])
+        await change(scopes=("inference",))
         await ending(lambda frame: frame.HasField("finished"))
 
     assert (limited.code, limited.reason) == (StatusCode.PERMISSION_DENIED, "MODEL_NOT_ALLOWED")

@@ -18,7 +18,7 @@ from weir.v1 import (
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from api.billing.billing_service import WAITING_PER_KEY_MAX
+from api.admin.billing_service import WAITING_PER_KEY_MAX
 from metering.store.db import psycopg_conninfo
 from tests.service import Refusal, Service, bearer, refused, until
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,12 @@ async def test_the_body_of_each_client_is_answered(
     """Most have no maximum of their own, so the key has one."""
     tenant = await service.tenant()
     async with service.session() as session:
-        await update_api_key(session, api_key=tenant.key.prefix, max_output_tokens=50, actor="test")
+        await update_api_key(
+            session,
+            api_key=tenant.key.prefix,
+            terms=lambda old: replace(old, max_output_tokens=50),
+            actor="test",
+        )
     path = next(
         path
         for member, path in (

@@ -6,6 +6,7 @@ import asyncio
 import json
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ async def test_a_key_is_refused_from_elsewhere_on_every_way_in_and_its_refusals_
             )
     after = await scrape(there.metrics_url)
     billing = await there.new_key(key.tenant, "billing")
-    await key.call("UpdateApiKey", api_key=billing[0].prefix, allowed_networks=NETWORKS)
+    await key.call("UpdateApiKey", api_key=billing[0].prefix, allowed_networks=tuple(NETWORKS))
     async with aiohttp.ClientSession() as http:
         for address, status in ((OUTSIDE, 403), (INSIDE, 200), (f"{INSIDE}, {OUTSIDE}", 403)):
             seen = {"authorization": f"Bearer {billing[1]}", "x-forwarded-for": address}
@@ -195,7 +196,10 @@ async def test_an_address_in_the_clients_headers_is_ignored(
     direct = await service.tenant()
     async with service.session() as session:
         await update_api_key(
-            session, api_key=direct.key.prefix, allowed_networks=NETWORKS, actor="test"
+            session,
+            api_key=direct.key.prefix,
+            terms=lambda old: replace(old, allowed_networks=tuple(NETWORKS)),
+            actor="test",
         )
     await key.limit(NETWORKS)
     _, there = pair
@@ -460,7 +464,7 @@ async def test_networks_are_set_shown_kept_by_a_rotation_and_cannot_exclude_thei
     wrong = await refused(key.limit(["10.0.0.1/8"]))
     both = await refused(key.limit(NETWORKS, all_networks=True))
     own = key._admin_secret[:11]
-    revoke = await refused(key.call("UpdateApiKey", api_key=own, allowed_networks=NETWORKS))
+    revoke = await refused(key.call("UpdateApiKey", api_key=own, allowed_networks=tuple(NETWORKS)))
     async with there.channel() as channel:
         stub = pb_grpc.InferenceServiceStub(channel)
         kept = await refused(

@@ -34,6 +34,7 @@ from metering.plans.prepaid import grant_credit, refresh, set_prepaid
 from metering.quotas.quota_admin import set_quota
 from metering.store.db import create_engine, create_sessions
 from metering.tenants.api_keys import create_api_key
+from metering.tenants.key_terms import KeyTerms
 from metering.tenants.tenants import create_organization, create_project
 from tests.conftest import new_database
 from tests.metering.hold_world import HoldWorld
@@ -280,7 +281,7 @@ async def tenants(
                 organization=name,
                 project="main",
                 name="key",
-                scopes=("inference",),
+                terms=KeyTerms(scopes=("inference",)),
                 lifetime=None,
                 actor="test",
             )

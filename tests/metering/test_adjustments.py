@@ -26,6 +26,7 @@ from metering.ledger.rating import rate_all_pending
 from metering.plans.prepaid import credit_balance, grant_credit, refresh, set_prepaid
 from metering.store.db import Sessions
 from metering.tenants.api_keys import create_api_key
+from metering.tenants.key_terms import KeyTerms
 from metering.tenants.tenants import find_organization
 from tests.metering.closing_world import ClosingWorld
 from tests.metering.usage import Consumed, Customer
@@ -134,7 +135,7 @@ async def key_by(world: ClosingWorld, creator: str, name: str) -> str:
             organization="acme",
             project="search",
             name=name,
-            scopes=("admin",),
+            terms=KeyTerms(scopes=("admin",)),
             actor=creator,
         )
     return key.prefix

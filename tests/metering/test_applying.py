@@ -29,7 +29,7 @@ LOCK_IS_FREE = "SELECT pg_try_advisory_xact_lock_shared(1466263922, 1)"
 
 def limited(name: str) -> OrganizationSpec:
     """Return an organization with limits at every level."""
-    key = KeySpec("laptop", quotas=LIMITS)
+    key = KeySpec(name="laptop", quotas=LIMITS)
     return OrganizationSpec(
         name, quotas=LIMITS, projects=(ProjectSpec("search", quotas=LIMITS, keys=(key,)),)
     )

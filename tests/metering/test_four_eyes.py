@@ -7,7 +7,9 @@ bob before anything else; ann proposes at the line `propose`, and bob approves a
 from __future__ import annotations
 
 import asyncio
+from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import psycopg
 import pytest
@@ -26,15 +28,18 @@ from metering.tenants.api_keys import (
     update_api_key,
 )
 from metering.tenants.authentication import hash_of
+from metering.tenants.key_terms import KeyTerms
 from tests.metering.usage import Customer
 from tests.metering.workers import wait_until
 
 UNRELATED = "Approve it with an unrelated, older key."
 LATER = datetime(2090, 1, 1, tzinfo=UTC)
+
+
 WIDENINGS: dict[str, dict[str, object]] = {
     "scopes": {"scopes": ("admin", "billing", "inference")},
     "networks": {"allowed_networks": ("10.0.0.0/8", "192.168.0.0/16")},
-    "all_networks": {"all_networks": True},
+    "all_networks": {"allowed_networks": ()},
     "longer": {"expires_at": LATER + timedelta(days=1)},
     "for_ever": {"never_expires": True},
 }
@@ -136,8 +141,7 @@ class Story:
                 organization="acme",
                 project="search",
                 name=name,
-                scopes=("admin", "billing"),
-                allowed_networks=("10.0.0.0/8",),
+                terms=KeyTerms(scopes=("admin", "billing"), allowed_networks=("10.0.0.0/8",)),
                 lifetime=LATER - datetime.now(UTC),
                 actor=self.keys[actor],
             )
@@ -150,13 +154,17 @@ class Story:
             )
         self.secrets[name].append(secret)
 
-    async def update(self, actor: str, key: str, /, **changes: object) -> None:
+    async def update(self, actor: str, key: str, /, **changes: Any) -> None:
+        terms = {
+            each.name: changes.pop(each.name) for each in fields(KeyTerms) if each.name in changes
+        }
         async with self.sessions.begin() as session:
             await update_api_key(
                 session,
                 api_key=self.keys[key],
+                terms=lambda old: replace(old, **terms),
                 actor=self.keys[actor],
-                **changes,  # type: ignore[arg-type]
+                **changes,
             )
 
     async def propose(self, actor: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -32,6 +33,7 @@ from metering.tenants.api_keys import (
     update_api_key,
 )
 from metering.tenants.authentication import authenticate
+from metering.tenants.key_terms import KeyTerms
 from metering.tenants.tenants import create_organization
 from tests.metering.usage import Customer
 
@@ -181,15 +183,21 @@ async def test_unset_fields_stay_and_invalid_values_are_named(
             session, api_key=customer.key.prefix, name="new", actor="ann"
         )
         narrowed = await update_api_key(
-            session, api_key=customer.key.prefix, scopes=("inference",), actor="ann"
+            session,
+            api_key=customer.key.prefix,
+            terms=lambda old: replace(old, scopes=("inference",)),
+            actor="ann",
         )
         await update_api_key(
-            session, api_key=customer.key.prefix, scopes=("inference",), actor="ann"
+            session,
+            api_key=customer.key.prefix,
+            terms=lambda old: replace(old, scopes=("inference",)),
+            actor="ann",
         )
         entries = await list_audit_entries(session, action_prefix="api_key.update")
         for values, wrong in (
             ({"name": ""}, "name"),
-            ({"scopes": ("root",)}, "scopes"),
+            ({"terms": lambda _: KeyTerms(scopes=("root",))}, "scopes"),
             ({"expires_at": datetime(1970, 1, 1, tzinfo=UTC)}, "expire_time"),
             (
                 {"expires_at": datetime(2100, 1, 1, tzinfo=UTC), "never_expires": True},
@@ -241,7 +249,7 @@ async def test_saying_it_again_makes_nothing_new(sessions: Sessions, customer: C
                 organization="acme",
                 project="web",
                 name="bot",
-                scopes=("admin",),
+                terms=KeyTerms(scopes=("admin",)),
                 actor="ann",
             )
         await revoke_api_key(session, api_key=key.prefix, actor="ann")
@@ -265,22 +273,30 @@ async def test_a_strict_key_is_strict_with_every_secret_until_it_is_relaxed(
 ) -> None:
     prefix = customer.key.prefix
     async with sessions.begin() as session:
-        await update_api_key(session, api_key=prefix, strict_parameters=True, actor="ann")
+        await update_api_key(
+            session,
+            api_key=prefix,
+            terms=lambda old: replace(old, strict_parameters=True),
+            actor="ann",
+        )
         _, secret, _ = await rotate_api_key(session, api_key=prefix, actor="ann")
         renamed = await update_api_key(session, api_key=prefix, name="new", actor="ann")
         strict = [
-            (await authenticate(session, each)).strict_parameters
+            (await authenticate(session, each)).terms.strict_parameters
             for each in (customer.secret, secret)
         ]
         relaxed = await update_api_key(
-            session, api_key=prefix, strict_parameters=False, actor="ann"
+            session,
+            api_key=prefix,
+            terms=lambda old: replace(old, strict_parameters=False),
+            actor="ann",
         )
         after = await authenticate(session, secret)
         entry = (await list_audit_entries(session, action_prefix="api_key.update"))[0]
 
     assert customer.key.strict_parameters is False, "the default"
     assert (strict, renamed.strict_parameters) == ([True, True], True)
-    assert (relaxed.strict_parameters, after.strict_parameters) == (False, False)
+    assert (relaxed.strict_parameters, after.terms.strict_parameters) == (False, False)
     assert entry.before is not None
     assert entry.after is not None
     assert (entry.before["strict_parameters"], entry.after["strict_parameters"]) == (True, False)
@@ -294,23 +310,26 @@ async def test_a_key_with_other_terms_is_not_found_again_and_the_term_is_named(
         "project": "web",
         "name": "bot",
         "actor": "ann",
-        "allowed_networks": ["203.0.113.7", "192.0.2.0/24"],
-        "max_output_tokens": 9,
     }
+    terms = KeyTerms(
+        allowed_networks=("203.0.113.7", "192.0.2.0/24"),
+        max_output_tokens=9,
+        strict_parameters=True,
+    )
     others: dict[str, tuple[dict[str, Any], str]] = {
         "strict_parameters": ({"strict_parameters": False}, "true"),
-        "models": ({"models": ["demo"]}, "unset"),
-        "allowed_networks": ({"allowed_networks": []}, "192.0.2.0/24, 203.0.113.7/32"),
+        "models": ({"models": ("demo",)}, "unset"),
+        "allowed_networks": ({"allowed_networks": ()}, "192.0.2.0/24, 203.0.113.7/32"),
         "max_output_tokens": ({"max_output_tokens": 0}, "9"),
     }
     async with sessions.begin() as session:
         await ensure_project(session, organization="acme", name="web", actor="ann")
-        key, _, _ = await ensure_api_key(session, **named, strict_parameters=True)
-        again, _, existed = await ensure_api_key(session, **named, strict_parameters=True)
+        key, _, _ = await ensure_api_key(session, **named, terms=terms)
+        again, _, existed = await ensure_api_key(session, **named, terms=terms)
         for term, (other, present) in others.items():
             found = f"'bot' already exists with {term} {present}: change that with UpdateApiKey"
             with pytest.raises(AlreadyExists, match=found):
-                await ensure_api_key(session, **(named | {"strict_parameters": True} | other))
+                await ensure_api_key(session, **named, terms=replace(terms, **other))
 
     assert (again.id, existed, key.strict_parameters) == (key.id, True, True)
 

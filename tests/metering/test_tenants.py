@@ -14,6 +14,7 @@ from metering.core.errors import AlreadyExists, InvalidValue, KeyInvalid, NotFou
 from metering.store.db import Sessions
 from metering.tenants.api_keys import create_api_key, find_api_key, list_api_keys, revoke_api_key
 from metering.tenants.authentication import PREFIX_FORM, SECRET_FORM, authenticate
+from metering.tenants.key_terms import KeyTerms
 from metering.tenants.tenants import (
     create_organization,
     create_project,
@@ -146,7 +147,12 @@ async def test_lists_are_in_order_and_keep_to_their_organization(
         await create_project(session, organization="acme", name="chat", actor="test")
     async with sessions.begin() as session:
         newest, _ = await create_api_key(
-            session, organization="acme", project="chat", name="new", scopes=(), actor="test"
+            session,
+            organization="acme",
+            project="chat",
+            name="new",
+            terms=KeyTerms(scopes=()),
+            actor="test",
         )
     async with sessions() as session:
         organizations = await list_organizations(session)
@@ -211,7 +217,7 @@ async def test_bad_values_are_named(sessions: Sessions, customer: Customer) -> N
                 organization="acme",
                 project="search",
                 name="k",
-                scopes=("root",),
+                terms=KeyTerms(scopes=("root",)),
                 actor="test",
             )
         for name in ("", "k" * 101, "a\0b"):

@@ -29,6 +29,7 @@ from metering.reports.usage_reports import (
 )
 from metering.store.db import Sessions
 from metering.tenants.api_keys import create_api_key
+from metering.tenants.key_terms import KeyTerms
 from metering.tenants.tenants import create_project
 from tests.metering.usage import Consumed, Customer, add_usage, new_customer, new_price
 
@@ -61,7 +62,7 @@ async def second_key(session: AsyncSession) -> Customer:
         organization="acme",
         project="chat",
         name="bot",
-        scopes=("inference",),
+        terms=KeyTerms(scopes=("inference",)),
         actor="test",
     )
     return Customer(key.organization_id, "acme", key, secret)

@@ -17,6 +17,7 @@ from metering.ledger.rating import BATCH_SIZE, rate_batch
 from metering.pricing.prices import ModelPrice, set_price
 from metering.tenants.api_keys import KeyRecord, create_api_key
 from metering.tenants.billing_profiles import BillingProfile
+from metering.tenants.key_terms import KeyTerms
 from metering.tenants.tenants import create_organization, create_project
 
 NOVEMBER = datetime(2026, 11, 15, 12, tzinfo=UTC)
@@ -92,7 +93,7 @@ async def new_customer(session: AsyncSession, name: str, currency_code: str = "U
         organization=name,
         project="search",
         name="all",
-        scopes=("inference", "admin", "billing"),
+        terms=KeyTerms(scopes=("inference", "admin", "billing")),
         actor="test",
     )
     return Customer(organization.id, name, key, secret)

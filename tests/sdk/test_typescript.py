@@ -64,9 +64,9 @@ def test_everything_that_a_client_returns_becomes_json(built: Path) -> None:
         import {{ QuotaExceeded }} from "{errors}";
         const quota = {{ limitValue: 5n, alertAt: [50n] }};
         const price = {{ inputPicosPerToken: 7n }};
-        const exceeded = wire.quota(create(types.QuotaStatusSchema, quota));
+        const exceeded = wire.quotaStatus(create(types.QuotaStatusSchema, quota));
         for (const value of [
-          wire.quota(create(types.QuotaStatusSchema, quota)),
+          wire.quotaStatus(create(types.QuotaStatusSchema, quota)),
           wire.admitted(create(pb.AdmittedFrameSchema, {{ quotas: [quota] }})),
           wire.model(create(pb.ModelSchema, {{ price, tierPrices: [price] }})),
           wire.quote(create(pb.QuoteResponseSchema, {{ quotas: [quota] }})),

@@ -12,18 +12,19 @@ import {
 } from "./connection.js";
 import { InvalidRequest, NO_DETAILS } from "./errors.js";
 import { ClientFrameSchema, InferenceService } from "./gen/weir/v1/inference_service_pb.js";
+import type {
+  Generation as RecordedGeneration,
+  KeyRestrictions,
+  Model,
+  QuotaStatus,
+  Quote,
+} from "./generated_values.js";
 import { Generation, setKeep } from "./generation.js";
 import type { AttachOptions, CountOptions, EmbedOptions, GenerateOptions } from "./options.js";
 import { buildCount, buildEmbed, buildStart, checkEncodable } from "./prompt.js";
 import { RESUME_MS } from "./resumption.js";
 import { SharedStream } from "./stream.js";
-import type { KeyRestrictions, Model, Quote, TokenCount } from "./models.js";
-import type {
-  EmbedResult,
-  Generation as RecordedGeneration,
-  QuotaStatus,
-  Result,
-} from "./values.js";
+import type { EmbedResult, Result, TokenCount } from "./values.js";
 import * as wire from "./wire.js";
 
 const FRAMING_BYTES = 16; // overhead of a message around its only frame, at most
@@ -194,12 +195,12 @@ export class WeirClient implements AsyncDisposable {
   async getQuota(model = "", call: CallOptionsOf = {}): Promise<QuotaStatus[]> {
     return (
       await this.connection.call(InferenceService.method.getQuota, { model }, call)
-    ).quotas.map(wire.quota);
+    ).quotas.map(wire.quotaStatus);
   }
 
   /** Returns the key's scopes, models, tokens per request, networks and expiry. */
   async getRestrictions(call: CallOptionsOf = {}): Promise<KeyRestrictions> {
-    return wire.restrictions(
+    return wire.keyRestrictions(
       (await this.connection.call(InferenceService.method.getQuota, {}, call)).restrictions,
     );
   }

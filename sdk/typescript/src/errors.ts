@@ -6,7 +6,8 @@
  * received output if a generation broke off.
  */
 
-import type { Partial, QuotaDimension } from "./values.js";
+import type { QuotaDimension } from "./generated_values.js";
+import type { Partial } from "./values.js";
 
 /** One refused field of a request, and the reason. */
 export interface FieldViolation {

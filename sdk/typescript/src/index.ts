@@ -11,7 +11,7 @@ export {
 } from "./connection.js";
 export * from "./errors.js";
 export { Generation as GenerationStream } from "./generation.js";
-export * from "./models.js";
+export * from "./generated_values.js";
 export * from "./money.js";
 export * from "./options.js";
 export * from "./values.js";

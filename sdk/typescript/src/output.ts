@@ -2,17 +2,8 @@
 
 import type { DeltaFrame, FailedFrame, FinishedFrame } from "./gen/weir/v1/inference_service_pb.js";
 import type { Money } from "./money.js";
-import type {
-  Admitted,
-  Choice,
-  Delta,
-  FinishReason,
-  Partial,
-  Result,
-  Timings,
-  TokenLogprobs,
-  Usage,
-} from "./values.js";
+import type { FinishReason, Timings, TokenLogprobs, Usage } from "./generated_values.js";
+import type { Admitted, Choice, Delta, Partial, Result } from "./values.js";
 import * as wire from "./wire.js";
 
 const CHOICES_MAX = 1024; // far above a server's limit: a wrong index must not exhaust memory
@@ -139,7 +130,7 @@ export class Received {
       cost: wire.money(frame.cost),
       timings: this.timings ?? wire.NO_TIMINGS,
       admitted: this.admitted,
-      exhaustedQuotas: frame.exhaustedQuotas.map(wire.quota),
+      exhaustedQuotas: frame.exhaustedQuotas.map(wire.quotaStatus),
       receiptCount: frame.receipts.length,
       migrationCount: frame.migrationCount,
     };

@@ -1,143 +1,19 @@
 /**
- * Values returned by the inference client: output, usage, cost, limits.
+ * Values of the client that no single message has: events, results and parts of them.
  *
  * Plain data without gRPC. Counts are in tokens or requests, `Ms` is milliseconds. Money and quota
  * values are exact `bigint`s, which may exceed a `number`.
  */
 
+import type {
+  FinishReason,
+  QuotaStatus,
+  Stage,
+  Timings,
+  TokenLogprobs,
+  Usage,
+} from "./generated_values.js";
 import type { Money } from "./money.js";
-
-/** Reason why an admitted request ended. */
-export type FinishReason =
-  | "UNSPECIFIED"
-  | "STOP"
-  | "STOP_SEQUENCE"
-  | "LENGTH"
-  | "CANCELLED"
-  | "DEADLINE"
-  | "QUOTA_EXHAUSTED"
-  | "COST_LIMIT"
-  | "SLOW_CONSUMER"
-  | "FILTERED"
-  | "TOOL_CALLS";
-
-/** Reason why a request has no new output. */
-export type Stage = "UNSPECIFIED" | "QUEUED" | "ENGINE_LOADING" | "RUNNING";
-
-/** State of a recorded request. */
-export type GenerationState = "UNSPECIFIED" | "RUNNING" | "SETTLED" | "VOIDED" | "EXPIRED";
-
-/** Owner of a quota. */
-export type QuotaSubject = "UNSPECIFIED" | "ORGANIZATION" | "PROJECT" | "API_KEY";
-
-/** Names of what a quota measures, as everywhere. "unspecified": newer than this client. */
-export const QUOTA_DIMENSIONS = [
-  "unspecified",
-  "concurrent-requests",
-  "requests-per-minute",
-  "tokens-per-minute",
-  "input-tokens-per-minute",
-  "output-tokens-per-minute",
-  "tokens-per-day",
-  "tokens-per-month",
-  "cost-per-day",
-  "cost-per-month",
-  "prepaid-credit",
-] as const;
-
-/** Measure and window of a quota. */
-export type QuotaDimension = (typeof QUOTA_DIMENSIONS)[number];
-
-/** Token counts of one request. */
-export interface Usage {
-  readonly inputTokenCount: number;
-  /** Part of `inputTokenCount`, served from the prefix cache. */
-  readonly cachedInputTokenCount: number;
-  /** Produced by the engine. */
-  readonly generatedTokenCount: number;
-  /** Handed to the transport. */
-  readonly deliveredTokenCount: number;
-  /** Output tokens on the bill: the delivered ones. */
-  readonly billedTokenCount: number;
-  /** Priced separately; an embedding request has no other tokens. */
-  readonly embeddingTokenCount: number;
-  /** Output tokens that were about to be sent; 0 while the request runs. */
-  readonly journalledTokenCount: number;
-  /** Part of the delivered tokens: the model's thinking. */
-  readonly reasoningTokenCount: number;
-}
-
-/**
- * Milliseconds spent in each stage of a request. Stages sum to `totalMs`, except `clientStallMs`,
- * which overlaps `decodeMs` up to the last token.
- */
-export interface Timings {
-  readonly authMs: number;
-  readonly tokenizeMs: number;
-  readonly admissionMs: number;
-  readonly queueMs: number;
-  readonly coldStartMs: number;
-  readonly prefillMs: number;
-  readonly decodeMs: number;
-  /** Tokens were ready, and the client did not take them. */
-  readonly clientStallMs: number;
-  readonly settleMs: number;
-  /** From the start frame's arrival at the server to the first token. */
-  readonly ttftMs: number;
-  readonly totalMs: number;
-  /** Median gap between consecutive messages with tokens, without waiting for the client. */
-  readonly itlP50Ms: number;
-  readonly itlP99Ms: number;
-  readonly itlMaxMs: number;
-  /** After the first token. */
-  readonly tokensPerSecond: number;
-}
-
-/**
- * One limit with its remainder. Values are requests, tokens or picos of the currency, by dimension.
- */
-export interface QuotaStatus {
-  readonly quotaId: string;
-  readonly subject: QuotaSubject;
-  readonly subjectId: string;
-  /** Empty: all models together. */
-  readonly model: string;
-  readonly dimension: QuotaDimension;
-  readonly limitValue: bigint;
-  readonly usedValue: bigint;
-  /** Held by running requests. */
-  readonly heldValue: bigint;
-  readonly remainingValue: bigint;
-  /** Absent for concurrency. */
-  readonly resetTime: Date | undefined;
-  readonly resetDelayMs: number | undefined;
-  /** Display name. */
-  readonly subjectName: string;
-  /** False: shadow mode, counts without refusing. */
-  readonly enforced: boolean;
-  /** Admissions of this window that shadow mode would have refused. */
-  readonly wouldRefuseCount: number;
-  /** Thousandths that a token of a kind counts; 0 for limits that do not count tokens. */
-  readonly inputWeightMilli: number;
-  readonly cachedInputWeightMilli: number;
-  readonly outputWeightMilli: number;
-  /** Without the temporary override. */
-  readonly baseLimitValue: bigint;
-  /** End of the temporary override; undefined: none. */
-  readonly overrideEndTime: Date | undefined;
-  readonly overrideReason: string;
-  /**
-   * Has the smallest remainder of its dimension's limits. Set, as the next field, only in lists of
-   * all limits of one key.
-   */
-  readonly binding: boolean;
-  /** An inherited limit that always runs out first. */
-  readonly narrowedByQuotaId: string;
-  /** No limit itself, but a default copied to new keys. */
-  readonly forNewKeys: boolean;
-  /** Percent of the limit used; for prepaid credit, remaining picos. Empty with a generation. */
-  readonly alertAt: readonly bigint[];
-}
 
 /** The request was admitted and its tokens are held. */
 export interface Admitted {
@@ -164,21 +40,6 @@ export interface Progress {
   readonly loadingFraction: number;
   /** `memory`, `process`, `import`, `weights`, or a newer stage; empty if unknown. */
   readonly loadingStage: string;
-}
-
-/** A token and the natural logarithm of its probability. */
-export interface TokenLogprob {
-  readonly tokenId: number;
-  readonly logprob: number;
-}
-
-/**
- * Log-probability of an output token in the model's own distribution, with the likeliest tokens.
- */
-export interface TokenLogprobs {
-  readonly chosen: TokenLogprob;
-  /** The likeliest first. */
-  readonly top: readonly TokenLogprob[];
 }
 
 /** One tool call made by the model. Arguments are unchecked unless it was required or strict. */
@@ -336,22 +197,8 @@ export interface EmbedResult {
   readonly quotas: readonly QuotaStatus[];
 }
 
-/** The server's record of one request. */
-export interface Generation {
-  readonly requestId: string;
-  readonly state: GenerationState;
-  readonly model: string;
-  readonly admitTime: Date | undefined;
-  /** Absent while it runs. */
-  readonly settleTime: Date | undefined;
-  readonly usage: Usage;
-  /** Absent while it runs. */
-  readonly cost: Money | undefined;
-  /** Absent while it runs, and after a recovery. */
-  readonly timings: Timings | undefined;
-  /** A finish reason or FAILED; empty while it runs. */
-  readonly outcome: string;
-  /** Number of moves to another engine. */
-  readonly migrationCount: number;
-  readonly labels: Readonly<Record<string, string>>;
+/** The size of a prompt. */
+export interface TokenCount {
+  readonly inputTokenCount: number;
+  readonly contextWindowTokens: number;
 }

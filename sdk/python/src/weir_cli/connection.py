@@ -386,13 +386,14 @@ Opener = Callable[..., AbstractContextManager[Any]]
 
 
 def calls(
-    *openers: Opener, **settings: Any
+    *openers: Opener, options: Mapping[str, tuple[Any, Any]] | None = None, **settings: Any
 ) -> Callable[[Callable[..., Output | None]], Callable[..., None]]:
     """Make a decorator that turns a function into a command and opens a client with each opener.
 
     The clients are the function's first arguments. It returns its output, or None if it has printed
     it. The command also takes `--json`, `--address` and `--api-key`; a function with a parameter
-    `as_json` gets the first.
+    `as_json` gets the first. `options` has annotations and defaults of options that the function
+    takes as `**` parameters.
     """
 
     def decorate(function: Callable[..., Output | None]) -> Callable[..., None]:
@@ -405,24 +406,26 @@ def calls(
             "api_key": (KeyOption, None),
         }
         parameters = {
-            parameter.name: parameter for parameter in list(own.parameters.values())[len(openers) :]
+            parameter.name: parameter
+            for parameter in list(own.parameters.values())[len(openers) :]
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
         }
-        for name, (annotation, default) in shared.items():
+        for name, (annotation, default) in {**(options or {}), **shared}.items():
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
             parameters.setdefault(
                 name, inspect.Parameter(name, kind, default=default, annotation=annotation)
             )
 
         def command(
-            *, address: str | None, api_key: str | None, as_json: bool, **options: Any
+            *, address: str | None, api_key: str | None, as_json: bool, **given: Any
         ) -> None:
             if "as_json" in own.parameters:
-                options["as_json"] = as_json
+                given["as_json"] = as_json
             with ExitStack() as opened:
                 clients = [
                     opened.enter_context(opener(address, api_key, **settings)) for opener in openers
                 ]
-                output = function(*clients, **options)
+                output = function(*clients, **given)
                 if output is not None:
                     print_found(*output, as_json=as_json)
 

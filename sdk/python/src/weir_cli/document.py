@@ -8,7 +8,7 @@ YAML's: a project may be named `no`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -35,9 +35,11 @@ from weir_cli.document_fields import (
     tier,
     truth,
 )
+from weir_cli.key_terms import KEY_TERMS
 from weir_cli.texts import percents_text
 
 VERSION = "1"
+KINDS: Mapping[type, Callable[[str], Scalar | Words]] = {list: Words, int: count, bool: truth}
 
 QUOTA = Section(
     {
@@ -62,12 +64,7 @@ KEY = Section(
     {
         "name": text("name"),
         "prefix": text("prefix"),
-        "scopes": Words("scopes"),
-        "models": Words("models"),
-        "allowed_networks": Words("allowed_networks"),
-        "max_input_tokens": count("max_input_tokens"),
-        "max_output_tokens": count("max_output_tokens"),
-        "strict_parameters": truth("strict_parameters"),
+        **{each.field: KINDS[each.kind](each.field) for each in KEY_TERMS},
         "expires": moment("expire_time"),
         "quotas": QUOTAS,
     },

@@ -25,6 +25,7 @@ from weir_cli.connection import (
     organization_or_default,
     project_or_default,
 )
+from weir_cli.key_terms import KEY_TERMS, TERM_OPTIONS, restrictions, stated
 from weir_cli.render import JsonOption, fail, note, print_json, table
 from weir_cli.texts import (
     dimension_amount,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
         AdminClient,
         ApiKey,
         Client,
-        KeyRestrictions,
         Organization,
         Project,
         QuotaStatus,
@@ -202,42 +202,11 @@ def projects_table(projects: list[Project]) -> RenderableType:
 
 key = typer.Typer(help="Create, rotate, change, revoke and list API keys.", no_args_is_help=True)
 
-ModelsOption = Annotated[
-    list[str] | None, typer.Option(help="Allowed model; repeatable. Default: all.")
-]
-NetworksOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--network",
-        help="Allowed client network, such as 203.0.113.0/24; repeatable. Default: all.",
-    ),
-]
-InputTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        "--max-input-tokens", min=0, help="Limit of input tokens per request. 0: no limit."
-    ),
-]
-OutputTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        "--max-output-tokens",
-        min=0,
-        help="Limit of output tokens per request, all choices together. 0: no limit.",
-    ),
-]
-StrictOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--strict-parameters/--no-strict-parameters",
-        help="Refuse unknown parameters over HTTP. Default of a new key: no.",
-    ),
-]
 KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="Id or prefix of the key.")]
 
 
 @key.command("create")
-@calls(admin_client)
+@calls(admin_client, options=TERM_OPTIONS)
 def create_key(
     client: AdminClient,
     name: Annotated[
@@ -248,15 +217,6 @@ def create_key(
         str | None,
         typer.Option("--project", help="Project, by name or id. Default: that of `weir up`."),
     ] = None,
-    scope: Annotated[
-        list[str] | None,
-        typer.Option(help="inference, admin or billing; repeatable. Default: inference."),
-    ] = None,
-    model: ModelsOption = None,
-    network: NetworksOption = None,
-    max_input_tokens: InputTokensOption = None,
-    max_output_tokens: OutputTokensOption = None,
-    strict_parameters: StrictOption = None,
     expires_in: Annotated[
         str | None, typer.Option(help="Lifetime, as 90m, 12h, 30d or 4w. Default: unlimited.")
     ] = None,
@@ -268,6 +228,7 @@ def create_key(
         ),
     ] = False,
     as_json: JsonOption = False,
+    **terms: Any,
 ) -> None:
     """Create an API key. Its secret goes to stdout, once."""
     lifetime = parsed("--expires-in", parse_span, expires_in) if expires_in is not None else None
@@ -275,14 +236,9 @@ def create_key(
         organization_or_default(organization, client.address),
         project_or_default(project, client.address),
         name,
-        scopes=scope or ("inference",),
-        models=model or (),
-        allowed_networks=network or (),
-        max_input_tokens=max_input_tokens,
-        max_output_tokens=max_output_tokens,
-        strict_parameters=bool(strict_parameters),
         lifetime=lifetime,
         allow_existing=if_missing,
+        **stated(terms),
     )
     if as_json:
         print_json(created)
@@ -332,40 +288,30 @@ def rotate_key(
 
 
 @key.command("update")
-@calls(admin_client)
+@calls(admin_client, options=TERM_OPTIONS)
 def update_key(
     client: AdminClient,
     api_key_ref: KeyArgument,
     name: Annotated[str | None, typer.Option(help="New display name.")] = None,
-    scope: Annotated[
-        list[str] | None,
-        typer.Option(help="inference, admin or billing; repeatable. Replaces all scopes."),
-    ] = None,
-    model: ModelsOption = None,
     all_models: Annotated[bool, typer.Option("--all-models", help="Allow all models.")] = False,
-    network: NetworksOption = None,
     all_networks: Annotated[
         bool, typer.Option("--all-networks", help="Allow all networks.")
     ] = False,
-    max_input_tokens: InputTokensOption = None,
-    max_output_tokens: OutputTokensOption = None,
-    strict_parameters: StrictOption = None,
     expires_in: Annotated[
         str | None, typer.Option(help="Expire after 90m, 12h, 30d or 4w; 0 expires it now.")
     ] = None,
     never_expires: Annotated[
         bool, typer.Option("--never-expires", help="Remove the expiry.")
     ] = False,
+    **terms: Any,
 ) -> Output:
     """Change the name, expiry or permissions of a key. Omitted options stay unchanged."""
-    given = (name, max_input_tokens, max_output_tokens, strict_parameters, expires_in)
-    if all(each is None for each in given) and not (
-        scope or model or all_models or network or all_networks or never_expires
-    ):
+    given = stated(terms)
+    if not (given or all_models or all_networks or never_expires) and name is expires_in is None:
+        flags = ", ".join(each.flag.replace("/", ", ") for each in KEY_TERMS)
         raise typer.BadParameter(
-            "give at least one of --name, --scope, --model, --all-models, --network,"
-            " --all-networks, --max-input-tokens, --max-output-tokens, --strict-parameters,"
-            " --no-strict-parameters, --expires-in or --never-expires"
+            f"give at least one of --name, {flags}, --all-models, --all-networks, --expires-in or"
+            " --never-expires"
         )
     span = (
         None
@@ -378,16 +324,11 @@ def update_key(
     changed = client.update_api_key(
         api_key_ref,
         name=name,
-        scopes=scope or (),
-        models=model or (),
         all_models=all_models,
-        allowed_networks=network or (),
         all_networks=all_networks,
-        max_input_tokens=max_input_tokens,
-        max_output_tokens=max_output_tokens,
-        strict_parameters=strict_parameters,
         expire_time=expire_time,
         never_expires=never_expires,
+        **given,
     )
     return changed, keys_table([changed], datetime.now(UTC))
 
@@ -458,19 +399,6 @@ def use_text(key: ApiKey) -> str:
     return f"not since {time_text(key.use_tracked_since_time)}"
 
 
-def restrictions(key: ApiKey | KeyRestrictions) -> list[tuple[str, str]]:
-    found = [("models", " ".join(key.models))] if key.models else []
-    if key.allowed_networks:
-        found.append(("networks", " ".join(key.allowed_networks)))
-    if key.max_input_tokens is not None:
-        found.append(("max input tokens", f"{key.max_input_tokens:,}"))
-    if key.max_output_tokens is not None:
-        found.append(("max output tokens", f"{key.max_output_tokens:,}"))
-    if key.strict_parameters:
-        found.append(("unknown parameters", "refused"))
-    return found
-
-
 def keys_table(keys: list[ApiKey], now: datetime) -> RenderableType:
     """Build a table of keys with their scopes, and their state at the time `now`."""
     made = table("key", "of", "prefix", "scopes", "models", "state", "created", "last used", "id")
@@ -488,7 +416,7 @@ def key_sheet(key: ApiKey, now: datetime) -> RenderableType:
         ("prefix", key.prefix),
         ("state", key_state(key, now)),
         ("scopes", " ".join(key.scopes)),
-        *(restrictions(key) or [("restrictions", "none")]),
+        *(list(restrictions(key)) or [("restrictions", "none")]),
         ("created", time_text(key.create_time)),
         ("last used", use_text(key)),
         ("id", key.api_key_id),

@@ -23,17 +23,16 @@ from weir_client.connection import (
     tried,
 )
 from weir_client.embedding import EmbedInput, EmbedOptions, EmbedResult, build_embed, embed_result
+from weir_client.generated_values import Generation, KeyRestrictions, Model, QuotaStatus, Quote
 from weir_client.generation import AsyncGeneration
-from weir_client.models import Model
 from weir_client.options import AttachOptions, GenerateOptions, Prompt
 from weir_client.prompt import build_start, checked_prefetch, conversation, tools_shown
-from weir_client.quote import Quote
 from weir_client.resumption import RESUME_S
 from weir_client.stream import SharedStream
 from weir_client.terms import Terms, set_keep
 from weir_client.tls import TlsOptions
 from weir_client.tools import Tool
-from weir_client.values import Generation, KeyRestrictions, QuotaStatus, Result, TokenCount
+from weir_client.values import Result, TokenCount
 
 KEEP_MIN_S = 0.001  # a shorter keep time could round to zero
 

@@ -14,18 +14,17 @@ from typing import Protocol
 from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import errors, wire
+from weir_client.generated_values import FinishReason, Usage
 from weir_client.output import Received
 from weir_client.status import error_from_status
 from weir_client.values import (
     Admitted,
     Event,
-    FinishReason,
     Limits,
     Partial,
     Progress,
     Result,
     Resumed,
-    Usage,
     UsageUpdate,
 )
 

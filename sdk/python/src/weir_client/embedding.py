@@ -11,11 +11,11 @@ from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import wire
 from weir_client.checks import check_known, check_seconds, invalid, written
+from weir_client.generated_values import QuotaStatus, Timings, Usage
 from weir_client.money import Money
 from weir_client.plain import Value
 from weir_client.prompt import service_tier
 from weir_client.receipts import Receipt
-from weir_client.values import QuotaStatus, Timings, Usage
 
 EmbedInput = str | Sequence[int]
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import ClassVar
 
+from weir_client.generated_values import QuotaDimension
 from weir_client.plain import Value
-from weir_client.values import Partial, QuotaDimension
+from weir_client.values import Partial
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,21 +8,11 @@ from operator import itemgetter
 from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import wire
+from weir_client.generated_values import FinishReason, QuotaStatus, Timings, TokenLogprobs, Usage
 from weir_client.money import Money
 from weir_client.receipts import Receipt
 from weir_client.tools import ToolCall, ToolCallDelta
-from weir_client.values import (
-    Admitted,
-    Choice,
-    Delta,
-    FinishReason,
-    Partial,
-    QuotaStatus,
-    Result,
-    Timings,
-    TokenLogprobs,
-    Usage,
-)
+from weir_client.values import Admitted, Choice, Delta, Partial, Result
 
 CHOICES_MAX = 1024  # far above a server's limit: a wrong index must not exhaust memory
 

@@ -24,6 +24,18 @@ class Value:
         }
 
 
+class TokenSums(Value):
+    """Base of the values that count tokens of every kind."""
+
+    __slots__ = ()
+
+    @property
+    def token_count(self) -> int:
+        """Sum of the tokens of all kinds."""
+        kinds = ("input", "cached_input", "output", "reasoning", "embedding")
+        return sum(getattr(self, f"{kind}_token_count") for kind in kinds)
+
+
 def plain(value: Any) -> Any:
     """Convert a value, and all values in it, to types that JSON has."""
     match value:

@@ -14,7 +14,8 @@ from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from weir_client import errors
-from weir_client.values import Partial, QuotaDimension
+from weir_client.generated_values import QuotaDimension
+from weir_client.values import Partial
 
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 

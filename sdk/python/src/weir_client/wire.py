@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from functools import cache, partial
 from operator import attrgetter
@@ -13,13 +13,15 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.json_format import MessageToDict
+from google.protobuf.json_format import MessageToDict, ParseDict
+from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.timestamp_pb2 import Timestamp
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import receipts_pb2, types_pb2
 
-from weir_client import values
+from weir_client import generated_values as values
 from weir_client.money import PICOS_PER_UNIT, Money
+from weir_client.plain import Value
 from weir_client.receipts import Receipt
 
 _Value = TypeVar("_Value")
@@ -138,6 +140,52 @@ def numbers(kind: type[_Enum], descriptor: EnumDescriptor) -> dict[_Enum, Any]:
 
 SUBJECT_NUMBERS = numbers(values.QuotaSubject, types_pb2.QuotaSubject.DESCRIPTOR)
 DIMENSION_NUMBERS = numbers(values.QuotaDimension, types_pb2.QuotaDimension.DESCRIPTOR)
+
+
+def request(kind: Callable[..., _Value], /, **values: Any) -> _Value:
+    """Build a message from values of its fields: the reverse of `read`. None leaves a field unset.
+
+    A mapping is the JSON mapping of a message. Raises: google.protobuf.json_format.ParseError for a
+    malformed one.
+    """
+    by_name = kind.DESCRIPTOR.fields_by_name  # type: ignore[attr-defined]
+    return kind(
+        **{name: _sent(by_name[name], value) for name, value in values.items() if value is not None}
+    )
+
+
+def _sent(proto: FieldDescriptor, value: Any) -> Any:
+    """Convert a value to what the message field `proto` holds."""
+    if proto.enum_type is not None:
+        if proto.is_repeated:
+            return [numbers(type(each), proto.enum_type)[each] for each in value]
+        return numbers(type(value), proto.enum_type)[value]
+    if proto.message_type is None or proto.is_repeated:
+        return value
+    kind = GetMessageClass(proto.message_type)
+    match value:
+        case datetime():
+            stamp = Timestamp()
+            stamp.FromDatetime(value)
+            return stamp
+        case timedelta():
+            return duration(value.total_seconds())
+        case int() | float():
+            return duration(value)
+        case Money():
+            return money_message(value)
+        case Mapping():
+            return ParseDict(dict(value), kind())
+        case Value():
+            return kind(**{each.name: getattr(value, each.name) for each in fields(value)})  # type: ignore[arg-type]
+        case _:
+            return kind(values=value)
+
+
+def duration(seconds: float) -> Duration:
+    """Convert seconds to a message, to the nanosecond."""
+    whole, rest = divmod(round(seconds * 1e9), 1_000_000_000)
+    return Duration(seconds=whole, nanos=rest)
 
 
 def time_of(stamp: Timestamp) -> datetime:

@@ -1,1 +1,0 @@
-"""`BillingService` and `ReceiptService`: months, invoices, usage and receipts."""

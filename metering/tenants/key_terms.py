@@ -1,0 +1,83 @@
+"""Terms of API keys: what a key may do, declared once and carried whole.
+
+Calls, configurations, the table, the audit log and the caller of a request have fields of the same
+names. A new term is one field of `KeyTerms`, with a check if its type does not suffice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+
+from metering.core.errors import InvalidValue
+from metering.tenants.networks import checked_networks
+
+MODEL_NAME_MAX_CHARS = 200
+MODELS_PER_KEY_MAX = 100  # a key for more models should rather be unrestricted
+SCOPES = frozenset({"inference", "admin", "billing"})
+# Per request: above any context window, and far below the column's maximum.
+TOKENS_MAX = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTerms:
+    """Terms of a key, by the columns of `ApiKey`. The defaults allow inference without limits.
+
+    Empty `models` and `allowed_networks` allow all. The token limits are per request, all choices
+    together; None means the model's own limit.
+    """
+
+    scopes: tuple[str, ...] = ("inference",)
+    models: tuple[str, ...] = ()
+    allowed_networks: tuple[str, ...] = ()
+    max_input_tokens: int | None = None
+    max_output_tokens: int | None = None
+    strict_parameters: bool = False
+
+
+DEFAULT_TERMS = KeyTerms()
+
+
+def values_of(terms: object) -> dict[str, object]:
+    """Read the terms of an object that has them as attributes, by name."""
+    return {each.name: getattr(terms, each.name) for each in fields(KeyTerms)}
+
+
+def checked_terms(terms: KeyTerms) -> dict[str, object]:
+    """Validate the terms of a key and convert them to column values. Raises: InvalidValue."""
+    return values_of(terms) | {
+        "scopes": checked_scopes(terms.scopes),
+        "models": checked_models(terms.models),
+        "allowed_networks": checked_networks(terms.allowed_networks),
+        "max_input_tokens": checked_bound(terms.max_input_tokens, "max_input_tokens"),
+        "max_output_tokens": checked_bound(terms.max_output_tokens, "max_output_tokens"),
+    }
+
+
+def checked_scopes(scopes: Collection[str]) -> list[str]:
+    """Validate and sort scopes; none means "inference". Raises: InvalidValue."""
+    if unknown := set(scopes) - SCOPES:
+        raise InvalidValue("scopes", f"{sorted(unknown)} unknown: choose from {sorted(SCOPES)}")
+    return sorted(set(scopes)) or ["inference"]
+
+
+def checked_models(models: Collection[str]) -> list[str]:
+    """Validate and sort model names; none means every model. Raises: InvalidValue."""
+    if len(set(models)) > MODELS_PER_KEY_MAX:
+        raise InvalidValue(
+            "models", f"must have at most {MODELS_PER_KEY_MAX}, or none for every model"
+        )
+    if not all(1 <= len(model) <= MODEL_NAME_MAX_CHARS and model.isprintable() for model in models):
+        raise InvalidValue(
+            "models", f"must be names of 1 to {MODEL_NAME_MAX_CHARS} printable characters"
+        )
+    return sorted(set(models))
+
+
+def checked_bound(token_count: int | None, field: str) -> int | None:
+    """Validate a token limit per request; 0 and None mean no limit. Raises: InvalidValue."""
+    if token_count is not None and not 0 <= token_count <= TOKENS_MAX:
+        raise InvalidValue(
+            field, f"must be 1 to {TOKENS_MAX:,} tokens, or 0 for no limit of the key"
+        )
+    return token_count or None

@@ -1,0 +1,1024 @@
+"""Unary calls of the administrators' clients.
+
+Generated from the contract by `infra/generate_sdk.py`: run `make proto` instead of editing it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from weir.v1 import (
+    admin_service_pb2,
+    admin_service_pb2_grpc,
+    alerts_pb2,
+    billing_service_pb2,
+    billing_service_pb2_grpc,
+    configuration_pb2,
+    live_requests_pb2,
+    months_pb2,
+    plans_pb2,
+    prices_pb2,
+    replicas_pb2,
+    usage_reports_pb2,
+)
+
+from weir_client import wire
+from weir_client.blocking import BlockingUnaryClient, blocking
+from weir_client.generated_values import (
+    Adjustment,
+    Alert,
+    AlertWebhook,
+    ApiKey,
+    AppliedConfiguration,
+    BillingProfile,
+    ClosedMonth,
+    CreatedAlertWebhook,
+    CreatedApiKey,
+    CreditBalance,
+    CreditGrant,
+    DocumentFormat,
+    DrainedReplica,
+    KilledRequest,
+    LiveView,
+    Month,
+    MonthReport,
+    MonthVerification,
+    Organization,
+    PlanList,
+    PriceList,
+    PriceVersion,
+    Project,
+    QuotaDimension,
+    QuotaStatus,
+    QuotaSubject,
+    RecordedRequest,
+    ReplicaList,
+    RotatedApiKey,
+    UndrainedReplica,
+    UsageForecast,
+)
+from weir_client.money import Money
+from weir_client.unary import UnaryClient
+
+
+class AsyncAdminCalls(UnaryClient):
+    """Calls of `AdminService` that need no code of their own."""
+
+    @property
+    def _stub(self) -> admin_service_pb2_grpc.AdminServiceAsyncStub:
+        return admin_service_pb2_grpc.AdminServiceStub(self._opened().channel)
+
+    async def create_organization(
+        self,
+        name: str,
+        *,
+        currency_code: str = "",
+        request_id: str | None = None,
+        allow_existing: bool = False,
+    ) -> Organization:
+        """Creates an organization. AlreadyExists if the name is taken.
+
+        `name`: Unique name: 1 to 63 of a-z, 0-9 and "-", starting with a letter.
+        `currency_code`: ISO 4217 code. Default "USD".
+        `request_id`: Idempotency key: see the service. Not a UUID: InvalidRequest.
+        `allow_existing`: Returns an existing organization of this name and currency instead of
+            AlreadyExists.
+        """
+        request = wire.request(
+            admin_service_pb2.CreateOrganizationRequest,
+            name=name,
+            currency_code=currency_code,
+            request_id=request_id or str(uuid.uuid4()),
+            allow_existing=allow_existing,
+        )
+        response = await self._call(self._stub.CreateOrganization, request)
+        return wire.read(Organization, response.organization)
+
+    async def list_organizations(self) -> list[Organization]:
+        """Lists organizations by name."""
+        request = wire.request(
+            admin_service_pb2.ListOrganizationsRequest,
+        )
+        response = await self._call(self._stub.ListOrganizations, request)
+        return [wire.read(Organization, each) for each in response.organizations]
+
+    async def set_billing_profile(self, organization: str, profile: BillingProfile) -> Organization:
+        """Replaces the billing profile of an organization. Closed months keep the profile of their
+        close.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `profile`: The whole profile: empty fields are cleared. Unset: all fields are cleared.
+        """
+        request = wire.request(
+            admin_service_pb2.SetBillingProfileRequest,
+            organization=organization,
+            billing_profile=profile,
+        )
+        response = await self._call(self._stub.SetBillingProfile, request)
+        return wire.read(Organization, response.organization)
+
+    async def create_project(
+        self,
+        organization: str,
+        name: str,
+        *,
+        request_id: str | None = None,
+        allow_existing: bool = False,
+    ) -> Project:
+        """Creates a project. AlreadyExists if the organization has a project of that name.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `name`: Unique name inside the organization, formed like an organization's.
+        `request_id`: Idempotency key: see the service. Not a UUID: InvalidRequest.
+        `allow_existing`: Returns an existing project of this name instead of AlreadyExists.
+        """
+        request = wire.request(
+            admin_service_pb2.CreateProjectRequest,
+            organization=organization,
+            name=name,
+            request_id=request_id or str(uuid.uuid4()),
+            allow_existing=allow_existing,
+        )
+        response = await self._call(self._stub.CreateProject, request)
+        return wire.read(Project, response.project)
+
+    async def list_projects(self, organization: str) -> list[Project]:
+        """Lists the projects of an organization by name.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        """
+        request = wire.request(admin_service_pb2.ListProjectsRequest, organization=organization)
+        response = await self._call(self._stub.ListProjects, request)
+        return [wire.read(Project, each) for each in response.projects]
+
+    async def create_api_key(
+        self,
+        organization: str,
+        project: str,
+        name: str,
+        *,
+        scopes: Sequence[str] = (),
+        lifetime: timedelta | None = None,
+        request_id: str | None = None,
+        allow_existing: bool = False,
+        models: Sequence[str] = (),
+        max_input_tokens: int | None = None,
+        max_output_tokens: int | None = None,
+        allowed_networks: Sequence[str] = (),
+        strict_parameters: bool = False,
+    ) -> CreatedApiKey:
+        """Creates an API key. Its secret is returned only in this response.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `project`: Name or id of the project in it. Unknown: NotFound.
+        `name`: Display name, 1 to 100 characters.
+        `scopes`: At least one of "inference", "admin", "billing". Empty: "inference".
+        `lifetime`: Lifetime. Unset: unlimited. Zero or negative: InvalidRequest.
+        `request_id`: Idempotency key: see the service. Not a UUID: InvalidRequest.
+        `allow_existing`: Returns the project's active key of this name and scopes, if there is one;
+            names need not be unique otherwise.
+        `models`: Names of the allowed models; a name covers all versions of the model. Empty: all
+            models. Unknown: NotFound. Calls for other models get PermissionDenied.
+        `max_input_tokens`: Limit of input tokens per request: its prompt, or all texts to embed. 0:
+            the model's own limit. A larger request is InvalidRequest with the reason
+            KEY_LIMIT_EXCEEDED. 1 to 1,000,000,000, or 0 for no limit.
+        `max_output_tokens`: Limit of output tokens per request, all choices together. 0: the
+            model's own limit. A request that asks for more is refused in the same way; one without
+            a limit of its own ends there with FINISH_REASON_LENGTH. 1 to 1,000,000,000, or 0 for no
+            limit.
+        `allowed_networks`: Networks that may use the key, such as "203.0.113.0/24" or
+            "2001:db8::/32". Empty: all. Calls from other addresses get PermissionDenied with the
+            reason ADDRESS_NOT_ALLOWED, and so do running requests from there when the networks are
+            narrowed. At most 100 networks or addresses.
+        `strict_parameters`: Refuses unknown parameters over HTTP, as `?strict=1` does for one
+            request; `?strict=0` does not relax it. False: those that cannot change the answer are
+            ignored and named in a header.
+        """
+        request = wire.request(
+            admin_service_pb2.CreateApiKeyRequest,
+            organization=organization,
+            project=project,
+            name=name,
+            scopes=scopes,
+            lifetime=lifetime,
+            request_id=request_id,
+            allow_existing=allow_existing,
+            models=models,
+            max_input_tokens=max_input_tokens,
+            max_output_tokens=max_output_tokens,
+            allowed_networks=allowed_networks,
+            strict_parameters=strict_parameters,
+        )
+        response = await self._call(self._stub.CreateApiKey, request, idempotent=False)
+        return wire.read(CreatedApiKey, response)
+
+    async def rotate_api_key(
+        self, api_key: str, *, overlap: timedelta | None = None, request_id: str | None = None
+    ) -> RotatedApiKey:
+        """Replaces the secret of an API key; the new one is returned only in this response. The old
+        secret works for an overlap. Id, prefix, limits and counters stay. FailedPrecondition for a
+        revoked key.
+
+        `api_key`: Id or prefix of the key. Unknown: NotFound.
+        `overlap`: Remaining validity of the present secret, 0 to 30 days. Unset: 24 hours.
+        `request_id`: Idempotency key: see the service. Not a UUID: InvalidRequest.
+        """
+        request = wire.request(
+            admin_service_pb2.RotateApiKeyRequest,
+            api_key=api_key,
+            overlap=overlap,
+            request_id=request_id,
+        )
+        response = await self._call(self._stub.RotateApiKey, request, idempotent=False)
+        return wire.read(RotatedApiKey, response)
+
+    async def update_api_key(
+        self,
+        api_key: str,
+        *,
+        name: str | None = None,
+        scopes: Sequence[str] = (),
+        expire_time: datetime | None = None,
+        never_expires: bool = False,
+        models: Sequence[str] = (),
+        all_models: bool = False,
+        max_input_tokens: int | None = None,
+        max_output_tokens: int | None = None,
+        allowed_networks: Sequence[str] = (),
+        all_networks: bool = False,
+        strict_parameters: bool | None = None,
+    ) -> ApiKey:
+        """Changes the name, expiry or permissions of an API key. FailedPrecondition for a revoked
+        key.
+
+        `api_key`: Id or prefix of the key. Unknown: NotFound.
+        `name`: New name, 1 to 100 characters.
+        `scopes`: New scopes. Empty: unchanged.
+        `expire_time`: New time of expiry; a time in the past ends the key now.
+        `never_expires`: Removes the expiry. With `expire_time`: InvalidRequest.
+        `models`: New models. Empty: unchanged. See `CreateApiKeyRequest.models`.
+        `all_models`: Allows all models. With `models`: InvalidRequest.
+        `max_input_tokens`: New limit, see `CreateApiKeyRequest.max_input_tokens`; 0: none. Running
+            requests keep their limit.
+        `max_output_tokens`: New limit, see `CreateApiKeyRequest.max_output_tokens`; 0: none.
+            Running requests keep their limit.
+        `allowed_networks`: New networks. Empty: unchanged. Running requests from other networks end
+            in every process as `failed` with the reason ADDRESS_NOT_ALLOWED and their final usage.
+            InvalidRequest if this call is made with the key from outside of them.
+        `all_networks`: Allows all networks. With `allowed_networks`: InvalidRequest.
+        `strict_parameters`: New value, see `ApiKey.strict_parameters`. Unset: unchanged.
+        """
+        request = wire.request(
+            admin_service_pb2.UpdateApiKeyRequest,
+            api_key=api_key,
+            name=name,
+            scopes=scopes,
+            expire_time=expire_time,
+            never_expires=never_expires,
+            models=models,
+            all_models=all_models,
+            max_input_tokens=max_input_tokens,
+            max_output_tokens=max_output_tokens,
+            allowed_networks=allowed_networks,
+            all_networks=all_networks,
+            strict_parameters=strict_parameters,
+        )
+        response = await self._call(self._stub.UpdateApiKey, request)
+        return wire.read(ApiKey, response.api_key)
+
+    async def revoke_api_key(self, api_key: str) -> ApiKey:
+        """Revokes an API key permanently: new calls with it are refused at once, and its running
+        requests end in every process as `failed` with the reason KEY_REVOKED and their final usage.
+        Idempotent.
+
+        `api_key`: Id or prefix of the key. Unknown: NotFound.
+        """
+        request = wire.request(admin_service_pb2.RevokeApiKeyRequest, api_key=api_key)
+        response = await self._call(self._stub.RevokeApiKey, request)
+        return wire.read(ApiKey, response.api_key)
+
+    async def list_api_keys(
+        self, organization: str = "", *, api_key: str = "", unused_for: timedelta | None = None
+    ) -> list[ApiKey]:
+        """Lists API keys, newest first, without their secrets.
+
+        `organization`: Name or id of an organization; empty: all.
+        `api_key`: Id or prefix of a key: only this one. Unknown: NotFound.
+        `unused_for`: Only keys that are not revoked and were not used for this long; keys whose
+            uses are recorded for less time are left out. Zero or negative: InvalidRequest.
+        """
+        request = wire.request(
+            admin_service_pb2.ListApiKeysRequest,
+            organization=organization,
+            api_key=api_key,
+            unused_for=unused_for,
+        )
+        response = await self._call(self._stub.ListApiKeys, request)
+        return [wire.read(ApiKey, each) for each in response.api_keys]
+
+    async def set_quota(
+        self,
+        subject: QuotaSubject,
+        subject_ref: str,
+        dimension: QuotaDimension,
+        limit_value: int,
+        *,
+        model: str = "",
+        for_new_keys: bool = False,
+        enforced: bool | None = None,
+        input_weight_milli: int | None = None,
+        cached_input_weight_milli: int | None = None,
+        output_weight_milli: int | None = None,
+        alert_at: Sequence[int] | None = None,
+    ) -> QuotaStatus:
+        """Sets one limit; it replaces a limit of the same subject, model and dimension. Past usage
+        counts.
+
+        `subject`: Owner of the limit.
+        `subject_ref`: Organization: its name or id. Project: "organization/project" or its id. Key:
+            its id or prefix. Unknown: NotFound.
+        `dimension`: Measure and window.
+        `limit_value`: The limit, 0 or more. 0 admits nothing. A limit above an inherited one is
+            allowed but has no effect: see `narrowed_by_quota_id`.
+        `model`: Limited model; empty: all models together. Unknown: NotFound.
+        `for_new_keys`: The limit is a default: each key created under its subject from then on gets
+            a copy, and nothing else is limited. Part of the limit's identity. InvalidRequest for a
+            key.
+        `enforced`: False: shadow mode, counts and reports without refusing. Unset: unchanged; true
+            for a new limit.
+        `input_weight_milli`: Thousandths that an uncached input token counts, 0 to 1,000,000.
+            Unset: unchanged; 1000 for a new limit. InvalidRequest for another value if the
+            dimension does not count such tokens. The usage of the current window is recounted.
+        `cached_input_weight_milli`: Thousandths that a cached input token counts. Until the engine
+            has reported the cached tokens, the larger of both weights is held.
+        `output_weight_milli`: Thousandths that an output token counts.
+        `alert_at`: Percentages that trigger an alert. Unset: unchanged; for a new limit on tokens
+            or money per day or month 50, 80 and 100, none for any other. InvalidRequest for limits
+            per minute and on concurrency.
+        """
+        request = wire.request(
+            admin_service_pb2.SetQuotaRequest,
+            subject=subject,
+            subject_ref=subject_ref,
+            dimension=dimension,
+            limit_value=limit_value,
+            model=model,
+            for_new_keys=for_new_keys,
+            enforced=enforced,
+            input_weight_milli=input_weight_milli,
+            cached_input_weight_milli=cached_input_weight_milli,
+            output_weight_milli=output_weight_milli,
+            alert_at=alert_at,
+        )
+        response = await self._call(self._stub.SetQuota, request)
+        return wire.read(QuotaStatus, response.quota)
+
+    async def override_quota(
+        self, quota_id: str, limit_value: int, expire_time: datetime, reason: str
+    ) -> QuotaStatus:
+        """Overrides a limit with a higher one until a time, or ends the override. Idempotent.
+
+        `quota_id`: Id of the limit. Unknown: NotFound.
+        `limit_value`: The temporary limit, above the regular one: InvalidRequest otherwise.
+        `expire_time`: End of the override, within 366 days, by the database's clock. Unset: ends
+            the present override.
+        `reason`: Reason, 1 to 500 characters; shown with the limit and recorded in the audit log.
+        """
+        request = wire.request(
+            admin_service_pb2.OverrideQuotaRequest,
+            quota_id=quota_id,
+            limit_value=limit_value,
+            expire_time=expire_time,
+            reason=reason,
+        )
+        response = await self._call(self._stub.OverrideQuota, request)
+        return wire.read(QuotaStatus, response.quota)
+
+    async def set_price(
+        self,
+        model: str,
+        *,
+        currency_code: str = "",
+        input_picos_per_token: int,
+        cached_input_picos_per_token: int,
+        output_picos_per_token: int,
+        effective_time: datetime | None = None,
+        request_id: str | None = None,
+        organization: str = "",
+        embedding_picos_per_token: int | None = None,
+        batch_multiplier_milli: int | None = None,
+        reasoning_picos_per_token: int | None = None,
+    ) -> list[PriceVersion]:
+        """Adds a price version. Past prices never change: InvalidRequest for an effective time in
+        the past.
+
+        `model`: The model. Unknown models are allowed, so that a price can be set before a model
+            appears.
+        `currency_code`: ISO 4217 code. Default: the organization's, or "USD". InvalidRequest for
+            another one than the organization's.
+        `input_picos_per_token`: Picos per uncached input token, 0 or more.
+        `cached_input_picos_per_token`: Picos per cached input token, 0 or more.
+        `output_picos_per_token`: Picos per output token, 0 or more.
+        `effective_time`: Start of validity. Unset: now.
+        `request_id`: Idempotency key: see the service. Not a UUID: InvalidRequest.
+        `organization`: Name or id of the organization for its own price; empty: the list price.
+            Unknown: NotFound.
+        `embedding_picos_per_token`: Picos per embedded token, 0 or more. Unset: unchanged; at first
+            0.
+        `batch_multiplier_milli`: The batch tier's price in thousandths of these prices, 0 to
+            1,000,000, set as a second version. Unset: unchanged; at first the same price.
+            InvalidRequest, with the nearest valid values, if a price would be a fraction of a pico.
+        `reasoning_picos_per_token`: Picos per output token of the model's thinking, 0 or more.
+            Unset: as `output_picos_per_token`.
+        """
+        request = wire.request(
+            admin_service_pb2.SetPriceRequest,
+            model=model,
+            currency_code=currency_code,
+            input_picos_per_token=input_picos_per_token,
+            cached_input_picos_per_token=cached_input_picos_per_token,
+            output_picos_per_token=output_picos_per_token,
+            effective_time=effective_time,
+            request_id=request_id or str(uuid.uuid4()),
+            organization=organization,
+            embedding_picos_per_token=embedding_picos_per_token,
+            batch_multiplier_milli=batch_multiplier_milli,
+            reasoning_picos_per_token=reasoning_picos_per_token,
+        )
+        response = await self._call(self._stub.SetPrice, request)
+        return [wire.read(PriceVersion, each) for each in response.versions]
+
+    async def withdraw_price(
+        self,
+        organization: str,
+        model: str,
+        *,
+        effective_time: datetime | None = None,
+        request_id: str | None = None,
+    ) -> list[PriceVersion]:
+        """Ends an organization's own price of a model: the list price applies from then on.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `model`: The model. NotFound if the organization has no own price of it at that time.
+        `effective_time`: Time from which the list price applies. Unset: now. In the past:
+            InvalidRequest.
+        `request_id`: Idempotency key, as in `CreateOrganizationRequest`. Not a UUID:
+            InvalidRequest.
+        """
+        request = wire.request(
+            prices_pb2.WithdrawPriceRequest,
+            organization=organization,
+            model=model,
+            effective_time=effective_time,
+            request_id=request_id or str(uuid.uuid4()),
+        )
+        response = await self._call(self._stub.WithdrawPrice, request)
+        return [wire.read(PriceVersion, each) for each in response.versions]
+
+    async def list_prices(
+        self,
+        organization: str = "",
+        *,
+        model: str = "",
+        currency_code: str = "",
+        time: datetime | None = None,
+        history: bool = False,
+    ) -> PriceList:
+        """Lists the prices of an organization, or the list prices, by model and tier, with source
+        and start.
+
+        `organization`: Name or id of an organization for its prices. Empty: list prices. Unknown:
+            NotFound.
+        `model`: Only this model; empty: all.
+        `currency_code`: Only in this currency. Empty: the organization's; without an organization
+            all.
+        `time`: At this time. Unset: now.
+        `history`: Returns also all past and future versions.
+        """
+        request = wire.request(
+            prices_pb2.ListPricesRequest,
+            organization=organization,
+            model=model,
+            currency_code=currency_code,
+            time=time,
+            history=history,
+        )
+        response = await self._call(self._stub.ListPrices, request)
+        return wire.read(PriceList, response)
+
+    async def list_plans(self, name: str = "", *, organization: str = "") -> PlanList:
+        """Lists plans and their assignments.
+
+        `name`: Only versions of this plan; empty: all.
+        `organization`: Only assignments of this organization, by name or id; empty: all. Unknown:
+            NotFound.
+        """
+        request = wire.request(plans_pb2.ListPlansRequest, name=name, organization=organization)
+        response = await self._call(self._stub.ListPlans, request)
+        return wire.read(PlanList, response)
+
+    async def grant_credit(
+        self,
+        organization: str,
+        amount_picos: int,
+        *,
+        first_month: str = "",
+        last_month: str,
+        reason: str,
+        request_id: str | None = None,
+    ) -> CreditGrant:
+        """Grants an organization credit.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `amount_picos`: Amount in picos of the organization's currency, more than 0.
+        `first_month`: First month that it covers, as YYYY-MM. Empty: this one.
+        `last_month`: Last month that it covers. A past month: InvalidRequest.
+        `reason`: Reason, 1 to 500 characters; recorded in the ledger.
+        `request_id`: Idempotency key: see the service. Not a UUID: InvalidRequest.
+        """
+        request = wire.request(
+            plans_pb2.GrantCreditRequest,
+            organization=organization,
+            amount_picos=amount_picos,
+            first_month=first_month,
+            last_month=last_month,
+            reason=reason,
+            request_id=request_id or str(uuid.uuid4()),
+        )
+        response = await self._call(self._stub.GrantCredit, request)
+        return wire.read(CreditGrant, response.grant)
+
+    async def list_credit_grants(self, organization: str = "") -> list[CreditGrant]:
+        """Lists credit grants with their spent and remaining amounts.
+
+        `organization`: Name or id of an organization; empty: all. Unknown: NotFound.
+        """
+        request = wire.request(plans_pb2.ListCreditGrantsRequest, organization=organization)
+        response = await self._call(self._stub.ListCreditGrants, request)
+        return [wire.read(CreditGrant, each) for each in response.grants]
+
+    async def get_credit_balance(self, organization: str) -> CreditBalance:
+        """Returns an organization's current credit.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        """
+        request = wire.request(plans_pb2.GetCreditBalanceRequest, organization=organization)
+        response = await self._call(self._stub.GetCreditBalance, request)
+        return wire.read(CreditBalance, response)
+
+    async def set_prepaid(
+        self, organization: str, prepaid: bool, *, alert_at: Sequence[int] | None = None
+    ) -> bool:
+        """Switches an organization to prepaid, limited to its credit, or back.
+
+        `organization`: Name or id of the organization. Unknown: NotFound. With a plan that has
+            rules: InvalidRequest.
+        `prepaid`: True: requests are admitted only within the credit; beyond it FailedPrecondition,
+            reason INSUFFICIENT_CREDIT.
+        `alert_at`: Remaining picos of credit that trigger an alert. Unset: unchanged; at first
+            none. InvalidRequest if `prepaid` is false.
+        """
+        request = wire.request(
+            plans_pb2.SetPrepaidRequest,
+            organization=organization,
+            prepaid=prepaid,
+            alert_at=alert_at,
+        )
+        response = await self._call(self._stub.SetPrepaid, request)
+        return response.existed
+
+    async def list_live_requests(
+        self, organization: str = "", *, page_size: int = 200, stuck_only: bool = False
+    ) -> LiveView:
+        """Lists the live requests of all processes: owner, phase and usage, never content.
+
+        `organization`: Name or id of an organization; empty: all. Unknown: NotFound.
+        `page_size`: Largest number of requests, 1 to 1000. Default 200. Sums cover all requests.
+        `stuck_only`: Only holds that are overdue by more than 30 s. Always none while a worker
+            runs.
+        """
+        request = wire.request(
+            live_requests_pb2.ListLiveRequestsRequest,
+            organization=organization,
+            page_size=page_size,
+            stuck_only=stuck_only,
+        )
+        response = await self._call(self._stub.ListLiveRequests, request)
+        return wire.read(LiveView, response)
+
+    async def get_request(self, request_id: str, *, project: str = "") -> RecordedRequest:
+        """Returns one request of any project by its id: state, usage, cost and timings. NotFound if
+        no project has such a request, and for one that ended before any billable work.
+
+        `request_id`: Id chosen by the client. Not a UUID: InvalidRequest.
+        `project`: Its project, as "organization/project" or id. Required if several projects have a
+            request of this id: InvalidRequest otherwise.
+        """
+        request = wire.request(
+            live_requests_pb2.GetRequestRequest, request_id=request_id, project=project
+        )
+        response = await self._call(self._stub.GetRequest, request)
+        return wire.read(RecordedRequest, response)
+
+    async def kill_request(
+        self, request_id: str, *, project: str = "", reason: str = ""
+    ) -> KilledRequest:
+        """Ends a running request in any process. Its client gets `failed` with the reason
+        CANCELLED_BY_ADMIN and its final usage.
+
+        `request_id`: Id chosen by the client. Not a UUID: InvalidRequest. Unknown: NotFound.
+        `project`: Its project, as "organization/project" or id. Required if several projects run a
+            request of this id: InvalidRequest otherwise.
+        `reason`: Reason, for its client and for the audit log; up to 200 printable characters. May
+            be empty.
+        """
+        request = wire.request(
+            live_requests_pb2.KillRequestRequest,
+            request_id=request_id,
+            project=project,
+            reason=reason,
+        )
+        response = await self._call(self._stub.KillRequest, request)
+        return wire.read(KilledRequest, response)
+
+    async def expire_overdue_holds(self) -> int:
+        """Expires overdue holds, as the worker does every ten seconds."""
+        request = wire.request(
+            live_requests_pb2.ExpireOverdueHoldsRequest,
+        )
+        response = await self._call(self._stub.ExpireOverdueHolds, request)
+        return response.expired_count
+
+    async def apply_configuration(
+        self, configuration: Mapping[str, Any], *, dry_run: bool = False
+    ) -> AppliedConfiguration:
+        """Applies a configuration of organizations, projects, keys, limits and prices, all or
+        nothing. Idempotent.
+
+        `configuration`: Desired state.
+        `dry_run`: Returns the changes without applying them.
+        """
+        request = wire.request(
+            configuration_pb2.ApplyConfigurationRequest,
+            configuration=configuration,
+            dry_run=dry_run,
+        )
+        response = await self._call(self._stub.ApplyConfiguration, request, idempotent=False)
+        return wire.read(AppliedConfiguration, response)
+
+    async def list_replicas(self, model: str = "") -> ReplicaList:
+        """Lists the engines of all models, in all processes, and the drain orders.
+
+        `model`: Name of a model, or `name@version`; empty: all. Unknown: NotFound.
+        """
+        request = wire.request(replicas_pb2.ListReplicasRequest, model=model)
+        response = await self._call(self._stub.ListReplicas, request)
+        return wire.read(ReplicaList, response)
+
+    async def drain_replica(
+        self, model: str, name: str, *, reason: str = "", move_after_s: float | None = None
+    ) -> DrainedReplica:
+        """Drains a replica in all processes: running requests finish, new ones go elsewhere.
+        Idempotent.
+
+        `model`: The model, as `name` or `name@version`. Unknown: NotFound. Several versions have a
+            replica of this name: InvalidRequest.
+        `name`: Name of the replica, as in `ListReplicas`. No process has it: NotFound.
+        `reason`: Reason, for the audit log and lists of replicas; up to 200 printable characters.
+        `move_after_s`: Time after the order, 0 to 30 days, when running requests move to other
+            replicas: each as soon as one has room, and only those that can continue elsewhere. The
+            others run to their end. Unset: all run to their end.
+        """
+        request = wire.request(
+            replicas_pb2.DrainReplicaRequest,
+            model=model,
+            replica=name,
+            reason=reason,
+            move_after=move_after_s,
+        )
+        response = await self._call(self._stub.DrainReplica, request)
+        return wire.read(DrainedReplica, response)
+
+    async def undrain_replica(self, model: str, name: str, *, reason: str = "") -> UndrainedReplica:
+        """Returns a drained replica to service. Idempotent.
+
+        `model`: The model, as `name` or `name@version`. Unknown: NotFound. Several versions have a
+            replica of this name: InvalidRequest.
+        `name`: Name of the replica. No process and no order has it: NotFound.
+        `reason`: Reason, for the audit log; up to 200 printable characters.
+        """
+        request = wire.request(
+            replicas_pb2.UndrainReplicaRequest, model=model, replica=name, reason=reason
+        )
+        response = await self._call(self._stub.UndrainReplica, request)
+        return wire.read(UndrainedReplica, response)
+
+    async def set_alert_webhook(
+        self, organization: str, url: str, *, request_id: str | None = None
+    ) -> CreatedAlertWebhook:
+        """Posts an organization's alerts to a URL from now on, signed. The secret is returned only
+        in this response; setting the same URL again creates a new one.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `url`: URL to post alerts to: https, on a public address, up to 2000 characters;
+            InvalidRequest otherwise, unless the operator allows others. Host names are resolved and
+            checked at each attempt.
+        `request_id`: Idempotency key: see the service. Not a UUID: InvalidRequest.
+        """
+        request = wire.request(
+            alerts_pb2.SetAlertWebhookRequest,
+            organization=organization,
+            url=url,
+            request_id=request_id or str(uuid.uuid4()),
+        )
+        response = await self._call(self._stub.SetAlertWebhook, request)
+        return wire.read(CreatedAlertWebhook, response)
+
+    async def list_alert_webhooks(self, organization: str = "") -> list[AlertWebhook]:
+        """Lists webhooks with their pending and failed deliveries.
+
+        `organization`: Name or id of an organization; empty: all. Unknown: NotFound.
+        """
+        request = wire.request(alerts_pb2.ListAlertWebhooksRequest, organization=organization)
+        response = await self._call(self._stub.ListAlertWebhooks, request)
+        return [wire.read(AlertWebhook, each) for each in response.webhooks]
+
+    async def delete_alert_webhook(self, organization: str, *, allow_missing: bool = False) -> bool:
+        """Removes an organization's webhook. NotFound if it has none.
+
+        `organization`: Name or id of the organization. Unknown, or without a webhook: NotFound.
+        `allow_missing`: Succeeds instead of NotFound if the organization has no webhook.
+        """
+        request = wire.request(
+            alerts_pb2.DeleteAlertWebhookRequest,
+            organization=organization,
+            allow_missing=allow_missing,
+        )
+        response = await self._call(self._stub.DeleteAlertWebhook, request)
+        return response.deleted
+
+    async def test_alert_webhook(
+        self, organization: str, *, request_id: str | None = None
+    ) -> Alert:
+        """Sends a test to an organization's webhook, and ends its pause after failures.
+
+        `organization`: Name or id of the organization. Unknown, or without a webhook: NotFound.
+        `request_id`: Idempotency key: see the service. Not a UUID: InvalidRequest.
+        """
+        request = wire.request(
+            alerts_pb2.TestAlertWebhookRequest,
+            organization=organization,
+            request_id=request_id or str(uuid.uuid4()),
+        )
+        response = await self._call(self._stub.TestAlertWebhook, request)
+        return wire.read(Alert, response.alert)
+
+
+class BlockingAdminCalls(BlockingUnaryClient):
+    """Blocking twins of `AsyncAdminCalls`."""
+
+    create_organization = blocking(AsyncAdminCalls.create_organization)
+    list_organizations = blocking(AsyncAdminCalls.list_organizations)
+    set_billing_profile = blocking(AsyncAdminCalls.set_billing_profile)
+    create_project = blocking(AsyncAdminCalls.create_project)
+    list_projects = blocking(AsyncAdminCalls.list_projects)
+    create_api_key = blocking(AsyncAdminCalls.create_api_key)
+    rotate_api_key = blocking(AsyncAdminCalls.rotate_api_key)
+    update_api_key = blocking(AsyncAdminCalls.update_api_key)
+    revoke_api_key = blocking(AsyncAdminCalls.revoke_api_key)
+    list_api_keys = blocking(AsyncAdminCalls.list_api_keys)
+    set_quota = blocking(AsyncAdminCalls.set_quota)
+    override_quota = blocking(AsyncAdminCalls.override_quota)
+    set_price = blocking(AsyncAdminCalls.set_price)
+    withdraw_price = blocking(AsyncAdminCalls.withdraw_price)
+    list_prices = blocking(AsyncAdminCalls.list_prices)
+    list_plans = blocking(AsyncAdminCalls.list_plans)
+    grant_credit = blocking(AsyncAdminCalls.grant_credit)
+    list_credit_grants = blocking(AsyncAdminCalls.list_credit_grants)
+    get_credit_balance = blocking(AsyncAdminCalls.get_credit_balance)
+    set_prepaid = blocking(AsyncAdminCalls.set_prepaid)
+    list_live_requests = blocking(AsyncAdminCalls.list_live_requests)
+    get_request = blocking(AsyncAdminCalls.get_request)
+    kill_request = blocking(AsyncAdminCalls.kill_request)
+    expire_overdue_holds = blocking(AsyncAdminCalls.expire_overdue_holds)
+    apply_configuration = blocking(AsyncAdminCalls.apply_configuration)
+    list_replicas = blocking(AsyncAdminCalls.list_replicas)
+    drain_replica = blocking(AsyncAdminCalls.drain_replica)
+    undrain_replica = blocking(AsyncAdminCalls.undrain_replica)
+    set_alert_webhook = blocking(AsyncAdminCalls.set_alert_webhook)
+    list_alert_webhooks = blocking(AsyncAdminCalls.list_alert_webhooks)
+    delete_alert_webhook = blocking(AsyncAdminCalls.delete_alert_webhook)
+    test_alert_webhook = blocking(AsyncAdminCalls.test_alert_webhook)
+
+
+class AsyncBillingCalls(UnaryClient):
+    """Calls of `BillingService` that need no code of their own."""
+
+    @property
+    def _stub(self) -> billing_service_pb2_grpc.BillingServiceAsyncStub:
+        return billing_service_pb2_grpc.BillingServiceStub(self._opened().channel)
+
+    async def get_month_report(self, organization: str, month: str) -> MonthReport:
+        """Returns the report of one calendar month (UTC) of one organization from the ledger.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `month`: The month as YYYY-MM. Malformed: InvalidRequest.
+        """
+        request = wire.request(
+            billing_service_pb2.GetMonthReportRequest, organization=organization, month=month
+        )
+        response = await self._call(self._stub.GetMonthReport, request)
+        return wire.read(MonthReport, response)
+
+    async def get_month_document(
+        self, organization: str, month: str, document_format: DocumentFormat
+    ) -> bytes:
+        """Returns the report of a month as a document. For a closed month the bytes never change.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `month`: The month as YYYY-MM. Malformed: InvalidRequest.
+        `document_format`: File format.
+        """
+        request = wire.request(
+            months_pb2.GetMonthDocumentRequest,
+            organization=organization,
+            month=month,
+            format=document_format,
+        )
+        response = await self._call(self._stub.GetMonthDocument, request)
+        return response.content
+
+    async def list_months(self, organization: str) -> list[Month]:
+        """Lists the months of an organization, the latest first, with state, author and invoice.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        """
+        request = wire.request(months_pb2.ListMonthsRequest, organization=organization)
+        response = await self._call(self._stub.ListMonths, request)
+        return [wire.read(Month, each) for each in response.months]
+
+    async def close_month(
+        self,
+        organization: str,
+        month: str,
+        *,
+        leave_running: bool = False,
+        validate_only: bool = False,
+        before_first: bool = False,
+        corrected_by: str = "",
+    ) -> ClosedMonth:
+        """Closes a month permanently and issues its invoice. Obstacles: FailedPrecondition with a
+        PreconditionFailure, one violation each. Idempotent. Scope `admin`.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `month`: The month as YYYY-MM. Malformed: InvalidRequest.
+        `leave_running`: Closes even while requests admitted in the month still run; they are billed
+            in the month of their end.
+        `validate_only`: Only returns the obstacles, and changes nothing.
+        `before_first`: Closes even before the customer's first month: months are closed in order,
+            so the empty months between must then be closed as well. Otherwise such a month is
+            refused as MONTH_BEFORE_FIRST.
+        `corrected_by`: Id of an approved adjustment of exactly the cost of the usage reported as
+            USAGE_MISSTATED: that usage is billed by the adjustment, and never rated. With an
+            adjustment that does not match, the obstacle remains and has the reason.
+        """
+        request = wire.request(
+            months_pb2.CloseMonthRequest,
+            organization=organization,
+            month=month,
+            leave_running=leave_running,
+            validate_only=validate_only,
+            before_first=before_first,
+            correcting_adjustment_id=corrected_by,
+        )
+        response = await self._call(self._stub.CloseMonth, request)
+        return wire.read(ClosedMonth, response)
+
+    async def verify_month(self, organization: str, month: str) -> MonthVerification:
+        """Recomputes the report of a closed month from the ledger, and compares it with the digests
+        of its close.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `month`: The month as YYYY-MM. Not closed: FailedPrecondition.
+        """
+        request = wire.request(
+            months_pb2.VerifyMonthRequest, organization=organization, month=month
+        )
+        response = await self._call(self._stub.VerifyMonth, request)
+        return wire.read(MonthVerification, response)
+
+    async def create_adjustment(
+        self, organization: str, amount: Money, reason: str, *, request_id: str | None = None
+    ) -> Adjustment:
+        """Proposes an amount for the next invoice; a person with another key must approve it. Scope
+        `admin`.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `amount`: Positive: charged to the customer; negative: credited. The currency may be
+            omitted; another currency than the organization's is InvalidRequest. Zero is
+            InvalidRequest unless the customer has misstated usage, whose tokens may cost nothing
+            (CloseMonthRequest.correcting_adjustment_id).
+        `reason`: Reason, 1 to 200 characters, shown to the customer. Empty: InvalidRequest.
+        `request_id`: Idempotency key, a UUID: repeating the call returns the same adjustment.
+            Empty: each call proposes another one.
+        """
+        request = wire.request(
+            months_pb2.CreateAdjustmentRequest,
+            organization=organization,
+            amount=amount,
+            reason=reason,
+            request_id=request_id or str(uuid.uuid4()),
+        )
+        response = await self._call(self._stub.CreateAdjustment, request)
+        return wire.read(Adjustment, response.adjustment)
+
+    async def create_credit_note(
+        self, invoice_number: str, amount: Money, reason: str, *, request_id: str | None = None
+    ) -> Adjustment:
+        """Proposes a partial refund of an invoice; a person with another key must approve it. Scope
+        `admin`.
+
+        `invoice_number`: Number of the invoice. Unknown: NotFound.
+        `amount`: Refunded amount: above zero, in whole minor units, together with earlier credit
+            notes at most the invoice. The currency may be omitted. InvalidRequest otherwise.
+        `reason`: Reason, 1 to 200 characters, shown to the customer. Empty: InvalidRequest.
+        `request_id`: As in `CreateAdjustmentRequest`.
+        """
+        request = wire.request(
+            months_pb2.CreateCreditNoteRequest,
+            invoice_number=invoice_number,
+            amount=amount,
+            reason=reason,
+            request_id=request_id or str(uuid.uuid4()),
+        )
+        response = await self._call(self._stub.CreateCreditNote, request)
+        return wire.read(Adjustment, response.credit_note)
+
+    async def approve_adjustment(self, adjustment_id: str) -> Adjustment:
+        """Approves an adjustment or a credit note, and posts it to the first month that is not
+        closed. By its author: FailedPrecondition. Scope `admin`.
+
+        `adjustment_id`: Id of the adjustment. Unknown: NotFound. Already rejected:
+            FailedPrecondition. Already approved by the same key: same response.
+        """
+        request = wire.request(months_pb2.ApproveAdjustmentRequest, adjustment_id=adjustment_id)
+        response = await self._call(self._stub.ApproveAdjustment, request)
+        return wire.read(Adjustment, response.adjustment)
+
+    async def reject_adjustment(self, adjustment_id: str) -> Adjustment:
+        """Rejects an adjustment or a credit note; its author may do so too. Scope `admin`.
+
+        `adjustment_id`: Id of the adjustment. Unknown: NotFound. Already approved:
+            FailedPrecondition.
+        """
+        request = wire.request(months_pb2.RejectAdjustmentRequest, adjustment_id=adjustment_id)
+        response = await self._call(self._stub.RejectAdjustment, request)
+        return wire.read(Adjustment, response.adjustment)
+
+    async def list_adjustments(
+        self, organization: str, *, undecided_only: bool = False
+    ) -> list[Adjustment]:
+        """Lists adjustments and credit notes, the latest first.
+
+        `organization`: Name or id of the organization. Unknown: NotFound.
+        `undecided_only`: Only pending ones.
+        """
+        request = wire.request(
+            months_pb2.ListAdjustmentsRequest,
+            organization=organization,
+            undecided_only=undecided_only,
+        )
+        response = await self._call(self._stub.ListAdjustments, request)
+        return [wire.read(Adjustment, each) for each in response.adjustments]
+
+    async def get_forecast(self, organization: str = "", month: str = "") -> UsageForecast:
+        """Returns the cost of the current month so far, and its forecast.
+
+        `organization`: Name or id of the organization; unknown: NotFound. Empty: the key's own.
+        `month`: The month as YYYY-MM, in UTC: the current one or an earlier one. Empty: the current
+            one. Later: InvalidRequest.
+        """
+        request = wire.request(
+            usage_reports_pb2.GetForecastRequest, organization=organization, month=month
+        )
+        response = await self._call(self._stub.GetForecast, request)
+        return wire.read(UsageForecast, response)
+
+
+class BlockingBillingCalls(BlockingUnaryClient):
+    """Blocking twins of `AsyncBillingCalls`."""
+
+    get_month_report = blocking(AsyncBillingCalls.get_month_report)
+    get_month_document = blocking(AsyncBillingCalls.get_month_document)
+    list_months = blocking(AsyncBillingCalls.list_months)
+    close_month = blocking(AsyncBillingCalls.close_month)
+    verify_month = blocking(AsyncBillingCalls.verify_month)
+    create_adjustment = blocking(AsyncBillingCalls.create_adjustment)
+    create_credit_note = blocking(AsyncBillingCalls.create_credit_note)
+    approve_adjustment = blocking(AsyncBillingCalls.approve_adjustment)
+    reject_adjustment = blocking(AsyncBillingCalls.reject_adjustment)
+    list_adjustments = blocking(AsyncBillingCalls.list_adjustments)
+    get_forecast = blocking(AsyncBillingCalls.get_forecast)

@@ -1,0 +1,47 @@
+"""A term of API keys is offered wherever keys are created, changed, shown or configured."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+from weir.v1 import admin_service_pb2, configuration_pb2, inference_service_pb2
+from weir_cli.document import KEY
+from weir_cli.key_terms import KEY_TERMS
+
+from metering.configuration.configuration import KEY_FIELDS, KeySpec
+from metering.core.models import ApiKey
+from metering.tenants.api_keys import KeyRecord
+from metering.tenants.key_terms import KeyTerms
+
+TERMS = {each.name for each in fields(KeyTerms)}
+MESSAGES = (
+    admin_service_pb2.ApiKey,
+    admin_service_pb2.CreateApiKeyRequest,
+    admin_service_pb2.UpdateApiKeyRequest,
+    configuration_pb2.ApiKeyConfiguration,
+    inference_service_pb2.KeyRestrictions,
+)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda each: each.DESCRIPTOR.name)
+def test_a_message_about_a_key_has_every_term(message: type) -> None:
+    assert set(message.DESCRIPTOR.fields_by_name) >= TERMS  # type: ignore[attr-defined]
+
+
+def test_an_update_leaves_a_term_that_it_does_not_name() -> None:
+    by_name = admin_service_pb2.UpdateApiKeyRequest.DESCRIPTOR.fields_by_name
+
+    assert all(by_name[each].is_repeated or by_name[each].has_presence for each in TERMS)
+
+
+def test_the_table_records_and_configurations_have_every_term() -> None:
+    assert set(ApiKey.__table__.columns.keys()) >= TERMS
+    assert {each.name for each in fields(KeyRecord)} >= TERMS
+    assert {each.name for each in fields(KeySpec)} >= TERMS
+    assert set(KEY_FIELDS) >= TERMS
+
+
+def test_the_command_line_and_its_file_have_every_term() -> None:
+    assert [each.field for each in KEY_TERMS] == [each.name for each in fields(KeyTerms)]
+    assert KEY.keys.keys() >= TERMS
