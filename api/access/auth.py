@@ -38,6 +38,7 @@ BEARER = "bearer "
 NO_PROXIES = Proxies()
 ANSWER_WAIT_S = 5.0  # a call that waits longer for its first lookup should rather be retried
 REMEMBERED_COUNT_MAX = 10_000  # keys, of 64 bytes each plus their permissions
+KEY_REVOKED = "the API key of this request was revoked"
 SECRET_REPLACED = "the secret of this request's API key was replaced: use the new one"
 
 
@@ -243,15 +244,17 @@ class Authenticator:
         api_key_id: uuid.UUID,
         networks: Sequence[Network] = (),
         ended_secrets: Collection[bytes] = (),
+        *,
+        is_revoked: bool = False,
     ) -> None:
         """Discard what is remembered of a changed key, including the results of running lookups.
 
-        Open streams are closed at once if their address is outside `networks`, or if the hash of
-        their secret is in `ended_secrets`. The key stays exempt from the throttle. Takes constant
-        time, since thousands of keys may change at once.
+        Open streams receive nothing more if the key is revoked, their address is outside
+        `networks`, or the hash of their secret is in `ended_secrets`. The key stays exempt from the
+        throttle. Takes constant time, since thousands of keys may change at once.
         """
         self._changes.note(api_key_id)
-        self.stream_keys.changed(api_key_id, networks, ended_secrets)
+        self.stream_keys.changed(api_key_id, networks, ended_secrets, is_revoked=is_revoked)
 
     async def _check(self, secret: str) -> Principal:
         with patience(self._answer_wait_s):
@@ -386,15 +389,24 @@ class StreamKey:
             return  # nothing is known; the next message checks again
         self._read_at = now
 
-    def change(self, networks: Sequence[Network], ended_secrets: Collection[bytes] = ()) -> None:
+    def change(
+        self,
+        networks: Sequence[Network],
+        ended_secrets: Collection[bytes] = (),
+        *,
+        is_revoked: bool = False,
+    ) -> None:
         """Record that the key has changed, so that the next message checks it again.
 
-        Ends the stream if its address is outside `networks`, the networks that are now allowed, or
-        if the hash of its secret is in `ended_secrets`.
+        Ends what the stream receives if the key is revoked, if its address is outside `networks`,
+        the networks that are now allowed, or if the hash of its secret is in `ended_secrets`.
         """
         self._is_stale = True
         principal = self.principal
-        if principal.secret_hash in ended_secrets:
+        if is_revoked:
+            self._refusal = KeyRevokedMidway(KEY_REVOKED)
+            self.on_excluded(self._refusal)
+        elif principal.secret_hash in ended_secrets:
             self._refusal = KeyRevokedMidway(SECRET_REPLACED)
             self.on_excluded(self._refusal)
         elif not allows(networks, principal.address):
@@ -443,10 +455,12 @@ class StreamKeys:
         api_key_id: uuid.UUID,
         networks: Sequence[Network],
         ended_secrets: Collection[bytes] = (),
+        *,
+        is_revoked: bool = False,
     ) -> None:
         """Notify every stream and waiting HTTP request of a key.
 
         Arguments as in `StreamKey.change`.
         """
         for key in tuple(self._open.get(api_key_id, ())):
-            key.change(networks, ended_secrets)
+            key.change(networks, ended_secrets, is_revoked=is_revoked)

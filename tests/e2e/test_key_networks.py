@@ -327,6 +327,33 @@ async def test_a_rotation_without_overlap_ends_what_was_begun_with_the_replaced_
     assert all(event["delivered_token_count"] < 4000 for event in events)
 
 
+async def test_a_revoked_key_receives_nothing_more_of_the_requests_of_other_keys(
+    pair: tuple[Service, Service], key: Key
+) -> None:
+    """Its streams are attached to them, in their process and through another one."""
+    here, there = pair
+    _, owner_secret = await here.new_key(key.tenant)
+    async with (
+        there.stream(owner_secret) as owner,
+        there.stream(key.secret) as attached,
+        here.stream(key.secret) as relayed,
+    ):
+        streams = attached, relayed
+        taken = [(stream, await owner.begin(max_output_tokens=4000, **KEPT)) for stream in streams]
+        for stream, request_id in taken:
+            await owner.received(request_id, 1)
+            await stream.send(pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame()))
+            await stream.received(request_id, 1)
+        await key.call("RevokeApiKey", api_key=key.prefix)
+        ends = [await stream.failed(request_id) for stream, request_id in taken]
+        refusals = [await stream.failed(await stream.begin()) for stream in streams]
+        for _, request_id in taken:
+            await owner.send(pb.ClientFrame(request_id=request_id, cancel=pb.CancelFrame()))
+
+    assert {(end.code, end.reason) for end in ends} == {(StatusCode.UNAUTHENTICATED, "KEY_REVOKED")}
+    assert {refusal.code for refusal in refusals} == {StatusCode.UNAUTHENTICATED}
+
+
 async def test_a_secret_whose_overlap_is_over_raises_no_limit_also_through_another_process(
     pair: tuple[Service, Service], key: Key
 ) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from api.access.auth import SECRET_REPLACED, Authenticator
+from api.access.auth import KEY_REVOKED, SECRET_REPLACED, Authenticator
 from api.core.errors import AddressNotAllowed, CancelledByAdmin, KeyRevokedMidway
 from api.generation.request.phases import STREAMING
 from api.generation.request.registry import RequestRegistry, Running
@@ -30,9 +30,7 @@ def apply_command(
     for request in registry.running():
         payer, address = request.caller.payer, request.caller.address
         if command.api_key_id is not None and payer.api_key_id == command.api_key_id:
-            request.stop(
-                Outcome.CANCELLED, KeyRevokedMidway("the API key of this request was revoked")
-            )
+            request.stop(Outcome.CANCELLED, KeyRevokedMidway(KEY_REVOKED))
         elif (
             command.changed_key_id == payer.api_key_id
             and request.caller.secret_hash in command.ended_secrets
@@ -49,7 +47,7 @@ def apply_command(
                 Outcome.CANCELLED, CancelledByAdmin(f"an administrator has ended this request{why}")
             )
     if command.api_key_id is not None:
-        authenticator.changed(command.api_key_id)
+        authenticator.changed(command.api_key_id, is_revoked=True)
     if command.changed_key_id is not None:
         authenticator.changed(command.changed_key_id, networks, command.ended_secrets)
 
