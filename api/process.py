@@ -171,6 +171,8 @@ def stop_signals(stopping: asyncio.Event) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stopping.set)
-    yield
-    for signal_number in (signal.SIGTERM, signal.SIGINT):
-        loop.remove_signal_handler(signal_number)
+    try:
+        yield
+    finally:
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(signal_number)

@@ -265,7 +265,10 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
     async def GetForecast(
         self, request: usage_pb.GetForecastRequest, context: Context
     ) -> usage_pb.GetForecastResponse:
-        """Return the cost of a month so far, and a forecast for the whole month."""
+        """Return the cost of a month so far, and a forecast for the whole month.
+
+        Raises: InvalidValue.
+        """
         about = self._reading_of(context, request.organization, or_own=True)
         async with about as (session, owner):
             now = await database_now(session)
@@ -368,7 +371,7 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
     async def GetMonthDocument(
         self, request: months_pb2.GetMonthDocumentRequest, context: Context
     ) -> months_pb2.GetMonthDocumentResponse:
-        """Return the report of a month as JSON or CSV."""
+        """Return the report of a month as JSON or CSV. Raises: InvalidValue."""
         reader = await self._caller(context)
         if (write := DOCUMENTS.get(request.format)) is None:
             raise InvalidValue("format", "must be JSON or CSV")

@@ -145,7 +145,7 @@ class LiveCalls(AuthenticatedServicer):
     async def _find_request(
         self, request_id: uuid.UUID, project: str
     ) -> tuple[live.ProjectRequest, bool]:
-        """Find the process that runs a request, and whether the request is still running.
+        """Find the project of a request, and whether the request has ended.
 
         Raises NotFound, or InvalidValue if several projects have a request with this id.
         """

@@ -50,7 +50,7 @@ MODEL_VARIABLES = ("WEIR_FLEET", "WEIR_MODELS", "WEIR_ENCODERS", "WEIR_REMOTE_TA
 
 
 def address_or_off(text: str) -> str:
-    """Validate `host:port` or `off`."""
+    """Validate `host:port` or `off`. Raises: ValueError."""
     host, _, port = text.rpartition(":")
     if text != "off" and not (host and port.isdecimal() and int(port) < 65_536):
         raise ValueError("must be host:port, or off")
@@ -63,7 +63,10 @@ def networks(text: str) -> str:
 
 
 def listen_address(text: str) -> str:
-    """Validate a listening address of gRPC: `host:port`, `[IPv6]:port` or `unix:/path`."""
+    """Validate a listening address of gRPC: `host:port`, `[IPv6]:port` or `unix:/path`.
+
+    Raises: ValueError.
+    """
     host, _, port = text.rpartition(":")
     if not text.startswith(("unix:", "unix-abstract:")) and not (
         host and port.isdecimal() and int(port) < 65_536

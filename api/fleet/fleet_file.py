@@ -54,7 +54,7 @@ def text(value: str) -> str:
 
 
 def size(value: str) -> int:
-    """Parse a size such as `24GiB`, and return it in bytes."""
+    """Parse a size such as `24GiB`, and return it in bytes. Raises: ValueError."""
     found = SIZE.fullmatch(value)
     if found is None:
         raise ValueError("must be a number of bytes, such as 24GiB")
@@ -62,14 +62,17 @@ def size(value: str) -> int:
 
 
 def gpu(value: str) -> str:
-    """Validate the number or UUID of a GPU."""
+    """Validate the number or UUID of a GPU. Raises: ValueError."""
     if not GPU.fullmatch(value):
         raise ValueError("must be the number or the UUID of a GPU")
     return value
 
 
 def target(value: str) -> str:
-    """Parse the address of a remote engine and return it in canonical notation."""
+    """Parse the address of a remote engine and return it in canonical notation.
+
+    Raises: ValueError.
+    """
     try:
         return str(parse_target(value))
     except ValueError:
@@ -171,7 +174,10 @@ def read_fleet(path: Path) -> Fleet:
 
 
 def parse_fleet(content: str, path: Path) -> Fleet:
-    """Parse the content of a fleet file. Relative directories start at the folder of `path`."""
+    """Parse the content of a fleet file. Relative directories start at the folder of `path`.
+
+    Raises: SettingInvalid.
+    """
     try:
         root = compose(content)
     except NotYaml as broken:

@@ -289,7 +289,7 @@ class Exchange:
 
         The first one sends the HTTP status. Failures before that have an HTTP status of their own.
         A body without streaming therefore sends none until its requests are admitted, and then only
-        after `http_padding_after_s`.
+        after `WEIR_HTTP_PADDING_AFTER_S`.
         """
         if self.parsed.streams:
             await self._send(self._answer.ping)
@@ -373,7 +373,7 @@ class Exchange:
         return self._opening() + events if events else b""
 
     def withdraw(self) -> None:
-        """Handle that recorded output will not be sent, since its request fails."""
+        """Record that recorded output will not be sent, since its request fails."""
         self._has_output = False
         self._is_open = self._is_open and self._response is not None
 

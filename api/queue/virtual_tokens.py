@@ -104,9 +104,9 @@ class Line(Generic[Item]):
     def __init__(self) -> None:
         # Keys: tenant ids as integers, because UUIDs are hashed in Python.
         self._tenants: dict[int, Tenant[Item]] = {}
-        # Min-heap of turns of waiting tenants, with lazy updates: turns mostly grow, and entries
-        # that are too low are corrected when they surface. A turn that shrinks gets another entry;
-        # `Tenant.listed_priority` is the valid one.
+        # Min-heap of priorities of waiting tenants, with lazy updates: they mostly grow, and
+        # entries that are too low are corrected when they surface. One that shrinks gets another
+        # entry; `Tenant.listed_priority` is the valid one.
         self._priorities: list[tuple[Priority, int, Tenant[Item]]] = []
         # Min-heap of counters of tenants with requests here or in the engine, with lazy updates:
         # entries may be too low, or of tenants without requests.
@@ -115,7 +115,7 @@ class Line(Generic[Item]):
         self._listed_count = 0
         self.waiting_count = 0
         self.output_tokens_mean: float | None = None  # of all tenants; None before the first
-        self._last: Tenant[Item] | None = None  # the last tenant that waited
+        self._last: Tenant[Item] | None = None  # served or left last
         self._swept_at = 1000  # number of known tenants at which idle ones are removed
 
     def waiting_tenants(self) -> Iterator[Tenant[Item]]:
@@ -210,7 +210,10 @@ class Line(Generic[Item]):
     def pass_by(
         self, item: Item, tenant: Tenant[Item], rank: float, output_token_count: float
     ) -> None:
-        """Dispatch a request that did not wait. `rank` is the tenant's rank on its arrival."""
+        """Record the dispatch of a request that does not wait.
+
+        `rank` is the tenant's rank on its arrival.
+        """
         self._last = tenant
         tenant.ranks[item] = rank
         tenant.dispatched.add(item)
@@ -265,8 +268,8 @@ class Line(Generic[Item]):
         return min(float(token_count_max), mean)
 
     def level(self) -> float:
-        """Return the counter at which a returning tenant starts: the lowest of waiting tenants or,
-        without any, that of the tenant served last.
+        """Return the counter at which a returning tenant starts: the lowest of tenants that wait,
+        here or in the engine; without any, that of the tenant served last.
         """
         queued = self._queued
         while queued:

@@ -79,7 +79,10 @@ def open_channel(target: Target, tls: TlsFiles | None, api: Any = grpc.aio) -> A
 
 @contextlib.asynccontextmanager
 async def open_dialect(settings: RemoteSettings) -> AsyncIterator[Dialect]:
-    """Open a connection and its dialect. Leaving the context ends its calls."""
+    """Open a connection and its dialect. Leaving the context ends its calls.
+
+    Raises: ServerUnfit.
+    """
     dialect = DIALECTS[settings.target.service]
     if settings.key is not None:
         try:

@@ -55,7 +55,10 @@ class Introduction:
         self.model = model
 
     async def introduce(self) -> ServerFacts:
-        """Check that the server is healthy and serves the expected model; return its facts."""
+        """Check that the server is healthy and serves the expected model; return its facts.
+
+        Raises: ServerUnfit.
+        """
         if (fault := await self.dialect.health_fault()) is not None:
             raise ServerUnfit(f"the server reports itself unhealthy: {fault}")
         facts = self.fitting(await self.dialect.facts())
@@ -73,7 +76,10 @@ class Introduction:
         return facts
 
     def fitting(self, facts: ServerFacts) -> ServerFacts:
-        """Check vocabulary and context window against the checkpoint; return completed facts."""
+        """Check vocabulary and context window against the checkpoint; return completed facts.
+
+        Raises: ServerUnfit.
+        """
         window, size = self.model.context_window_tokens, self.model.vocabulary_size
         if facts.vocabulary_size > size:
             raise ServerUnfit(
@@ -106,7 +112,7 @@ class Examination(Introduction):
         self.decoder = decoder
 
     async def pass_all(self) -> ServerFacts:
-        """Run all checks and return the server's facts."""
+        """Run all checks and return the server's facts. Raises: ServerUnfit if one fails."""
         facts = await self.introduce()
         await self.dialect.probe(self.model.vocabulary_size)
         await self.find_formats_after_thinking()

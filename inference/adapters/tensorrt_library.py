@@ -82,7 +82,7 @@ class TensorRtLibrary:
     ) -> Any:
         """Load a checkpoint with every limit set, and block until the engine accepts requests.
 
-        Requests may name any of `adapters`.
+        Requests may name any of `adapters`. Raises: EngineStartFailed.
         """
         api, config = self._api, dict(options.config)
         kv_cache: dict[str, Any] = {

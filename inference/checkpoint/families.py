@@ -137,7 +137,7 @@ def read_layer_windows(
 ) -> tuple[int | None, ...]:
     """Read the attention window of each layer in tokens, including the query's own position.
 
-    None means full attention.
+    None means full attention. Raises: CheckpointInvalid.
     """
     window = raw.get("sliding_window", family.sliding_window)
     if (

@@ -153,6 +153,7 @@ class BlockPool:
         """Remove one reader from each block of a table, the last block first.
 
         The tail is therefore evicted before the head, so a shared head outlives its tails.
+        Raises: InvariantViolated.
         """
         for block_id in reversed(block_ids):
             count = int(self._reference_counts[block_id]) - 1

@@ -183,7 +183,7 @@ class NativeDecoder:
         """Compute the logits (R, V) of the last `logit_row_count` rows of each chunk, in order;
         they are valid until the next call.
 
-        Writes the pool only at the chunks' positions.
+        Writes the pool only at the chunks' positions. Raises: MemoryError.
         """
         token_ids = array("i")
         # per chunk: first row, row count, position, table start, rotation table row

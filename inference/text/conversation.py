@@ -262,7 +262,9 @@ def _with_joined_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def late_system(messages: Sequence[ChatMessage]) -> int | None:
-    """Find the first system message behind other messages; None if there is none."""
+    """Return the index of the first system message that follows one of another role; None without
+    one.
+    """
     systems = [index for index, each in enumerate(messages) if each.role in SYSTEM_ROLES]
     return next((index for expected, index in enumerate(systems) if expected != index), None)
 

@@ -74,7 +74,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         }
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Check the operands of an intercepted operator, such as `*`, before applying it."""
+        """Check the operands of an intercepted operator, such as `*`, before applying it.
+
+        Raises: TemplateTooCostly.
+        """
         for one, other in ((left, right), (right, left)):
             if (
                 operator == "*"

@@ -165,7 +165,7 @@ class Worker:
 
     def __init__(
         self,
-        request_state: SupervisedBackend,
+        supervised: SupervisedBackend,
         kind: WorkerKind,
         waits: WorkerPolicy,
         *,
@@ -179,7 +179,7 @@ class Worker:
         with each message outside the lifecycle; it may raise ProtocolBroken. `owes_answers` returns
         whether silence of the worker is a fault.
         """
-        self._supervised = request_state
+        self._supervised = supervised
         self._kind = kind
         self._waits = waits
         self._on_ready = on_ready
@@ -191,7 +191,7 @@ class Worker:
         self._began_at_s = -math.inf
         self._hung = False
         self._load_failure_count = 0
-        self._watchdog = Watchdog(waits.step_timeout_s, self._kill_hanging, request_state.stalled)
+        self._watchdog = Watchdog(waits.step_timeout_s, self._kill_hanging, supervised.stalled)
         self.heard, self.pulse = self._watchdog.heard, self._watchdog.pulse
 
     @property

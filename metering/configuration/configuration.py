@@ -268,7 +268,10 @@ def differences(
 
 
 def value_of(thing: object | None, name: str) -> Value:
-    """Convert a field to a JSON value; times become UTC with `Z`. None if `thing` is None."""
+    """Convert a field to a JSON value; times become UTC with `Z`. None if `thing` is None.
+
+    Raises: TypeError.
+    """
     match None if thing is None else getattr(thing, name):
         case datetime() as at:
             return at.astimezone(UTC).isoformat().replace("+00:00", "Z")

@@ -42,7 +42,7 @@ POLL_INTERVAL_S = 1.0  # two small queries a second per process
 ANSWER_TIMEOUT_S = 2.0  # above the interval; a small query that takes longer has lost its server
 CONNECT_TIMEOUT_S = 2  # the minimum of libpq
 # Above the duration of any transaction that writes a command: older commands are all visible.
-SETTLED_AGE = "60 seconds"
+VISIBLE_AGE = "60 seconds"
 LOST = (*AWAY, OSError)
 
 
@@ -64,7 +64,7 @@ RECONNECT_MIN_S, RECONNECT_MAX_S = 0.05, 2.0
 SELECT_FLOOR = f"""
 SELECT coalesce(max(id), 0)
 FROM cancel_commands
-WHERE created_at < clock_timestamp() - interval '{SETTLED_AGE}'
+WHERE created_at < clock_timestamp() - interval '{VISIBLE_AGE}'
 """
 # Ids are drawn before the commit, so a smaller one may appear after a larger one: recent commands
 # are read repeatedly.
@@ -72,7 +72,7 @@ SELECT_COMMANDS = f"""
 SELECT id, request_id, project_id, api_key_id, reason, changed_key_id,
        coalesce(allowed_networks, '{{}}'),
        coalesce(ended_secrets, '{{}}'),
-       created_at < clock_timestamp() - interval '{SETTLED_AGE}'
+       created_at < clock_timestamp() - interval '{VISIBLE_AGE}'
 FROM cancel_commands
 WHERE id > %s
 ORDER BY id
@@ -241,7 +241,10 @@ class ControlChannel:
             await connection.execute("SELECT pg_notify(%s, %s)", (CHANNEL, PEERS))
 
     async def _apply(self, connection: BoundedConnection) -> None:
-        """Apply the commands issued since the last poll, but none older than this process."""
+        """Apply the commands issued since the last poll.
+
+        The first poll applies those of the last minute.
+        """
         if self._floor is None:
             row = await (await connection.execute(SELECT_FLOOR.encode())).fetchone()
             assert row is not None, "an aggregate has one row"

@@ -3,9 +3,10 @@ all running requests.
 
 Each command is a row; the notification after its commit only triggers a poll, so a lost one loses
 nothing. A command to cancel a request, or all requests of a key, is kept for a day; a drain is kept
-until it is deleted. A process that starts later or was cut off finds them too: every process reads
-all commands at each poll of its control channel (`control_channel.py`). Functions take a session
-and never commit. The tables of live control are small and short-lived.
+until it is deleted. Every process reads all new commands at each poll of its control channel
+(`control_channel.py`), so one that was cut off finds them too; one that starts later finds all
+drains, and the cancels of the last minute. Functions take a session and never commit. The tables of
+live control are small and short-lived.
 
 The live view joins the holds, which all processes share, with each process's report of its own
 requests. Reports are written on request only, so an unused view costs nothing. Processes that do
@@ -32,7 +33,7 @@ from metering.store.db import Sessions
 
 LiveRow = Row[Any]  # row of a statement of this module, with its columns as attributes
 CHANNEL = "weir_control"
-POLL, REPORT, PEERS = "stop", "report", "peers"  # payloads of notifications
+POLL, REPORT, PEERS = "poll", "report", "peers"  # payloads of notifications
 KEPT_FOR = timedelta(days=1)  # far longer than a process can be cut off and still hold its requests
 FORGET_OLD = text("DELETE FROM cancel_commands WHERE created_at < now() - :kept_for")
 

@@ -378,7 +378,7 @@ class UsageEvent(Base):
 
     There is one partition per month of `settled_at` (UTC), which PostgreSQL therefore requires in
     the primary key; `id` has no index and gives the order of writing. Pages are half free for the
-    columns set by rating (`usage_by_month`).
+    columns set by rating (`rated_at`, `ledger_transaction_id`).
     """
 
     __tablename__ = "usage_events"

@@ -368,7 +368,8 @@ class Decisions:
         """End a hold and record its usage.
 
         For a settled hold, return the recorded usage. For an expired one, record the usage that its
-        expiry did not bill.
+        expiry did not bill. Raises: NotFound, HoldEnded if the hold was voided, InvariantViolated
+        if more was delivered than leased.
         """
         number = op.hold_id.int
         hold = self.reads.holds.get(number)

@@ -440,7 +440,11 @@ def take_admission_reads(
 
 
 def same_request(row: Row, events: Mapping[int, EventSums]) -> SameRequest:
-    """Build the first use of a request id from a row of SELECT_SAME_REQUEST and ended holds."""
+    """Return payload hash and usage of the first request with an id; the usage is None while it
+    runs.
+
+    `row` is one of SELECT_SAME_REQUEST; `events` has the usage of ended holds, by id.
+    """
     _, _, state, payload_hash, hold_id, currency_code = row
     settled = (
         None

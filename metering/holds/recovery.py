@@ -74,7 +74,11 @@ async def recover_journals(
 
 
 async def recover(holds: HoldConnection, journal: AbandonedJournal) -> Recovered:
-    """Settle the holds of one journal, void the owner's other holds, and delete the journal."""
+    """Settle the holds of one journal, void the owner's other holds, and delete the journal.
+
+    It is set aside instead if an entry was refused. Raises: DatabaseUnavailable; the journal is
+    kept then.
+    """
     await holds.end_other_connections()
     taken = journal.taken()
     settlements = [

@@ -153,7 +153,7 @@ def shown_by_helvetica(character: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """Validate printable text. `|` separates its lines."""
+    """Validate printable text. `|` separates its lines. Raises: ValueError."""
     if not text.isprintable() or len(text) > TEXT_CHARS_MAX:
         raise ValueError(
             f"must be at most {TEXT_CHARS_MAX} printable characters, lines separated by |"

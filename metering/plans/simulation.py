@@ -178,7 +178,10 @@ def month_amount(rules: PlanRules, usage: Sequence[MonthUsage]) -> int:
 
 
 def plan_for(name: str, currency_code: str, plans: Sequence[ProposedPlan]) -> ProposedPlan | None:
-    """Choose the proposed plan of a customer: one that names it before one for all."""
+    """Choose the proposed plan of a customer: one that names it before one for all.
+
+    Plans in another currency are skipped. Returns None if no plan fits.
+    """
     fitting = [each for each in plans if each.currency_code == currency_code]
     named = [each for each in fitting if name in each.organizations]
     return next(iter(named or [each for each in fitting if not each.organizations]), None)

@@ -279,7 +279,10 @@ def sqlalchemy_url(database_url: str) -> URL:
 
 
 def postgres_url(text: str) -> str:
-    """Validate a database URL. Errors do not repeat the URL, since it may contain a password."""
+    """Validate a database URL. Errors do not repeat the URL, since it may contain a password.
+
+    Raises: ValueError.
+    """
     try:
         sqlalchemy_url(text)
     except DatabaseUrlInvalid as error:
@@ -381,7 +384,10 @@ def gated_connect(gate: StoreGate) -> Callable[..., Awaitable[BoundedConnection]
 
 
 def raise_database_unavailable(context: ExceptionContext) -> None:
-    """Convert an outage or a conflict to DatabaseUnavailable, without the statement's values."""
+    """Convert an outage or a conflict to DatabaseUnavailable, without the statement's values.
+
+    Raises: DatabaseUnavailable.
+    """
     if context.is_pre_ping:
         return  # the pool's own test of a connection: it replaces a dead one
     if (refusal := refusal_of(context.original_exception)) is not None:

@@ -542,7 +542,7 @@ class LiveRequest:
             self._fail(error)
 
     def _begun(self, admitted: AdmittedGeneration, event: Scheduled) -> None:
-        """Handle that an engine has started on the request."""
+        """Record that an engine has started on the request."""
         usage = self.output.usage
         admitted.entry.begun()
         usage.input_token_count = len(admitted.request.prompt_token_ids)
