@@ -29,7 +29,7 @@ from api.queue.queue_admission import (
 from api.queue.tier import Tier
 from api.queue.virtual_tokens import INPUT_TOKEN_COST, OUTPUT_TOKEN_COST, Tenant
 from inference.engine import EngineStatistics
-from metering.core.models import ServiceTier
+from metering.core.models import ServiceTier as ServiceTier
 
 # Units of service that no interactive tenant reaches in thirty years at a million per second.
 BATCH_RANK = 1e15

@@ -17,14 +17,13 @@ from dataclasses import dataclass, field
 
 from api.core.errors import QueueFull, StartsTooLate
 from api.core.settings import QueueSettings
-from api.queue.fair_queue import FairQueue, QueueEntry
+from api.queue.fair_queue import FairQueue, QueueEntry, ServiceTier
 from api.queue.queue_admission import Arrival
 from inference.core.kv_cache import BlockPool
 from inference.core.scheduler import Scheduler, StepPlan
 from inference.core.sequence import Sequence
 from inference.engine import EngineStatistics
 from inference.limits import EngineLimits
-from metering.core.models import ServiceTier
 from tests.inference.running import make_request
 from tests.inference.scheduler_model import NoText
 
