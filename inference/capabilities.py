@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
+from operator import attrgetter
 
 from inference.errors import RequestImpossible
 from inference.sequences import (
@@ -18,6 +19,7 @@ from inference.sequences import (
     RequestField,
     ResponseFormat,
     SamplingParams,
+    StopCriteria,
     ThinkingStart,
 )
 
@@ -55,6 +57,27 @@ def _in_order(fields: frozenset[RequestField]) -> tuple[RequestField, ...]:
     return tuple(field for field in RequestField if field in fields)
 
 
+@cache
+def _values(fields: frozenset[RequestField]) -> attrgetter[object]:
+    """Return a function that reads the values of these fields, to compare them all at once."""
+    paths = set()
+    for field in fields:
+        if field in _FORMATS:
+            paths.add("response_format")
+        elif field in _LOGPROBS:
+            paths.add(f"sampling.{field}")
+        elif field is RequestField.BEAM_SEARCH or "." in field:
+            paths.add(field.value)
+        else:
+            paths.add(f"stop.{field}")
+    return attrgetter(*paths)
+
+
+@cache
+def _neutral_values(fields: frozenset[RequestField]) -> object:
+    return _values(fields)(GenerationRequest((), _NEUTRAL, StopCriteria(1)))
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """Request fields that an engine supports.
@@ -81,9 +104,10 @@ class Capabilities:
         left = self.unsupported
         if form is not None and self.after_thinking is not None:
             left -= self._check_thinking(request, form, engine)
-        for field in _in_order(left):
-            if (form is not None or field not in _FORMATS) and is_used(field, request):
-                raise self._refusal(request, field, engine)
+        if left and _values(left)(request) != _neutral_values(left):
+            for field in _in_order(left):
+                if is_used(field, request):
+                    raise self._refusal(request, field, engine)
         if sampling.top_logprobs is not None:
             top_count_max = self.top_logprobs_max
             if top_count_max is not None and sampling.top_logprobs > top_count_max:

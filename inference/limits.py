@@ -58,9 +58,17 @@ class EngineLimits:
 
 
 def request_fault(
-    request: GenerationRequest, limits: EngineLimits, vocabulary_size: int, block_count: int
+    request: GenerationRequest,
+    limits: EngineLimits,
+    vocabulary_size: int,
+    block_count: int,
+    valid_sampling: SamplingParams | None = None,
 ) -> str | None:
-    """Find out why a request can never run; None if it can. `block_count` counts all KV blocks."""
+    """Find out why a request can never run; None if it can. `block_count` counts all KV blocks.
+
+    `valid_sampling` is the sampling of an earlier request without a fault: most requests share the
+    model's default.
+    """
     prompt, output_token_count = request.prompt_token_ids, request.stop.max_output_tokens
     if not prompt:
         return "the prompt has no tokens"
@@ -72,9 +80,9 @@ def request_fault(
         return "rank must be a number"
     if output_token_count < 1:
         return "max_output_tokens must be at least 1"
-    fault = _stop_fault(request.stop, vocabulary_size) or sampling_fault(
-        request.sampling, vocabulary_size
-    )
+    fault = _stop_fault(request.stop, vocabulary_size)
+    if fault is None and request.sampling is not valid_sampling:
+        fault = sampling_fault(request.sampling, vocabulary_size)
     if fault is not None:
         return fault
     if request.output_token_ids:

@@ -48,6 +48,7 @@ from metering.store.db import create_engine, create_sessions
 from metering.tenants.api_keys import KeyRecord, create_api_key, revoke_api_key
 from metering.tenants.key_terms import KeyTerms
 from metering.tenants.tenants import create_organization, create_project
+from tests import transitions as transitions  # checks them
 from tests.conftest import ask
 from tests.forked_workers import children_of, start_api
 from tests.forks import Forked

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import truediv
 from types import TracebackType
 
 from api.core.errors import CancelledEarly, DeadlineBeforeStart
@@ -24,6 +25,7 @@ UNDELIVERED_OUTCOMES = frozenset({Outcome.CANCELLED, Outcome.DEADLINE, Outcome.S
 NAMES = tuple(f"{stage}_ms" for stage in STAGES)  # names of `weir.v1.Timings`
 SETTLE_MS = NAMES[-1]
 NO_TIMES = (0,) * (len(STAGES) - 1)
+THOUSANDS = (1000,) * len(STAGES)
 
 
 @dataclass(slots=True)
@@ -210,7 +212,7 @@ class Stopwatch:
 
     def timings(self) -> dict[str, float]:
         """Return the stages so far in ms, as in `weir.v1.Timings`, with TTFT and total."""
-        result = dict(zip(NAMES, [time_us / 1000 for time_us in self._stages_us], strict=True))
+        result = dict(zip(NAMES, map(truediv, self._stages_us, THOUSANDS), strict=True))
         if self._first_token_us:
             result["ttft_ms"] = (self._first_token_us - self._received_us) / 1000
         result["total_ms"] = (time.monotonic_ns() // 1000 - self._received_us) / 1000

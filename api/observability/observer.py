@@ -15,6 +15,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import add
 from time import monotonic
 from typing import Any, Protocol
 
@@ -47,6 +48,9 @@ GAPS_EXACT_MAX = 512  # of a request, kept as they are: 4 kB
 # clock late.
 COLD_START_MS_MIN = 10.0
 GAP_NAMES = ("itl_p50_ms", "itl_p99_ms", "itl_max_ms")  # as in `weir.v1.Timings`
+WARM_STAGES = tuple(stage for stage in STAGES if stage != "cold_start")
+TIME_NAMES = (*(f"{stage}_ms" for stage in WARM_STAGES), "total_ms")
+TIME_BOUNDS_MS = (*(STAGE_BOUNDS_MS for _ in WARM_STAGES), TOTAL_BOUNDS_MS)
 GAP_SHARES = (0.5, 0.99, 1.0)
 # Label of requests for unknown models: a client's text must not become a label.
 UNKNOWN_MODEL = ""
@@ -99,26 +103,28 @@ class Gaps:
     `GAP_BOUNDS_MS`.
     """
 
-    __slots__ = ("_counts", "_first_at", "_found", "_later_at", "_max_s", "_sorted", "_sum_s")
-
-    def __init__(self) -> None:
-        self._first_at: float | None = None  # last message of the first choice, monotonic
-        self._later_at: dict[int, float] = {}  # of other choices
-        self._found = array("d")  # in seconds
-        self._counts: np.ndarray[Any, np.dtype[np.int64]] | None = None  # of those before `_found`
-        self._sum_s = self._max_s = 0.0
-        self._sorted: list[float] = []  # a copy of `_found`, made by `facts`
+    # Of a request without gaps, which needs no attributes of its own.
+    _first_at: float | None = None  # last message of the first choice, monotonic
+    _later_at: dict[int, float] | None = None  # of other choices
+    _found: array[float] = array("d")  # in seconds
+    _counts: np.ndarray[Any, np.dtype[np.int64]] | None = None  # of those before `_found`
+    _sum_s = _max_s = 0.0
+    _sorted: Sequence[float] = ()  # a copy of `_found`, made by `facts`
 
     def note(self, choice_index: int) -> float:
         """Record that a message with tokens is sent now; return the time. Takes some 0.2 µs."""
         now = monotonic()
         if choice_index:
+            if self._later_at is None:
+                self._later_at = {}
             before = self._later_at.get(choice_index)
             self._later_at[choice_index] = now
         else:
             before, self._first_at = self._first_at, now
         if before is not None:
             found = self._found
+            if not found:
+                found = self._found = array("d")
             found.append(now - before)
             if len(found) >= GAPS_EXACT_MAX:
                 self._fold()
@@ -179,33 +185,50 @@ class Times:
     """Histograms of the durations of requests to one model in one tier, in ms."""
 
     def __init__(self) -> None:
-        self.stages = {stage: Histogram(STAGE_BOUNDS_MS) for stage in STAGES}
+        self._stages = {stage: Histogram(STAGE_BOUNDS_MS) for stage in STAGES}
         self.first_token = Histogram(STAGE_BOUNDS_MS)
         self.inter_token = Histogram(TOKEN_BOUNDS_MS)
-        self.total = Histogram(TOTAL_BOUNDS_MS)
-        self._measured = [
-            (f"{stage}_ms", histogram, histogram.counts, histogram.bounds)
-            for stage, histogram in (*self.stages.items(), ("total", self.total))
-            if stage != "cold_start"
-        ]
+        self._total = Histogram(TOTAL_BOUNDS_MS)
+        self._every_time = [*(self._stages[stage] for stage in WARM_STAGES), self._total]
+        self._counts = [histogram.counts for histogram in self._every_time]
+        self._sums_ms = [0.0] * len(self._every_time)
+
+    @property
+    def stages(self) -> dict[str, Histogram]:
+        """Durations of each stage by its name. Later requests are not always in their sums."""
+        self._set_sums()
+        return self._stages
+
+    @property
+    def total(self) -> Histogram:
+        """Durations of whole requests. Later requests are not always in the sum."""
+        self._set_sums()
+        return self._total
+
+    def _set_sums(self) -> None:
+        for histogram, sum_ms in zip(self._every_time, self._sums_ms, strict=True):
+            histogram.sum = sum_ms
 
     def copy(self) -> Times:
         made = Times()
-        made.stages = {stage: histogram.copy() for stage, histogram in self.stages.items()}
+        for stage, histogram in self._stages.items():
+            made._stages[stage].counts[:] = histogram.counts
+        made._stages["cold_start"].sum = self._stages["cold_start"].sum
+        made._total.counts[:] = self._total.counts
+        made._sums_ms = self._sums_ms
         made.first_token, made.inter_token = self.first_token.copy(), self.inter_token.copy()
-        made.total = self.total.copy()
         return made
 
     def add(self, timings: Mapping[str, float], gaps: Gaps | None) -> None:
         """Add an ended request. `gaps` is None if it was not generated token by token."""
-        for key, histogram, counts, bounds in self._measured:
-            if value := timings[key]:  # as `Histogram.observe`, without a call for each stage
-                counts[bisect_left(bounds, value)] += 1
-                histogram.sum += value
-            else:
-                counts[0] += 1
+        # As `Histogram.observe`, without a call for each stage.
+        times_ms = list(map(timings.__getitem__, TIME_NAMES))
+        buckets = map(bisect_left, TIME_BOUNDS_MS, times_ms)
+        for counts, bucket in zip(self._counts, buckets, strict=True):
+            counts[bucket] += 1
+        self._sums_ms = list(map(add, self._sums_ms, times_ms))
         if timings["cold_start_ms"] >= COLD_START_MS_MIN:
-            self.stages["cold_start"].observe(timings["cold_start_ms"])
+            self._stages["cold_start"].observe(timings["cold_start_ms"])
         if "ttft_ms" in timings:
             self.first_token.observe(timings["ttft_ms"])
         if gaps is not None:

@@ -44,6 +44,7 @@ from api.generation.delivery import frames
 from api.generation.delivery.encoding import framed
 from api.generation.delivery.replay import Key
 from api.generation.delivery.stream_writer import (
+    FRAMES_WAITING_MAX,
     FrameSubscription,
     Source,
     StreamWriter,
@@ -227,7 +228,8 @@ class ClientStream:
             elif index:
                 await asyncio.sleep(0)
             index = self._handle_slice(batch, index, auth_ms, received_at)
-            await self._writer.room()
+            if self._writer.frame_count > FRAMES_WAITING_MAX:
+                await self._writer.room()
 
     def _handle_slice(
         self, batch: Sequence[pb.ClientFrame], index: int, auth_ms: float, received_at: float
@@ -317,7 +319,8 @@ class ClientStream:
                 raise parsed
             start = parsed or parse_start(frame.request_id, frame.start, registry.window_tokens_max)
             principal, number = self._key.principal, start.request_id.int
-            registry.check_rights(principal, start)
+            if principal.models or start.keep_s is not None:
+                registry.check_rights(principal, start)
             received = self._running.get(number)
             running = registry.same_request(principal.project_id, start, received)
             if received is not None:
@@ -437,7 +440,9 @@ class ClientStream:
         self._ended[number] = None
         if len(self._ended) > ENDED_IDS_REMEMBERED:
             self._ended.popitem(last=False)
-        self._forget(number)
+        del self._running[number]
+        if not self._running:
+            self._all_ended.set()
 
     def _forget(self, number: int) -> None:
         self._running.pop(number, None)

@@ -106,7 +106,10 @@ class ReplicaSet(Replicas[Replica]):
     @property
     def model(self) -> ModelInfo:
         """Implement `Backend.model`. A connection to a server may change its capabilities."""
-        each = tuple([replica.engine.model.capabilities for replica in self._replicas])
+        found = []
+        for replica in self._replicas:
+            found.append(replica.engine.model.capabilities)
+        each = tuple(found)
         if each != self._capabilities:
             every = combined(each)
             defaults, _ = every.honoured(self._model.default_sampling)
@@ -357,39 +360,40 @@ class Recovery:
 class RoutedSequence:
     """Sequence that may move between replicas. Implements `SequenceHandle`."""
 
+    # State of the whole sequence.
+    _is_cancelled = False
+    _has_output = False  # reported to the caller, so it cannot start over
+    _cached_token_count: int | None = None
+    _is_cached_final = False
+    _scheduled_at_s: float | None = None
+    _first_token_at_s: float | None = None
+    # State on its current or last replica.
+    _replica: Replica
+    _sequence: SequenceHandle  # in its engine
+    _is_placed = False
+    _is_continuation = False  # the prompt was computed by an earlier replica
+    _work: Work
+    _found = NOTHING_FOUND
+    _began_at_s: float
+    _is_probe = False
+    _shows_health = False  # whether it has shown that the replica works
+    _output_left = 0  # expected output tokens
+    _charged = 0  # its part of the replica's outstanding tokens
+    # Losses.
+    _lost_on: tuple[Replica, ...] = ()
+    _refused_by: frozenset[Replica] = frozenset()  # reported as full after they had accepted it
+    _failure_count = 0
+    _migration_count = 0
+    _moved = False
+    _recovery: Recovery | None = None  # while it searches for another replica
+
     def __init__(
         self, replica_set: ReplicaSet, request: GenerationRequest, sink: EventSink
     ) -> None:
         self._replica_set = replica_set
         self._request = request
         self._sink = sink
-        # State of the whole sequence.
-        self._is_cancelled = False
-        self._has_output = False  # reported to the caller, so it cannot start over
-        self._cached_token_count: int | None = None
-        self._is_cached_final = False
         self._opened_at_s = replica_set.clock()
-        self._scheduled_at_s: float | None = None
-        self._first_token_at_s: float | None = None
-        # State on its current or last replica.
-        self._replica: Replica
-        self._sequence: SequenceHandle  # in its engine
-        self._is_placed = False
-        self._is_continuation = False  # the prompt was computed by an earlier replica
-        self._work: Work
-        self._found = NOTHING_FOUND
-        self._began_at_s: float
-        self._is_probe = False
-        self._shows_health = False  # whether it has shown that the replica works
-        self._output_left = 0  # expected output tokens
-        self._charged = 0  # its part of the replica's outstanding tokens
-        # Losses.
-        self._lost_on: list[Replica] = []
-        self._refused_by: set[Replica] = set()  # reported as full after they had accepted it
-        self._failure_count = 0
-        self._migration_count = 0
-        self._moved = False
-        self._recovery: Recovery | None = None  # while it searches for another replica
 
     @property
     def outputs(self) -> list[list[int]]:
@@ -426,14 +430,13 @@ class RoutedSequence:
         self._began_at_s = replica_set.clock()
         self._is_probe = not replica.breaker.is_closed and replica.breaker.begun(self._began_at_s)
         self._shows_health = False
-        found_token_count = 0
+        self._output_left = output_token_count
+        self._charged = work.prompt_token_count + output_token_count
         if work.keys:
             replica.refresh()
             self._found = replica.prefixes.find(work.keys)
             replica.prefixes.sent(work.keys)
-            found_token_count = self._found.token_count
-        self._output_left = output_token_count
-        self._charged = work.prompt_token_count - found_token_count + output_token_count
+            self._charged -= self._found.token_count
         replica.live_sequence_count += 1
         replica.outstanding_token_count += self._charged
         if replica.stoppable is not None:
@@ -471,26 +474,25 @@ class RoutedSequence:
 
     def _take(self, event: SequenceEvent | EngineError) -> None:
         """Handle an event of the engine: update the replica's load, and report to the caller."""
-        match event:
-            case TokensGenerated():
-                count = len(event.token_ids)
-                if self._shows_health and self._output_left > count:
-                    self._output_left -= count
-                    self._charged -= count
-                    self._replica.outstanding_token_count -= count
-                else:
-                    self._generated(count)
+        if isinstance(event, TokensGenerated):
+            count = len(event.token_ids)
+            if self._shows_health and self._output_left > count:
+                self._output_left -= count
+                self._charged -= count
+                self._replica.outstanding_token_count -= count
+            else:
+                self._generated(count)
+            self._sink(event)
+        elif isinstance(event, Scheduled):
+            if self._begun(event):
                 self._sink(event)
-            case Scheduled():
-                if self._begun(event):
-                    self._sink(event)
-            case ChoiceFinished():
-                self._has_output = True
-                self._sink(event)
-            case SequenceFinished():
-                self._finished(event)
-            case EngineError():
-                self._lost(event)
+        elif isinstance(event, SequenceFinished):
+            self._finished(event)
+        elif isinstance(event, ChoiceFinished):
+            self._has_output = True
+            self._sink(event)
+        else:
+            self._lost(event)
 
     def _begun(self, event: Scheduled) -> bool:
         """Record that an engine has scheduled it; return True only the first time."""
@@ -586,8 +588,8 @@ class RoutedSequence:
         is_full = isinstance(loss, EngineOverloaded)
         all_refused = is_full and replica in self._refused_by
         if is_full:
-            self._refused_by.add(replica)
-        self._lost_on.append(replica)
+            self._refused_by |= {replica}
+        self._lost_on += (replica,)
         if self._is_cancelled:
             self._end(self._cancelled_end())
         elif (

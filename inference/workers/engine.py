@@ -15,6 +15,7 @@ from inference.engine import (
     EventSink,
     GenerationRequest,
     ModelInfo,
+    SamplingParams,
     Scheduled,
     SequenceEvent,
     SequenceFinished,
@@ -35,7 +36,7 @@ from inference.workers.protocol import (
     StartSequence,
     StepReport,
 )
-from inference.workers.supervised_backend import RestartPolicy, SupervisedBackend
+from inference.workers.supervised_backend import READY, RestartPolicy, SupervisedBackend
 from inference.workers.worker import Worker, WorkerKind, WorkerPolicy
 
 
@@ -60,9 +61,9 @@ class EngineSequence:
         self.number = number
         self.request = request
         self.sink = sink
-        self.outputs: list[list[int]] = [
-            list(request.output_token_ids) for _ in range(request.choice_count)
-        ]
+        self.outputs: list[list[int]] = [list(request.output_token_ids)]
+        for _ in range(1, request.choice_count):
+            self.outputs.append(list(request.output_token_ids))
         self.is_scheduled = False
         self.has_output = False  # reported by this engine
         self.is_cancelled = False
@@ -105,6 +106,7 @@ class SupervisedEngine(SupervisedBackend):
         self._block_count = 0  # of `KV_BLOCK_TOKENS` each
         self._hint = PrefixHint(0, block_tokens)
         self._last_queue_ms = 0.0
+        self._valid_sampling: SamplingParams | None = None  # of the last request
         self._callback_failures = Retries("engine")
 
     def predict_cached_token_count(self, prompt_token_ids: tuple[int, ...], cache_salt: str) -> int:
@@ -129,13 +131,17 @@ class SupervisedEngine(SupervisedBackend):
 
     def submit(self, request: GenerationRequest, sink: EventSink) -> EngineSequence:
         """Implement `Engine.submit`."""
-        if not self.healthy():
+        if self._condition.state is not READY or self._stall:
             self._check_ready()
-        fault = request_fault(request, self._limits, self._model.vocabulary_size, self._block_count)
+        model = self._model
+        fault = request_fault(
+            request, self._limits, model.vocabulary_size, self._block_count, self._valid_sampling
+        )
         if fault is not None:
             raise RequestImpossible(fault)
-        self._model.capabilities.check(request, self._model.engine)
-        if request.adapter and request.adapter not in self._model.adapters:
+        self._valid_sampling = request.sampling
+        model.capabilities.check(request, model.engine)
+        if request.adapter and request.adapter not in model.adapters:
             raise RequestImpossible(f"this model's engine has no LoRA adapter {request.adapter!r}")
         if self._waiting_count >= self._limits.waiting_sequence_count_max:
             raise EngineOverloaded("the engine's queue is full", self._overload_wait_s())
@@ -180,34 +186,31 @@ class SupervisedEngine(SupervisedBackend):
             if sequence is None:
                 continue  # closed
             sink, request = sequence.sink, sequence.request
-            match event:
-                case TokensGenerated():
-                    if not sequence.has_output:
-                        sequence.has_output = True
-                        self._hint.note(
-                            request.prompt_token_ids, self._cache_group(request.cache_salt)
-                        )
-                    sequence.outputs[event.choice_index] += event.token_ids
-                case Scheduled():
-                    if not sequence.is_scheduled:
-                        sequence.is_scheduled = True
-                        self._waiting_count -= request.choice_count
-                case SequenceFinished():
-                    self._remove(sequence)
-                    self._note_end(sequence, event)
-                case SequenceRefused():
-                    self._remove(sequence)
-                    event = self._refusal(event)
-                case EngineError():
-                    self._remove(sequence)
+            if isinstance(event, TokensGenerated):
+                if not sequence.has_output:
+                    sequence.has_output = True
+                    self._hint.note(request.prompt_token_ids, self._cache_group(request.cache_salt))
+                sequence.outputs[event.choice_index] += event.token_ids
+            elif isinstance(event, Scheduled):
+                if not sequence.is_scheduled:
+                    sequence.is_scheduled = True
+                    self._waiting_count -= request.choice_count
+            elif isinstance(event, SequenceFinished):
+                self._remove(sequence)
+                self._last_queue_ms = event.timings.queue_ms
+                self._note_output(sequence)
+            elif isinstance(event, SequenceRefused):
+                self._remove(sequence)
+                event = self._refusal(event)
+            elif isinstance(event, EngineError):
+                self._remove(sequence)
             try:
                 sink(event)
             except Exception as error:
                 self._callback_failures.failed(error)
 
-    def _note_end(self, sequence: EngineSequence, event: SequenceFinished) -> None:
-        """Record the sequence's queue time, and the blocks that it leaves in the cache."""
-        self._last_queue_ms = event.timings.queue_ms
+    def _note_output(self, sequence: EngineSequence) -> None:
+        """Record the blocks of a sequence's output, which it leaves in the cache."""
         prompt = sequence.request.prompt_token_ids
         for output in sequence.outputs:
             computed_count = len(prompt) + len(output) - 1  # the last token's KV is never computed

@@ -19,6 +19,8 @@ from common.incidents import Retries
 from inference.engine import EngineCondition, EngineState, EngineStatistics, ModelInfo
 from inference.errors import EngineError, EngineFailed, EngineStartFailed, EngineUnavailable
 
+# Python looks up a member of an enum each time in a function of `enum`.
+READY = EngineState.READY
 _CLOSED = EngineCondition(EngineState.CLOSED, reason="closed")
 _log = logging.getLogger("weir.inference.workers")
 
@@ -71,7 +73,7 @@ class SupervisedBackend(ABC):
 
     def healthy(self) -> bool:
         """Implement `Backend.healthy`."""
-        return self._condition.state is EngineState.READY and not self._stall
+        return self._condition.state is READY and not self._stall
 
     def condition(self) -> EngineCondition:
         """Implement `Backend.condition`."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from metering.holds.journal import UsageJournal
+from tests import transitions as transitions  # checks them
 from tests.metering.hold_world import HoldWorld
 
 

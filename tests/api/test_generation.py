@@ -24,6 +24,7 @@ from api.rpc.client_stream import ClientStream, outcome_of_leaving
 from inference.routing.router import ModelUnknown, Router
 from metering.core.models import Outcome
 from metering.quotas.quota_rules import Payer
+from metering.tenants.authentication import NO_BOUNDS
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_a_tick_of_progress_survives_a_request_for_an_unknown_model(
         process,
         FrameSubscription(StreamWriter(cast(Any, None)), start.given_id, lambda _: None),
     )
-    request.phase = phase
+    vars(request)["phase"] = phase
 
     request.report_progress(None)
 
@@ -116,7 +117,8 @@ async def test_a_client_that_sends_and_never_reads_is_not_read_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise the unread answers would fill the server's memory."""
-    monkeypatch.setattr("api.generation.delivery.stream_writer.FRAMES_WAITING_MAX", 50)
+    for module in ("api.generation.delivery.stream_writer", "api.rpc.client_stream"):
+        monkeypatch.setattr(f"{module}.FRAMES_WAITING_MAX", 50)
     process = cast(
         Any,
         SimpleNamespace(
@@ -140,7 +142,12 @@ async def test_a_client_that_sends_and_never_reads_is_not_read_either(
             await asyncio.sleep(0)  # like a message from a socket
 
     ids = {name: uuid.uuid4() for name in ("api_key_id", "project_id", "organization_id")}
-    principal = cast(Any, SimpleNamespace(**ids, currency_code="USD"))
+    principal = cast(
+        Any,
+        SimpleNamespace(
+            **ids, currency_code="USD", bounds=NO_BOUNDS, address=None, secret_hash=b""
+        ),
+    )
     key = StreamKey(principal, cast(Any, None), 60.0)  # which it has no time to read
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(

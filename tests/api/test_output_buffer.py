@@ -343,13 +343,13 @@ async def test_a_client_without_grants_while_output_waits_is_stopped_in_time(kep
     output = output_of(subscription, journal, kept=kept, flow=flow)
 
     output.append(0, "a", (1,))
-    assert flow._timer is None, "nothing waits for credit"
+    assert flow.timer is None, "nothing waits for credit"
     output.append(0, "b", (2,))
-    first = flow._timer
+    first = flow.timer
     assert first is not None
     output.grant(1)
     assert first.cancelled()
-    assert flow._timer is None, "nothing waits for credit any more"
+    assert flow.timer is None, "nothing waits for credit any more"
     output.append(0, "c", (3,))
     async with asyncio.timeout(60):
         await stalled.wait()
@@ -366,7 +366,7 @@ async def test_clients_that_need_no_credit_or_have_left_are_not_awaited() -> Non
             output.detach()
         for index in range(100):
             output.append(0, "a", (index,))
-        assert flow._timer is None
+        assert flow.timer is None
 
 
 @given(

@@ -64,10 +64,10 @@ def live_request() -> LiveRequest:
 
 def test_a_request_that_has_ended_enters_no_other_phase() -> None:
     request = live_request()
-    request._enter(Ended(Cause.CLIENT))
+    request.phase = Ended(Cause.CLIENT)
 
     with pytest.raises(AssertionError, match="does not follow"):
-        request._enter(Preparing(cast(Any, None)))
+        request.phase = Preparing(cast(Any, None))
 
 
 @pytest.mark.parametrize(

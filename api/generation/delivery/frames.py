@@ -6,6 +6,8 @@ import functools
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc import status_pb2
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
@@ -21,12 +23,14 @@ from metering.holds.operations import Admitted, Settled
 from metering.pricing.prices import TokenPrices
 from metering.quotas.quota_rules import QuotaRule, QuotaState
 
+MetQuota = tuple[int, types_pb2.QuotaStatus, int, int, Timestamp, Duration]
 PROMPT_TOKENS_MAX = 4096  # per frame, of up to 0.4 MB
 
 NO_STOPS: Mapping[int, StoppedBy] = {}
 TIMING_FIELDS = types_pb2.Timings.DESCRIPTOR.fields
 TIMING_NAMES = tuple(field.name for field in TIMING_FIELDS)
 TIMING_TAGS = tuple(field.number << 3 | 1 for field in TIMING_FIELDS)  # of doubles, in one byte
+NO_TIMINGS = (0.0,) * len(TIMING_FIELDS)
 TIMINGS = struct.Struct("<" + "Bd" * len(TIMING_FIELDS))
 
 
@@ -44,16 +48,13 @@ def admitted(
     """
     frame, quotas = _met_quotas(admission.quotas.rules)
     ends, counts = resets(admission.quotas.now), admission.quotas.counts
-    for index, status, limit_value, window in quotas:
+    for index, status, limit_value, window, reset_time, delay in quotas:
         used, held = counts[index]
-        status.used_value, status.held_value, status.remaining_value = (
-            used,
-            held,
-            limit_value - used - held,
-        )
+        status.used_value = used
+        status.held_value = held
+        status.remaining_value = limit_value - used - held
         if (reset := ends[window]) is not None:
-            delay = status.reset_delay
-            status.reset_time.seconds, delay.seconds, delay.nanos = reset
+            reset_time.seconds, delay.seconds, delay.nanos = reset
     message = frame.admitted
     message.input_token_count = len(request.prompt_token_ids)
     message.predicted_cached_token_count = predicted_cached_token_count
@@ -66,8 +67,9 @@ def admitted(
 @functools.lru_cache(maxsize=8192)  # keys in use, by their limits; some 20 MB at most
 def _met_quotas(
     rules: tuple[QuotaRule, ...],
-) -> tuple[pb.ServerFrame, list[tuple[int, types_pb2.QuotaStatus, int, int]]]:
-    """Build a frame with these quotas; return for each: index in `rules`, message, limit, window.
+) -> tuple[pb.ServerFrame, list[MetQuota]]:
+    """Build a frame with these quotas; return for each: index in `rules`, message, limit, window,
+    and the messages of its reset.
 
     Later only numbers are set: setting a string again would grow the message's memory each time.
     """
@@ -76,7 +78,15 @@ def _met_quotas(
     frame.admitted.quotas.extend(quota_in_force(rules[index], "", "") for index in order_of_rules)
     found = zip(order_of_rules, frame.admitted.quotas, strict=True)
     return frame, [
-        (index, status, status.limit_value, rules[index].window) for index, status in found
+        (
+            index,
+            status,
+            status.limit_value,
+            rules[index].window,
+            status.reset_time,
+            status.reset_delay,
+        )
+        for index, status in found
     ]
 
 
@@ -220,7 +230,8 @@ def finished(
         set_settlement(settled, message)
     # Serialized: less than half the time of setting the fields.
     fields: list[float] = [0] * (2 * len(TIMING_TAGS))
-    fields[::2], fields[1::2] = TIMING_TAGS, [timings.get(name, 0.0) for name in TIMING_NAMES]
+    fields[::2] = TIMING_TAGS
+    fields[1::2] = list(map(timings.get, TIMING_NAMES, NO_TIMINGS))
     message.timings.MergeFromString(TIMINGS.pack(*fields))
     message.migration_count = migration_count
     if detail:

@@ -27,7 +27,6 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from weir.v1 import inference_service_pb2 as pb
 
@@ -81,6 +80,12 @@ class FlowControl:
     granted too little or did not read.
     """
 
+    grant_count = 0
+    timer: asyncio.TimerHandle | None = None
+    stalled_s = 0.0
+    _counted_at = -math.inf  # up to this time, while the timer runs, `_left_s` is counted
+    _stalled_at = -math.inf  # up to this time `stalled_s` is counted
+
     def __init__(
         self,
         credit: int | None,
@@ -93,14 +98,9 @@ class FlowControl:
         `on_stall` is called once the allowance for stalls is used up.
         """
         self.credit = credit
-        self.grant_count = 0
         self.tokens_per_s_min = tokens_per_s_min
         self._left_s = self.stall_max_s = stall_max_s
         self._on_stall: Callable[[], None] | None = on_stall
-        self._timer: asyncio.TimerHandle | None = None
-        self._counted_at = -math.inf  # up to this time, while the timer runs, `_left_s` is counted
-        self.stalled_s = 0.0
-        self._stalled_at = -math.inf  # up to this time `stalled_s` is counted
 
     def grant(self, token_count: int) -> None:
         """Add credit for more tokens."""
@@ -132,38 +132,38 @@ class FlowControl:
         )
         if not is_blocked:
             self._stop_timer()
-        elif self._timer is None:
+        elif self.timer is None:
             loop = asyncio.get_running_loop()
             self._counted_at = loop.time()
-            self._timer = loop.call_later(max(self._left_s, 0.0), self._check)
+            self.timer = loop.call_later(max(self._left_s, 0.0), self._check)
 
     def close(self) -> None:
         """Stop the timer for good."""
         self._on_stall = None
-        if self._timer is not None:
+        if self.timer is not None:
             self._stop_timer()
 
     def _check(self) -> None:
         """Report a stall if the allowance is used up; otherwise check again when it may be."""
         self.count()
         if self._left_s > CLOCK_S:
-            self._timer = asyncio.get_running_loop().call_later(self._left_s, self._check)
+            self.timer = asyncio.get_running_loop().call_later(self._left_s, self._check)
         elif self._on_stall is not None:
             self._on_stall()
 
     def count(self) -> None:
         """Deduct the time that the timer has run so far from the allowance."""
-        if self._timer is not None:
+        if self.timer is not None:
             now = asyncio.get_running_loop().time()
             self._left_s -= now - self._counted_at
             self.stalled(self._counted_at, now)
             self._counted_at = now
 
     def _stop_timer(self) -> None:
-        if self._timer is not None:
+        if self.timer is not None:
             self.count()
-            self._timer.cancel()
-            self._timer = None
+            self.timer.cancel()
+            self.timer = None
 
 
 @dataclass(slots=True)
@@ -194,6 +194,19 @@ class OutputBuffer(ABC):
     keep_s: float | None = (
         None  # how long the request runs without a subscription; None: not at all
     )
+    hold_id: uuid.UUID | None = None
+    appended_token_count = in_flight_token_count = in_flight_reasoning_token_count = 0
+    ready_at: float | None = None
+    usage_interval: UsageInterval | None = None
+    then: Callable[[], None] | None = None  # see `when_taken`
+    has_more = False  # more can be sent after `take`
+    _last_seq = 0  # of the newest delta
+    _end: pb.ServerFrame | None = None
+    _has_failed = False
+    _unattended: asyncio.TimerHandle | None = None
+    _stall: asyncio.TimerHandle | None = None
+    _is_stopped = False  # only the message that is being written is still waited for
+    _taken_by = -math.inf  # latest time to take what waits at the end, on the loop's clock
 
     def __init__(
         self,
@@ -206,28 +219,13 @@ class OutputBuffer(ABC):
         """`model` is its name as sent by the client. `update` changes the limits of the request."""
         self.usage = UsageSoFar()
         self.gaps = Gaps()
-        self.hold_id: uuid.UUID | None = None
         self.fence: Callable[[], bool] = may_always_send
         self.model = model
-        self.appended_token_count = 0
-        self.in_flight_token_count = 0
-        self.in_flight_reasoning_token_count = 0
-        self.ready_at: float | None = None
-        self.usage_interval: UsageInterval | None = None
         self.flow = flow
         self.subscription: Subscription | None = subscription
         self._request_state: EndDecision | None = request_state  # until the request has ended
         self._update = update
-        self._last_seq = 0  # of the newest delta
         self._opening: list[bytes] = []  # frames that are sent again to a stream that attaches
-        self._end: pb.ServerFrame | None = None
-        self._has_failed = False
-        self._unattended: asyncio.TimerHandle | None = None
-        self.then: Callable[[], None] | None = None  # see `when_taken`
-        self._stall: asyncio.TimerHandle | None = None
-        self._is_stopped = False  # only the message that is being written is still waited for
-        self._taken_by = -math.inf  # latest time to take what waits at the end, on the loop's clock
-        self.has_more = False  # more can be sent after `take`
         subscription.source = subscription.supply = self
 
     # Called by the request.
@@ -272,9 +270,12 @@ class OutputBuffer(ABC):
 
         Nothing is counted while no client is connected.
         """
-        self.count_write()
-        self.flow.count()
-        return self.flow.stalled_s
+        flow = self.flow
+        if self.subscription is not None and self.subscription.writer.writing_since is not None:
+            self.count_write()
+        if flow.timer is not None:
+            flow.count()
+        return flow.stalled_s
 
     def count_write(self) -> None:
         """Count the current write as a stall if it is slow and tokens of it are waiting."""
@@ -316,30 +317,27 @@ class OutputBuffer(ABC):
         other requests first. In total the client has this time, plus that of the minimum rate.
         """
         self.then = then
-        if stall_max_s is not None:
+        self.moved()
+        if stall_max_s is not None and self.then is then and self._stall is None:
             waiting_count = self.appended_token_count - self.usage.journalled_token_count
             waiting_s = waiting_count / self.flow.tokens_per_s_min
-            self._taken_by = asyncio.get_running_loop().time() + stall_max_s + waiting_s
-            self._watch_reading(stall_max_s, self.progress, None)
-        self.moved()
-
-    def _watch_reading(
-        self,
-        stall_max_s: float,
-        progress: tuple[int, int, int],
-        before: tuple[int, int, int] | None,
-    ) -> None:
-        # Polls twice: after a suspension of this process, the first poll precedes any progress of
-        # the client.
-        check = partial(self._check_reading, stall_max_s, progress, before)
-        self._stall = asyncio.get_running_loop().call_later(stall_max_s / 2, check)
+            loop = asyncio.get_running_loop()
+            self._taken_by = loop.time() + stall_max_s + waiting_s
+            self._stall = loop.call_later(
+                stall_max_s / 2, self._check_reading, stall_max_s, self.progress, None
+            )
 
     def _check_reading(
         self, stall_max_s: float, last: tuple[int, int, int], before: tuple[int, int, int] | None
     ) -> None:
+        loop = asyncio.get_running_loop()
         has_moved = (now := self.progress) != last or last != before
-        if has_moved and asyncio.get_running_loop().time() < self._taken_by:
-            self._watch_reading(stall_max_s, now, last)
+        if has_moved and loop.time() < self._taken_by:
+            # Polls twice: after a suspension of this process, the first poll precedes any progress
+            # of the client.
+            self._stall = loop.call_later(
+                stall_max_s / 2, self._check_reading, stall_max_s, now, last
+            )
             return
         self._stall = None
         if self._request_state is not None:
@@ -695,6 +693,8 @@ class SendBuffer(OutputBuffer):
         self.has_more = False
         if not (self._steps or self._packed):
             return
+        if into.asks_fences is None:
+            into.asks_fences = subscription.writer.may_have_lapsed()
         if into.asks_fences and not self.fence():
             self.discard()
             return

@@ -134,14 +134,15 @@ class Collected(msgspec.Struct, eq=False):
 
     `entries` lists tokens that are not journalled yet: output, token count, reasoning count, and
     the range of `parts` that holds them. `replayed` lists journalled tokens that no transport has
-    taken before. If `asks_fences`, the fence of each request must be checked.
+    taken before. If `asks_fences`, the fence of each request must be checked; None until the first
+    request with output has found out.
     """
 
     parts: list[bytes]
     token_room: int
     entries: list[tuple[Supply, int, int, int, int]]
     replayed: list[tuple[Supply, int, int]]
-    asks_fences: bool = True
+    asks_fences: bool | None = None
 
 
 class Subscription(ABC):
@@ -204,7 +205,8 @@ class Subscription(ABC):
         if frame is not None:
             self.is_refused = frame.HasField("failed") and not frame.failed.HasField("usage")
             self.push(frame)
-            self.writer.ended(self, frame)
+            if self.writer.is_whole:
+                self.writer.ended(self, frame)
         self._on_end(self)
 
     def drop(self) -> None:
@@ -215,12 +217,6 @@ class Subscription(ABC):
     def withdraw(self, part_count: int) -> None:
         """Handle that parts of the message under construction are not sent after all."""
         self.in_flight_count -= part_count
-
-    def take_pushed(self, parts: list[bytes]) -> None:
-        """Move the pushed frames into a message."""
-        parts += self.frames
-        self.writer.frame_count -= len(self.frames)
-        self.frames = []
 
     def was_taken(self) -> None:
         """Handle that the message has been written, or that the client is gone."""
@@ -289,7 +285,7 @@ class StreamWriter:
 
     def __init__(self, journal: UsageJournal, may_have_lapsed: Callable[[], bool] = always) -> None:
         """`may_have_lapsed` returns if any hold may have lapsed; called once per message."""
-        self._may_have_lapsed = may_have_lapsed
+        self.may_have_lapsed = may_have_lapsed
         self.is_abandoned = False
         self.frame_count = 0  # pushed frames that wait; output waits in its buffer
         # Messages taken by the client; unchanged while a client stalls.
@@ -310,7 +306,7 @@ class StreamWriter:
         self._written_at = -math.inf
         self._silence_timer: asyncio.TimerHandle | None = None
         self._is_silent = False  # for too long
-        self._writing_since = math.inf  # on the loop's clock, while a message is written
+        self.writing_since: float | None = None  # on the loop's clock, while a message is written
 
     def push(self, frame: pb.ServerFrame) -> None:
         """Send a frame of a request to which this stream has no subscription."""
@@ -404,8 +400,11 @@ class StreamWriter:
 
     def slow_write(self) -> tuple[float, float] | None:
         """Return start and current time of a write that waits for the client, or None."""
+        since = self.writing_since
+        if since is None:
+            return None
         now = monotonic()
-        return (self._writing_since, now) if now - self._writing_since > SLOW_WRITE_S else None
+        return (since, now) if now - since > SLOW_WRITE_S else None
 
     def _count_write(self) -> None:
         """Count a slow write as a stall of each request with tokens in it or queued after it."""
@@ -455,7 +454,7 @@ class StreamWriter:
                 # Built as late as possible, since the process may be suspended at any earlier
                 # point.
                 if (message := self._message()) or self._in_flight:
-                    self._writing_since = began_at = now()
+                    self.writing_since = began_at = now()
                     try:
                         await write(message)
                     except gone:
@@ -466,7 +465,7 @@ class StreamWriter:
                         self._written_at = ended_at = now()
                         if ended_at - began_at > SLOW_WRITE_S:
                             self._count_write()
-                        self._writing_since = math.inf
+                        self.writing_since = None
                     self.message_count += 1
                     tokens, self._in_flight_tokens = self._in_flight_tokens, []
                     for output, token_count, reasoning_count in tokens:
@@ -478,7 +477,10 @@ class StreamWriter:
                                 usage.taken_token_count,
                                 usage.taken_reasoning_token_count,
                             )
-                        if output.then is not None:
+                        # Else below, when its frames in this message are counted as taken too
+                        if output.then is not None and not (
+                            (receiver := output.subscription) and receiver.in_flight_count
+                        ):
                             output.moved()
                     taken, self._in_flight = self._in_flight, []
                     for subscription in taken:
@@ -510,7 +512,7 @@ class StreamWriter:
         If the journal cannot be written, all requests with tokens in the message fail.
         """
         frame_max, delta_max = self.frame_max, self.delta_max
-        collected = Collected([], self.token_max, [], [], self._may_have_lapsed())
+        collected = Collected([], self.token_max, [], [])
         queue, parts, in_flight, more = self._queue, collected.parts, self._in_flight, []
         entries = collected.entries
         while queue and collected.token_room > 0 and (count := len(parts)) < frame_max:
@@ -520,13 +522,17 @@ class StreamWriter:
                 self.frame_count -= 1
                 continue
             has_more = False
-            if one.frames:
-                one.take_pushed(parts)
+            if pushed := one.frames:
+                parts += pushed
+                self.frame_count -= len(pushed)
+                one.frames = []
             if (supply := one.supply) is not None:
                 supply.take(one, collected, delta_max)
                 has_more = supply.has_more
-                if one.frames:  # the last frame follows the last output
-                    one.take_pushed(parts)
+                if pushed := one.frames:  # the last frame follows the last output
+                    parts += pushed
+                    self.frame_count -= len(pushed)
+                    one.frames = []
             if has_more:
                 more.append(one)
             else:
@@ -538,9 +544,10 @@ class StreamWriter:
             queue += more
         if entries:
             try:
-                self._journal.record(
-                    [output.entry(count, reasoning) for output, count, reasoning, _, _ in entries]
-                )
+                tokens = []
+                for output, count, reasoning, _, _ in entries:
+                    tokens.append(output.entry(count, reasoning))
+                self._journal.record(tokens)
             except JournalUnavailable as error:
                 self._withdraw(collected, error)
             else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Set
+from operator import attrgetter, itemgetter
 
 import msgspec
 from weir.v1 import inference_service_pb2 as pb
@@ -49,6 +50,8 @@ from inference.text.tokenizer import ChatMessage, Thinking
 from inference.text.tools import Tool
 
 # Most frames have no others.
+# Of the pairs that `ListFields` returns
+FIELD, NAME = itemgetter(0), attrgetter("name")
 PLAIN_FIELDS = frozenset({"model", "conversation", "text", "token_ids", "max_output_tokens"})
 SAMPLING_FIELDS = frozenset({"sampling", "top_logprobs", "prompt_logprobs"})
 STOP_FIELDS = frozenset(StopRules.__struct_fields__)
@@ -122,7 +125,7 @@ def parse_start(
         # Before they are copied: a million ids take a tenth of a second.
         raise PromptTooLong(count, None, window_tokens_max)
     # Absent fields are valid, and most frames lack most fields: check only present ones.
-    present = {field.name for field, _ in start.ListFields()}
+    present = set(map(NAME, map(FIELD, start.ListFields())))
     wrong.check_text(start.model, "model", missing=MODEL_MISSING)
     check_prompt(start, wrong)
     if has_stop := not present.isdisjoint(STOP_FIELDS):

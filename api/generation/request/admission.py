@@ -83,28 +83,29 @@ class HoldHandle:
     ended. `settled` is the final charge; None if the hold was voided (see `endings.py`).
     """
 
+    admitted: Admitted  # set on admission
+    is_held = False
+    leased_token_count = 0
+    # Watermark below the lease: up to this total, tokens need no call of `anticipate`.
+    unchecked_until = 0
+    outcome: Outcome | None = None
+    settled: Settled | None = None
+    _pending: Pending | None = None  # while the admission is pending
+    _lock: asyncio.Lock | None = None  # created by the first extension
+    _anticipating = False
+
     def __init__(self, admission: Admission, op: Admit, usage: UsageSoFar) -> None:
         """The first slice of `op` must be the whole output.
 
         Only a part of it is leased at first. The hold is settled with the token counts in `usage`.
         """
-        self.admitted: Admitted  # set on admission
-        self.is_held = False
         # Returns why tokens may no longer be delivered under this hold, or None. Called for each
         # token.
         self.lapse: Callable[[], Exception | None] = no_lapse
         self.usage = usage
-        self.leased_token_count = 0
-        # Watermark below the lease: up to this total, tokens need no call of `anticipate`.
-        self.unchecked_until = 0
-        self.outcome: Outcome | None = None
-        self.settled: Settled | None = None
         self._op = op
         self._admission = admission
         self._max_output_token_count = op.first_slice_token_count
-        self._pending: Pending | None = None  # while the admission is pending
-        self._lock: asyncio.Lock | None = None  # created by the first extension
-        self._anticipating = False
 
     def ask(self, done: Callable[[Exception | None], None]) -> None:
         """Request a permit and a hold. A refused request leaves no trace.

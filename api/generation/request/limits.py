@@ -81,18 +81,19 @@ class OutputLimits:
     ends with `outcome`. The engine enforces `engine_token_count_max` for each choice.
     """
 
+    token_count_max = UNBOUNDED
+    outcome = Outcome.LENGTH
+    # Total and cached input tokens, known once the engine has started.
+    _input_token_counts = 0, 0
+
     def __init__(
         self, prices: TokenPrices, engine_token_count_max: int, max_cost: Cost | None
     ) -> None:
         """`max_cost` is not validated here, but by `check_input`."""
-        self.token_count_max = UNBOUNDED
-        self.outcome = Outcome.LENGTH
         self.engine_token_count_max = engine_token_count_max
         self.requested_token_count_max = engine_token_count_max
         self.max_cost = max_cost
         self._prices = prices
-        # Total and cached input tokens, known once the engine has started.
-        self._input_token_counts = 0, 0
 
     def check_input(self, input_token_count: int) -> None:
         """Raise InvalidRequest if the maximum cost has another currency or may not suffice.

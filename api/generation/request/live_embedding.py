@@ -37,7 +37,6 @@ from api.generation.parsing.tokenizing import TextJob
 from api.generation.request.admission import HoldHandle, answered
 from api.generation.request.caller import Caller
 from api.generation.request.phases import (
-    NEXT,
     AdmittedRequest,
     Encoding,
     Ended,
@@ -165,18 +164,13 @@ class LiveEmbedding:
                 self._registry.pace.charge(self.caller.payer, REFUSAL_COST_S + self._work_s)
             self._answer.cancel()
             self._registry.remove(self)
-            self._enter(Ended(cause_of(outcome, error)))
+            self.phase = Ended(cause_of(outcome, error))
             del error  # its traceback refers to this frame
 
     @property
     def _settled(self) -> Settled | None:
         """Final charge. None until settlement, and if nothing is billed."""
         return self.phase.admitted.hold.settled if isinstance(self.phase, Held) else None
-
-    def _enter(self, phase: EmbeddingPhase) -> None:
-        before, after = type(self.phase), type(phase)
-        assert after in NEXT[before], f"{after.__name__} does not follow {before.__name__}"
-        self.phase = phase
 
     def _count_end(self, outcome: Outcome | None, broken: Exception | None) -> None:
         """Report the end of the request and its timings to the observer."""
@@ -193,7 +187,7 @@ class LiveEmbedding:
                 route = registry.router.route_encoder(self.start.model, str(self.start.request_id))
                 # Limits and prices use the canonical name.
                 self.start = replace(self.start, model=route.model)
-                self._enter(Preparing(route))
+                self.phase = Preparing(route)
                 encoder = route.encoder
                 check_against_model(self.start, encoder.model, input_count_max(encoder.model))
                 job = TextJob(
@@ -214,7 +208,7 @@ class LiveEmbedding:
                 self.caller.on_admitted()
                 self._watch.lap(state.ADMISSION)
             admitted = AdmittedRequest(hold, next(iter(entries)))
-            self._enter(Queued(admitted))
+            self.phase = Queued(admitted)
             try:
                 with Interruptible(self.decision, error_of):
                     vectors = await self._encode(encoder, admitted, entries)
@@ -227,7 +221,7 @@ class LiveEmbedding:
                 raise engine_lost(encoder) from None
             finally:
                 self.decision.close(Outcome.STOP)
-                self._enter(Settling(admitted))
+                self.phase = Settling(admitted)
                 for entry in entries:
                     entry.leave()
         self._watch.lap(state.SETTLE)
@@ -286,12 +280,12 @@ class LiveEmbedding:
         vectors: list[Vector] = []
         queue_ms = encode_ms = 0.0
         for entry, part in entries.items():
-            self._enter(Queued(admitted))
+            self.phase = Queued(admitted)
             joined_at = time.monotonic()
             await entry.wait_for_dispatch()
             queue_ms += (time.monotonic() - joined_at) * 1000
             await self._wait_until_ready(encoder, admitted)  # it may have failed meanwhile
-            self._enter(Encoding(admitted))
+            self.phase = Encoding(admitted)
             begun = functools.partial(self._begun, entry, sum(map(len, part)))
             embedded = await encoder.embed(EmbeddingRequest(part, rank=entry.rank, on_begin=begun))
             entry.generated(0)
@@ -309,7 +303,7 @@ class LiveEmbedding:
     async def _wait_until_ready(self, encoder: Encoder, admitted: AdmittedRequest) -> None:
         if encoder.healthy():
             return
-        self._enter(Loading(admitted))
+        self.phase = Loading(admitted)
         await wait_until_ready(
             encoder, self.start.model, self._registry.settings.requests.cold_start_wait_s
         )

@@ -63,7 +63,6 @@ from api.generation.request.caller import Caller
 from api.generation.request.limits import OutputLimits, parse_update
 from api.generation.request.output_processor import OutputProcessor
 from api.generation.request.phases import (
-    NEXT,
     AdmittedGeneration,
     Asking,
     Ended,
@@ -229,11 +228,6 @@ class LiveRequest:
         """Cause of the end of the request; `Cause.SERVICE` before."""
         return self.phase.cause if isinstance(self.phase, Ended) else Cause.SERVICE
 
-    def _enter(self, phase: GenerationPhase) -> None:
-        before, after = type(self.phase), type(phase)
-        assert after in NEXT[before], f"{after.__name__} does not follow {before.__name__}"
-        self.phase = phase
-
     # Stops and changes, in any phase.
 
     def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
@@ -337,7 +331,7 @@ class LiveRequest:
             route = registry.router.route(start.model, start.request_id, start.region)
             start.model, tokenizer = route.model, registry.tokenizers[route.served]
             preparing = Preparing(route)
-            self._enter(preparing)
+            self.phase = preparing
             tools = start.tool_use.tools
             if tools:
                 preparing.call_reading = call_reading(
@@ -404,7 +398,7 @@ class LiveRequest:
             entry=registry.queues[route.served].enter(arrival, engine_wait_s),
             hold=HoldHandle(registry.admission, op, self.output.usage),
         )
-        self._enter(asking)
+        self.phase = asking
         asking.hold.ask(partial(self._answered, asking))
 
     def _answered(self, asking: Asking, refusal: Exception | None) -> None:
@@ -419,7 +413,7 @@ class LiveRequest:
             self, hold, limits, asking.call_reading, registry.settings.delivery
         )
         admitted = AdmittedGeneration(hold, asking.entry, route, request, limits, processor)
-        self._enter(Queued(admitted))
+        self.phase = Queued(admitted)
         try:
             self._watch.lap(state.ADMISSION)
             if registry.safety is not None or asking.call_reading is not None:
@@ -461,7 +455,7 @@ class LiveRequest:
             return
         try:
             if not engine.healthy():
-                self._enter(Loading(admitted))
+                self.phase = Loading(admitted)
                 self.report_progress(None)
                 self.run(self._load(admitted))
                 return
@@ -476,7 +470,7 @@ class LiveRequest:
             admitted.request.rank = entry.rank
             sequence = engine.submit(admitted.request, self.take)
             kind = Running if isinstance(phase, Running) else Submitted
-            self._enter(kind(admitted, sequence))
+            self.phase = kind(admitted, sequence)
         except Exception as error:
             self._fail(error)
 
@@ -493,7 +487,7 @@ class LiveRequest:
                 self._registry.settings.requests.cold_start_wait_s,
             )
         self._watch.lap(state.COLD_START)
-        self._enter(Queued(admitted))
+        self.phase = Queued(admitted)
         self._proceed(admitted)
 
     # Running.
@@ -512,23 +506,16 @@ class LiveRequest:
                     else:
                         output.append(event.choice_index, event.text, token_ids)
                     return
+                phase = self.phase
+                if isinstance(phase, Sequenced):
+                    self._take_checked(phase.admitted, event)
+                return
             phase = self.phase
             if not isinstance(phase, Sequenced):
                 return
             admitted = phase.admitted
-            if isinstance(event, TokensGenerated):
-                usage, entry = self.output.usage, admitted.entry
-                usage.generated_token_count += len(event.token_ids)
-                self._watch.first_token()
-                if (count := usage.generated_token_count - entry.generated_token_count) > 0:
-                    entry.generated(count)
-                processor = admitted.processor
-                processor.take(event)
-                self._unchecked_until = min(
-                    processor.unchecked_until, self.output.appended_token_count + TOKENS_PER_CHARGE
-                )
-            elif isinstance(event, Scheduled):
-                self._enter(Running(admitted, phase.sequence))
+            if isinstance(event, Scheduled):
+                self.phase = Running(admitted, phase.sequence)
                 if not admitted.part_timings:  # else a later part, after a raised limit
                     self._begun(admitted, event)
             elif isinstance(event, SequenceFinished):
@@ -540,6 +527,27 @@ class LiveRequest:
                 admitted.processor.take(event)
         except Exception as error:
             self._fail(error)
+
+    def _take_checked(self, admitted: AdmittedGeneration, event: TokensGenerated) -> None:
+        """Append the first tokens, and some later ones, after the checks of the processor."""
+        output, processor, entry = self.output, admitted.processor, admitted.entry
+        usage, token_ids = output.usage, event.token_ids
+        usage.generated_token_count += len(token_ids)
+        self._watch.first_token()
+        if (count := usage.generated_token_count - entry.generated_token_count) > 0:
+            entry.generated(count)
+        unchecked_until = processor.unchecked_until
+        if (
+            output.appended_token_count + len(token_ids) <= unchecked_until
+            and not event.reasoning_token_count
+        ):
+            output.append(event.choice_index, event.text, token_ids)
+        else:
+            processor.take(event)
+            unchecked_until = processor.unchecked_until
+        self._unchecked_until = min(
+            unchecked_until, output.appended_token_count + TOKENS_PER_CHARGE
+        )
 
     def _begun(self, admitted: AdmittedGeneration, event: Scheduled) -> None:
         """Record that an engine has started on the request."""
@@ -585,8 +593,8 @@ class LiveRequest:
             return
         # The client sees one queue and one prefill: those of the first part.
         self._watch.engine_finished(admitted.part_timings[0])
-        self._enter(
-            Generated(admitted, sequence, OUTCOMES_BY_REASON[event.reason], self.output.stalled_s)
+        self.phase = Generated(
+            admitted, sequence, OUTCOMES_BY_REASON[event.reason], self.output.stalled_s
         )
         admitted.processor.take(event)
 
@@ -649,7 +657,7 @@ class LiveRequest:
         admitted = phase.admitted
         stalled_s = phase.stalled_s if isinstance(phase, Generated) else 0.0
         flushing = Flushing(admitted, result, stalled_s)
-        self._enter(flushing)
+        self.phase = flushing
         self._unchecked_until = 0
         if admitted.begin_timer is not None:
             admitted.begin_timer.cancel()
@@ -670,12 +678,13 @@ class LiveRequest:
         outcome, result = self.decision.close(flushing.result)
         error = result if isinstance(result, Exception) else None
         timings = self._watch.timings()
-        later_token_count = output.usage.generated_token_count - self.start.choice_count
-        if not self.start.beam_search:
+        token_count = output.usage.generated_token_count
+        later_token_count = token_count - self.start.choice_count
+        if token_count > 1 and not self.start.beam_search:
             timings |= output.gaps.facts()
         if later_token_count > 0 and timings["decode_ms"]:
             timings["tokens_per_second"] = later_token_count / timings["decode_ms"] * 1000
-        self._enter(Settling(admitted))
+        self.phase = Settling(admitted)
         admitted.hold.end(
             outcome,
             error,
@@ -781,7 +790,7 @@ class LiveRequest:
         collection, which stops all streams.
         """
         caller, start, output, registry = self.caller, self.start, self.output, self._registry
-        self._enter(ended)
+        self.phase = ended
         registry.remove(self)
         if isinstance(output, ReplayableBuffer):
             if settled is not None:
@@ -792,7 +801,8 @@ class LiveRequest:
                 registry.replays.close(output.buffer)
         output.end(frame)
         if frame is not None:
-            gaps = None if start.beam_search else output.gaps
+            has_gaps = output.usage.generated_token_count > 1 and not start.beam_search
+            gaps = output.gaps if has_gaps else None
             registry.observer.ended(
                 Ending(caller, start, outcome, broken, timings, settled, gaps, migration_count)
             )

@@ -63,6 +63,11 @@ class OutputProcessor:
     request that ended a choice, by its index. `called_choices` are the choices with tool calls.
     """
 
+    exhausted: tuple[QuotaState, ...] = ()
+    _filters: tuple[OutputFilter, ...] = ()  # by choice; empty: outputs are not checked
+    # Events waiting for a task that handles them in order.
+    _late: deque[EngineOutput] | None = None
+
     def __init__(
         self,
         owner: Owner,
@@ -80,21 +85,19 @@ class OutputProcessor:
             output.usage_interval = UsageInterval(
                 self._start.usage_interval_tokens, hold.admitted.prices
             )
-        self.exhausted: tuple[QuotaState, ...] = ()
         self.stops: dict[int, StoppedBy] = {}
         self.called_choices: set[int] = set()
         self._hold, self._limits = hold, limits
         self._call_reading = call_reading
         self._settings = settings
-        self._filters: tuple[OutputFilter, ...] = ()  # by choice; empty: outputs are not checked
         self._choice_ends: dict[int, Outcome] = {}  # of several choices, those that have ended
         self._parsers: dict[int, ToolCallParser] = {}  # by choice, while output may arrive
-        # Events waiting for a task that handles them in order.
-        self._late: deque[EngineOutput] | None = None
         # For checks, or for the client if a search sends much at once.
         self._has_to_wait = self._start.beam_search is not None
         sampling = self._start.sampling
-        self._has_logprobs = (sampling.top_logprobs, sampling.prompt_logprobs) != (None, None)
+        self._has_logprobs = (
+            sampling.top_logprobs is not None or sampling.prompt_logprobs is not None
+        )
 
     def open(self, safety: SafetyChecker | None) -> None:
         """Open the safety checks of the output, and the parsers of tool calls.
@@ -254,7 +257,8 @@ class OutputProcessor:
                 stop = event.stopped_by
                 self._end_choice(event.choice_index, OUTCOMES_BY_REASON[event.reason], stop)
         elif not self._decision.is_stopped and self._start.choice_count == 1:
-            self._append_rest(0, event.text, event.reasoning)
+            if event.text or event.reasoning or self._parsers:
+                self._append_rest(0, event.text, event.reasoning)
             if event.stopped_by is not None and not self._decision.is_stopped:
                 self.stops[0] = event.stopped_by
         if isinstance(event, SequenceFinished):
@@ -340,7 +344,7 @@ class OutputProcessor:
             and not output.is_whole
         ):
             # This is one of three triggers of SLOW_CONSUMER. `FlowControl` counts the time in which
-            # tokens wait for credit, `OutputBuffer._watch_reading` the time without progress at the
+            # tokens wait for credit, `OutputBuffer._check_reading` the time without progress at the
             # end.
             detail = (
                 f"more than {unsent_max} tokens waited for the client: read faster, or ask for"

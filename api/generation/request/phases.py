@@ -10,7 +10,7 @@
 permit and hold, the queue entry, and for a generate request all that its output needs. Only the
 phases with a `sequence` have one. A request that is refused goes from any of the first three to
 `Ended`. A generate request asks in `Asking`; the task of an embedding does so while `Preparing`,
-and it has nothing to flush. `NEXT` is the table.
+and it has nothing to flush. `NEXT` is the table; tests check every transition against it.
 """
 
 from __future__ import annotations
