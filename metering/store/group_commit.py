@@ -104,8 +104,8 @@ class GroupCommit(Generic[Op, Result]):
     begins. `refused` returns the error with which new operations are refused at present, or None.
     `put_off` tells whether a failed operation is retried through `again`; its error is then not
     delivered. `patience` is the time limit of callers, None for no limit. `fair_share` returns the
-    maximum size of the next batch, None for no such limit. `measured` receives the number of
-    operations and the seconds of each batch.
+    maximum size of the next batch, None for no such limit; smaller ones than WORTHWHILE_COUNT have
+    no effect. `measured` receives the number of operations and the seconds of each batch.
     """
 
     def __init__(
@@ -281,13 +281,12 @@ class GroupCommit(Generic[Op, Result]):
 
     def _take(self) -> list[Entry[Op]]:
         """Take the next batch off the queue, without abandoned operations."""
-        self._note_peak()
-        size_max = (
-            self._batch_size_max
-            if self._fair_share is None
-            else min(self._batch_size_max, self._fair_share())
-        )
-        queue = self._queue
+        queue, size_max = self._queue, self._batch_size_max
+        waiting_count = len(queue)
+        if waiting_count > self._waiting_count_peak:
+            self._waiting_count_peak = waiting_count
+        if waiting_count > WORTHWHILE_COUNT and self._fair_share is not None:
+            size_max = min(size_max, max(self._fair_share(), WORTHWHILE_COUNT))
         batch: list[Entry[Op]] = []
         while queue and len(batch) < size_max:
             entry = queue.popleft()
