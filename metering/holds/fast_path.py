@@ -77,21 +77,13 @@ ENDS, CHARGED = (Settle, Void), (Settle, Extend)  # kinds of operations
 class FastBatch(msgspec.Struct, eq=False):
     """Operations decided from the cache, valid if the transaction begins in [since, until).
 
-    `operations` are the decided ones, in order; `indexes` are their indexes in the batch.
+    `decided` has each operation with its index in the batch and its answer.
     """
 
     decisions: Decisions
     since: datetime
     until: datetime
-    indexes: list[int] = msgspec.field(default_factory=list)
-    operations: list[HoldOperation] = msgspec.field(default_factory=list)
-    answers: list[HoldAnswer] = msgspec.field(default_factory=list)
-
-    def add(self, index: int, op: HoldOperation, answer: HoldAnswer) -> None:
-        """Add a decided operation."""
-        self.indexes.append(index)
-        self.operations.append(op)
-        self.answers.append(answer)
+    decided: list[tuple[int, HoldOperation, HoldAnswer]] = msgspec.field(default_factory=list)
 
 
 def plan_admissions(
@@ -116,10 +108,10 @@ def plan_admissions(
             answer = admit(op, terms)
         except NEEDS_SLOW_PATH:
             continue
-        fast.add(index, op, answer)
+        fast.decided.append((index, op, answer))
         if until is not None and until < fast.until:
             fast.until = until
-    return fast if fast.indexes else None
+    return fast if fast.decided else None
 
 
 def terms_of(cache: HoldCache, op: Admit) -> AdmissionTerms | None:
@@ -174,10 +166,10 @@ def plan_settlements(
         ):
             holds[hold.id.int] = hold
             try:
-                fast.add(index, op, settle(op))
+                fast.decided.append((index, op, settle(op)))
             except NEEDS_SLOW_PATH:
                 continue
-    return fast if fast.indexes else None
+    return fast if fast.decided else None
 
 
 def plan_extensions(
@@ -202,11 +194,11 @@ def plan_extensions(
         try:
             if any(end <= reads.now for end in override_ends):
                 raise Undecided
-            fast.add(index, op, fast.decisions.extend(op))
+            fast.decided.append((index, op, fast.decisions.extend(op)))
             fast.until = min((fast.until, *override_ends))
         except NEEDS_SLOW_PATH:
             store_holds(own, (hold,))
-    return fast if fast.indexes else None
+    return fast if fast.decided else None
 
 
 def seems_to_fit(cache: HoldCache, op: Admit) -> bool:
@@ -289,7 +281,7 @@ async def write_batch(
         changed.append(hold)
     store_holds(own, changed)
     starts = window_starts(now)
-    for answer in fast.answers:
+    for _, _, answer in fast.decided:
         if isinstance(answer, Admitted):  # with actual counters and time instead of cached ones
             states = answer.quotas
             answer.admitted_at = states.now = now
@@ -371,12 +363,13 @@ async def execute_fast(
     connection: Connection,
     operations: Sequence[HoldOperation],
     *,
+    answers: list[HoldAnswer | Exception],
     owner: str,
     expiry_s: float,
     signer: BatchSigner | None,
     drop: Callable[[], Awaitable[None]],
 ) -> list[HoldAnswer | Exception]:
-    """Write a batch decided from the cache and return its answers.
+    """Write a batch decided from the cache and return its `answers`.
 
     Returns an empty list, with nothing committed, if the batch needs the slow path. `drop` closes
     the connection after an error that no wrong assumption explains.
@@ -400,4 +393,4 @@ async def execute_fast(
         log.warning("batch_takes_slow_path", cause=repr(broken), operation_count=len(operations))
         await drop()
         return []
-    return list[HoldAnswer | Exception](fast.answers)
+    return answers

@@ -164,17 +164,19 @@ class HoldConnection:
                 self._cache is not None
                 and (fast := plan(self._cache, self._own, batch)) is not None
             ):
+                indexes, operations, answers = map(list, zip(*fast.decided, strict=True))
                 run = partial(
                     execute_fast,
                     self._cache,
                     self._own,
                     fast,
+                    answers=answers,
                     owner=self._owner,
                     expiry_s=self._expiry_s,
                     signer=self._signer,
                     drop=self.close,
                 )
-                done |= zip(fast.indexes, await self._execute(run, fast.operations), strict=False)
+                done |= zip(indexes, await self._execute(run, operations), strict=False)
                 if len(done) == len(batch):
                     break
         if len(done) == len(batch) > 0:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
 
@@ -118,7 +119,8 @@ class Undecided(Exception):
     """The last known counters do not determine a decision: lock and read the rows."""
 
 
-class Counter(msgspec.Struct, eq=False):
+@dataclass(slots=True)
+class Counter:
     """Working copy of a counter row."""
 
     used: int

@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+import types
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -88,6 +89,12 @@ class Pending(Protocol):
 
     def abandon(self) -> None:
         """Discard the answer: `done` is not called, and the result is released."""
+
+
+@types.coroutine
+def next_iteration() -> Generator[None, None, None]:
+    """Wait for the next iteration of the event loop, as `asyncio.sleep(0)`."""
+    yield
 
 
 class GroupCommit(Generic[Op, Result]):
@@ -239,7 +246,7 @@ class GroupCommit(Generic[Op, Result]):
                 if len(self._queue) >= min(WORTHWHILE_COUNT, self._batch_size_max):
                     break
                 tick_at = time.monotonic()
-                await asyncio.sleep(0)
+                await next_iteration()
                 if time.monotonic() - tick_at < IDLE_TICK_S:
                     break
             batch = self._take()

@@ -112,13 +112,12 @@ async def run_pipeline(connection: Connection, statements: Sequence[Statement]) 
         if pgconn.flush():
             exchange.write_later()
         await exchange.answered
-    except asyncio.CancelledError:
+    except BaseException as error:
         exchange.stop()
-        with contextlib.suppress(psycopg.Error):
-            await connection.cancel_safe(timeout=CANCEL_TIMEOUT_S)
+        if isinstance(error, asyncio.CancelledError):
+            with contextlib.suppress(psycopg.Error):
+                await connection.cancel_safe(timeout=CANCEL_TIMEOUT_S)
         raise
-    finally:
-        exchange.stop()
     rows: list[list[Row]] = []
     for result in exchange.results:
         row_count = result.ntuples
@@ -134,17 +133,6 @@ class _Exchange:
     It ends in the callback that reads the answer or the end of the connection: libpq then closes
     the socket, and a new socket with the same number must keep its own registration.
     """
-
-    __slots__ = (
-        "_loop",
-        "_new",
-        "_pgconn",
-        "_prepared",
-        "_socket",
-        "_timer",
-        "answered",
-        "results",
-    )
 
     def __init__(
         self, pgconn: pq.abc.PGconn, prepared: dict[bytes, bytes], new: dict[bytes, bytes]
@@ -162,6 +150,7 @@ class _Exchange:
         self.answered: asyncio.Future[None] = loop.create_future()
         self.results: list[pq.abc.PGresult] = []  # one per executed statement
         self._socket: int | None = pgconn.socket
+        self._is_writing = False
         self._timer = loop.call_later(POLL_INTERVAL_S, self._poll)
         loop.add_reader(pgconn.socket, self.read)
 
@@ -174,7 +163,8 @@ class _Exchange:
         if self._socket is not None:
             self._timer.cancel()
             self._loop.remove_reader(self._socket)
-            self._loop.remove_writer(self._socket)
+            if self._is_writing:
+                self._loop.remove_writer(self._socket)
             self._socket = None
 
     def read(self) -> None:
@@ -213,11 +203,13 @@ class _Exchange:
 
     def write_later(self) -> None:
         """Send the rest of the output when the socket accepts it."""
+        self._is_writing = True
         self._loop.add_writer(self._pgconn.socket, self._write)
 
     def _write(self) -> None:
         try:
             if not self._pgconn.flush() and self._socket is not None:
+                self._is_writing = False
                 self._loop.remove_writer(self._socket)
         except Exception as error:  # of any kind: the waiting caller gets it
             self._fail(error)
