@@ -320,7 +320,7 @@ def usage_writes(
     """Issue and sign receipts, and build the statements that insert them with their usage events.
 
     `events` is as in `BatchWrites`. The statements fail with GuardFailed if another connection has
-    extended a chain.
+    extended a chain. Raises: ValueError for timings that JSON cannot represent.
     """
     numbers: list[int] = []
     ids: list[int] = []
@@ -347,7 +347,10 @@ def usage_writes(
         usage.receipts.append(receipt)
         ids.append(hold.id.int)
         outcomes.append(usage.outcome)
-        timings.append(None if op.timings is None else _encode_json(op.timings).decode())
+        timed = None if op.timings is None else _encode_json(op.timings).decode()
+        if timed is not None and "null" in timed:  # not a number, or infinite
+            raise ValueError(f"timings must be numbers, got {op.timings}")
+        timings.append(timed)
         numbers += (
             part,
             usage.input_token_count,
