@@ -145,7 +145,7 @@ class RateLimiter:
 
         `held_s` is further time that blocked the event loop in one piece; long blocks cost more.
         """
-        cost_s += dearer(held_s, STALL_S)
+        cost_s += held_s if held_s <= STALL_S else dearer(held_s, STALL_S)
         accounts: tuple[tuple[int | str, float], ...]
         if isinstance(owner, str):
             accounts = ((owner, ADDRESS_SHARES * self._share),)
@@ -155,7 +155,9 @@ class RateLimiter:
                 (owner.api_key_id.int, self._share),
                 (owner.organization_id.int, organization_share),
             )
-        now = self._advance()
+        read_at = self._clock()
+        now = self._now = self._now + (read_at - self._advanced_at) * self.room  # as `_advance`
+        self._advanced_at = read_at
         for each, share in accounts:
             earliest = now - BURST_S / share
             self._free_at[each] = max(self._free_at.get(each, earliest), earliest) + cost_s / share

@@ -57,6 +57,7 @@ from metering.quotas.quota_rules import (
 )
 from metering.quotas.quotas import Counters
 from metering.receipts.chaining import Chains, IssuedReceipt
+from metering.receipts.encoding import owners_in
 from metering.store.pipeline import packed_id
 
 LATEST = datetime.max.replace(tzinfo=UTC)
@@ -70,8 +71,7 @@ class HoldTerms:
     """Payer, prices and quotas shared by all holds of one key for one model.
 
     `payer_ids` are the ids of organization, project and key as in receipts, 48 bytes. `charged` are
-    the prices that quotas on money count. `packed_quota_ids` are the ids as elements of a packed
-    array.
+    the prices that quotas on money count. The packed ids are elements of a packed array.
     """
 
     payer_ids: bytes
@@ -82,6 +82,7 @@ class HoldTerms:
     charged: TokenPrices = field(init=False)
     money: Scale = field(init=False)  # `charged` as a scale
     project_id: bytes = field(init=False)
+    packed_payer_ids: list[bytes] = field(init=False)  # organization, project, key
     packed_quota_ids: list[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,6 +90,7 @@ class HoldTerms:
         self.charged = embedding_terms(self.prices) if self.embedding else self.prices
         self.money = money_scale(self.charged)
         self.project_id = self.payer_ids[16:32]
+        self.packed_payer_ids = [packed_id(each.int) for each in owners_in(self.payer_ids)]
         self.packed_quota_ids = list(map(packed_id, self.quota_ids))
 
 
@@ -226,24 +228,22 @@ NOTHING_USED = EventSums()
 SameRequest = tuple[bytes, Settled | None]
 
 
-@dataclass(slots=True)
-class BatchReads:
+class BatchReads(msgspec.Struct, eq=False):
     """Rows that a batch reads before it decides, keyed by integer ids (`CounterKey` says why)."""
 
     now: datetime
-    chains: Chains = field(default_factory=Chains)
-    holds: dict[int, Hold] = field(default_factory=dict)
-    events: dict[int, EventSums] = field(default_factory=dict)  # by hold
+    chains: Chains = msgspec.field(default_factory=Chains)
+    holds: dict[int, Hold] = msgspec.field(default_factory=dict)
+    events: dict[int, EventSums] = msgspec.field(default_factory=dict)  # by hold
     # By hold; receipts of this batch are added when it is written.
-    receipts: dict[int, list[IssuedReceipt]] = field(default_factory=dict)
+    receipts: dict[int, list[IssuedReceipt]] = msgspec.field(default_factory=dict)
     # Keys: ids of project and request.
-    same_requests: dict[tuple[int, int], SameRequest] = field(default_factory=dict)
-    live_keys: set[int] = field(default_factory=set)
-    terms: Mapping[TermsKey, AdmissionTerms] = field(default_factory=dict)
+    same_requests: dict[tuple[int, int], SameRequest] = msgspec.field(default_factory=dict)
+    live_keys: set[int] = msgspec.field(default_factory=set)
+    terms: Mapping[TermsKey, AdmissionTerms] = msgspec.field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class BatchWrites:
+class BatchWrites(msgspec.Struct, eq=False):
     """Changes that a batch writes, except those of counters.
 
     `holds` has new holds with their admissions. `extensions` has, by hold id, the hold and its
@@ -251,21 +251,20 @@ class BatchWrites:
     settlement, and whether it was recovered.
     """
 
-    holds: list[tuple[Admit, Hold]] = field(default_factory=list)
-    extensions: dict[int, tuple[Hold, int]] = field(default_factory=dict)
-    ends: dict[int, Hold] = field(default_factory=dict)
-    events: list[tuple[Hold, Settled, int, Settle, bool]] = field(default_factory=list)
-    renewed: list[tuple[uuid.UUID, frozenset[uuid.UUID]]] = field(default_factory=list)
+    holds: list[tuple[Admit, Hold]] = msgspec.field(default_factory=list)
+    extensions: dict[int, tuple[Hold, int]] = msgspec.field(default_factory=dict)
+    ends: dict[int, Hold] = msgspec.field(default_factory=dict)
+    events: list[tuple[Hold, Settled, int, Settle, bool]] = msgspec.field(default_factory=list)
+    renewed: list[tuple[uuid.UUID, frozenset[uuid.UUID]]] = msgspec.field(default_factory=list)
 
 
-@dataclass(slots=True)
-class Decisions:
+class Decisions(msgspec.Struct, eq=False):
     """Working state of a batch, whose operations are decided one after the other."""
 
     reads: BatchReads
     counters: Counters
-    writes: BatchWrites = field(default_factory=BatchWrites)
-    added: dict[int, list[Settled]] = field(default_factory=dict)  # usage by hold id
+    writes: BatchWrites = msgspec.field(default_factory=BatchWrites)
+    added: dict[int, list[Settled]] = msgspec.field(default_factory=dict)  # usage by hold id
 
     def decide(self, op: HoldOperation) -> HoldAnswer:
         """Decide one operation and return its answer. A refusal raises and changes nothing."""

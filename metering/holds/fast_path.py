@@ -11,15 +11,15 @@ set, so concurrent fast batches, of one or several processes, are exact in any o
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
+import msgspec
 import psycopg
 import structlog
 from msgspec import structs
 
 from metering.core.errors import MeteringError
-from metering.holds.decide import LATEST, AdmissionTerms, BatchReads, Decisions
+from metering.holds.decide import LATEST, AdmissionTerms, BatchReads, Decisions, Hold
 from metering.holds.hold_cache import HoldCache, OwnHolds, store_holds
 from metering.holds.operations import (
     Admit,
@@ -35,8 +35,15 @@ from metering.holds.read import BEGIN_ADMITTING, LOCK_CHAINS, NO_IDS
 from metering.holds.write import changed_holds, counter_increments, new_holds, usage_writes
 from metering.quotas.quota_rules import CounterKey, window_starts
 from metering.quotas.quotas import Counters, Undecided
-from metering.receipts.chaining import BatchSigner, Chains
-from metering.store.pipeline import Connection, Statement, columns, id_array, run_pipeline
+from metering.receipts.chaining import BatchSigner, ChainHead, Chains
+from metering.store.pipeline import (
+    Connection,
+    Statement,
+    id_array,
+    id_bytes_array,
+    id_number_array,
+    run_pipeline,
+)
 from metering.store.refusals import LOST, REPEATED
 
 log = structlog.get_logger(__name__)
@@ -67,8 +74,7 @@ NEEDS_SLOW_PATH = (MeteringError, Undecided)
 ENDS, CHARGED = (Settle, Void), (Settle, Extend)  # kinds of operations
 
 
-@dataclass(slots=True)
-class FastBatch:
+class FastBatch(msgspec.Struct, eq=False):
     """Operations decided from the cache, valid if the transaction begins in [since, until).
 
     `decided` has each operation with its index in the batch and its answer.
@@ -77,7 +83,7 @@ class FastBatch:
     decisions: Decisions
     since: datetime
     until: datetime
-    decided: list[tuple[int, HoldOperation, HoldAnswer]] = field(default_factory=list)
+    decided: list[tuple[int, HoldOperation, HoldAnswer]] = msgspec.field(default_factory=list)
 
 
 def plan_admissions(
@@ -88,8 +94,8 @@ def plan_admissions(
     Returns None if none fits, or if the batch has other operations: they may release room that the
     admissions need.
     """
-    fast = new_fast_batch(cache)
-    if fast is None or not batch or {*map(type, batch)} != {Admit}:
+    fast = new_fast_batch(cache) if {*map(type, batch)} == {Admit} else None
+    if fast is None:
         return None
     now, admit = fast.decisions.reads.now, fast.decisions.admit
     for index, op in enumerate(batch):
@@ -261,30 +267,29 @@ async def write_batch(
     cache.apply_changes(now, snapshot, ())
     corrections: dict[CounterKey, tuple[int, int]] = {}
     for ordinal, used, held, _ in rows[0] if increments and counters.limits else ():
-        row = counters.rows.get(keys[ordinal - 1])
+        key = keys[ordinal - 1]
+        row = counters.rows.get(key)
         if row is not None:
-            corrections[keys[ordinal - 1]] = used - row.used, held - row.held
+            corrections[key] = used - row.used, held - row.held
             row.used, row.held = used, held
+    changed: list[Hold] = []
     for _, hold in writes.holds:
         hold.admitted_at = hold.charged_at = now
+        changed.append(hold)
     for hold, _ in writes.extensions.values():
         hold.charged_at = now
-    store_holds(own, [hold for _, hold in writes.holds])
-    store_holds(own, [hold for hold, _ in writes.extensions.values()])
+        changed.append(hold)
+    store_holds(own, changed)
     starts = window_starts(now)
     for _, _, answer in fast.decided:
         if isinstance(answer, Admitted):  # with actual counters and time instead of cached ones
             states = answer.quotas
             answer.admitted_at = states.now = now
-            if corrections:
-                differences = [
-                    corrections.get((rule.number, starts[rule.window]), NO_CORRECTION)
-                    for rule in states.rules
-                ]
-                states.counts = [
-                    (used + a, held + b)
-                    for (used, held), (a, b) in zip(states.counts, differences, strict=True)
-                ]
+            counts: list[tuple[int, int]] = []
+            for rule, (used, held) in zip(states.rules, states.counts, strict=True):
+                more = corrections.get((rule.number, starts[rule.window]), NO_CORRECTION)
+                counts.append((used + more[0], held + more[1]))
+            states.counts = counts
 
 
 async def write_settlements(
@@ -297,15 +302,9 @@ async def write_settlements(
     """End holds with their usage; one round trip if their receipt chains are cached, else two."""
     writes, now = fast.decisions.writes, fast.decisions.reads.now
     end_holds = changed_holds(writes, 0.0)
-    projects = {event[0].terms.project_id for event in writes.events}
-    cached = [cache.heads.get(project_id) for project_id in projects]
-    heads = [each[0] for each in cached if each is not None and each[1]]
-    if len(heads) == len(projects):
+    if (chains := cached_chains(cache, fast)) is not None:
         fast.since, fast.until = now - CLOCK_ERROR, now + CLOCK_ERROR
-        chains = Chains.of_rows(
-            now, [(head.project_id, head.sequence, head.hash, head.settled_at) for head in heads]
-        )
-        for project_id in projects:  # restored below if the write succeeds
+        for project_id in chains.heads:  # restored below if the write succeeds
             del cache.heads[project_id]
         statements = [
             *end_holds,
@@ -314,8 +313,9 @@ async def write_settlements(
             *increments,
         ]
         _, [(now, snapshot, _)], *_ = await run_pipeline(connection, statements)
-        locked = {head.project_id: head.sequence for head in heads}
-        cache.heads |= {head.project_id: (head, True) for head in heads}
+        cache.apply_changes(now, snapshot, ())
+        for project_id, head in chains.heads.items():
+            cache.heads[project_id] = head, True
     else:
         fast.since, fast.until = EARLIEST, LATEST
         lock = LOCK_CHAINS, (id_array([event[0].id for event in writes.events]),)
@@ -327,18 +327,33 @@ async def write_settlements(
         await run_pipeline(
             connection, [*usage_writes(chains, writes.events, signer), *increments, ("COMMIT", ())]
         )
-    cache.apply_changes(now, snapshot, ())
-    cache.store_heads(locked, chains.heads)
+        cache.apply_changes(now, snapshot, ())
+        cache.store_heads(locked, chains.heads)
+
+
+def cached_chains(cache: HoldCache, fast: FastBatch) -> Chains | None:
+    """Build the receipt chains of the settlements from the cache; None if one is not cached.
+
+    The chains change the cached heads.
+    """
+    heads: dict[bytes, ChainHead] = {}
+    for hold, *_ in fast.decisions.writes.events:
+        project_id = hold.terms.project_id
+        cached = cache.heads.get(project_id)
+        if cached is None or not cached[1]:
+            return None
+        heads[project_id] = cached[0]
+    return Chains.of_heads(fast.decisions.reads.now, heads)
 
 
 def assumption_check(cache: HoldCache, fast: FastBatch) -> Statement:
     """Build the statement that verifies what the batch assumed from the cache."""
-    requests = [
-        (hold.terms.project_id, op.request_id.int.to_bytes(16, "big"))
-        for op, hold in fast.decisions.writes.holds
-    ]
-    ids = columns("uu", requests) if requests else (NO_IDS, NO_IDS)
-    return CHECK_ASSUMPTIONS, (str(fast.since), str(fast.until), cache.snapshot, *ids)
+    project_ids = request_ids = NO_IDS
+    if holds := fast.decisions.writes.holds:
+        project_ids = id_bytes_array([hold.terms.project_id for _, hold in holds])
+        request_ids = id_number_array([op.request_id.int for op, _ in holds])
+    times = str(fast.since), str(fast.until)
+    return CHECK_ASSUMPTIONS, (*times, cache.snapshot, project_ids, request_ids)
 
 
 async def execute_fast(
@@ -348,12 +363,13 @@ async def execute_fast(
     connection: Connection,
     operations: Sequence[HoldOperation],
     *,
+    answers: list[HoldAnswer | Exception],
     owner: str,
     expiry_s: float,
     signer: BatchSigner | None,
     drop: Callable[[], Awaitable[None]],
 ) -> list[HoldAnswer | Exception]:
-    """Write a batch decided from the cache and return its answers.
+    """Write a batch decided from the cache and return its `answers`.
 
     Returns an empty list, with nothing committed, if the batch needs the slow path. `drop` closes
     the connection after an error that no wrong assumption explains.
@@ -377,4 +393,4 @@ async def execute_fast(
         log.warning("batch_takes_slow_path", cause=repr(broken), operation_count=len(operations))
         await drop()
         return []
-    return [answer for _, _, answer in fast.decided]
+    return answers

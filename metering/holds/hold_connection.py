@@ -23,6 +23,7 @@ from common.backoff import Backoff
 from metering.core.errors import DatabaseUnavailable, InvariantViolated, WriteConflict
 from metering.holds.bindings import Bind
 from metering.holds.fast_path import (
+    FastBatch,
     attach_rules,
     execute_fast,
     plan_admissions,
@@ -87,6 +88,11 @@ PUBLISH_KEY = "INSERT INTO receipt_keys (id, public_key) VALUES (%s, %s) ON CONF
 log = structlog.get_logger(__name__)
 Op = TypeVar("Op")
 Answers = Coroutine[Any, Any, list[HoldAnswer | Exception]]
+Plan = Callable[[HoldCache, OwnHolds, Sequence[HoldOperation]], FastBatch | None]
+
+# Ways to decide a batch of admissions, and another batch: its ends before its extensions.
+ADMISSION_PLANS: tuple[Plan, ...] = (plan_admissions,)
+CHANGE_PLANS: tuple[Plan, ...] = (plan_settlements, plan_extensions)
 
 
 class HoldConnection:
@@ -145,32 +151,36 @@ class HoldConnection:
 
         An operation answered with `DatabaseUnavailable` may have been committed.
         """
-        if self._cache is not None and (missing := attach_rules(self._cache, self._own, batch)):
-            await self._execute(partial(self._read_rules, missing), [])
-            if self._cache is not None:
-                attach_rules(self._cache, self._own, batch)
+        plans = ADMISSION_PLANS
+        if {*map(type, batch)} != {Admit}:
+            plans = CHANGE_PLANS
+            if self._cache is not None and (missing := attach_rules(self._cache, self._own, batch)):
+                await self._execute(partial(self._read_rules, missing), [])
+                if self._cache is not None:
+                    attach_rules(self._cache, self._own, batch)
         done: dict[int, HoldAnswer | Exception] = {}
-        for plan in (plan_admissions, plan_settlements, plan_extensions):  # ends before extensions
+        for plan in plans:
             if (
                 self._cache is not None
                 and (fast := plan(self._cache, self._own, batch)) is not None
             ):
+                indexes, operations, answers = map(list, zip(*fast.decided, strict=True))
                 run = partial(
                     execute_fast,
                     self._cache,
                     self._own,
                     fast,
+                    answers=answers,
                     owner=self._owner,
                     expiry_s=self._expiry_s,
                     signer=self._signer,
                     drop=self.close,
                 )
-                fast_answers = await self._execute(run, [op for _, op, _ in fast.decided])
-                done |= zip([index for index, _, _ in fast.decided], fast_answers, strict=False)
+                done |= zip(indexes, await self._execute(run, operations), strict=False)
                 if len(done) == len(batch):
                     break
         if len(done) == len(batch) > 0:
-            answers = [done[index] for index in range(len(batch))]
+            answers = list(map(done.__getitem__, range(len(batch))))
         else:
             left = iter(
                 await self._execute(
@@ -217,7 +227,8 @@ class HoldConnection:
     async def _execute(
         self, run: Callable[[Connection, Sequence[Op]], Answers], batch: Sequence[Op]
     ) -> list[HoldAnswer | Exception]:
-        began_at, pauses, cause = time.monotonic(), Backoff(PAUSE_MIN_S, PAUSE_MAX_S), ""
+        began_at, cause = time.monotonic(), ""
+        pauses: Backoff | None = None
         for _ in range(CONFLICT_ATTEMPTS_MAX):
             try:
                 return await self._execute_in_time(run, batch)
@@ -229,6 +240,7 @@ class HoldConnection:
                 await self.close()
                 if time.monotonic() - began_at > BATCH_TIMEOUT_S:
                     break
+                pauses = pauses or Backoff(PAUSE_MIN_S, PAUSE_MAX_S)
                 await asyncio.sleep(pauses.next_s() * (0.5 + random.random()))
             except LOST as away:
                 log.warning("database_away", cause=str(away).strip() or type(away).__name__)

@@ -48,7 +48,6 @@ from metering.holds.preauthorized_holds import (
 from metering.receipts.chaining import BatchSigner
 from metering.store.db import StoreGate
 from metering.store.group_commit import (
-    WORTHWHILE_COUNT,
     Entry,
     GroupCommit,
     GroupCommitStatistics,
@@ -185,9 +184,7 @@ class HoldStore:
 
     def _fair_share(self) -> int:
         """Compute half of the open operations: one half runs while the other is answered."""
-        return max(
-            (self._commits.open_count + self._admissions.open_count + 1) // 2, WORTHWHILE_COUNT
-        )
+        return (self._commits.open_count + self._admissions.open_count + 1) // 2
 
     async def run(self) -> None:
         """Run batches and renew holds until cancelled, then answer `DatabaseUnavailable`."""
@@ -450,8 +447,10 @@ class HoldStore:
                 self._leases.extend(op.hold_id, sent_at)
             elif isinstance(answer, Renewed):
                 self._leases.renew(answer.hold_ids, sent_at)
-        self._leases.begin(begun, sent_at)
-        self._leases.end(ended)
+        if begun:
+            self._leases.begin(begun, sent_at)
+        if ended:
+            self._leases.end(ended)
         if has_used:
             self._used()
 

@@ -434,7 +434,7 @@ def bind_columns(binds: Sequence[Bind]) -> tuple[Value, ...]:
     return (
         id_array(bind.hold_id for bind in binds),
         id_array(bind.request_id for bind in binds),
-        bytes_array(bind.payload_hash for bind in binds),
+        bytes_array([bind.payload_hash for bind in binds]),
         text_array(json.dumps(bind.labels) for bind in binds),
         array(bind.input_token_count for bind in binds),
         array(bind.leased_token_count for bind in binds),

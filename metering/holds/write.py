@@ -24,13 +24,15 @@ from metering.quotas.quotas import NO_LIMIT, USED_MAX, Counters
 from metering.receipts.chaining import BatchSigner, Chains, SignedBatch
 from metering.store.pipeline import (
     UUID_OID,
-    Packed,
     Statement,
     array,
-    columns,
+    bytes_array,
     id_array,
+    id_bytes_array,
     id_number_array,
+    number_array,
     packed_array,
+    text_array,
     time_array,
 )
 
@@ -39,55 +41,80 @@ GuardFailed = psycopg.errors.DivisionByZero
 
 _encode_json = msgspec.json.Encoder().encode
 
-# Values shared by several holds are sent once: `terms` is their index in those arrays.
-INSERT_HOLDS = """
+
+def _numbers_of_row(*names: str) -> str:
+    """Build the FROM item with the numbers of row `i`, which `numbers` has one row after the other.
+
+    One array of numbers is sent and read faster than one for each column.
+    """
+    count = len(names)
+    numbers = ", ".join(
+        f"numbers[{count} * i - {count - 1 - index}] AS {name}" for index, name in enumerate(names)
+    )
+    return f"LATERAL (SELECT {numbers}) AS n"
+
+
+# Values shared by several holds are sent once: `t` is their index in those arrays.
+INSERT_HOLDS = f"""
 INSERT INTO holds (id, organization_id, project_id, api_key_id, request_id, payload_hash, model,
     price_version_id, labels, process_id, input_token_count, leased_token_count, quota_ids,
     admitted_at, charged_at, expires_at, embedding)
-SELECT id, (%s::uuid[])[terms], (%s::uuid[])[terms], (%s::uuid[])[terms], request_id, payload_hash,
-    (%s::text[])[terms], (%s::bigint[])[terms], coalesce(labels::jsonb, '{}'), %s::uuid,
-    input_token_count, leased_token_count, (%s::uuid[])[(%s::int[])[terms]:(%s::int[])[terms]],
-    now(), now(), now() + make_interval(secs => %s), (%s::bool[])[terms]
-FROM unnest(%s::uuid[], %s::int[], %s::uuid[], %s::bytea[], %s::text[], %s::bigint[], %s::bigint[])
-    AS v(id, terms, request_id, payload_hash, labels, input_token_count, leased_token_count)
+SELECT ids[2 * i - 1], payers[3 * t - 2], payers[3 * t - 1], payers[3 * t], ids[2 * i],
+    payload_hash, models[t], terms[4 * t - 3], coalesce(labels::jsonb, '{{}}'), %s::uuid,
+    input_token_count, leased_token_count, quota_ids[terms[4 * t - 2]:terms[4 * t - 1]],
+    now(), now(), now() + make_interval(secs => %s), terms[4 * t] <> 0
+FROM (SELECT %s::uuid[] AS payers, %s::text[] AS models, %s::bigint[] AS terms,
+        %s::uuid[] AS quota_ids, %s::uuid[] AS ids, %s::bigint[] AS numbers) AS sent,
+    unnest(%s::bytea[], %s::text[]) WITH ORDINALITY AS v(payload_hash, labels, i),
+    {_numbers_of_row("t", "input_token_count", "leased_token_count")}
 """
 
 # Each extension grows the lease, so comparing the lease detects another extension.
-EXTEND_HOLDS = """
+EXTEND_HOLDS = f"""
 WITH extended AS (
     UPDATE holds h
-    SET cached_input_token_count = v.cached, leased_token_count = v.leased,
-        delivered_token_count = v.delivered, reasoning_token_count = v.reasoning,
-        posted_token_count = v.posted, posted_cost_picos = v.posted_cost,
+    SET cached_input_token_count = cached, leased_token_count = leased,
+        delivered_token_count = delivered, reasoning_token_count = reasoning,
+        posted_token_count = posted, posted_cost_picos = posted_cost,
         posted_minutes = v.posted_minutes::bigint[],
         charged_at = now(), expires_at = now() + make_interval(secs => %s)
-    FROM unnest(%s::uuid[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[],
-            %s::bigint[], %s::text[], %s::bigint[], %s::int[])
-        AS v(id, cached, leased, delivered, reasoning, posted, posted_cost, posted_minutes,
-            leased_before, quota_count)
+    FROM (SELECT %s::bigint[] AS numbers) AS sent,
+        unnest(%s::uuid[], %s::text[]) WITH ORDINALITY AS v(id, posted_minutes, i),
+        {
+    _numbers_of_row(
+        "cached",
+        "leased",
+        "delivered",
+        "reasoning",
+        "posted",
+        "posted_cost",
+        "leased_before",
+        "quota_count",
+    )
+}
     WHERE h.id = v.id
         AND h.ended_at IS NULL
-        AND h.leased_token_count = v.leased_before
-        AND cardinality(h.quota_ids) = v.quota_count
+        AND h.leased_token_count = leased_before
+        AND cardinality(h.quota_ids) = quota_count
     RETURNING 1
-) SELECT 1 / (count(*) = %s)::int FROM extended
+) SELECT FROM extended HAVING 1 / (count(*) = %s)::int IS NULL
 """
 # Compares `ended_at` instead of `state`: with `state` the server would scan all live holds.
-END_HOLDS = """
+END_HOLDS = f"""
 WITH ended AS (
     UPDATE holds h
-    SET state = v.state, cached_input_token_count = v.cached, delivered_token_count = v.delivered,
-        reasoning_token_count = v.reasoning, ended_at = now()
-    FROM unnest(%s::uuid[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[],
-            %s::bigint[], %s::int[])
-        AS v(id, state, cached, delivered, reasoning, leased, posted, quota_count)
+    SET state = v.state, cached_input_token_count = cached, delivered_token_count = delivered,
+        reasoning_token_count = reasoning, ended_at = now()
+    FROM (SELECT %s::bigint[] AS numbers) AS sent,
+        unnest(%s::uuid[], %s::text[]) WITH ORDINALITY AS v(id, state, i),
+        {_numbers_of_row("cached", "delivered", "reasoning", "leased", "posted", "quota_count")}
     WHERE h.id = v.id
         AND h.ended_at IS NULL
-        AND h.leased_token_count = v.leased
-        AND h.posted_token_count = v.posted
-        AND cardinality(h.quota_ids) = v.quota_count
+        AND h.leased_token_count = leased
+        AND h.posted_token_count = posted
+        AND cardinality(h.quota_ids) = quota_count
     RETURNING 1
-) SELECT 1 / (count(*) = %s)::int FROM ended
+) SELECT FROM ended HAVING 1 / (count(*) = %s)::int IS NULL
 """
 # Skips locked holds: another transaction is ending them, and waiting for it could deadlock.
 RENEW_HOLDS = """
@@ -107,15 +134,15 @@ WITH continued AS (
         AS v(project_id, sequence, hash, settled_at, hash_before)
     WHERE c.project_id = v.project_id AND c.last_hash = v.hash_before
     RETURNING 1
-) SELECT 1 / (count(*) = %s)::int FROM continued
+) SELECT FROM continued HAVING 1 / (count(*) = %s)::int IS NULL
 """
-# The first three values are empty if receipts are unsigned.
-INSERT_USAGE_EVENTS = """
+# The first three values are NULL if receipts are unsigned.
+INSERT_USAGE_EVENTS = f"""
 WITH signed AS (
     INSERT INTO receipt_batches (key_id, hashes, signature)
-    SELECT key_id, decode(hashes, 'hex'), decode(signature, 'hex')
-    FROM (SELECT %s AS key_id, %s AS hashes, %s AS signature) AS v
-    WHERE key_id <> ''
+    SELECT key_id, hashes, signature
+    FROM (SELECT %s::text AS key_id, %s::bytea AS hashes, %s::bytea AS signature) AS v
+    WHERE key_id IS NOT NULL
     RETURNING id
 )
 INSERT INTO usage_events (hold_id, part, organization_id, project_id, api_key_id, request_id, model,
@@ -124,19 +151,34 @@ INSERT INTO usage_events (hold_id, part, organization_id, project_id, api_key_id
     recovered, admitted_at, settled_at, receipt_sequence, previous_receipt_hash, receipt_hash,
     embedding_token_count, migration_count, journalled_token_count, reasoning_token_count,
     billed_reasoning_token_count, receipt_is_timed, receipt_batch_id)
-SELECT h.id, v.part, h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model,
-    v.outcome, v.input, v.cached, v.generated, v.delivered, v.billed, h.price_version_id, v.cost,
-    v.timings::jsonb, h.labels, v.recovered, h.admitted_at, v.settled_at, v.sequence,
-    v.previous_hash, v.hash, v.embedding, v.migrations, v.journalled, v.reasoning,
-    v.billed_reasoning, v.timings IS NOT NULL, (SELECT id FROM signed)
-FROM unnest(%s::uuid[], %s::smallint[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[],
-        %s::bigint[], %s::bigint[], %s::bigint[], %s::text[], %s::bool[], %s::timestamptz[],
-        %s::bigint[], %s::bytea[], %s::bytea[], %s::bigint[], %s::integer[], %s::bigint[],
-        %s::bigint[], %s::bigint[])
-    AS v(hold_id, part, outcome, input, cached, generated, delivered, billed, cost, timings,
-        recovered, settled_at, sequence, previous_hash, hash, embedding, migrations, journalled,
-        reasoning, billed_reasoning)
-JOIN holds h ON h.id = v.hold_id
+SELECT h.id, part, h.organization_id, h.project_id, h.api_key_id, h.request_id, h.model,
+    v.outcome, input, cached, generated, delivered, billed, h.price_version_id, cost,
+    v.timings::jsonb, h.labels, recovered <> 0, h.admitted_at, v.settled_at, sequence,
+    v.previous_hash, v.hash, embedded, migrations, journalled, reasoning,
+    billed_reasoning, v.timings IS NOT NULL, (SELECT id FROM signed)
+FROM (SELECT %s::bigint[] AS numbers) AS sent,
+    unnest(%s::uuid[], %s::text[], %s::text[], %s::timestamptz[], %s::bytea[], %s::bytea[])
+        WITH ORDINALITY AS v(hold_id, outcome, timings, settled_at, previous_hash, hash, i),
+    {
+    _numbers_of_row(
+        "part",
+        "input",
+        "cached",
+        "generated",
+        "delivered",
+        "billed",
+        "cost",
+        "recovered",
+        "sequence",
+        "embedded",
+        "migrations",
+        "journalled",
+        "reasoning",
+        "billed_reasoning",
+    )
+},
+    holds h
+WHERE h.id = v.hold_id
 """
 
 
@@ -159,26 +201,30 @@ WHERE c.quota_id = v.quota_id AND c.window_start = v.window_start
 # Exact without a lock taken beforehand: an UPDATE that waits for another transaction re-checks its
 # WHERE on the committed row (READ COMMITTED), so that a limit holds whatever was read before.
 # A negative limit means no limit. A counter that reached USED_MAX stays there.
-_increment_form = f"""
+_incremented = f"""
 WITH incremented AS (
     UPDATE quota_counters c
-    SET held = c.held + v.held, used = CASE
-        WHEN c.used <= {USED_MAX} - greatest(v.used, 0) AND c.used < {USED_MAX}
-            THEN c.used + v.used
+    SET held = c.held + n.held, used = CASE
+        WHEN c.used <= {USED_MAX} - greatest(n.used, 0) AND c.used < {USED_MAX}
+            THEN c.used + n.used
         ELSE {USED_MAX} END
-    FROM unnest(%s::uuid[], %s::timestamptz[], %s::bigint[], %s::bigint[], %s::bigint[])
-        WITH ORDINALITY AS v(quota_id, window_start, used, held, limit_value, ordinal)
+    FROM (SELECT %s::bigint[] AS numbers) AS sent,
+        unnest(%s::uuid[], %s::timestamptz[]) WITH ORDINALITY AS v(quota_id, window_start, i),
+        {_numbers_of_row("used", "held", "limit_value")}
     WHERE c.quota_id = v.quota_id
         AND c.window_start = v.window_start
-        AND (v.limit_value < 0 OR c.used <= v.limit_value - c.held - v.used - v.held)
-    RETURNING v.ordinal, c.used, c.held
+        AND (n.limit_value < 0 OR c.used <= n.limit_value - c.held - n.used - n.held)
+    RETURNING v.i AS ordinal, c.used, c.held
 )
+"""
+INCREMENT = f"""{_incremented}
+SELECT FROM incremented HAVING 1 / (count(*) = %s)::int IS NULL
+"""
+INCREMENT_AND_RETURN = f"""{_incremented}
 SELECT i.ordinal, i.used, i.held, 1 / ((SELECT count(*) FROM incremented) = %s)::int
 FROM (SELECT) one
-LEFT JOIN incremented i ON {{which}}
+LEFT JOIN incremented i ON true
 """
-INCREMENT_AND_RETURN = _increment_form.format(which="true")
-INCREMENT = _increment_form.format(which="i.ordinal = 1")
 
 
 def renewals(writes: BatchWrites, expiry_s: float) -> list[Statement]:
@@ -194,27 +240,30 @@ def changed_holds(writes: BatchWrites, expiry_s: float) -> list[Statement]:
     statements: list[Statement] = []
     if writes.extensions:
         extended = [writes.extensions[number] for number in sorted(writes.extensions)]
-        rows = [
-            (
-                hold.id.bytes,
+        numbers: list[int] = []
+        for hold, leased_before in extended:
+            numbers += (
                 hold.cached_input_token_count,
                 hold.leased_token_count,
                 hold.delivered_token_count,
                 hold.reasoning_token_count,
                 hold.posted_token_count,
                 hold.posted_cost_picos,
-                array(hold.posted_minutes),
                 leased_before,
                 len(hold.terms.quota_ids),
             )
-            for hold, leased_before in extended
-        ]
-        statements.append((EXTEND_HOLDS, (expiry_s, *columns("unnnnnnsnv", rows), len(rows))))
+        values = (
+            number_array(numbers),
+            id_array([hold.id for hold, _ in extended]),
+            text_array([array(hold.posted_minutes) for hold, _ in extended]),
+        )
+        statements.append((EXTEND_HOLDS, (expiry_s, *values, len(extended))))
     if writes.ends:
-        ended = [
-            (
-                number.to_bytes(16, "big"),
-                hold.state,
+        ids = sorted(writes.ends)
+        ended = [writes.ends[number] for number in ids]
+        numbers = []
+        for hold in ended:
+            numbers += (
                 hold.cached_input_token_count,
                 hold.delivered_token_count,
                 hold.reasoning_token_count,
@@ -222,9 +271,10 @@ def changed_holds(writes: BatchWrites, expiry_s: float) -> list[Statement]:
                 hold.posted_token_count,
                 len(hold.terms.quota_ids),
             )
-            for number, hold in sorted(writes.ends.items())
-        ]
-        statements.append((END_HOLDS, (*columns("uvnnnnnv", ended), len(ended))))
+        states = array([hold.state for hold in ended])
+        statements.append(
+            (END_HOLDS, (number_array(numbers), id_number_array(ids), states, len(ended)))
+        )
     return statements
 
 
@@ -233,49 +283,31 @@ def new_holds(writes: BatchWrites, owner: str, expiry_s: float) -> list[Statemen
     if not writes.holds:
         return []
     indexes: dict[HoldTerms, int] = {}
-    rows = [
-        (
-            op.hold_id.int.to_bytes(16, "big"),
-            indexes.setdefault(hold.terms, len(indexes) + 1),
-            op.request_id.int.to_bytes(16, "big"),
-            op.payload_hash,
-            json.dumps(op.labels) if op.labels else None,
-            op.input_token_count,
-            hold.leased_token_count,
-        )
-        for op, hold in writes.holds
-    ]
+    ids: list[int] = []
+    numbers: list[int] = []
+    for op, hold in writes.holds:
+        ids += op.hold_id.int, op.request_id.int
+        index = indexes.setdefault(hold.terms, len(indexes) + 1)
+        numbers += index, op.input_token_count, hold.leased_token_count
+    payers: list[bytes] = []
+    terms: list[int] = []
     quota_ids: list[bytes] = []
-    terms = []
     for each in indexes:
+        payers += each.packed_payer_ids
         first = len(quota_ids) + 1
         quota_ids += each.packed_quota_ids
-        ids = each.payer_ids
-        terms.append(
-            (
-                ids[:16],
-                ids[16:32],
-                ids[32:],
-                each.model,
-                each.prices.version,
-                first,
-                len(quota_ids),
-                each.embedding,
-            )
-        )
-    *payers, models, versions, firsts, lasts, embeddings = columns("uuusnvvv", terms)
-    packed_ids = packed_array(UUID_OID, quota_ids)
+        terms += each.prices.version, first, len(quota_ids), each.embedding
     values = (
-        *payers,
-        models,
-        versions,
         owner,
-        packed_ids,
-        firsts,
-        lasts,
         expiry_s,
-        embeddings,
-        *columns("uvubsnn", rows),
+        packed_array(UUID_OID, payers),
+        text_array([each.model for each in indexes]),
+        number_array(terms),
+        packed_array(UUID_OID, quota_ids),
+        id_number_array(ids),
+        number_array(numbers),
+        bytes_array([op.payload_hash for op, _ in writes.holds]),
+        text_array([json.dumps(op.labels) if op.labels else None for op, _ in writes.holds]),
     )
     return [(INSERT_HOLDS, values)]
 
@@ -288,11 +320,14 @@ def usage_writes(
     """Issue and sign receipts, and build the statements that insert them with their usage events.
 
     `events` is as in `BatchWrites`. The statements fail with GuardFailed if another connection has
-    extended a chain.
+    extended a chain. Raises: ValueError for timings that JSON cannot represent.
     """
-    rows = []
+    numbers: list[int] = []
+    ids: list[int] = []
+    outcomes: list[str] = []
+    timings: list[str | None] = []
     for hold, usage, part, op, recovered in events:
-        terms, timings = hold.terms, op.timings
+        terms = hold.terms
         receipt = chains.append(
             terms.payer_ids + hold.request_id.int.to_bytes(16, "big"),
             (
@@ -307,55 +342,74 @@ def usage_writes(
             ),
             hold.admitted_at,
             (usage.currency_code, terms.model, usage.outcome),
-            timings,
+            op.timings,
         )
         usage.receipts.append(receipt)
-        rows.append(
-            (
-                hold.id.int.to_bytes(16, "big"),
-                part,
-                usage.outcome,
-                usage.input_token_count,
-                usage.cached_input_token_count,
-                usage.generated_token_count,
-                usage.delivered_token_count,
-                usage.billed_token_count,
-                usage.cost_picos,
-                None if timings is None else _encode_json(timings).decode(),
-                recovered,
-                receipt.settled_at,
-                receipt.sequence,
-                receipt.previous_hash,
-                receipt.hash,
-                usage.embedding_token_count,
-                op.migration_count,
-                usage.journalled_token_count,
-                usage.reasoning_token_count,
-                usage.billed_reasoning_token_count,
-            )
+        ids.append(hold.id.int)
+        outcomes.append(usage.outcome)
+        timed = None if op.timings is None else _encode_json(op.timings).decode()
+        if timed is not None and "null" in timed:  # not a number, or infinite
+            raise ValueError(f"timings must be numbers, got {op.timings}")
+        timings.append(timed)
+        numbers += (
+            part,
+            usage.input_token_count,
+            usage.cached_input_token_count,
+            usage.generated_token_count,
+            usage.delivered_token_count,
+            usage.billed_token_count,
+            usage.cost_picos,
+            recovered,
+            receipt.sequence,
+            usage.embedding_token_count,
+            op.migration_count,
+            usage.journalled_token_count,
+            usage.reasoning_token_count,
+            usage.billed_reasoning_token_count,
         )
-    if not rows:
+    if not ids:
         return []
-    signed = "", "", ""
+    added, changed = chains.added, chains.changed
+    hashes = [receipt.hash for receipt in added]
+    signed: tuple[str | None, bytes | None, bytes | None] = (None, None, None)
     if signer is not None:
-        batch = SignedBatch.sign(signer, [receipt.hash for receipt in chains.added])
-        signed = batch.key_id, b"".join(batch.hashes).hex(), batch.signature.hex()
-        for receipt in chains.added:
+        batch = SignedBatch.sign(signer, hashes)
+        signed = batch.key_id, b"".join(hashes), batch.signature
+        for receipt in added:
             receipt.batch = batch
-    heads = [
-        (project_id, head.sequence, head.hash, head.settled_at, before)
-        for project_id, before in chains.changed.items()
-        for head in (chains.heads[project_id],)
-    ]
+    heads = [chains.heads[project_id] for project_id in changed]
     return [
-        (UPDATE_CHAINS, (*columns("unbtb", heads), len(heads))),
-        (INSERT_USAGE_EVENTS, (*signed, *columns("uvvnnnnnnsvtnbbnvnnn", rows))),
+        (
+            UPDATE_CHAINS,
+            (
+                id_bytes_array(changed),
+                number_array([head.sequence for head in heads]),
+                bytes_array([head.hash for head in heads]),
+                time_array([head.settled_at for head in heads]),
+                bytes_array(changed.values()),
+                len(heads),
+            ),
+        ),
+        (
+            INSERT_USAGE_EVENTS,
+            (
+                *signed,
+                number_array(numbers),
+                id_number_array(ids),
+                array(outcomes),
+                text_array(timings),
+                time_array([receipt.settled_at for receipt in added]),
+                bytes_array([receipt.previous_hash for receipt in added]),
+                bytes_array(hashes),
+            ),
+        ),
     ]
 
 
-def key_columns(keys: Collection[CounterKey]) -> tuple[Packed, Packed]:
+def key_columns(keys: Collection[CounterKey]) -> tuple[bytes, bytes]:
     """Pack counter keys into two array parameters."""
-    return id_number_array([number for number, _ in keys]), time_array([start for _, start in keys])
+    numbers, starts = zip(*keys, strict=True) if keys else ((), ())
+    return id_number_array(numbers), time_array(starts)
 
 
 def counter_increments(
@@ -369,13 +423,12 @@ def counter_increments(
     if not increments:
         return [], []
     keys = sorted(increments)
-    rows = [
-        (key[0].to_bytes(16, "big"), key[1], *increments[key], limits.get(key, NO_LIMIT))
-        for key in keys
-    ]
-    return keys, [
-        (INCREMENT_AND_RETURN if limits else INCREMENT, (*columns("utnnn", rows), len(keys)))
-    ]
+    numbers: list[int] = []
+    for key in keys:
+        numbers += increments[key]
+        numbers.append(limits.get(key, NO_LIMIT))
+    values = (number_array(numbers), *key_columns(keys), len(keys))
+    return keys, [(INCREMENT_AND_RETURN if limits else INCREMENT, values)]
 
 
 def counter_writes(counters: Counters) -> list[Statement]:

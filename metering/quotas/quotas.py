@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
+
+import msgspec
 
 from metering.core.errors import MeteringError
 from metering.core.models import QuotaDimension
@@ -125,8 +127,7 @@ class Counter:
     held: int
 
 
-@dataclass(slots=True)
-class Counters:
+class Counters(msgspec.Struct, eq=False):
     """Counter rows of one batch at one database time.
 
     `changed` has used and held as they were before the batch. `created` are the empty rows that it
@@ -138,13 +139,13 @@ class Counters:
     """
 
     now: datetime
-    rows: dict[CounterKey, Counter] = field(default_factory=dict)
-    changed: dict[CounterKey, tuple[int, int]] = field(default_factory=dict)
+    rows: dict[CounterKey, Counter] = msgspec.field(default_factory=dict)
+    changed: dict[CounterKey, tuple[int, int]] = msgspec.field(default_factory=dict)
     created: frozenset[CounterKey] = frozenset()
-    would_refuse: dict[CounterKey, int] = field(default_factory=dict)
+    would_refuse: dict[CounterKey, int] = msgspec.field(default_factory=dict)
     unlocked: bool = False
-    limits: dict[CounterKey, int] = field(default_factory=dict)
-    increments: dict[CounterKey, tuple[int, int]] = field(default_factory=dict)
+    limits: dict[CounterKey, int] = msgspec.field(default_factory=dict)
+    increments: dict[CounterKey, tuple[int, int]] = msgspec.field(default_factory=dict)
 
     def add(self, key: CounterKey, used: int = 0, held: int = 0) -> None:
         """Add to a counter. The caller must not make it negative."""
@@ -168,11 +169,13 @@ class Counters:
 
     def all_increments(self) -> dict[CounterKey, tuple[int, int]]:
         """Collect the used and held amounts to add to rows that are not locked."""
-        increments = dict(self.increments)
+        increments, rows = self.increments.copy(), self.rows
         for key, (used, held) in self.changed.items():
-            row, more = self.rows[key], increments.get(key, NO_INCREMENT)
+            row, more = rows[key], increments.get(key, NO_INCREMENT)
             increments[key] = row.used - used + more[0], row.held - held + more[1]
-        return {key: each for key, each in increments.items() if each != NO_INCREMENT}
+        if NO_INCREMENT in increments.values():
+            return {key: each for key, each in increments.items() if each != NO_INCREMENT}
+        return increments
 
     def remaining(self, rule: QuotaRule) -> int | None:
         """Return the amount that may still be charged to the rule; None if it is unlimited."""

@@ -77,31 +77,35 @@ class ChainHead(msgspec.Struct):
     sequence: int
     hash: bytes
     settled_at: datetime
-    settled_at_us: int
+    settled_at_us: int = 0
 
 
-class Chains:
-    """Receipt chains that a batch extends, by project, with the receipts that it adds."""
+class Chains(msgspec.Struct, eq=False):
+    """Receipt chains that a batch extends, by project, with the receipts that it adds.
 
-    def __init__(self) -> None:
-        self.heads: dict[bytes, ChainHead] = {}
-        # By project: hash of the last receipt before the batch.
-        self.changed: dict[bytes, bytes] = {}
-        self.added: list[IssuedReceipt] = []
+    `changed` has the hash of each project's last receipt before the batch.
+    """
+
+    heads: dict[bytes, ChainHead] = msgspec.field(default_factory=dict)
+    changed: dict[bytes, bytes] = msgspec.field(default_factory=dict)
+    added: list[IssuedReceipt] = msgspec.field(default_factory=list)
 
     @classmethod
     def of_rows(cls, now: datetime, rows: Iterable[tuple[bytes, int, bytes, datetime]]) -> Chains:
-        """Build the chains from locked rows. `now` is the transaction's time.
+        """Build the chains from locked rows. `now` is the transaction's time."""
+        return cls.of_heads(now, {row[0]: ChainHead(*row) for row in rows})
+
+    @classmethod
+    def of_heads(cls, now: datetime, heads: dict[bytes, ChainHead]) -> Chains:
+        """Build the chains from their last receipts, which are changed, by project.
 
         No receipt is settled before the previous one, so a month is a contiguous part of the chain.
         """
-        chains = cls()
-        for project_id, sequence, last_hash, settled_at in rows:
-            later = max(now, settled_at)
-            chains.heads[project_id] = ChainHead(
-                project_id, sequence, last_hash, later, micros(later)
-            )
-        return chains
+        for head in heads.values():
+            if head.settled_at < now:
+                head.settled_at = now
+            head.settled_at_us = micros(head.settled_at)
+        return cls(heads)
 
     def append(
         self,

@@ -46,7 +46,10 @@ def timed(timings: Mapping[str, float] | None) -> tuple[int, ...]:
     """
     if timings is None:
         return ()
-    return tuple([int(timings.get(name, 0.0) * 1000 + 0.5) for name in TIMED])
+    thousandths: list[int] = []
+    for name in TIMED:
+        thousandths.append(int(timings.get(name, 0.0) * 1000 + 0.5))
+    return tuple(thousandths)
 
 
 def encode(

@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+import types
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -90,6 +91,12 @@ class Pending(Protocol):
         """Discard the answer: `done` is not called, and the result is released."""
 
 
+@types.coroutine
+def next_iteration() -> Generator[None, None, None]:
+    """Wait for the next iteration of the event loop, as `asyncio.sleep(0)`."""
+    yield
+
+
 class GroupCommit(Generic[Op, Result]):
     """Queue that passes operations to `execute` in batches, in order of arrival.
 
@@ -104,8 +111,8 @@ class GroupCommit(Generic[Op, Result]):
     begins. `refused` returns the error with which new operations are refused at present, or None.
     `put_off` tells whether a failed operation is retried through `again`; its error is then not
     delivered. `patience` is the time limit of callers, None for no limit. `fair_share` returns the
-    maximum size of the next batch, None for no such limit. `measured` receives the number of
-    operations and the seconds of each batch.
+    maximum size of the next batch, None for no such limit; smaller ones than WORTHWHILE_COUNT have
+    no effect. `measured` receives the number of operations and the seconds of each batch.
     """
 
     def __init__(
@@ -239,7 +246,7 @@ class GroupCommit(Generic[Op, Result]):
                 if len(self._queue) >= min(WORTHWHILE_COUNT, self._batch_size_max):
                     break
                 tick_at = time.monotonic()
-                await asyncio.sleep(0)
+                await next_iteration()
                 if time.monotonic() - tick_at < IDLE_TICK_S:
                     break
             batch = self._take()
@@ -281,13 +288,12 @@ class GroupCommit(Generic[Op, Result]):
 
     def _take(self) -> list[Entry[Op]]:
         """Take the next batch off the queue, without abandoned operations."""
-        self._note_peak()
-        size_max = (
-            self._batch_size_max
-            if self._fair_share is None
-            else min(self._batch_size_max, self._fair_share())
-        )
-        queue = self._queue
+        queue, size_max = self._queue, self._batch_size_max
+        waiting_count = len(queue)
+        if waiting_count > self._waiting_count_peak:
+            self._waiting_count_peak = waiting_count
+        if waiting_count > WORTHWHILE_COUNT and self._fair_share is not None:
+            size_max = min(size_max, max(self._fair_share(), WORTHWHILE_COUNT))
         batch: list[Entry[Op]] = []
         while queue and len(batch) < size_max:
             entry = queue.popleft()

@@ -16,10 +16,10 @@ import re
 import struct
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
-from functools import lru_cache, partial
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal
 
 import psycopg
 from psycopg import pq
@@ -33,7 +33,9 @@ Row = tuple[Any, ...]
 _HEAD = struct.Struct(">iiiii")  # dimensions, NULL flag, type, length, lower bound
 _TIME = struct.Struct(">iq")
 _LENGTH_16 = 16 << 128  # length prefix of an id as a number
-_SIZE_16 = (16).to_bytes(4, "big")
+_BIG: Literal["big"] = "big"
+_SIZE = struct.Struct(">i")
+_SIZE_16 = _SIZE.pack(16)
 _POSTGRES_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 _PLACEHOLDER = re.compile(r"%[s%]")
@@ -50,14 +52,10 @@ BINARY, TEXT = pq.Format.BINARY, pq.Format.TEXT
 # Members of an enum are looked up by a descriptor, which takes 0.1 µs each time.
 BAD, COMMAND_OK = pq.ConnStatus.BAD, pq.ExecStatus.COMMAND_OK
 FATAL_ERROR, PIPELINE_ABORTED = pq.ExecStatus.FATAL_ERROR, pq.ExecStatus.PIPELINE_ABORTED
-PIPELINE_SYNC = pq.ExecStatus.PIPELINE_SYNC
+PIPELINE_SYNC, TUPLES_OK = pq.ExecStatus.PIPELINE_SYNC, pq.ExecStatus.TUPLES_OK
 
 
-class Packed(bytes):
-    """Parameter value in PostgreSQL's binary format, which the server need not parse."""
-
-
-Value = str | int | float | Packed | None
+Value = str | int | float | bytes | None  # bytes are a value in PostgreSQL's binary format
 
 Statement = tuple[str, Sequence[Value]]  # SQL with %s for each value, and the values
 
@@ -72,7 +70,8 @@ class _Session:
         self.load: Any = Transformer()  # untyped in psycopg; texts are UTF-8, and times UTC
 
 
-_sessions: weakref.WeakKeyDictionary[Connection, _Session] = weakref.WeakKeyDictionary()
+# Not a WeakKeyDictionary, whose methods are in Python.
+_sessions: dict[weakref.ref[Connection], _Session] = {}
 
 
 async def run_pipeline(connection: Connection, statements: Sequence[Statement]) -> list[list[Row]]:
@@ -84,24 +83,18 @@ async def run_pipeline(connection: Connection, statements: Sequence[Statement]) 
     is committed, and an open transaction must be rolled back. If the call is cancelled, the
     connection is unusable.
     """
-    encoded: list[tuple[bytes, list[bytes | None], list[int]]] = []
+    encoded: list[tuple[bytes, list[Any], list[int]]] = []
     for sql, values in statements:
-        parameters: list[bytes | None] = []
-        formats: list[int] = []
-        for value in values:
-            if value is None or isinstance(value, Packed):
-                parameters.append(value)
-                formats.append(BINARY)
-                continue
-            text = str(value).encode()
+        query, formats, texts = _form(sql, tuple(map(type, values)))
+        parameters = list[Any](values)
+        for index in texts:
+            text = parameters[index] = str(parameters[index]).encode()
             if b"\0" in text:  # the protocol would truncate the value there
                 raise ValueError("text for the database must not contain NUL")
-            parameters.append(text)
-            formats.append(TEXT)
-        encoded.append((_query(sql), parameters, formats))
-    session = _sessions.get(connection)
+        encoded.append((query, parameters, formats))
+    session = _sessions.get(weakref.ref(connection))
     if session is None:
-        session = _sessions[connection] = _Session()
+        session = _sessions[weakref.ref(connection, _sessions.pop)] = _Session()
     pgconn, prepared = connection.pgconn, session.prepared
     new: dict[bytes, bytes] = {}
     pgconn.enter_pipeline_mode()
@@ -112,36 +105,21 @@ async def run_pipeline(connection: Connection, statements: Sequence[Statement]) 
             # for another one.
             name = new[query] = f"weir_{next(_numbers)}".encode()
             pgconn.send_prepare(name, query)
-        pgconn.send_query_prepared(name, parameters, formats, result_format=BINARY)
+        pgconn.send_query_prepared(name, parameters, formats, BINARY)
     pgconn.pipeline_sync()
-    loop, socket = asyncio.get_running_loop(), pgconn.socket
-    answered: asyncio.Future[None] = loop.create_future()
-    results: list[pq.abc.PGresult] = []
-    watch = _Watch(
-        loop,
-        socket,
-        partial(
-            _read,
-            pgconn=pgconn,
-            prepared=prepared,
-            new=iter(new.items()),
-            results=results,
-            answered=answered,
-        ),
-    )
+    exchange = _Exchange(pgconn, prepared, new)
     try:
         if pgconn.flush():
-            loop.add_writer(socket, _write, watch, pgconn, answered)
-        await answered
-    except asyncio.CancelledError:
-        watch.stop()
-        with contextlib.suppress(psycopg.Error):
-            await connection.cancel_safe(timeout=CANCEL_TIMEOUT_S)
+            exchange.write_later()
+        await exchange.answered
+    except BaseException as error:
+        exchange.stop()
+        if isinstance(error, asyncio.CancelledError):
+            with contextlib.suppress(psycopg.Error):
+                await connection.cancel_safe(timeout=CANCEL_TIMEOUT_S)
         raise
-    finally:
-        watch.stop()
     rows: list[list[Row]] = []
-    for result in results:
+    for result in exchange.results:
         row_count = result.ntuples
         if row_count:
             session.load.set_pgresult(result)
@@ -149,95 +127,107 @@ async def run_pipeline(connection: Connection, statements: Sequence[Statement]) 
     return rows
 
 
-class _Watch:
+class _Exchange:
     """Registration of a socket with the event loop until the answer is complete.
 
     It ends in the callback that reads the answer or the end of the connection: libpq then closes
     the socket, and a new socket with the same number must keep its own registration.
     """
 
-    __slots__ = ("_loop", "_read", "_socket", "_timer")
-
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, socket: int, read: Callable[[_Watch], None]
+        self, pgconn: pq.abc.PGconn, prepared: dict[bytes, bytes], new: dict[bytes, bytes]
     ) -> None:
-        """Watch the socket. `read` is called when input has arrived, and at intervals."""
-        self._loop = loop
-        self._read = read
-        self._socket: int | None = socket
+        """Watch the connection's socket.
+
+        `new` are statements being prepared, in order. Each is moved to `prepared` when the server
+        answers, even before an error: otherwise a batch that keeps failing would leave unused
+        statements on the server.
+        """
+        self._pgconn = pgconn
+        self._prepared = prepared
+        self._new = new
+        self._loop = loop = asyncio.get_running_loop()
+        self.answered: asyncio.Future[None] = loop.create_future()
+        self.results: list[pq.abc.PGresult] = []  # one per executed statement
+        self._socket: int | None = pgconn.socket
+        self._is_writing = False
         self._timer = loop.call_later(POLL_INTERVAL_S, self._poll)
-        loop.add_reader(socket, read, self)
+        loop.add_reader(pgconn.socket, self.read)
 
     def _poll(self) -> None:
         self._timer = self._loop.call_later(POLL_INTERVAL_S, self._poll)
-        self._read(self)
+        self.read()
 
     def stop(self) -> None:
         """Stop watching the socket. Idempotent."""
         if self._socket is not None:
             self._timer.cancel()
             self._loop.remove_reader(self._socket)
-            self._loop.remove_writer(self._socket)
+            if self._is_writing:
+                self._loop.remove_writer(self._socket)
             self._socket = None
 
-    def stop_writing(self) -> None:
-        """Stop watching for writability, because everything is sent."""
-        if self._socket is not None:
-            self._loop.remove_writer(self._socket)
+    def read(self) -> None:
+        """Process input; at the end answer, with the first error if there is any."""
+        if self.answered.done():
+            return
+        try:
+            pgconn, results = self._pgconn, self.results
+            pgconn.consume_input()
+            while not pgconn.is_busy():
+                result = pgconn.get_result()
+                if result is None:  # end of one statement's answer
+                    if pgconn.status == BAD:
+                        raise psycopg.OperationalError(pgconn.get_error_message())
+                    continue
+                status = result.status
+                if status == TUPLES_OK:
+                    results.append(result)
+                elif status == PIPELINE_SYNC:
+                    pgconn.exit_pipeline_mode()
+                    for each in results:
+                        if each.status == FATAL_ERROR:
+                            raise error_from_result(each)
+                    self.stop()
+                    self.answered.set_result(None)
+                    return
+                # Answer to a preparation.
+                elif self._new and status == COMMAND_OK and not result.command_status:
+                    query = next(iter(self._new))
+                    self._prepared[query] = self._new.pop(query)
+                # Statements after an error, which were skipped.
+                elif status != PIPELINE_ABORTED:
+                    results.append(result)
+        except Exception as error:  # of any kind: the waiting caller gets it
+            self._fail(error)
+
+    def write_later(self) -> None:
+        """Send the rest of the output when the socket accepts it."""
+        self._is_writing = True
+        self._loop.add_writer(self._pgconn.socket, self._write)
+
+    def _write(self) -> None:
+        try:
+            if not self._pgconn.flush() and self._socket is not None:
+                self._is_writing = False
+                self._loop.remove_writer(self._socket)
+        except Exception as error:  # of any kind: the waiting caller gets it
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.stop()
+        if not self.answered.done():
+            self.answered.set_exception(error)
 
 
-def _read(
-    watch: _Watch,
-    pgconn: pq.abc.PGconn,
-    prepared: dict[bytes, bytes],
-    new: Iterator[tuple[bytes, bytes]],
-    results: list[pq.abc.PGresult],
-    answered: asyncio.Future[None],
-) -> None:
-    """Process input, one result per executed statement; at the end raise the first error, if any.
-
-    `new` are statements being prepared, in order. Each is moved to `prepared` when the server
-    answers, even before an error: otherwise a batch that keeps failing would leave unused
-    statements on the server.
+@lru_cache(maxsize=1024)  # statements are constants
+def _form(sql: str, kinds: tuple[type, ...]) -> tuple[bytes, list[int], tuple[int, ...]]:
+    """Return a statement with numbered placeholders, as the server expects; the format of each
+    parameter, from the types of the values; and the indexes of those sent as text.
     """
-    try:
-        pgconn.consume_input()
-        while not (pgconn.is_busy() or answered.done()):
-            result = pgconn.get_result()
-            if result is None:  # end of one statement's answer
-                if pgconn.status == BAD:
-                    raise psycopg.OperationalError(pgconn.get_error_message())
-                continue
-            status = result.status
-            if status == PIPELINE_SYNC:
-                pgconn.exit_pipeline_mode()
-                for each in results:
-                    if each.status == FATAL_ERROR:
-                        raise error_from_result(each)
-                watch.stop()
-                answered.set_result(None)
-            # Answer to a preparation.
-            elif status == COMMAND_OK and not result.command_status:
-                query, name = next(new)
-                prepared[query] = name
-            # Statements after an error, which were skipped.
-            elif status != PIPELINE_ABORTED:
-                results.append(result)
-    except Exception as error:  # of any kind: the waiting caller gets it
-        watch.stop()
-        if not answered.done():
-            answered.set_exception(error)
-
-
-def _write(watch: _Watch, pgconn: pq.abc.PGconn, answered: asyncio.Future[None]) -> None:
-    """Send more of the output when the socket accepts it."""
-    try:
-        if not pgconn.flush():
-            watch.stop_writing()
-    except Exception as error:  # of any kind: the waiting caller gets it
-        watch.stop()
-        if not answered.done():
-            answered.set_exception(error)
+    is_binary = [issubclass(kind, bytes | None) for kind in kinds]
+    formats: list[int] = [BINARY if each else TEXT for each in is_binary]
+    return _query(sql), formats, tuple(i for i, each in enumerate(is_binary) if not each)
 
 
 @lru_cache(maxsize=256)  # statements are constants
@@ -249,37 +239,9 @@ def _query(sql: str) -> bytes:
     ).encode()
 
 
-def columns(layout: str, rows: Sequence[Sequence[Any]]) -> list[Value]:
-    """Convert rows to one array parameter per column.
-
-    `layout` has a letter for each column: u, ids of 16 bytes; n, numbers of 64 bits; b, bytes; t,
-    times; s, texts or None; v, values whose text needs no quoting. Raises: ValueError for a number
-    that needs more than 64 bits.
-    """
-    count, packed = len(rows), list[Value]()
-    for kind, values in zip(
-        layout, zip(*rows, strict=True) if rows else [()] * len(layout), strict=True
-    ):
-        if kind in "nu":
-            oid, size, item = (BIGINT_OID, 8, "iq") if kind == "n" else (UUID_OID, 16, "i16s")
-            sized = [size] * (2 * count)
-            sized[1::2] = values
-            try:
-                packed.append(Packed(_head(oid, count) + _packer(item, count)(*sized)))
-            except struct.error as error:
-                raise ValueError(f"a value does not fit bigint[] or uuid[]: {error}") from error
-        elif kind == "b":
-            packed.append(bytes_array(values))
-        elif kind == "t":
-            packed.append(packed_array(TIMESTAMPTZ_OID, map(packed_time, values)))
-        else:
-            packed.append(text_array(values) if kind == "s" else array(values))
-    return packed
-
-
 @lru_cache(maxsize=4096)  # a batch has at most some hundred rows and some thousand counters
-def _packer(item: str, count: int) -> Callable[..., bytes]:
-    return struct.Struct(">" + item * count).pack
+def _number_packer(count: int) -> Callable[..., bytes]:
+    return struct.Struct(">" + "iq" * count).pack
 
 
 def array(values: Iterable[int | bool | datetime | str]) -> str:
@@ -287,24 +249,37 @@ def array(values: Iterable[int | bool | datetime | str]) -> str:
     return "{" + ",".join(map(str, values)) + "}"
 
 
-def id_array(ids: Iterable[uuid.UUID]) -> Packed:
+def number_array(numbers: Sequence[int]) -> bytes:
+    """Pack numbers of 64 bits. Raises: ValueError for a number that needs more."""
+    count = len(numbers)
+    sized = [8] * (2 * count)
+    sized[1::2] = numbers
+    try:
+        return _head(BIGINT_OID, count) + _number_packer(count)(*sized)
+    except struct.error as error:
+        raise ValueError(f"a number does not fit bigint: {error}") from error
+
+
+def id_array(ids: Iterable[uuid.UUID]) -> bytes:
     """Pack ids as a binary array, which the server reads much faster than text."""
     return id_number_array([each.int for each in ids])
 
 
-def id_number_array(numbers: Sequence[int]) -> Packed:
+def id_number_array(numbers: Sequence[int]) -> bytes:
     """Pack ids, given as integers, as a binary array."""
-    return packed_array(UUID_OID, [(_LENGTH_16 | number).to_bytes(20, "big") for number in numbers])
+    sized = map(_LENGTH_16.__or__, numbers)
+    packed = map(int.to_bytes, sized, itertools.repeat(20), itertools.repeat(_BIG))
+    return _head(UUID_OID, len(numbers)) + b"".join(packed)
 
 
-def id_bytes_array(ids: Iterable[bytes]) -> Packed:
+def id_bytes_array(ids: Collection[bytes]) -> bytes:
     """Pack ids, given as 16 bytes each, as a binary array."""
-    return packed_array(UUID_OID, [_SIZE_16 + each for each in ids])
+    return _head(UUID_OID, len(ids)) + b"".join(map(_SIZE_16.__add__, ids))
 
 
-def time_array(times: Iterable[datetime]) -> Packed:
+def time_array(times: Collection[datetime]) -> bytes:
     """Pack times as a binary array."""
-    return packed_array(TIMESTAMPTZ_OID, [packed_time(at) for at in times])
+    return _head(TIMESTAMPTZ_OID, len(times)) + b"".join(map(packed_time, times))
 
 
 def packed_id(number: int) -> bytes:
@@ -318,10 +293,9 @@ def packed_time(at: datetime) -> bytes:
     return _TIME.pack(8, (at - _POSTGRES_EPOCH) // _MICROSECOND)
 
 
-def packed_array(oid: int, elements: Iterable[bytes]) -> Packed:
+def packed_array(oid: int, elements: Sequence[bytes]) -> bytes:
     """Pack elements, each its length and value, as a one-dimensional array without NULL."""
-    body = list(elements)
-    return Packed(_head(oid, len(body)) + b"".join(body))
+    return _head(oid, len(elements)) + b"".join(elements)
 
 
 @lru_cache(maxsize=4096)
@@ -332,11 +306,14 @@ def _head(oid: int, count: int) -> bytes:
 def text_array(texts: Iterable[str | None]) -> str:
     """Format an array literal of any texts, escaping them; None becomes NULL."""
     escaped = [
-        None if text is None else text.replace("\\", "\\\\").replace('"', '\\"') for text in texts
+        "NULL" if text is None else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        for text in texts
     ]
-    return "{" + ",".join(["NULL" if text is None else f'"{text}"' for text in escaped]) + "}"
+    return "{" + ",".join(escaped) + "}"
 
 
-def bytes_array(values: Iterable[bytes]) -> Packed:
+def bytes_array(values: Collection[bytes]) -> bytes:
     """Pack values as an array of bytea."""
-    return packed_array(BYTEA_OID, [len(value).to_bytes(4, "big") + value for value in values])
+    sizes = map(_SIZE.pack, map(len, values))
+    items = itertools.chain.from_iterable(zip(sizes, values, strict=True))
+    return _head(BYTEA_OID, len(values)) + b"".join(items)

@@ -11,7 +11,6 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
-from typing import Any
 
 import psycopg
 import pytest
@@ -140,19 +139,19 @@ async def test_a_connection_that_goes_away_is_watched_no_more(
     postgres_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new socket with the same descriptor must keep its watch."""
-    loop, read = asyncio.get_running_loop(), pipeline._read
+    loop, read = asyncio.get_running_loop(), pipeline._Exchange.read
     still_watched: list[bool] = []
     async with await psycopg.AsyncConnection.connect(
         psycopg_conninfo(postgres_server), autocommit=True
     ) as lost:
         fd = lost.pgconn.socket
 
-        def read_and_poll(watch: Any, **rest: Any) -> None:
-            read(watch, **rest)
+        def read_and_poll(exchange: pipeline._Exchange) -> None:
+            read(exchange)
             if lost.pgconn.status == psycopg.pq.ConnStatus.BAD:
                 still_watched.append(loop.remove_reader(fd))
 
-        monkeypatch.setattr(pipeline, "_read", read_and_poll)
+        monkeypatch.setattr(pipeline._Exchange, "read", read_and_poll)
         with pytest.raises(psycopg.OperationalError):
             await run_pipeline(lost, [("SELECT pg_terminate_backend(pg_backend_pid())", ())])
 
