@@ -423,11 +423,12 @@ def counter_increments(
     if not increments:
         return [], []
     keys = sorted(increments)
+    ids, starts = zip(*keys, strict=True)
     numbers: list[int] = []
     for key in keys:
         numbers += increments[key]
         numbers.append(limits.get(key, NO_LIMIT))
-    values = (number_array(numbers), *key_columns(keys), len(keys))
+    values = (number_array(numbers), id_number_array(ids), time_array(starts), len(keys))
     return keys, [(INCREMENT_AND_RETURN if limits else INCREMENT, values)]
 
 
