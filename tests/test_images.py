@@ -33,7 +33,7 @@ class Guard(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"{name} is not installed here", name=name)
 
 sys.meta_path.insert(0, Guard())
-import inference.adapters.tensorrt_questions
+import inference.doctor.tensorrt_questions
 import inference.adapters.tensorrt_worker
 from inference.text.text_decoder import TextDecoder
 from inference.text.tokenizer import Tokenizer
