@@ -45,8 +45,8 @@ from bench.peers import (
 )
 from bench.shapes import SHAPES, VOCABULARY_SIZE, Precision, Shape, write_checkpoint
 from common.cpus import usable_cpus
-from inference.adapters.torch_doctor import instruction_sets, measure_bandwidth, processor_name
 from inference.adapters.torch_engine import TorchEngine, TorchEngineSettings
+from inference.doctor.embedded import instruction_sets, measure_bandwidth, processor_name
 from inference.engine import (
     GenerationRequest,
     SamplingParams,

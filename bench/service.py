@@ -44,8 +44,8 @@ from bench.engine import KV_CACHE_BYTES, Prompts
 from bench.peers import PeerMissing, vllm_serving, vllm_version
 from bench.shapes import SHAPES, write_checkpoint
 from common.cpus import usable_cpus
-from inference.adapters.torch_doctor import processor_name
 from inference.adapters.torch_engine import TorchEngine
+from inference.doctor.embedded import processor_name
 from inference.engine import (
     GenerationRequest,
     SamplingParams,

@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = (
     "api/",
+    "chaos/",
     "common/",
     "demo/",
     "inference/",
@@ -70,22 +71,23 @@ RELEASE_NOTES = "CHANGELOG.md"  # describes past versions
 PACKAGED = ("api/", "inference/", "metering/")  # folders whose packages form no cycle
 SDK = "sdk/python/src/"  # its modules are imported without this prefix
 # Folders whose modules form no cycle.
-ACYCLIC = (*PACKAGED, "common/", "weir_commands/", SDK, "infra/", "bench/", "demo/")
+ACYCLIC = (*PACKAGED, "chaos/", "common/", "weir_commands/", SDK, "infra/", "bench/", "demo/")
 # Python modules below the folders of `PACKAGED`. To be lowered and never raised.
-MODULES_MAX = 331
+MODULES_MAX = 329
 CODE = re.compile(r"\.(py|ts|mjs|css|html|h|cpp|sql)$|(^|/)Dockerfile$|\.Dockerfile$|^\.ci/")
 # Lines of code written by hand: parts with their folders, each with its ceiling. To be lowered and
 # never raised, so that lines saved in one part cannot be added to another. A file belongs to the
 # first part that has its path. Generated code does not count.
 LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
-    "product": (("api/", "common/", "inference/", "metering/", "weir_commands/"), 93_182),
+    "product": (("api/", "common/", "inference/", "metering/", "weir_commands/"), 92_004),
+    "fault injection": (("chaos/",), 1_057),
     "command line": (("sdk/python/src/weir_cli/",), 6_649),
     "Python client": (("sdk/python/",), 6_061),
     "TypeScript client": (("sdk/typescript/",), 5_255),
     "benchmarks": (("bench/",), 11_297),
     "demo": (("demo/",), 4_535),
-    "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 5_787),
-    "tests": (("tests/",), 115_416),
+    "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 5_779),
+    "tests": (("tests/",), 115_413),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")
@@ -100,8 +102,8 @@ PAGES = re.compile(
 )
 # A path, or a path and a name that it defines: `api/server.py`, `api/server.py::build_server`.
 NAMED_PATH = re.compile(
-    r"`((?:api|bench|common|demo|docs|inference|infra|metering|migrations|proto|sdk|tests)/[\w./-]*)"
-    r"(?:::([\w.]+))?`"
+    r"`((?:api|bench|chaos|common|demo|docs|inference|infra|metering|migrations|proto|sdk|tests)"
+    r"/[\w./-]*)(?:::([\w.]+))?`"
 )
 # In the README of a package: a module below it, such as `settings.py` or `core/settings.py`.
 NAMED_MODULE = re.compile(r"`([\w/]+\.py)`")
@@ -171,6 +173,12 @@ class Border:
 
 BORDERS = (
     Border(
+        ("chaos",),
+        inside=PRODUCT,
+        save_for=("chaos/",),
+        why="fault injection is a tool of testers, beside the product",
+    ),
+    Border(
         ("inference",),
         inside=("api/",),
         save_for=(
@@ -203,7 +211,7 @@ BORDERS = (
     Border(
         ("grpc",),
         inside=("inference/",),
-        save_for=("inference/adapters/remote_",),
+        save_for=("inference/adapters/remote_", "inference/doctor/remote.py"),
         why="engines are independent of the wire, except remote ones",
     ),
     Border(
@@ -311,16 +319,8 @@ BORDERS = (
         ("weir",),
         inside=PRODUCT,
         save_for=(
-            *(
-                "api/",
-                "sdk/",
-                "bench/observations.py",
-                "bench/front_load.py",
-                "bench/streams_load.py",
-                "bench/cluster_load.py",
-            ),
-            "bench/http_api_load.py",
-            "infra/walk.py",
+            *("api/", "sdk/", "infra/walk.py", "bench/observations.py", "bench/front_load.py"),
+            *("bench/streams_load.py", "bench/cluster_load.py", "bench/http_api_load.py"),
             *("bench/adversary_attacks.py", "bench/adversary_load.py"),
         ),
         why="only the edge uses generated messages",
@@ -341,14 +341,12 @@ BORDERS = (
     Border(
         ("torch", "tensorrt_llm"),
         inside=(
-            "inference/routing/",
-            "inference/workers/",
-            "inference/adapters/",
-            "inference/text/",
+            *("inference/routing/", "inference/workers/", "inference/adapters/"),
+            *("inference/doctor/", "inference/text/"),
         ),
         save_for=(
             "inference/adapters/torch_worker.py",
-            "inference/adapters/torch_doctor.py",
+            "inference/doctor/embedded.py",
             "inference/adapters/tensorrt_library.py",
         ),
         why="the API process places sequences and talks to workers, which do the computing",
@@ -392,14 +390,13 @@ BORDERS = (
         why="every package of the API imports core, so core imports none of them",
     ),
     Border(
-        ("api.admin", "api.openai", "api.cli", "api.chaos"),
+        ("api.admin", "api.openai", "api.cli"),
         inside=("api/access/", "api/queue/", "api/generation/", "api/fleet/"),
         why="requests are independent of administration, billing and clients",
     ),
     Border(
         ("sqlalchemy",),
         inside=("api/",),
-        save_for=("api/chaos/",),
         but=("sqlalchemy.ext", "sqlalchemy.exc", "sqlalchemy.engine"),
         why=(
             "statements are in metering, beside the tables that they read; the API passes"
@@ -409,7 +406,7 @@ BORDERS = (
     Border(
         ("weir_cli", "weir_client"),
         inside=("api/", "common/", "inference/", "metering/"),
-        save_for=("api/cli/", "api/chaos/"),
+        save_for=("api/cli/",),
         why="the server does not call itself as a client; only commands do",
     ),
     Border(
@@ -440,18 +437,11 @@ BORDERS = (
         ("aiohttp",),
         inside=PRODUCT,
         save_for=(
-            *(
-                "api/openai/",
-                "api/console/",
-                "api/metrics/operator_http.py",
-                "metering/alerts/webhooks.py",
-                "metering/export/stripe_inbox.py",
-                "inference/adapters/remote_http.py",
-                "inference/adapters/remote_http_connection.py",
-                "bench/http_api_load.py",
-                "bench/hostile_upstream.py",
-                "bench/service.py",
-            ),
+            *("api/openai/", "api/console/", "api/metrics/operator_http.py"),
+            *("metering/alerts/webhooks.py", "metering/export/stripe_inbox.py"),
+            "inference/adapters/remote_http.py",
+            "inference/adapters/remote_http_connection.py",
+            *("bench/http_api_load.py", "bench/hostile_upstream.py", "bench/service.py"),
         ),
         why="only OpenAI's API, console, metrics, webhooks and remote engines use HTTP",
     ),

@@ -33,7 +33,7 @@ class Guard(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"{name} is not installed here", name=name)
 
 sys.meta_path.insert(0, Guard())
-import inference.adapters.tensorrt_questions
+import inference.doctor.tensorrt_questions
 import inference.adapters.tensorrt_worker
 from inference.text.text_decoder import TextDecoder
 from inference.text.tokenizer import Tokenizer
@@ -187,11 +187,8 @@ def test_an_image_copies_what_is_there_and_not_ignored(name: str) -> None:
     for path in copied:
         assert (ROOT / path).exists(), path
         assert Path(path).parts[0] not in ignored, path
-    packages = re.search(
-        r"include = \[(.*)\]", (ROOT / "pyproject.toml").read_text().split("packages.find", 1)[1]
-    )
-    assert packages is not None
-    assert {each.strip().strip('"*') for each in packages[1].split(",")} <= set(copied)
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert {each.strip("*") for each in setuptools["packages"]["find"]["include"]} <= set(copied)
 
 
 def services() -> dict[str, dict[str, Any]]:

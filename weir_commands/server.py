@@ -29,7 +29,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "demo": Command("api.cli.commands:demo", "Demonstrate the whole path of a request.", OPERATOR),
     "chaos": Command(
-        "api.chaos.commands:chaos", "Kill processes under load; account for every token.", OPERATOR
+        "chaos.commands:chaos", "Kill processes under load; account for every token.", OPERATOR
     ),
     "receipt rotate": Command(
         "api.cli.commands:rotate_receipt_key", "Replace the signing key of receipts.", FINANCE

@@ -20,7 +20,7 @@ from weir_cli.render import JsonOption, fail, note, print_json, show, table, wro
 from weir_cli.texts import parse_time
 
 if TYPE_CHECKING:
-    from inference.adapters.findings import Observation
+    from inference.doctor.findings import Observation
 
 ListenOption = Annotated[
     str,
@@ -437,7 +437,7 @@ def embedded(
     from api.core.settings import DEMO_MODEL_NAME, Settings, bundled_models
     from api.fleet.fleet import compute_dtype
     from common.cpus import UsableCpus, usable_cpus
-    from inference.adapters.torch_doctor import examine
+    from inference.doctor.embedded import examine
 
     with clear_failures():
         settings = Settings.from_environment()
@@ -503,11 +503,11 @@ def tensorrt(
     from api.core.settings import Settings
     from api.fleet.fleet import tensorrt_settings
     from common.gpus import visible_gpus
-    from inference.adapters.findings import checkpoint_facts
     from inference.adapters.tensorrt_adapters import read_adapter
-    from inference.adapters.tensorrt_doctor import examine
     from inference.adapters.tensorrt_engine import load_message
     from inference.adapters.tensorrt_settings import VERSION, with_config
+    from inference.doctor.findings import checkpoint_facts
+    from inference.doctor.tensorrt import examine
 
     with clear_failures():
         settings = replace(
@@ -568,7 +568,7 @@ def remote(
     from api.core.settings import Settings
     from api.fleet.fleet import remote_settings
     from api.fleet.fleet_file import FleetTarget
-    from inference.adapters.remote_doctor import examine
+    from inference.doctor.remote import examine
 
     with clear_failures():
         settings = replace(
@@ -598,7 +598,7 @@ def report(
     `facts` and `words` are for the report as JSON; see `report_of` and `Scrubber`.
     """
     from common.scrubbing import Scrubber
-    from inference.adapters.findings import Verdict, report_of
+    from inference.doctor.findings import Verdict, report_of
 
     if as_json:
         print_json(report_of(title, found, facts, Scrubber(words)))

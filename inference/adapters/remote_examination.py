@@ -12,16 +12,9 @@ from dataclasses import replace
 import grpc
 
 from inference.adapters.external_request import Choice, Output, Request
-from inference.adapters.remote_dialects import (
-    SHARES,
-    Dialect,
-    ServerFacts,
-    ServerUnfit,
-)
+from inference.adapters.remote_dialects import SHARES, Dialect, ServerFacts, ServerUnfit
 from inference.adapters.remote_files import Bundle, check_tokenizer, is_unanswered
-from inference.adapters.remote_settings import (
-    RemoteSettings,
-)
+from inference.adapters.remote_settings import RemoteSettings
 from inference.engine import (
     GenerationRequest,
     GrammarKind,

@@ -17,7 +17,6 @@ from inference.engine import (
     EmbeddingRequest,
     Embeddings,
     Encoder,
-    EngineCondition,
     EngineState,
     EngineStatistics,
     ModelInfo,
@@ -29,60 +28,32 @@ from inference.errors import (
     EngineStartFailed,
     EngineUnavailable,
 )
-from inference.routing.replica import (
-    ReplicaReport,
-    Replicas,
-    ReplicaState,
-    Stoppable,
-    unavailable,
-)
+from inference.routing.replica import Member, Replicas, Stoppable, unavailable
 
 LOSS_COUNT_MAX = 2  # encoders that may fail during one call: the call may be the cause
 FULL_TOKENS = 16_384  # outstanding per encoder before another is started: seconds of work on a CPU
 _log = logging.getLogger("weir.inference.routing")
 
 
-class EncoderReplica:
+class EncoderReplica(Member):
     """Encoder of a set under a unique name. `outstanding_token_count` counts its running calls."""
 
+    work = "calls"
+
     def __init__(self, name: str, encoder: Encoder) -> None:
-        self.name = name
+        super().__init__(name, encoder)
         self.encoder = encoder
-        self.is_drained = False
-        self.call_count = 0
-        self.outstanding_token_count = 0
-
-    @property
-    def backend(self) -> Encoder:
-        """Implement `Member.backend`."""
-        return self.encoder
-
-    @property
-    def takes(self) -> bool:
-        """True if the replica accepts calls now."""
-        return self.encoder.healthy() and not self.is_drained
 
     @contextlib.contextmanager
     def given(self, token_count: int) -> Iterator[None]:
         """Count a call of so many tokens as outstanding while the block runs."""
-        self.call_count += 1
+        self.live_sequence_count += 1
         self.outstanding_token_count += token_count
         try:
             yield
         finally:
-            self.call_count -= 1
+            self.live_sequence_count -= 1
             self.outstanding_token_count -= token_count
-
-    def report(self) -> ReplicaReport:
-        """Describe the state of the replica for operators."""
-        condition = self.encoder.condition()
-        state, reason = ReplicaState(condition.state.value), condition.reason
-        if self.is_drained and condition.state is EngineState.READY:
-            state, reason = ReplicaState.DRAINING, f"{self.call_count} calls running"
-        counts = self.call_count, self.outstanding_token_count
-        return ReplicaReport(
-            self.name, "", state, *counts, reason, self.encoder.statistics(), self.is_drained
-        )
 
 
 class EncoderSet(Replicas[EncoderReplica]):
@@ -101,15 +72,11 @@ class EncoderSet(Replicas[EncoderReplica]):
         """Implement `Backend.model`."""
         return self._model
 
-    def reports(self) -> list[ReplicaReport]:
-        """Describe the state of each replica. Never blocks."""
-        return [replica.report() for replica in self._replicas]
-
     def drain(self, names: Collection[str]) -> None:
         """Drain exactly the replicas with these names: they get no new calls."""
         super().drain(names)
         is_any_drained = any(replica.is_drained for replica in self._replicas)
-        if is_any_drained and not any(replica.takes for replica in self._replicas):
+        if is_any_drained and not any(each.takes(self.clock()) for each in self._replicas):
             self._growth_due.set()
 
     def move_out(self, name: str) -> int:
@@ -123,14 +90,8 @@ class EncoderSet(Replicas[EncoderReplica]):
             growing = tasks.create_task(
                 scaling.keep_running(self._grow), name=f"scaling of {self._model.name}"
             )
-            await self._serve_all()
+            await super().serve()
             growing.cancel()
-
-    async def start(self) -> None:
-        """Implement `Backend.start`; return when the first replica takes calls."""
-        self._start_requested.set()
-        while not self.healthy():
-            await self._first_start([each for each in self._replicas if not each.is_drained])
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
         """Embed on the least loaded replica; if that fails, on another. See `Encoder.embed`."""
@@ -146,7 +107,7 @@ class EncoderSet(Replicas[EncoderReplica]):
         once, loss_count = replace(request, on_begin=begin), 0
         refusal: EngineError | None = None
         for replica in sorted(self._replicas, key=lambda each: each.outstanding_token_count):
-            if not replica.takes:
+            if not replica.takes(self.clock()):
                 continue
             try:
                 with replica.given(token_count):
@@ -176,19 +137,11 @@ class EncoderSet(Replicas[EncoderReplica]):
         statistics = [replica.encoder.statistics() for replica in self._replicas]
         return self._statistics.sum_of(statistics, ready_count, (0, self._replacement_count))
 
-    def healthy(self) -> bool:
-        """Implement `Backend.healthy`."""
-        return not self.is_closing and any(replica.takes for replica in self._replicas)
-
-    def _condition_of(self, replica: EncoderReplica) -> EngineCondition:
-        return replica.encoder.condition()
-
     def _check_load(self) -> None:
         """Request another replica if all available ones have over FULL_TOKENS outstanding."""
-        if (
-            min((each.outstanding_token_count for each in self._replicas if each.takes), default=0)
-            > FULL_TOKENS
-        ):
+        now_s = self.clock()
+        loads = [each.outstanding_token_count for each in self._replicas if each.takes(now_s)]
+        if min(loads, default=0) > FULL_TOKENS:
             self._growth_due.set()
 
     async def _grow(self) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from abc import ABC, abstractmethod
+import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -279,29 +279,61 @@ class Stoppable(Protocol):
         """Return whether the backend could be started without evicting another one."""
 
 
-class Replica:
-    """Engine of a set under a unique name. `region` is empty if regions do not matter."""
+class Member:
+    """Backend of a set under a unique name. `region` is empty if regions do not matter."""
+
+    work = "sequences"  # plural noun for operators
+
+    def __init__(self, name: str, backend: Backend, region: str = "") -> None:
+        self.name = name
+        self.backend = backend
+        self.region = region
+        self.is_drained = False  # by a command of an operator
+        self.outstanding_token_count = 0
+        self.live_sequence_count = 0  # or calls
+
+    @property
+    def is_draining(self) -> bool:
+        """True if the replica finishes its running work and gets no new work."""
+        return self.is_drained
+
+    def takes(self, now_s: float) -> bool:
+        """Return whether the replica may get work now."""
+        return self.backend.healthy() and not self.is_draining
+
+    def report(self, now_s: float) -> ReplicaReport:
+        """Describe the state of the replica for operators."""
+        condition = self.backend.condition()
+        state, reason = ReplicaState(condition.state.value), condition.reason
+        if condition.state is EngineState.READY and self.is_draining:
+            state, reason = ReplicaState.DRAINING, f"{self.live_sequence_count} {self.work} running"
+        return ReplicaReport(
+            self.name,
+            self.region,
+            state,
+            self.live_sequence_count,
+            self.outstanding_token_count,
+            reason,
+            self.backend.statistics(),
+            self.is_drained,
+            condition.kernels,
+        )
+
+
+class Replica(Member):
+    """Engine of a set, with a circuit breaker and the prefixes that were sent to it."""
 
     def __init__(
         self, name: str, engine: Engine, region: str = "", breaker: BreakerLimits | None = None
     ) -> None:
-        self.name = name
+        super().__init__(name, engine, region)
         self.engine = engine
         self.stoppable = engine if isinstance(engine, Stoppable) else None
-        self.region = region
         self.breaker = CircuitBreaker(breaker or BreakerLimits())
         self.prefixes = SentPrefixes()
-        self.is_drained = False  # by a command of an operator
         self.is_leaving = False  # being stopped by autoscaling (`scaling.py`)
-        self.outstanding_token_count = 0
-        self.live_sequence_count = 0
         self.placed_at = 0  # number of its last placement: equal replicas take turns
         self._was_ready = False
-
-    @property
-    def backend(self) -> Engine:
-        """Implement `Member.backend`."""
-        return self.engine
 
     @property
     def is_draining(self) -> bool:
@@ -341,27 +373,12 @@ class Replica:
 
     def report(self, now_s: float) -> ReplicaReport:
         """Describe the state of the replica for operators."""
-        condition = self.engine.condition()
-        state, reason = ReplicaState(condition.state.value), condition.reason
-        if condition.state is EngineState.READY:
-            if self.is_draining:
-                state, reason = (
-                    ReplicaState.DRAINING,
-                    f"{self.live_sequence_count} sequences running",
-                )
-            elif self.breaker.state(now_s) is not BreakerState.CLOSED:
-                state, reason = ReplicaState.TRIPPED, "several sequences in a row have failed"
-        counts = self.live_sequence_count, self.outstanding_token_count
-        return ReplicaReport(
-            self.name,
-            self.region,
-            state,
-            *counts,
-            reason,
-            self.engine.statistics(),
-            self.is_drained,
-            condition.kernels,
-        )
+        report = super().report(now_s)
+        is_ready = report.state is ReplicaState.READY
+        if is_ready and self.breaker.state(now_s) is not BreakerState.CLOSED:
+            reason = "several sequences in a row have failed"
+            return replace(report, state=ReplicaState.TRIPPED, reason=reason)
+        return report
 
 
 def best_condition(conditions: Collection[EngineCondition], warm_count: int) -> EngineCondition:
@@ -443,41 +460,47 @@ class SetStatistics:
         self._steps += step_count / max(busy_count, 1)
 
 
-class Member(Protocol):
-    """Interface of a replica for its set."""
-
-    name: str
-    is_drained: bool
-
-    @property
-    def backend(self) -> Backend:
-        """Engine or encoder of the replica."""
-        ...
-
-
 Each = TypeVar("Each", bound=Member)
 
 
-class Replicas(ABC, Generic[Each]):
+class Replicas(Generic[Each]):
     """Base of sets of replicas: start, condition, draining, close. Implements most of `Backend`."""
 
-    def __init__(self, replicas: Sequence[Each], warm_count: int) -> None:
+    def __init__(
+        self,
+        replicas: Sequence[Each],
+        warm_count: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Create the set without starting any replica; `start` starts the first `warm_count`."""
         assert replicas, "a set has replicas"
         self._replicas = tuple(replicas)
         self._warm_count = warm_count
+        self.clock = clock
         self.is_closing = False
         self._start_requested = asyncio.Event()
         self._replacement_count = 0
         self._statistics = SetStatistics(len(replicas))
 
-    @abstractmethod
     def healthy(self) -> bool:
         """Implement `Backend.healthy`."""
+        if not self.is_closing:
+            now_s = self.clock()
+            for replica in self._replicas:
+                if replica.takes(now_s):
+                    return True
+        return False
 
-    @abstractmethod
-    def _condition_of(self, replica: Each) -> EngineCondition:
-        """Determine a replica's condition, which is READY only if it takes requests."""
+    def reports(self) -> list[ReplicaReport]:
+        """Describe the state of each replica. Never blocks."""
+        now_s = self.clock()
+        return [replica.report(now_s) for replica in self._replicas]
+
+    async def start(self) -> None:
+        """Implement `Backend.start`; return when the first replica takes requests."""
+        self._start_requested.set()
+        while not self.healthy():
+            await self._first_start([each for each in self._replicas if not each.is_draining])
 
     def condition(self) -> EngineCondition:
         """Implement `Backend.condition` by the replica that is likely to take requests first."""
@@ -504,13 +527,17 @@ class Replicas(ABC, Generic[Each]):
         """List the conditions of the replicas that are not drained."""
         return [self._condition_of(replica) for replica in replicas if not replica.is_drained]
 
-    async def _serve_all(self) -> None:
+    async def serve(self) -> None:
         """Serve all replicas and start the warm ones. An unexpected error ends one replica only."""
         async with IncidentTaskGroup() as tasks:
             for replica in self._replicas:
                 tasks.create_task(replica.backend.serve(), name=f"replica {replica.name}")
             for replica in self._replicas[: self._warm_count]:
                 tasks.create_task(self._warm(replica), name=f"replica start {replica.name}")
+
+    def _condition_of(self, replica: Each) -> EngineCondition:
+        """Determine a replica's condition, which is READY only if it takes requests."""
+        return replica.backend.condition()
 
     async def _warm(self, replica: Each) -> None:
         """Start a replica when the set is started. The replica reports its own failure."""

@@ -52,7 +52,6 @@ from inference.routing.placement import PlacementPolicy, PrefixAware, Work
 from inference.routing.replica import (
     NOTHING_FOUND,
     Replica,
-    ReplicaReport,
     Replicas,
     unavailable,
 )
@@ -88,7 +87,7 @@ class ReplicaSet(Replicas[Replica]):
 
         Callers see `model`, with the capabilities of the replicas.
         """
-        super().__init__(replicas, len(replicas) if warm_count is None else warm_count)
+        super().__init__(replicas, len(replicas) if warm_count is None else warm_count, clock)
         assert len({replica.name for replica in replicas}) == len(replicas), (
             "names of replicas are unique"
         )
@@ -96,7 +95,6 @@ class ReplicaSet(Replicas[Replica]):
         self._capabilities: tuple[Capabilities, ...] = ()  # of the replicas, combined in the model
         self._policy: PlacementPolicy = policy or PrefixAware()
         self.recovery_wait_s = recovery_wait_s
-        self.clock = clock
         self.moving: set[RoutedSequence] = set()  # cancelled by a drain, not yet placed again
         self.sequences: set[RoutedSequence] = set()  # that have not ended
         self.placement_count = 0
@@ -124,27 +122,15 @@ class ReplicaSet(Replicas[Replica]):
         """All replicas, the warm ones first."""
         return self._replicas
 
-    def reports(self) -> list[ReplicaReport]:
-        """Describe the state of each replica. Never blocks."""
-        now_s = self.clock()
-        return [replica.report(now_s) for replica in self._replicas]
-
-    async def serve(self) -> None:
-        """Implement `Engine.serve` by serving all replicas; an unexpected error ends one only."""
-        await self._serve_all()
-
-    async def start(self) -> None:
-        """Implement `Engine.start`."""
-        self._start_requested.set()
-        while not self.healthy():
-            await self._first_start([each for each in self._replicas if not each.is_draining])
-            if not self.healthy():  # ready, but its breaker is still open
-                waits = [
-                    replica.breaker.wait_s(self.clock())
-                    for replica in self._replicas
-                    if replica.engine.healthy()
-                ]
-                await asyncio.sleep(max(min(waits, default=0.0), START_PAUSE_S))
+    async def _first_start(self, usable: Sequence[Replica]) -> None:
+        await super()._first_start(usable)
+        if not self.healthy():  # ready, but its breaker is still open
+            waits = [
+                replica.breaker.wait_s(self.clock())
+                for replica in self._replicas
+                if replica.engine.healthy()
+            ]
+            await asyncio.sleep(max(min(waits, default=0.0), START_PAUSE_S))
 
     def submit(self, request: GenerationRequest, sink: EventSink) -> RoutedSequence:
         """Implement `Engine.submit`."""
@@ -177,15 +163,6 @@ class ReplicaSet(Replicas[Replica]):
         return self._statistics.sum_of(
             statistics, ready_count, (self._migration_count, self._replacement_count)
         )
-
-    def healthy(self) -> bool:
-        """Implement `Engine.healthy`."""
-        if not self.is_closing:
-            now_s = self.clock()
-            for replica in self._replicas:
-                if replica.takes(now_s):
-                    return True
-        return False
 
     def move_out(self, name: str) -> int:
         """Move sequences from a drained replica to others with free places; return their number.

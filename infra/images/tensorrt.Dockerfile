@@ -13,6 +13,7 @@ COPY sdk/python/pyproject.toml sdk/python/README.md sdk/python/
 COPY sdk/python/src sdk/python/src
 COPY proto proto
 COPY api api
+COPY chaos chaos
 COPY common common
 COPY demo demo
 COPY inference inference

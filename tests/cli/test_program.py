@@ -110,8 +110,8 @@ def test_client_commands_never_load_the_server() -> None:
 
 def test_without_the_server_the_client_commands_work(server: ScriptedWeir) -> None:
     missing = (
-        "'api', 'common', 'demo', 'inference', 'metering', 'weir_commands', 'torch', 'sqlalchemy',"
-        " 'psycopg', 'celery'"
+        "'api', 'chaos', 'common', 'demo', 'inference', 'metering', 'weir_commands', 'torch',"
+        " 'sqlalchemy', 'psycopg', 'celery'"
     )
     code = (
         f"import sys; sys.modules |= dict.fromkeys(({missing})); from weir_cli.__main__ import"

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
-from api.chaos.rounds import Wire
+from chaos.rounds import Wire
 from metering.ledger.rating import rate_all_pending
 from metering.store.db import create_engine, create_sessions
 from tests.service import Service, Stream, Tenant

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from api.chaos.rounds import CRASH_SETTINGS
+from chaos.rounds import CRASH_SETTINGS
 from metering.store import embedded_postgres
 from metering.store.embedded_postgres import EmbeddedPostgres
 from metering.store.migrations_runner import migrate

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 
-from api.chaos.rounds import CRASH_SETTINGS
+from chaos.rounds import CRASH_SETTINGS
 from common.processes import children_of
 from metering.store import embedded_postgres
 from metering.store.embedded_postgres import EmbeddedPostgres

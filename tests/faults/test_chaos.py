@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 
 import pytest
 
-from api.chaos.rounds import (
+from chaos.rounds import (
     EXPORT_FILE,
     JOURNALS,
     WEIGHTS,
@@ -151,3 +153,8 @@ def test_a_duplicate_quantity_in_the_file_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="is exported twice"):
         exported_quantities(file)
+
+
+def test_a_run_starts_children_without_the_fork_support_of_grpc() -> None:
+    code = "import chaos.rounds, os; print(os.environ['GRPC_ENABLE_FORK_SUPPORT'])"
+    assert subprocess.check_output([sys.executable, "-c", code], env={}, text=True) == "0\n"

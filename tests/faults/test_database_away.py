@@ -16,7 +16,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 from weir_client import Unavailable
 
-from api.chaos.rounds import crash_postgres
+from chaos.rounds import crash_postgres
 from metering.core.errors import DatabaseUnavailable
 from metering.core.models import QuotaDimension
 from metering.holds.journal import FORMAT, FORMATS

@@ -23,7 +23,7 @@ import pytest
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from api.chaos.rounds import Wire
+from chaos.rounds import Wire
 from common.processes import alive
 from metering.core.models import QuotaDimension
 from metering.holds.journal import FORMAT, AbandonedJournal

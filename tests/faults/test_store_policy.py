@@ -14,7 +14,7 @@ import grpc
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
-from api.chaos.rounds import crash_postgres
+from chaos.rounds import crash_postgres
 from metering.core.errors import DatabaseUnavailable
 from metering.core.models import QuotaDimension
 from metering.holds.recovery import sweep_expired_holds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from inference.adapters import tensorrt_questions as questions
+from inference.doctor import tensorrt_questions as questions
 from inference.workers.child import serve_parent
 
 if __name__ == "__main__":

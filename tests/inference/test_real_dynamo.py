@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from bench import engine_streams as streams
-from inference.adapters import remote_doctor as doctor
 from inference.adapters import remote_http
-from inference.adapters.findings import Verdict
 from inference.adapters.remote_connection import open_dialect
 from inference.adapters.remote_engine import RemoteEngine
 from inference.adapters.remote_examination import Examination
+from inference.doctor import remote as doctor
+from inference.doctor.findings import Verdict
 from inference.engine import EngineFinishReason, SequenceFinished, TokensGenerated
 from inference.errors import EngineFailed, EngineStartFailed, RequestImpossible
 from inference.sequences import UNKNOWN_TOKEN_ID, RequestField

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from bench import engine_streams as streams
-from inference.adapters import remote_doctor as doctor
-from inference.adapters.findings import Verdict
 from inference.adapters.remote_engine import RemoteEngine
 from inference.adapters.remote_settings import RemoteSettings
+from inference.doctor import remote as doctor
+from inference.doctor.findings import Verdict
 from inference.engine import EngineFinishReason, SequenceFinished, TokensGenerated
 from inference.errors import EngineFailed
 from inference.sequences import RequestField

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from bench import engine_streams as streams
-from inference.adapters import remote_doctor as doctor
-from inference.adapters.findings import Verdict
 from inference.adapters.remote_settings import RemoteSettings, Service
+from inference.doctor import remote as doctor
+from inference.doctor.findings import Verdict
 from inference.engine import EngineFinishReason, SamplingParams
 from inference.errors import EngineFailed, EngineStartFailed
 from tests.inference.real_servers import (

@@ -23,14 +23,14 @@ from api.core.settings import Settings
 from api.fleet.fleet import build_serving
 from bench import engine_streams as streams
 from common.settings import SettingInvalid
-from inference.adapters import remote_doctor as doctor
 from inference.adapters import remote_http_connection
 from inference.adapters.external_queue import READ_ON_TOKENS_MAX
 from inference.adapters.external_request import Choice, Request
-from inference.adapters.findings import Verdict
 from inference.adapters.remote_http import HttpCall, HttpDialect, HttpFailure, _Events, _failure
 from inference.adapters.remote_http_connection import Connection, Connections, Server
 from inference.adapters.remote_settings import RemoteSettings, Service, Target
+from inference.doctor import remote as doctor
+from inference.doctor.findings import Verdict
 from inference.engine import EngineFinishReason, SamplingParams, TokensGenerated
 from inference.errors import EngineFailed, EngineStartFailed, RequestImpossible
 from inference.routing.replica import Replica

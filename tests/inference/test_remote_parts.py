@@ -20,8 +20,6 @@ from api.cli.commands import doctor as commands
 from api.core.settings import Settings
 from api.fleet.fleet import build_serving
 from common.settings import SettingInvalid
-from inference.adapters import remote_doctor as doctor
-from inference.adapters.findings import Verdict
 from inference.adapters.remote_connection import DIALECTS
 from inference.adapters.remote_dialects import SEED_MAX, ServerUnfit, salt_id, wire_seed
 from inference.adapters.remote_engine import RemoteEngine, Upkeep, root_of
@@ -30,6 +28,8 @@ from inference.adapters.remote_files import Bundle, check_tokenizer
 from inference.adapters.remote_settings import Service, Target, TlsFiles, parse_target
 from inference.capabilities import Capabilities
 from inference.checkpoint.checkpoint import read_external_model
+from inference.doctor import remote as doctor
+from inference.doctor.findings import Verdict
 from inference.engine import Engine, EngineStatistics
 from inference.errors import CheckpointInvalid
 from inference.routing.replica_set import ReplicaSet

@@ -15,8 +15,8 @@ from api.fleet.fleet import build_serving
 from bench import engine_streams as streams
 from common.settings import SettingInvalid
 from inference.adapters.tensorrt_adapters import ATTENTION, MODULES, QUESTION, read_adapter
-from inference.adapters.tensorrt_questions import lora_adapters
 from inference.adapters.tensorrt_settings import VERSION, TensorRtSettings, with_config
+from inference.doctor.tensorrt_questions import lora_adapters
 from inference.errors import CheckpointInvalid, EngineStartFailed, RequestImpossible
 from inference.routing.router import Router
 from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint

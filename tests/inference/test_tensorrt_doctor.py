@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from api.cli.commands import doctor as commands
 from common.gpus import Gpu
-from inference.adapters import tensorrt_doctor as doctor
-from inference.adapters import tensorrt_questions as questions
-from inference.adapters.findings import Observation, Verdict
 from inference.adapters.tensorrt_adapters import Adapter, check_report, read_adapter
 from inference.adapters.tensorrt_engine import load_message
 from inference.adapters.tensorrt_settings import VERSION
+from inference.doctor import tensorrt as doctor
+from inference.doctor import tensorrt_questions as questions
+from inference.doctor.findings import Observation, Verdict
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.tensorrt_adapters import write_adapter
 from tests.inference.tensorrt_engines import find_double, tensorrt_settings

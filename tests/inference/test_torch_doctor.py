@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from api.cli.commands import doctor as commands
 from common.cpus import UsableCpus
-from inference.adapters import torch_doctor as doctor
-from inference.adapters.findings import Verdict
 from inference.core.options import ComputeDtype
+from inference.doctor import embedded as doctor
+from inference.doctor.findings import Verdict
 from inference.native import loader
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
 

@@ -119,7 +119,7 @@ def test_the_reference_has_every_setting() -> None:
     named = re.findall(r"^### `(\w+)`$", page, re.M)
     sources = [
         path
-        for top in ("api", "inference", "metering", "common", "sdk/python/src")
+        for top in ("api", "chaos", "inference", "metering", "common", "sdk/python/src")
         for path in (ROOT / top).rglob("*.py")
     ]
     read = {
@@ -265,7 +265,7 @@ def test_the_glossary_names_what_the_source_defines() -> None:
     named = re.findall(r"\| `(\w+)` \|$", page, re.M)
     source = "".join(
         path.read_text()
-        for top in ("api", "inference", "metering")
+        for top in ("api", "chaos", "inference", "metering")
         for path in (ROOT / top).rglob("*.py")
     )
     rows = re.findall(r"^\| ([^|]+) \|", page, re.M)[1:]

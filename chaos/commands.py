@@ -41,7 +41,7 @@ def chaos(
     Needs no running server and touches none. Exit code 1 if a token is missing or counted twice, or
     another check fails; data and logs are kept then.
     """
-    from api.chaos.rounds import run
+    from chaos.rounds import run
 
     sound = run(rounds, kills, seed, engine, with_redis=redis, directory=directory, as_json=as_json)
     if not sound:

@@ -1,5 +1,5 @@
 """Questions to a TensorRT-LLM engine on a GPU machine, an observation each, in a child process:
-`python -m inference.adapters.tensorrt_questions --fd N`. `tensorrt_doctor.py` starts it.
+`python -m inference.doctor.tensorrt_questions --fd N`. `tensorrt.py` starts it.
 
 The adapter handles most answers, and limits the rest by timeouts. The answers show which
 precautions this installation needs, and where it differs from the documentation. The last question
@@ -17,26 +17,27 @@ import socket
 import statistics as figures
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import PurePath
 from typing import Any
 
 from common.processes import command_line, descendants
-from inference.adapters.findings import (
+from inference.adapters.tensorrt_adapters import EFFECTIVE
+from inference.adapters.tensorrt_library import TensorRtLibrary, ranks
+from inference.adapters.tensorrt_settings import LoadTensorRt
+from inference.adapters.tensorrt_worker import kill_workers
+from inference.doctor.findings import (
     FORMATS,
     Observation,
+    Question,
     Verdict,
     accepted,
     ask_all,
     expected,
     needed,
 )
-from inference.adapters.tensorrt_adapters import EFFECTIVE
-from inference.adapters.tensorrt_library import TensorRtLibrary, ranks
-from inference.adapters.tensorrt_settings import LoadTensorRt
-from inference.adapters.tensorrt_worker import kill_workers
 from inference.engine import (
     GenerationRequest,
     GrammarKind,
@@ -137,9 +138,6 @@ class Patient:
             self.statistics = entry
         async for event in self.llm.get_kv_cache_events_async(0.3):
             self.events += event if isinstance(event, list) else [event]
-
-
-Question = Callable[[Patient], Awaitable[tuple[Verdict, str]]]
 
 
 async def interface(patient: Patient) -> tuple[Verdict, str]:
@@ -434,7 +432,7 @@ async def dead_worker(patient: Patient) -> tuple[Verdict, str]:
     )
 
 
-QUESTIONS: tuple[Question, ...] = (
+QUESTIONS: tuple[Question[Patient], ...] = (
     interface,
     versions,
     account,
@@ -504,6 +502,6 @@ def examine(connection: socket.socket) -> int:
 
 if __name__ == "__main__":
     # Not sys.exit: the library's exit handlers have hung.
-    status = serve_parent("inference.adapters.tensorrt_questions", examine)
+    status = serve_parent("inference.doctor.tensorrt_questions", examine)
     sys.stderr.flush()
     os._exit(status)

@@ -23,7 +23,7 @@ from inference.checkpoint.json_files import read_json
 from inference.engine import GrammarKind, ModelInfo, ResponseFormat
 
 REPORT = "weir doctor, format 1"
-Patient = TypeVar("Patient")
+Patient = TypeVar("Patient")  # an engine under examination, as a list of questions needs it
 
 FORMATS = (
     ResponseFormat(
@@ -51,6 +51,9 @@ class Observation:
     seen: str
 
 
+Question = Callable[[Patient], Awaitable[tuple[Verdict, str]]]
+
+
 def expected(condition: bool) -> Verdict:
     """Judge an answer that the adapter does not depend on."""
     return Verdict.EXPECTED if condition else Verdict.OTHER
@@ -62,7 +65,7 @@ def needed(condition: bool) -> Verdict:
 
 
 async def ask_all(
-    questions: Sequence[Callable[[Patient], Awaitable[tuple[Verdict, str]]]],
+    questions: Sequence[Question[Patient]],
     patient: Patient,
     observe: Callable[[Observation], None] = lambda observation: None,
 ) -> list[Observation]:

@@ -13,17 +13,16 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from common.cpus import UsableCpus
-from inference.adapters.findings import Observation, Verdict, ask_all, expected
 from inference.checkpoint.checkpoint import DecoderConfig, read_config
 from inference.core.engine_core import EngineCore
 from inference.core.options import ComputeDtype, EngineOptions
+from inference.doctor.findings import Observation, Question, Verdict, ask_all, expected
 from inference.engine import GenerationRequest, SamplingParams, StopCriteria, TokensGenerated
 from inference.limits import EngineLimits
 from inference.native import loader
@@ -131,7 +130,7 @@ async def decode(patient: Patient) -> tuple[Verdict, str]:
     return Verdict.EXPECTED, f"{tokens_per_s:,.0f} tokens/s, which read {rate}"
 
 
-QUESTIONS: tuple[Callable[[Patient], Awaitable[tuple[Verdict, str]]], ...] = (
+QUESTIONS: tuple[Question[Patient], ...] = (
     processor,
     instructions,
     kernels,

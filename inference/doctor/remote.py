@@ -5,27 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import replace
 
 import grpc
 
 from inference.adapters.external_request import Choice, Output, Request
-from inference.adapters.findings import (
-    FORMATS,
-    Observation,
-    Verdict,
-    accepted,
-    ask_all,
-    expected,
-    needed,
-)
 from inference.adapters.remote_connection import DIALECTS, open_dialect
 from inference.adapters.remote_dialects import Dialect, ServerUnfit, quoted
 from inference.adapters.remote_examination import Examination
 from inference.adapters.remote_files import check_tokenizer, is_unanswered
 from inference.adapters.remote_settings import RemoteSettings
 from inference.checkpoint.checkpoint import read_external_model
+from inference.doctor.findings import (
+    FORMATS,
+    Observation,
+    Question,
+    Verdict,
+    accepted,
+    ask_all,
+    expected,
+    needed,
+)
 from inference.engine import GenerationRequest, ModelInfo, SamplingParams, StopCriteria
 from inference.errors import EngineError
 from inference.sequences import RequestField
@@ -282,7 +283,7 @@ async def _answer_of(listening: Awaitable[None]) -> str:
     return ""
 
 
-QUESTIONS: tuple[Callable[[Patient], Awaitable[tuple[Verdict, str]]], ...] = (
+QUESTIONS: tuple[Question[Patient], ...] = (
     health,
     model_facts,
     request_fields,

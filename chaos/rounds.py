@@ -301,7 +301,7 @@ async def running_system(
         environment |= {"WEIR_EXPORT": "file", "WEIR_EXPORT_FILE": str(directory / EXPORT_FILE)}
         if redis is not None:
             environment["WEIR_BROKER_URL"] = f"redis+socket://{directory / 'redis.sock'}"
-        exporter = [sys.executable, "-m", "api.chaos.exporter"]
+        exporter = [sys.executable, "-m", "chaos.exporter"]
         system = System(
             directory,
             postgres,

@@ -14,15 +14,15 @@ import msgspec
 
 from common.gpus import GpusUnknown, read_gpus
 from common.processes import started_with
-from inference.adapters.findings import Observation, Verdict, needed
 from inference.adapters.kv_events import KvCacheChange
 from inference.adapters.tensorrt_engine import load_message
-from inference.adapters.tensorrt_questions import Observed, program
 from inference.adapters.tensorrt_settings import LoadTensorRt, TensorRtSettings
+from inference.doctor.findings import Observation, Verdict, needed
+from inference.doctor.tensorrt_questions import Observed, program
 from inference.workers.process import FAMILY, open_worker
 from inference.workers.protocol import LoadFailed, Message, Ready, decoder_to_parent
 
-QUESTIONS = "inference.adapters.tensorrt_questions"
+QUESTIONS = "inference.doctor.tensorrt_questions"
 WORKER = "inference.adapters.tensorrt_worker"
 END_S = 5.0  # for a process that has closed its connection
 OUTLIVES_S = 2.0  # after which a process counts as outliving its parent
