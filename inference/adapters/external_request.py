@@ -163,7 +163,7 @@ class Choice:
                 new_ids.append(end)
         # Events: the index of the first token of each, its text, thinking and number of thoughts.
         steps: list[tuple[int, str, str, int]] = []
-        plain_count, text = self._take_plain(new_ids)
+        plain_count, text = self._take_plain(new_ids) if len(new_ids) > 1 else (0, "")
         begin, reasoning, thought_count = 0, "", 0
         total = before + self.token_count + plain_count
         for index in range(plain_count, len(new_ids)):
@@ -215,7 +215,7 @@ class Choice:
         many these are, and their text.
         """
         count, request = len(new_ids) - 1, self.request
-        if count < 1 or self.token_count + count >= self.token_count_max:
+        if self.token_count + count >= self.token_count_max:
             return 0, ""
         plain = new_ids[:count]
         if not (

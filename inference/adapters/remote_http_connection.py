@@ -316,6 +316,11 @@ class Connection(asyncio.Protocol):
                 if not size:
                     self._in_trailer = True
                     break
+                end = at + size
+                if end + 2 <= limit and data.startswith(b"\r\n", end):  # most chunks
+                    parts.append(data[at:end])
+                    at = end + 2
+                    continue
                 left = size + 2  # with the line end that follows
             if left > 2:
                 part = data[at : min(at + left - 2, limit)]
