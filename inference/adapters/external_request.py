@@ -142,8 +142,15 @@ class Choice:
 
         Raises EngineFailed if the answer is invalid.
         """
-        before = len(self.request.generation.output_token_ids)
-        if len(output.token_ids) > self.token_count_max:
+        generation, total_count = self.request.generation, len(output.token_ids)
+        if (
+            total_count == self.token_count + 1 <= self.token_count_max
+            and output.finish_reason is None
+            and generation.sampling.top_logprobs is None
+        ):
+            return [self._take_one(output.token_ids[-1], now_s)]
+        before = len(generation.output_token_ids)
+        if total_count > self.token_count_max:
             raise EngineFailed(
                 f"the engine sent {len(output.token_ids)} tokens, {self.token_count_max} were asked"
                 " for"
@@ -209,6 +216,17 @@ class Choice:
             )
             for (begin, text, reasoning, count), end in zip(steps, step_ends, strict=True)
         ]
+
+    def _take_one(self, token_id: int, now_s: float) -> TokensGenerated:
+        """Process a token that arrives alone, as most of a stream do."""
+        request = self.request
+        check_token_ids((token_id,), request.vocabulary_size)
+        self.token_count += 1
+        count = len(request.generation.output_token_ids) + self.token_count
+        text, _, reasoning, thought_count = self._take_token(token_id, count)
+        if self.first_token_at_s is None:
+            self.first_token_at_s = now_s
+        return TokensGenerated((token_id,), text, (), self.index, (), reasoning, thought_count)
 
     def _take_plain(self, new_ids: list[int]) -> tuple[int, str]:
         """Decode all new tokens but the last at once if none of them ends the output; return how

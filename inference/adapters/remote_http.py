@@ -1038,20 +1038,21 @@ class _Events:
     def read(self, piece: bytes) -> list[_Message]:
         """Parse a piece of the stream; return the messages it completes. Reads each byte once."""
         messages: list[_Message] = []
-        begun, *lines = piece.split(b"\n")
-        if not self.is_done:
-            self._rest.append(begun)
-        if not lines:
+        if self.is_done:  # reading goes on so that the connection can be used again
             return messages
-        lines.insert(0, b"".join(self._rest))
-        self._rest = [lines.pop()]
+        self._rest.append(piece)
+        if b"\n" not in piece:
+            return messages
+        *lines, rest = b"".join(self._rest).split(b"\n")
+        self._rest = [rest]
         try:
             for line in lines:
-                # After the end, reading goes on so that the connection can be used again.
-                if not line.startswith(b"data:") or self.is_done:
+                if not line.startswith(b"data:"):
                     continue
                 if (message := self._message(line[5:].strip())) is not None:
                     messages.append(message)
+                if self.is_done:
+                    break
         except (HttpFailure, *_INVALID) as error:
             self.failure = error
         return messages
