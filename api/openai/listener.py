@@ -428,7 +428,7 @@ class WholeResponse(web.StreamResponse):
     def __init__(self, body: bytes, headers: dict[str, str]) -> None:
         """`headers` has lower-case names. The length of the body and the date are added."""
         super().__init__()
-        self._body = body
+        self._content = body
         self._fields = headers
 
     async def prepare(self, request: web.BaseRequest) -> Any:
@@ -438,15 +438,15 @@ class WholeResponse(web.StreamResponse):
         fields, is_latest = self._fields, request.version >= HttpVersion11
         if self._keep_alive is None:
             self._keep_alive = request.keep_alive
-        fields |= {"Content-Length": str(len(self._body)), "Date": rfc822_formatted_time()}
+        fields |= {"Content-Length": str(len(self._content)), "Date": rfc822_formatted_time()}
         cast(TracedRequest, request).complete(self, fields)
         if "connection" not in fields and self._keep_alive != is_latest:
             fields["Connection"] = "keep-alive" if self._keep_alive else "close"
         version = request.version
-        head = _serialize_headers(f"HTTP/{version[0]}.{version[1]} 200 OK", fields)
+        head = _serialize_headers(f"HTTP/{version[0]}.{version[1]} 200 OK", cast(Any, fields))
         self._eof_sent = True
         writer: Any = request.writer
-        await writer.write(head + self._body, drain=False)
+        await writer.write(head + self._content, drain=False)
         await writer.drain()
         return writer
 
