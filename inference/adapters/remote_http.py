@@ -1040,10 +1040,11 @@ class _Events:
         messages: list[_Message] = []
         if self.is_done:  # reading goes on so that the connection can be used again
             return messages
-        self._rest.append(piece)
-        if b"\n" not in piece:
+        *lines, rest = piece.split(b"\n")
+        if not lines:
+            self._rest.append(rest)
             return messages
-        *lines, rest = b"".join(self._rest).split(b"\n")
+        lines[0] = b"".join((*self._rest, lines[0]))
         self._rest = [rest]
         try:
             for line in lines:
