@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from math import inf
-from operator import attrgetter
 
 from inference.errors import RequestImpossible
 from inference.sequences import (
@@ -19,16 +18,25 @@ from inference.sequences import (
     RequestField,
     ResponseFormat,
     SamplingParams,
-    StopCriteria,
     ThinkingStart,
 )
 
+SAMPLINGS_MAX = 256  # parameters whose fields are kept: most requests have the model's defaults
 _NEUTRAL = SamplingParams()
-_FORMATS = frozenset({RequestField.JSON_SCHEMA, RequestField.REGEX, RequestField.LARK})
 _OF_CHANCE = frozenset(
     {RequestField.TOP_P, RequestField.TOP_K, RequestField.MIN_P, RequestField.SEED}
 )
-_LOGPROBS = frozenset({RequestField.TOP_LOGPROBS, RequestField.PROMPT_LOGPROBS})
+_OF_SAMPLING = frozenset(
+    {
+        *(field for field in RequestField if field.startswith("sampling.")),
+        *(RequestField.TOP_LOGPROBS, RequestField.PROMPT_LOGPROBS),
+    }
+)
+_OF_STOP = (
+    RequestField.STOP_TOKEN_IDS,
+    RequestField.IGNORE_EOS,
+    RequestField.MIN_OUTPUT_TOKENS,
+)
 # Fields that only the embedded engine supports
 EMBEDDED_ONLY = frozenset(
     {
@@ -39,43 +47,27 @@ EMBEDDED_ONLY = frozenset(
 )
 
 
-def is_used(field: RequestField, request: GenerationRequest) -> bool:
-    """Return whether a field affects the output. Some fields need a temperature above 0."""
-    section, _, name = field.rpartition(".")
-    if field in _FORMATS:
-        return request.response_format is not None and request.response_format.kind == name
-    if section or field in _LOGPROBS:
-        drawn = request.sampling.temperature > 0 or field not in _OF_CHANCE
-        return drawn and getattr(request.sampling, name) != getattr(_NEUTRAL, name)
-    if field is RequestField.MAX_REASONING_TOKENS:
-        return request.stop.max_reasoning_tokens is not None
-    return bool(getattr(request if field is RequestField.BEAM_SEARCH else request.stop, name))
+def used_fields(request: GenerationRequest) -> frozenset[RequestField]:
+    """Find the fields that affect the output. Some fields need a temperature above 0."""
+    used, stop, form = _sampling_fields(request.sampling), request.stop, request.response_format
+    if stop.ignore_eos or stop.min_output_tokens or stop.stop_token_ids:
+        used |= {name for name in _OF_STOP if getattr(stop, name)}
+    if stop.max_reasoning_tokens is not None:
+        used |= {RequestField.MAX_REASONING_TOKENS}
+    if form is not None:
+        used |= {RequestField(f"response_format.{form.kind}")}
+    if request.beam_search is not None:
+        used |= {RequestField.BEAM_SEARCH}
+    return used
 
 
-@cache
-def _in_order(fields: frozenset[RequestField]) -> tuple[RequestField, ...]:
-    return tuple(field for field in RequestField if field in fields)
-
-
-@cache
-def _values(fields: frozenset[RequestField]) -> attrgetter[object]:
-    """Return a function that reads the values of these fields, to compare them all at once."""
-    paths = set()
-    for field in fields:
-        if field in _FORMATS:
-            paths.add("response_format")
-        elif field in _LOGPROBS:
-            paths.add(f"sampling.{field}")
-        elif field is RequestField.BEAM_SEARCH or "." in field:
-            paths.add(field.value)
-        else:
-            paths.add(f"stop.{field}")
-    return attrgetter(*paths)
-
-
-@cache
-def _neutral_values(fields: frozenset[RequestField]) -> object:
-    return _values(fields)(GenerationRequest((), _NEUTRAL, StopCriteria(1)))
+@lru_cache(maxsize=SAMPLINGS_MAX)
+def _sampling_fields(sampling: SamplingParams) -> frozenset[RequestField]:
+    left_out = frozenset() if sampling.temperature > 0 else _OF_CHANCE
+    names = {field: field.rpartition(".")[2] for field in _OF_SAMPLING - left_out}
+    return frozenset(
+        field for field, name in names.items() if getattr(sampling, name) != getattr(_NEUTRAL, name)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +96,9 @@ class Capabilities:
         left = self.unsupported
         if form is not None and self.after_thinking is not None:
             left -= self._check_thinking(request, form, engine)
-        if left and _values(left)(request) != _neutral_values(left):
-            for field in _in_order(left):
-                if is_used(field, request):
-                    raise self._refusal(request, field, engine)
+        if not left.isdisjoint(used := used_fields(request)):
+            first = next(field for field in RequestField if field in left & used)
+            raise self._refusal(request, first, engine)
         if sampling.top_logprobs is not None:
             top_count_max = self.top_logprobs_max
             if top_count_max is not None and sampling.top_logprobs > top_count_max:
@@ -172,7 +163,7 @@ class Capabilities:
 
     def refusals(self) -> list[tuple[RequestField, str]]:
         """List the refused fields with the refused values; an empty text means any value in use."""
-        found = [(field, "") for field in _in_order(self.unsupported)]
+        found = [(field, "") for field in RequestField if field in self.unsupported]
         if RequestField.TOP_LOGPROBS not in self.unsupported:
             if self.top_logprobs_max is not None:
                 found.append((RequestField.TOP_LOGPROBS, f"above {self.top_logprobs_max}"))

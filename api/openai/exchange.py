@@ -33,7 +33,7 @@ from api.generation.request.registry import RequestRegistry
 from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
 from api.openai.error_responses import CLIENT_CLOSED, ErrorResponse, error_response, quota_headers
-from api.openai.listener import Connection
+from api.openai.listener import Connection, WholeResponse
 from api.openai.parameters import ParsedRequest
 from metering.core.errors import RequestInFlight
 from metering.core.models import Outcome
@@ -461,7 +461,7 @@ class Exchange:
         else:
             end = b"%b,%b" % (self._held, answers.encode(self._body_end())[1:])
         if self._response is None and not self.parsed.streams:
-            return web.Response(body=end, headers=self._response_headers())
+            return WholeResponse(end, self._response_headers())
         response = await self._open_response()
         await self._http.writer.write_eof(end)
         return response

@@ -516,7 +516,8 @@ class Gateway:
 
 def is_strict(request: web.BaseRequest, principal: Principal) -> bool:
     """Return whether key or URL demands to refuse unknown parameters. Raises: InvalidRequest."""
-    requested = request.rel_url.query.get("strict", "0")
+    url = request.rel_url
+    requested = url.query.get("strict", "0") if url.raw_query_string else "0"
     if requested not in ("0", "1"):
         raise invalid_parameter("strict", "must be 0 or 1")
     return principal.terms.strict_parameters or requested == "1"

@@ -14,13 +14,15 @@ import re
 import socket
 import sys
 import termios
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, MutableMapping
 from typing import Any, cast
 
 import structlog
 from aiohttp import HttpVersion11, StreamReader, web
+from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_writer import _serialize_headers
 from aiohttp.web_protocol import RequestHandler
 
 from api.access.auth import BEARER
@@ -401,16 +403,52 @@ class TracedRequest(web.BaseRequest):
 
     async def _prepare_hook(self, response: web.StreamResponse) -> None:
         # aiohttp calls this for every response, just before it writes the head.
-        headers, connection = response.headers, cast(Connection, self.protocol)
-        for name in map(str.lower, self.headers):
-            if name in TRACING and TRACING_VALUE.fullmatch(value := self.headers[name]):
-                headers[name] = value
+        self.complete(response, response.headers)
+
+    def complete(self, response: web.StreamResponse, headers: MutableMapping[str, str]) -> None:
+        """Add the headers of this request's connection, and the tracing headers, to a response."""
+        connection = cast(Connection, self.protocol)
+        if not TRACING.isdisjoint(map(str.lower, self.headers)):
+            for name in map(str.lower, self.headers):
+                if name in TRACING and TRACING_VALUE.fullmatch(value := self.headers[name]):
+                    headers[name] = value
         is_last = connection.is_half_closed and not connection._messages
         if is_last or connection.is_closing:
             response.force_close()
             headers["connection"] = "close"
         elif response.keep_alive:
             headers["keep-alive"] = f"timeout={connection.keepalive_timeout:.0f}"
+
+
+class WholeResponse(web.StreamResponse):
+    """Response with the status 200 to a `TracedRequest`, whose head and body are written in one
+    step; `web.Response` takes several, and copies the headers.
+    """
+
+    def __init__(self, body: bytes, headers: dict[str, str]) -> None:
+        """`headers` has lower-case names. The length of the body and the date are added."""
+        super().__init__()
+        self._content = body
+        self._fields = headers
+
+    async def prepare(self, request: web.BaseRequest) -> Any:
+        """Write the response. Raises: ConnectionError."""
+        if self.prepared:
+            return None
+        fields, is_latest = self._fields, request.version >= HttpVersion11
+        if self._keep_alive is None:
+            self._keep_alive = request.keep_alive
+        fields |= {"Content-Length": str(len(self._content)), "Date": rfc822_formatted_time()}
+        cast(TracedRequest, request).complete(self, fields)
+        if "connection" not in fields and self._keep_alive != is_latest:
+            fields["Connection"] = "keep-alive" if self._keep_alive else "close"
+        version = request.version
+        head = _serialize_headers(f"HTTP/{version[0]}.{version[1]} 200 OK", cast(Any, fields))
+        self._eof_sent = True
+        writer: Any = request.writer
+        await writer.write(head + self._content, drain=False)
+        await writer.drain()
+        return writer
 
 
 class HttpServer(web.Server):

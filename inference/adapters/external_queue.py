@@ -325,7 +325,10 @@ class ExternalQueue:
             if output.finish_reason is None:
                 self._abort(choice)  # postponed until its first token
             return False
-        if output.token_ids or output.finish_reason in ("stop", "length"):
+        is_counted = request.cached_token_count is not None
+        if (not is_counted or (answer.is_final and not request.is_cached_final)) and (
+            output.token_ids or output.finish_reason in ("stop", "length")
+        ):
             self._take_counts(choice, answer)
         was_running = choice.ended is None
         for event in choice.take(output, now_s) if was_running else ():

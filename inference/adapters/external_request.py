@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -142,8 +142,15 @@ class Choice:
 
         Raises EngineFailed if the answer is invalid.
         """
-        before = len(self.request.generation.output_token_ids)
-        if len(output.token_ids) > self.token_count_max:
+        generation, total_count = self.request.generation, len(output.token_ids)
+        if (
+            total_count == self.token_count + 1 <= self.token_count_max
+            and output.finish_reason is None
+            and generation.sampling.top_logprobs is None
+        ):
+            return [self._take_one(output.token_ids[-1], now_s)]
+        before = len(generation.output_token_ids)
+        if total_count > self.token_count_max:
             raise EngineFailed(
                 f"the engine sent {len(output.token_ids)} tokens, {self.token_count_max} were asked"
                 " for"
@@ -163,9 +170,11 @@ class Choice:
                 new_ids.append(end)
         # Events: the index of the first token of each, its text, thinking and number of thoughts.
         steps: list[tuple[int, str, str, int]] = []
-        begin, text, reasoning, thought_count = 0, "", "", 0
-        total = before + self.token_count
-        for index, token_id in enumerate(new_ids):
+        plain_count, text = self._take_plain(new_ids) if len(new_ids) > 1 else (0, "")
+        begin, reasoning, thought_count = 0, "", 0
+        total = before + self.token_count + plain_count
+        for index in range(plain_count, len(new_ids)):
+            token_id = new_ids[index]
             total += 1
             more_text, _, more_reasoning, count = self._take_token(token_id, total)
             if more_reasoning and text:  # thinking precedes the text of its event
@@ -207,6 +216,33 @@ class Choice:
             )
             for (begin, text, reasoning, count), end in zip(steps, step_ends, strict=True)
         ]
+
+    def _take_one(self, token_id: int, now_s: float) -> TokensGenerated:
+        """Process a token that arrives alone, as most of a stream do."""
+        request = self.request
+        check_token_ids((token_id,), request.vocabulary_size)
+        self.token_count += 1
+        count = len(request.generation.output_token_ids) + self.token_count
+        text, _, reasoning, thought_count = self._take_token(token_id, count)
+        if self.first_token_at_s is None:
+            self.first_token_at_s = now_s
+        return TokensGenerated((token_id,), text, (), self.index, (), reasoning, thought_count)
+
+    def _take_plain(self, new_ids: list[int]) -> tuple[int, str]:
+        """Decode all new tokens but the last at once if none of them ends the output; return how
+        many these are, and their text.
+        """
+        count, request = len(new_ids) - 1, self.request
+        if self.token_count + count >= self.token_count_max:
+            return 0, ""
+        plain = new_ids[:count]
+        if not (
+            request.end_token_ids.isdisjoint(plain)
+            and request.answer_end_token_ids.isdisjoint(plain)
+        ):
+            return 0, ""
+        text = self.detokenizer.push_all(plain)
+        return (0, "") if text is None else (count, text)
 
     def _take_token(self, token_id: int, count: int) -> TextPiece:
         """Decode a token and return the text that it releases. `count` is the number of output
@@ -368,11 +404,19 @@ def unreadable(error: Exception) -> EngineFailed:
     return EngineFailed(f"an answer of the engine cannot be read: {error!r:.200}")
 
 
-def check_token_ids(token_ids: Iterable[Any], vocabulary_size: int | None) -> None:
+def check_token_ids(token_ids: Collection[Any], vocabulary_size: int | None) -> None:
     """Raise EngineFailed for a token id outside the vocabulary; skip the check if that is None."""
-    for token_id in token_ids if vocabulary_size is not None else ():
-        # bool is an int, and a float may equal one
-        if type(token_id) is not int or not 0 <= token_id < (vocabulary_size or 0):
+    if vocabulary_size is None or not token_ids:
+        return
+    # bool is an int, and a float may equal one
+    if (
+        {*map(type, token_ids)} == {int}
+        and min(token_ids) >= 0
+        and max(token_ids) < vocabulary_size
+    ):
+        return
+    for token_id in token_ids:
+        if type(token_id) is not int or not 0 <= token_id < vocabulary_size:
             # The text of a number of thousands of digits raises ValueError.
             is_short = isinstance(token_id, int) and abs(token_id) < 1 << 64
             raise EngineFailed(

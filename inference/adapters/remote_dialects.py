@@ -32,7 +32,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol, cast
 
 import grpc
@@ -50,10 +50,10 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm_pb
 from inference.adapters.external_request import Choice, Output
 from inference.adapters.remote_settings import KeyFile, RemoteSettings, masked
 from inference.adapters.tensorrt_settings import TENSORRT_LLM
-from inference.capabilities import EMBEDDED_ONLY, Capabilities
+from inference.capabilities import EMBEDDED_ONLY, SAMPLINGS_MAX, Capabilities
 from inference.engine import EngineStatistics, TokenLogprob
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, RequestImpossible
-from inference.sequences import RequestField, ThinkingStart, choice_seed
+from inference.sequences import RequestField, SamplingParams, ThinkingStart, choice_seed
 
 SHARES = (
     "the server shares cached prefixes between tenants: turn its prefix cache off (vLLM: "
@@ -660,16 +660,34 @@ def wire_seed(seed: int) -> int:
     return seed if 0 <= seed <= SEED_MAX else choice_seed(seed, 1) & SEED_MAX
 
 
-def sampling_fields(choice: Choice) -> dict[str, Any]:
+def sampling_fields(
+    choice: Choice, left_out: frozenset[RequestField] = frozenset()
+) -> dict[str, Any]:
     """Build the sampling fields with equal names in vLLM's APIs; most exist in SGLang's too."""
-    request = choice.request.generation
+    request, ends = choice.request.generation, choice.request.end_token_ids
+    min_tokens = max(request.stop.min_output_tokens - len(request.output_token_ids), 0)
+    ignores_end = request.stop.ignore_eos
+    return {**_fields_of(request.sampling, ends, ignores_end, min_tokens, left_out)}
+
+
+@lru_cache(maxsize=SAMPLINGS_MAX)
+def _fields_of(
+    sampling: SamplingParams,
+    end_token_ids: frozenset[int],
+    ignores_end: bool,
+    min_tokens: int,
+    left_out: frozenset[RequestField],
+) -> dict[str, Any]:
+    """Build the fields of `sampling_fields`, which most requests have in common."""
     names = ("temperature", "top_p", "top_k", "min_p")
     penalties = ("frequency_penalty", "presence_penalty", "repetition_penalty")
-    return {name: getattr(request.sampling, name) for name in names + penalties} | {
-        "stop_token_ids": sorted(choice.request.end_token_ids),
-        "ignore_eos": request.stop.ignore_eos,
-        "min_tokens": max(request.stop.min_output_tokens - len(request.output_token_ids), 0),
+    fields = {name: getattr(sampling, name) for name in names + penalties} | {
+        "stop_token_ids": sorted(end_token_ids),
+        "ignore_eos": ignores_end,
+        "min_tokens": min_tokens,
     }
+    left_out_names = {WIRE_NAMES[field] for field in left_out}
+    return {name: value for name, value in fields.items() if name not in left_out_names}
 
 
 def constrains_from_first_token(choice: Choice) -> bool:

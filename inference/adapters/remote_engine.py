@@ -259,15 +259,18 @@ class RemoteAnswers:
         self._call = dialect.generate(self._request_id, choice)
 
     async def read(self) -> AsyncGenerator[Answer, None]:
-        output = Output()
-        call, choice, take = self._call, self._choice, self._dialect.take
+        output, dialect = Output(), self._dialect
+        call, choice, take = self._call, self._choice, dialect.take
+        awaits_count = dialect.reports_cached and not dialect.fixes_cached_count
+        running = Answer(output, 0, is_final=False, awaits_count=awaits_count)
         try:
             async for message in call:
                 before_count = len(output.token_ids)
                 reported = take(message, choice, output)
                 if len(output.token_ids) > before_count:
                     call.progressed()
-                yield self._answer(output, reported)
+                is_running = not reported and output.finish_reason is None
+                yield running if is_running else self._answer(output, reported)
                 if output.finish_reason is not None:
                     if not call.is_over:
                         await self._await_end()

@@ -49,7 +49,6 @@ from inference.adapters.remote_dialects import (
     MESSAGE_BYTES_BASE,
     QUOTED_CHARS_MAX,
     SMALL_ANSWER_BYTES_MAX,
-    WIRE_NAMES,
     Dialect,
     ServerFacts,
     ServerUnfit,
@@ -270,7 +269,7 @@ class _Cards(msgspec.Struct):
 
 
 _EVENTS = msgspec.json.Decoder(_Event)
-_PARTS = msgspec.json.Decoder(_Part)
+_CHOICES = msgspec.json.Decoder(tuple[_Part])
 
 
 def _failure(status: int, body: bytes) -> HttpFailure:
@@ -559,18 +558,18 @@ class HttpDialect(Dialect):
 
     def _body(self, choice: Choice) -> dict[str, Any]:
         """Build a request. All fields are explicit, since servers have different defaults."""
-        request, fields = choice.request.generation, sampling_fields(choice)
+        request, unsupported = choice.request.generation, self.capabilities.unsupported
         sampling = request.sampling
         body = self._base(choice.sent_token_ids, choice.token_count_max, is_whole=choice.is_whole)
-        if sampling.temperature > 0:
-            fields["seed"] = wire_seed(choice.seed)
-        if sampling.logit_bias:
-            fields["logit_bias"] = dict(sampling.logit_bias)
+        body |= sampling_fields(choice, unsupported)
+        if sampling.temperature > 0 and RequestField.SEED not in unsupported:
+            body["seed"] = wire_seed(choice.seed)
+        if sampling.logit_bias and RequestField.LOGIT_BIAS not in unsupported:
+            body["logit_bias"] = dict(sampling.logit_bias)
         if sampling.top_logprobs is not None:
-            fields["logprobs"] = sampling.top_logprobs
             body["return_tokens_as_token_ids"] = True
-        missing = {WIRE_NAMES[field] for field in self.capabilities.unsupported}
-        body |= {name: value for name, value in fields.items() if name not in missing}
+            if RequestField.TOP_LOGPROBS not in unsupported:
+                body["logprobs"] = sampling.top_logprobs
         if stops := self._sent_stops(choice):
             body |= self._stopping(stops)
         if request.response_format is not None:
@@ -1039,20 +1038,22 @@ class _Events:
     def read(self, piece: bytes) -> list[_Message]:
         """Parse a piece of the stream; return the messages it completes. Reads each byte once."""
         messages: list[_Message] = []
-        begun, *lines = piece.split(b"\n")
-        if not self.is_done:
-            self._rest.append(begun)
-        if not lines:
+        if self.is_done:  # reading goes on so that the connection can be used again
             return messages
-        lines.insert(0, b"".join(self._rest))
-        self._rest = [lines.pop()]
+        *lines, rest = piece.split(b"\n")
+        if not lines:
+            self._rest.append(rest)
+            return messages
+        lines[0] = b"".join((*self._rest, lines[0]))
+        self._rest = [rest]
         try:
             for line in lines:
-                # After the end, reading goes on so that the connection can be used again.
-                if not line.startswith(b"data:") or self.is_done:
+                if not line.startswith(b"data:"):
                     continue
                 if (message := self._message(line[5:].strip())) is not None:
                     messages.append(message)
+                if self.is_done:
+                    break
         except (HttpFailure, *_INVALID) as error:
             self.failure = error
         return messages
@@ -1087,10 +1088,13 @@ class _Events:
             part = _Part(event.text, token_ids, None, reason)
         else:
             self._usage = event.usage or self._usage
-            listed = bytes(event.choices).strip()
-            if not listed.startswith(b"[") or not (listed := listed[1:-1].strip()):
-                return None
-            part = _PARTS.decode(listed)  # invalid if there are several
+            try:
+                [part] = _CHOICES.decode(event.choices)
+            except msgspec.ValidationError:  # none, or several, which are invalid
+                listed = bytes(event.choices).strip()
+                if not listed.startswith(b"[") or not listed[1:-1].strip():
+                    return None
+                raise
             if part.index != 0:
                 details = f"output {part.index} of a request for one"
                 raise HttpFailure(grpc.StatusCode.INTERNAL, details)

@@ -302,6 +302,12 @@ class Connection(asyncio.Protocol):
         Raises HttpProcessingError.
         """
         data, left = self._data, self._left or 0
+        whole = None if left or self._in_trailer else _CHUNK.match(data)
+        if whole is not None and (size := int(whole[1], 16)) and len(data) <= PIECE_BYTES:
+            begin, end = whole.end(), len(data) - 2
+            if begin + size == end and data.endswith(b"\r\n"):  # most events arrive so
+                self._data = b""
+                return data[begin:end]
         parts, at, limit = [], 0, min(len(data), PIECE_BYTES)
         while at < limit and not self._in_trailer:
             if not left:

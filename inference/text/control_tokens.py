@@ -37,6 +37,7 @@ _DIGITS = tuple(chr(0xF0000 + digit) for digit in range(16))
 _DIGIT = f"[{_DIGITS[0]}-{_DIGITS[15]}]"
 _NONCE_DIGITS = 32  # 128 random bits per process, so that placeholders cannot be guessed
 _INDEX_DIGITS = 6
+_NEVER = "(?!)"  # matches nothing
 
 
 # Markers that clients send back in assistant turns, as part of an earlier answer. Templates look
@@ -102,15 +103,18 @@ class ControlTokens:
         unknown = _unknown_id(backend)
         # Models emit the unknown token for unknown characters, so it is not a marker.
         self._marker_ids = frozenset(self._id_by_text.values()) - {unknown}
-        self._heads = {text[:end] for text in self._tokens for end in range(1, len(text))}
-        self._tails = {text[start:] for text in self._tokens for start in range(1, len(text))}
+        heads = {text[:end] for text in self._tokens for end in range(1, len(text))}
+        tails = {text[start:] for text in self._tokens for start in range(1, len(text))}
+        # The longest head at the end of a text is searched in the reversed text.
+        self._reversed_head = re.compile(longest_of(head[::-1] for head in heads) or _NEVER)
+        self._tail = re.compile(longest_of(tails) or _NEVER)
         self._all_markers = "\n".join(self._tokens)
         self._length_max = max(map(len, self._tokens), default=0)
         marker = longest_of(self._tokens)
         self._marker = re.compile(marker)
         # A digit in a message could complete a placeholder, so digits are hidden too.
         self._hideable = re.compile(f"{marker}|{_DIGIT}" if marker else _DIGIT)
-        parts = self._heads | self._tails | set("".join(self._tokens))
+        parts = heads | tails | set("".join(self._tokens))
         self._hidden = [*self._tokens, *_DIGITS, *sorted(parts - self._tokens.keys())]
         self._index_by_text = {text: index for index, text in enumerate(self._hidden)}
         self._nonce = _digits(secrets.randbits(4 * _NONCE_DIGITS), _NONCE_DIGITS)
@@ -145,14 +149,13 @@ class ControlTokens:
             return text.replace(stripped, self._insert(stripped[0]) + stripped[1:], 1)
         text = self._hideable.sub(lambda found: self._insert(found[0]), text)
         begin = len(text) - len(text.lstrip())
-        for end in range(min(begin + self._length_max, len(text)), begin, -1):
-            if text[begin:end] in self._tails:
-                text = text[:begin] + self._insert(text[begin:end]) + text[end:]
-                break
+        if (tail := self._tail.match(text, begin)) is not None:
+            text = text[:begin] + self._insert(tail[0]) + text[tail.end() :]
         end = len(text.rstrip())
-        for begin in range(max(end - self._length_max, 0), end):
-            if text[begin:end] in self._heads:
-                return text[:begin] + self._insert(text[begin:end]) + text[end:]
+        ending = text[max(end - self._length_max, 0) : end][::-1]
+        if (head := self._reversed_head.match(ending)) is not None:
+            begin = end - head.end()
+            return text[:begin] + self._insert(text[begin:end]) + text[end:]
         return text
 
     def revealed(self, rendered: str) -> str:

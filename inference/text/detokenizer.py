@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -83,6 +83,12 @@ class Detokenizer(ABC):
     @abstractmethod
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
         """Decode a token; return the text it releases. `may_stop` must not be False after True."""
+
+    def push_all(self, token_ids: Sequence[int]) -> str | None:
+        """Decode tokens like `push`, and return their text; None, without an effect, if some of
+        them have to be pushed one by one.
+        """
+        return None
 
     @abstractmethod
     def finish(self) -> TextPiece:

@@ -56,7 +56,7 @@ class TextDecoder:
         self.reasoning = reasoning
         self._backend = backend
         self._special_token_ids = special_token_ids
-        self._bytes_by_id: list[bytes | None] | None = None
+        self._bytes_by_id: list[bytes] | None = None
         self._byte_by_id: dict[int, int] = {}  # of byte tokens
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self._text_ids = frozenset(vocabulary.values()) - special_token_ids
@@ -155,7 +155,7 @@ class TextDecoder:
             return ""
         try:
             if self._bytes_by_id is not None:
-                return (self._bytes_by_id[token_id] or b"").decode()
+                return self._bytes_by_id[token_id].decode()
             if (byte := self.byte_token(token_id)) is not None:
                 text = byte.decode()
                 if follows:
@@ -217,7 +217,7 @@ class TextDecoder:
 
 @dataclass(slots=True, eq=False)
 class ByteLevelDetokenizer(Detokenizer):
-    bytes_by_id: list[bytes | None]
+    bytes_by_id: list[bytes]
     decoder: codecs.IncrementalDecoder = field(
         init=False, default_factory=partial(UTF_8, errors="replace")
     )
@@ -225,8 +225,17 @@ class ByteLevelDetokenizer(Detokenizer):
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
         if token_id in self.special_token_ids or token_id >= len(self.bytes_by_id):
             return self._search(self._mark(token_id, may_stop))
-        text = self.decoder.decode(self.bytes_by_id[token_id] or b"")
+        text = self.decoder.decode(self.bytes_by_id[token_id])
         return self._search(text) if may_stop and self.stops else TextPiece(text)
+
+    def push_all(self, token_ids: Sequence[int]) -> str | None:
+        """Implement `Detokenizer.push_all`."""
+        table = self.bytes_by_id
+        if self.stops or max(token_ids, default=0) >= len(table):
+            return None
+        if not self.special_token_ids.isdisjoint(token_ids):
+            return None
+        return self.decoder.decode(b"".join(map(table.__getitem__, token_ids)))
 
     def finish(self) -> TextPiece:
         text = self.decoder.decode(b"", final=True)
@@ -362,9 +371,9 @@ def _keeps_pieces(step: Mapping[str, Any]) -> bool:
     return bool(step["type"] in ("Fuse", "Strip") or is_per_character)
 
 
-def _byte_level_table(vocabulary: Mapping[str, int]) -> list[bytes | None]:
+def _byte_level_table(vocabulary: Mapping[str, int]) -> list[bytes]:
     """Build a table of bytes by id. An added token outside the byte alphabet is its own UTF-8."""
-    table: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
+    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
     for token, token_id in vocabulary.items():
         table[token_id] = token_bytes(token, True)
     return table

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import tokenizers
@@ -74,8 +75,10 @@ class WordCache:
                 words = self._words.findall(part)
                 if len("".join(words)) != len(part):  # the library keeps text between words
                     break
-                for word in words:
-                    ids += known[word] if word in known else self._encoded(word)
+                try:
+                    ids += [*chain.from_iterable(map(known.__getitem__, words))]
+                except KeyError:
+                    ids += chain.from_iterable(map(self._encoded, words))
             else:
                 before, after = self._around
                 return (*before, *ids, *after) if add_special_tokens else tuple(ids)
@@ -85,6 +88,8 @@ class WordCache:
 
     def _encoded(self, word: str) -> tuple[int, ...]:
         """Encode a word and cache its ids."""
+        if (known := self._ids.get(word)) is not None:
+            return known
         tokens = self._model.tokenize(word.translate(self._character_by_byte))
         ids = tuple([token.id for token in tokens])
         if len(word) <= WORD_CHARS_MAX:

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from inference.adapters.torch_beams import BeamSearches
-from inference.capabilities import is_used
 from inference.core.engine_core import EngineCore, NumberedEvent
 from inference.core.kv_cache import BlockPool
 from inference.core.options import ComputeDtype, EngineOptions
@@ -28,7 +27,6 @@ from inference.engine import (
 )
 from inference.errors import InvariantViolated
 from inference.limits import EngineLimits
-from inference.sequences import RequestField
 
 SMALL_KV_BYTES = 8 << 20  # bytes: 1,024 blocks of the default tiny shape
 FIRST_PLAIN_TOKEN = 7  # ids below are special tokens
@@ -152,8 +150,3 @@ def check_deeply(pool: BlockPool, tables: Iterable[Sequence[int]]) -> None:
     for block_id, content in filled.items():
         if content.block_id != block_id or pool._index.get(content.key) is not content:
             raise InvariantViolated(f"KV block {block_id} is not where the index says")
-
-
-def used_fields(request: GenerationRequest) -> frozenset[RequestField]:
-    """Return the fields that change the request's answer."""
-    return frozenset(field for field in RequestField if is_used(field, request))

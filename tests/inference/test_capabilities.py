@@ -17,7 +17,7 @@ from inference.adapters.remote_dialects import SglangDialect, TrtllmDialect, Vll
 from inference.adapters.remote_settings import RemoteSettings, Service, Target
 from inference.adapters.tensorrt_library import TensorRtLibrary
 from inference.adapters.tensorrt_settings import TENSORRT_LLM
-from inference.capabilities import EMBEDDED_ONLY, Capabilities, combined
+from inference.capabilities import EMBEDDED_ONLY, Capabilities, combined, used_fields
 from inference.checkpoint.checkpoint import read_external_model, read_model_info
 from inference.engine import (
     BeamSearchParams,
@@ -33,7 +33,7 @@ from inference.text.text_decoder import TextDecoder
 from inference.text.tokenizer import Tokenizer
 from infra.architecture import ROOT
 from tests.inference.checkpoints import TinyCheckpoint, make_checkpoint
-from tests.inference.running import make_request, used_fields
+from tests.inference.running import make_request
 from tests.inference.tensorrt_queue import double_imported
 
 Translate = Callable[[GenerationRequest], object]
@@ -60,6 +60,7 @@ ALWAYS = {
     "splits_reasoning": "the text is split where it is decoded",
     "thinking": "by the formats after thinking",
     "marked_functions": "the text is marked where it is decoded",
+    "is_whole": "changes only when the output is reported",
     "temperature": "translated by all",
     "max_output_tokens": "translated by all",
     "stop_sequences": "matched in the text here",

@@ -319,6 +319,26 @@ def test_special_tokens_add_no_text() -> None:
     assert text == "hi"
 
 
+@pytest.mark.parametrize("case", CASES, ids=repr)
+@given(data=st.data(), stops=st.sampled_from([(), ("stop",)]))
+def test_tokens_pushed_together_add_the_text_of_single_ones(
+    case: Case, data: st.DataObject, stops: tuple[str, ...]
+) -> None:
+    batches = data.draw(st.lists(ids_of(case), max_size=4))
+    decoder = TextDecoder(case.backend, case.special_ids, "tokenizer.json")
+    together, apart = decoder.open(stops), decoder.open(stops)
+
+    for ids in batches:
+        single = "".join([apart.push(token_id).text for token_id in ids])
+        text = together.push_all(ids)
+        has_special = not case.special_ids.isdisjoint(ids)
+        assert (text is None) == bool(case is not CASES[0] or stops or has_special)
+        if text is None:
+            text = "".join([together.push(token_id).text for token_id in ids])
+        assert text == single
+    assert together.finish() == apart.finish()
+
+
 def test_a_decoder_that_cannot_be_streamed_is_refused_by_name() -> None:
     backend = Tokenizer(models.BPE({"a": 0}, []))
     backend.decoder = decoders.CTC()

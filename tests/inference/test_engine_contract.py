@@ -23,6 +23,7 @@ from common.incidents import INCIDENT_COUNTS
 from inference.adapters.remote_settings import RemoteSettings, Service
 from inference.adapters.tensorrt_settings import TensorRtSettings
 from inference.adapters.torch_engine import TorchEngineSettings
+from inference.capabilities import used_fields
 from inference.core.options import CostModel
 from inference.engine import (
     ChoiceFinished,
@@ -39,7 +40,7 @@ from tests.inference import engine_matrix, worker_engines
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.real_servers import AVAILABLE, WITH_RANDOM_OUTPUTS, real_settings
 from tests.inference.remote_engines import RemoteWorld, connected, remote_engine, remote_settings
-from tests.inference.running import make_request, used_fields
+from tests.inference.running import make_request
 from tests.inference.tensorrt_engines import find_double, tensorrt_settings
 from tests.inference.worker_engines import (
     LONG,

@@ -19,6 +19,7 @@ from bench import engine_streams as streams
 from inference.adapters.remote_connection import DIALECTS
 from inference.adapters.remote_engine import RemoteEngine
 from inference.adapters.remote_settings import RemoteSettings, Service, Target, TlsFiles
+from inference.capabilities import used_fields
 from inference.engine import (
     BeamSearchParams,
     EngineFinishReason,
@@ -40,7 +41,7 @@ from inference.errors import (
 )
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.remote_engines import RemoteWorld, connected, remote_engine, remote_settings
-from tests.inference.running import Outcome, make_core, make_request, run_all, used_fields
+from tests.inference.running import Outcome, make_core, make_request, run_all
 from tests.inference.worker_engines import LONG, first_tokens, prompt, read_all, run, until
 from tests.remote_servers.serving import PATIENCE_S, ServerProcess
 
