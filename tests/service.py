@@ -41,7 +41,7 @@ from api.generation.request.registry import RequestRegistry
 from api.queue.fair_queue import QueueStatistics
 from inference.native import loader
 from inference.text.tokenizer import Tokenizer
-from metering.core.models import QuotaDimension, QuotaSubject
+from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.pricing.prices import set_price
 from metering.quotas.quota_admin import set_quota
 from metering.store.db import create_engine, create_sessions
@@ -306,8 +306,8 @@ class Service:
                     session,
                     subject=QuotaSubject.ORGANIZATION,
                     subject_ref=name,
-                    dimension=dimension,
-                    limit_value=limit,
+                    key=QuotaKey(dimension),
+                    terms=QuotaTerms(limit),
                     actor="test",
                 )
         return Tenant(name, organization.id, project.id, key, secret)
@@ -338,8 +338,8 @@ class Service:
                 session,
                 subject=QuotaSubject.ORGANIZATION,
                 subject_ref=tenant.name,
-                dimension=dimension,
-                limit_value=limit,
+                key=QuotaKey(dimension),
+                terms=QuotaTerms(limit),
                 actor="test",
             )
 

@@ -12,13 +12,13 @@ from weir.v1 import admin_service_pb2 as pb
 from weir.v1.types_pb2 import QuotaStatus
 
 from api.access.servicer import AuthenticatedServicer, removed
-from api.admin.configuration_calls import WEIGHTS
+from api.admin.configuration_calls import stated_terms
 from api.core import wire
 from api.core.interceptor import Context
 from api.core.messages import effective_quota_statuses, parse_billing_profile, quota_status
 from inference.routing.router import Router
 from metering.core.errors import InvalidValue
-from metering.core.models import Organization, Project
+from metering.core.models import Organization, Project, QuotaKey
 from metering.invoicing.documents import check_shown
 from metering.invoicing.invoice_document import Issuer
 from metering.quotas import quota_admin, quota_states
@@ -278,13 +278,8 @@ class QuotaCalls(AuthenticatedServicer):
                 session,
                 subject=subject,
                 subject_ref=request.subject_ref,
-                model=request.model,
-                dimension=dimension,
-                limit_value=request.limit_value,
-                weights=tuple(wire.given(request, name) for name in WEIGHTS),
-                enforced=wire.given(request, "enforced"),
-                for_new_keys=request.for_new_keys,
-                alert_at=request.alert_at.values if request.HasField("alert_at") else None,
+                key=QuotaKey(dimension, request.model, request.for_new_keys),
+                terms=partial(replace, **stated_terms(request)),
                 actor=actor,
             )
             return pb.SetQuotaResponse(quota=await self._status(session, state))

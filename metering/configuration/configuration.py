@@ -1,8 +1,8 @@
 """Declarative configuration: organizations, projects, keys, limits and prices; its differences and
 their application.
 
-Field names are those of the published configuration; those of a limit are its columns: a further
-attribute of a limit is one more line in `QuotaSpec`.
+Field names are those of the published configuration; those of keys, limits and prices are their
+columns, declared with their terms.
 
 Changes are made by the functions of the single calls, so a configuration allows exactly the same.
 Each change runs in a savepoint of the caller's transaction, and a refusal becomes an error at its
@@ -37,7 +37,9 @@ from metering.core.models import (
     Project,
     Quota,
     QuotaDimension,
+    QuotaKey,
     QuotaSubject,
+    QuotaTerms,
     ServiceTier,
     record_of,
 )
@@ -51,7 +53,6 @@ from metering.pricing.prices import (
 )
 from metering.quotas.quota_admin import delete_quota, override_quota, set_quota, usual_thresholds
 from metering.quotas.quota_recount import Uncounted, recount
-from metering.quotas.quota_rules import Weights
 from metering.store.db import database_now
 from metering.tenants.api_keys import create_api_key, revoke_api_key, update_api_key
 from metering.tenants.billing_profiles import (
@@ -100,28 +101,9 @@ CheckProfile = Callable[[BillingProfile], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class QuotaKey:
-    """Fields that identify a limit among those of its subject. `model` is empty for all models."""
+class QuotaSpec(QuotaTerms):
+    """Desired state of a limit. The three override fields are set together or not at all."""
 
-    dimension: QuotaDimension
-    model: str = ""
-    for_new_keys: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class QuotaSpec:
-    """Desired settings of a limit.
-
-    `alert_at` None means the default thresholds. The three override fields are set together or not
-    at all.
-    """
-
-    limit_value: int
-    enforced: bool = True
-    input_weight_milli: int = 1000
-    cached_input_weight_milli: int = 1000
-    output_weight_milli: int = 1000
-    alert_at: tuple[int, ...] | None = None
     override_limit_value: int | None = None
     override_until: datetime | None = None
     override_reason: str | None = None
@@ -129,9 +111,8 @@ class QuotaSpec:
     @classmethod
     def of(cls, quota: Quota, now: datetime) -> QuotaSpec:
         """Read the settings of a stored limit, ignoring an expired override."""
-        spec = cls(**{each.name: getattr(quota, each.name) for each in fields(cls)})
         stated = stated_thresholds(QuotaDimension(quota.dimension), quota.alert_at)
-        return replace(spec, alert_at=stated).without_past_override(now)
+        return record_of(cls, quota, alert_at=stated).without_past_override(now)
 
     def without_past_override(self, now: datetime) -> QuotaSpec:
         """Return a copy without the override if it has expired at `now`."""
@@ -688,21 +669,8 @@ class Attempts:
                 self.session,
                 subject=subject.kind,
                 subject_ref=str(subject.id),
-                model=key.model,
-                dimension=key.dimension,
-                limit_value=desired.limit_value,
-                weights=Weights(
-                    desired.input_weight_milli,
-                    desired.cached_input_weight_milli,
-                    desired.output_weight_milli,
-                ),
-                enforced=desired.enforced,
-                for_new_keys=key.for_new_keys,
-                alert_at=(
-                    usual_thresholds(key.dimension)
-                    if desired.alert_at is None
-                    else desired.alert_at
-                ),
+                key=key,
+                terms=desired,
                 actor=self.actor,
                 later=self.uncounted,
             ),
