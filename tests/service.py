@@ -42,7 +42,7 @@ from api.queue.fair_queue import QueueStatistics
 from inference.native import loader
 from inference.text.tokenizer import Tokenizer
 from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
-from metering.pricing.prices import set_price
+from metering.pricing.prices import PriceTerms, set_price
 from metering.quotas.quota_admin import set_quota
 from metering.store.db import create_engine, create_sessions
 from metering.tenants.api_keys import KeyRecord, create_api_key, revoke_api_key
@@ -675,10 +675,12 @@ async def price_model(session: AsyncSession, model: str = MODEL) -> None:
     """Set the tests' prices in USD."""
     await set_price(
         session,
-        model=model,
-        input_picos_per_token=INPUT_PICOS,
-        cached_input_picos_per_token=CACHED_PICOS,
-        output_picos_per_token=OUTPUT_PICOS,
+        PriceTerms(
+            model=model,
+            input_picos_per_token=INPUT_PICOS,
+            cached_input_picos_per_token=CACHED_PICOS,
+            output_picos_per_token=OUTPUT_PICOS,
+        ),
         actor="test",
     )
 

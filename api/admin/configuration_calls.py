@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,6 @@ from metering.configuration.configuration import (
     ConfigurationViolation,
     KeySpec,
     OrganizationSpec,
-    PriceSpec,
     ProjectSpec,
     QuotaSpec,
     apply_configuration,
@@ -36,6 +35,7 @@ from metering.configuration.configuration import (
 from metering.core.models import QuotaKey, QuotaTerms, record_of, values_of
 from metering.invoicing.documents import check_shown
 from metering.invoicing.invoice_document import Issuer
+from metering.pricing.prices import PriceTerms
 from metering.quotas.quota_admin import THRESHOLDS_MAX
 from metering.tenants.authentication import Principal
 from metering.tenants.networks import normalized
@@ -126,7 +126,7 @@ class Parsing:
             self.organization(f"organizations[{n}]", each)
             for n, each in enumerate(message.organizations)
         )
-        prices = (price_spec(f"prices[{n}]", each) for n, each in enumerate(message.prices))
+        prices = (price_terms(each, f"prices[{n}].") for n, each in enumerate(message.prices))
         return Configuration(tuple(organizations), tuple(prices))
 
     def organization(
@@ -216,22 +216,20 @@ def stated_terms(
     message: pb.SetQuotaRequest | configuration_pb2.QuotaConfiguration,
 ) -> dict[str, Any]:
     """Read the terms of a limit that a message states, by name."""
-    terms = {each.name: wire.stated(message, each.name) for each in fields(QuotaTerms)}
-    if terms["alert_at"] is not None:
+    terms = wire.stated_terms(message, QuotaTerms)
+    if "alert_at" in terms:
         terms["alert_at"] = tuple(message.alert_at.values[: THRESHOLDS_MAX + 1])
-    return {name: value for name, value in terms.items() if value is not None}
+    return terms
 
 
-def price_spec(path: str, message: configuration_pb2.PriceConfiguration) -> PriceSpec:
-    return record_of(
-        PriceSpec,
-        message,
-        currency_code=message.currency_code or ("" if message.organization else "USD"),
-        embedding_picos_per_token=wire.given(message, "embedding_picos_per_token"),
-        reasoning_picos_per_token=wire.given(message, "reasoning_picos_per_token"),
-        batch_multiplier_milli=wire.given(message, "batch_multiplier_milli"),
-        effective_at=wire.given_time(message, "effective_time", f"{path}.effective_time"),
-    )
+def price_terms(
+    message: pb.SetPriceRequest | configuration_pb2.PriceConfiguration, path: str = ""
+) -> PriceTerms:
+    """Read the terms of a price. `path` precedes the name of a field in errors."""
+    terms = wire.stated_terms(message, PriceTerms)
+    terms["currency_code"] = message.currency_code or ("" if message.organization else "USD")
+    effective_at = wire.given_time(message, "effective_time", f"{path}effective_time")
+    return PriceTerms(**terms, effective_at=effective_at)
 
 
 def configuration_message(configuration: Configuration) -> configuration_pb2.Configuration:

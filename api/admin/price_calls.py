@@ -8,15 +8,15 @@ from datetime import date
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as pb
-from weir.v1 import configuration_pb2
 from weir.v1 import plans_pb2 as plan_pb
 from weir.v1 import prices_pb2 as price_pb
 
 from api.access.servicer import AuthenticatedServicer
+from api.admin.configuration_calls import price_terms
 from api.core import wire
 from api.core.interceptor import Context
 from metering.core.errors import InvalidValue
-from metering.core.models import TokenKind, record_of
+from metering.core.models import TokenKind
 from metering.ledger.ledger import month_bounds
 from metering.plans import plan_admin, prepaid, simulation
 from metering.plans.plans import Allowance, LineKind, PlanRules, PriceStep, Selector, TieredPrice
@@ -39,7 +39,7 @@ class PriceCalls(AuthenticatedServicer):
             matches = await simulation.simulate(
                 session,
                 month=request.month,
-                prices=[proposed_price(each) for each in request.prices],
+                prices=list(map(price_terms, request.prices)),
                 plans=[
                     proposed_plan(f"plans[{index}]", each)
                     for index, each in enumerate(request.plans)
@@ -62,25 +62,12 @@ class PriceCalls(AuthenticatedServicer):
 
     async def SetPrice(self, request: pb.SetPriceRequest, context: Context) -> pb.SetPriceResponse:
         """Add a price version, and a second one for the batch tier if the batch price differs."""
-        effective_at = wire.given_time(request, "effective_time")
         async with self._acting(context) as acting:
             if (earlier := await acting.earlier(request)) is not None:
                 price = await prices.get_price(acting.session, int(earlier))
             else:
-                price = await prices.set_price(
-                    acting.session,
-                    model=request.model,
-                    currency_code=request.currency_code,
-                    input_picos_per_token=request.input_picos_per_token,
-                    cached_input_picos_per_token=request.cached_input_picos_per_token,
-                    output_picos_per_token=request.output_picos_per_token,
-                    embedding_picos_per_token=wire.given(request, "embedding_picos_per_token"),
-                    reasoning_picos_per_token=wire.given(request, "reasoning_picos_per_token"),
-                    organization=request.organization,
-                    batch_multiplier_milli=wire.given(request, "batch_multiplier_milli"),
-                    effective_at=effective_at,
-                    actor=acting.actor,
-                )
+                terms = price_terms(request)
+                price = await prices.set_price(acting.session, terms, actor=acting.actor)
                 await acting.record(request, price.prices.version)
             written = await prices.versions_of_change(acting.session, price)
             names = await owner_names(acting.session, written)
@@ -149,19 +136,6 @@ async def owner_names(
     """Look up the names of the organizations that have price versions of their own."""
     return await organization_names(
         session, (each.organization_id for each in versions if each.organization_id is not None)
-    )
-
-
-def proposed_price(message: configuration_pb2.PriceConfiguration) -> simulation.ProposedPrice:
-    rates = {name: getattr(message, name) for name in prices.RATES}
-    if not message.HasField("reasoning_picos_per_token"):
-        rates["reasoning_picos_per_token"] = message.output_picos_per_token
-    multiplier = wire.given(message, "batch_multiplier_milli")
-    return record_of(
-        simulation.ProposedPrice,
-        message,
-        rates=tuple(rates.values()),
-        batch_multiplier_milli=multiplier,
     )
 
 

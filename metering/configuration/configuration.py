@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial
 from operator import attrgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sqlalchemy import Select, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -46,7 +46,9 @@ from metering.core.models import (
 from metering.core.money import checked_currency
 from metering.pricing.prices import (
     MULTIPLIER_SCALE,
+    RATES,
     ModelPrice,
+    PriceTerms,
     TokenPrices,
     set_price,
     versions_in_force,
@@ -164,31 +166,11 @@ class OrganizationSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class PriceSpec:
-    """Desired price of a model, on the list or one customer's own. None keeps the present value.
-
-    `reasoning_picos_per_token` None means the output price. `currency_code` may be empty: the
-    organization's currency, or USD. `effective_at` None or in the past means now.
-    """
-
-    model: str
-    currency_code: str
-    input_picos_per_token: int
-    cached_input_picos_per_token: int
-    output_picos_per_token: int
-    embedding_picos_per_token: int | None = None
-    reasoning_picos_per_token: int | None = None
-    batch_multiplier_milli: int | None = None
-    organization: str = ""
-    effective_at: datetime | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Configuration:
     """Content of a configuration document."""
 
     organizations: tuple[OrganizationSpec, ...] = ()
-    prices: tuple[PriceSpec, ...] = ()
+    prices: tuple[PriceTerms, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -689,7 +671,7 @@ class Attempts:
         action = Action.UPDATE if existing else Action.CREATE
         self.changes.append(Change(action, "quota", subject.shown, changes, quota=key))
 
-    async def _price(self, path: str, desired: PriceSpec) -> None:
+    async def _price(self, path: str, desired: PriceTerms) -> None:
         """Set one price from `effective_at` on. Values that are None keep the present price."""
         at = (
             None
@@ -723,7 +705,7 @@ class Attempts:
         )
         names = [
             each.name
-            for each in fields(PriceSpec)
+            for each in fields(PriceTerms)
             if each.name not in IDENTITY and getattr(named, each.name) is not None
         ]
         reasoning = "reasoning_picos_per_token"
@@ -732,10 +714,8 @@ class Attempts:
         changes = differences(existing, named, names)
         if not changes:
             return
-        terms = {each.name: getattr(named, each.name) for each in fields(PriceSpec)} | {
-            "effective_at": at
-        }
-        await self._attempt(path, lambda: set_price(self.session, **terms, actor=self.actor))
+        terms = replace(named, effective_at=at)
+        await self._attempt(path, lambda: set_price(self.session, terms, actor=self.actor))
         suffix = f" of {named.organization}" if named.organization else ""
         since = f" from {at:%Y-%m-%d %H:%M:%SZ}" if at else ""
         action = Action.UPDATE if existing else Action.CREATE
@@ -792,7 +772,7 @@ async def apply_configuration(
 
 async def price_specs(
     session: AsyncSession, names: dict[uuid.UUID, str], *, listed: bool
-) -> tuple[PriceSpec, ...]:
+) -> tuple[PriceTerms, ...]:
     """List the prices in force of the organizations in `names` and, if `listed`, of the list."""
     found = await versions_in_force(session, all_customers=True)
     versions_of: dict[tuple[str, str, uuid.UUID | None], list[ModelPrice]] = {}
@@ -805,9 +785,9 @@ async def price_specs(
             ).append(each)
     specs = []
     for (model, currency_code, owner), versions in versions_of.items():
-        priced = PriceSpec(
-            model, currency_code, 0, 0, 0, organization="" if owner is None else names[owner]
-        )
+        zeros: dict[str, Any] = dict.fromkeys(RATES, 0)
+        name = "" if owner is None else names[owner]
+        priced = PriceTerms(model=model, currency_code=currency_code, organization=name, **zeros)
         if (spec := spec_of(versions, priced)) is not None:
             multiplier = spec.batch_multiplier_milli
             named = replace(
@@ -819,17 +799,13 @@ async def price_specs(
     return tuple(specs)
 
 
-def spec_of(versions: list[ModelPrice], priced: PriceSpec) -> PriceSpec | None:
+def spec_of(versions: list[ModelPrice], priced: PriceTerms) -> PriceTerms | None:
     """Merge the price versions of both tiers of a model; None without an interactive price."""
     tiers = {each.tier: each for each in versions}
     if ServiceTier.INTERACTIVE not in tiers:
         return None
     prices, batch = tiers[ServiceTier.INTERACTIVE].prices, tiers.get(ServiceTier.BATCH)
-    rates = {
-        each.name: getattr(prices, each.name)
-        for each in fields(PriceSpec)
-        if each.name.endswith("_picos_per_token")
-    }
+    rates = {name: getattr(prices, name) for name in RATES}
     rates["reasoning_picos_per_token"] = own_reasoning_price(prices)
     return replace(
         priced,
@@ -838,7 +814,7 @@ def spec_of(versions: list[ModelPrice], priced: PriceSpec) -> PriceSpec | None:
     )
 
 
-def own_reasoning_price(prices: PriceSpec | TokenPrices) -> int | None:
+def own_reasoning_price(prices: PriceTerms | TokenPrices) -> int | None:
     """Return the reasoning price if it differs from the output price, else None."""
     reasoning = prices.reasoning_picos_per_token
     return None if reasoning == prices.output_picos_per_token else reasoning
