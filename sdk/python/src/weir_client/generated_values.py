@@ -167,10 +167,10 @@ class Alert(Value):
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry(Value):
-    """One change."""
+    """One change: its time and author, and the object before and after it."""
 
     entry_id: int = 0
-    """Increases with time."""
+    """Increases with time, so that it orders entries and begins the next page."""
     create_time: datetime | None = None
     """Time of the change."""
     actor: str = ""
@@ -178,7 +178,7 @@ class AuditEntry(Value):
     action: str = ""
     """Action, for example "api_key.revoke"."""
     subject_id: str = ""
-    """Id of the changed object."""
+    """Id of the changed object: a UUID, or the number of a price version."""
     before_json: str = ""
     """The object before, as JSON; empty if it did not exist."""
     after_json: str = ""
@@ -452,7 +452,7 @@ class InvoiceLine(Value):
     """Stable kind: `usage`, `late_usage`, a charge as in `ChargeKind` in lower case, or `rounding`,
     which completes the other lines to the total."""
     description: str
-    """Description."""
+    """Text of the line on the document, for people."""
     exact_amount: Money
     """Before rounding; 0 for the line of the rounding."""
     amount: Money
@@ -479,7 +479,7 @@ class PaymentState(StrEnum):
     UNSPECIFIED = "unspecified"
     """Not set, or not known to this client."""
     OPEN = "open"
-    """To be paid."""
+    """Finalized, and to be paid."""
     FAILED = "failed"
     """An attempt to charge it failed, and none has succeeded."""
     OVERDUE = "overdue"
@@ -497,15 +497,15 @@ class InvoicePayment(Value):
     """One invoice at Stripe, from its events."""
 
     stripe_invoice_id: str
-    """Id at Stripe."""
+    """Id of the invoice at Stripe, such as "in_1Nx"."""
     stripe_number: str
     """Number at Stripe. Empty if no event has contained it."""
     state: PaymentState
-    """Payment state."""
+    """State of the payment as Stripe last reported it."""
     amount_due: Money
     """Amount due, including taxes and items added at Stripe."""
     amount_paid: Money
-    """Amount paid."""
+    """Amount paid so far, as Stripe last reported it."""
     hosted_url: str = ""
     """Stripe's payment page. Empty if no event has contained it."""
     finalize_time: datetime | None = None
@@ -544,7 +544,7 @@ class Invoice(Value):
     total: Money
     """Amount owed, in whole minor units. Negative: in favour of the customer."""
     credited: Money
-    """Sum of its credit notes."""
+    """Sum of its approved credit notes."""
     tax_note: str = ""
     """Tax treatment of the amounts."""
     credit_notes: tuple[Adjustment, ...] = ()
@@ -714,7 +714,7 @@ class Plan(Value):
     name: str = field(default="", metadata={"source": "configuration.name"})
     """Name of the plan."""
     version: int = 0
-    """Its version, from 1."""
+    """Its version: 1 for the first of its name, and one more for each change."""
     configuration: Mapping[str, Any] = field(default_factory=dict)
     """Rules of the plan."""
     create_time: datetime | None = None
@@ -728,9 +728,9 @@ class PlanAssignment(Value):
     """The plan of an organization from a month on, until its next assignment."""
 
     organization_id: str = ""
-    """The organization."""
+    """UUID of the organization that has the plan."""
     organization_name: str = ""
-    """Its name."""
+    """Name of the organization that has the plan."""
     first_month: str = ""
     """The first month as YYYY-MM, UTC."""
     plan: str = ""
@@ -946,14 +946,14 @@ class BillingProfile(Value):
 
 @dataclass(frozen=True, slots=True)
 class Organization(Value):
-    """A customer."""
+    """A customer: it owns projects, keys and limits, and gets one bill a month."""
 
     organization_id: str = ""
     """Server-generated UUID."""
     name: str = ""
     """Unique name: 1 to 63 of a-z, 0-9 and "-", starting with a letter."""
     currency_code: str = ""
-    """ISO 4217 code of its bills."""
+    """ISO 4217 code of its bills, such as "USD". It never changes."""
     create_time: datetime | None = None
     """Time of creation."""
     billing_profile: BillingProfile | None = None
@@ -983,9 +983,9 @@ class ApiKey(Value):
     organization_id: str = ""
     """The organization of its project."""
     project_id: str = ""
-    """The project it belongs to."""
+    """UUID of the project whose usage the key counts as."""
     name: str = ""
-    """Display name."""
+    """Display name, such as that of the program that uses the key. Need not be unique."""
     prefix: str = ""
     """The first characters of the key, which identify it."""
     scopes: tuple[str, ...] = ()
@@ -1024,20 +1024,20 @@ class ApiKey(Value):
     organization_name: str = ""
     """The name of the organization of its project."""
     project_name: str = ""
-    """The name of its project."""
+    """Name of its project, unique within the organization."""
 
 
 @dataclass(frozen=True, slots=True)
 class CreatedApiKey(Value):
-    """The key."""
+    """The key with its secret, which no later call returns."""
 
     api_key: ApiKey
-    """The key."""
+    """The new key, or with `allow_existing` the active one of this name."""
     secret: str = field(default="", repr=False)
     """The secret to send as bearer token. It is returned only once: empty if the key existed
     before. RotateApiKey creates a new one."""
     existed: bool = False
-    """True if it existed before."""
+    """True if it existed before: by its name, or because the call was repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1522,40 +1522,40 @@ class AppliedConfiguration(Value):
 
 
 class TokenKind(StrEnum):
-    """Billing class of a token."""
+    """Kind of a token, each of which has its own price."""
 
     UNSPECIFIED = "unspecified"
     """Not set, or not known to this client."""
     INPUT = "input"
-    """Computed input."""
+    """Input that the model computed."""
     CACHED_INPUT = "cached-input"
-    """Input from the prefix cache."""
+    """Input that was found in the prefix cache."""
     OUTPUT = "output"
     """Output, without the model's thinking."""
     EMBEDDING = "embedding"
-    """Embedded input."""
+    """Input of an embedding model."""
     REASONING = "reasoning"
     """Output that is the model's thinking."""
 
 
 @dataclass(frozen=True, slots=True)
 class MonthReportLine(Value):
-    """One line of the month."""
+    """Usage of one model at one price version, for one kind of token."""
 
     model: str
-    """The model."""
+    """Name of the model that ran the requests, without aliases."""
     token_kind: TokenKind
-    """Billing class of the tokens."""
+    """Kind of the tokens, each of which has its own price."""
     price_version: int
     """The price version that applied."""
     request_count: int
     """Requests with at least one token of this kind."""
     token_count: int
-    """Tokens of this kind."""
+    """Number of tokens of this kind, those of cancelled requests included."""
     cancelled_token_count: int
     """Tokens of `token_count` that belong to cancelled requests."""
     unit_price_picos: int
-    """Picos per token."""
+    """Price per token in picos: 1e-12 of the currency unit."""
     amount: Money
     """`token_count` times `unit_price_picos`, exact."""
     late_month: str = ""
@@ -1608,23 +1608,23 @@ class MonthState(StrEnum):
     CLOSING = "closing"
     """A close has begun; closing it again continues."""
     CLOSED = "closed"
-    """Final."""
+    """Final: the month has its documents, and no more usage is added to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MonthCharge(Value):
-    """A line besides usage."""
+    """A line of the month besides usage: of the plan, of credit, or a correction."""
 
     kind: str
-    """Kind of the charge."""
+    """Which rule caused the charge."""
     description: str
-    """Description."""
+    """Text of the line on the documents, for people."""
     amount: Money
     """Exact amount; negative for reductions."""
     rounded_amount: Money
     """`amount` in whole minor units. See `MonthReportLine.rounded_amount`."""
     model: str = ""
-    """The model; empty for all."""
+    """The model whose tokens it concerns; empty for all models."""
     token_count: int = 0
     """Number of tokens; 0 if not applicable."""
     source_id: str = ""
@@ -1633,14 +1633,14 @@ class MonthCharge(Value):
 
 @dataclass(frozen=True, slots=True)
 class PrepaidCredit(Value):
-    """Prepaid credit of a month."""
+    """Changes of an organization's prepaid credit in a month."""
 
     granted: Money
-    """Granted in the month."""
+    """Credit that was granted in the month."""
     expired: Money
-    """Expired unused at its end."""
+    """Credit that expired unused at the end of the month."""
     remaining: Money
-    """Remaining after the month."""
+    """Credit left after the charges and the expiry of the month."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1648,13 +1648,13 @@ class CreditNoteSummary(Value):
     """A credit note in the report of its month."""
 
     number: str
-    """Its number."""
+    """Number of the credit note, as printed on it."""
     invoice_number: str
-    """The corrected invoice."""
+    """Number of the invoice that it corrects."""
     amount: Money
     """Refunded amount; above zero."""
     reason: str = ""
-    """Reason."""
+    """Reason that its author gave, shown on the document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1672,7 +1672,7 @@ class MonthReport(Value):
     request_counts: RequestCounts
     """Number of requests of the month, by outcome."""
     total: Money
-    """Sum of the lines, exact."""
+    """Sum of the lines and charges, exact to the pico and before rounding."""
     total_rounded: Money
     """Amount owed: total + carried_in, rounded half up to the currency's minor unit."""
     unrated_event_count: int
@@ -1685,7 +1685,7 @@ class MonthReport(Value):
     invoice_number: str = ""
     """Number of the invoice; empty before the close, and for a month with nothing to invoice."""
     close_time: datetime | None = None
-    """Time of the close."""
+    """When the month was closed; unset while it is open."""
     closed_by: str = ""
     """Author of the close: the prefix of a key."""
     charges: tuple[MonthCharge, ...] = ()
@@ -1731,7 +1731,7 @@ class Month(Value):
     month: str = ""
     """The month as YYYY-MM, in UTC."""
     state: MonthState = MonthState.UNSPECIFIED
-    """State of the month."""
+    """Whether usage may still be added, or the documents are final."""
     closing_time: datetime | None = None
     """Time when the close began; unset before."""
     closing_by: str = ""
@@ -1775,7 +1775,7 @@ class ClosedMonth(Value):
     """Result of a close."""
 
     month: Month
-    """The month after the call."""
+    """The month after the call; unchanged with `validate_only`."""
     obstacles: tuple[Obstacle, ...] = ()
     """Obstacles; with `validate_only` only."""
     already_closed: bool = False
@@ -1806,7 +1806,7 @@ class AdjustmentState(StrEnum):
     PROPOSED = "proposed"
     """Waits for approval by a person other than its author."""
     APPROVED = "approved"
-    """Posted."""
+    """Final; posted to the ledger."""
     REJECTED = "rejected"
     """Final; never posted."""
 
@@ -1817,7 +1817,7 @@ class Adjustment(Value):
     otherwise a line of the next invoice."""
 
     adjustment_id: str
-    """Its id."""
+    """UUID of the adjustment, for its approval or rejection."""
     organization_id: str
     """The organization's id."""
     amount: Money
@@ -1827,7 +1827,7 @@ class Adjustment(Value):
     invoice_number: str = ""
     """The invoice of a credit note; empty for an adjustment."""
     state: AdjustmentState = AdjustmentState.UNSPECIFIED
-    """State of the adjustment."""
+    """Whether it waits for a decision, and which was made."""
     author: str = ""
     """Author: the prefix of a key."""
     create_time: datetime | None = None
