@@ -8,7 +8,7 @@ YAML's: a project may be named `no`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -37,9 +37,26 @@ from weir_cli.document_fields import (
 )
 from weir_cli.key_terms import KEY_TERMS
 from weir_cli.texts import percents_text
+from weir_cli.value_terms import PRICE_TERMS, QUOTA_TERMS, Term
 
 VERSION = "1"
-KINDS: Mapping[type, Callable[[str], Scalar | Words]] = {list: Words, int: count, bool: truth}
+# Entries of terms by their kind.
+KINDS: Mapping[type | str, Callable[[str], Scalar | Words]] = {
+    list: Words,
+    int: count,
+    bool: truth,
+    "multiplier": thousandths,
+    "percentages": partial(Words, are_percentages=True),
+    "price": price,
+    "switch": truth,
+    "weight": thousandths,
+}
+
+
+def entries(terms: Iterable[Term]) -> dict[str, Scalar | Words]:
+    """Build the entries of a file for terms."""
+    return {each.key: KINDS[each.kind](each.field) for each in terms}
+
 
 QUOTA = Section(
     {
@@ -47,11 +64,7 @@ QUOTA = Section(
         "model": text("model"),
         "for_new_keys": truth("for_new_keys"),
         "limit": limit("limit_value"),
-        "enforced": truth("enforced"),
-        "input_weight": thousandths("input_weight_milli"),
-        "cached_input_weight": thousandths("cached_input_weight_milli"),
-        "output_weight": thousandths("output_weight_milli"),
-        "alert_at": Words("alert_at", are_percentages=True),
+        **entries(QUOTA_TERMS),
         "override_limit": limit("override_limit_value"),
         "override_until": moment("override_end_time"),
         "override_reason": text("override_reason"),
@@ -99,13 +112,8 @@ PRICE = Section(
     {
         "model": text("model"),
         "currency": text("currency_code"),
-        "input": price("input_picos_per_token"),
-        "cached_input": price("cached_input_picos_per_token"),
-        "output": price("output_picos_per_token"),
+        **entries(PRICE_TERMS),
         "organization": text("organization"),
-        "reasoning": price("reasoning_picos_per_token"),
-        "embedding": price("embedding_picos_per_token"),
-        "batch_multiplier": thousandths("batch_multiplier_milli"),
         "effective": moment("effective_time"),
     },
     required=("model", "input", "cached_input", "output"),

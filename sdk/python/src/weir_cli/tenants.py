@@ -32,11 +32,11 @@ from weir_cli.texts import (
     duration_text,
     parse_limit,
     parse_span,
-    parse_thresholds,
     parsed,
     thresholds_text,
     time_text,
 )
+from weir_cli.value_terms import QUOTA_TERMS, options_of, values_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -428,18 +428,9 @@ def key_sheet(key: ApiKey, now: datetime) -> RenderableType:
 
 quota = typer.Typer(help="Set, show and remove limits.", no_args_is_help=True)
 
-WeightOption = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        max=1_000_000,
-        help="Weight of such a token in thousandths. Default: unchanged, at first 1000.",
-    ),
-]
-
 
 @quota.command("set")
-@calls(admin_client)
+@calls(admin_client, options=options_of(QUOTA_TERMS))
 def set_quota(
     client: AdminClient,
     dimension: Annotated[
@@ -464,16 +455,6 @@ def set_quota(
     model: Annotated[
         str, typer.Option("--model", help="Only for this model. Default: all models together.")
     ] = "",
-    input_weight: WeightOption = None,
-    cached_weight: WeightOption = None,
-    output_weight: WeightOption = None,
-    enforce: Annotated[
-        bool | None,
-        typer.Option(
-            "--enforce/--watch",
-            help="Refuse requests beyond it, or only count them (shadow mode). Default: unchanged.",
-        ),
-    ] = None,
     new_keys: Annotated[
         bool,
         typer.Option(
@@ -481,15 +462,7 @@ def set_quota(
             help="Set a default instead, copied to each key created under the subject from now on.",
         ),
     ] = False,
-    alert_at: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "Percentages that alert, such as 50,80,100; or none. Default: unchanged, at first"
-                " these."
-            )
-        ),
-    ] = None,
+    **terms: Any,
 ) -> Output:
     """Set one limit, or replace that of the same subject, model and dimension.
 
@@ -497,7 +470,6 @@ def set_quota(
     """
     kind = parse_dimension(dimension)
     limit = parsed("VALUE", parse_limit, kind, value)
-    thresholds = None if alert_at is None else parsed("--alert-at", parse_thresholds, alert_at)
     subject, subject_ref = parse_subject(organization, project, key)
     status = client.set_quota(
         subject,
@@ -505,12 +477,8 @@ def set_quota(
         kind,
         limit,
         model=model,
-        input_weight_milli=input_weight,
-        cached_input_weight_milli=cached_weight,
-        output_weight_milli=output_weight,
-        enforced=enforce,
         for_new_keys=new_keys,
-        alert_at=thresholds,
+        **values_of(QUOTA_TERMS, terms),
     )
     return changed(status)
 

@@ -1,0 +1,97 @@
+"""Terms of limits and prices on the command line, one row each: options and files follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from weir_cli.texts import parse_price, parse_thousandths, parse_thresholds, parsed
+
+# Of each kind of term: the end of its field in the contract, the type of its option, and the parser
+# of the option's text. Weights are whole thousandths here, and numbers such as 0.25 in files.
+KINDS: Mapping[str, tuple[str, Any, Callable[[str], Any] | None]] = {
+    "multiplier": ("_milli", str | None, parse_thousandths),
+    "percentages": ("", str | None, parse_thresholds),
+    "price": ("_picos_per_token", str | None, parse_price),
+    "switch": ("", bool | None, None),
+    "weight": ("_milli", int | None, None),
+}
+WEIGHT_HELP = "Weight of such a token in thousandths. Default: unchanged, at first 1000."
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """Term of a limit or a price. `key` is its name in files; its option is named after it."""
+
+    key: str
+    kind: str
+    help: str
+    flag: str = ""
+    required: bool = False
+
+    @property
+    def field(self) -> str:
+        """Name in the contract."""
+        return self.key + KINDS[self.kind][0]
+
+    @property
+    def option(self) -> tuple[Any, Any]:
+        """Annotation and default of the option. It is None if it is not given."""
+        names = self.flag or f"--{self.key.replace('_', '-')}"
+        if self.kind == "weight":
+            option = typer.Option(names, help=self.help, min=0, max=1_000_000)
+        else:
+            option = typer.Option(names, help=self.help)
+        return Annotated[KINDS[self.kind][1], option], ... if self.required else None
+
+
+QUOTA_TERMS = (
+    Term(
+        "enforced",
+        "switch",
+        "Refuse requests beyond it, or only count them (shadow mode). Default: unchanged.",
+        "--enforce/--watch",
+    ),
+    Term("input_weight", "weight", WEIGHT_HELP),
+    Term("cached_input_weight", "weight", WEIGHT_HELP, "--cached-weight"),
+    Term("output_weight", "weight", WEIGHT_HELP),
+    Term(
+        "alert_at",
+        "percentages",
+        "Percentages that alert, such as 50,80,100; or none. Default: unchanged, at first these.",
+    ),
+)
+PRICE_TERMS = (
+    Term("input", "price", "Per million input tokens, in units of the currency.", required=True),
+    Term(
+        "cached_input",
+        "price",
+        "Per million input tokens from the prefix cache. Default: same as --input.",
+    ),
+    Term("output", "price", "Per million output tokens.", required=True),
+    Term("reasoning", "price", "Per million output tokens of thinking. Default: same as --output."),
+    Term("embedding", "price", "Per million embedded tokens. Default: unchanged, at first 0."),
+    Term(
+        "batch_multiplier",
+        "multiplier",
+        "Batch tier's fraction of these prices, such as 0.5. Default: unchanged, at first 1.",
+    ),
+)
+
+
+def options_of(terms: Iterable[Term]) -> dict[str, tuple[Any, Any]]:
+    """Build the options of a command that takes terms, for `calls`."""
+    return {each.field: each.option for each in terms}
+
+
+def values_of(terms: Iterable[Term], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the options that were given. Raises: typer.BadParameter."""
+    values = {each.field: given[each.field] for each in terms if given[each.field] is not None}
+    for each in terms:
+        if each.field in values and (parse := KINDS[each.kind][2]) is not None:
+            flag = f"--{each.key.replace('_', '-')}"
+            values[each.field] = parsed(flag, parse, values[each.field])
+    return values
