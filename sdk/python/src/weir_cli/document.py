@@ -35,21 +35,19 @@ from weir_cli.document_fields import (
     tier,
     truth,
 )
-from weir_cli.key_terms import KEY_TERMS
+from weir_cli.terms import KEY_TERMS, PRICE_TERMS, QUOTA_TERMS, Term
 from weir_cli.texts import percents_text
-from weir_cli.value_terms import PRICE_TERMS, QUOTA_TERMS, Term
 
 VERSION = "1"
 # Entries of terms by their kind.
-KINDS: Mapping[type | str, Callable[[str], Scalar | Words]] = {
-    list: Words,
-    int: count,
-    bool: truth,
+KINDS: Mapping[str, Callable[[str], Scalar | Words]] = {
+    "count": count,
     "multiplier": thousandths,
     "percentages": partial(Words, are_percentages=True),
     "price": price,
     "switch": truth,
     "weight": thousandths,
+    "words": Words,
 }
 
 
@@ -77,7 +75,7 @@ KEY = Section(
     {
         "name": text("name"),
         "prefix": text("prefix"),
-        **{each.field: KINDS[each.kind](each.field) for each in KEY_TERMS},
+        **entries(KEY_TERMS),
         "expires": moment("expire_time"),
         "quotas": QUOTAS,
     },

@@ -12,6 +12,7 @@ import typer
 from weir_cli.configuration import content_of, print_errors
 from weir_cli.connection import OnlyOrganizationOption, Output, admin_client, calls
 from weir_cli.render import JsonOption, csv_of, put, table
+from weir_cli.terms import PRICE_TERMS, options_of, values_of
 from weir_cli.texts import (
     amount_text,
     decimal_text,
@@ -20,7 +21,6 @@ from weir_cli.texts import (
     per_million,
     time_text,
 )
-from weir_cli.value_terms import PRICE_TERMS, options_of, values_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

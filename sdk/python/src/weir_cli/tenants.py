@@ -25,8 +25,8 @@ from weir_cli.connection import (
     organization_or_default,
     project_or_default,
 )
-from weir_cli.key_terms import KEY_TERMS, TERM_OPTIONS, restrictions, stated
 from weir_cli.render import JsonOption, fail, note, print_json, table
+from weir_cli.terms import KEY_TERMS, QUOTA_TERMS, options_of, restrictions, values_of
 from weir_cli.texts import (
     dimension_amount,
     duration_text,
@@ -36,7 +36,6 @@ from weir_cli.texts import (
     thresholds_text,
     time_text,
 )
-from weir_cli.value_terms import QUOTA_TERMS, options_of, values_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -206,7 +205,7 @@ KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="Id or prefix of
 
 
 @key.command("create")
-@calls(admin_client, options=TERM_OPTIONS)
+@calls(admin_client, options=options_of(KEY_TERMS))
 def create_key(
     client: AdminClient,
     name: Annotated[
@@ -238,7 +237,7 @@ def create_key(
         name,
         lifetime=lifetime,
         allow_existing=if_missing,
-        **stated(terms),
+        **values_of(KEY_TERMS, terms),
     )
     if as_json:
         print_json(created)
@@ -288,7 +287,7 @@ def rotate_key(
 
 
 @key.command("update")
-@calls(admin_client, options=TERM_OPTIONS)
+@calls(admin_client, options=options_of(KEY_TERMS))
 def update_key(
     client: AdminClient,
     api_key_ref: KeyArgument,
@@ -306,9 +305,9 @@ def update_key(
     **terms: Any,
 ) -> Output:
     """Change the name, expiry or permissions of a key. Omitted options stay unchanged."""
-    given = stated(terms)
+    given = values_of(KEY_TERMS, terms)
     if not (given or all_models or all_networks or never_expires) and name is expires_in is None:
-        flags = ", ".join(each.flag.replace("/", ", ") for each in KEY_TERMS)
+        flags = ", ".join(each.names.replace("/", ", ") for each in KEY_TERMS)
         raise typer.BadParameter(
             f"give at least one of --name, {flags}, --all-models, --all-networks, --expires-in or"
             " --never-expires"

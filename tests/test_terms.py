@@ -1,4 +1,4 @@
-"""A term of API keys is offered wherever keys are created, changed, shown or configured."""
+"""A term of keys, limits or prices is offered wherever it is set, shown or configured."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from dataclasses import fields
 
 import pytest
 from weir.v1 import admin_service_pb2, configuration_pb2, inference_service_pb2
-from weir_cli.document import KEY
-from weir_cli.key_terms import KEY_TERMS
+from weir_cli.document import KEY, PRICE, QUOTA
+from weir_cli.terms import KEY_TERMS, PRICE_TERMS, QUOTA_TERMS
 
 from metering.configuration.configuration import KEY_FIELDS, KeySpec
-from metering.core.models import ApiKey
+from metering.core.models import ApiKey, PriceVersion, Quota, QuotaTerms
+from metering.pricing.prices import RATES, PriceTerms
 from metering.tenants.api_keys import KeyRecord
 from metering.tenants.key_terms import KeyTerms
 
@@ -45,3 +46,23 @@ def test_the_table_records_and_configurations_have_every_term() -> None:
 def test_the_command_line_and_its_file_have_every_term() -> None:
     assert [each.field for each in KEY_TERMS] == [each.name for each in fields(KeyTerms)]
     assert KEY.keys.keys() >= TERMS
+
+
+def test_limits_have_every_term_in_calls_files_and_the_table() -> None:
+    terms = {each.name for each in fields(QuotaTerms)}
+    rows = {each.field for each in QUOTA_TERMS} | {"limit_value"}
+
+    for message in (admin_service_pb2.SetQuotaRequest, configuration_pb2.QuotaConfiguration):
+        assert set(message.DESCRIPTOR.fields_by_name) >= terms
+    assert set(Quota.__table__.columns.keys()) >= terms == rows
+    assert terms - {"limit_value"} <= {entry.name for entry in QUOTA.keys.values()}
+
+
+def test_prices_have_every_term_in_calls_files_and_the_table() -> None:
+    terms = {each.name for each in fields(PriceTerms)} - {"effective_at"}
+
+    for message in (admin_service_pb2.SetPriceRequest, configuration_pb2.PriceConfiguration):
+        assert set(message.DESCRIPTOR.fields_by_name) >= terms
+    assert set(PriceVersion.__table__.columns.keys()) >= set(RATES)
+    assert {each.field for each in PRICE_TERMS} == {*RATES, "batch_multiplier_milli"}
+    assert terms <= {entry.name for entry in PRICE.keys.values()}
