@@ -79,7 +79,7 @@ CODE = re.compile(r"\.(py|ts|mjs|css|html|h|cpp|sql)$|(^|/)Dockerfile$|\.Dockerf
 # first part that has its path. Generated code does not count.
 LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "product": (("api/", "common/", "inference/", "metering/", "weir_commands/"), 93_035),
-    "command line": (("sdk/python/src/weir_cli/",), 6_641),
+    "command line": (("sdk/python/src/weir_cli/",), 6_644),
     "Python client": (("sdk/python/",), 6_061),
     "TypeScript client": (("sdk/typescript/",), 5_255),
     "benchmarks": (("bench/",), 11_297),

@@ -8,7 +8,7 @@ YAML's: a project may be named `no`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from weir_cli.document_fields import (
     amount,
     count,
     dimension,
+    entries,
     limit,
     moment,
     price,
@@ -35,27 +36,10 @@ from weir_cli.document_fields import (
     tier,
     truth,
 )
-from weir_cli.terms import KEY_TERMS, PRICE_TERMS, QUOTA_TERMS, Term
+from weir_cli.terms import KEY_TERMS, PRICE_TERMS, QUOTA_TERMS
 from weir_cli.texts import percents_text
 
 VERSION = "1"
-# Entries of terms by their kind.
-KINDS: Mapping[str, Callable[[str], Scalar | Words]] = {
-    "count": count,
-    "multiplier": thousandths,
-    "percentages": partial(Words, are_percentages=True),
-    "price": price,
-    "switch": truth,
-    "weight": thousandths,
-    "words": Words,
-}
-
-
-def entries(terms: Iterable[Term]) -> dict[str, Scalar | Words]:
-    """Build the entries of a file for terms."""
-    return {each.key: KINDS[each.kind](each.field) for each in terms}
-
-
 QUOTA = Section(
     {
         "dimension": dimension("dimension"),
