@@ -20,6 +20,10 @@ from metering.tenants import admin_requests
 from metering.tenants.admin_requests import take_changes_lock
 from metering.tenants.authentication import Principal
 
+S = TypeVar("S", bound="AuthenticatedServicer")
+R = TypeVar("R", bound="Repeatable")
+A = TypeVar("A")
+
 
 class Repeatable(Protocol):
     """Request message with an id that the client chose, so that a retry is recognized."""
@@ -72,9 +76,6 @@ class AuthenticatedServicer:
             yield acting.session, acting.actor
 
 
-S = TypeVar("S", bound=AuthenticatedServicer)
-R = TypeVar("R", bound=Repeatable)
-A = TypeVar("A")
 Act = Callable[[S, R, CallerTransaction, str], Awaitable[tuple[object, A]]]
 
 

@@ -36,7 +36,7 @@ from weir_cli.document_fields import (
     tier,
     truth,
 )
-from weir_cli.terms import KEY_TERMS, PRICE_TERMS, QUOTA_TERMS
+from weir_cli.terms import TERMS
 from weir_cli.texts import percents_text
 
 VERSION = "1"
@@ -46,7 +46,7 @@ QUOTA = Section(
         "model": text("model"),
         "for_new_keys": truth("for_new_keys"),
         "limit": limit("limit_value"),
-        **entries(QUOTA_TERMS),
+        **entries(TERMS["quota"]),
         "override_limit": limit("override_limit_value"),
         "override_until": moment("override_end_time"),
         "override_reason": text("override_reason"),
@@ -59,7 +59,7 @@ KEY = Section(
     {
         "name": text("name"),
         "prefix": text("prefix"),
-        **entries(KEY_TERMS),
+        **entries(TERMS["key"]),
         "expires": moment("expire_time"),
         "quotas": QUOTAS,
     },
@@ -94,7 +94,7 @@ PRICE = Section(
     {
         "model": text("model"),
         "currency": text("currency_code"),
-        **entries(PRICE_TERMS),
+        **entries(TERMS["price"]),
         "organization": text("organization"),
         "effective": moment("effective_time"),
     },

@@ -12,7 +12,7 @@ import typer
 from weir_cli.configuration import content_of, print_errors
 from weir_cli.connection import OnlyOrganizationOption, Output, admin_client, calls
 from weir_cli.render import JsonOption, csv_of, put, table
-from weir_cli.terms import PRICE_TERMS, options_of, values_of
+from weir_cli.terms import TERMS, options_of, values_of
 from weir_cli.texts import (
     amount_text,
     decimal_text,
@@ -40,7 +40,7 @@ credit = typer.Typer(help="Grant credit, and show balances.", no_args_is_help=Tr
 OrganizationArgument = Annotated[str, typer.Argument(help="Organization, by name or id.")]
 
 TIME_FORMATS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"]
-KINDS = tuple(each.key.replace("_", " ") for each in PRICE_TERMS if each.kind == "price")
+KINDS = tuple(each.key.replace("_", " ") for each in TERMS["price"] if each.kind == "price")
 TITLE = "prices per million tokens"
 TIMEOUT_S = 300.0  # a month of millions of events is rated in one statement
 CSV_COLUMNS: Mapping[str, Callable[[SimulatedCustomer], object]] = {
@@ -304,7 +304,7 @@ SinceOption = Annotated[
 
 
 @price.command("set")
-@calls(admin_client, options=options_of(PRICE_TERMS))
+@calls(admin_client, options=options_of(TERMS["price"]))
 def set_price(
     client: AdminClient,
     model: ModelArgument,
@@ -321,7 +321,7 @@ def set_price(
     **terms: Any,
 ) -> Output:
     """Set a new price version per service tier. Requests pay the price at their admission."""
-    given = values_of(PRICE_TERMS, terms)
+    given = values_of(TERMS["price"], terms)
     given.setdefault("cached_input_picos_per_token", given["input_picos_per_token"])
     versions = client.set_price(
         model,

@@ -26,7 +26,7 @@ from weir_cli.connection import (
     project_or_default,
 )
 from weir_cli.render import JsonOption, fail, note, print_json, table
-from weir_cli.terms import KEY_TERMS, QUOTA_TERMS, options_of, restrictions, values_of
+from weir_cli.terms import TERMS, options_of, restrictions, values_of
 from weir_cli.texts import (
     dimension_amount,
     duration_text,
@@ -205,7 +205,7 @@ KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="Id or prefix of
 
 
 @key.command("create")
-@calls(admin_client, options=options_of(KEY_TERMS))
+@calls(admin_client, options=options_of(TERMS["key"]))
 def create_key(
     client: AdminClient,
     name: Annotated[
@@ -237,7 +237,7 @@ def create_key(
         name,
         lifetime=lifetime,
         allow_existing=if_missing,
-        **values_of(KEY_TERMS, terms),
+        **values_of(TERMS["key"], terms),
     )
     if as_json:
         print_json(created)
@@ -287,7 +287,7 @@ def rotate_key(
 
 
 @key.command("update")
-@calls(admin_client, options=options_of(KEY_TERMS))
+@calls(admin_client, options=options_of(TERMS["key"]))
 def update_key(
     client: AdminClient,
     api_key_ref: KeyArgument,
@@ -305,9 +305,9 @@ def update_key(
     **terms: Any,
 ) -> Output:
     """Change the name, expiry or permissions of a key. Omitted options stay unchanged."""
-    given = values_of(KEY_TERMS, terms)
+    given = values_of(TERMS["key"], terms)
     if not (given or all_models or all_networks or never_expires) and name is expires_in is None:
-        flags = ", ".join(each.names.replace("/", ", ") for each in KEY_TERMS)
+        flags = ", ".join(each.names.replace("/", ", ") for each in TERMS["key"])
         raise typer.BadParameter(
             f"give at least one of --name, {flags}, --all-models, --all-networks, --expires-in or"
             " --never-expires"
@@ -429,7 +429,7 @@ quota = typer.Typer(help="Set, show and remove limits.", no_args_is_help=True)
 
 
 @quota.command("set")
-@calls(admin_client, options=options_of(QUOTA_TERMS))
+@calls(admin_client, options=options_of(TERMS["quota"]))
 def set_quota(
     client: AdminClient,
     dimension: Annotated[
@@ -477,7 +477,7 @@ def set_quota(
         limit,
         model=model,
         for_new_keys=new_keys,
-        **values_of(QUOTA_TERMS, terms),
+        **values_of(TERMS["quota"], terms),
     )
     return changed(status)
 

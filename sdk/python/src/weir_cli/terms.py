@@ -68,74 +68,86 @@ class Term:
         return Annotated[KINDS[self.kind][1], option], ... if self.required else None
 
 
-KEY_TERMS = (
-    Term(
-        "scopes",
-        "words",
-        "inference, admin or billing; repeatable. Default of a new key: inference.",
-        "--scope",
+# By the kind of their object.
+TERMS = {
+    "key": (
+        Term(
+            "scopes",
+            "words",
+            "inference, admin or billing; repeatable. Default of a new key: inference.",
+            "--scope",
+        ),
+        Term(
+            "models", "words", "Allowed model; repeatable. Default: all.", "--model", label="models"
+        ),
+        Term(
+            "allowed_networks",
+            "words",
+            "Allowed client network, such as 203.0.113.0/24; repeatable. Default: all.",
+            "--network",
+            label="networks",
+        ),
+        Term(
+            "max_input_tokens",
+            "count",
+            "Limit of input tokens per request. 0: no limit.",
+            label="max input tokens",
+        ),
+        Term(
+            "max_output_tokens",
+            "count",
+            "Limit of output tokens per request, all choices together. 0: no limit.",
+            label="max output tokens",
+        ),
+        Term(
+            "strict_parameters",
+            "switch",
+            "Refuse unknown parameters over HTTP. Default of a new key: no.",
+            "--strict-parameters/--no-strict-parameters",
+            label="unknown parameters",
+            shown="refused",
+        ),
     ),
-    Term("models", "words", "Allowed model; repeatable. Default: all.", "--model", label="models"),
-    Term(
-        "allowed_networks",
-        "words",
-        "Allowed client network, such as 203.0.113.0/24; repeatable. Default: all.",
-        "--network",
-        label="networks",
+    "quota": (
+        Term(
+            "enforced",
+            "switch",
+            "Refuse requests beyond it, or only count them (shadow mode). Default: unchanged.",
+            "--enforce/--watch",
+        ),
+        Term("input_weight", "weight", WEIGHT_HELP),
+        Term("cached_input_weight", "weight", WEIGHT_HELP, "--cached-weight"),
+        Term("output_weight", "weight", WEIGHT_HELP),
+        Term(
+            "alert_at",
+            "percentages",
+            "Percentages that alert, such as 50,80,100; or none. Default: unchanged, at first"
+            " these.",
+        ),
     ),
-    Term(
-        "max_input_tokens",
-        "count",
-        "Limit of input tokens per request. 0: no limit.",
-        label="max input tokens",
+    "price": (
+        Term(
+            "input", "price", "Per million input tokens, in units of the currency.", required=True
+        ),
+        Term(
+            "cached_input",
+            "price",
+            "Per million input tokens from the prefix cache. Default: same as --input.",
+        ),
+        Term("output", "price", "Per million output tokens.", required=True),
+        Term(
+            "reasoning",
+            "price",
+            "Per million output tokens of thinking. Default: same as --output.",
+        ),
+        Term("embedding", "price", "Per million embedded tokens. Default: unchanged, at first 0."),
+        Term(
+            "batch_multiplier",
+            "multiplier",
+            "Batch tier's fraction of these prices, such as 0.5. Default: unchanged, at first 1.",
+        ),
     ),
-    Term(
-        "max_output_tokens",
-        "count",
-        "Limit of output tokens per request, all choices together. 0: no limit.",
-        label="max output tokens",
-    ),
-    Term(
-        "strict_parameters",
-        "switch",
-        "Refuse unknown parameters over HTTP. Default of a new key: no.",
-        "--strict-parameters/--no-strict-parameters",
-        label="unknown parameters",
-        shown="refused",
-    ),
-)
-QUOTA_TERMS = (
-    Term(
-        "enforced",
-        "switch",
-        "Refuse requests beyond it, or only count them (shadow mode). Default: unchanged.",
-        "--enforce/--watch",
-    ),
-    Term("input_weight", "weight", WEIGHT_HELP),
-    Term("cached_input_weight", "weight", WEIGHT_HELP, "--cached-weight"),
-    Term("output_weight", "weight", WEIGHT_HELP),
-    Term(
-        "alert_at",
-        "percentages",
-        "Percentages that alert, such as 50,80,100; or none. Default: unchanged, at first these.",
-    ),
-)
-PRICE_TERMS = (
-    Term("input", "price", "Per million input tokens, in units of the currency.", required=True),
-    Term(
-        "cached_input",
-        "price",
-        "Per million input tokens from the prefix cache. Default: same as --input.",
-    ),
-    Term("output", "price", "Per million output tokens.", required=True),
-    Term("reasoning", "price", "Per million output tokens of thinking. Default: same as --output."),
-    Term("embedding", "price", "Per million embedded tokens. Default: unchanged, at first 0."),
-    Term(
-        "batch_multiplier",
-        "multiplier",
-        "Batch tier's fraction of these prices, such as 0.5. Default: unchanged, at first 1.",
-    ),
-)
+}
 
 
 def options_of(terms: Iterable[Term]) -> dict[str, tuple[Any, Any]]:
@@ -154,7 +166,7 @@ def values_of(terms: Iterable[Term], given: Mapping[str, Any]) -> dict[str, Any]
 
 def restrictions(key: ApiKey | KeyRestrictions) -> Iterator[tuple[str, str]]:
     """Yield the label and the text of each term that restricts a key."""
-    for term in KEY_TERMS:
+    for term in TERMS["key"]:
         value = getattr(key, term.field)
         if term.label and value:
             if term.kind == "words":
