@@ -98,23 +98,44 @@ TYPES = {
     "QuotaStatus.enforced": ("bool", "True"),
 }
 RENAMED = {"Quote.retry_delay": "retry_after_s"}
+# The fields of a value are in the order of their numbers, which a later release cannot change, so
+# that values can be constructed by position. These began with other fields before that.
+FIRST = {
+    "Alert": "alert_id organization_id organization_name currency_code",
+    "ApiKey": (
+        "api_key_id organization_id project_id name prefix scopes create_time expire_time"
+        " revoke_time overlap_end_time models allowed_networks max_input_tokens max_output_tokens"
+        " strict_parameters"
+    ),
+    "ConfigurationChange": "action kind path fields",
+    "Invoice": (
+        "number organization_id organization_name month issue_time issued_by lines exact_total"
+        " carried_in carried_out total credited tax_note credit_notes"
+    ),
+    "KeyRestrictions": ("prefix scopes models max_input_tokens max_output_tokens allowed_networks"),
+    "MonthReport": "organization_id",
+    "Plan": "name version configuration",
+    "UsageForecast": (
+        "organization_name month as_of_time month_to_date expected low high confidence_percent"
+        " complete_day_count method warnings"
+    ),
+    "UsagePage": "rows total has_more",
+}
 TYPESCRIPT_ROOTS = (
     "FinishReason", "Generation", "KeyRestrictions", "Model", "ProgressFrame.Stage",
     "QuoteResponse", "TokenLogprobs",
 )  # fmt: skip
 TYPESCRIPT_LEFT_OUT = frozenset({"Generation.receipts"})  # Python checks them; it only counts them
 LEFT_OUT = frozenset({"UsagePage.next_page_token"})
-# Fields that the client adds: type, default, and comment.
+# Fields that the client adds: type, default, options and comment.
 ADDED = {
-    "Invoice": ["credit_notes: tuple[Adjustment, ...] = ()", "Its credit notes."],
-    "Plan": [
-        'name: str = field(default="", metadata={"source": "configuration.name"})',
-        "Name of the plan.",
-        "existed: bool = False",
-        "True if creating it found an identical version.",
-    ],
-    "PlanAssignment": ["existed: bool = False", "True if it was assigned before."],
-    "UsagePage": ["has_more: bool = False", "True if another page follows."],
+    "Invoice": {"credit_notes": ("tuple[Adjustment, ...]", "()", "", "Its credit notes.")},
+    "Plan": {
+        "name": ("str", '""', 'metadata={"source": "configuration.name"}', "Name of the plan."),
+        "existed": ("bool", "False", "", "True if creating it found an identical version."),
+    },
+    "PlanAssignment": {"existed": ("bool", "False", "", "True if it was assigned before.")},
+    "UsagePage": {"has_more": ("bool", "False", "", "True if another page follows.")},
 }
 # Enumerations whose values are their names in capitals, or with underscores; others have hyphens.
 IN_CAPITALS = frozenset({"FinishReason", "Stage", "GenerationState", "ModelTask"})
@@ -347,13 +368,14 @@ def is_map(element: Element) -> bool:
 
 
 def value_class(found: Contract, element: Element) -> Iterator[str]:
-    """Write the dataclass of a message, whose fields are in the contract's order."""
-    yield "@dataclass(frozen=True, slots=True, kw_only=True)"
+    """Write the dataclass of a message. Fields before one without a default have none either."""
+    yield "@dataclass(frozen=True, slots=True)"
     yield f"class {element.value}({BASES.get(element.value, 'Value')}):"
     yield from docstring(found.text(element.comment), "    ")
     yield ""
-    fields: list[tuple[str, str]] = []
-    for each, comment in zip(element.proto.field, element.comments, strict=True):
+    fields: dict[str, tuple[str, str, str, str]] = {}
+    numbered = zip(element.proto.field, element.comments, strict=True)
+    for each, comment in sorted(numbered, key=lambda pair: pair[0].number):
         name = f"{element.value}.{each.name}"
         if name in LEFT_OUT:
             continue
@@ -361,16 +383,24 @@ def value_class(found: Contract, element: Element) -> Iterator[str]:
         attribute = RENAMED.get(name, each.name)
         if each.type_name.endswith(".Duration") and name not in RENAMED:
             attribute += "_s"
+        options = ""
         if each.name == "secret":
-            default = 'field(default="", repr=False)'  # kept out of logs
+            options = "repr=False"  # kept out of logs
         if name in RENAMED:
-            default = f'field(default={default}, metadata={{"source": "{each.name}"}})'
-        suffix = f" = {default}" if default else ""
-        fields.append((f"{attribute}: {kind}{suffix}", found.text(comment)))
-    added = ADDED.get(element.value, [])
-    fields += zip(added[::2], added[1::2], strict=True)
-    for line, comment in fields:
-        yield f"    {line}"
+            options = f'metadata={{"source": "{each.name}"}}'
+        fields[attribute] = kind, default, options, found.text(comment)
+    for attribute, added in ADDED.get(element.value, {}).items():
+        fields[attribute] = added
+    order = list(dict.fromkeys([*FIRST.get(element.value, "").split(), *fields]))
+    required = max((n for n, name in enumerate(order) if not fields[name][1]), default=-1)
+    for number, name in enumerate(order):
+        kind, default, options, comment = fields[name]
+        if number <= required:
+            default, options = "", options and f"field({options})"
+        elif options:
+            default, options = "", f"field(default={default}, {options})"
+        suffix = default or options
+        yield f"    {name}: {kind}" + (f" = {suffix}" if suffix else "")
         yield from docstring(comment, "    ")
     yield ""
 

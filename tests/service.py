@@ -41,8 +41,8 @@ from api.generation.request.registry import RequestRegistry
 from api.queue.fair_queue import QueueStatistics
 from inference.native import loader
 from inference.text.tokenizer import Tokenizer
-from metering.core.models import QuotaDimension, QuotaSubject
-from metering.pricing.prices import set_price
+from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
+from metering.pricing.prices import PriceTerms, set_price
 from metering.quotas.quota_admin import set_quota
 from metering.store.db import create_engine, create_sessions
 from metering.tenants.api_keys import KeyRecord, create_api_key, revoke_api_key
@@ -307,8 +307,8 @@ class Service:
                     session,
                     subject=QuotaSubject.ORGANIZATION,
                     subject_ref=name,
-                    dimension=dimension,
-                    limit_value=limit,
+                    key=QuotaKey(dimension),
+                    terms=QuotaTerms(limit),
                     actor="test",
                 )
         return Tenant(name, organization.id, project.id, key, secret)
@@ -339,8 +339,8 @@ class Service:
                 session,
                 subject=QuotaSubject.ORGANIZATION,
                 subject_ref=tenant.name,
-                dimension=dimension,
-                limit_value=limit,
+                key=QuotaKey(dimension),
+                terms=QuotaTerms(limit),
                 actor="test",
             )
 
@@ -676,10 +676,12 @@ async def price_model(session: AsyncSession, model: str = MODEL) -> None:
     """Set the tests' prices in USD."""
     await set_price(
         session,
-        model=model,
-        input_picos_per_token=INPUT_PICOS,
-        cached_input_picos_per_token=CACHED_PICOS,
-        output_picos_per_token=OUTPUT_PICOS,
+        PriceTerms(
+            model=model,
+            input_picos_per_token=INPUT_PICOS,
+            cached_input_picos_per_token=CACHED_PICOS,
+            output_picos_per_token=OUTPUT_PICOS,
+        ),
         actor="test",
     )
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import AsyncIterator, Awaitable
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -18,6 +19,10 @@ from metering.store.db import Sessions
 from metering.tenants import admin_requests
 from metering.tenants.admin_requests import take_changes_lock
 from metering.tenants.authentication import Principal
+
+S = TypeVar("S", bound="AuthenticatedServicer")
+R = TypeVar("R", bound="Repeatable")
+A = TypeVar("A")
 
 
 class Repeatable(Protocol):
@@ -39,27 +44,6 @@ class CallerTransaction:
     @property
     def actor(self) -> str:
         return self.principal.key_prefix
-
-    async def earlier(self, request: Repeatable) -> str | None:
-        """Return the id of the object that an earlier call with this request created.
-
-        None if this is the first call; the caller must then call `record`. Raises: InvalidRequest.
-        """
-        if not request.request_id:
-            return None
-        request_id, rest = wire.parse_request_id(request.request_id), copy.copy(request)
-        rest.request_id = ""  # equal ids may differ in spelling
-        payload = rest.SerializeToString(deterministic=True)
-        return await admin_requests.earlier_subject(
-            self.session, request_id, type(request).__name__, payload
-        )
-
-    async def record(self, request: Repeatable, subject_id: object) -> None:
-        """Store the id of the object that this request created, for retries to return."""
-        if request.request_id:
-            await admin_requests.made(
-                self.session, wire.parse_request_id(request.request_id), str(subject_id)
-            )
 
 
 class AuthenticatedServicer:
@@ -90,6 +74,37 @@ class AuthenticatedServicer:
     async def _transaction(self, context: Context) -> AsyncIterator[tuple[AsyncSession, str]]:
         async with self._acting(context) as acting:
             yield acting.session, acting.actor
+
+
+Act = Callable[[S, R, CallerTransaction, str], Awaitable[tuple[object, A]]]
+
+
+def once(act: Act[S, R, A]) -> Callable[[S, R, Context], Awaitable[A]]:
+    """Make an RPC that acts only once for each request id. Raises: InvalidRequest, RequestIdReused.
+
+    `act` gets the request, the caller's transaction, and the id of the object that an earlier call
+    of this request made; empty for the first call. It returns the object's id and the response.
+    """
+
+    @functools.wraps(act)
+    async def call(self: S, request: R, context: Context) -> A:
+        async with self._acting(context) as acting:
+            if not request.request_id:
+                return (await act(self, request, acting, ""))[1]
+            request_id, rest = wire.parse_request_id(request.request_id), copy.copy(request)
+            rest.request_id = ""  # equal ids may differ in spelling
+            earlier = await admin_requests.earlier_subject(
+                acting.session,
+                request_id,
+                type(request).__name__,
+                rest.SerializeToString(deterministic=True),
+            )
+            subject_id, response = await act(self, request, acting, earlier or "")
+            if earlier is None:
+                await admin_requests.made(acting.session, request_id, str(subject_id))
+            return response
+
+    return call
 
 
 async def removed(removal: Awaitable[object], *, allow_missing: bool) -> bool:

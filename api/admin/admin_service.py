@@ -13,7 +13,7 @@ from weir.v1 import admin_service_pb2_grpc as pb_grpc
 from weir.v1 import alerts_pb2 as alert_pb
 
 from api.access.auth import Authenticator
-from api.access.servicer import AuthenticatedServicer, removed
+from api.access.servicer import AuthenticatedServicer, CallerTransaction, once, removed
 from api.admin.configuration_calls import ConfigurationCalls, InThread, at_once, json_text
 from api.admin.live_calls import LiveCalls, ReplicaCalls
 from api.admin.price_calls import PlanCalls, PriceCalls
@@ -37,25 +37,25 @@ class WebhookCalls(AuthenticatedServicer):
 
     _private_webhooks: bool
 
+    @once
     async def SetAlertWebhook(
-        self, request: alert_pb.SetAlertWebhookRequest, context: Context
-    ) -> alert_pb.SetAlertWebhookResponse:
+        self, request: alert_pb.SetAlertWebhookRequest, acting: CallerTransaction, earlier: str
+    ) -> tuple[object, alert_pb.SetAlertWebhookResponse]:
         """Create a webhook. Only the first response has its secret; a retry returns it without."""
-        async with self._acting(context) as acting:
-            if (earlier := await acting.earlier(request)) is not None:
-                existing = await webhooks.list_webhooks(acting.session, organization=earlier)
-                return alert_pb.SetAlertWebhookResponse(
-                    webhook=webhook_message(existing[0]) if existing else None
-                )
-            state, secret = await webhooks.set_webhook(
-                acting.session,
-                organization=request.organization,
-                url=request.url,
-                private=self._private_webhooks,
-                actor=acting.actor,
-            )
-            await acting.record(request, state.organization.id)
-            return alert_pb.SetAlertWebhookResponse(webhook=webhook_message(state), secret=secret)
+        if earlier:
+            existing = await webhooks.list_webhooks(acting.session, organization=earlier)
+            found = webhook_message(existing[0]) if existing else None
+            return earlier, alert_pb.SetAlertWebhookResponse(webhook=found)
+        state, secret = await webhooks.set_webhook(
+            acting.session,
+            organization=request.organization,
+            url=request.url,
+            private=self._private_webhooks,
+            actor=acting.actor,
+        )
+        return state.organization.id, alert_pb.SetAlertWebhookResponse(
+            webhook=webhook_message(state), secret=secret
+        )
 
     async def ListAlertWebhooks(
         self, request: alert_pb.ListAlertWebhooksRequest, context: Context
@@ -75,20 +75,17 @@ class WebhookCalls(AuthenticatedServicer):
                 deleted=await removed(removal, allow_missing=request.allow_missing)
             )
 
+    @once
     async def TestAlertWebhook(
-        self, request: alert_pb.TestAlertWebhookRequest, context: Context
-    ) -> alert_pb.TestAlertWebhookResponse:
-        async with self._acting(context) as acting:
-            if (earlier := await acting.earlier(request)) is not None:
-                alert_id = uuid.UUID(earlier)
-            else:
-                alert_id = await webhooks.try_webhook(
-                    acting.session, organization=request.organization
-                )
-                await acting.record(request, alert_id)
-            return alert_pb.TestAlertWebhookResponse(
-                alert=alert_message(await find_alert(acting.session, alert_id))
-            )
+        self, request: alert_pb.TestAlertWebhookRequest, acting: CallerTransaction, earlier: str
+    ) -> tuple[object, alert_pb.TestAlertWebhookResponse]:
+        alert_id = (
+            uuid.UUID(earlier)
+            if earlier
+            else await webhooks.try_webhook(acting.session, organization=request.organization)
+        )
+        alert = alert_message(await find_alert(acting.session, alert_id))
+        return alert_id, alert_pb.TestAlertWebhookResponse(alert=alert)
 
 
 class AuditCalls(AuthenticatedServicer):

@@ -30,7 +30,7 @@ from weir.v1 import usage_reports_pb2 as usage_pb
 
 from api.access.auth import Authenticator
 from api.access.scopes import Scope
-from api.access.servicer import AuthenticatedServicer
+from api.access.servicer import AuthenticatedServicer, CallerTransaction, once
 from api.core import wire
 from api.core.errors import TooManyReports
 from api.core.interceptor import Context
@@ -477,40 +477,28 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
                 ],
             )
 
+    @once
     async def CreateAdjustment(
-        self, request: months_pb2.CreateAdjustmentRequest, context: Context
-    ) -> months_pb2.CreateAdjustmentResponse:
-        propose = partial(adjustments.create_adjustment, organization=request.organization)
-        record = await self._proposed(request, context, propose)
-        return months_pb2.CreateAdjustmentResponse(adjustment=record)
-
-    async def CreateCreditNote(
-        self, request: months_pb2.CreateCreditNoteRequest, context: Context
-    ) -> months_pb2.CreateCreditNoteResponse:
-        propose = partial(adjustments.create_credit_note, invoice_number=request.invoice_number)
-        record = await self._proposed(request, context, propose)
-        return months_pb2.CreateCreditNoteResponse(credit_note=record)
-
-    async def _proposed(
         self,
-        request: months_pb2.CreateAdjustmentRequest | months_pb2.CreateCreditNoteRequest,
-        context: Context,
-        propose: Callable[..., Awaitable[AdjustmentRecord]],
-    ) -> months_pb2.Adjustment:
-        """Propose an adjustment. A retry returns the adjustment that the first call proposed."""
-        async with self._acting(context) as acting:
-            if (earlier := await acting.earlier(request)) is not None:
-                found = await adjustments.find_adjustment(acting.session, uuid.UUID(earlier))
-                return adjustment_message(found)
-            record = await propose(
-                acting.session,
-                amount_picos=wire.picos_of(request.amount),
-                currency_code=request.amount.currency_code,
-                reason=request.reason,
-                actor=acting.actor,
-            )
-            await acting.record(request, record.id)
-            return adjustment_message(record)
+        request: months_pb2.CreateAdjustmentRequest,
+        acting: CallerTransaction,
+        earlier: str,
+    ) -> tuple[object, months_pb2.CreateAdjustmentResponse]:
+        propose = partial(adjustments.create_adjustment, organization=request.organization)
+        record = await proposed(request, acting, earlier, propose)
+        return record.id, months_pb2.CreateAdjustmentResponse(adjustment=adjustment_message(record))
+
+    @once
+    async def CreateCreditNote(
+        self,
+        request: months_pb2.CreateCreditNoteRequest,
+        acting: CallerTransaction,
+        earlier: str,
+    ) -> tuple[object, months_pb2.CreateCreditNoteResponse]:
+        propose = partial(adjustments.create_credit_note, invoice_number=request.invoice_number)
+        record = await proposed(request, acting, earlier, propose)
+        note = adjustment_message(record)
+        return record.id, months_pb2.CreateCreditNoteResponse(credit_note=note)
 
     async def ApproveAdjustment(
         self, request: months_pb2.ApproveAdjustmentRequest, context: Context
@@ -543,6 +531,24 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
                 session, organization.id, undecided_only=request.undecided_only
             )
             return months_pb2.ListAdjustmentsResponse(adjustments=map(adjustment_message, found))
+
+
+async def proposed(
+    request: months_pb2.CreateAdjustmentRequest | months_pb2.CreateCreditNoteRequest,
+    acting: CallerTransaction,
+    earlier: str,
+    propose: Callable[..., Awaitable[AdjustmentRecord]],
+) -> AdjustmentRecord:
+    """Propose an adjustment, or find the one that an earlier call proposed."""
+    if earlier:
+        return await adjustments.find_adjustment(acting.session, uuid.UUID(earlier))
+    return await propose(
+        acting.session,
+        amount_picos=wire.picos_of(request.amount),
+        currency_code=request.amount.currency_code,
+        reason=request.reason,
+        actor=acting.actor,
+    )
 
 
 def may_see(reader: Principal, organization_id: object) -> bool:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from weir.v1 import admin_service_pb2 as pb
 from weir.v1 import configuration_pb2
+from weir.v1.types_pb2 import AlertThresholds
 
 from api.access.servicer import AuthenticatedServicer
 from api.core import wire
@@ -23,23 +26,21 @@ from metering.configuration.configuration import (
     ConfigurationViolation,
     KeySpec,
     OrganizationSpec,
-    PriceSpec,
     ProjectSpec,
-    QuotaKey,
     QuotaSpec,
     apply_configuration,
     present_state,
     stated_thresholds,
 )
-from metering.core.models import record_of
+from metering.core.models import QuotaKey, QuotaTerms, record_of, values_of
 from metering.invoicing.documents import check_shown
 from metering.invoicing.invoice_document import Issuer
+from metering.pricing.prices import PriceTerms
 from metering.quotas.quota_admin import THRESHOLDS_MAX
 from metering.tenants.authentication import Principal
 from metering.tenants.networks import normalized
 
 InThread = Callable[[Principal, int, Callable[[], Any]], Awaitable[Any]]
-WEIGHTS = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")
 
 
 # Names in messages of columns that hold times.
@@ -125,7 +126,7 @@ class Parsing:
             self.organization(f"organizations[{n}]", each)
             for n, each in enumerate(message.organizations)
         )
-        prices = (price_spec(f"prices[{n}]", each) for n, each in enumerate(message.prices))
+        prices = (price_terms(each, f"prices[{n}].") for n, each in enumerate(message.prices))
         return Configuration(tuple(organizations), tuple(prices))
 
     def organization(
@@ -182,7 +183,6 @@ class Parsing:
                     f"{path}.dimension", "is required: name the dimension of the quota"
                 )
             )
-        set_fields = {field.name for field, _ in message.ListFields()}
         given = [
             message.HasField("override_limit_value"),
             message.HasField("override_end_time"),
@@ -198,13 +198,9 @@ class Parsing:
         key = QuotaKey(
             dimension or next(iter(wire.DIMENSION_NUMBERS)), message.model, message.for_new_keys
         )
-        values = {
-            name: getattr(message, name) for name in ("enforced", *WEIGHTS) if name in set_fields
-        }
-        if message.HasField("alert_at"):
-            values["alert_at"] = stated_thresholds(
-                key.dimension, message.alert_at.values[: THRESHOLDS_MAX + 1]
-            )
+        values = stated_terms(message)
+        if "alert_at" in values:
+            values["alert_at"] = stated_thresholds(key.dimension, values["alert_at"])
         if all(given):
             values |= {
                 "override_limit_value": message.override_limit_value,
@@ -213,19 +209,27 @@ class Parsing:
             values["override_until"] = wire.parse_timestamp(
                 message.override_end_time, f"{path}.override_end_time"
             )
-        return key, QuotaSpec(limit_value=message.limit_value, **values)
+        return key, QuotaSpec(**values)
 
 
-def price_spec(path: str, message: configuration_pb2.PriceConfiguration) -> PriceSpec:
-    return record_of(
-        PriceSpec,
-        message,
-        currency_code=message.currency_code or ("" if message.organization else "USD"),
-        embedding_picos_per_token=wire.given(message, "embedding_picos_per_token"),
-        reasoning_picos_per_token=wire.given(message, "reasoning_picos_per_token"),
-        batch_multiplier_milli=wire.given(message, "batch_multiplier_milli"),
-        effective_at=wire.given_time(message, "effective_time", f"{path}.effective_time"),
-    )
+def stated_terms(
+    message: pb.SetQuotaRequest | configuration_pb2.QuotaConfiguration,
+) -> dict[str, Any]:
+    """Read the terms of a limit that a message states, by name."""
+    terms = wire.stated_terms(message, QuotaTerms)
+    if "alert_at" in terms:
+        terms["alert_at"] = tuple(message.alert_at.values[: THRESHOLDS_MAX + 1])
+    return terms
+
+
+def price_terms(
+    message: pb.SetPriceRequest | configuration_pb2.PriceConfiguration, path: str = ""
+) -> PriceTerms:
+    """Read the terms of a price. `path` precedes the name of a field in errors."""
+    terms = wire.stated_terms(message, PriceTerms)
+    terms["currency_code"] = message.currency_code or ("" if message.organization else "USD")
+    effective_at = wire.given_time(message, "effective_time", f"{path}effective_time")
+    return PriceTerms(**terms, effective_at=effective_at)
 
 
 def configuration_message(configuration: Configuration) -> configuration_pb2.Configuration:
@@ -265,20 +269,12 @@ def project_configuration(project: ProjectSpec) -> configuration_pb2.ProjectConf
 def quota_message(quota: tuple[QuotaKey, QuotaSpec]) -> configuration_pb2.QuotaConfiguration:
     """Convert a quota to a message. Fields with default values stay unset."""
     key, spec = quota
-    message = quota_key_message(key)
-    defaults = QuotaSpec(limit_value=spec.limit_value)
-    message.limit_value = spec.limit_value
-    for name in ("enforced", *WEIGHTS):
-        if getattr(spec, name) != getattr(defaults, name):
-            setattr(message, name, getattr(spec, name))
+    usual, stated = (values_of(QuotaTerms, each) for each in (QuotaTerms(0), spec))
+    terms = {name: None if value == usual[name] else value for name, value in stated.items()}
     if spec.alert_at is not None:
-        message.alert_at.SetInParent()
-        message.alert_at.values.extend(spec.alert_at)
-    if spec.override_until is not None:
-        message.override_limit_value = spec.override_limit_value or 0
-        message.override_end_time.FromDatetime(spec.override_until)
-        message.override_reason = spec.override_reason or ""
-    return message
+        terms["alert_at"] = AlertThresholds(values=spec.alert_at)
+    kind, until = configuration_pb2.QuotaConfiguration, spec.override_until
+    return wire.message_of(kind, spec, **asdict(key), **terms, override_end_time=until)
 
 
 def quota_key_message(key: QuotaKey) -> configuration_pb2.QuotaConfiguration:

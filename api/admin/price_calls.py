@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from datetime import date
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as pb
-from weir.v1 import configuration_pb2
 from weir.v1 import plans_pb2 as plan_pb
 from weir.v1 import prices_pb2 as price_pb
 
-from api.access.servicer import AuthenticatedServicer
+from api.access.servicer import AuthenticatedServicer, CallerTransaction, once
+from api.admin.configuration_calls import price_terms
 from api.core import wire
 from api.core.interceptor import Context
 from metering.core.errors import InvalidValue
-from metering.core.models import TokenKind, record_of
+from metering.core.models import TokenKind
 from metering.ledger.ledger import month_bounds
 from metering.plans import plan_admin, prepaid, simulation
 from metering.plans.plans import Allowance, LineKind, PlanRules, PriceStep, Selector, TieredPrice
@@ -39,7 +39,7 @@ class PriceCalls(AuthenticatedServicer):
             matches = await simulation.simulate(
                 session,
                 month=request.month,
-                prices=[proposed_price(each) for each in request.prices],
+                prices=list(map(price_terms, request.prices)),
                 plans=[
                     proposed_plan(f"plans[{index}]", each)
                     for index, each in enumerate(request.plans)
@@ -60,56 +60,36 @@ class PriceCalls(AuthenticatedServicer):
         ]
         return plan_pb.SimulatePricesResponse(customers=customers)
 
-    async def SetPrice(self, request: pb.SetPriceRequest, context: Context) -> pb.SetPriceResponse:
+    @once
+    async def SetPrice(
+        self, request: pb.SetPriceRequest, acting: CallerTransaction, earlier: str
+    ) -> tuple[object, pb.SetPriceResponse]:
         """Add a price version, and a second one for the batch tier if the batch price differs."""
-        effective_at = wire.given_time(request, "effective_time")
-        async with self._acting(context) as acting:
-            if (earlier := await acting.earlier(request)) is not None:
-                price = await prices.get_price(acting.session, int(earlier))
-            else:
-                price = await prices.set_price(
-                    acting.session,
-                    model=request.model,
-                    currency_code=request.currency_code,
-                    input_picos_per_token=request.input_picos_per_token,
-                    cached_input_picos_per_token=request.cached_input_picos_per_token,
-                    output_picos_per_token=request.output_picos_per_token,
-                    embedding_picos_per_token=wire.given(request, "embedding_picos_per_token"),
-                    reasoning_picos_per_token=wire.given(request, "reasoning_picos_per_token"),
-                    organization=request.organization,
-                    batch_multiplier_milli=wire.given(request, "batch_multiplier_milli"),
-                    effective_at=effective_at,
-                    actor=acting.actor,
-                )
-                await acting.record(request, price.prices.version)
-            written = await prices.versions_of_change(acting.session, price)
-            names = await owner_names(acting.session, written)
-            return pb.SetPriceResponse(
-                version=price.prices.version,
-                versions=[version_message(each, names) for each in written],
-            )
+        if earlier:
+            price = await prices.get_price(acting.session, int(earlier))
+        else:
+            terms = price_terms(request)
+            price = await prices.set_price(acting.session, terms, actor=acting.actor)
+        versions = await versions_of_change(acting.session, price)
+        number = price.prices.version
+        return number, pb.SetPriceResponse(version=number, versions=versions)
 
+    @once
     async def WithdrawPrice(
-        self, request: price_pb.WithdrawPriceRequest, context: Context
-    ) -> price_pb.WithdrawPriceResponse:
-        effective_at = wire.given_time(request, "effective_time")
-        async with self._acting(context) as acting:
-            if (earlier := await acting.earlier(request)) is not None:
-                price = await prices.get_price(acting.session, int(earlier))
-            else:
-                price, *_ = await prices.withdraw_price(
-                    acting.session,
-                    model=request.model,
-                    organization=request.organization,
-                    effective_at=effective_at,
-                    actor=acting.actor,
-                )
-                await acting.record(request, price.prices.version)
-            written = await prices.versions_of_change(acting.session, price)
-            names = await owner_names(acting.session, written)
-            return price_pb.WithdrawPriceResponse(
-                versions=[version_message(each, names) for each in written]
+        self, request: price_pb.WithdrawPriceRequest, acting: CallerTransaction, earlier: str
+    ) -> tuple[object, price_pb.WithdrawPriceResponse]:
+        if earlier:
+            price = await prices.get_price(acting.session, int(earlier))
+        else:
+            price, *_ = await prices.withdraw_price(
+                acting.session,
+                model=request.model,
+                organization=request.organization,
+                effective_at=wire.given_time(request, "effective_time"),
+                actor=acting.actor,
             )
+        versions = await versions_of_change(acting.session, price)
+        return price.prices.version, price_pb.WithdrawPriceResponse(versions=versions)
 
     async def ListPrices(
         self, request: price_pb.ListPricesRequest, context: Context
@@ -143,26 +123,14 @@ class PriceCalls(AuthenticatedServicer):
             )
 
 
-async def owner_names(
-    session: AsyncSession, versions: Collection[ModelPrice]
-) -> dict[uuid.UUID, str]:
-    """Look up the names of the organizations that have price versions of their own."""
-    return await organization_names(
-        session, (each.organization_id for each in versions if each.organization_id is not None)
-    )
-
-
-def proposed_price(message: configuration_pb2.PriceConfiguration) -> simulation.ProposedPrice:
-    rates = {name: getattr(message, name) for name in prices.RATES}
-    if not message.HasField("reasoning_picos_per_token"):
-        rates["reasoning_picos_per_token"] = message.output_picos_per_token
-    multiplier = wire.given(message, "batch_multiplier_milli")
-    return record_of(
-        simulation.ProposedPrice,
-        message,
-        rates=tuple(rates.values()),
-        batch_multiplier_milli=multiplier,
-    )
+async def versions_of_change(
+    session: AsyncSession, price: ModelPrice
+) -> list[price_pb.PriceVersion]:
+    """Describe all versions that the change to a price wrote, one for each tier."""
+    written = await prices.versions_of_change(session, price)
+    owners = (each.organization_id for each in written if each.organization_id is not None)
+    names = await organization_names(session, owners)
+    return [version_message(each, names) for each in written]
 
 
 def proposed_plan(path: str, message: plan_pb.PlanConfiguration) -> simulation.ProposedPlan:
@@ -255,37 +223,34 @@ class PlanCalls(AuthenticatedServicer):
                 assignment=assignment_message(assignment, names), existed=existed
             )
 
+    @once
     async def GrantCredit(
-        self, request: plan_pb.GrantCreditRequest, context: Context
-    ) -> plan_pb.GrantCreditResponse:
+        self, request: plan_pb.GrantCreditRequest, acting: CallerTransaction, earlier: str
+    ) -> tuple[object, plan_pb.GrantCreditResponse]:
         """Grant credit to an organization. A prepaid organization can use it at once."""
-        async with self._acting(context) as acting:
-            if (earlier := await acting.earlier(request)) is None:
-                last_month = parse_month(request.last_month, "last_month")
-                if last_month is None:
-                    raise InvalidValue(
-                        "last_month", "is required: the last month of the credit, as YYYY-MM"
-                    )
-                grant = await prepaid.grant_credit(
-                    acting.session,
-                    organization=request.organization,
-                    amount_picos=request.amount_picos,
-                    first_month=parse_month(request.first_month, "first_month"),
-                    last_month=last_month,
-                    reason=request.reason,
-                    actor=acting.actor,
+        session, actor = acting.session, acting.actor
+        if earlier:
+            grant = await prepaid.find_grant(session, uuid.UUID(earlier))
+        else:
+            last_month = parse_month(request.last_month, "last_month")
+            if last_month is None:
+                raise InvalidValue(
+                    "last_month", "is required: the last month of the credit, as YYYY-MM"
                 )
-                await prepaid.refresh(
-                    acting.session,
-                    grant.organization_id,
-                    actor=acting.actor,
-                    granted_picos=grant.amount_picos,
-                )
-                await acting.record(request, grant.id)
-            else:
-                grant = await prepaid.find_grant(acting.session, uuid.UUID(earlier))
-            names = await organization_names(acting.session, {grant.organization_id})
-            return plan_pb.GrantCreditResponse(grant=grant_message(grant, names))
+            grant = await prepaid.grant_credit(
+                session,
+                organization=request.organization,
+                amount_picos=request.amount_picos,
+                first_month=parse_month(request.first_month, "first_month"),
+                last_month=last_month,
+                reason=request.reason,
+                actor=actor,
+            )
+            await prepaid.refresh(
+                session, grant.organization_id, actor=actor, granted_picos=grant.amount_picos
+            )
+        names = await organization_names(session, {grant.organization_id})
+        return grant.id, plan_pb.GrantCreditResponse(grant=grant_message(grant, names))
 
     async def ListCreditGrants(
         self, request: plan_pb.ListCreditGrantsRequest, context: Context

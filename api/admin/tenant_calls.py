@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,14 +11,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as pb
 from weir.v1.types_pb2 import QuotaStatus
 
-from api.access.servicer import AuthenticatedServicer, removed
-from api.admin.configuration_calls import WEIGHTS
+from api.access.servicer import AuthenticatedServicer, CallerTransaction, once, removed
+from api.admin.configuration_calls import stated_terms
 from api.core import wire
 from api.core.interceptor import Context
 from api.core.messages import effective_quota_statuses, parse_billing_profile, quota_status
 from inference.routing.router import Router
 from metering.core.errors import InvalidValue
-from metering.core.models import Organization, Project
+from metering.core.models import Organization, Project, QuotaKey
 from metering.invoicing.documents import check_shown
 from metering.invoicing.invoice_document import Issuer
 from metering.quotas import quota_admin, quota_states
@@ -47,33 +47,27 @@ class TenantCalls(AuthenticatedServicer):
     _router: Router
     _issuer: Issuer
 
+    @once
     async def CreateOrganization(
-        self, request: pb.CreateOrganizationRequest, context: Context
-    ) -> pb.CreateOrganizationResponse:
-        async with self._acting(context) as acting:
-            existed = True
-            if (earlier := await acting.earlier(request)) is not None:
-                organization = await tenants.find_organization(acting.session, earlier)
+        self, request: pb.CreateOrganizationRequest, acting: CallerTransaction, earlier: str
+    ) -> tuple[object, pb.CreateOrganizationResponse]:
+        session, existed = acting.session, bool(earlier)
+        if earlier:
+            organization = await tenants.find_organization(session, earlier)
+        else:
+            fields = {
+                "name": request.name,
+                "currency_code": request.currency_code or "USD",
+                "actor": acting.actor,
+            }
+            if request.allow_existing:
+                organization, existed = await admin_requests.ensure_organization(session, **fields)
             else:
-                fields = {
-                    "name": request.name,
-                    "currency_code": request.currency_code or "USD",
-                    "actor": acting.actor,
-                }
-                if request.allow_existing:
-                    organization, existed = await admin_requests.ensure_organization(
-                        acting.session, **fields
-                    )
-                else:
-                    organization, existed = (
-                        await tenants.create_organization(acting.session, **fields),
-                        False,
-                    )
-                await acting.record(request, organization.id)
-            profile = await billing_profile(acting.session, organization.id)
-            return pb.CreateOrganizationResponse(
-                organization=organization_message(organization, profile), existed=existed
-            )
+                organization = await tenants.create_organization(session, **fields)
+        profile = await billing_profile(session, organization.id)
+        return organization.id, pb.CreateOrganizationResponse(
+            organization=organization_message(organization, profile), existed=existed
+        )
 
     async def ListOrganizations(
         self, request: pb.ListOrganizationsRequest, context: Context
@@ -101,25 +95,25 @@ class TenantCalls(AuthenticatedServicer):
                 organization=organization_message(organization, profile)
             )
 
+    @once
     async def CreateProject(
-        self, request: pb.CreateProjectRequest, context: Context
-    ) -> pb.CreateProjectResponse:
-        async with self._acting(context) as acting:
-            existed = True
-            if (earlier := await acting.earlier(request)) is not None:
-                project = await tenants.find_project(acting.session, earlier)
+        self, request: pb.CreateProjectRequest, acting: CallerTransaction, earlier: str
+    ) -> tuple[object, pb.CreateProjectResponse]:
+        session, existed = acting.session, bool(earlier)
+        if earlier:
+            project = await tenants.find_project(session, earlier)
+        else:
+            fields = {
+                "organization": request.organization,
+                "name": request.name,
+                "actor": acting.actor,
+            }
+            if request.allow_existing:
+                project, existed = await admin_requests.ensure_project(session, **fields)
             else:
-                fields = {
-                    "organization": request.organization,
-                    "name": request.name,
-                    "actor": acting.actor,
-                }
-                if request.allow_existing:
-                    project, existed = await admin_requests.ensure_project(acting.session, **fields)
-                else:
-                    project, existed = await tenants.create_project(acting.session, **fields), False
-                await acting.record(request, project.id)
-            return pb.CreateProjectResponse(project=project_message(project), existed=existed)
+                project = await tenants.create_project(session, **fields)
+        response = pb.CreateProjectResponse(project=project_message(project), existed=existed)
+        return project.id, response
 
     async def ListProjects(
         self, request: pb.ListProjectsRequest, context: Context
@@ -128,49 +122,49 @@ class TenantCalls(AuthenticatedServicer):
             projects = await tenants.list_projects(session, organization=request.organization)
             return pb.ListProjectsResponse(projects=map(project_message, projects))
 
+    @once
     async def CreateApiKey(
-        self, request: pb.CreateApiKeyRequest, context: Context
-    ) -> pb.CreateApiKeyResponse:
-        lifetime = wire.given_duration(request, "lifetime")
-        async with self._acting(context) as acting:
-            if (earlier := await acting.earlier(request)) is not None:
-                key = await api_keys.find_api_key(acting.session, earlier)
-                return pb.CreateApiKeyResponse(api_key=key_message(key), existed=True)
+        self, request: pb.CreateApiKeyRequest, acting: CallerTransaction, earlier: str
+    ) -> tuple[object, pb.CreateApiKeyResponse]:
+        session, secret, existed = acting.session, "", bool(earlier)
+        if earlier:
+            key = await api_keys.find_api_key(session, earlier)
+        else:
             fields: dict[str, Any] = {
                 "organization": request.organization,
                 "project": request.project,
                 "name": request.name,
                 "terms": self._terms(request)(KeyTerms()),
-                "lifetime": lifetime,
+                "lifetime": wire.given_duration(request, "lifetime"),
                 "actor": acting.actor,
             }
-            existed = False
             if request.allow_existing:
-                key, secret, existed = await admin_requests.ensure_api_key(acting.session, **fields)
+                key, secret, existed = await admin_requests.ensure_api_key(session, **fields)
             else:
-                key, secret = await api_keys.create_api_key(acting.session, **fields)
-            await acting.record(request, key.id)
-            return pb.CreateApiKeyResponse(api_key=key_message(key), secret=secret, existed=existed)
+                key, secret = await api_keys.create_api_key(session, **fields)
+        return key.id, pb.CreateApiKeyResponse(
+            api_key=key_message(key), secret=secret, existed=existed
+        )
 
+    @once
     async def RotateApiKey(
-        self, request: pb.RotateApiKeyRequest, context: Context
-    ) -> pb.RotateApiKeyResponse:
+        self, request: pb.RotateApiKeyRequest, acting: CallerTransaction, earlier: str
+    ) -> tuple[object, pb.RotateApiKeyResponse]:
         """Replace the secret of a key. Only the first response has the secret; a retry has not."""
-        overlap = wire.given_duration(request, "overlap")
-        overlap = api_keys.OVERLAP if overlap is None else overlap
-        async with self._acting(context) as acting:
-            if (earlier := await acting.earlier(request)) is not None:
-                key = await api_keys.find_api_key(acting.session, earlier)
-                return pb.RotateApiKeyResponse(
-                    api_key=key_message(key), overlap_end_time=wire.timestamp(key.overlap_ends_at)
-                )
+        overlap, secret = wire.given_duration(request, "overlap"), ""
+        if earlier:
+            key = await api_keys.find_api_key(acting.session, earlier)
+            ends_at = key.overlap_ends_at
+        else:
             key, secret, ends_at = await api_keys.rotate_api_key(
-                acting.session, api_key=request.api_key, overlap=overlap, actor=acting.actor
+                acting.session,
+                api_key=request.api_key,
+                overlap=api_keys.OVERLAP if overlap is None else overlap,
+                actor=acting.actor,
             )
-            await acting.record(request, key.id)
-            return pb.RotateApiKeyResponse(
-                api_key=key_message(key), secret=secret, overlap_end_time=wire.timestamp(ends_at)
-            )
+        return key.id, pb.RotateApiKeyResponse(
+            api_key=key_message(key), secret=secret, overlap_end_time=wire.timestamp(ends_at)
+        )
 
     async def UpdateApiKey(
         self, request: pb.UpdateApiKeyRequest, context: Context
@@ -221,8 +215,7 @@ class TenantCalls(AuthenticatedServicer):
 
         Raises: InvalidValue, ModelUnknown.
         """
-        given = {each.name: wire.stated(request, each.name) for each in fields(KeyTerms)}
-        terms = {name: value for name, value in given.items() if value is not None}
+        terms = wire.stated_terms(request, KeyTerms)
         for model in request.models:
             self._router.check_canonical_name(model)
         for name, (everything, shown) in ALLOW_ALL.items():
@@ -278,13 +271,8 @@ class QuotaCalls(AuthenticatedServicer):
                 session,
                 subject=subject,
                 subject_ref=request.subject_ref,
-                model=request.model,
-                dimension=dimension,
-                limit_value=request.limit_value,
-                weights=tuple(wire.given(request, name) for name in WEIGHTS),
-                enforced=wire.given(request, "enforced"),
-                for_new_keys=request.for_new_keys,
-                alert_at=request.alert_at.values if request.HasField("alert_at") else None,
+                key=QuotaKey(dimension, request.model, request.for_new_keys),
+                terms=partial(replace, **stated_terms(request)),
                 actor=actor,
             )
             return pb.SetQuotaResponse(quota=await self._status(session, state))

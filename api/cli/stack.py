@@ -66,7 +66,7 @@ from metering.export.export_settings import (
     webhook_settings,
 )
 from metering.invoicing.invoice_document import Issuer
-from metering.pricing.prices import list_current_prices, set_price
+from metering.pricing.prices import PriceTerms, list_current_prices, set_price
 from metering.receipts.signing import ensure_key, key_path
 from metering.store import embedded_postgres
 from metering.store.db import Sessions, create_engine, create_sessions
@@ -245,11 +245,13 @@ async def ensure_prices(
             input_picos, cached_picos, output_picos, embedding_picos = rates[model]
             await set_price(
                 session,
-                model=model,
-                input_picos_per_token=input_picos,
-                cached_input_picos_per_token=cached_picos,
-                output_picos_per_token=output_picos,
-                embedding_picos_per_token=embedding_picos,
+                PriceTerms(
+                    model=model,
+                    input_picos_per_token=input_picos,
+                    cached_input_picos_per_token=cached_picos,
+                    output_picos_per_token=output_picos,
+                    embedding_picos_per_token=embedding_picos,
+                ),
                 actor=ACTOR,
             )
 

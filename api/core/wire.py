@@ -16,6 +16,7 @@ import hashlib
 import hmac
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
@@ -170,6 +171,13 @@ def stated(message: Message, field: str) -> Any:
     return given(message, field) if kind.has_presence else getattr(message, field)
 
 
+def stated_terms(message: Message, kind: Any) -> dict[str, Any]:
+    """Read the fields of a dataclass that a message states, by name."""
+    known = message.DESCRIPTOR.fields_by_name
+    pairs = ((each.name, stated(message, each.name)) for each in fields(kind) if each.name in known)
+    return {name: value for name, value in pairs if value is not None}
+
+
 def given_time(message: Message, field: str, path: str = "") -> datetime | None:
     """Read the time in an optional field; None if it is unset.
 
@@ -196,7 +204,7 @@ def message_of(kind: type[M], record: object, currency: str = "", /, **values: A
         f"{kind.__name__} has not all of {', '.join(values)}"
     )
     currency = currency or getattr(record, "currency_code", "")
-    fields = {}
+    converted = {}
     for name, convert, attribute in _fields(kind.DESCRIPTOR):
         value = (
             values[name]
@@ -204,8 +212,8 @@ def message_of(kind: type[M], record: object, currency: str = "", /, **values: A
             else getattr(record, name if hasattr(record, name) else attribute)
         )
         if value is not None:
-            fields[name] = convert(value, currency)
-    return kind(**fields)
+            converted[name] = convert(value, currency)
+    return kind(**converted)
 
 
 @functools.cache

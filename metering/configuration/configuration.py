@@ -1,8 +1,8 @@
 """Declarative configuration: organizations, projects, keys, limits and prices; its differences and
 their application.
 
-Field names are those of the published configuration; those of a limit are its columns: a further
-attribute of a limit is one more line in `QuotaSpec`.
+Field names are those of the published configuration; those of keys, limits and prices are their
+columns, declared with their terms.
 
 Changes are made by the functions of the single calls, so a configuration allows exactly the same.
 Each change runs in a savepoint of the caller's transaction, and a refusal becomes an error at its
@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial
 from operator import attrgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sqlalchemy import Select, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -37,21 +37,24 @@ from metering.core.models import (
     Project,
     Quota,
     QuotaDimension,
+    QuotaKey,
     QuotaSubject,
+    QuotaTerms,
     ServiceTier,
     record_of,
 )
 from metering.core.money import checked_currency
 from metering.pricing.prices import (
     MULTIPLIER_SCALE,
+    RATES,
     ModelPrice,
+    PriceTerms,
     TokenPrices,
     set_price,
     versions_in_force,
 )
 from metering.quotas.quota_admin import delete_quota, override_quota, set_quota, usual_thresholds
 from metering.quotas.quota_recount import Uncounted, recount
-from metering.quotas.quota_rules import Weights
 from metering.store.db import database_now
 from metering.tenants.api_keys import create_api_key, revoke_api_key, update_api_key
 from metering.tenants.billing_profiles import (
@@ -100,28 +103,9 @@ CheckProfile = Callable[[BillingProfile], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class QuotaKey:
-    """Fields that identify a limit among those of its subject. `model` is empty for all models."""
+class QuotaSpec(QuotaTerms):
+    """Desired state of a limit. The three override fields are set together or not at all."""
 
-    dimension: QuotaDimension
-    model: str = ""
-    for_new_keys: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class QuotaSpec:
-    """Desired settings of a limit.
-
-    `alert_at` None means the default thresholds. The three override fields are set together or not
-    at all.
-    """
-
-    limit_value: int
-    enforced: bool = True
-    input_weight_milli: int = 1000
-    cached_input_weight_milli: int = 1000
-    output_weight_milli: int = 1000
-    alert_at: tuple[int, ...] | None = None
     override_limit_value: int | None = None
     override_until: datetime | None = None
     override_reason: str | None = None
@@ -129,9 +113,8 @@ class QuotaSpec:
     @classmethod
     def of(cls, quota: Quota, now: datetime) -> QuotaSpec:
         """Read the settings of a stored limit, ignoring an expired override."""
-        spec = cls(**{each.name: getattr(quota, each.name) for each in fields(cls)})
         stated = stated_thresholds(QuotaDimension(quota.dimension), quota.alert_at)
-        return replace(spec, alert_at=stated).without_past_override(now)
+        return record_of(cls, quota, alert_at=stated).without_past_override(now)
 
     def without_past_override(self, now: datetime) -> QuotaSpec:
         """Return a copy without the override if it has expired at `now`."""
@@ -183,31 +166,11 @@ class OrganizationSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class PriceSpec:
-    """Desired price of a model, on the list or one customer's own. None keeps the present value.
-
-    `reasoning_picos_per_token` None means the output price. `currency_code` may be empty: the
-    organization's currency, or USD. `effective_at` None or in the past means now.
-    """
-
-    model: str
-    currency_code: str
-    input_picos_per_token: int
-    cached_input_picos_per_token: int
-    output_picos_per_token: int
-    embedding_picos_per_token: int | None = None
-    reasoning_picos_per_token: int | None = None
-    batch_multiplier_milli: int | None = None
-    organization: str = ""
-    effective_at: datetime | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Configuration:
     """Content of a configuration document."""
 
     organizations: tuple[OrganizationSpec, ...] = ()
-    prices: tuple[PriceSpec, ...] = ()
+    prices: tuple[PriceTerms, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -691,21 +654,8 @@ class Attempts:
                 self.session,
                 subject=subject.kind,
                 subject_ref=str(subject.id),
-                model=key.model,
-                dimension=key.dimension,
-                limit_value=desired.limit_value,
-                weights=Weights(
-                    desired.input_weight_milli,
-                    desired.cached_input_weight_milli,
-                    desired.output_weight_milli,
-                ),
-                enforced=desired.enforced,
-                for_new_keys=key.for_new_keys,
-                alert_at=(
-                    usual_thresholds(key.dimension)
-                    if desired.alert_at is None
-                    else desired.alert_at
-                ),
+                key=key,
+                terms=desired,
                 actor=self.actor,
                 later=self.uncounted,
             ),
@@ -724,7 +674,7 @@ class Attempts:
         action = Action.UPDATE if existing else Action.CREATE
         self.changes.append(Change(action, "quota", subject.shown, changes, quota=key))
 
-    async def _price(self, path: str, desired: PriceSpec) -> None:
+    async def _price(self, path: str, desired: PriceTerms) -> None:
         """Set one price from `effective_at` on. Values that are None keep the present price."""
         at = (
             None
@@ -758,7 +708,7 @@ class Attempts:
         )
         names = [
             each.name
-            for each in fields(PriceSpec)
+            for each in fields(PriceTerms)
             if each.name not in IDENTITY and getattr(named, each.name) is not None
         ]
         reasoning = "reasoning_picos_per_token"
@@ -767,10 +717,8 @@ class Attempts:
         changes = differences(existing, named, names)
         if not changes:
             return
-        terms = {each.name: getattr(named, each.name) for each in fields(PriceSpec)} | {
-            "effective_at": at
-        }
-        await self._attempt(path, lambda: set_price(self.session, **terms, actor=self.actor))
+        terms = replace(named, effective_at=at)
+        await self._attempt(path, lambda: set_price(self.session, terms, actor=self.actor))
         suffix = f" of {named.organization}" if named.organization else ""
         since = f" from {at:%Y-%m-%d %H:%M:%SZ}" if at else ""
         action = Action.UPDATE if existing else Action.CREATE
@@ -827,7 +775,7 @@ async def apply_configuration(
 
 async def price_specs(
     session: AsyncSession, names: dict[uuid.UUID, str], *, listed: bool
-) -> tuple[PriceSpec, ...]:
+) -> tuple[PriceTerms, ...]:
     """List the prices in force of the organizations in `names` and, if `listed`, of the list."""
     found = await versions_in_force(session, all_customers=True)
     versions_of: dict[tuple[str, str, uuid.UUID | None], list[ModelPrice]] = {}
@@ -840,9 +788,9 @@ async def price_specs(
             ).append(each)
     specs = []
     for (model, currency_code, owner), versions in versions_of.items():
-        priced = PriceSpec(
-            model, currency_code, 0, 0, 0, organization="" if owner is None else names[owner]
-        )
+        zeros: dict[str, Any] = dict.fromkeys(RATES, 0)
+        name = "" if owner is None else names[owner]
+        priced = PriceTerms(model=model, currency_code=currency_code, organization=name, **zeros)
         if (spec := spec_of(versions, priced)) is not None:
             multiplier = spec.batch_multiplier_milli
             named = replace(
@@ -854,17 +802,13 @@ async def price_specs(
     return tuple(specs)
 
 
-def spec_of(versions: list[ModelPrice], priced: PriceSpec) -> PriceSpec | None:
+def spec_of(versions: list[ModelPrice], priced: PriceTerms) -> PriceTerms | None:
     """Merge the price versions of both tiers of a model; None without an interactive price."""
     tiers = {each.tier: each for each in versions}
     if ServiceTier.INTERACTIVE not in tiers:
         return None
     prices, batch = tiers[ServiceTier.INTERACTIVE].prices, tiers.get(ServiceTier.BATCH)
-    rates = {
-        each.name: getattr(prices, each.name)
-        for each in fields(PriceSpec)
-        if each.name.endswith("_picos_per_token")
-    }
+    rates = {name: getattr(prices, name) for name in RATES}
     rates["reasoning_picos_per_token"] = own_reasoning_price(prices)
     return replace(
         priced,
@@ -873,7 +817,7 @@ def spec_of(versions: list[ModelPrice], priced: PriceSpec) -> PriceSpec | None:
     )
 
 
-def own_reasoning_price(prices: PriceSpec | TokenPrices) -> int | None:
+def own_reasoning_price(prices: PriceTerms | TokenPrices) -> int | None:
     """Return the reasoning price if it differs from the output price, else None."""
     reasoning = prices.reasoning_picos_per_token
     return None if reasoning == prices.output_picos_per_token else reasoning

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from datetime import datetime
 from decimal import Decimal
 from enum import StrEnum
@@ -59,6 +59,11 @@ def record_of(kind: type[D], source: object, /, **values: Any) -> D:
             if value is not None or not has_default:
                 values[name] = value if value is None or convert is None else convert(value)
     return kind(**values)
+
+
+def values_of(kind: type, source: object) -> dict[str, Any]:
+    """Read the source's attributes that are named like the fields of a dataclass, by name."""
+    return {each.name: getattr(source, each.name) for each in fields(kind)}
 
 
 @functools.cache
@@ -286,6 +291,30 @@ class Quota(Base):
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     changed_at: Mapped[datetime] = mapped_column(server_default=func.now())  # set by a trigger
     deleted_at: Mapped[datetime | None]
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaKey:
+    """Columns that identify a limit among those of its subject. `model` is empty for all models."""
+
+    dimension: QuotaDimension
+    model: str = ""
+    for_new_keys: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaTerms:
+    """Terms of a limit by the columns of `Quota`, carried whole from calls and files to the table.
+
+    By default each token counts as one. `alert_at` None means the default of the dimension.
+    """
+
+    limit_value: int
+    enforced: bool = True
+    input_weight_milli: int = 1000
+    cached_input_weight_milli: int = 1000
+    output_weight_milli: int = 1000
+    alert_at: tuple[int, ...] | None = None
 
 
 class QuotaCounter(Base):

@@ -28,6 +28,7 @@ from metering.pricing.prices import (
     MULTIPLIER_SCALE,
     PRICES,
     RATES,
+    PriceTerms,
     checked_model,
     multiplied_rates,
     versions_in_force,
@@ -63,20 +64,6 @@ RATE_OF = {kind: RATES.index(price) for kind, (_, price) in COUNTS_OF_EVENT.item
 
 
 @dataclass(frozen=True, slots=True)
-class ProposedPrice:
-    """Proposed price for a month, on the price list or for one organization.
-
-    `rates` are in the order of `prices.RATES`. `batch_multiplier_milli` None keeps the present one.
-    """
-
-    model: str
-    currency_code: str
-    rates: tuple[int, ...]
-    organization: str = ""
-    batch_multiplier_milli: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ProposedPlan:
     """Proposed plan. `organizations` has names; empty means all with the plan's currency."""
 
@@ -108,7 +95,7 @@ async def simulate(
     session: AsyncSession,
     *,
     month: str,
-    prices: Sequence[ProposedPrice] = (),
+    prices: Sequence[PriceTerms] = (),
     plans: Sequence[ProposedPlan] = (),
     organization: str = "",
 ) -> list[SimulatedCustomer]:
@@ -187,7 +174,7 @@ def plan_for(name: str, currency_code: str, plans: Sequence[ProposedPlan]) -> Pr
     return next(iter(named or [each for each in fitting if not each.organizations]), None)
 
 
-async def _checked_prices(session: AsyncSession, prices: Sequence[ProposedPrice]) -> Prices:
+async def _checked_prices(session: AsyncSession, prices: Sequence[PriceTerms]) -> Prices:
     """Validate proposed prices; return them by model, currency, organization and tier."""
     checked: dict[tuple[str, str, str, ServiceTier], tuple[int, ...]] = {}
     for index, each in enumerate(prices):
@@ -202,14 +189,17 @@ async def _checked_prices(session: AsyncSession, prices: Sequence[ProposedPrice]
             raise InvalidValue(
                 f"prices[{index}]", f"{each.model} is proposed twice: list each price once"
             )
-        for field, rate in zip(RATES, each.rates, strict=True):
+        given = {"embedding_picos_per_token": 0, **each.rates}
+        for field, rate in given.items():
             if rate < 0:
                 raise InvalidValue(f"prices[{index}].{field}", "must be 0 or more picos")
-        checked[*key, ServiceTier.INTERACTIVE] = each.rates
+        given.setdefault("reasoning_picos_per_token", each.output_picos_per_token)
+        rates = [given[name] for name in RATES]
+        checked[*key, ServiceTier.INTERACTIVE] = tuple(rates)
         multiplier = each.batch_multiplier_milli
         if multiplier is None:
             multiplier = await _multiplier(session, key[0], currency_code)
-        checked[*key, ServiceTier.BATCH] = tuple(multiplied_rates(each.rates, multiplier))
+        checked[*key, ServiceTier.BATCH] = tuple(multiplied_rates(rates, multiplier))
     return checked
 
 

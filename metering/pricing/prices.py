@@ -227,33 +227,43 @@ class CustomerPrice:
     price: ModelPrice
 
 
-async def set_price(
-    session: AsyncSession,
-    *,
-    model: str,
-    currency_code: str = "",
-    input_picos_per_token: int,
-    cached_input_picos_per_token: int,
-    output_picos_per_token: int,
-    embedding_picos_per_token: int | None = None,
-    reasoning_picos_per_token: int | None = None,
-    organization: str = "",
-    batch_multiplier_milli: int | None = None,
-    effective_at: datetime | None = None,
-    actor: str,
-) -> ModelPrice:
-    """Add a price that applies from `effective_at` on, or from now; return the interactive version.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriceTerms:
+    """Terms of a price, on the list or one customer's own, named as in calls and configurations.
 
-    `currency_code` may be empty: the organization's, or USD for the list. `organization` is the
-    name or id of the customer that gets its own price; empty for the list. `batch_multiplier_milli`
-    is what the batch tier pays, in thousandths of these prices; None keeps the multiplier in force
-    then. `embedding_picos_per_token` None keeps the price in force then, or 0.
-    `reasoning_picos_per_token` None means the output price. Raises: NotFound; InvalidValue, also
-    for a past time; AlreadyExists if another version starts at that time.
+    `currency_code` may be empty: the organization's currency, or USD for the list. `organization`
+    is the name or id of the customer with its own price; empty for the list. None keeps the
+    embedding price and the batch multiplier in force then, at first 0 and the interactive price;
+    `reasoning_picos_per_token` None means the output price. `batch_multiplier_milli` is what the
+    batch tier pays, in thousandths of these prices. `effective_at` None means now.
     """
-    owner = await find_organization(session, organization) if organization else None
-    currency_code = _currency_of(owner, currency_code)
-    begins = await _beginning(session, effective_at)
+
+    model: str
+    currency_code: str = ""
+    input_picos_per_token: int
+    cached_input_picos_per_token: int
+    output_picos_per_token: int
+    embedding_picos_per_token: int | None = None
+    reasoning_picos_per_token: int | None = None
+    batch_multiplier_milli: int | None = None
+    organization: str = ""
+    effective_at: datetime | None = None
+
+    @property
+    def rates(self) -> dict[str, int]:
+        """Prices per token that are given, by column."""
+        return {name: getattr(self, name) for name in RATES if getattr(self, name) is not None}
+
+
+async def set_price(session: AsyncSession, terms: PriceTerms, *, actor: str) -> ModelPrice:
+    """Add the versions of a price, one for each tier; return the interactive one.
+
+    Raises: NotFound; InvalidValue, also for a past time; AlreadyExists if another version starts at
+    that time.
+    """
+    owner = await find_organization(session, terms.organization) if terms.organization else None
+    model, currency_code = terms.model, _currency_of(owner, terms.currency_code)
+    begins = await _beginning(session, terms.effective_at)
     owner_id = None if owner is None else owner.id
     in_force = await versions_in_force(
         session,
@@ -264,24 +274,13 @@ async def set_price(
     )
     before = {price.tier: price for price in customer_prices(in_force, owner_id, model)}
     interactive, batch = (before.get(tier) for tier in (ServiceTier.INTERACTIVE, ServiceTier.BATCH))
-    if embedding_picos_per_token is None:
-        embedding_picos_per_token = (
-            interactive.price.prices.embedding_picos_per_token if interactive else 0
-        )
-    if (
-        batch_multiplier_milli is None
-        and batch is not None
-        and batch.price.tier is ServiceTier.BATCH
-    ):
-        batch_multiplier_milli = batch.price.multiplier_milli
-    rates = {
-        "input_picos_per_token": input_picos_per_token,
-        "cached_input_picos_per_token": cached_input_picos_per_token,
-        "output_picos_per_token": output_picos_per_token,
-        "embedding_picos_per_token": embedding_picos_per_token,
-    }
-    if reasoning_picos_per_token is not None:
-        rates["reasoning_picos_per_token"] = reasoning_picos_per_token
+    rates, multiplier_milli = terms.rates, terms.batch_multiplier_milli
+    rates.setdefault(
+        "embedding_picos_per_token",
+        interactive.price.prices.embedding_picos_per_token if interactive else 0,
+    )
+    if multiplier_milli is None and batch is not None and batch.price.tier is ServiceTier.BATCH:
+        multiplier_milli = batch.price.multiplier_milli
     for name, picos in rates.items():
         if not 0 <= picos <= PRICE_MAX_PICOS:
             raise InvalidValue(name, f"must be between 0 and {PRICE_MAX_PICOS} picos")
@@ -292,8 +291,8 @@ async def set_price(
         "effective_at": begins,
     }
     multipliers = {ServiceTier.INTERACTIVE: MULTIPLIER_SCALE}
-    if batch_multiplier_milli is not None:
-        multipliers[ServiceTier.BATCH] = batch_multiplier_milli
+    if multiplier_milli is not None:
+        multipliers[ServiceTier.BATCH] = multiplier_milli
     rows = [
         identity
         | dict(zip(rates, multiplied_rates(list(rates.values()), multiplier), strict=True))

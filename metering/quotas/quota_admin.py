@@ -9,7 +9,8 @@ order in which they happened.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from datetime import datetime, timedelta
 
 from sqlalchemy import and_, delete, func, or_, select, text, tuple_, update
@@ -25,7 +26,11 @@ from metering.core.models import (
     Quota,
     QuotaCounter,
     QuotaDimension,
+    QuotaKey,
     QuotaSubject,
+    QuotaTerms,
+    record_of,
+    values_of,
 )
 from metering.core.money import to_decimal
 from metering.pricing.prices import checked_model
@@ -51,6 +56,9 @@ PAST_COUNTERS_MAX = 20_000
 WEIGHT_MAX = 1_000_000  # a factor of 1000; a larger one is a mistake in the unit
 REASON_CHARS_MAX = 500
 OVERRIDE_MAX = timedelta(days=366)  # an override that lasts longer is not temporary
+
+# The new terms, or a function from the present ones to the new ones.
+NewTerms = QuotaTerms | Callable[[QuotaTerms], QuotaTerms]
 
 USUAL_PERCENTS = (50, 80, 100)
 # A limit that is not enforced may be exceeded; more than tenfold is a mistake in the unit.
@@ -86,71 +94,54 @@ async def set_quota(
     *,
     subject: QuotaSubject,
     subject_ref: str,
-    model: str = "",
-    dimension: QuotaDimension,
-    limit_value: int,
-    weights: Sequence[int | None] | None = None,
-    enforced: bool | None = None,
-    for_new_keys: bool = False,
-    alert_at: Sequence[int] | None = None,
+    key: QuotaKey,
+    terms: NewTerms,
     actor: str,
     later: list[Uncounted] | None = None,
 ) -> QuotaState:
-    """Set one limit. An existing one with the same subject, model and dimension keeps its usage.
+    """Set one limit. An existing one with the same subject and key keeps its usage.
 
-    `subject_ref` is as in `find_subject`. An empty `model` means all models together. `weights` are
-    those of input, cached input and output tokens, in thousandths; `alert_at` is in percent. For
-    `weights`, `enforced` and `alert_at`, None keeps the present value; a new limit counts every
-    token once, is enforced and has the default alerts. With `for_new_keys` the limit does not apply
-    to the subject, but is copied to each key created under it from then on. A new limit includes
-    the past usage of its window, counted now or, if the list `later` is given, by a `recount` at
-    the end of the transaction. A temporary override that does not exceed the new limit ends.
-    Raises: NotFound, InvalidValue.
+    `subject_ref` is as in `find_subject`. `terms` may be a function from the present terms; those
+    of a new limit are the defaults. With `for_new_keys` the limit does not apply to the subject,
+    but is copied to each key created under it from then on. A new limit includes the past usage of
+    its window, counted now or, if the list `later` is given, by a `recount` at the end of the
+    transaction. A temporary override that does not exceed the new limit ends. Raises: NotFound,
+    InvalidValue.
     """
-    _check_values(subject, dimension, limit_value, for_new_keys=for_new_keys)
-    if model:
-        checked_model(model)
+    if key.dimension is QuotaDimension.PREPAID_CREDIT_PICOS:
+        raise InvalidValue("dimension", OF_CREDIT)
+    if key.for_new_keys and subject is QuotaSubject.API_KEY:
+        raise InvalidValue(
+            "for_new_keys", "must be set on an organization or a project, not on a key"
+        )
+    if key.model:
+        checked_model(key.model)
     subject_id, organization_id = await find_subject(session, subject, subject_ref)
     await lock_subject(session, subject, subject_id)
-    key = {
-        "subject_id": subject_id,
-        "model": model,
-        "dimension": dimension,
-        "for_new_keys": for_new_keys,
-    }
+    identity = {"subject_id": subject_id, **asdict(key)}
     is_set = and_(
-        *(getattr(Quota, column) == value for column, value in key.items()),
+        *(getattr(Quota, column) == value for column, value in identity.items()),
         Quota.deleted_at.is_(None),
     )
     old = await session.scalar(
         select(Quota).where(is_set).execution_options(populate_existing=True)
     )
     before = None if old is None else snapshot(old)
-    values: dict[str, object] = {"limit_value": limit_value}
-    if weights is not None:
-        old_weights = Weights() if old is None else weights_of(old)
-        pairs = zip(weights, old_weights, strict=True)
-        weights_set = Weights(*(before if weight is None else weight for weight, before in pairs))
-        _check_weights(dimension, weights_set)
-        values |= {f"{name}_weight_milli": weight for name, weight in weights_set._asdict().items()}
-    if enforced is not None:
-        values["enforced"] = enforced
-    if alert_at is not None:
-        values["alert_at"] = list(checked_percent_thresholds(dimension, alert_at))
-    elif old is None:
-        values["alert_at"] = list(usual_thresholds(dimension))
+    if callable(terms):
+        terms = terms(QuotaTerms(0) if old is None else record_of(QuotaTerms, old))
+    values = checked_terms(key.dimension, terms)
     if old is None:
         quota = (
             await session.scalars(
-                insert(Quota).values(subject=subject, **key, **values).returning(Quota)
+                insert(Quota).values(subject=subject, **identity, **values).returning(Quota)
             )
         ).one()
     else:
-        if old.override_limit_value is not None and old.override_limit_value <= limit_value:
+        if old.override_limit_value is not None and old.override_limit_value <= terms.limit_value:
             values |= NO_OVERRIDE
         quota = await _update(session, old.id, values)
     after = snapshot(quota)
-    if not for_new_keys and (
+    if not key.for_new_keys and (
         before is None
         or any(before[name] != after[name] for name in after if name.endswith("weight_milli"))
     ):
@@ -298,17 +289,15 @@ def in_units(dimension: QuotaDimension) -> str:
     )
 
 
-def _check_values(
-    subject: QuotaSubject, dimension: QuotaDimension, limit_value: int, *, for_new_keys: bool
-) -> None:
-    if dimension is QuotaDimension.PREPAID_CREDIT_PICOS:
-        raise InvalidValue("dimension", OF_CREDIT)
-    if not 0 <= limit_value <= LIMIT_MAX:
+def checked_terms(dimension: QuotaDimension, terms: QuotaTerms) -> dict[str, object]:
+    """Validate the terms of a limit and convert them to column values. Raises: InvalidValue."""
+    if not 0 <= terms.limit_value <= LIMIT_MAX:
         raise InvalidValue("limit_value", f"must be between 0 and {LIMIT_MAX}{in_units(dimension)}")
-    if for_new_keys and subject is QuotaSubject.API_KEY:
-        raise InvalidValue(
-            "for_new_keys", "must be set on an organization or a project, not on a key"
-        )
+    _check_weights(dimension, weights_of(terms))
+    alert_at = usual_thresholds(dimension) if terms.alert_at is None else terms.alert_at
+    return values_of(QuotaTerms, terms) | {
+        "alert_at": list(checked_percent_thresholds(dimension, alert_at))
+    }
 
 
 def _check_weights(dimension: QuotaDimension, weights: Weights) -> None:

@@ -21,6 +21,7 @@ from metering.core.models import (
     QuotaCounter,
     QuotaDimension,
     QuotaSubject,
+    QuotaTerms,
 )
 from metering.quotas.quota_rules import QuotaRule, QuotaState, Weights, window_start
 from metering.tenants.tenants import find_organization
@@ -203,9 +204,9 @@ def _state(
     )
 
 
-def weights_of(quota: Quota) -> Weights:
+def weights_of(terms: Quota | QuotaTerms) -> Weights:
     return Weights(
-        quota.input_weight_milli, quota.cached_input_weight_milli, quota.output_weight_milli
+        terms.input_weight_milli, terms.cached_input_weight_milli, terms.output_weight_milli
     )
 
 

@@ -30,8 +30,10 @@ from metering.core.models import (
     Project,
     Quota,
     QuotaSubject,
+    QuotaTerms,
     SupersededSecret,
     record_of,
+    values_of,
 )
 from metering.tenants.authentication import (
     PREFIX_FORM,
@@ -44,8 +46,6 @@ from metering.tenants.key_terms import DEFAULT_TERMS, KeyTerms, checked_terms
 from metering.tenants.tenants import as_uuid, find_organization, find_project, record_creation
 
 KEY_NAME_MAX_CHARS = 100
-WEIGHTS = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")
-COPIED = ("model", "dimension", "limit_value", *WEIGHTS, "enforced", "alert_at")
 LIFETIME_MAX = timedelta(days=36_500)  # a century; keeps the sum within the range of a timestamp
 OVERLAP = timedelta(hours=24)  # a working day to deploy the new secret
 OVERLAP_MAX = timedelta(days=30)  # a longer overlap would leave a leaked secret in use
@@ -153,10 +153,14 @@ async def limit_new_key(
     nearest_last = case((Quota.subject == QuotaSubject.PROJECT, 1), else_=0)
     rows = await session.scalars(kept.order_by(nearest_last, Quota.created_at, Quota.id))
     for template in {(row.model, row.dimension): row for row in rows}.values():
-        values = {column: getattr(template, column) for column in COPIED}
+        copied = {
+            "model": template.model,
+            "dimension": template.dimension,
+            **values_of(QuotaTerms, template),
+        }
         copy = (
             insert(Quota)
-            .values(subject=QuotaSubject.API_KEY, subject_id=api_key_id, **values)
+            .values(subject=QuotaSubject.API_KEY, subject_id=api_key_id, **copied)
             .returning(Quota)
         )
         quota = (await session.scalars(copy)).one()

@@ -7,9 +7,10 @@ names. A new term is one field of `KeyTerms`, with a check if its type does not 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from metering.core.errors import InvalidValue
+from metering.core.models import values_of
 from metering.tenants.networks import checked_networks
 
 MODEL_NAME_MAX_CHARS = 200
@@ -38,14 +39,9 @@ class KeyTerms:
 DEFAULT_TERMS = KeyTerms()
 
 
-def values_of(terms: object) -> dict[str, object]:
-    """Read the terms of an object that has them as attributes, by name."""
-    return {each.name: getattr(terms, each.name) for each in fields(KeyTerms)}
-
-
 def checked_terms(terms: KeyTerms) -> dict[str, object]:
     """Validate the terms of a key and convert them to column values. Raises: InvalidValue."""
-    return values_of(terms) | {
+    return values_of(KeyTerms, terms) | {
         "scopes": checked_scopes(terms.scopes),
         "models": checked_models(terms.models),
         "allowed_networks": checked_networks(terms.allowed_networks),

@@ -229,25 +229,9 @@ def test_speed_is_shown_only_where_it_is_known() -> None:
 def test_some_kinds_have_a_column_where_there_are_such_tokens(
     field: str, column: str, row_end: str
 ) -> None:
-    share, nothing = UsageShare(amount=Money("USD", 0)), Money("USD", 0)
-    plain = UsageRow(
-        organization_name="acme",
-        day="2026-11-01",
-        project_name="search",
-        api_key_name="bot",
-        api_key_prefix="wk",
-        model="demo",
-        outcome="stop",
-        request_count=1,
-        input_token_count=10,
-        cached_input_token_count=2,
-        output_token_count=5,
-        cancelled=share,
-        limited=share,
-        failed=share,
-        amount=nothing,
-        pending_amount=nothing,
-    )
+    share, nothing = UsageShare(0, 0, Money("USD", 0)), Money("USD", 0)
+    names = ("", "acme", "2026-11-01", "", "search", "", "bot", "wk", "demo", "", "stop")
+    plain = UsageRow(*names, None, False, 1, 10, 2, 5, share, share, share, nothing, nothing)
     by = [UsageGrouping.DAY]
 
     some: Any = {field: 1_234}
@@ -272,11 +256,7 @@ def test_some_kinds_have_a_column_where_there_are_such_tokens(
 )
 def test_a_trace_without_timings_names_the_reason(state: GenerationState, line: str) -> None:
     generation = Generation(
-        request_id="r",
-        state=state,
-        model="demo",
-        usage=Usage(input_token_count=5),
-        cost=Money("USD", 1),
+        "r", state, "demo", None, None, Usage(input_token_count=5), Money("USD", 1), None, "", {}
     )
 
     text = to_text(traced(generation))
@@ -299,12 +279,7 @@ def test_changes_name_what_differs() -> None:
 def test_the_state_of_a_key_at_a_moment() -> None:
     now = datetime(2026, 11, 20, tzinfo=UTC)
     key = ApiKey(
-        api_key_id="k",
-        name="laptop",
-        prefix="weir_",
-        scopes=("inference",),
-        create_time=now,
-        expire_time=now + timedelta(days=1),
+        "k", "o", "p", "laptop", "weir_", ("inference",), now, now + timedelta(days=1), None
     )
 
     assert key_state(key, now) == "until 2026-11-21 00:00:00Z"

@@ -26,7 +26,7 @@ from inference.adapters.remote_settings import Service as RemoteService
 from inference.text.tokenizer import Tokenizer
 from metering.core.models import QuotaDimension
 from metering.ledger.rating import rate_all_pending
-from metering.pricing.prices import set_price
+from metering.pricing.prices import PriceTerms, set_price
 from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from metering.tenants.api_keys import rotate_api_key
 from tests.e2e.conftest import Serve
@@ -96,11 +96,13 @@ async def priced_tenant(
         for name in (ENCODER, FAR):
             await set_price(
                 session,
-                model=name,
-                input_picos_per_token=0,
-                cached_input_picos_per_token=0,
-                output_picos_per_token=0,
-                embedding_picos_per_token=PICOS,
+                PriceTerms(
+                    model=name,
+                    input_picos_per_token=0,
+                    cached_input_picos_per_token=0,
+                    output_picos_per_token=0,
+                    embedding_picos_per_token=PICOS,
+                ),
                 actor="test",
             )
     return tenant

@@ -12,7 +12,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from api.core.settings import bundled_models
-from metering.core.models import QuotaDimension, QuotaSubject
+from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.quotas.quota_admin import set_quota
 from tests.e2e.conftest import Serve
 from tests.service import (
@@ -75,9 +75,8 @@ async def test_a_quota_for_a_model_applies_to_its_aliases(fleet: Service) -> Non
             session,
             subject=QuotaSubject.ORGANIZATION,
             subject_ref=tenant.name,
-            model=MODEL,
-            dimension=QuotaDimension.REQUESTS_PER_MINUTE,
-            limit_value=3,
+            key=QuotaKey(QuotaDimension.REQUESTS_PER_MINUTE, MODEL),
+            terms=QuotaTerms(3),
             actor="test",
         )
     async with fleet.stream(tenant.secret) as stream:

@@ -16,7 +16,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
-from metering.pricing.prices import set_price
+from metering.pricing.prices import PriceTerms, set_price
 from tests.conftest import new_database
 from tests.e2e.openai_clients import TO_THE_END, connect_async, user_message
 from tests.e2e.test_embeddings import ENCODER, PICOS
@@ -74,11 +74,13 @@ async def key(bounded: Service) -> AsyncIterator[Key]:
     async with bounded.session() as session:
         await set_price(
             session,
-            model=ENCODER,
-            input_picos_per_token=0,
-            cached_input_picos_per_token=0,
-            output_picos_per_token=0,
-            embedding_picos_per_token=PICOS,
+            PriceTerms(
+                model=ENCODER,
+                input_picos_per_token=0,
+                cached_input_picos_per_token=0,
+                output_picos_per_token=0,
+                embedding_picos_per_token=PICOS,
+            ),
             actor="test",
         )
     async with bounded.channel() as channel:

@@ -16,7 +16,7 @@ from weir.v1 import admin_service_pb2_grpc as admin_pb_grpc
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from metering.pricing.prices import set_price
+from metering.pricing.prices import PriceTerms, set_price
 from tests.e2e.conftest import Serve
 from tests.e2e.test_embeddings import ENCODER, PICOS
 from tests.inference.encoder_checkpoints import make_random_encoder
@@ -107,11 +107,13 @@ async def keys(service: Service) -> AsyncIterator[Keys]:
     async with service.session() as session:
         await set_price(
             session,
-            model=ENCODER,
-            input_picos_per_token=0,
-            cached_input_picos_per_token=0,
-            output_picos_per_token=0,
-            embedding_picos_per_token=PICOS,
+            PriceTerms(
+                model=ENCODER,
+                input_picos_per_token=0,
+                cached_input_picos_per_token=0,
+                output_picos_per_token=0,
+                embedding_picos_per_token=PICOS,
+            ),
             actor="test",
         )
     lenient, strict = await service.tenant(), await service.tenant()

@@ -12,7 +12,7 @@ from weir.v1 import types_pb2
 from weir_client import AsyncBillingClient, UsageGrouping
 
 from metering.core.models import QuotaDimension
-from metering.pricing.prices import set_price
+from metering.pricing.prices import PriceTerms, set_price
 from tests.e2e.conftest import Serve
 from tests.e2e.openai_clients import connect, user_message
 from tests.faults.billed import rate
@@ -59,12 +59,14 @@ async def tenant_of(
     async with service.session() as session:
         await set_price(
             session,
-            model=MODEL,
-            organization=tenant.name,
-            input_picos_per_token=INPUT_PICOS,
-            cached_input_picos_per_token=CACHED_PICOS,
-            output_picos_per_token=OUTPUT_PICOS,
-            reasoning_picos_per_token=reasoning_picos,
+            PriceTerms(
+                model=MODEL,
+                organization=tenant.name,
+                input_picos_per_token=INPUT_PICOS,
+                cached_input_picos_per_token=CACHED_PICOS,
+                output_picos_per_token=OUTPUT_PICOS,
+                reasoning_picos_per_token=reasoning_picos,
+            ),
             actor="test",
         )
     return tenant

@@ -17,7 +17,7 @@ from weir.v1 import replicas_pb2 as pb
 
 from api.core.settings import bundled_models
 from inference.routing.replica import DRAINED_RETRY_S
-from metering.pricing.prices import set_price
+from metering.pricing.prices import PriceTerms, set_price
 from tests.conftest import new_database
 from tests.e2e.conftest import Serve
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
@@ -195,7 +195,7 @@ async def test_the_one_engine_of_a_model_is_drained_like_one_of_several(
                 f"{kind}_picos_per_token": 0
                 for kind in ("input", "cached_input", "output", "embedding")
             }
-            await set_price(session, model="encoder", actor="test", **free)
+            await set_price(session, PriceTerms(model="encoder", **free), actor="test")
         texts = [
             inference_pb.EmbedRequest(
                 request_id=str(uuid.uuid4()),

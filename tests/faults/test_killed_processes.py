@@ -27,7 +27,7 @@ from chaos.rounds import Wire
 from common.processes import alive
 from metering.core.models import QuotaDimension
 from metering.holds.journal import FORMAT, AbandonedJournal
-from metering.pricing.prices import set_price
+from metering.pricing.prices import PriceTerms, set_price
 from tests.faults.billed import Received, check_charged, check_ledger, lossless_stream, rate
 from tests.faults.conftest import Start
 from tests.inference.tool_checkpoints import make_scripted_checkpoint
@@ -210,12 +210,14 @@ async def test_a_request_killed_while_it_thinks_or_answers_is_billed_at_both_pri
         async with service.session() as session:
             await set_price(
                 session,
-                model=MODEL,
-                organization=tenant.name,
-                input_picos_per_token=1,
-                cached_input_picos_per_token=1,
-                output_picos_per_token=100,
-                reasoning_picos_per_token=7,
+                PriceTerms(
+                    model=MODEL,
+                    organization=tenant.name,
+                    input_picos_per_token=1,
+                    cached_input_picos_per_token=1,
+                    output_picos_per_token=100,
+                    reasoning_picos_per_token=7,
+                ),
                 actor="test",
             )
         frame = start(

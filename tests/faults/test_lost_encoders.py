@@ -15,7 +15,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from api.core.settings import bundled_models
-from metering.pricing.prices import set_price
+from metering.pricing.prices import PriceTerms, set_price
 from tests.conftest import new_database
 from tests.forked_workers import children_of
 from tests.inference.encoder_checkpoints import make_random_encoder
@@ -65,7 +65,7 @@ async def test_calls_outlive_the_encoder_that_had_them_and_are_billed_once(
                 per_token: dict[str, Any] = {
                     f"{kind}_picos_per_token": picos for kind, picos in prices.items()
                 }
-                await set_price(session, model=MODEL, actor="test", **per_token)
+                await set_price(session, PriceTerms(model=MODEL, **per_token), actor="test")
             async with service.channel() as channel:
                 stub: Any = pb_grpc.InferenceServiceStub(channel)
                 control: Any = admin_service_pb2_grpc.AdminServiceStub(channel)

@@ -28,7 +28,7 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from metering.core.models import QuotaDimension, QuotaSubject
+from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.ledger.ledger import current_month, month_after
 from metering.plans.prepaid import grant_credit, refresh, set_prepaid
 from metering.quotas.quota_admin import set_quota
@@ -293,8 +293,8 @@ async def tenants(
                     session,
                     subject=of,
                     subject_ref=name,
-                    dimension=dimension,
-                    limit_value=limit,
+                    key=QuotaKey(dimension),
+                    terms=QuotaTerms(limit),
                     actor="test",
                 )
             made.append(Tenant(name, organization.id, project.id, key, secret))

@@ -33,7 +33,7 @@ from metering.alerts.webhooks import (
     signed_headers,
 )
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import QuotaDimension, QuotaSubject
+from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.quotas.quota_admin import set_quota
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, create_engine, create_sessions
@@ -160,9 +160,8 @@ async def test_an_alert_is_posted_once_signed_and_says_what_was_used_of_what(
                 session,
                 subject=QuotaSubject.ORGANIZATION,
                 subject_ref=organization,
-                dimension=QuotaDimension.TOKENS_PER_DAY,
-                limit_value=100,
-                alert_at=[80],
+                key=QuotaKey(QuotaDimension.TOKENS_PER_DAY),
+                terms=QuotaTerms(100, alert_at=(80,)),
                 actor="test",
             )
     for each in (acme, bolt):

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -18,7 +20,7 @@ from sqlalchemy import text
 
 from metering.alerts.alerts import FIRE_CROSSED, fire_due_alerts, list_alerts, scanned_windows
 from metering.core.errors import InvalidValue
-from metering.core.models import QuotaDimension, QuotaSubject
+from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.core.pages import page_token
 from metering.plans.prepaid import grant_credit, refresh, refresh_for_the_month, set_prepaid
 from metering.quotas.quota_admin import override_quota, set_quota
@@ -48,15 +50,15 @@ async def limit(
     ref: str = "acme",
 ) -> str:
     """Set a limit as an admin does; return its id."""
+    given = {"limit_value": value, "enforced": enforced, "alert_at": alert_at}
+    terms: dict[str, Any] = {name: each for name, each in given.items() if each is not None}
     async with sessions_of_acme.begin() as session:
         state = await set_quota(
             session,
             subject=subject,
             subject_ref=ref,
-            dimension=dimension,
-            limit_value=value,
-            alert_at=alert_at,
-            enforced=enforced,
+            key=QuotaKey(dimension),
+            terms=partial(replace, **terms),
             actor="test",
         )
     return str(state.quota_id)
@@ -320,10 +322,11 @@ async def test_impossible_thresholds_are_refused_and_new_keys_copy_theirs(
             session,
             subject=QuotaSubject.PROJECT,
             subject_ref="acme/search",
-            dimension=DAY,
+            key=QuotaKey(DAY, for_new_keys=True),
+            actor="test",
         )
-        await set_again(limit_value=100, for_new_keys=True, alert_at=[90, 10], actor="test")
-        kept = await set_again(limit_value=200, for_new_keys=True, actor="test")
+        await set_again(terms=QuotaTerms(100, alert_at=(90, 10)))
+        kept = await set_again(terms=partial(replace, limit_value=200))
         key, _ = await create_api_key(
             session, organization="acme", project="search", name="new", actor="test"
         )

@@ -10,11 +10,10 @@ from metering.configuration.configuration import (
     KeySpec,
     OrganizationSpec,
     ProjectSpec,
-    QuotaKey,
     QuotaSpec,
     apply_configuration,
 )
-from metering.core.models import QuotaDimension
+from metering.core.models import QuotaDimension, QuotaKey
 from metering.store.db import Sessions
 from tests.metering.hold_world import MODEL, HoldWorld, admit, settle
 from tests.metering.invariants import check_invariants

@@ -22,7 +22,7 @@ from metering.invoicing.months import list_months, verify_month
 from metering.ledger.rating import rate_all_pending
 from metering.plans.plans import LineKind
 from metering.plans.prepaid import grant_credit
-from metering.pricing.prices import set_price
+from metering.pricing.prices import PriceTerms, set_price
 from metering.proof.check import Moment
 from metering.proof.fsck import fsck
 from metering.proof.ledger_checks import LEDGER_CHECKS
@@ -610,11 +610,13 @@ async def test_usage_that_can_never_be_rated_keeps_the_month_open(world: Closing
     async with world.sessions.begin() as session:
         foreign = await set_price(
             session,
-            model="demo",
-            currency_code="EUR",
-            input_picos_per_token=1,
-            cached_input_picos_per_token=1,
-            output_picos_per_token=1,
+            PriceTerms(
+                model="demo",
+                currency_code="EUR",
+                input_picos_per_token=1,
+                cached_input_picos_per_token=1,
+                output_picos_per_token=1,
+            ),
             actor="test",
         )
     (event_id,) = await world.use(foreign, Consumed(10, settled_at=OCTOBER))

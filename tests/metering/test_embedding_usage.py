@@ -30,7 +30,7 @@ from metering.invoicing.month_report import to_csv, to_json
 from metering.ledger.rating import rate_all_pending
 from metering.plans.plans import Allowance, PlanRules, Selector
 from metering.plans.simulation import simulate
-from metering.pricing.prices import set_price
+from metering.pricing.prices import PriceTerms, set_price
 from metering.proof.check import Moment
 from metering.quotas.quotas import QuotaExceeded
 from metering.receipts.signing import Signer
@@ -329,7 +329,9 @@ async def test_embedded_tokens_have_a_meter_of_their_own_at_stripe(
             output_picos_per_token=600_000,
         )
         price = await set_price(
-            session, model="demo", actor="test", embedding_picos_per_token=20_000, **rates
+            session,
+            PriceTerms(model="demo", embedding_picos_per_token=20_000, **rates),
+            actor="test",
         )
     with stripe_double() as double:
         gateway = StripeGateway(StripeSettings(KEY, api_base=double.url))
@@ -361,7 +363,7 @@ async def test_a_model_that_embeds_for_nothing_takes_no_part_in_a_subscription_u
             cached_input_picos_per_token=15_000,
             output_picos_per_token=600_000,
         )
-        price = await set_price(session, model="demo", actor="test", **rates)
+        price = await set_price(session, PriceTerms(model="demo", **rates), actor="test")
     with stripe_double() as double:
         gateway = StripeGateway(StripeSettings(KEY, api_base=double.url))
         first = await Sync(sessions, gateway, False).run()

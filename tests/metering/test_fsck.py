@@ -18,11 +18,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.configuration.configuration import (
     Configuration,
     OrganizationSpec,
-    QuotaKey,
     QuotaSpec,
     apply_configuration,
 )
-from metering.core.models import QuotaDimension, QuotaSubject
+from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.export.deliveries import form_batches
 from metering.holds.operations import Expire, Extend, Void
 from metering.ledger.rating import rate_all_pending
@@ -506,10 +505,9 @@ class Limits:
             self.session,
             subject=QuotaSubject.ORGANIZATION,
             subject_ref=str(self.organization),
-            dimension=self.dimension,
-            limit_value=limit_value,
+            key=QuotaKey(self.dimension),
+            terms=QuotaTerms(limit_value, **terms),
             actor="test",
-            **terms,
         )
         return str(state.rule.id)
 
@@ -655,9 +653,8 @@ async def check_new_limits(world: HoldWorld, sessions: Sessions) -> None:
                         session,
                         subject=QuotaSubject.ORGANIZATION,
                         subject_ref=str(payer.organization_id),
-                        dimension=dimension,
-                        model=model,
-                        limit_value=limit_value,
+                        key=QuotaKey(dimension, model),
+                        terms=QuotaTerms(limit_value),
                         actor="test",
                     )
 

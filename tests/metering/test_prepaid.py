@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue
-from metering.core.models import QuotaDimension, QuotaSubject
+from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.holds.operations import Admitted, Extend, Extended, Settled, Void
 from metering.holds.recovery import sweep_expired_holds
 from metering.invoicing.closing import close_month
@@ -346,8 +346,8 @@ async def test_plans_and_limits_by_hand_are_refused_with_the_remedy(
                 session,
                 subject=QuotaSubject.ORGANIZATION,
                 subject_ref="acme",
-                dimension=QuotaDimension.PREPAID_CREDIT_PICOS,
-                limit_value=5,
+                key=QuotaKey(QuotaDimension.PREPAID_CREDIT_PICOS),
+                terms=QuotaTerms(5),
                 actor="test",
             )
         await set_prepaid(session, organization="acme", prepaid=False, actor="test")

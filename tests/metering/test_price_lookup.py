@@ -18,6 +18,7 @@ from metering.core.models import ServiceTier
 from metering.holds.operations import Admitted
 from metering.pricing.prices import (
     ModelPrice,
+    PriceTerms,
     customer_prices,
     multiplied_rates,
     price_history,
@@ -60,12 +61,14 @@ async def test_a_customers_own_price_wins_until_it_is_withdrawn(
     """A tier without its own row uses the interactive price."""
     async with sessions.begin() as session:
         other = await new_customer(session, "other")
-        await set_price(session, model="demo", **rates(8_000), actor="test")
+        await set_price(session, PriceTerms(model="demo", **rates(8_000)), actor="test")
     assert (await paid(sessions, customer), await paid(sessions, customer, BATCH)) == (8_000, 8_000)
 
     async with sessions.begin() as session:
         await set_price(
-            session, model="demo", **rates(10_000), batch_multiplier_milli=500, actor="test"
+            session,
+            PriceTerms(model="demo", **rates(10_000), batch_multiplier_milli=500),
+            actor="test",
         )
     assert (await paid(sessions, customer), await paid(sessions, customer, BATCH)) == (
         10_000,
@@ -73,7 +76,9 @@ async def test_a_customers_own_price_wins_until_it_is_withdrawn(
     )
 
     async with sessions.begin() as session:
-        await set_price(session, model="demo", organization="acme", **rates(6_000), actor="test")
+        await set_price(
+            session, PriceTerms(model="demo", organization="acme", **rates(6_000)), actor="test"
+        )
     # The batch tier's discount is kept: an own price must not raise it unnoticed.
     assert (await paid(sessions, customer), await paid(sessions, customer, BATCH)) == (6_000, 3_000)
     assert (await paid(sessions, other), await paid(sessions, None, BATCH)) == (10_000, 5_000)
@@ -103,39 +108,38 @@ async def test_the_past_stays_and_errors_name_field_and_remedy(
         now = (await session.scalars(select(func.now()))).one()
         first = await set_price(
             session,
-            model="demo",
-            **rates(8_000),
-            effective_at=now + timedelta(days=1),
+            PriceTerms(model="demo", **rates(8_000), effective_at=now + timedelta(days=1)),
             actor="test",
         )
         with pytest.raises(AlreadyExists, match="choose another time"):
             await set_price(
                 session,
-                model="demo",
-                **rates(9_000),
-                effective_at=now + timedelta(days=1),
+                PriceTerms(model="demo", **rates(9_000), effective_at=now + timedelta(days=1)),
                 actor="test",
             )
         with pytest.raises(InvalidValue, match="acme is billed in USD"):
             await set_price(
                 session,
-                model="demo",
-                organization="acme",
-                currency_code="EUR",
-                **rates(1),
+                PriceTerms(model="demo", organization="acme", currency_code="EUR", **rates(1)),
                 actor="test",
             )
         with pytest.raises(NotFound, match="nobody"):
-            await set_price(session, model="demo", organization="nobody", **rates(1), actor="test")
+            await set_price(
+                session, PriceTerms(model="demo", organization="nobody", **rates(1)), actor="test"
+            )
         with pytest.raises(InvalidValue, match=r"batch_multiplier_milli: 333 .* use 300 or 400"):
             await set_price(
-                session, model="demo", **rates(10), batch_multiplier_milli=333, actor="test"
+                session,
+                PriceTerms(model="demo", **rates(10), batch_multiplier_milli=333),
+                actor="test",
             )
         with pytest.raises(
             InvalidValue, match="batch_multiplier_milli: must be between 0 and 1000000"
         ):
             await set_price(
-                session, model="demo", **rates(10), batch_multiplier_milli=-1, actor="test"
+                session,
+                PriceTerms(model="demo", **rates(10), batch_multiplier_milli=-1),
+                actor="test",
             )
     for statement in (
         "UPDATE price_versions SET output_picos_per_token = 0",
@@ -207,11 +211,13 @@ async def test_holds_and_lookups_agree_with_a_model_at_every_time(
                         values = rates(chance.randrange(1_000) * 2_000)
                         await set_price(
                             session,
-                            model=MODEL,
-                            organization=owner,
-                            **values,
-                            batch_multiplier_milli=multiplier,
-                            effective_at=at,
+                            PriceTerms(
+                                model=MODEL,
+                                organization=owner,
+                                **values,
+                                batch_multiplier_milli=multiplier,
+                                effective_at=at,
+                            ),
                             actor="test",
                         )
             except (AlreadyExists, NotFound):
@@ -263,7 +269,9 @@ async def test_a_customers_own_price_serves_no_other_customer(
 ) -> None:
     async with sessions.begin() as session:
         other = await new_customer(session, "other")
-        await set_price(session, model="demo", organization="acme", **rates(6_000), actor="test")
+        await set_price(
+            session, PriceTerms(model="demo", organization="acme", **rates(6_000)), actor="test"
+        )
 
     assert await paid(sessions, customer, BATCH) == 6_000
     with pytest.raises(PriceMissing):
@@ -276,7 +284,9 @@ async def test_concurrent_price_changes_make_one_version(sessions: Sessions) -> 
 
     async def set_it(output: int) -> None:
         async with sessions.begin() as session:
-            await set_price(session, model="demo", **rates(output), effective_at=at, actor="test")
+            await set_price(
+                session, PriceTerms(model="demo", **rates(output), effective_at=at), actor="test"
+            )
 
     done = await asyncio.gather(set_it(1_000), set_it(2_000), return_exceptions=True)
 

@@ -11,6 +11,7 @@ from metering.core.audit import list_audit_entries
 from metering.core.errors import AlreadyExists, InvalidValue, NotFound, PriceMissing
 from metering.pricing.prices import (
     ModelPrice,
+    PriceTerms,
     get_price,
     list_current_prices,
     price_in_force,
@@ -28,9 +29,13 @@ async def test_a_later_version_takes_over_at_its_time(
     async with sessions.begin() as session:
         now = (await session.scalars(select(func.now()))).one()
         tomorrow = await set_price(
-            session, model="demo", **RATES, effective_at=now + timedelta(days=1), actor="test"
+            session,
+            PriceTerms(model="demo", **RATES, effective_at=now + timedelta(days=1)),
+            actor="test",
         )
-        euros = await set_price(session, model="demo", currency_code="EUR", **RATES, actor="test")
+        euros = await set_price(
+            session, PriceTerms(model="demo", currency_code="EUR", **RATES), actor="test"
+        )
     async with sessions() as session:
         today = await price_in_force(session, model="demo", currency_code="USD")
         then = await price_in_force(
@@ -65,14 +70,14 @@ async def test_the_past_is_not_repriced(sessions: Sessions) -> None:
         with pytest.raises(InvalidValue, match="effective_time"):
             await set_price(
                 session,
-                model="demo",
-                **RATES,
-                effective_at=now - timedelta(microseconds=1),
+                PriceTerms(model="demo", **RATES, effective_at=now - timedelta(microseconds=1)),
                 actor="test",
             )
-        await set_price(session, model="demo", **RATES, effective_at=now, actor="test")
+        await set_price(session, PriceTerms(model="demo", **RATES, effective_at=now), actor="test")
         with pytest.raises(AlreadyExists):
-            await set_price(session, model="demo", **RATES, effective_at=now, actor="test")
+            await set_price(
+                session, PriceTerms(model="demo", **RATES, effective_at=now), actor="test"
+            )
 
 
 async def test_bad_values_are_named(sessions: Sessions) -> None:
@@ -87,9 +92,11 @@ async def test_bad_values_are_named(sessions: Sessions) -> None:
                 (Rates({**RATES, "output_picos_per_token": value}), "output_picos_per_token"),
             ):
                 with pytest.raises(InvalidValue, match=field):
-                    await set_price(session, model="demo", **bad, actor="test")
+                    await set_price(session, PriceTerms(model="demo", **bad), actor="test")
         for model in ("", "=1+1", "a b", "m" * 201):
             with pytest.raises(InvalidValue, match="model"):
-                await set_price(session, model=model, **RATES, actor="test")
+                await set_price(session, PriceTerms(model=model, **RATES), actor="test")
         with pytest.raises(InvalidValue, match="currency_code"):
-            await set_price(session, model="demo", currency_code="XXX", **RATES, actor="test")
+            await set_price(
+                session, PriceTerms(model="demo", currency_code="XXX", **RATES), actor="test"
+            )

@@ -11,7 +11,7 @@ from sqlalchemy import insert, select, text
 
 from metering.core.audit import list_audit_entries
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import QuotaCounter, QuotaDimension, QuotaSubject
+from metering.core.models import QuotaCounter, QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.quotas.quota_admin import (
     SETTABLE,
     delete_all_past_counters,
@@ -34,8 +34,8 @@ async def test_a_limit_set_again_keeps_what_was_used(
                 session,
                 subject=QuotaSubject.ORGANIZATION,
                 subject_ref="acme",
-                dimension=QuotaDimension.TOKENS_PER_MONTH,
-                limit_value=limit_value,
+                key=QuotaKey(QuotaDimension.TOKENS_PER_MONTH),
+                terms=QuotaTerms(limit_value),
                 actor="ann",
             )
         assert (state.limit_value, state.resets_in_s is None) == (limit_value, False)
@@ -87,9 +87,8 @@ async def test_limits_of_a_request_are_those_of_its_subjects_and_model(
                 session,
                 subject=subject,
                 subject_ref=ref,
-                model=model,
-                dimension=dimension,
-                limit_value=9,
+                key=QuotaKey(dimension, model),
+                terms=QuotaTerms(9),
                 actor="test",
             )
     ids = (customer.organization_id, customer.key.project_id, customer.key.id)
@@ -118,8 +117,8 @@ async def test_a_removed_limit_is_gone_and_setting_it_makes_a_new_one(
                 session,
                 subject=QuotaSubject.PROJECT,
                 subject_ref="acme/search",
-                dimension=QuotaDimension.TOKENS_PER_DAY,
-                limit_value=9,
+                key=QuotaKey(QuotaDimension.TOKENS_PER_DAY),
+                terms=QuotaTerms(9),
                 actor="test",
             )
         return state.quota_id
@@ -144,8 +143,8 @@ async def test_two_admins_at_once_make_one_limit_and_an_ordered_log(
                 session,
                 subject=QuotaSubject.ORGANIZATION,
                 subject_ref="acme",
-                dimension=QuotaDimension.TOKENS_PER_DAY,
-                limit_value=limit_value,
+                key=QuotaKey(QuotaDimension.TOKENS_PER_DAY),
+                terms=QuotaTerms(limit_value),
                 actor="test",
             )
 
@@ -171,8 +170,8 @@ async def test_bad_values_are_named(sessions: Sessions, customer: Customer) -> N
                     session,
                     subject=QuotaSubject.ORGANIZATION,
                     subject_ref="acme",
-                    dimension=QuotaDimension.TOKENS_PER_DAY,
-                    limit_value=limit_value,
+                    key=QuotaKey(QuotaDimension.TOKENS_PER_DAY),
+                    terms=QuotaTerms(limit_value),
                     actor="test",
                 )
         with pytest.raises(NotFound):
@@ -180,8 +179,8 @@ async def test_bad_values_are_named(sessions: Sessions, customer: Customer) -> N
                 session,
                 subject=QuotaSubject.API_KEY,
                 subject_ref="wk_nothing0",
-                dimension=QuotaDimension.TOKENS_PER_DAY,
-                limit_value=1,
+                key=QuotaKey(QuotaDimension.TOKENS_PER_DAY),
+                terms=QuotaTerms(1),
                 actor="test",
             )
 
@@ -196,8 +195,8 @@ async def test_only_counters_that_nothing_can_touch_any_more_are_deleted(
                 session,
                 subject=QuotaSubject.ORGANIZATION,
                 subject_ref="acme",
-                dimension=dimension,
-                limit_value=9,
+                key=QuotaKey(dimension),
+                terms=QuotaTerms(9),
                 actor="ann",
             )
             for dimension in SETTABLE
@@ -256,7 +255,7 @@ async def test_a_limit_of_money_beyond_nine_million_units_is_refused_with_the_gr
                 session,
                 subject=QuotaSubject.ORGANIZATION,
                 subject_ref=customer.name,
-                dimension=dimension,
-                limit_value=2**63,
+                key=QuotaKey(dimension),
+                terms=QuotaTerms(2**63),
                 actor="test",
             )

@@ -11,7 +11,14 @@ from sqlalchemy import select
 
 from metering.core.audit import list_audit_entries
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import ApiKey, Organization, QuotaDimension, QuotaSubject
+from metering.core.models import (
+    ApiKey,
+    Organization,
+    QuotaDimension,
+    QuotaKey,
+    QuotaSubject,
+    QuotaTerms,
+)
 from metering.holds.operations import Admitted, Extend
 from metering.quotas.quota_admin import delete_quota, override_quota, set_quota
 from metering.quotas.quota_rules import QuotaState, Weights
@@ -241,9 +248,8 @@ async def test_a_new_key_gets_the_limits_kept_for_it_the_projects_before_the_org
                 session,
                 subject=subject,
                 subject_ref=str(ref),
-                dimension=dimension,
-                limit_value=limit_value,
-                for_new_keys=True,
+                key=QuotaKey(dimension, for_new_keys=True),
+                terms=QuotaTerms(limit_value),
                 actor="ann",
             )
 
@@ -299,13 +305,12 @@ async def test_limits_for_new_keys_hang_above_keys_and_are_not_raised(
 ) -> None:
     payer = world.tenant()
     async with sessions.begin() as session:
-        keep = partial(set_quota, session, dimension=DAY, limit_value=5, actor="ann")
+        keep = partial(set_quota, session, terms=QuotaTerms(5), actor="ann")
+        day = QuotaKey(DAY, for_new_keys=True)
         project = str(payer.project_id)
         with pytest.raises(InvalidValue, match="for_new_keys"):
-            await keep(
-                subject=QuotaSubject.API_KEY, subject_ref=str(payer.api_key_id), for_new_keys=True
-            )
-        kept = await keep(subject=QuotaSubject.PROJECT, subject_ref=project, for_new_keys=True)
+            await keep(subject=QuotaSubject.API_KEY, subject_ref=str(payer.api_key_id), key=day)
+        kept = await keep(subject=QuotaSubject.PROJECT, subject_ref=project, key=day)
         with pytest.raises(InvalidValue, match="quota_id"):
             await override_quota(
                 session,
@@ -325,7 +330,7 @@ async def test_limits_for_new_keys_hang_above_keys_and_are_not_raised(
                 actor="ann",
             )
         # Besides it, one of the project.
-        standing = await keep(subject=QuotaSubject.PROJECT, subject_ref=project)
+        standing = await keep(subject=QuotaSubject.PROJECT, subject_ref=project, key=QuotaKey(DAY))
         assert standing.quota_id != kept.quota_id
         ids = (await session.scalars(select(ApiKey.id))).all()
     assert ids == [payer.api_key_id]

@@ -8,12 +8,13 @@ import os
 import random
 import uuid
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from sqlalchemy import event, select, update
 
-from metering.core.models import Quota, QuotaDimension, QuotaSubject
+from metering.core.models import Quota, QuotaDimension, QuotaKey, QuotaSubject
 from metering.holds.operations import Expire, Extend, Void
 from metering.plans.prepaid import set_prepaid
 from metering.quotas import quota_recount
@@ -59,16 +60,18 @@ async def set_limit(
     enforced: bool | None = None,
 ) -> QuotaState:
     """Set a limit as an admin does."""
+    given: dict[str, Any] = {"limit_value": limit_value}
+    if weights is not None:
+        given |= {f"{name}_weight_milli": each for name, each in weights._asdict().items()}
+    if enforced is not None:
+        given["enforced"] = enforced
     async with sessions.begin() as session:
         return await set_quota(
             session,
             subject=subject,
             subject_ref=subject_of(payer, subject),
-            model=model,
-            dimension=dimension,
-            limit_value=limit_value,
-            weights=weights,
-            enforced=enforced,
+            key=QuotaKey(dimension, model),
+            terms=partial(replace, **given),
             actor="test",
         )
 

@@ -17,7 +17,7 @@ from metering.invoicing.months import month_report
 from metering.ledger import rating
 from metering.ledger.ledger import posting_lock_of, take_posting_lock
 from metering.ledger.rating import rate_all_pending, rate_batch
-from metering.pricing.prices import PRICE_MAX_PICOS, ModelPrice, set_price
+from metering.pricing.prices import PRICE_MAX_PICOS, ModelPrice, PriceTerms, set_price
 from metering.store.db import Sessions, create_engine, create_sessions
 from tests.metering.usage import (
     Consumed,
@@ -69,10 +69,12 @@ async def test_events_are_posted_by_the_price_of_their_admission(
     async with sessions.begin() as session:
         dearer = await set_price(
             session,
-            model="demo",
-            input_picos_per_token=1_000_000,
-            cached_input_picos_per_token=1,
-            output_picos_per_token=0,
+            PriceTerms(
+                model="demo",
+                input_picos_per_token=1_000_000,
+                cached_input_picos_per_token=1,
+                output_picos_per_token=0,
+            ),
             actor="test",
         )
     async with sessions.begin() as session:
@@ -96,10 +98,12 @@ async def test_tokens_that_cost_nothing_are_in_the_ledger_too(
     async with sessions.begin() as session:
         free = await set_price(
             session,
-            model="free",
-            input_picos_per_token=0,
-            cached_input_picos_per_token=0,
-            output_picos_per_token=0,
+            PriceTerms(
+                model="free",
+                input_picos_per_token=0,
+                cached_input_picos_per_token=0,
+                output_picos_per_token=0,
+            ),
             actor="test",
         )
     async with sessions.begin() as session:
@@ -155,10 +159,12 @@ async def test_a_cost_beyond_64_bits_is_misstated_and_breaks_no_batch(
     async with sessions.begin() as session:
         dear = await set_price(
             session,
-            model="dear",
-            input_picos_per_token=PRICE_MAX_PICOS,
-            cached_input_picos_per_token=PRICE_MAX_PICOS,
-            output_picos_per_token=PRICE_MAX_PICOS,
+            PriceTerms(
+                model="dear",
+                input_picos_per_token=PRICE_MAX_PICOS,
+                cached_input_picos_per_token=PRICE_MAX_PICOS,
+                output_picos_per_token=PRICE_MAX_PICOS,
+            ),
             actor="test",
         )
     async with sessions.begin() as session:
@@ -341,10 +347,12 @@ async def rate_and_check(database_url: str, batch: list[Consumed]) -> None:
             customer = await new_customer(session, f"c{uuid.uuid4().hex}")
             price = await set_price(
                 session,
-                model=f"m{uuid.uuid4().hex}",
-                input_picos_per_token=1_234_567,
-                cached_input_picos_per_token=7,
-                output_picos_per_token=99_999_999,
+                PriceTerms(
+                    model=f"m{uuid.uuid4().hex}",
+                    input_picos_per_token=1_234_567,
+                    cached_input_picos_per_token=7,
+                    output_picos_per_token=99_999_999,
+                ),
                 actor="test",
             )
             if batch:

@@ -25,7 +25,7 @@ from metering.core.errors import DatabaseUnavailable, InvariantViolated
 from metering.invoicing.month_report import Reconciliation
 from metering.invoicing.months import month_report
 from metering.ledger.rating import rate_all_pending, rate_batch
-from metering.pricing.prices import ModelPrice, set_price
+from metering.pricing.prices import ModelPrice, PriceTerms, set_price
 from metering.proof.fsck import fsck
 from metering.proof.ledger_checks import LEDGER_CHECKS
 from metering.store.db import Sessions, create_engine, create_sessions
@@ -122,10 +122,12 @@ async def new_world(sessions: Sessions) -> tuple[list[Customer], list[ModelPrice
         prices = [
             await set_price(
                 session,
-                model=f"m{uuid.uuid4().hex}",
-                input_picos_per_token=1_234_567 + number,
-                cached_input_picos_per_token=7,
-                output_picos_per_token=99_999_999,
+                PriceTerms(
+                    model=f"m{uuid.uuid4().hex}",
+                    input_picos_per_token=1_234_567 + number,
+                    cached_input_picos_per_token=7,
+                    output_picos_per_token=99_999_999,
+                ),
                 actor="test",
             )
             for number in range(PRICES)

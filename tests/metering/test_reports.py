@@ -13,7 +13,7 @@ from metering.invoicing.month_report import MonthReport, Reconciliation, ReportL
 from metering.invoicing.months import CANCELLED, COMPLETED, FAILED, LIMITED, month_report
 from metering.ledger.ledger import month_bounds
 from metering.ledger.rating import rate_all_pending
-from metering.pricing.prices import ModelPrice, set_price
+from metering.pricing.prices import ModelPrice, PriceTerms, set_price
 from metering.store.db import Sessions
 from tests.metering.usage import Consumed, Customer, add_usage, new_customer
 
@@ -34,10 +34,12 @@ async def test_a_month_is_shown_by_model_price_and_kind_with_cancelled_requests_
     async with sessions.begin() as session:
         dearer = await set_price(
             session,
-            model="demo",
-            input_picos_per_token=300_000,
-            cached_input_picos_per_token=30_000,
-            output_picos_per_token=900_000,
+            PriceTerms(
+                model="demo",
+                input_picos_per_token=300_000,
+                cached_input_picos_per_token=30_000,
+                output_picos_per_token=900_000,
+            ),
             actor="test",
         )
     async with sessions.begin() as session:

@@ -48,7 +48,7 @@ from metering.export.stripe_inbox import (
     webhook_server,
 )
 from metering.export.stripe_sync import Sync, export_status, payment_method_page, resend, settle
-from metering.pricing.prices import ModelPrice, set_price, withdraw_price
+from metering.pricing.prices import ModelPrice, PriceTerms, set_price, withdraw_price
 from metering.store.db import Sessions
 from metering.tenants.billing_profiles import BillingProfile, set_billing_profile
 from metering.tenants.tenants import create_organization
@@ -450,13 +450,12 @@ async def test_a_customers_own_price_is_in_no_other_subscription(
         await new_customer(session, "other")
         own = await set_price(
             session,
-            model="demo",
-            organization="acme",
-            **LOWER,
-            batch_multiplier_milli=500,
+            PriceTerms(model="demo", organization="acme", **LOWER, batch_multiplier_milli=500),
             actor="test",
         )
-        ended = await set_price(session, model="ended", organization="acme", **LOWER, actor="test")
+        ended = await set_price(
+            session, PriceTerms(model="ended", organization="acme", **LOWER), actor="test"
+        )
     async with sessions.begin() as session:
         await withdraw_price(session, model="ended", organization="acme", actor="test")
 

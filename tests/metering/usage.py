@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.models import Hold, HoldState, UsageEvent, insertion
 from metering.ledger.ledger import AccountKey, AccountKind
 from metering.ledger.rating import BATCH_SIZE, rate_batch
-from metering.pricing.prices import ModelPrice, set_price
+from metering.pricing.prices import ModelPrice, PriceTerms, set_price
 from metering.tenants.api_keys import KeyRecord, create_api_key
 from metering.tenants.billing_profiles import BillingProfile
 from metering.tenants.key_terms import KeyTerms
@@ -103,10 +103,12 @@ async def new_price(session: AsyncSession, model: str = "demo") -> ModelPrice:
     """Set picos of a dollar per token: 150,000 input, 15,000 cached, 600,000 output."""
     return await set_price(
         session,
-        model=model,
-        input_picos_per_token=150_000,
-        cached_input_picos_per_token=15_000,
-        output_picos_per_token=600_000,
+        PriceTerms(
+            model=model,
+            input_picos_per_token=150_000,
+            cached_input_picos_per_token=15_000,
+            output_picos_per_token=600_000,
+        ),
         actor="test",
     )
 

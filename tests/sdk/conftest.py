@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from infra import typescript_sdk
-from metering.pricing.prices import set_price
+from metering.pricing.prices import PriceTerms, set_price
 from tests.conftest import new_database
 from tests.inference.encoder_checkpoints import make_random_encoder
 from tests.inference.tool_checkpoints import make_tool_checkpoint
@@ -64,11 +64,13 @@ async def price_encoder(service: Service) -> None:
     async with service.session() as session:
         await set_price(
             session,
-            model=ENCODER,
-            input_picos_per_token=0,
-            cached_input_picos_per_token=0,
-            output_picos_per_token=0,
-            embedding_picos_per_token=EMBEDDING_PICOS,
+            PriceTerms(
+                model=ENCODER,
+                input_picos_per_token=0,
+                cached_input_picos_per_token=0,
+                output_picos_per_token=0,
+                embedding_picos_per_token=EMBEDDING_PICOS,
+            ),
             actor="test",
         )
         await price_model(session, TOOL_MODEL)

@@ -24,7 +24,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Organization(_message.Message):
-    """A customer."""
+    """A customer: it owns projects, keys and limits, and gets one bill a month."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -38,7 +38,7 @@ class Organization(_message.Message):
     name: _builtins.str
     """Unique name: 1 to 63 of a-z, 0-9 and "-", starting with a letter."""
     currency_code: _builtins.str
-    """ISO 4217 code of its bills."""
+    """ISO 4217 code of its bills, such as "USD". It never changes."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """Time of creation."""
@@ -128,9 +128,9 @@ class ApiKey(_message.Message):
     api_key_id: _builtins.str
     """Server-generated UUID."""
     project_id: _builtins.str
-    """The project it belongs to."""
+    """UUID of the project whose usage the key counts as."""
     name: _builtins.str
-    """Display name."""
+    """Display name, such as that of the program that uses the key. Need not be unique."""
     prefix: _builtins.str
     """The first characters of the key, which identify it."""
     organization_id: _builtins.str
@@ -147,7 +147,7 @@ class ApiKey(_message.Message):
     organization_name: _builtins.str
     """The name of the organization of its project."""
     project_name: _builtins.str
-    """The name of its project."""
+    """Name of its project, unique within the organization."""
     strict_parameters: _builtins.bool
     """Refuses unknown parameters over HTTP, as `?strict=1` does for one request; `?strict=0` does not
     relax it. False: those that cannot change the answer are ignored and named in a header.
@@ -262,17 +262,17 @@ Global___CreateOrganizationRequest: _TypeAlias = CreateOrganizationRequest  # no
 
 @_typing.final
 class CreateOrganizationResponse(_message.Message):
-    """The organization."""
+    """The organization, new or found by its name."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ORGANIZATION_FIELD_NUMBER: _builtins.int
     EXISTED_FIELD_NUMBER: _builtins.int
     existed: _builtins.bool
-    """True if it existed before."""
+    """True if it existed before: by its name, or because the call was repeated."""
     @_builtins.property
     def organization(self) -> Global___Organization:
-        """The organization."""
+        """The new organization, or with `allow_existing` that of this name."""
 
     def __init__(
         self,
@@ -417,17 +417,17 @@ Global___CreateProjectRequest: _TypeAlias = CreateProjectRequest  # noqa: Y015
 
 @_typing.final
 class CreateProjectResponse(_message.Message):
-    """The project."""
+    """The project, new or found by its name."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PROJECT_FIELD_NUMBER: _builtins.int
     EXISTED_FIELD_NUMBER: _builtins.int
     existed: _builtins.bool
-    """True if it existed before."""
+    """True if it existed before: by its name, or because the call was repeated."""
     @_builtins.property
     def project(self) -> Global___Project:
-        """The project."""
+        """The new project, or with `allow_existing` that of this name."""
 
     def __init__(
         self,
@@ -567,7 +567,7 @@ Global___CreateApiKeyRequest: _TypeAlias = CreateApiKeyRequest  # noqa: Y015
 
 @_typing.final
 class CreateApiKeyResponse(_message.Message):
-    """The key."""
+    """The key with its secret, which no later call returns."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -579,10 +579,10 @@ class CreateApiKeyResponse(_message.Message):
     RotateApiKey creates a new one.
     """
     existed: _builtins.bool
-    """True if it existed before."""
+    """True if it existed before: by its name, or because the call was repeated."""
     @_builtins.property
     def api_key(self) -> Global___ApiKey:
-        """The key."""
+        """The new key, or with `allow_existing` the active one of this name."""
 
     def __init__(
         self,
@@ -816,7 +816,7 @@ class RevokeApiKeyResponse(_message.Message):
     API_KEY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def api_key(self) -> Global___ApiKey:
-        """The revoked key."""
+        """The key with the time of its first revocation."""
 
     def __init__(
         self,
@@ -907,7 +907,7 @@ class SetQuotaRequest(_message.Message):
     OUTPUT_WEIGHT_MILLI_FIELD_NUMBER: _builtins.int
     ALERT_AT_FIELD_NUMBER: _builtins.int
     subject: _types_pb2.QuotaSubject.ValueType
-    """Owner of the limit."""
+    """Kind of the object that the limit applies to; `subject_ref` names it."""
     subject_ref: _builtins.str
     """Organization: its name or id. Project: "organization/project" or its id. Key: its id or prefix.
     Unknown: NOT_FOUND.
@@ -915,7 +915,7 @@ class SetQuotaRequest(_message.Message):
     model: _builtins.str
     """Limited model; empty: all models together. Unknown: NOT_FOUND."""
     dimension: _types_pb2.QuotaDimension.ValueType
-    """Measure and window."""
+    """What the limit counts, and over which window of time."""
     limit_value: _builtins.int
     """The limit, 0 or more. 0 admits nothing. A limit above an inherited one is allowed but has no
     effect: see `narrowed_by_quota_id`.
@@ -1079,7 +1079,7 @@ class DeleteQuotaRequest(_message.Message):
     QUOTA_ID_FIELD_NUMBER: _builtins.int
     ALLOW_MISSING_FIELD_NUMBER: _builtins.int
     quota_id: _builtins.str
-    """Id of the limit."""
+    """Id of the limit, as SetQuota and ListQuotas return it."""
     allow_missing: _builtins.bool
     """Succeeds instead of NOT_FOUND if the limit does not exist."""
     def __init__(
@@ -1360,7 +1360,7 @@ Global___ListAuditEntriesResponse: _TypeAlias = ListAuditEntriesResponse  # noqa
 
 @_typing.final
 class AuditEntry(_message.Message):
-    """One change."""
+    """One change: its time and author, and the object before and after it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1372,13 +1372,13 @@ class AuditEntry(_message.Message):
     BEFORE_JSON_FIELD_NUMBER: _builtins.int
     AFTER_JSON_FIELD_NUMBER: _builtins.int
     entry_id: _builtins.int
-    """Increases with time."""
+    """Increases with time, so that it orders entries and begins the next page."""
     actor: _builtins.str
     """Author: the prefix of the API key, or "system"."""
     action: _builtins.str
     """Action, for example "api_key.revoke"."""
     subject_id: _builtins.str
-    """Id of the changed object."""
+    """Id of the changed object: a UUID, or the number of a price version."""
     before_json: _builtins.str
     """The object before, as JSON; empty if it did not exist."""
     after_json: _builtins.str

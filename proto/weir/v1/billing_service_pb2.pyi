@@ -31,29 +31,29 @@ class _TokenKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenKind.V
     TOKEN_KIND_UNSPECIFIED: _TokenKind.ValueType  # 0
     """Never sent."""
     TOKEN_KIND_INPUT: _TokenKind.ValueType  # 1
-    """Computed input."""
+    """Input that the model computed."""
     TOKEN_KIND_CACHED_INPUT: _TokenKind.ValueType  # 2
-    """Input from the prefix cache."""
+    """Input that was found in the prefix cache."""
     TOKEN_KIND_OUTPUT: _TokenKind.ValueType  # 3
     """Output, without the model's thinking."""
     TOKEN_KIND_EMBEDDING: _TokenKind.ValueType  # 4
-    """Embedded input."""
+    """Input of an embedding model."""
     TOKEN_KIND_REASONING: _TokenKind.ValueType  # 5
     """Output that is the model's thinking."""
 
 class TokenKind(_TokenKind, metaclass=_TokenKindEnumTypeWrapper):
-    """Billing class of a token."""
+    """Kind of a token, each of which has its own price."""
 
 TOKEN_KIND_UNSPECIFIED: TokenKind.ValueType  # 0
 """Never sent."""
 TOKEN_KIND_INPUT: TokenKind.ValueType  # 1
-"""Computed input."""
+"""Input that the model computed."""
 TOKEN_KIND_CACHED_INPUT: TokenKind.ValueType  # 2
-"""Input from the prefix cache."""
+"""Input that was found in the prefix cache."""
 TOKEN_KIND_OUTPUT: TokenKind.ValueType  # 3
 """Output, without the model's thinking."""
 TOKEN_KIND_EMBEDDING: TokenKind.ValueType  # 4
-"""Embedded input."""
+"""Input of an embedding model."""
 TOKEN_KIND_REASONING: TokenKind.ValueType  # 5
 """Output that is the model's thinking."""
 Global___TokenKind: _TypeAlias = TokenKind  # noqa: Y015
@@ -145,7 +145,7 @@ class GetMonthReportResponse(_message.Message):
 
     @_builtins.property
     def total(self) -> _types_pb2.Money:
-        """Sum of the lines, exact."""
+        """Sum of the lines and charges, exact to the pico and before rounding."""
 
     @_builtins.property
     def total_rounded(self) -> _types_pb2.Money:
@@ -157,7 +157,7 @@ class GetMonthReportResponse(_message.Message):
 
     @_builtins.property
     def close_time(self) -> _timestamp_pb2.Timestamp:
-        """Time of the close."""
+        """When the month was closed; unset while it is open."""
 
     @_builtins.property
     def charges(self) -> _containers.RepeatedCompositeFieldContainer[_months_pb2.MonthCharge]:
@@ -264,7 +264,7 @@ Global___RequestCounts: _TypeAlias = RequestCounts  # noqa: Y015
 
 @_typing.final
 class MonthReportLine(_message.Message):
-    """One line of the month."""
+    """Usage of one model at one price version, for one kind of token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -280,19 +280,19 @@ class MonthReportLine(_message.Message):
     ROUNDED_AMOUNT_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """The model."""
+    """Name of the model that ran the requests, without aliases."""
     token_kind: Global___TokenKind.ValueType
-    """Billing class of the tokens."""
+    """Kind of the tokens, each of which has its own price."""
     price_version: _builtins.int
     """The price version that applied."""
     request_count: _builtins.int
     """Requests with at least one token of this kind."""
     token_count: _builtins.int
-    """Tokens of this kind."""
+    """Number of tokens of this kind, those of cancelled requests included."""
     cancelled_token_count: _builtins.int
     """Tokens of `token_count` that belong to cancelled requests."""
     unit_price_picos: _builtins.int
-    """Picos per token."""
+    """Price per token in picos: 1e-12 of the currency unit."""
     late_month: _builtins.str
     """The month of the usage as YYYY-MM, if that was closed before the usage was posted; else empty."""
     tier: _builtins.str

@@ -34,7 +34,7 @@ class _MonthStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MonthState
     MONTH_STATE_CLOSING: _MonthState.ValueType  # 2
     """A close has begun; closing it again continues."""
     MONTH_STATE_CLOSED: _MonthState.ValueType  # 3
-    """Final."""
+    """Final: the month has its documents, and no more usage is added to it."""
 
 class MonthState(_MonthState, metaclass=_MonthStateEnumTypeWrapper):
     """State of an organization's month."""
@@ -46,7 +46,7 @@ MONTH_STATE_OPEN: MonthState.ValueType  # 1
 MONTH_STATE_CLOSING: MonthState.ValueType  # 2
 """A close has begun; closing it again continues."""
 MONTH_STATE_CLOSED: MonthState.ValueType  # 3
-"""Final."""
+"""Final: the month has its documents, and no more usage is added to it."""
 Global___MonthState: _TypeAlias = MonthState  # noqa: Y015
 
 class _PaymentState:
@@ -58,7 +58,7 @@ class _PaymentStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PaymentS
     PAYMENT_STATE_UNSPECIFIED: _PaymentState.ValueType  # 0
     """Never sent."""
     PAYMENT_STATE_OPEN: _PaymentState.ValueType  # 1
-    """To be paid."""
+    """Finalized, and to be paid."""
     PAYMENT_STATE_FAILED: _PaymentState.ValueType  # 2
     """An attempt to charge it failed, and none has succeeded."""
     PAYMENT_STATE_OVERDUE: _PaymentState.ValueType  # 3
@@ -76,7 +76,7 @@ class PaymentState(_PaymentState, metaclass=_PaymentStateEnumTypeWrapper):
 PAYMENT_STATE_UNSPECIFIED: PaymentState.ValueType  # 0
 """Never sent."""
 PAYMENT_STATE_OPEN: PaymentState.ValueType  # 1
-"""To be paid."""
+"""Finalized, and to be paid."""
 PAYMENT_STATE_FAILED: PaymentState.ValueType  # 2
 """An attempt to charge it failed, and none has succeeded."""
 PAYMENT_STATE_OVERDUE: PaymentState.ValueType  # 3
@@ -140,7 +140,7 @@ class _AdjustmentStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Adjus
     ADJUSTMENT_STATE_PROPOSED: _AdjustmentState.ValueType  # 1
     """Waits for approval by a person other than its author."""
     ADJUSTMENT_STATE_APPROVED: _AdjustmentState.ValueType  # 2
-    """Posted."""
+    """Final; posted to the ledger."""
     ADJUSTMENT_STATE_REJECTED: _AdjustmentState.ValueType  # 3
     """Final; never posted."""
 
@@ -152,7 +152,7 @@ ADJUSTMENT_STATE_UNSPECIFIED: AdjustmentState.ValueType  # 0
 ADJUSTMENT_STATE_PROPOSED: AdjustmentState.ValueType  # 1
 """Waits for approval by a person other than its author."""
 ADJUSTMENT_STATE_APPROVED: AdjustmentState.ValueType  # 2
-"""Posted."""
+"""Final; posted to the ledger."""
 ADJUSTMENT_STATE_REJECTED: AdjustmentState.ValueType  # 3
 """Final; never posted."""
 Global___AdjustmentState: _TypeAlias = AdjustmentState  # noqa: Y015
@@ -210,7 +210,7 @@ class Month(_message.Message):
     month: _builtins.str
     """The month as YYYY-MM, in UTC."""
     state: Global___MonthState.ValueType
-    """State of the month."""
+    """Whether usage may still be added, or the documents are final."""
     closing_by: _builtins.str
     """Author of the close: the prefix of a key."""
     closed_by: _builtins.str
@@ -289,11 +289,11 @@ class InvoicePayment(_message.Message):
     PAY_TIME_FIELD_NUMBER: _builtins.int
     FAILURE_TIME_FIELD_NUMBER: _builtins.int
     stripe_invoice_id: _builtins.str
-    """Id at Stripe."""
+    """Id of the invoice at Stripe, such as "in_1Nx"."""
     stripe_number: _builtins.str
     """Number at Stripe. Empty if no event has contained it."""
     state: Global___PaymentState.ValueType
-    """Payment state."""
+    """State of the payment as Stripe last reported it."""
     hosted_url: _builtins.str
     """Stripe's payment page. Empty if no event has contained it."""
     @_builtins.property
@@ -302,7 +302,7 @@ class InvoicePayment(_message.Message):
 
     @_builtins.property
     def amount_paid(self) -> _types_pb2.Money:
-        """Amount paid."""
+        """Amount paid so far, as Stripe last reported it."""
 
     @_builtins.property
     def finalize_time(self) -> _timestamp_pb2.Timestamp:
@@ -367,7 +367,7 @@ Global___Obstacle: _TypeAlias = Obstacle  # noqa: Y015
 
 @_typing.final
 class MonthCharge(_message.Message):
-    """A line besides usage."""
+    """A line of the month besides usage: of the plan, of credit, or a correction."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -379,11 +379,11 @@ class MonthCharge(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     SOURCE_ID_FIELD_NUMBER: _builtins.int
     kind: Global___ChargeKind.ValueType
-    """Kind of the charge."""
+    """Which rule caused the charge."""
     description: _builtins.str
-    """Description."""
+    """Text of the line on the documents, for people."""
     model: _builtins.str
-    """The model; empty for all."""
+    """The model whose tokens it concerns; empty for all models."""
     token_count: _builtins.int
     """Number of tokens; 0 if not applicable."""
     source_id: _builtins.str
@@ -417,7 +417,7 @@ Global___MonthCharge: _TypeAlias = MonthCharge  # noqa: Y015
 
 @_typing.final
 class PrepaidCreditSummary(_message.Message):
-    """Prepaid credit of a month."""
+    """Changes of an organization's prepaid credit in a month."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -426,15 +426,15 @@ class PrepaidCreditSummary(_message.Message):
     REMAINING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def granted(self) -> _types_pb2.Money:
-        """Granted in the month."""
+        """Credit that was granted in the month."""
 
     @_builtins.property
     def expired(self) -> _types_pb2.Money:
-        """Expired unused at its end."""
+        """Credit that expired unused at the end of the month."""
 
     @_builtins.property
     def remaining(self) -> _types_pb2.Money:
-        """Remaining after the month."""
+        """Credit left after the charges and the expiry of the month."""
 
     def __init__(
         self,
@@ -462,11 +462,11 @@ class CreditNoteSummary(_message.Message):
     AMOUNT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     number: _builtins.str
-    """Its number."""
+    """Number of the credit note, as printed on it."""
     invoice_number: _builtins.str
-    """The corrected invoice."""
+    """Number of the invoice that it corrects."""
     reason: _builtins.str
-    """Reason."""
+    """Reason that its author gave, shown on the document."""
     @_builtins.property
     def amount(self) -> _types_pb2.Money:
         """Refunded amount; above zero."""
@@ -509,7 +509,7 @@ class InvoiceLine(_message.Message):
     which completes the other lines to the total.
     """
     description: _builtins.str
-    """Description."""
+    """Text of the line on the document, for people."""
     model: _builtins.str
     """The model; empty if not applicable."""
     price_version: _builtins.int
@@ -613,7 +613,7 @@ class Invoice(_message.Message):
 
     @_builtins.property
     def credited(self) -> _types_pb2.Money:
-        """Sum of its credit notes."""
+        """Sum of its approved credit notes."""
 
     @_builtins.property
     def payments(self) -> _containers.RepeatedCompositeFieldContainer[Global___InvoicePayment]:
@@ -666,7 +666,7 @@ class Adjustment(_message.Message):
     BILLING_MONTH_FIELD_NUMBER: _builtins.int
     CREDIT_NOTE_NUMBER_FIELD_NUMBER: _builtins.int
     adjustment_id: _builtins.str
-    """Its id."""
+    """UUID of the adjustment, for its approval or rejection."""
     organization_id: _builtins.str
     """The organization's id."""
     reason: _builtins.str
@@ -674,7 +674,7 @@ class Adjustment(_message.Message):
     invoice_number: _builtins.str
     """The invoice of a credit note; empty for an adjustment."""
     state: Global___AdjustmentState.ValueType
-    """State of the adjustment."""
+    """Whether it waits for a decision, and which was made."""
     author: _builtins.str
     """Author: the prefix of a key."""
     decided_by: _builtins.str
@@ -827,7 +827,7 @@ class CloseMonthResponse(_message.Message):
     """True if it was closed before."""
     @_builtins.property
     def month(self) -> Global___Month:
-        """The month after the call."""
+        """The month after the call; unchanged with `validate_only`."""
 
     @_builtins.property
     def obstacles(self) -> _containers.RepeatedCompositeFieldContainer[Global___Obstacle]:
@@ -956,7 +956,7 @@ class GetInvoiceResponse(_message.Message):
     CREDIT_NOTES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def invoice(self) -> Global___Invoice:
-        """The invoice."""
+        """The invoice as it was issued, with its present payments."""
 
     @_builtins.property
     def credit_notes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adjustment]:
@@ -1020,14 +1020,14 @@ Global___CreateAdjustmentRequest: _TypeAlias = CreateAdjustmentRequest  # noqa: 
 
 @_typing.final
 class CreateAdjustmentResponse(_message.Message):
-    """The proposal."""
+    """The proposal, which another person must approve."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ADJUSTMENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def adjustment(self) -> Global___Adjustment:
-        """The adjustment."""
+        """The proposed adjustment; that of the first call if it was repeated."""
 
     def __init__(
         self,
@@ -1082,14 +1082,14 @@ Global___CreateCreditNoteRequest: _TypeAlias = CreateCreditNoteRequest  # noqa: 
 
 @_typing.final
 class CreateCreditNoteResponse(_message.Message):
-    """The proposal."""
+    """The proposal, which another person must approve."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CREDIT_NOTE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def credit_note(self) -> Global___Adjustment:
-        """The proposed credit note."""
+        """The proposed credit note; that of the first call if it was repeated."""
 
     def __init__(
         self,
@@ -1183,7 +1183,7 @@ class RejectAdjustmentResponse(_message.Message):
     ADJUSTMENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def adjustment(self) -> Global___Adjustment:
-        """The adjustment."""
+        """The adjustment after the rejection."""
 
     def __init__(
         self,
@@ -1280,7 +1280,7 @@ Global___GetMonthDocumentRequest: _TypeAlias = GetMonthDocumentRequest  # noqa: 
 
 @_typing.final
 class GetMonthDocumentResponse(_message.Message):
-    """A document."""
+    """A document of a month and its digests."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1288,7 +1288,7 @@ class GetMonthDocumentResponse(_message.Message):
     SHA256_FIELD_NUMBER: _builtins.int
     CLOSED_SHA256_FIELD_NUMBER: _builtins.int
     content: _builtins.bytes
-    """Content of the document."""
+    """Bytes of the file, in the requested format."""
     sha256: _builtins.str
     """SHA-256 of the bytes, in hexadecimal."""
     closed_sha256: _builtins.str

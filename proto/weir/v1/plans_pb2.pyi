@@ -32,13 +32,13 @@ class TokenSelector(_message.Message):
     TOKEN_KIND_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """The model."""
+    """Only tokens of this model; empty for all models."""
     token_kind: _builtins.str
     """Billing class: "input", "cached_input", "output", "reasoning" or "embedding". Anything else:
     INVALID_ARGUMENT.
     """
     tier: _inference_service_pb2.ServiceTier.ValueType
-    """The service tier."""
+    """Only tokens of this service tier; unspecified for all tiers."""
     def __init__(
         self,
         *,
@@ -56,7 +56,7 @@ Global___TokenSelector: _TypeAlias = TokenSelector  # noqa: Y015
 
 @_typing.final
 class PlanAllowance(_message.Message):
-    """Free tokens of each month."""
+    """Tokens that are free in each month."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -66,7 +66,7 @@ class PlanAllowance(_message.Message):
     """Number of tokens, 1 or more."""
     @_builtins.property
     def selector(self) -> Global___TokenSelector:
-        """Selected tokens."""
+        """Which tokens are free."""
 
     def __init__(
         self,
@@ -181,11 +181,11 @@ class PlanConfiguration(_message.Message):
     """Minimum charge of each month, in picos. 0: none."""
     @_builtins.property
     def allowances(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanAllowance]:
-        """Free tokens."""
+        """Tokens that are free in each month; of several that fit a token, the most specific counts."""
 
     @_builtins.property
     def tiered_prices(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanTieredPrice]:
-        """Tiered prices."""
+        """Prices that depend on the number of tokens in the month."""
 
     @_builtins.property
     def organizations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -221,7 +221,7 @@ class Plan(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Its version, from 1."""
+    """Its version: 1 for the first of its name, and one more for each change."""
     @_builtins.property
     def configuration(self) -> Global___PlanConfiguration:
         """Rules of the plan."""
@@ -366,9 +366,9 @@ class PlanAssignment(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     ASSIGNED_BY_FIELD_NUMBER: _builtins.int
     organization_id: _builtins.str
-    """The organization."""
+    """UUID of the organization that has the plan."""
     organization_name: _builtins.str
-    """Its name."""
+    """Name of the organization that has the plan."""
     first_month: _builtins.str
     """The first month as YYYY-MM, UTC."""
     plan: _builtins.str

@@ -8,7 +8,7 @@ YAML's: a project may be named `no`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from weir_cli.document_fields import (
     amount,
     count,
     dimension,
+    entries,
     limit,
     moment,
     price,
@@ -35,23 +36,17 @@ from weir_cli.document_fields import (
     tier,
     truth,
 )
-from weir_cli.key_terms import KEY_TERMS
+from weir_cli.terms import TERMS
 from weir_cli.texts import percents_text
 
 VERSION = "1"
-KINDS: Mapping[type, Callable[[str], Scalar | Words]] = {list: Words, int: count, bool: truth}
-
 QUOTA = Section(
     {
         "dimension": dimension("dimension"),
         "model": text("model"),
         "for_new_keys": truth("for_new_keys"),
         "limit": limit("limit_value"),
-        "enforced": truth("enforced"),
-        "input_weight": thousandths("input_weight_milli"),
-        "cached_input_weight": thousandths("cached_input_weight_milli"),
-        "output_weight": thousandths("output_weight_milli"),
-        "alert_at": Words("alert_at", are_percentages=True),
+        **entries(TERMS["quota"]),
         "override_limit": limit("override_limit_value"),
         "override_until": moment("override_end_time"),
         "override_reason": text("override_reason"),
@@ -64,7 +59,7 @@ KEY = Section(
     {
         "name": text("name"),
         "prefix": text("prefix"),
-        **{each.field: KINDS[each.kind](each.field) for each in KEY_TERMS},
+        **entries(TERMS["key"]),
         "expires": moment("expire_time"),
         "quotas": QUOTAS,
     },
@@ -99,13 +94,8 @@ PRICE = Section(
     {
         "model": text("model"),
         "currency": text("currency_code"),
-        "input": price("input_picos_per_token"),
-        "cached_input": price("cached_input_picos_per_token"),
-        "output": price("output_picos_per_token"),
+        **entries(TERMS["price"]),
         "organization": text("organization"),
-        "reasoning": price("reasoning_picos_per_token"),
-        "embedding": price("embedding_picos_per_token"),
-        "batch_multiplier": thousandths("batch_multiplier_milli"),
         "effective": moment("effective_time"),
     },
     required=("model", "input", "cached_input", "output"),

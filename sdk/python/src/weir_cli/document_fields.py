@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 from weir.v1 import types_pb2
 from weir_client import Money, QuotaDimension
 from weir_client.wire import DIMENSION_NUMBERS
 
+from weir_cli.terms import Term
 from weir_cli.texts import (
     decimal_text,
     dimension_amount,
@@ -196,3 +198,20 @@ def dimension_of(value: Json) -> QuotaDimension:
         (each for each, known in DIMENSION_NUMBERS.items() if known == number),
         QuotaDimension.UNSPECIFIED,
     )
+
+
+# Entries of terms by their kind.
+KINDS: Mapping[str, Callable[[str], Scalar | Words]] = {
+    "count": count,
+    "multiplier": thousandths,
+    "percentages": partial(Words, are_percentages=True),
+    "price": price,
+    "switch": truth,
+    "weight": thousandths,
+    "words": Words,
+}
+
+
+def entries(terms: Iterable[Term]) -> dict[str, Scalar | Words]:
+    """Build the entries of a file for terms."""
+    return {each.key: KINDS[each.kind](each.field) for each in terms}

@@ -12,12 +12,11 @@ import typer
 from weir_cli.configuration import content_of, print_errors
 from weir_cli.connection import OnlyOrganizationOption, Output, admin_client, calls
 from weir_cli.render import JsonOption, csv_of, put, table
+from weir_cli.terms import TERMS, options_of, values_of
 from weir_cli.texts import (
     amount_text,
     decimal_text,
     parse_picos,
-    parse_price,
-    parse_thousandths,
     parsed,
     per_million,
     time_text,
@@ -41,7 +40,7 @@ credit = typer.Typer(help="Grant credit, and show balances.", no_args_is_help=Tr
 OrganizationArgument = Annotated[str, typer.Argument(help="Organization, by name or id.")]
 
 TIME_FORMATS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"]
-KINDS = ("input", "cached input", "output", "reasoning", "embedding")
+KINDS = tuple(each.key.replace("_", " ") for each in TERMS["price"] if each.kind == "price")
 TITLE = "prices per million tokens"
 TIMEOUT_S = 300.0  # a month of millions of events is rated in one statement
 CSV_COLUMNS: Mapping[str, Callable[[SimulatedCustomer], object]] = {
@@ -305,43 +304,10 @@ SinceOption = Annotated[
 
 
 @price.command("set")
-@calls(admin_client)
+@calls(admin_client, options=options_of(TERMS["price"]))
 def set_price(
     client: AdminClient,
     model: ModelArgument,
-    input_price: Annotated[
-        str, typer.Option("--input", help="Per million input tokens, in units of the currency.")
-    ],
-    output_price: Annotated[str, typer.Option("--output", help="Per million output tokens.")],
-    cached_price: Annotated[
-        str | None,
-        typer.Option(
-            "--cached-input",
-            help="Per million input tokens from the prefix cache. Default: same as --input.",
-        ),
-    ] = None,
-    reasoning_price: Annotated[
-        str | None,
-        typer.Option(
-            "--reasoning",
-            help="Per million output tokens of thinking. Default: same as --output.",
-        ),
-    ] = None,
-    embedding_price: Annotated[
-        str | None,
-        typer.Option(
-            "--embedding", help="Per million embedded tokens. Default: unchanged, at first 0."
-        ),
-    ] = None,
-    batch_multiplier: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "Batch tier's fraction of these prices, such as 0.5. Default: unchanged, at"
-                " first 1."
-            )
-        ),
-    ] = None,
     organization: Annotated[
         str,
         typer.Option(
@@ -352,29 +318,14 @@ def set_price(
         str, typer.Option(help="ISO 4217 code. Default: the organization's; USD for list prices.")
     ] = "",
     effective_time: SinceOption = None,
+    **terms: Any,
 ) -> Output:
     """Set a new price version per service tier. Requests pay the price at their admission."""
-    per_token = parsed("--input", parse_price, input_price)
+    given = values_of(TERMS["price"], terms)
+    given.setdefault("cached_input_picos_per_token", given["input_picos_per_token"])
     versions = client.set_price(
         model,
-        input_picos_per_token=per_token,
-        cached_input_picos_per_token=(
-            per_token
-            if cached_price is None
-            else parsed("--cached-input", parse_price, cached_price)
-        ),
-        output_picos_per_token=parsed("--output", parse_price, output_price),
-        embedding_picos_per_token=(
-            None if embedding_price is None else parsed("--embedding", parse_price, embedding_price)
-        ),
-        reasoning_picos_per_token=(
-            None if reasoning_price is None else parsed("--reasoning", parse_price, reasoning_price)
-        ),
-        batch_multiplier_milli=(
-            None
-            if batch_multiplier is None
-            else parsed("--batch-multiplier", parse_thousandths, batch_multiplier)
-        ),
+        **given,
         organization=organization,
         currency_code=currency,
         effective_time=_utc(effective_time),

@@ -25,14 +25,13 @@ from weir_cli.connection import (
     organization_or_default,
     project_or_default,
 )
-from weir_cli.key_terms import KEY_TERMS, TERM_OPTIONS, restrictions, stated
 from weir_cli.render import JsonOption, fail, note, print_json, table
+from weir_cli.terms import TERMS, options_of, restrictions, values_of
 from weir_cli.texts import (
     dimension_amount,
     duration_text,
     parse_limit,
     parse_span,
-    parse_thresholds,
     parsed,
     thresholds_text,
     time_text,
@@ -206,7 +205,7 @@ KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="Id or prefix of
 
 
 @key.command("create")
-@calls(admin_client, options=TERM_OPTIONS)
+@calls(admin_client, options=options_of(TERMS["key"]))
 def create_key(
     client: AdminClient,
     name: Annotated[
@@ -238,7 +237,7 @@ def create_key(
         name,
         lifetime=lifetime,
         allow_existing=if_missing,
-        **stated(terms),
+        **values_of(TERMS["key"], terms),
     )
     if as_json:
         print_json(created)
@@ -288,7 +287,7 @@ def rotate_key(
 
 
 @key.command("update")
-@calls(admin_client, options=TERM_OPTIONS)
+@calls(admin_client, options=options_of(TERMS["key"]))
 def update_key(
     client: AdminClient,
     api_key_ref: KeyArgument,
@@ -306,9 +305,9 @@ def update_key(
     **terms: Any,
 ) -> Output:
     """Change the name, expiry or permissions of a key. Omitted options stay unchanged."""
-    given = stated(terms)
+    given = values_of(TERMS["key"], terms)
     if not (given or all_models or all_networks or never_expires) and name is expires_in is None:
-        flags = ", ".join(each.flag.replace("/", ", ") for each in KEY_TERMS)
+        flags = ", ".join(each.names.replace("/", ", ") for each in TERMS["key"])
         raise typer.BadParameter(
             f"give at least one of --name, {flags}, --all-models, --all-networks, --expires-in or"
             " --never-expires"
@@ -428,18 +427,9 @@ def key_sheet(key: ApiKey, now: datetime) -> RenderableType:
 
 quota = typer.Typer(help="Set, show and remove limits.", no_args_is_help=True)
 
-WeightOption = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        max=1_000_000,
-        help="Weight of such a token in thousandths. Default: unchanged, at first 1000.",
-    ),
-]
-
 
 @quota.command("set")
-@calls(admin_client)
+@calls(admin_client, options=options_of(TERMS["quota"]))
 def set_quota(
     client: AdminClient,
     dimension: Annotated[
@@ -464,16 +454,6 @@ def set_quota(
     model: Annotated[
         str, typer.Option("--model", help="Only for this model. Default: all models together.")
     ] = "",
-    input_weight: WeightOption = None,
-    cached_weight: WeightOption = None,
-    output_weight: WeightOption = None,
-    enforce: Annotated[
-        bool | None,
-        typer.Option(
-            "--enforce/--watch",
-            help="Refuse requests beyond it, or only count them (shadow mode). Default: unchanged.",
-        ),
-    ] = None,
     new_keys: Annotated[
         bool,
         typer.Option(
@@ -481,15 +461,7 @@ def set_quota(
             help="Set a default instead, copied to each key created under the subject from now on.",
         ),
     ] = False,
-    alert_at: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "Percentages that alert, such as 50,80,100; or none. Default: unchanged, at first"
-                " these."
-            )
-        ),
-    ] = None,
+    **terms: Any,
 ) -> Output:
     """Set one limit, or replace that of the same subject, model and dimension.
 
@@ -497,7 +469,6 @@ def set_quota(
     """
     kind = parse_dimension(dimension)
     limit = parsed("VALUE", parse_limit, kind, value)
-    thresholds = None if alert_at is None else parsed("--alert-at", parse_thresholds, alert_at)
     subject, subject_ref = parse_subject(organization, project, key)
     status = client.set_quota(
         subject,
@@ -505,12 +476,8 @@ def set_quota(
         kind,
         limit,
         model=model,
-        input_weight_milli=input_weight,
-        cached_input_weight_milli=cached_weight,
-        output_weight_milli=output_weight,
-        enforced=enforce,
         for_new_keys=new_keys,
-        alert_at=thresholds,
+        **values_of(TERMS["quota"], terms),
     )
     return changed(status)
 

@@ -337,10 +337,10 @@ class AsyncAdminCalls(UnaryClient):
         """Sets one limit; it replaces a limit of the same subject, model and dimension. Past usage
         counts.
 
-        `subject`: Owner of the limit.
+        `subject`: Kind of the object that the limit applies to; `subject_ref` names it.
         `subject_ref`: Organization: its name or id. Project: "organization/project" or its id. Key:
             its id or prefix. Unknown: NotFound.
-        `dimension`: Measure and window.
+        `dimension`: What the limit counts, and over which window of time.
         `limit_value`: The limit, 0 or more. 0 admits nothing. A limit above an inherited one is
             allowed but has no effect: see `narrowed_by_quota_id`.
         `model`: Limited model; empty: all models together. Unknown: NotFound.

@@ -1,0 +1,175 @@
+"""Terms of keys, limits and prices on the command line, one row each.
+
+Options, tables and the file of `weir apply` follow from the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weir_cli.texts import parse_price, parse_thousandths, parse_thresholds, parsed
+
+if TYPE_CHECKING:
+    from weir_client import ApiKey, KeyRestrictions
+
+# Of each kind of term: the end of its field in the contract, the type of its option, and the parser
+# of the option's text. Weights are whole thousandths here, and numbers such as 0.25 in files.
+KINDS: Mapping[str, tuple[str, Any, Callable[[str], Any] | None]] = {
+    "count": ("", int | None, None),
+    "multiplier": ("_milli", str | None, parse_thousandths),
+    "percentages": ("", str | None, parse_thresholds),
+    "price": ("_picos_per_token", str | None, parse_price),
+    "switch": ("", bool | None, None),
+    "weight": ("_milli", int | None, None),
+    "words": ("", list[str] | None, None),
+}
+# Maximum of whole numbers; None for none.
+MAXIMA: Mapping[str, int | None] = {"count": None, "weight": 1_000_000}
+WEIGHT_HELP = "Weight of such a token in thousandths. Default: unchanged, at first 1000."
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """Term of a key, a limit or a price. `key` is its name in files; its option is named after it.
+
+    The row `label` of a key's tables shows a value that restricts it, a switch as the text `shown`;
+    without a label the value has its own row.
+    """
+
+    key: str
+    kind: str
+    help: str
+    flag: str = ""
+    required: bool = False
+    label: str = ""
+    shown: str = ""
+
+    @property
+    def field(self) -> str:
+        """Name in the contract."""
+        return self.key + KINDS[self.kind][0]
+
+    @property
+    def names(self) -> str:
+        """Names of the option, the second one of a switch after `/`."""
+        return self.flag or f"--{self.key.replace('_', '-')}"
+
+    @property
+    def option(self) -> tuple[Any, Any]:
+        """Annotation and default of the option. It is None if it is not given."""
+        if self.kind in MAXIMA:
+            option = typer.Option(self.names, help=self.help, min=0, max=MAXIMA[self.kind])
+        else:
+            option = typer.Option(self.names, help=self.help)
+        return Annotated[KINDS[self.kind][1], option], ... if self.required else None
+
+
+# By the kind of their object.
+TERMS = {
+    "key": (
+        Term(
+            "scopes",
+            "words",
+            "inference, admin or billing; repeatable. Default of a new key: inference.",
+            "--scope",
+        ),
+        Term(
+            "models", "words", "Allowed model; repeatable. Default: all.", "--model", label="models"
+        ),
+        Term(
+            "allowed_networks",
+            "words",
+            "Allowed client network, such as 203.0.113.0/24; repeatable. Default: all.",
+            "--network",
+            label="networks",
+        ),
+        Term(
+            "max_input_tokens",
+            "count",
+            "Limit of input tokens per request. 0: no limit.",
+            label="max input tokens",
+        ),
+        Term(
+            "max_output_tokens",
+            "count",
+            "Limit of output tokens per request, all choices together. 0: no limit.",
+            label="max output tokens",
+        ),
+        Term(
+            "strict_parameters",
+            "switch",
+            "Refuse unknown parameters over HTTP. Default of a new key: no.",
+            "--strict-parameters/--no-strict-parameters",
+            label="unknown parameters",
+            shown="refused",
+        ),
+    ),
+    "quota": (
+        Term(
+            "enforced",
+            "switch",
+            "Refuse requests beyond it, or only count them (shadow mode). Default: unchanged.",
+            "--enforce/--watch",
+        ),
+        Term("input_weight", "weight", WEIGHT_HELP),
+        Term("cached_input_weight", "weight", WEIGHT_HELP, "--cached-weight"),
+        Term("output_weight", "weight", WEIGHT_HELP),
+        Term(
+            "alert_at",
+            "percentages",
+            "Percentages that alert, such as 50,80,100; or none. Default: unchanged, at first"
+            " these.",
+        ),
+    ),
+    "price": (
+        Term(
+            "input", "price", "Per million input tokens, in units of the currency.", required=True
+        ),
+        Term(
+            "cached_input",
+            "price",
+            "Per million input tokens from the prefix cache. Default: same as --input.",
+        ),
+        Term("output", "price", "Per million output tokens.", required=True),
+        Term(
+            "reasoning",
+            "price",
+            "Per million output tokens of thinking. Default: same as --output.",
+        ),
+        Term("embedding", "price", "Per million embedded tokens. Default: unchanged, at first 0."),
+        Term(
+            "batch_multiplier",
+            "multiplier",
+            "Batch tier's fraction of these prices, such as 0.5. Default: unchanged, at first 1.",
+        ),
+    ),
+}
+
+
+def options_of(terms: Iterable[Term]) -> dict[str, tuple[Any, Any]]:
+    """Build the options of a command that takes terms, for `calls`."""
+    return {each.field: each.option for each in terms}
+
+
+def values_of(terms: Iterable[Term], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the options that were given. Raises: typer.BadParameter."""
+    values = {each.field: given[each.field] for each in terms if given[each.field] is not None}
+    for each in terms:
+        if each.field in values and (parse := KINDS[each.kind][2]) is not None:
+            values[each.field] = parsed(each.names, parse, values[each.field])
+    return values
+
+
+def restrictions(key: ApiKey | KeyRestrictions) -> Iterator[tuple[str, str]]:
+    """Yield the label and the text of each term that restricts a key."""
+    for term in TERMS["key"]:
+        value = getattr(key, term.field)
+        if term.label and value:
+            if term.kind == "words":
+                yield term.label, " ".join(value)
+            else:
+                yield term.label, term.shown or f"{value:,}"
