@@ -16,7 +16,7 @@ from api.rpc import client_stream
 
 HELD = ".held"  # ending of the files
 # The first is called for each HTTP request once its key is known, the other for each start frame.
-HTTP, FRAME = "trace_of", "begin"
+HTTP, FRAME = "trace_of", "LiveRequest"
 
 
 def holding(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -107,7 +107,7 @@ async def test_a_whole_answer_comes_whole_and_is_billed_like_a_streamed_one(
     """A client that leaves gets no output, and is billed for the input alone."""
     with server_process(model, make_certificates(tmp_path / "certificates")) as server:
         targets = {MODEL: str(server.target(Wire.OPENAI_HTTP))}
-        service = launch(engine_backend="remote", remote_targets=targets, models={MODEL: model})
+        service = launch(engine="remote", remote_targets=targets, models={MODEL: model})
         tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 100_000})
         await until(service.serving, "the engine to be checked")
         ask = {"model": MODEL, "messages": user_message("hello"), "extra_body": TO_THE_END}
