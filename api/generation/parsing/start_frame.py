@@ -128,11 +128,12 @@ def parse_start(
     present = set(map(NAME, map(FIELD, start.ListFields())))
     wrong.check_text(start.model, "model", missing=MODEL_MISSING)
     check_prompt(start, wrong)
+    has_options = not present <= PLAIN_FIELDS
+    if has_options and not present.isdisjoint(DECODING_FIELDS):
+        check_decoding(start, wrong)
     if has_stop := not present.isdisjoint(STOP_FIELDS):
         check_stop(start, wrong)
-    if has_options := not present <= PLAIN_FIELDS:
-        if not present.isdisjoint(DECODING_FIELDS):
-            check_decoding(start, wrong)
+    if has_options:
         if not present.isdisjoint(TOOL_FIELDS):
             check_tool_use(start, wrong)
         if not present.isdisjoint(LIMIT_FIELDS):
