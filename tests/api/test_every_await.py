@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -477,7 +477,7 @@ forwarded_count: list[int] = []
 
 @pytest.fixture(autouse=True)
 def _watch_handing_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    take, token, delta = Exchange._write, Exchange.note_token, AnswerSubscription.delta
+    token, delta = Exchange.note_token, AnswerSubscription.delta
     collected: list[int] = []
 
     def count_one(self: Exchange, index: int, seq: int, text: str, token_id: int) -> bytes:
@@ -488,15 +488,21 @@ def _watch_handing_over(monkeypatch: pytest.MonkeyPatch) -> None:
         collected.append(len(new.token_ids))
         return delta(self, seq, choice_index, new)
 
-    async def take_and_note(self: Exchange, data: bytes) -> None:
-        token_count = sum(collected)
-        collected.clear()
-        await take(self, data)
-        forwarded_count.append(token_count)
+    def noting(
+        take: Callable[[Exchange, bytes], Awaitable[None]],
+    ) -> Callable[[Exchange, bytes], Awaitable[None]]:
+        async def take_and_note(self: Exchange, data: bytes) -> None:
+            token_count = sum(collected)
+            collected.clear()
+            await take(self, data)
+            forwarded_count.append(token_count)
+
+        return take_and_note
 
     monkeypatch.setattr(Exchange, "note_token", count_one)
     monkeypatch.setattr(AnswerSubscription, "delta", count)
-    monkeypatch.setattr(Exchange, "_write", take_and_note)
+    for name in ("_write", "_send"):  # of a whole answer, and of a stream
+        monkeypatch.setattr(Exchange, name, noting(getattr(Exchange, name)))
 
 
 Run = StreamRun | EmbedRun | HttpRun

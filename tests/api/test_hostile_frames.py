@@ -541,7 +541,8 @@ async def test_prompts_of_one_key_beyond_its_bound_are_refused_and_do_not_affect
 ) -> None:
     """While its first large prompts are being prepared; afterwards it may send as many again."""
     work = world.small.process.text_work
-    monkeypatch.setattr(work, "_chars_per_key_max", 5000)
+    small = dataclasses.replace(work._settings, chars_per_key_max=5000)
+    monkeypatch.setattr(work, "_settings", small)
     other = dataclasses.replace(
         world.principal, api_key_id=world.database.key(world.principal.project_id)
     )
