@@ -597,7 +597,8 @@ async def set_again(limits: Limits) -> None:
 
 async def weighed_more(limits: Limits) -> None:
     await limits.set(limits.used + 5)
-    await limits.set(limits.used + 5, weights=(9000, 9000, 9000))
+    weights = ("input_weight_milli", "cached_input_weight_milli", "output_weight_milli")
+    await limits.set(limits.used + 5, **dict.fromkeys(weights, 9000))
 
 
 WAYS = [
