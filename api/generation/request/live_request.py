@@ -416,17 +416,10 @@ class LiveRequest:
         self.phase = Queued(admitted)
         try:
             self._watch.lap(state.ADMISSION)
-            if registry.safety is not None or asking.call_reading is not None:
-                processor.open(registry.safety)
-            if start.max_cost is not None:
-                limits.check_input(len(request.prompt_token_ids))
+            processor.open(registry.safety)
+            limits.check_input(len(request.prompt_token_ids))
             output.fence = self._may_send
-            request.is_whole = (
-                output.is_whole
-                and start.keep_s is None
-                and start.start_timeout_s is None
-                and not processor.needs_steps
-            )
+            request.is_whole = output.is_whole and not processor.needs_steps
             predicted = route.engine.predict_cached_token_count(
                 request.prompt_token_ids, request.cache_salt
             )

@@ -165,11 +165,13 @@ class OutputProcessor:
 
     @property
     def needs_steps(self) -> bool:
-        """True if the output has to be checked or limited before it is complete."""
-        reading, limits = self._call_reading, self._limits
+        """True if the output is checked, limited, kept or timed before it is complete."""
+        reading, limits, start = self._call_reading, self._limits, self._start
         return (
             self._has_to_wait
-            or self._start.choice_count > 1
+            or start.choice_count > 1
+            or start.keep_s is not None
+            or start.start_timeout_s is not None
             or (reading is not None and reading.ends_with_call)
             or limits.max_cost is not None
             or self._hold.leased_token_count < limits.engine_token_count_max
