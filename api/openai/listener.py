@@ -249,7 +249,7 @@ class Connection(RequestHandler):
     def open_transport(self) -> asyncio.Transport:
         """Return the transport; abort a half-closed connection whose client has gone.
 
-        Raises: ConnectionResetError if there is no client any more.
+        Raises: ConnectionResetError if the client has gone.
         """
         if (transport := self.transport) is not None and self.is_half_closed:
             connection = transport.get_extra_info("socket")

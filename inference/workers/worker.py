@@ -157,7 +157,7 @@ class WorkerKind:
 
 
 def _discard(message: Message) -> None:
-    """Discard a message: there is no process."""
+    """Discard a message, since no process runs."""
 
 
 class Worker:
