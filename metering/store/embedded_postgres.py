@@ -267,30 +267,41 @@ def _socket_dir(data_dir: Path) -> Path:
             " short one"
         )
     short.mkdir(mode=0o700, exist_ok=True)
-    account = _server_account()
+    account = server_account()
     if short.is_symlink() or short.lstat().st_uid not in (os.geteuid(), account and account.pw_uid):
         raise PostgresNotStarted(f"{short} belongs to another user: remove it, or set TMPDIR")
     _give_to_server(short)
     return short
 
 
-def _server_account() -> pwd.struct_passwd | None:
+def server_account() -> pwd.struct_passwd | None:
     """Return the account to run the server as, created if missing; None for our own."""
     if os.geteuid() != 0:
         return None
     with contextlib.suppress(KeyError):
         return pwd.getpwnam(ROOT_RUNS_AS)
-    subprocess.run(
-        ["useradd", "--system", "--no-create-home", "--shell", "/usr/sbin/nologin", ROOT_RUNS_AS],
-        check=True,
-    )
-    return pwd.getpwnam(ROOT_RUNS_AS)
+    # Two `useradd` at once can each add the account, under two ids of which only one remains.
+    etc = os.open("/etc", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(etc, fcntl.LOCK_EX)
+        with contextlib.suppress(KeyError):
+            return pwd.getpwnam(ROOT_RUNS_AS)
+        command = ["useradd", "--system", "--no-create-home", "--shell", "/usr/sbin/nologin"]
+        ended = subprocess.run([*command, ROOT_RUNS_AS], capture_output=True, text=True)
+        if ended.returncode:
+            raise PostgresNotStarted(
+                f"cannot create the account {ROOT_RUNS_AS}, as which root runs PostgreSQL"
+                f" ({ended.stderr.strip()}): create it, or start Weir as another user"
+            )
+        return pwd.getpwnam(ROOT_RUNS_AS)
+    finally:
+        os.close(etc)
 
 
 def _give_to_server(directory: Path) -> None:
     """Restrict a directory to the server's account, and let that account reach it."""
     directory.chmod(0o700)
-    account = _server_account()
+    account = server_account()
     if account is None:
         return
     os.chown(directory, account.pw_uid, account.pw_gid)
@@ -319,7 +330,7 @@ def binaries() -> Path:
 
 def _run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run one of PostgreSQL's programs under the server's account."""
-    account = _server_account()
+    account = server_account()
     as_account = (
         {}
         if account is None

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import pwd
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psycopg
 import pytest
 
+from metering.store import embedded_postgres
 from metering.store.embedded_postgres import PostgresNotStarted, start
 from metering.store.migrations_runner import migrate
 
@@ -89,6 +92,51 @@ def test_processes_that_start_and_migrate_at_once_alternate(postgres_home: Path)
     assert [process.returncode for process in processes] == [0, 0, 0], ended
     assert len({url for url, _ in ended}) == 1
     assert ask(ended[0][0].strip(), "SELECT count(*) FROM organizations") == 0
+
+
+def as_root_with(monkeypatch: pytest.MonkeyPatch, directory: Path, useradd: str) -> Path:
+    """Let the process pass for root on a machine whose accounts are the lines of the file returned.
+
+    useradd: shell script of the command; `$accounts` is that file.
+    """
+    accounts = directory / "accounts"
+    accounts.touch()
+
+    def getpwnam(name: str) -> pwd.struct_passwd:
+        if not (lines := accounts.read_text().splitlines()):
+            raise KeyError(name)
+        return pwd.struct_passwd((name, "x", int(lines[-1]), 1, "", "/", "/bin/false"))
+
+    command = directory / "useradd"
+    command.write_text(f"#!/bin/sh\naccounts={accounts}\n{useradd}\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(directory), prepend=os.pathsep)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(pwd, "getpwnam", getpwnam)
+    return accounts
+
+
+def test_processes_of_root_that_start_at_once_create_one_account(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two runs of `useradd` at once leave two ids, of which PostgreSQL knows one."""
+    slow = "count=$(wc -l <$accounts); sleep 0.1; echo $((900 + count)) >>$accounts"
+    accounts = as_root_with(monkeypatch, tmp_path, slow)
+
+    with ThreadPoolExecutor() as threads:
+        found = list(threads.map(lambda _: embedded_postgres.server_account(), range(3)))
+
+    assert [account and account.pw_uid for account in found] == [900, 900, 900]
+    assert accounts.read_text() == "900\n"
+
+
+def test_an_account_that_cannot_be_created_is_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    as_root_with(monkeypatch, tmp_path, "echo 'cannot lock /etc/passwd' >&2; exit 1")
+
+    with pytest.raises(PostgresNotStarted, match=r"account pgserver.*cannot lock /etc/passwd"):
+        embedded_postgres.server_account()
 
 
 def test_a_path_too_long_for_a_socket_gets_a_short_one(postgres_home: Path) -> None:
