@@ -56,6 +56,7 @@ from inference.routing.memory import (
     GpusTooFew,
     GpuTooSmall,
     MemoryBudget,
+    Needs,
     Resident,
     is_stored_in_bfloat16,
     stored_bytes,
@@ -629,7 +630,10 @@ class ReplicaBuilder:
         for index in range(0 if version.targets else version.replica_count_max):
             assert version.directory is not None, "only those of remote engines may be left out"
             build, memory_bytes = encoder_plan(self._settings, served, version.directory)
-            managed = ManagedEncoder(build, self._terms(version, index, memory_bytes), self.budget)
+            terms = ManagedTerms(
+                self._idle_timeout_s(version), self._needs(version, index, memory_bytes)
+            )
+            managed = ManagedEncoder(build, terms, self.budget)
             self.managed.append(managed)
             replicas.append(EncoderReplica(f"{served}#{index}", managed))
         warm_count = len(replicas) if version.targets else version.replica_count_min
@@ -637,16 +641,10 @@ class ReplicaBuilder:
             replace(replicas[0].encoder.model, name=served), replicas, warm_count=warm_count
         )
 
-    def _terms(self, version: FleetVersion, index: int, memory_bytes: int) -> ManagedTerms:
-        """Build the terms on which a replica starts and stops.
-
-        `index` is the replica's number. `memory_bytes` is the estimate from its checkpoint.
-        """
-        is_warm = index < version.replica_count_min
-        return ManagedTerms(
-            self._idle_timeout_s(version),
-            keep_warm=is_warm,
-            memory_bytes=version.memory_bytes or memory_bytes,
+    def _needs(self, version: FleetVersion, index: int, memory_bytes: int) -> Needs:
+        """Build the needs of a replica without GPUs. `memory_bytes` is estimated from its files."""
+        return Needs(
+            version.memory_bytes or memory_bytes, is_pinned=index < version.replica_count_min
         )
 
     def _idle_timeout_s(self, version: FleetVersion) -> float:
@@ -692,13 +690,15 @@ class ReplicaBuilder:
         replicas = []
         for index in range(version.replica_count_max):
             environment: dict[str, str] = {}  # of the replica's worker, set before each start
-            terms = self._terms(version, index, plan.memory_bytes)
-            terms = replace(
-                terms,
+            needs = self._needs(version, index, plan.memory_bytes)
+            needs = replace(
+                needs,
                 gpu_count=plan.gpu_count,
-                gpu_memory_bytes=terms.memory_bytes // plan.shard_count if plan.shard_count else 0,
+                gpu_memory_bytes=needs.memory_bytes // plan.shard_count if plan.shard_count else 0,
                 gpus=version.gpus,
-                place=partial(assign_gpus, environment),
+            )
+            terms = ManagedTerms(
+                self._idle_timeout_s(version), needs, partial(assign_gpus, environment)
             )
             managed = ManagedEngine(partial(plan.build, environment), terms, self.budget)
             self.managed.append(managed)
