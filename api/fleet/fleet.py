@@ -337,13 +337,12 @@ def fetched_directory(
 class Serving:
     """Backends of a process, by served name: `engines` generate, `encoders` embed.
 
-    `catalog` and `encoder_catalog` list the names that clients can request.
+    `catalog` lists the names that clients can request.
     """
 
     engines: dict[str, Engine]
     encoders: dict[str, Encoder]
     catalog: Catalog
-    encoder_catalog: Catalog
 
 
 def build_serving(settings: Settings, opener: WorkerOpener = open_worker) -> Serving:
@@ -360,7 +359,6 @@ def build_serving(settings: Settings, opener: WorkerOpener = open_worker) -> Ser
     engines: dict[str, Engine] = {}
     encoders: dict[str, Encoder] = {}
     shares: dict[str, list[Share]] = {}
-    encoder_shares: dict[str, list[Share]] = {}
     for model in fleet.models:
         for version in model.versions:
             mark = f"{VERSION_MARK}{version.version}" if version.version else ""
@@ -370,8 +368,8 @@ def build_serving(settings: Settings, opener: WorkerOpener = open_worker) -> Ser
             else:
                 engines[served] = builder.build_set(model, version, served)
             share = Share(version.version, served, version.weight)
-            (encoder_shares if model.embeds else shares).setdefault(model.name, []).append(share)
-    add_adapters(settings, engines, shares, {*encoder_shares, *fleet.aliases})
+            shares.setdefault(model.name, []).append(share)
+    add_adapters(settings, engines, shares, fleet.aliases)
     try:  # warm replicas, with any other one beside them
         builder.budget.check(builder.managed)
     except GpusTooFew as error:
@@ -390,15 +388,8 @@ def build_serving(settings: Settings, opener: WorkerOpener = open_worker) -> Ser
             setting = "memory_bytes of WEIR_FLEET, or WEIR_ENGINE_MEMORY_BYTES"
         remedy = f"allow at least {error.needed_bytes:,}, or lower WEIR_KV_CACHE_BYTES"
         raise SettingInvalid(f"{setting}: {error}; {remedy}") from error
-    catalog = Catalog(
-        shares, aliases_within(fleet.aliases, shares), fleet.regions, settings.models.region
-    )
-    return Serving(
-        engines,
-        encoders,
-        catalog,
-        Catalog(encoder_shares, aliases_within(fleet.aliases, encoder_shares)),
-    )
+    catalog = Catalog(shares, fleet.aliases, fleet.regions, settings.models.region)
+    return Serving(engines, encoders, catalog)
 
 
 def add_adapters(
@@ -415,7 +406,8 @@ def add_adapters(
     unused = dict(settings.tensorrt.lora_adapters)
     for model, versions in list(shares.items()):
         for share in versions:
-            for adapter in engines[share.served].model.adapters:
+            engine = engines.get(share.served)  # None for an encoder
+            for adapter in engine.model.adapters if engine is not None else ():
                 name = f"{model}{ADAPTER_MARK}{adapter}"
                 if name in taken:
                     raise SettingInvalid(
@@ -551,17 +543,6 @@ def remote_model(
     """Build a model that runs on one remote server."""
     target = FleetTarget(address, key_file=settings.remote.key_files.get(name))
     return FleetModel(name, (FleetVersion("", engine, directory, targets=(target,)),))
-
-
-def aliases_within(
-    aliases: Mapping[str, str], shares: Mapping[str, Sequence[Share]]
-) -> dict[str, str]:
-    """Select the aliases whose target is one of these models or a version of one."""
-    return {
-        alias: target
-        for alias, target in aliases.items()
-        if target.partition(VERSION_MARK)[0] in shares
-    }
 
 
 def assign_gpus(environment: dict[str, str], gpus: tuple[str, ...]) -> None:
