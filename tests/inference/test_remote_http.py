@@ -501,9 +501,7 @@ async def test_the_doctor_finds_a_server_well_and_its_faults(world: RemoteWorld)
 
 def test_embedding_models_are_refused_at_start(tiny: TinyCheckpoint, tmp_path: Path) -> None:
     settings = Settings.of(
-        home=tmp_path,
-        encoders={"e": tiny.directory},
-        remote_encoders={"e": "openai+http://host:1"},
+        home=tmp_path, encoders={"e": tiny.directory}, remote_encoders={"e": "openai+http://host:1"}
     )
     with pytest.raises(SettingInvalid, match="not supported over HTTP"):
         build_serving(settings)
