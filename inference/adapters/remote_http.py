@@ -10,11 +10,11 @@ Known behaviour of vLLM 0.32: unknown fields are ignored; cached tokens are repo
 priority scheduling, any `priority` but 0 is refused. NVIDIA Dynamo 1.6: unknown fields are refused;
 token ids are an extension; usage is reported while streaming. SMG 1.13: completions take text only;
 `/generate` ignores unknown fields, and its last message repeats the last ids. Other servers refuse
-or ignore other fields, so `HttpDialect.probe` tests each one, by its effect where a short output
+or ignore other fields, so `ServerProbe` tests each one, by its effect where a short output
 shows it.
 
 Stop sequences are sent where a test shows that the server's output ends with the token that
-completes one, since only the end of an output tells its cached tokens (`_sent_stops`).
+completes one, since only the end of an output tells its cached tokens (`RequestForm.sent_stops`).
 
 Servers without token ids: outputs are counted from the usage, if possible of each message. Without
 it, a message with text counts as one token until the last message, whose usage is final.
