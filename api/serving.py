@@ -138,9 +138,7 @@ class Server:
         check_locks(settings.journal_directory)
         self._spares.count = settings.replicas.spare_workers
         serving = build_serving(settings, self._spares.open)
-        self.router = Router(
-            serving.engines, serving.encoders, serving.catalog, serving.encoder_catalog
-        )
+        self.router = Router(serving.engines, serving.encoders, serving.catalog)
         tokenizers = load_tokenizers(self.router, settings)
         self.signer = open_signer(settings)
         await self._recover()

@@ -69,6 +69,7 @@ ROOTS = (
 # Values written by hand, and the modules that have them.
 WRITTEN = {"Money": "weir_client.money", "Receipt": "weir_client.receipts"}
 BASES = {"UsageRow": "TokenSums"}  # the base that gives a value its behaviour, in `plain.py`
+Comments = Mapping[Any, str]  # by the path of an element in its file
 # Fields that are None where the message has nothing, or 0.
 OPTIONAL = frozenset({
     "Alert.delivery", "Alert.invoice", "Alert.key", "ApiKey.max_input_tokens",
@@ -270,12 +271,7 @@ class Contract:
                 )
 
     def _message(
-        self,
-        proto: Any,
-        path: tuple[int, ...],
-        outer: str,
-        module: str,
-        comments: Mapping[Any, str],
+        self, proto: Any, path: tuple[int, ...], outer: str, module: str, comments: Comments
     ) -> None:
         name = outer + proto.name
         of_fields = [comments.get((*path, 2, each), "") for each in range(len(proto.field))]
@@ -286,12 +282,7 @@ class Contract:
             self._enum(enum, (*path, 4, index), f"{name}.", module, comments)
 
     def _enum(
-        self,
-        proto: Any,
-        path: tuple[int, ...],
-        outer: str,
-        module: str,
-        comments: Mapping[Any, str],
+        self, proto: Any, path: tuple[int, ...], outer: str, module: str, comments: Comments
     ) -> None:
         of_values = [comments.get((*path, 2, each), "") for each in range(len(proto.value))]
         self.elements[outer + proto.name] = Element(

@@ -40,6 +40,7 @@ from api.generation.request.admission import Capacity
 from api.generation.request.registry import RequestRegistry
 from api.queue.fair_queue import QueueStatistics
 from inference.native import loader
+from inference.routing.replica_set import ReplicaSet
 from inference.text.tokenizer import Tokenizer
 from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.pricing.prices import PriceTerms, set_price
@@ -778,7 +779,7 @@ class Inside:
     def __init__(self, service: Service, process: RequestRegistry) -> None:
         self.service = service
         self.process = process
-        [self.engine] = process.router.engines()
+        [self.engine] = [each for each in process.router.backends() if isinstance(each, ReplicaSet)]
 
     @property
     def capacity(self) -> Capacity:

@@ -28,11 +28,7 @@ IMPORT_FAULTS = [
         "from inference.core import scheduler",
         "inference.core.scheduler",
     ),
-    (
-        "api/rpc/client_stream.py",
-        "import inference.core.kv_cache",
-        "inference.core.kv_cache",
-    ),
+    ("api/rpc/client_stream.py", "import inference.core.kv_cache", "inference.core.kv_cache"),
     (
         "api/rpc/client_stream.py",
         "def late():\n    from inference.adapters.torch_engine import TorchEngine",
@@ -157,10 +153,7 @@ CYCLE_FAULTS = [
 MODULE_CYCLE_FAULTS = [
     {"bench/x.py": "from bench import y", "bench/y.py": "from bench.x import X"},
     {"common/x.py": "import common.y", "common/y.py": "def late():\n    import common.x"},
-    {
-        "demo/x.py": "from demo import y",
-        "demo/y.py": "if TYPE_CHECKING:\n    from demo.x import X",
-    },
+    {"demo/x.py": "from demo import y", "demo/y.py": "if TYPE_CHECKING:\n    from demo.x import X"},
     {"api/a/x.py": "from . import y", "api/a/y.py": "from .x import X"},
     {"api/a/x.py": "import inference.b", "inference/b.py": "import api.a.x"},
     {
@@ -502,6 +495,15 @@ def test_constants_after_the_first_definition_are_reported(text: str) -> None:
 )
 def test_constants_at_the_head_and_sql_are_not_reported(text: str) -> None:
     assert list(architecture.constants_are_at_the_head(Source("api/x.py", text))) == []
+
+
+@pytest.mark.parametrize(("method_count", "found_count"), [(30, 0), (31, 1)])
+def test_a_class_of_several_concepts_is_reported(method_count: int, found_count: int) -> None:
+    text = "class A:\n" + "    def f(self): ...\n" * method_count
+
+    found = list(architecture.classes_are_one_concept(Source("api/x.py", text)))
+
+    assert len(found) == found_count
 
 
 @pytest.mark.parametrize(

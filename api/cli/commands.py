@@ -20,6 +20,7 @@ from weir_cli.render import JsonOption, fail, note, print_json, show, table, wro
 from weir_cli.texts import parse_time
 
 if TYPE_CHECKING:
+    from inference.adapters.tensorrt_settings import TensorRtSettings
     from inference.doctor.findings import Observation
 
 ListenOption = Annotated[
@@ -451,6 +452,46 @@ def embedded(
     report(title, found, {}, {str(directory): "[model]"}, as_json)
 
 
+def examined_settings(
+    model: Path,
+    config: Path | None,
+    tensor_parallel: int | None,
+    batch: int,
+    window: int,
+    lora: Sequence[Path],
+) -> TensorRtSettings:
+    """Build the settings of `weir doctor tensorrt`; end the command if its file is invalid."""
+    import yaml
+    from weir_yaml import NotYaml, compose
+    from yaml.constructor import SafeConstructor
+
+    from api.core.settings import Settings
+    from api.fleet.fleet import tensorrt_settings
+    from inference.adapters.tensorrt_adapters import read_adapter
+    from inference.adapters.tensorrt_settings import with_config
+
+    settings = replace(
+        tensorrt_settings(Settings.from_environment(), model.name, model),
+        context_window_tokens_max=window,
+        step_token_count_max=2048,  # a prompt takes several steps, so that it can be aborted
+        running_sequence_count_max=batch,
+        adapters=tuple(read_adapter(str(n), each) for n, each in enumerate(lora, 1)),
+    )
+    if tensor_parallel is not None:
+        options = replace(settings.options, tensor_parallel_size=tensor_parallel)
+        settings = replace(settings, options=options)
+    if config is None:
+        return settings
+    try:
+        root = compose(config.read_text())
+        values = None if root is None else SafeConstructor().construct_document(root)
+        return with_config(settings, values or {})
+    except NotYaml as error:
+        wrong_use(f"--config {config}: line {error.line}: {error}")
+    except (ValueError, yaml.YAMLError) as error:
+        wrong_use(f"--config {config}: {error}")
+
+
 @doctor.command()
 def tensorrt(
     model: Annotated[
@@ -495,40 +536,15 @@ def tensorrt(
     import asyncio
     from dataclasses import asdict
 
-    import yaml
-    from weir_yaml import NotYaml, compose
-    from yaml.constructor import SafeConstructor
-
     from api.cli.stack import clear_failures
-    from api.core.settings import Settings
-    from api.fleet.fleet import tensorrt_settings
     from common.gpus import visible_gpus
-    from inference.adapters.tensorrt_adapters import read_adapter
     from inference.adapters.tensorrt_engine import load_message
-    from inference.adapters.tensorrt_settings import VERSION, with_config
+    from inference.adapters.tensorrt_settings import VERSION
     from inference.doctor.findings import checkpoint_facts
     from inference.doctor.tensorrt import examine
 
     with clear_failures():
-        settings = replace(
-            tensorrt_settings(Settings.from_environment(), model.name, model),
-            context_window_tokens_max=window,
-            step_token_count_max=2048,  # a prompt takes several steps, so that it can be aborted
-            running_sequence_count_max=batch,
-            adapters=tuple(read_adapter(str(n), each) for n, each in enumerate(lora or (), 1)),
-        )
-        if tensor_parallel is not None:
-            options = replace(settings.options, tensor_parallel_size=tensor_parallel)
-            settings = replace(settings, options=options)
-        if config is not None:
-            try:
-                root = compose(config.read_text())
-                values = None if root is None else SafeConstructor().construct_document(root)
-                settings = with_config(settings, values or {})
-            except NotYaml as error:
-                wrong_use(f"--config {config}: line {error.line}: {error}")
-            except (ValueError, yaml.YAMLError) as error:
-                wrong_use(f"--config {config}: {error}")
+        settings = examined_settings(model, config, tensor_parallel, batch, window, lora or ())
         info, load = load_message(settings)
         found = asyncio.run(examine(settings, visible_gpus()))
     facts = checkpoint_facts(info) | {

@@ -56,6 +56,7 @@ from inference.routing.memory import (
     GpusTooFew,
     GpuTooSmall,
     MemoryBudget,
+    Needs,
     Resident,
     is_stored_in_bfloat16,
     stored_bytes,
@@ -336,13 +337,12 @@ def fetched_directory(
 class Serving:
     """Backends of a process, by served name: `engines` generate, `encoders` embed.
 
-    `catalog` and `encoder_catalog` list the names that clients can request.
+    `catalog` lists the names that clients can request.
     """
 
     engines: dict[str, Engine]
     encoders: dict[str, Encoder]
     catalog: Catalog
-    encoder_catalog: Catalog
 
 
 def build_serving(settings: Settings, opener: WorkerOpener = open_worker) -> Serving:
@@ -359,7 +359,6 @@ def build_serving(settings: Settings, opener: WorkerOpener = open_worker) -> Ser
     engines: dict[str, Engine] = {}
     encoders: dict[str, Encoder] = {}
     shares: dict[str, list[Share]] = {}
-    encoder_shares: dict[str, list[Share]] = {}
     for model in fleet.models:
         for version in model.versions:
             mark = f"{VERSION_MARK}{version.version}" if version.version else ""
@@ -369,8 +368,8 @@ def build_serving(settings: Settings, opener: WorkerOpener = open_worker) -> Ser
             else:
                 engines[served] = builder.build_set(model, version, served)
             share = Share(version.version, served, version.weight)
-            (encoder_shares if model.embeds else shares).setdefault(model.name, []).append(share)
-    add_adapters(settings, engines, shares, {*encoder_shares, *fleet.aliases})
+            shares.setdefault(model.name, []).append(share)
+    add_adapters(settings, engines, shares, fleet.aliases)
     try:  # warm replicas, with any other one beside them
         builder.budget.check(builder.managed)
     except GpusTooFew as error:
@@ -389,15 +388,8 @@ def build_serving(settings: Settings, opener: WorkerOpener = open_worker) -> Ser
             setting = "memory_bytes of WEIR_FLEET, or WEIR_ENGINE_MEMORY_BYTES"
         remedy = f"allow at least {error.needed_bytes:,}, or lower WEIR_KV_CACHE_BYTES"
         raise SettingInvalid(f"{setting}: {error}; {remedy}") from error
-    catalog = Catalog(
-        shares, aliases_within(fleet.aliases, shares), fleet.regions, settings.models.region
-    )
-    return Serving(
-        engines,
-        encoders,
-        catalog,
-        Catalog(encoder_shares, aliases_within(fleet.aliases, encoder_shares)),
-    )
+    catalog = Catalog(shares, fleet.aliases, fleet.regions, settings.models.region)
+    return Serving(engines, encoders, catalog)
 
 
 def add_adapters(
@@ -414,7 +406,8 @@ def add_adapters(
     unused = dict(settings.tensorrt.lora_adapters)
     for model, versions in list(shares.items()):
         for share in versions:
-            for adapter in engines[share.served].model.adapters:
+            engine = engines.get(share.served)  # None for an encoder
+            for adapter in engine.model.adapters if engine is not None else ():
                 name = f"{model}{ADAPTER_MARK}{adapter}"
                 if name in taken:
                     raise SettingInvalid(
@@ -552,17 +545,6 @@ def remote_model(
     return FleetModel(name, (FleetVersion("", engine, directory, targets=(target,)),))
 
 
-def aliases_within(
-    aliases: Mapping[str, str], shares: Mapping[str, Sequence[Share]]
-) -> dict[str, str]:
-    """Select the aliases whose target is one of these models or a version of one."""
-    return {
-        alias: target
-        for alias, target in aliases.items()
-        if target.partition(VERSION_MARK)[0] in shares
-    }
-
-
 def assign_gpus(environment: dict[str, str], gpus: tuple[str, ...]) -> None:
     """Restrict a worker's environment to these GPUs. If empty, the worker sees all."""
     if gpus:
@@ -629,7 +611,10 @@ class ReplicaBuilder:
         for index in range(0 if version.targets else version.replica_count_max):
             assert version.directory is not None, "only those of remote engines may be left out"
             build, memory_bytes = encoder_plan(self._settings, served, version.directory)
-            managed = ManagedEncoder(build, self._terms(version, index, memory_bytes), self.budget)
+            terms = ManagedTerms(
+                self._idle_timeout_s(version), self._needs(version, index, memory_bytes)
+            )
+            managed = ManagedEncoder(build, terms, self.budget)
             self.managed.append(managed)
             replicas.append(EncoderReplica(f"{served}#{index}", managed))
         warm_count = len(replicas) if version.targets else version.replica_count_min
@@ -637,16 +622,10 @@ class ReplicaBuilder:
             replace(replicas[0].encoder.model, name=served), replicas, warm_count=warm_count
         )
 
-    def _terms(self, version: FleetVersion, index: int, memory_bytes: int) -> ManagedTerms:
-        """Build the terms on which a replica starts and stops.
-
-        `index` is the replica's number. `memory_bytes` is the estimate from its checkpoint.
-        """
-        is_warm = index < version.replica_count_min
-        return ManagedTerms(
-            self._idle_timeout_s(version),
-            keep_warm=is_warm,
-            memory_bytes=version.memory_bytes or memory_bytes,
+    def _needs(self, version: FleetVersion, index: int, memory_bytes: int) -> Needs:
+        """Build the needs of a replica without GPUs. `memory_bytes` is estimated from its files."""
+        return Needs(
+            version.memory_bytes or memory_bytes, is_pinned=index < version.replica_count_min
         )
 
     def _idle_timeout_s(self, version: FleetVersion) -> float:
@@ -692,13 +671,15 @@ class ReplicaBuilder:
         replicas = []
         for index in range(version.replica_count_max):
             environment: dict[str, str] = {}  # of the replica's worker, set before each start
-            terms = self._terms(version, index, plan.memory_bytes)
-            terms = replace(
-                terms,
+            needs = self._needs(version, index, plan.memory_bytes)
+            needs = replace(
+                needs,
                 gpu_count=plan.gpu_count,
-                gpu_memory_bytes=terms.memory_bytes // plan.shard_count if plan.shard_count else 0,
+                gpu_memory_bytes=needs.memory_bytes // plan.shard_count if plan.shard_count else 0,
                 gpus=version.gpus,
-                place=partial(assign_gpus, environment),
+            )
+            terms = ManagedTerms(
+                self._idle_timeout_s(version), needs, partial(assign_gpus, environment)
             )
             managed = ManagedEngine(partial(plan.build, environment), terms, self.budget)
             self.managed.append(managed)

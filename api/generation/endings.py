@@ -286,6 +286,12 @@ class UsageSoFar(msgspec.Struct):
     taken_reasoning_token_count: int = 0
     delivered_reasoning_token_count: int = 0
 
+    def begun(self, input_count: int, cached_count: int, *, is_final: bool) -> None:
+        """Record that an engine has started on the request. `is_final`: so is its cached count."""
+        self.input_token_count = input_count
+        self.cached_input_token_count = cached_count
+        self.is_cached_final = is_final
+
 
 def phase_of(usage: UsageSoFar) -> EndPhase:
     """Return how far a request with a hold has come."""

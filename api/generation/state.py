@@ -178,10 +178,10 @@ class Stopwatch:
         """Record that the time of the first token is unknown: the tokens came together."""
         self._first_token_us = 0
 
-    @property
-    def since_first_token_s(self) -> float:
-        """Seconds since the first token; 0 before it."""
-        return time.monotonic() - self._first_token_us / 1e6 if self._first_token_us else 0.0
+    def tokens_per_second(self, token_count: int) -> float:
+        """Return the rate of this many tokens since the first one; 0 before the second."""
+        elapsed_s = time.monotonic() - self._first_token_us / 1e6 if self._first_token_us else 0.0
+        return (token_count - 1) / elapsed_s if token_count > 1 and elapsed_s > 0 else 0.0
 
     def engine_finished(self, timings: EngineTimings) -> None:
         """Record the end of engine work; split its time into queue, prefill and decode.

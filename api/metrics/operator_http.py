@@ -358,7 +358,7 @@ def process_metrics(parts: Parts) -> Iterator[Metric]:
     running = (((phase,), float(phases[phase])) for phase in PHASE_NAMES)
     yield gauges("weir_live_requests", ("phase",), running)
     yield gauge("weir_permits_taken", admission.capacity.taken_count)
-    yield gauge("weir_permits", admission.settings.requests.per_process_max)
+    yield gauge("weir_permits", admission.capacity.permit_count_max)
     yield gauge("weir_draining", float(admission.capacity.is_draining))
     yield counter("weir_admissions", admission.admitted_count)
     streams = (

@@ -29,6 +29,7 @@ from api.generation.endings import OUTCOMES
 from api.generation.parsing.start_frame import ValidStart, parse_start
 from api.generation.request.caller import Caller
 from api.generation.request.live_request import LiveRequest
+from api.generation.request.phases import Ended
 from api.generation.request.registry import RequestRegistry
 from api.openai import answers
 from api.openai.answers import Answer, Bill, Output
@@ -102,15 +103,12 @@ class AnswerSubscription(Subscription):
         self._exchange = exchange
 
     def part(self, frame: pb.ServerFrame, encoded: bytes | None = None) -> bytes:
-        """Implement `Subscription.part`."""
         return self._exchange.note(self, frame)
 
     def delta(self, seq: int, choice_index: int, delta: Delta) -> bytes:
-        """Implement `Subscription.delta`."""
         return self._exchange.note_delta(self.index, choice_index, delta)
 
     def withdraw(self, part_count: int) -> None:
-        """Implement `Subscription.withdraw`."""
         super().withdraw(part_count)
         self._exchange.withdraw()
 
@@ -130,6 +128,8 @@ class Exchange:
     ) -> None:
         """`starts` has one start frame per prompt. `headers` are added to the response."""
         self._registry = registry
+        settings = registry.settings
+        self._delivery, self._padding_after_s = settings.delivery, settings.http.padding_after_s
         self._http = http
         self._arrival = arrival
         self.parsed = parsed
@@ -186,10 +186,8 @@ class Exchange:
             left_as = Outcome.CANCELLED
             raise
         except TimeoutError:
-            settings = self._registry.settings
-            detail = read_too_slowly(
-                settings.delivery.tokens_per_s_min, settings.delivery.stall_max_s
-            )
+            limits = self._delivery
+            detail = read_too_slowly(limits.tokens_per_s_min, limits.stall_max_s)
             request_id = str(self._arrival.request_id)
             log.info("http_client_stalled", request_id=request_id, detail=detail)
             self._leave(Outcome.SLOW_CONSUMER)
@@ -247,7 +245,7 @@ class Exchange:
         if not self._live:
             return  # `_leave` stopped all of them before
         ended = self._live[self._subscriptions[ended_id].index]
-        cause = ended.end_cause or Cause.SERVICE
+        cause = ended.phase.cause if isinstance(ended.phase, Ended) else Cause.SERVICE
         for request in self._live:
             if request is not ended and request.start.given_id in self._subscriptions:
                 request.stop(OUTCOMES[cause], SiblingEnded(cause))
@@ -295,13 +293,13 @@ class Exchange:
             await self._send(self._answer.ping)
             return
         waited_s = time.monotonic() - self._arrival.caller.received_at
-        after_s = self._registry.settings.http.padding_after_s
+        after_s = self._padding_after_s
         is_due = waited_s >= after_s > 0 or self._connection.is_half_closed
         if is_due and self._admitted_count == len(self._live) and not self._is_open:
             await self._send(PADDING)
 
     def _on_half_close(self) -> None:
-        if self.parsed.streams or self._registry.settings.http.padding_after_s:
+        if self.parsed.streams or self._padding_after_s:
             self._writer.break_silence_within(HALF_CLOSED_SILENCE_S)
         else:  # it cannot be told from a disconnect
             self._connection.force_close()

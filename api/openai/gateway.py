@@ -133,14 +133,16 @@ class Gateway:
     """HTTP handler for the clients of OpenAI and Anthropic."""
 
     def __init__(
-        self, process: RequestRegistry, authenticator: Authenticator, sessions: Sessions
+        self, registry: RequestRegistry, authenticator: Authenticator, sessions: Sessions
     ) -> None:
-        self._process = process
+        self._registry = registry
         self._authenticator = authenticator
         self._sessions = sessions
+        messages = registry.settings.messages
+        self._bytes_max = messages.bytes_max
         self._started_at = int(time.time())
         self._texts = {
-            name: TokenTexts(tokenizer) for name, tokenizer in process.tokenizers.items()
+            name: TokenTexts(tokenizer) for name, tokenizer in registry.tokenizers.items()
         }
         self._handlers: dict[str, tuple[str, Handler, str]] = {
             "/v1/chat/completions": ("POST", partial(self._generate, CHAT), GENERATE),
@@ -197,13 +199,13 @@ class Gateway:
             return await answer.serve() if isinstance(answer, Exchange) else answer
         except HttpFault as fault:
             self._count_refusal(owner)
-            self._process.observer.http_failed(fault.refusal.code)
+            self._registry.observer.http_failed(fault.refusal.code)
             return refused(fault.refusal, request_id, closing=fault.closing, form=form)
         except ConnectionError:  # the client disconnected while sending its body
             return web.Response(status=400)
         except Exception as error:
             self._count_refusal(owner)
-            self._process.observer.call_failed(HTTP, error)
+            self._registry.observer.call_failed(HTTP, error)
             refusal = error_response(status_of(error))
             return refused(refusal, request_id, form=form)
 
@@ -221,7 +223,7 @@ class Gateway:
     def _plain(self, request: web.BaseRequest) -> web.Response | None:
         """Respond to a path of vLLM that needs no API key; None for other paths."""
         if request.path == "/ping" and request.method in ("GET", "HEAD", "POST"):
-            return web.Response(status=503 if self._process.is_draining else 200)
+            return web.Response(status=503 if self._registry.is_draining else 200)
         if request.path == "/version" and request.method in ("GET", "HEAD"):
             return web.Response(
                 body=answers.encode({"version": VERSION}), headers={"content-type": JSON}
@@ -230,7 +232,7 @@ class Gateway:
 
     def _count_refusal(self, owner: Owner | None) -> None:
         if owner is not None:
-            self._process.pace.charge(owner, REFUSAL_COST_S)
+            self._registry.pace.charge(owner, REFUSAL_COST_S)
 
     def _find(self, request: web.BaseRequest, path: str) -> tuple[Handler, str]:
         """Find the handler of an endpoint, and the RPC that it corresponds to.
@@ -267,19 +269,19 @@ class Gateway:
         self, api: Api, request: web.BaseRequest, arrival: Arrival, principal: Principal
     ) -> web.StreamResponse | Exchange:
         """Parse a generating request. Returns the exchange that serves it, or an error response."""
-        window = self._process.window_tokens_max
+        window = self._registry.window_tokens_max
 
         def parse(body: bytes) -> tuple[ParsedRequest, dict[str, str], Starts]:
             parsed, headers = parsed_body(body, api, strict=is_strict(request, principal))
             return parsed, headers, valid_starts(parsed, arrival.request_id, window)
 
         parsed, headers, starts = await self._read(request, arrival, principal, parse)
-        with self._process.pace.charging(arrival.caller.payer, START_FREE_S):
+        with self._registry.pace.charging(arrival.caller.payer, START_FREE_S):
             model = self._model_of(parsed, principal, arrival.request_id)
             format = api.answer(parsed, model, arrival.request_id.hex, int(time.time()))
             if not isinstance(starts, InvalidRequest):
-                return Exchange(self._process, request, arrival, parsed, starts, format, headers)
-        self._process.observer.start_refused(starts)
+                return Exchange(self._registry, request, arrival, parsed, starts, format, headers)
+        self._registry.observer.start_refused(starts)
         return refused(
             error_response(status_of(starts), parsed.names),
             arrival.request_id,
@@ -314,7 +316,7 @@ class Gateway:
         try:
             if isinstance(found, Exception):
                 raise found
-            counted = await count_tokens(self._process, principal, prompt, found)
+            counted = await count_tokens(self._registry, principal, prompt, found)
         except Exception as error:
             return refused(
                 error_response(status_of(error), parsed.names),
@@ -343,8 +345,9 @@ class Gateway:
             if isinstance(start, Exception):
                 raise start
             check_model(principal, start.model)
-            check_model_sizes(requested, self._process.router.choose_encoder(start.model).model)
-            response = await LiveEmbedding(arrival.caller, start, self._process).answer()
+            route = self._registry.router.route_encoder(start.model, str(start.request_id))
+            check_model_sizes(requested, route.encoder.model)
+            response = await LiveEmbedding(arrival.caller, start, self._registry).answer()
         except Exception as error:
             return refused(
                 error_response(status_of(error), notes.names_as_sent(embedding_names(requested))),
@@ -364,7 +367,7 @@ class Gateway:
         ) -> tuple[TokenizeParameters, dict[str, str], list[pb.CountTokensRequest], bool]:
             notes = Notes(strict=is_strict(request, principal))
             requested = decode(body, TokenizeParameters, notes)
-            model = model_named(requested.model, self._process, principal)
+            model = model_named(requested.model, self._registry, principal)
             return requested, notes.headers(), *prompts_to_tokenize(requested, model)
 
         requested, headers, prompts, adds = await self._read(request, arrival, principal, parse)
@@ -376,18 +379,18 @@ class Gateway:
             for prompt in prompts:
                 parsed = parse_count_tokens(prompt)
                 ids, window = await token_ids_of(
-                    self._process, principal, prompt, parsed, adds_special_tokens=adds
+                    self._registry, principal, prompt, parsed, adds_special_tokens=adds
                 )
-                served = self._process.router.find(prompt.model).model.name
-                show = partial(shown_tokens, requested, ids, self._process.tokenizers[served])
-                found.append(await in_thread(self._process, principal, each_cost * len(ids), show))
+                served = self._registry.router.find(prompt.model).model.name
+                show = partial(shown_tokens, requested, ids, self._registry.tokenizers[served])
+                found.append(await in_thread(self._registry, principal, each_cost * len(ids), show))
                 await asyncio.sleep(0)  # a turn for others after each of many short texts
         except Exception as error:
             refusal = error_response(status_of(error), names)
             return refused(refusal, arrival.request_id)
         encode = partial(answers.encode, tokenized_body(requested, found, window))
         count = sum(each.token_count for each in found)
-        body = await in_thread(self._process, principal, each_cost * count, encode)
+        body = await in_thread(self._registry, principal, each_cost * count, encode)
         return answered(body, arrival, headers)
 
     async def _detokenize(
@@ -397,13 +400,13 @@ class Gateway:
             notes = Notes(strict=is_strict(request, principal))
             requested = decode(body, DetokenizeParameters, notes)
             check_decoded_count(requested)
-            model = model_named(requested.model, self._process, principal)
+            model = model_named(requested.model, self._registry, principal)
             return requested, notes.headers(), model
 
         requested, headers, model = await self._read(request, arrival, principal, parse)
         skips = bool(requested.skip_special_tokens)
         text = await text_of(
-            self._process, principal, model, requested.tokens, skip_special_tokens=skips
+            self._registry, principal, model, requested.tokens, skip_special_tokens=skips
         )
         return answered(detokenized_body(text), arrival, headers)
 
@@ -411,7 +414,7 @@ class Gateway:
         self, request: web.BaseRequest, arrival: Arrival, principal: Principal
     ) -> web.StreamResponse:
         await self._authenticator.wait_for_share(principal)
-        router = self._process.router
+        router = self._registry.router
         models = {
             name: ListedModel(model, name, target, router.find(name).model.context_window_tokens)
             for model in await models_for(router, self._sessions, principal)
@@ -446,7 +449,7 @@ class Gateway:
         Raises: ModelNotAllowed, ModelUnknown, RequestImpossible; InvalidRequest if the request asks
         for token ids and the engine reports none.
         """
-        router = self._process.router
+        router = self._registry.router
         check_model(principal, router.canonical_name(parsed.model))
         route = router.route(parsed.model, request_id)
         if route.engine.model.capabilities.counts_from_usage:
@@ -475,12 +478,9 @@ class Gateway:
         Raises: HttpFault, Draining, PreparationLimit, Overloaded; the errors of checking the key
         again, and those of `parse`.
         """
-        if self._process.is_draining:
+        if self._registry.is_draining:
             raise Draining("this server is shutting down: send the request to another one")
-        bytes_max, size = (
-            self._process.settings.messages.bytes_max,
-            request.content_length or CHUNKED_BYTES,
-        )
+        bytes_max, size = self._bytes_max, request.content_length or CHUNKED_BYTES
         # The turn of the key look-up still applies, since nothing was awaited.
         if size <= SHORT_BYTES_MAX and request.content.is_eof():
             body = await read_body(request, bytes_max)
@@ -488,7 +488,7 @@ class Gateway:
             return self._parse_at_once(arrival, body, parse)
         key = StreamKey(principal, arrival.look_up, math.inf)
         with (
-            self._process.text_work.permit(arrival.caller.payer, min(size, bytes_max)),
+            self._registry.text_work.permit(arrival.caller.payer, min(size, bytes_max)),
             self._authenticator.stream_keys.hold(key),
         ):
             body = await read_body(request, bytes_max)
@@ -498,15 +498,15 @@ class Gateway:
             # Last, so that the work on this body counts before the key's next request has its turn.
             payer = arrival.caller.payer
             if len(body) > SHORT_BYTES_MAX:
-                return await self._process.in_order(payer, len(body), partial(parse, body))
-            await self._process.pace.wait_for_share(payer)
+                return await self._registry.in_order(payer, len(body), partial(parse, body))
+            await self._registry.pace.wait_for_share(payer)
         return self._parse_at_once(arrival, body, parse)
 
     def _parse_at_once(
         self, arrival: Arrival, body: bytes, parse: Callable[[bytes], Parsed]
     ) -> Parsed:
         # An ordinary request costs at most this much.
-        with self._process.pace.charging(arrival.caller.payer, START_FREE_S), Stage("parse"):
+        with self._registry.pace.charging(arrival.caller.payer, START_FREE_S), Stage("parse"):
             return parse(body)
 
     def _count_bytes(self, body: bytes) -> None:

@@ -30,6 +30,7 @@ from api.openai.parameters import (
     ParsedRequest,
     Unsupported,
     check_model_name,
+    fill_copied,
     fill_limit,
     names_annotated,
     refuse_unsupported,
@@ -232,9 +233,7 @@ def parse_counted_message(requested: MessageParameters) -> ParsedRequest:
     check_model_name(requested.model)
     conversation, names = conversation_of(requested)
     start = pb.StartFrame(model=requested.model, conversation=conversation)
-    for name in ("temperature", "top_p", "top_k"):
-        if (value := getattr(requested, name)) is not None:
-            setattr(start.sampling, name, value)
+    fill_copied(start, requested)
     fill_limit(start, requested.max_tokens, "max_tokens")
     if requested.stop_sequences:
         check_count(requested.stop_sequences, "stop_sequences", STOP_SEQUENCE_COUNT_MAX)

@@ -58,17 +58,19 @@ TIERS: Mapping[str, pb.ServiceTier.ValueType] = {
     ),
     "flex": pb.SERVICE_TIER_BATCH,
 }
-# Named as in a start frame.
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-DECODING = ("presence_penalty", "frequency_penalty", "seed")
+# Parameters of some APIs that are copied to a field of a start frame
+COPIED: Mapping[str, str] = {
+    **{name: f"sampling.{name}" for name in (*SAMPLING_RANGES, "seed")},
+    "ignore_eos": "ignore_eos",
+    "min_tokens": "min_output_tokens",
+    "reasoning_effort": "conversation.reasoning_effort",
+    "thinking_token_budget": "max_reasoning_tokens",
+}
+COPIES = tuple((name, *field.rpartition(".")[::2]) for name, field in COPIED.items())
 # Parameters of all APIs by field of a start frame; each API adds its own.
-COMMON_NAMES: dict[str, str] = {
-    f"sampling.{name}": name for name in (*SAMPLING, *DECODING, "logit_bias")
-} | {
+COMMON_NAMES: dict[str, str] = {field: name for name, field in COPIED.items()} | {
+    "sampling.logit_bias": "logit_bias",
     "conversation.thinking": "chat_template_kwargs.enable_thinking",
-    "conversation.reasoning_effort": "reasoning_effort",
-    "min_output_tokens": "min_tokens",
-    "max_reasoning_tokens": "thinking_token_budget",
     "labels": "metadata",
     "labels['user']": "user",
     "labels['safety_identifier']": "safety_identifier",
@@ -473,15 +475,18 @@ def _violation(message: str, key: str | None = None) -> InvalidRequest:
     return invalid_parameter(param, what)
 
 
+def fill_copied(start: pb.StartFrame, requested: Struct) -> None:
+    """Copy the parameters of `COPIED` that were sent to a start frame."""
+    for name, group, field in COPIES:
+        if (value := getattr(requested, name, None)) is not None:
+            setattr(getattr(start, group) if group else start, field, value)
+
+
 def fill_shared(start: pb.StartFrame, requested: SharedParameters) -> None:
     """Set the shared parameters in a start frame. Raises: InvalidRequest."""
     check_model_name(requested.model)
     start.model = requested.model
-    for name in SAMPLING:
-        if (value := getattr(requested, name)) is not None:
-            setattr(start.sampling, name, value)
-    start.ignore_eos = bool(requested.ignore_eos)
-    start.min_output_tokens = requested.min_tokens or 0
+    fill_copied(start, requested)
     if requested.metadata or requested.user or requested.safety_identifier:
         check_count(requested.metadata, "metadata", LABEL_COUNT_MAX)
         start.labels.update(_labels(requested))
@@ -634,6 +639,7 @@ class DecodingParameters(SharedParameters, forbid_unknown_fields=True, kw_only=T
     frequency_penalty: float | None = None
     logit_bias: dict[TokenId, float] | list[Any] | None = None  # llama.cpp: pairs
     response_format: Format | None = None
+    echo: bool | None = None  # for chat an extension, as in vLLM and SGLang
     # Extensions, as in vLLM
     prompt_logprobs: Int32 | None = None
     return_token_ids: bool | None = None
@@ -659,7 +665,6 @@ class ChatParameters(DecodingParameters, forbid_unknown_fields=True, kw_only=Tru
     reasoning_effort: str | None = None
     continue_final_message: bool | None = None  # extensions, as in vLLM and SGLang
     add_generation_prompt: bool | None = None
-    echo: bool | None = None
     audio: Idle = None  # the voice of `modalities` with audio, which are refused
     prediction: Idle = None
     prompt_cache_options: Idle = None
@@ -683,9 +688,6 @@ def parse_chat(requested: ChatParameters) -> ParsedRequest:
     fill_continuation(start, requested)
     fill_shared(start, requested)
     switch = fill_thinking(start, requested.chat_template_kwargs, requested.enable_thinking)
-    start.conversation.reasoning_effort = requested.reasoning_effort or ""
-    if requested.thinking_token_budget is not None:
-        start.max_reasoning_tokens = requested.thinking_token_budget
     if requested.tools or requested.tool_choice is not None:
         fill_tools(
             start,
@@ -703,28 +705,28 @@ def parse_chat(requested: ChatParameters) -> ParsedRequest:
     names = CHAT_NAMES_BY_LIMIT[limit_name] | fill_format(
         start, requested.response_format, CHAT_FIELD
     )
+    return completion_of(requested, (start,), names | switch)
+
+
+def completion_of(
+    requested: DecodingParameters, starts: Sequence[pb.StartFrame], names: Mapping[str, str]
+) -> ParsedRequest:
+    """Build the result of parsing a chat or plain completion."""
     options = requested.stream_options or StreamOptions()
     includes_usage = options.include_usage is True
     return ParsedRequest(
-        starts=(start,),
-        model=requested.model,
+        starts,
+        requested.model,
         streams=bool(requested.stream),
         includes_usage=includes_usage,
-        repeats_usage=includes_usage and options.continuous_usage_stats is True,
-        names=names | switch,
+        names=names,
         choice_count=1 if requested.n is None else requested.n,
+        repeats_usage=includes_usage and options.continuous_usage_stats is True,
         echoes=bool(requested.echo),
-        **shown_tokens(requested),
+        shows_token_ids=bool(requested.return_token_ids),
+        names_tokens_by_id=bool(requested.return_tokens_as_token_ids),
+        prompt_logprobs=requested.prompt_logprobs,
     )
-
-
-def shown_tokens(requested: DecodingParameters) -> dict[str, Any]:
-    """Build the arguments of `ParsedRequest` that say which tokens the answer shows."""
-    return {
-        "shows_token_ids": bool(requested.return_token_ids),
-        "names_tokens_by_id": bool(requested.return_tokens_as_token_ids),
-        "prompt_logprobs": requested.prompt_logprobs,
-    }
 
 
 def fill_continuation(start: pb.StartFrame, requested: ChatParameters) -> None:
@@ -764,9 +766,6 @@ def output_limit(requested: ChatParameters) -> tuple[str, int | None]:
 
 def fill_decoding(start: pb.StartFrame, requested: DecodingParameters) -> None:
     """Set the parameters that completions share in a start frame. Raises: InvalidRequest."""
-    for name in DECODING:
-        if (value := getattr(requested, name)) is not None:
-            setattr(start.sampling, name, value)
     stop = [requested.stop] if isinstance(requested.stop, str) else requested.stop
     if stop:
         check_count(stop, "stop", STOP_SEQUENCE_COUNT_MAX)
@@ -815,7 +814,6 @@ class CompletionParameters(DecodingParameters, forbid_unknown_fields=True, kw_on
     prompt: Prompt
     best_of: Int32 | None = None
     logprobs: Int32 | None = None
-    echo: bool | None = None
     suffix: Any = None
 
 
@@ -859,19 +857,8 @@ def parse_completion(requested: CompletionParameters) -> ParsedRequest:
         start.top_logprobs = requested.logprobs
     if requested.echo:
         fill_echo(start, requested)
-    options = requested.stream_options or StreamOptions()
-    includes_usage = options.include_usage is True
-    return ParsedRequest(
-        starts=PromptedFrames(start, prompts_of(requested.prompt)),
-        model=requested.model,
-        streams=bool(requested.stream),
-        includes_usage=includes_usage,
-        repeats_usage=includes_usage and options.continuous_usage_stats is True,
-        names=names if requested.prompt_logprobs is not None else names | ECHO_NAMES,
-        choice_count=count,
-        echoes=bool(requested.echo),
-        **shown_tokens(requested),
-    )
+    names = names if requested.prompt_logprobs is not None else names | ECHO_NAMES
+    return completion_of(requested, PromptedFrames(start, prompts_of(requested.prompt)), names)
 
 
 def fill_echo(start: pb.StartFrame, requested: CompletionParameters) -> None:
@@ -979,8 +966,6 @@ def parse_response(requested: ResponseParameters) -> ParsedRequest:
     names |= fill_thinking(start, requested.chat_template_kwargs, requested.enable_thinking)
     if requested.reasoning is not None:
         start.conversation.reasoning_effort = requested.reasoning.effort or ""
-    if requested.thinking_token_budget is not None:
-        start.max_reasoning_tokens = requested.thinking_token_budget
     spaces = Namespaces.of(requested.tools)
     choice = spaces.chosen(requested.tool_choice)
     fill_tools(start, spaces.tools, choice, requested.parallel_tool_calls, wrapped=False)

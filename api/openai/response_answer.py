@@ -131,7 +131,6 @@ class ResponseAnswer(Answer):
         return self._event("response.failed", response=response)
 
     def failed_tail(self, outputs: Sequence[Output], refusal: ErrorResponse) -> dict[str, Any]:
-        """Implement `Answer.failed_tail`."""
         code = FAILURE_CODES.get(refusal.http_status, "server_error")
         error = {"code": code, "message": refusal.message}
         return {"error": error, "usage": None, "weir": dict(refusal.facts)}

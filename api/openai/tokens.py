@@ -209,12 +209,12 @@ def detokenized_body(text: str) -> dict[str, str]:
     return {"prompt": text, "content": text, "text": text}
 
 
-def model_named(name: str | None, process: RequestRegistry, principal: Principal) -> str:
+def model_named(name: str | None, registry: RequestRegistry, principal: Principal) -> str:
     """Return the requested model, or the only one the API key may use. Raises: InvalidRequest."""
     if name:
         check_model_name(name)  # before it is quoted anywhere
         return name
-    usable = [each.name for each in process.router.models() if principal.may_use(each.name)]
+    usable = [each.name for each in registry.router.models() if principal.may_use(each.name)]
     if len(usable) != 1:
         raise invalid_parameter(
             "model", f"is required, since this key may use {len(usable)} models: name one of them"

@@ -99,7 +99,9 @@ class ClientStream:
         self._secret = secret
         self._is_relayed = is_relayed
         self._auth_ms = auth_ms
-        self._frames_max = registry.settings.messages.frames_max
+        settings = registry.settings
+        self._frames_max = settings.messages.frames_max
+        self._requests_max = settings.requests.per_stream_max
         self._writer = StreamWriter(
             registry.admission.journal, registry.admission.holds.may_have_lapsed
         )
@@ -407,7 +409,7 @@ class ClientStream:
 
     def _subscribe(self, given_id: str, number: int) -> FrameSubscription:
         """Create this stream's subscription to a request. Raises Overloaded above the limit."""
-        limit = self._registry.settings.requests.per_stream_max
+        limit = self._requests_max
         if number not in self._running and len(self._running) >= limit:
             raise Overloaded(
                 f"this stream is at its limit of {limit} requests; wait for one to end"

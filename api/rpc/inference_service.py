@@ -52,18 +52,20 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
     def __init__(
         self,
-        process: RequestRegistry,
+        registry: RequestRegistry,
         authenticator: Authenticator,
         sessions: Sessions,
         *,
         for_peers: bool = False,
     ) -> None:
         """With `for_peers`, only other api processes are served, for requests that run here."""
-        self._process = process
+        self._registry = registry
         self._authenticator = authenticator
         self._sessions = sessions
         self._for_peers = for_peers
-        self._open_streams = OpenStreams(process.settings.connections.streams_max)
+        settings = registry.settings
+        self._open_streams = OpenStreams(settings.connections.streams_max)
+        self._key_check_s = settings.access.stream_key_check_s
 
     def open_streams(self) -> int:
         """Number of open `Generate` calls."""
@@ -96,12 +98,11 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             )
             principal = await look_up()
             auth_ms = (time.monotonic() - opened_at) * 1000
-            interval_s = self._process.settings.access.stream_key_check_s
             with self._authenticator.stream_keys.hold(
-                StreamKey(principal, look_up, interval_s)
+                StreamKey(principal, look_up, self._key_check_s)
             ) as key:
                 stream = ClientStream(
-                    self._process,
+                    self._registry,
                     key,
                     auth_ms,
                     secret=secret,
@@ -133,10 +134,10 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
 
         Raises: PreparationLimit, Overloaded, and the errors of `parse`.
         """
-        await self._process.share_to_read(principal, size := request.ByteSize())
+        await self._registry.share_to_read(principal, size := request.ByteSize())
         if IS_COSTLY.get():
-            return await self._process.in_thread(principal, size, partial(parse, request))
-        with self._process.pace.charging(principal):
+            return await self._registry.in_thread(principal, size, partial(parse, request))
+        with self._registry.pace.charging(principal):
             return parse(request)
 
     async def CountTokens(
@@ -145,7 +146,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         """Count the tokens of a prompt, without running it."""
         principal = await self._authenticator.principal(context)
         parsed = await self._read(principal, request, parse_count_tokens)
-        return await count_tokens(self._process, principal, request, parsed)
+        return await count_tokens(self._registry, principal, request, parsed)
 
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Context
@@ -153,16 +154,16 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         """List the models that the caller may use, with the prices that it pays."""
         principal = await self._authenticator.principal(context)
         return pb.ListModelsResponse(
-            models=await models_for(self._process.router, self._sessions, principal)
+            models=await models_for(self._registry.router, self._sessions, principal)
         )
 
     async def GetQuota(self, request: pb.GetQuotaRequest, context: Context) -> pb.GetQuotaResponse:
         """List the quotas that apply to the caller, and the restrictions of its key."""
         principal = await self._authenticator.principal(context)
-        model = self._process.router.canonical_name(request.model)
+        model = self._registry.router.canonical_name(request.model)
         if model:
             check_model(principal, model)
-            self._process.router.find(model)
+            self._registry.router.find(model)
         subject_ids = (principal.organization_id, principal.project_id, principal.api_key_id)
         async with self._sessions() as session:
             states = await quotas_for(session, subject_ids=subject_ids, model=model or None)
@@ -178,10 +179,10 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             if request.HasField("start"):
                 raise InvalidRequest([FieldViolation("embed", "must not be set beside start")])
             embed = await self._read(principal, request, parse_quoted_embed)
-            return await quote_embed(self._process, self._sessions, principal, embed)
-        parse = partial(parse_quoted_start, window_tokens_max=self._process.window_tokens_max)
+            return await quote_embed(self._registry, self._sessions, principal, embed)
+        parse = partial(parse_quoted_start, window_tokens_max=self._registry.window_tokens_max)
         start = await self._read(principal, request, parse)
-        return await quote(self._process, self._sessions, principal, start)
+        return await quote(self._registry, self._sessions, principal, start)
 
     async def GetGeneration(
         self, request: pb.GetGenerationRequest, context: Context
@@ -199,8 +200,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         principal = await self._authenticator.principal(context)
         auth_ms = (time.monotonic() - received_at) * 1000
         start = await self._read(principal, request, parse_embed)
-        check_model(principal, self._process.router.canonical_name(start.model))
+        check_model(principal, self._registry.router.canonical_name(start.model))
         deadline = None if granted_s is None else received_at + granted_s
         trace = trace_of_metadata(context.invocation_metadata())
         caller = Caller.of(principal, auth_ms, received_at, deadline, trace)
-        return await LiveEmbedding(caller, start, self._process).answer()
+        return await LiveEmbedding(caller, start, self._registry).answer()

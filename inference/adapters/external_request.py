@@ -152,29 +152,23 @@ class Choice:
         before = len(generation.output_token_ids)
         if total_count > self.token_count_max:
             raise EngineFailed(
-                f"the engine sent {len(output.token_ids)} tokens, {self.token_count_max} were asked"
-                " for"
+                f"the engine sent {total_count} tokens, {self.token_count_max} were asked for"
             )
-        new_ids = list(output.token_ids[self.token_count : self.token_count + TAKEN_AT_ONCE_MAX])
-        is_whole = self.token_count + len(new_ids) >= len(output.token_ids)
+        ids = list(output.token_ids[self.token_count : self.token_count + TAKEN_AT_ONCE_MAX])
+        is_whole = self.token_count + len(ids) >= total_count
         finish_reason = output.finish_reason if is_whole else None
-        check_token_ids(new_ids, self.request.vocabulary_size)
+        check_token_ids(ids, self.request.vocabulary_size)
         # It is not documented whether the end token itself is in the list; here it always is.
-        last, ends = new_ids[-1] if new_ids else None, self.request.end_token_ids
+        last, ends = ids[-1] if ids else None, self.request.end_token_ids
         if finish_reason == "stop" and last not in ends:
-            reported = output.stop_reason
-            first = min(self.request.model_end_token_ids or ends, default=None)
-            if isinstance(reported, int) and reported not in ends:
-                raise EngineFailed(f"the engine stopped at token {reported}, which ends no output")
-            if (end := reported if isinstance(reported, int) else first) is not None:
-                new_ids.append(end)
+            ids += self._end_of(output)
         # Events: the index of the first token of each, its text, thinking and number of thoughts.
         steps: list[tuple[int, str, str, int]] = []
-        plain_count, text = self._take_plain(new_ids) if len(new_ids) > 1 else (0, "")
+        plain_count, text = self._take_plain(ids) if len(ids) > 1 else (0, "")
         begin, reasoning, thought_count = 0, "", 0
         total = before + self.token_count + plain_count
-        for index in range(plain_count, len(new_ids)):
-            token_id = new_ids[index]
+        for index in range(plain_count, len(ids)):
+            token_id = ids[index]
             total += 1
             more_text, _, more_reasoning, count = self._take_token(token_id, total)
             if more_reasoning and text:  # thinking precedes the text of its event
@@ -184,38 +178,55 @@ class Choice:
             reasoning += more_reasoning
             thought_count += count
             if self.ended is not None:
-                del new_ids[index + 1 :]
+                del ids[index + 1 :]
                 break
-        taken = new_ids
         more_count = 0
         if finish_reason is not None:
             # The outputs of TensorRT-LLM's library have no such count.
             reported = getattr(output, "thinking_token_count", None)
-            more_count = self.detokenizer.settle(reported, self.token_count + len(taken))
-        if not taken:
+            more_count = self.detokenizer.settle(reported, self.token_count + len(ids))
+        if not ids:
             self._take_end(finish_reason)
             more = TokensGenerated((), "", (), self.index, (), "", more_count)
             return [more] if more_count else []
-        logprobs = self._logprobs(output, taken)
-        self.token_count += len(taken)
+        logprobs = self._logprobs(output, ids)
+        self.token_count += len(ids)
         if self.first_token_at_s is None:
             self.first_token_at_s = now_s
         if self.ended is None and finish_reason is not None:
             self._take_end(finish_reason)
-        steps.append((begin, text, reasoning, thought_count + more_count))
+        count = thought_count + more_count
+        steps.append((begin, text, reasoning, count))
         if len(steps) == 1:
-            return [
-                TokensGenerated(
-                    tuple(taken), text, logprobs, self.index, (), reasoning, steps[0][3]
-                )
-            ]
-        step_ends = (*(step[0] for step in steps[1:]), len(taken))
+            return [TokensGenerated(tuple(ids), text, logprobs, self.index, (), reasoning, count)]
+        return self._events(steps, ids, logprobs)
+
+    def _events(
+        self,
+        steps: list[tuple[int, str, str, int]],
+        ids: list[int],
+        logprobs: tuple[TokenLogprobs, ...],
+    ) -> list[SequenceEvent]:
+        """Build an event of each step of `take`."""
+        ends = (*(step[0] for step in steps[1:]), len(ids))
         return [
             TokensGenerated(
-                tuple(taken[begin:end]), text, logprobs[begin:end], self.index, (), reasoning, count
+                tuple(ids[begin:end]), text, logprobs[begin:end], self.index, (), reasoning, count
             )
-            for (begin, text, reasoning, count), end in zip(steps, step_ends, strict=True)
+            for (begin, text, reasoning, count), end in zip(steps, ends, strict=True)
         ]
+
+    def _end_of(self, output: Output) -> list[int]:
+        """Return the end token that the engine left out; empty if there is none.
+
+        Raises EngineFailed if the engine reports one that ends no output.
+        """
+        reported, ends = output.stop_reason, self.request.end_token_ids
+        if not isinstance(reported, int):
+            return sorted(self.request.model_end_token_ids or ends)[:1]
+        if reported not in ends:
+            raise EngineFailed(f"the engine stopped at token {reported}, which ends no output")
+        return [reported]
 
     def _take_one(self, token_id: int, now_s: float) -> TokensGenerated:
         """Process a token that arrives alone, as most of a stream do."""

@@ -10,11 +10,11 @@ Known behaviour of vLLM 0.32: unknown fields are ignored; cached tokens are repo
 priority scheduling, any `priority` but 0 is refused. NVIDIA Dynamo 1.6: unknown fields are refused;
 token ids are an extension; usage is reported while streaming. SMG 1.13: completions take text only;
 `/generate` ignores unknown fields, and its last message repeats the last ids. Other servers refuse
-or ignore other fields, so `HttpDialect.probe` tests each one, by its effect where a short output
+or ignore other fields, so `ServerProbe` tests each one, by its effect where a short output
 shows it.
 
 Stop sequences are sent where a test shows that the server's output ends with the token that
-completes one, since only the end of an output tells its cached tokens (`_sent_stops`).
+completes one, since only the end of an output tells its cached tokens (`RequestForm.sent_stops`).
 
 Servers without token ids: outputs are counted from the usage, if possible of each message. Without
 it, a message with text counts as one token until the last message, whose usage is final.
@@ -328,6 +328,137 @@ async def open_connections(settings: RemoteSettings) -> AsyncIterator[Connection
         connections.close()
 
 
+class RequestForm:
+    """Form of the requests that a server accepts, and builder of such requests.
+
+    `id_fields` are of `_ID_REQUESTS`; empty if the server reports no token ids. `salt_names` are of
+    `_SALT_NAMES`.
+    """
+
+    def __init__(self, settings: RemoteSettings) -> None:
+        self.model = settings.target.model or settings.name
+        self.path = COMPLETIONS
+        self.id_fields: dict[str, Any] = {}
+        self.salt_names: tuple[str, ...] = ()
+        self.usage_options = _USAGE
+        self.carries_salt = True
+        self.sends_priority = self.sends_stops = self.answers_whole = False
+        self._settings = settings
+
+    def may_answer_whole(self, choice: Choice) -> bool:
+        """Return whether one message at the end has the same output as a stream would have.
+
+        Not if Weir finds an end that the server does not know, or counts thinking by messages.
+        """
+        request, is_split = choice.request.generation, not self.id_fields and choice.splits_text
+        return (
+            request.is_whole
+            and self.answers_whole
+            and choice.token_count_max <= WHOLE_TOKENS_MAX
+            and request.sampling.top_logprobs is None
+            and not (request.stop.stop_sequences and not self.sent_stops(choice))
+            and not (choice.request.answer_end_token_ids or is_split)
+        )
+
+    def encoded(self, request_id: str, body: dict[str, Any]) -> bytes:
+        """Build the request for an output."""
+        tenant = body.pop(TENANT_HEADER, "")
+        sent = body if self.path == COMPLETIONS else _generate_body(body)
+        return self.request("POST", self.path, msgspec.json.encode(sent), request_id, tenant)
+
+    def request(
+        self, method: str, path: str, body: bytes = b"", request_id: str = "", tenant: str = ""
+    ) -> bytes:
+        """Build a request. `tenant` separates prefixes on servers that read it from a header."""
+        lines = [
+            f"{method} {path} HTTP/1.1",
+            f"Host: {self._settings.target.address}",
+            "Accept: */*",
+            "Accept-Encoding: identity",
+            "User-Agent: weir",
+        ]
+        if self._settings.key is not None:
+            lines += [f"{name}: {value}" for name, value in self._settings.key.header().items()]
+        if method == "POST":
+            lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+            lines.append(f"X-Request-Id: {request_id}")
+        if tenant:
+            lines.append(f"{TENANT_HEADER}: {tenant}")
+        return "\r\n".join((*lines, "", "")).encode() + body
+
+    def salted(self, salt: str) -> dict[str, Any]:
+        """Build the fields that separate prefixes; all of them have the same value."""
+        fields: dict[str, Any] = dict.fromkeys((TENANT_HEADER, *self.salt_names), salt)
+        if "nvext" in fields:
+            fields["nvext"] = {**self.id_fields["nvext"], "cache_salt": salt}
+        return fields
+
+    def base(
+        self, prompt: tuple[int, ...], max_tokens: int, *, is_whole: bool = False
+    ) -> dict[str, Any]:
+        """Build the fields that every request for an output has."""
+        streamed = {} if is_whole else {"stream_options": self.usage_options}
+        return {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            **self.id_fields,
+            "stream": not is_whole,
+            **streamed,
+        }
+
+    def body(self, choice: Choice, unsupported: frozenset[RequestField]) -> dict[str, Any]:
+        """Build a request without the fields that the server does not support.
+
+        All others are explicit, since servers have different defaults.
+        """
+        request = choice.request.generation
+        sampling = request.sampling
+        body = self.base(choice.sent_token_ids, choice.token_count_max, is_whole=choice.is_whole)
+        body |= sampling_fields(choice, unsupported)
+        if sampling.temperature > 0 and RequestField.SEED not in unsupported:
+            body["seed"] = wire_seed(choice.seed)
+        if sampling.logit_bias and RequestField.LOGIT_BIAS not in unsupported:
+            body["logit_bias"] = dict(sampling.logit_bias)
+        if sampling.top_logprobs is not None:
+            body["return_tokens_as_token_ids"] = True
+            if RequestField.TOP_LOGPROBS not in unsupported:
+                body["logprobs"] = sampling.top_logprobs
+        if stops := self.sent_stops(choice):
+            body |= self.stopping(stops)
+        if request.response_format is not None:
+            kind = request.response_format.kind
+            name = "json" if kind is GrammarKind.JSON_SCHEMA else "regex"
+            body["structured_outputs"] = {name: request.response_format.source}
+            if self.path == GENERATE:
+                body["require_reasoning"] = constrains_after_thinking(choice)
+        if request.cache_salt and self.carries_salt:
+            # Hashed: servers limit the length and the characters.
+            body |= self.salted(hashlib.sha256(request.cache_salt.encode()).hexdigest())
+        if self.sends_priority:
+            body["priority"] = round(min(max(choice.rank, -PRIORITY_MAX), PRIORITY_MAX))
+        return body
+
+    def sent_stops(self, choice: Choice) -> list[str]:
+        """Select the stop sequences to send: all of them, or none if the server could find a
+        different end than Weir does.
+
+        A server searches the thinking too, reads control tokens in a stop sequence as text, finds
+        one that begins before the minimum output, and treats the end of a prompt that ends within a
+        character as output.
+        """
+        stop, text = choice.request.generation.stop, choice.detokenizer
+        differs = isinstance(text, Split) or text.marks or text.is_torn or stop.min_output_tokens
+        is_sent = self.sends_stops and not differs and len(stop.stop_sequences) <= STOPS_MAX
+        return list(stop.stop_sequences) if is_sent else []
+
+    def stopping(self, stops: list[str]) -> dict[str, Any]:
+        """Build the fields for stop sequences, which must stay in the text if there are no ids."""
+        shown = {} if self.id_fields else {"include_stop_str_in_output": True}
+        return {"stop": stops} | shown
+
+
 class HttpDialect(Dialect):
     """Dialect of OpenAI's completions. `probe` sets `capabilities` and `carries_salt`."""
 
@@ -344,12 +475,7 @@ class HttpDialect(Dialect):
     def __init__(self, connections: Connections, settings: RemoteSettings) -> None:
         self.connections = connections
         self._settings = settings
-        self._model = settings.target.model or settings.name
-        self._path = COMPLETIONS
-        self._id_fields: dict[str, Any] = {}  # of `_ID_REQUESTS`; empty: the server has none
-        self._salt_names: tuple[str, ...] = ()  # of `_SALT_NAMES`
-        self._usage_options = _USAGE
-        self._sends_priority = self._sends_stops = self._answers_whole = False
+        self.form = RequestForm(settings)
         self._suspected = asyncio.Event()  # set by a lost connection
 
     async def wait_until_lost(self) -> None:
@@ -381,13 +507,13 @@ class HttpDialect(Dialect):
             cards = {card.id: card for card in msgspec.json.decode(body, type=_Cards).data}
         except _INVALID as error:
             raise ServerUnfit(f"the server's list of models is invalid: {error}") from error
-        if self._model not in cards:
+        if self.form.model not in cards:
             raise ServerUnfit(
                 f"the server serves {quoted(', '.join(sorted(cards)) or 'no model')}, not"
-                f" {self._model}: add the name to the address, as in"
+                f" {self.form.model}: add the name to the address, as in"
                 f" {self._settings.target.service.value}://{self._settings.target.address}/MODEL"
             )
-        card = cards[self._model]
+        card = cards[self.form.model]
         base = cards.get(card.parent or "", card)
         return ServerFacts(
             model=card.id,
@@ -396,25 +522,11 @@ class HttpDialect(Dialect):
         )
 
     def generate(self, request_id: str, choice: Choice) -> HttpCall:
-        """Implement `Dialect.generate`."""
-        whole = choice.is_whole = self._may_answer_whole(choice)
-        bytes_max = message_bytes_max(choice, repeats_output=whole or self._path == GENERATE)
-        return HttpCall(self, request_id, self._body(choice), bytes_max, is_whole=whole)
-
-    def _may_answer_whole(self, choice: Choice) -> bool:
-        """Return whether one message at the end has the same output as a stream would have.
-
-        Not if Weir finds an end that the server does not know, or counts thinking by messages.
-        """
-        request, is_split = choice.request.generation, not self._id_fields and choice.splits_text
-        return (
-            request.is_whole
-            and self._answers_whole
-            and choice.token_count_max <= WHOLE_TOKENS_MAX
-            and request.sampling.top_logprobs is None
-            and not (request.stop.stop_sequences and not self._sent_stops(choice))
-            and not (choice.request.answer_end_token_ids or is_split)
-        )
+        form = self.form
+        whole = choice.is_whole = form.may_answer_whole(choice)
+        bytes_max = message_bytes_max(choice, repeats_output=whole or form.path == GENERATE)
+        body = form.body(choice, self.capabilities.unsupported)
+        return HttpCall(self, request_id, body, bytes_max, is_whole=whole)
 
     def take(self, messages: list[_Message], choice: Choice, output: Output) -> int | None:
         """Implement `Dialect.take`: tokens that arrive together are reported together."""
@@ -427,13 +539,13 @@ class HttpDialect(Dialect):
         if (
             part.finish_reason is None
             and part.logprobs is None
-            and self._id_fields
+            and self.form.id_fields
             and part.token_ids
         ):
             check_room(choice, output, len(part.token_ids))
             output.token_ids += part.token_ids
             return None if usage is None else usage.cached_token_count
-        if not self._id_fields:
+        if not self.form.id_fields:
             _count(message, choice, output)
         elif part.token_ids is None and (part.text or part.thought):
             raise EngineFailed("the engine sent text without token ids")
@@ -459,57 +571,18 @@ class HttpDialect(Dialect):
             )
         output.thinking_token_count = usage.thinking_token_count
         check_length(choice, output)
-        if self._id_fields:
+        if self.form.id_fields:
             is_end = choice.request.end_token_ids.issuperset(output.token_ids[-1:])
-            if output.finish_reason == "stop" and not is_end and self._sent_stops(choice):
+            if output.finish_reason == "stop" and not is_end and self.form.sent_stops(choice):
                 output.finish_reason = "stop_sequence"
             check_end(choice, output)
         return usage.cached_token_count
 
-    def _sent_stops(self, choice: Choice) -> list[str]:
-        """Select the stop sequences to send: all of them, or none if the server could find a
-        different end than Weir does.
-
-        A server searches the thinking too, reads control tokens in a stop sequence as text, finds
-        one that begins before the minimum output, and treats the end of a prompt that ends within a
-        character as output.
-        """
-        stop, text = choice.request.generation.stop, choice.detokenizer
-        differs = isinstance(text, Split) or text.marks or text.is_torn or stop.min_output_tokens
-        is_sent = self._sends_stops and not differs and len(stop.stop_sequences) <= STOPS_MAX
-        return list(stop.stop_sequences) if is_sent else []
-
-    def request(self, request_id: str, body: dict[str, Any]) -> bytes:
-        """Build the request for an output."""
-        tenant = body.pop(TENANT_HEADER, "")
-        sent = body if self._path == COMPLETIONS else _generate_body(body)
-        return self._request("POST", self._path, msgspec.json.encode(sent), request_id, tenant)
-
-    def _request(
-        self, method: str, path: str, body: bytes = b"", request_id: str = "", tenant: str = ""
-    ) -> bytes:
-        lines = [
-            f"{method} {path} HTTP/1.1",
-            f"Host: {self._settings.target.address}",
-            "Accept: */*",
-            "Accept-Encoding: identity",
-            "User-Agent: weir",
-        ]
-        if self._settings.key is not None:
-            lines += [f"{name}: {value}" for name, value in self._settings.key.header().items()]
-        if method == "POST":
-            lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
-            lines.append(f"X-Request-Id: {request_id}")
-        if tenant:
-            lines.append(f"{TENANT_HEADER}: {tenant}")
-        return "\r\n".join((*lines, "", "")).encode() + body
-
-    def _salted(self, salt: str) -> dict[str, Any]:
-        """Build the fields that separate prefixes; all of them have the same value."""
-        fields: dict[str, Any] = dict.fromkeys((TENANT_HEADER, *self._salt_names), salt)
-        if "nvext" in fields:
-            fields["nvext"] = {**self._id_fields["nvext"], "cache_salt": salt}
-        return fields
+    async def probe(self, vocabulary_size: int) -> Capabilities:
+        probe = ServerProbe(self, self._settings)
+        self.capabilities = await probe.run(vocabulary_size)
+        self.carries_salt, self.reports_cached = self.form.carries_salt, probe.reports_cached
+        return self.capabilities
 
     async def refusal(self, connection: Connection, head: RawResponseMessage) -> HttpFailure:
         """Read an answer without output, and convert it to the failure that it describes."""
@@ -524,7 +597,7 @@ class HttpDialect(Dialect):
         self._suspected.set()
 
     async def _get(self, path: str, bytes_max: int = SMALL_ANSWER_BYTES_MAX) -> tuple[int, bytes]:
-        request, connections = self._request("GET", path), self.connections
+        request, connections = self.form.request("GET", path), self.connections
         try:
             async with asyncio.timeout(self._settings.call_timeout_s):
                 while True:
@@ -542,55 +615,26 @@ class HttpDialect(Dialect):
         except (HttpProcessingError, OSError, TimeoutError) as error:
             raise HttpFailure(grpc.StatusCode.UNAVAILABLE, f"{path}: {error!r}") from error
 
-    def _base(
-        self, prompt: tuple[int, ...], max_tokens: int, *, is_whole: bool = False
-    ) -> dict[str, Any]:
-        streamed = {} if is_whole else {"stream_options": self._usage_options}
-        return {
-            "model": self._model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0.0,
-            **self._id_fields,
-            "stream": not is_whole,
-            **streamed,
-        }
 
-    def _body(self, choice: Choice) -> dict[str, Any]:
-        """Build a request. All fields are explicit, since servers have different defaults."""
-        request, unsupported = choice.request.generation, self.capabilities.unsupported
-        sampling = request.sampling
-        body = self._base(choice.sent_token_ids, choice.token_count_max, is_whole=choice.is_whole)
-        body |= sampling_fields(choice, unsupported)
-        if sampling.temperature > 0 and RequestField.SEED not in unsupported:
-            body["seed"] = wire_seed(choice.seed)
-        if sampling.logit_bias and RequestField.LOGIT_BIAS not in unsupported:
-            body["logit_bias"] = dict(sampling.logit_bias)
-        if sampling.top_logprobs is not None:
-            body["return_tokens_as_token_ids"] = True
-            if RequestField.TOP_LOGPROBS not in unsupported:
-                body["logprobs"] = sampling.top_logprobs
-        if stops := self._sent_stops(choice):
-            body |= self._stopping(stops)
-        if request.response_format is not None:
-            kind = request.response_format.kind
-            name = "json" if kind is GrammarKind.JSON_SCHEMA else "regex"
-            body["structured_outputs"] = {name: request.response_format.source}
-            if self._path == GENERATE:
-                body["require_reasoning"] = constrains_after_thinking(choice)
-        if request.cache_salt and self.carries_salt:
-            # Hashed: servers limit the length and the characters.
-            body |= self._salted(hashlib.sha256(request.cache_salt.encode()).hexdigest())
-        if self._sends_priority:
-            body["priority"] = round(min(max(choice.rank, -PRIORITY_MAX), PRIORITY_MAX))
-        return body
+class ServerProbe:
+    """Test requests to a server, which find the form and the fields that it accepts.
 
-    async def probe(self, vocabulary_size: int) -> Capabilities:
+    Sets `form` as it finds it. `reports_cached` tells whether the server reports cached tokens.
+    """
+
+    def __init__(self, dialect: HttpDialect, settings: RemoteSettings) -> None:
+        self.reports_cached = True
+        self._shares_prefixes = settings.share_prefixes
+        self._dialect = dialect
+        self._form = dialect.form
+
+    async def run(self, vocabulary_size: int) -> Capabilities:
         """Implement `Dialect.probe`. Penalties and priority only need to be accepted."""
+        form = self._form
         middle = range(vocabulary_size // 4, vocabulary_size // 4 + vocabulary_size // 2)
         prompts = [tuple(random.choices(middle, k=PROBE_PROMPT_TOKENS)) for _ in range(PROBE_COUNT)]
         await self._find_counts(prompts[0], middle)
-        self.carries_salt = await self._find_salt(middle)
+        form.carries_salt = await self._find_salt(middle)
         greedy = [(prompt, await self._output(prompt) or []) for prompt in prompts]
         tests: dict[str, Awaitable[Any]] = {
             "priority": self._accepts(prompts[0], priority=1),
@@ -609,7 +653,7 @@ class HttpDialect(Dialect):
             ),
             RequestField.REGEX: self._is_guided(prompts[0], "[0-9]{3}", regex="[0-9]{3}"),
         }
-        if self._id_fields:
+        if form.id_fields:
             tests |= {
                 RequestField.LOGIT_BIAS: self._biases(*greedy[0]),
                 RequestField.TOP_LOGPROBS: self._top_logprobs_max(prompts[0]),
@@ -617,18 +661,17 @@ class HttpDialect(Dialect):
                 RequestField.MIN_OUTPUT_TOKENS: self._suppresses_end(*greedy[0]),
             }
         answers = dict(zip(tests, await asyncio.gather(*tests.values()), strict=True))
-        self._sends_priority, self._sends_stops = answers.pop("priority"), answers.pop("stop")
-        self._answers_whole = answers.pop("whole")
+        form.sends_priority, form.sends_stops = answers.pop("priority"), answers.pop("stop")
+        form.answers_whole = answers.pop("whole")
         unsupported = _NEEDS_IDS - answers.keys()
         unsupported |= {RequestField(field) for field, answer in answers.items() if not answer}
-        self.capabilities = Capabilities(
+        return Capabilities(
             HttpDialect.capabilities.unsupported | unsupported,
             top_logprobs_max=answers.get(RequestField.TOP_LOGPROBS) or None,
             logit_bias_max=LOGIT_BIAS_MAX,
-            counts_from_usage=not self._id_fields,
+            counts_from_usage=not form.id_fields,
             after_thinking=frozenset(),
         )
-        return self.capabilities
 
     async def _find_salt(self, middle: range) -> bool:
         """Find the fields in which the server accepts a salt, or else whether a header with it has
@@ -637,34 +680,34 @@ class HttpDialect(Dialect):
         Whether the salt separates prefixes is tested later, as on every server.
         """
         prompt = tuple(random.choices(middle, k=SALT_PROMPT_TOKENS))
-        style = "nvext" if "nvext" in self._id_fields else self._path
-        for self._salt_names in _SALT_NAMES[style]:
-            if await self._accepts(prompt, **self._salted(uuid.uuid4().hex)):
+        style = "nvext" if "nvext" in self._form.id_fields else self._form.path
+        for self._form.salt_names in _SALT_NAMES[style]:
+            if await self._accepts(prompt, **self._form.salted(uuid.uuid4().hex)):
                 return True
-        self._salt_names = ()
+        self._form.salt_names = ()
         own, other = uuid.uuid4().hex, uuid.uuid4().hex
         counts = []
         for salt in (own, own, other):
-            found = await self._try(prompt, 1, **self._salted(salt))
+            found = await self._try(prompt, 1, **self._form.salted(salt))
             counts.append(found.usage.cached_token_count or 0 if found and found.usage else 0)
         return counts[1] > 0 == counts[2]
 
     async def _find_counts(self, prompt: tuple[int, ...], middle: range) -> None:
         """Find how the server reports token ids, or else how it counts tokens."""
-        self._usage_options = _USAGE
-        for self._path, self._id_fields in _ID_REQUESTS:
+        self._form.usage_options = _USAGE
+        for self._form.path, self._form.id_fields in _ID_REQUESTS:
             try:
                 found = await self._try(prompt)
             except HttpFailure as error:
                 is_full = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                if self._path == COMPLETIONS or is_full:
+                if self._form.path == COMPLETIONS or is_full:
                     raise
                 continue  # the server has no such path
             if found is not None and found.part.token_ids:
                 break
         else:
-            self._path, self._id_fields = COMPLETIONS, {}
-            for self._usage_options in (_USAGE_OF_EACH, _USAGE):
+            self._form.path, self._form.id_fields = COMPLETIONS, {}
+            for self._form.usage_options in (_USAGE_OF_EACH, _USAGE):
                 if (found := await self._try(prompt)) is not None:
                     break
         if found is None:
@@ -674,12 +717,12 @@ class HttpDialect(Dialect):
         self.reports_cached = found.usage.cached_token_count is not None
         # Some servers report no zero: a prompt that is sent again is cached, if by the same worker.
         repeated = tuple(random.choices(middle, k=SALT_PROMPT_TOKENS))
-        for _ in range(1 + self.salt_count if not self.reports_cached else 0):
+        for _ in range(1 + self._dialect.salt_count if not self.reports_cached else 0):
             again = await self._try(repeated, 1)
             if again and again.usage and again.usage.cached_token_count is not None:
                 self.reports_cached = True
                 break
-        if not self.reports_cached and not self._settings.share_prefixes:
+        if not self.reports_cached and not self._shares_prefixes:
             raise ServerUnfit(_NO_COUNTS)
 
     async def _also_answers_whole(self, middle: range) -> bool:
@@ -688,7 +731,7 @@ class HttpDialect(Dialect):
         A prompt that is sent again shows cached tokens on servers that report no zero.
         """
         prompt = tuple(random.choices(middle, k=SALT_PROMPT_TOKENS))
-        for _ in range(1 + self.salt_count):
+        for _ in range(1 + self._dialect.salt_count):
             try:
                 found = await self._try(prompt, is_whole=True)
             except HttpFailure as error:
@@ -697,7 +740,10 @@ class HttpDialect(Dialect):
                 return False  # it answers something else
             if found is None or found.usage is None or not found.part.text:
                 return False
-            if self._id_fields and len(found.part.token_ids or ()) != found.usage.completion_tokens:
+            if (
+                self._form.id_fields
+                and len(found.part.token_ids or ()) != found.usage.completion_tokens
+            ):
                 return False
             if not self.reports_cached or found.usage.cached_token_count is not None:
                 return True
@@ -715,9 +761,9 @@ class HttpDialect(Dialect):
         token_ids, logprobs = list[int](), _Logprobs([], [])
         whole, usage = _Part("", token_ids, logprobs), None
         call = HttpCall(
-            self,
+            self._dialect,
             f"weir-probe-{uuid.uuid4().hex}",
-            self._base(prompt, max_tokens, is_whole=is_whole) | fields,
+            self._form.base(prompt, max_tokens, is_whole=is_whole) | fields,
             MESSAGE_BYTES_BASE,
             is_whole=is_whole,
         )
@@ -726,7 +772,9 @@ class HttpDialect(Dialect):
                 for message in messages:
                     part, usage = message.part, message.usage
                     # `/generate` repeats the text.
-                    whole.text = part.text if self._path == GENERATE else whole.text + part.text
+                    whole.text = (
+                        part.text if self._form.path == GENERATE else whole.text + part.text
+                    )
                     token_ids += part.token_ids or ()
                     if len(token_ids) > max_tokens or len(whole.text) > MESSAGE_BYTES_BASE:
                         raise ServerUnfit("the server sent more output than a probe asked for")
@@ -746,7 +794,7 @@ class HttpDialect(Dialect):
         found = await self._try(prompt, **fields)
         if found is None:
             return None
-        return found.part.token_ids if self._id_fields else [*map(ord, found.part.text)]
+        return found.part.token_ids if self._form.id_fields else [*map(ord, found.part.text)]
 
     async def _accepts(self, prompt: tuple[int, ...], **fields: Any) -> bool:
         return await self._try(prompt, **fields) is not None
@@ -792,11 +840,6 @@ class HttpDialect(Dialect):
             [await self._output(prompt, stop_token_ids=ids) == ids[:1] for prompt, ids in greedy]
         )
 
-    def _stopping(self, stops: list[str]) -> dict[str, Any]:
-        """Build the fields for stop sequences, which must stay in the text if there are no ids."""
-        shown = {} if self._id_fields else {"include_stop_str_in_output": True}
-        return {"stop": stops} | shown
-
     async def _ends_at_stop(self, prompts: list[tuple[int, ...]]) -> bool:
         """Test whether an output ends with the token that completes a stop sequence."""
         for prompt, count in itertools.product(prompts, range(PROBE_TOKENS, 1, -1)):
@@ -807,10 +850,10 @@ class HttpDialect(Dialect):
             stop = text[begin:]
             if not stop or "\ufffd" in text[-1:] or text.find(stop) != begin:
                 continue  # it does not show which token completes it
-            found = await self._try(prompt, GUIDED_TOKENS, **self._stopping([stop]))
+            found = await self._try(prompt, GUIDED_TOKENS, **self._form.stopping([stop]))
             if found is None or found.part.finish_reason != "stop":
                 return False
-            if self._id_fields:
+            if self._form.id_fields:
                 return found.part.token_ids == whole.part.token_ids
             return found.part.text == text
         return False
@@ -945,7 +988,7 @@ class HttpCall:
                 self._opening = None
         self._connection = connection
         self._check()
-        connection.send(self._dialect.request(self._request_id, self._body))
+        connection.send(self._dialect.form.encoded(self._request_id, self._body))
         head = await connection.head()
         if head.code != 200:
             raise await self._dialect.refusal(connection, head)

@@ -182,18 +182,7 @@ def _read_config(
             path,
             f"activation {activation} is not supported; supported: {', '.join(ACTIVATIONS)}",
         )
-    sizes = {
-        name: int(raw[entry])
-        for name, entry in family.sizes.items()
-        if name not in ("hidden_act", "type_vocab_size")
-    }
-    sizes |= {name: int(raw[name]) for name in ("vocab_size", "max_position_embeddings")}
-    for name, value in sizes.items():
-        if value < 1:
-            raise CheckpointInvalid(
-                path,
-                f"entry {family.sizes.get(name, name)} = {value!r} is not a count of at least 1",
-            )
+    sizes = _read_sizes(raw, family, path)
     if raw.get("relative_attention_num_buckets", RELATIVE_BUCKETS) != RELATIVE_BUCKETS:
         wrong = (
             f"entry relative_attention_num_buckets = {raw['relative_attention_num_buckets']!r} is"
@@ -230,6 +219,23 @@ def _read_config(
         pooling=pooling,
         normalized=normalized,
     )
+
+
+def _read_sizes(raw: Mapping[str, Any], family: EncoderFamily, path: Path) -> dict[str, int]:
+    """Read the entries that are counts, by the names that BERT has for them."""
+    sizes = {
+        name: int(raw[entry])
+        for name, entry in family.sizes.items()
+        if name not in ("hidden_act", "type_vocab_size")
+    }
+    sizes |= {name: int(raw[name]) for name in ("vocab_size", "max_position_embeddings")}
+    for name, value in sizes.items():
+        if value < 1:
+            raise CheckpointInvalid(
+                path,
+                f"entry {family.sizes.get(name, name)} = {value!r} is not a count of at least 1",
+            )
+    return sizes
 
 
 def _read_modules(directory: Path) -> tuple[Path, Path, bool]:

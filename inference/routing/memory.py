@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -98,26 +99,32 @@ class BudgetTooSmall(ValueError):
         self.needed_bytes = needed_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Memory that an engine holds from its start to its close.
+
+    It holds `memory_bytes` and `gpu_count` GPUs, and needs `gpu_memory_bytes` on each of them.
+    `gpus` lists the ids of those that it may have; empty for all. With `is_pinned` it starts by
+    itself and is never evicted.
+    """
+
+    memory_bytes: int = 0
+    gpu_count: int = 0
+    gpu_memory_bytes: int = 0
+    gpus: tuple[str, ...] = ()
+    is_pinned: bool = False
+
+
 class Resident(Protocol):
     """Interface of an engine that holds or requests memory.
 
-    It holds `memory_bytes` and `gpu_count` GPUs from its start to its close, and needs
-    `gpu_memory_bytes` on each of them. `gpus` lists the ids of those that it may have; empty for
-    all. With `is_pinned` it is never evicted; with `is_leaving` it is about to release its memory.
+    With `is_leaving` it is about to release its memory.
     """
 
     @property
     def name(self) -> str: ...
     @property
-    def memory_bytes(self) -> int: ...
-    @property
-    def gpu_count(self) -> int: ...
-    @property
-    def gpu_memory_bytes(self) -> int: ...
-    @property
-    def gpus(self) -> tuple[str, ...]: ...
-    @property
-    def is_pinned(self) -> bool: ...
+    def needs(self) -> Needs: ...
     @property
     def is_leaving(self) -> bool: ...
 
@@ -158,7 +165,7 @@ class MemoryBudget:
     @property
     def held_bytes(self) -> int:
         """Bytes reserved now, including those of engines about to release them."""
-        return sum(resident.memory_bytes for resident in self._held)
+        return sum(resident.needs.memory_bytes for resident in self._held)
 
     def check(self, residents: Iterable[Resident]) -> None:
         """Check that each engine fits, and assign GPUs to pinned ones.
@@ -166,22 +173,23 @@ class MemoryBudget:
         Raises: BudgetTooSmall, GpuTooSmall, GpusTooFew for the first engine that does not fit.
         """
         residents = list(residents)
-        self._assign_gpus([each for each in residents if each.is_pinned])
+        self._assign_gpus([each for each in residents if each.needs.is_pinned])
         for resident in residents if self._gpus else ():
-            if len(self._fitting_gpus(resident)) < resident.gpu_count:
+            needs = resident.needs
+            if len(self._fitting_gpus(resident)) < needs.gpu_count:
                 self._check_gpu_memory(resident)
             free = self._kept.get(resident) or self._free_gpus(resident, {})
-            if len(free) < resident.gpu_count:
+            if len(free) < needs.gpu_count:
                 raise GpusTooFew(
-                    f"model {resident.name!r} needs {resident.gpu_count} GPUs, but only"
-                    f" {len(free)} of {', '.join(resident.gpus or self._gpus)} are left beside"
+                    f"model {resident.name!r} needs {needs.gpu_count} GPUs, but only"
+                    f" {len(free)} of {', '.join(needs.gpus or self._gpus)} are left beside"
                     " models that stay loaded"
                 )
         if self._total_bytes is None:
             return
         pinned_bytes = 0
-        for resident in sorted(residents, key=lambda each: not each.is_pinned):
-            needed_bytes = pinned_bytes + resident.memory_bytes
+        for resident in sorted(residents, key=lambda each: not each.needs.is_pinned):
+            needed_bytes = pinned_bytes + resident.needs.memory_bytes
             if needed_bytes > self._total_bytes:
                 beside = (
                     f" beside {pinned_bytes:,} bytes of models that stay loaded"
@@ -191,32 +199,34 @@ class MemoryBudget:
                 raise BudgetTooSmall(
                     resident.name,
                     needed_bytes,
-                    f"model {resident.name!r} needs {resident.memory_bytes:,} bytes{beside}, but"
-                    f" all engines together may use {self._total_bytes:,} bytes",
+                    f"model {resident.name!r} needs {resident.needs.memory_bytes:,} bytes{beside},"
+                    f" but all engines together may use {self._total_bytes:,} bytes",
                 )
-            if resident.is_pinned:
+            if resident.needs.is_pinned:
                 pinned_bytes = needed_bytes
 
     def _check_gpu_memory(self, resident: Resident) -> None:
         """Raise GpuTooSmall if a GPU that the engine may have has too little memory."""
+        needs = resident.needs
         small = [
             f"{gpu} has {self._gpu_memory[gpu]:,}"
-            for gpu in resident.gpus or self._gpus
-            if self._gpu_memory.get(gpu, math.inf) < resident.gpu_memory_bytes
+            for gpu in needs.gpus or self._gpus
+            if self._gpu_memory.get(gpu, math.inf) < needs.gpu_memory_bytes
         ]
         if small:
             raise GpuTooSmall(
-                f"model {resident.name!r} needs at least {resident.gpu_memory_bytes:,} bytes on"
-                f" each of {resident.gpu_count} GPUs for its weights, but GPU {', '.join(small)}"
+                f"model {resident.name!r} needs at least {needs.gpu_memory_bytes:,} bytes on"
+                f" each of {needs.gpu_count} GPUs for its weights, but GPU {', '.join(small)}"
             )
 
     def _fitting_gpus(self, resident: Resident) -> tuple[str, ...]:
         """List the GPUs that the engine may have and that have enough memory."""
+        needs = resident.needs
         return tuple(
             gpu
             for gpu in self._gpus
-            if (not resident.gpus or gpu in resident.gpus)
-            and self._gpu_memory.get(gpu, math.inf) >= resident.gpu_memory_bytes
+            if (not needs.gpus or gpu in needs.gpus)
+            and self._gpu_memory.get(gpu, math.inf) >= needs.gpu_memory_bytes
         )
 
     def _assign_gpus(self, pinned: Sequence[Resident]) -> None:
@@ -237,7 +247,7 @@ class MemoryBudget:
             return False
 
         for resident in pinned:
-            for _ in range(resident.gpu_count):
+            for _ in range(resident.needs.gpu_count):
                 claim(resident, set())
         self._kept = {
             each: tuple(gpu for gpu in self._gpus if owners.get(gpu) is each) for each in pinned
@@ -253,12 +263,12 @@ class MemoryBudget:
         return tuple(gpu for gpu in self._fitting_gpus(resident) if gpu not in taken)
 
     def _missing_bytes(self, resident: Resident, holders: Iterable[Resident]) -> int:
-        held_bytes = sum(each.memory_bytes for each in holders)
+        held_bytes = sum(each.needs.memory_bytes for each in holders)
         total_bytes = self._total_bytes
-        return 0 if total_bytes is None else held_bytes + resident.memory_bytes - total_bytes
+        return 0 if total_bytes is None else held_bytes + resident.needs.memory_bytes - total_bytes
 
     def _lacks_gpus(self, resident: Resident, holders: Mapping[Resident, tuple[str, ...]]) -> bool:
-        wanted_count = resident.gpu_count if self._gpus else 0
+        wanted_count = resident.needs.gpu_count if self._gpus else 0
         return len(self._free_gpus(resident, holders)) < wanted_count
 
     def gpus_of(self, resident: Resident) -> tuple[str, ...]:
@@ -319,7 +329,7 @@ class MemoryBudget:
                 return
             granted = self._waiting.pop(resident)
             if not granted.done():  # else its waiter was cancelled and will release it
-                gpu_count = resident.gpu_count if self._gpus else 0
+                gpu_count = resident.needs.gpu_count if self._gpus else 0
                 self._held[resident] = self._free_gpus(resident, self._held)[:gpu_count]
                 granted.set_result(True)
 

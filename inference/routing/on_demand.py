@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from common.incidents import Retries
@@ -33,7 +33,7 @@ from inference.engine import (
     SequenceHandle,
 )
 from inference.errors import EngineError, EngineStartFailed, EngineUnavailable
-from inference.routing.memory import MemoryBudget
+from inference.routing.memory import MemoryBudget, Needs
 
 # Seconds for which a permanent fault is reported without a retry: a retry costs a start.
 FAULT_KEPT_S = 30.0
@@ -44,19 +44,12 @@ _log = logging.getLogger("weir.inference.routing")
 @dataclass(frozen=True, slots=True)
 class ManagedTerms:
     """Terms of a managed engine. It is closed after `idle_timeout_s` seconds without requests, 0
-    for never.
-
-    With `keep_warm`, it starts by itself and is never closed for idleness or eviction. While it
-    runs it holds `memory_bytes` of memory and `gpu_count` GPUs, from `gpus` if that is not empty,
-    each with at least `gpu_memory_bytes`. `place` is called with their ids before each start.
+    for never, unless its needs are pinned. `place` is called with the ids of its GPUs before each
+    start.
     """
 
     idle_timeout_s: float = 0.0
-    keep_warm: bool = False
-    memory_bytes: int = 0
-    gpu_count: int = 0
-    gpu_memory_bytes: int = 0
-    gpus: tuple[str, ...] = ()
+    needs: Needs = field(default_factory=Needs)
     place: Callable[[tuple[str, ...]], None] = lambda gpus: None
 
 
@@ -71,6 +64,41 @@ class _Fault:
     client_message: str
 
 
+class _Starts:
+    """Starts of an engine: the last fault while it is reported, and the time that loading takes."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.load_time_s: float | None = None  # of the last start, with the wait for memory
+        self._clock = clock
+        self._began_at_s = -math.inf
+        self._fault: _Fault | None = None
+
+    def begun(self) -> None:
+        """Record that a start begins now."""
+        self._began_at_s = self._clock()
+
+    def loaded(self) -> None:
+        """Record that the engine is loaded now."""
+        self.load_time_s = self._clock() - self._began_at_s
+
+    def wait_s(self, guess_s: float) -> float:
+        """Estimate the seconds until ready by the last load time; without one, use `guess_s`."""
+        left_s = self._began_at_s + (self.load_time_s or 0.0) - self._clock()
+        return left_s if left_s > 0 else guess_s
+
+    def fault(self) -> _Fault | None:
+        """Return the fault for which no start is tried now, or None."""
+        if self._fault is not None and self._clock() >= self._fault.until_s:
+            self._fault = None
+        return self._fault
+
+    def failed(self, name: str, reason: str, client_message: str) -> None:
+        """Record why the engine cannot be started, unless an earlier reason still stands."""
+        if self.fault() is None:
+            _log.error("engine %s cannot be started: %s", name, reason)
+            self._fault = _Fault(reason, self._clock() + FAULT_KEPT_S, client_message)
+
+
 class ManagedBackend(Generic[Served]):
     """Backend that starts at its first use, and stops when idle or evicted for another model."""
 
@@ -83,6 +111,7 @@ class ManagedBackend(Generic[Served]):
     ) -> None:
         """Build the first engine. `build` returns an engine, not started; called once per start."""
         self._build = build
+        self.needs = terms.needs
         self._terms = terms
         self._budget = budget or MemoryBudget()
         self._clock = clock
@@ -97,10 +126,8 @@ class ManagedBackend(Generic[Served]):
         self._user_count = 0
         self._last_used_s = -math.inf  # never
         self._idle_timer: asyncio.TimerHandle | None = None
-        self._fault: _Fault | None = None
+        self._starts = _Starts(clock)
         self._retries = Retries("engine")
-        self._started_at_s = -math.inf
-        self._load_time_s: float | None = None  # last duration of loading, with the wait for memory
 
     @property
     def name(self) -> str:
@@ -112,34 +139,9 @@ class ManagedBackend(Generic[Served]):
         """Implement `Backend.model`."""
         return self._model
 
-    @property
-    def memory_bytes(self) -> int:
-        """Implement `Resident.memory_bytes`."""
-        return self._terms.memory_bytes
-
-    @property
-    def gpu_count(self) -> int:
-        """Implement `Resident.gpu_count`."""
-        return self._terms.gpu_count
-
-    @property
-    def gpu_memory_bytes(self) -> int:
-        """Implement `Resident.gpu_memory_bytes`."""
-        return self._terms.gpu_memory_bytes
-
-    @property
-    def gpus(self) -> tuple[str, ...]:
-        """Implement `Resident.gpus`."""
-        return self._terms.gpus
-
-    @property
-    def is_pinned(self) -> bool:
-        """Implement `Resident.is_pinned`."""
-        return self._terms.keep_warm
-
     def idle_since_s(self) -> float | None:
         """Implement `Resident.idle_since_s`."""
-        in_use = self._user_count > 0 or self._terms.keep_warm or self._running() is None
+        in_use = self._user_count > 0 or self.needs.is_pinned or self._running() is None
         return None if in_use else self._last_used_s
 
     @property
@@ -169,7 +171,7 @@ class ManagedBackend(Generic[Served]):
         """Implement `Backend.condition`. LOADING in stage `memory` means waiting for evictions."""
         if self._closed:
             return EngineCondition(EngineState.CLOSED, reason="closed")
-        if (fault := self._current_fault()) is not None:
+        if (fault := self._starts.fault()) is not None:
             wait_s = fault.until_s - self._clock()
             return EngineCondition(
                 EngineState.FAILED,
@@ -179,14 +181,14 @@ class ManagedBackend(Generic[Served]):
             )
         engine = self._running()
         if engine is None:
-            return replace(self._without_engine(), starts_on_demand=not self._terms.keep_warm)
+            return replace(self._without_engine(), starts_on_demand=not self.needs.is_pinned)
         condition = engine.condition()
         if condition.state is not EngineState.LOADING:
             return condition
         return replace(
             condition,
-            retry_after_s=self._wait_s(condition.retry_after_s),
-            starts_on_demand=not self._terms.keep_warm,
+            retry_after_s=self._starts.wait_s(condition.retry_after_s),
+            starts_on_demand=not self.needs.is_pinned,
         )
 
     async def start(self) -> None:
@@ -222,7 +224,7 @@ class ManagedBackend(Generic[Served]):
         """Wait for memory, run one engine, release the memory."""
         self._is_stopping = False
         self._stopping.clear()
-        self._started_at_s = self._clock()
+        self._starts.begun()
         if not await self._budget.reserve(self):
             return
         try:
@@ -258,7 +260,7 @@ class ManagedBackend(Generic[Served]):
                 self._engine = engine
                 tasks.create_task(self._load(engine), name=f"start of {self.name}")
                 self._notify()
-                if not (self._user_count or self._terms.keep_warm):
+                if not (self._user_count or self.needs.is_pinned):
                     self._rest()
                 await self._stopping.wait()
                 await engine.close()
@@ -275,7 +277,7 @@ class ManagedBackend(Generic[Served]):
         except EngineUnavailable:
             pass  # closed while it loaded
         else:
-            self._load_time_s = self._clock() - self._started_at_s
+            self._starts.loaded()
             self._notify()
 
     async def started(self) -> Served:
@@ -286,7 +288,7 @@ class ManagedBackend(Generic[Served]):
         while True:
             if self._closed:
                 raise EngineUnavailable("the engine is closed", retry_after_s=0.0)
-            if (fault := self._current_fault()) is not None:
+            if (fault := self._starts.fault()) is not None:
                 failed = EngineStartFailed(fault.reason, fault.until_s - self._clock())
                 raise failed.with_client_message(fault.client_message)
             engine = self._running()
@@ -324,7 +326,7 @@ class ManagedBackend(Generic[Served]):
     def end_use(self) -> None:
         """Implement `Stoppable.end_use`."""
         self._user_count -= 1
-        if not (self._user_count or self._terms.keep_warm):
+        if not (self._user_count or self.needs.is_pinned):
             self._rest()
 
     def _rest(self) -> None:
@@ -353,18 +355,11 @@ class ManagedBackend(Generic[Served]):
         return None if self._is_stopping else self._engine
 
     def _is_needed(self) -> bool:
-        return (self._user_count > 0 or self._terms.keep_warm) and self._current_fault() is None
-
-    def _current_fault(self) -> _Fault | None:
-        if self._fault is not None and self._clock() >= self._fault.until_s:
-            self._fault = None
-        return self._fault
+        return (self._user_count > 0 or self.needs.is_pinned) and self._starts.fault() is None
 
     def _fail(self, reason: str, client_message: str = "") -> None:
         """Report a permanent fault to all requests and release the memory."""
-        if self._current_fault() is None:
-            _log.error("engine %s cannot be started: %s", self.name, reason)
-            self._fault = _Fault(reason, self._clock() + FAULT_KEPT_S, client_message)
+        self._starts.failed(self.name, reason, client_message)
         self._stop()
 
     def _stop(self) -> None:
@@ -385,21 +380,22 @@ class ManagedBackend(Generic[Served]):
     def _without_engine(self) -> EngineCondition:
         if self._budget.is_waiting(self):
             reason = f"waiting for memory held by {self._budget.who_holds()}"
-            return EngineCondition(EngineState.LOADING, 0.0, "memory", self._wait_s(0.0), reason)
+            return EngineCondition(
+                EngineState.LOADING, 0.0, "memory", self._starts.wait_s(0.0), reason
+            )
         if self._user_count:
             return EngineCondition(
-                EngineState.LOADING, 0.0, "process", self._load_time_s or 0.0, "about to start"
+                EngineState.LOADING,
+                0.0,
+                "process",
+                self._starts.load_time_s or 0.0,
+                "about to start",
             )
         return EngineCondition(
             EngineState.COLD,
-            retry_after_s=self._load_time_s or 0.0,
+            retry_after_s=self._starts.load_time_s or 0.0,
             reason="started by the next request",
         )
-
-    def _wait_s(self, guess_s: float) -> float:
-        """Estimate the seconds until ready by the last load time; without one, use `guess_s`."""
-        left_s = self._started_at_s + (self._load_time_s or 0.0) - self._clock()
-        return left_s if left_s > 0 else guess_s
 
 
 class ManagedEngine(ManagedBackend[Engine]):

@@ -106,42 +106,26 @@ class Router:
         engines: Mapping[str, Engine],
         encoders: Mapping[str, Encoder] | None = None,
         catalog: Catalog | None = None,
-        encoder_catalog: Catalog | None = None,
     ) -> None:
         """Create the router. The names of `encoders`, for embedding, must differ from `engines`.
 
-        The catalogs list all engines and encoders. Without a catalog, each served name is a model.
+        The catalog lists all engines and encoders. Without it, each served name is a model.
         """
         self._engines = dict(engines)
         self._encoders = dict(encoders or {})
-        self._catalog = catalog or Catalog.plain(tuple(engines))
-        self._encoder_catalog = encoder_catalog or Catalog.plain(tuple(self._encoders))
+        self._backends: dict[str, Backend] = {**self._engines, **self._encoders}
+        self._catalog = catalog or Catalog.plain(tuple(self._backends))
         self._routes: dict[tuple[str, str], Route] = {}  # by name and region, of unversioned models
 
     def canonical_name(self, model: str) -> str:
         """Resolve an alias or version to its canonical name; other names are returned unchanged."""
-        own = self._encoder_catalog.canonical_name(model)
-        return own if own in self._encoder_catalog.shares else self._catalog.canonical_name(model)
+        return self._catalog.canonical_name(model)
 
     def check_canonical_name(self, model: str) -> None:
         """Raise ModelUnknown unless the name is canonical, as settings of a model require."""
-        if model not in self._catalog.shares and model not in self._encoder_catalog.shares:
+        if model not in self._catalog.shares:
             self.find(model)
             raise ModelUnknown(model, (), self.canonical_name(model))
-
-    def engine(self, served: str) -> Engine:
-        """Look up the engine that serves this name."""
-        return self._engines[served]
-
-    def choose(self, model: str) -> Engine:
-        """Look up the engine of a model, alias or version. Of several, take the largest share.
-
-        Raises ModelUnknown, or ModelMismatch for a model that embeds.
-        """
-        own = self._catalog.canonical_name(model)
-        if own in self._catalog.shares and own == self._catalog.aliases.get(model, model):
-            return self._engines[self._catalog.main_share(own).served]
-        return self._engines[self._share(model, "").served]
 
     def route(self, model: str, request_id: object, region: str = "") -> Route:
         """Choose the route of a request. The same request id always gets the same version.
@@ -150,12 +134,14 @@ class Router:
         """
         if (cached := self._routes.get((model, region))) is not None:
             return cached
-        catalog = self._catalog
-        share = catalog.share(model, request_id) or self._share(model, request_id)
+        catalog, share = self._catalog, self._share(model, request_id)
+        engine = self._engines.get(share.served)
+        if engine is None:
+            raise ModelMismatch(model, requested="generate", served="Embed")
         try:
             regions = catalog.regions(region)
         except KeyError:
-            known = ", ".join(self._catalog.fallbacks)
+            known = ", ".join(catalog.fallbacks)
             remedy = (
                 f"known are: {known}" if known else "this deployment has no regions: leave it unset"
             )
@@ -163,7 +149,6 @@ class Router:
                 f"region {region[:64]!r} is unknown; {remedy}", "region"
             ) from None
         canonical_name = catalog.canonical_name(model)
-        engine = self._engines[share.served]
         route = Route(canonical_name, share.served, engine, regions, share.adapter)
         if len(catalog.shares[canonical_name]) == 1:
             self._routes[model, region] = route
@@ -174,46 +159,35 @@ class Router:
 
         Raises ModelUnknown, or ModelMismatch for a model that generates.
         """
-        share = self._encoder_catalog.share(model, request_id)
-        if share is None:
-            if self._catalog.share(model, "") is not None:
-                raise ModelMismatch(model, requested="embed", served="Generate")
-            raise ModelUnknown(model, self._names())
-        return EncoderRoute(
-            self._encoder_catalog.canonical_name(model), share.served, self._encoders[share.served]
-        )
-
-    def choose_encoder(self, model: str) -> Encoder:
-        """Look up the encoder of a model, alias or version. Of several, take the largest share.
-
-        Raises like `route_encoder`.
-        """
-        own = self._encoder_catalog.canonical_name(model)
-        if own in self._encoder_catalog.shares and own == self._encoder_catalog.aliases.get(
-            model, model
-        ):
-            return self._encoders[self._encoder_catalog.main_share(own).served]
-        return self.route_encoder(model, "").encoder
+        share = self._share(model, request_id)
+        encoder = self._encoders.get(share.served)
+        if encoder is None:
+            raise ModelMismatch(model, requested="embed", served="Generate")
+        return EncoderRoute(self._catalog.canonical_name(model), share.served, encoder)
 
     def find(self, model: str) -> Backend:
-        """Look up the engine or encoder of a model. Raises ModelUnknown."""
-        embeds = self._encoder_catalog.share(model, "") is not None
-        return self.choose_encoder(model) if embeds else self.choose(model)
+        """Look up the engine or encoder of a model, alias or version. Raises ModelUnknown.
+
+        Of several, it is the one with the largest share.
+        """
+        target = self._catalog.aliases.get(model, model)
+        if target in self._catalog.shares:
+            return self._backends[self._catalog.main_share(target).served]
+        return self._backends[self._share(model, "").served]
 
     def models(self) -> list[ModelInfo]:
         """List all models by canonical name, each as its version with the largest share."""
-        names = sorted([*self._catalog.shares, *self._encoder_catalog.shares])
-        return [replace(self.find(name).model, name=name) for name in names]
+        return [replace(self.find(name).model, name=name) for name in sorted(self._catalog.shares)]
 
     def aliases(self, model: str) -> list[str]:
         """List the aliases of a model, given by its canonical name, and of its versions."""
-        return self._catalog_of(model).aliases_of(model)
+        return self._catalog.aliases_of(model)
 
     def other_names(self, model: str) -> dict[str, str]:
         """Map each other name of a model, given by its canonical name, to its target: aliases to a
         model or version, and `name@version` to the model.
         """
-        catalog = self._catalog_of(model)
+        catalog = self._catalog
         aliases = {alias: catalog.aliases[alias] for alias in catalog.aliases_of(model)}
         return aliases | dict.fromkeys(
             (f"{model}{VERSION_MARK}{version}" for version in self.versions(model)), model
@@ -221,24 +195,20 @@ class Router:
 
     def versions(self, model: str) -> dict[str, float]:
         """Map a model's versions to their shares of requests. `model` is the canonical name."""
-        shares = [share for share in self._catalog_of(model).shares.get(model, ()) if share.version]
+        shares = [share for share in self._catalog.shares.get(model, ()) if share.version]
         total = sum(share.weight for share in shares)
         return {share.version: share.weight / total for share in shares}
 
     def replicas(self, model: str) -> ReplicaCounts:
         """Count a model's engines over all versions. `model` is the canonical name."""
-        backends: Mapping[str, Backend] = (
-            self._encoders if model in self._encoder_catalog.shares else self._engines
-        )
         counts = [
-            replica_counts(backends[share.served])
-            for share in self._catalog_of(model).shares[model]
+            replica_counts(self._backends[share.served]) for share in self._catalog.shares[model]
         ]
         return ReplicaCounts(*map(sum, zip(*counts, strict=True)))
 
     def kernels(self, model: str) -> list[str]:
         """List the kernels of a model's ready engines. `model` is the canonical name."""
-        served = {share.served for share in self._catalog_of(model).shares[model]}
+        served = {share.served for share in self._catalog.shares[model]}
         reports = (report for name, report in self.every_replica() if name in served)
         return sorted({report.kernels for report in reports} - {""})
 
@@ -283,39 +253,22 @@ class Router:
                 ),
             )
 
-    def engines(self) -> list[Engine]:
-        """List all engines, sorted by the names that they serve."""
-        return [self._engines[name] for name in sorted(self._engines)]
-
-    def encoders(self) -> list[Encoder]:
-        """List all encoders, sorted by the names that they serve."""
-        return [self._encoders[name] for name in sorted(self._encoders)]
-
     def backends(self) -> list[Backend]:
-        """List all engines and encoders."""
-        return [*self.engines(), *self.encoders()]
+        """List all engines, then all encoders, sorted by the names that they serve."""
+        kinds: tuple[Mapping[str, Backend], ...] = (self._engines, self._encoders)
+        return [kind[name] for kind in kinds for name in sorted(kind)]
 
     def _share(self, model: str, request_id: object) -> Share:
         share = self._catalog.share(model, request_id)
         if share is None:
-            if self._encoder_catalog.share(model, "") is not None:
-                raise ModelMismatch(model, requested="generate", served="Embed")
-            raise ModelUnknown(model, self._names())
+            known = {*self._catalog.shares, *self._catalog.aliases}
+            raise ModelUnknown(model, sorted(known))
         return share
 
-    def _catalog_of(self, model: str) -> Catalog:
-        return self._encoder_catalog if model in self._encoder_catalog.shares else self._catalog
-
     def _replicated(self) -> Iterator[tuple[str, Replicated]]:
-        for name, backend in sorted([*self._engines.items(), *self._encoders.items()]):
+        for name, backend in sorted(self._backends.items()):
             if isinstance(backend, Replicated):
                 yield name, backend
-
-    def _names(self) -> list[str]:
-        catalogs = (self._catalog, self._encoder_catalog)
-        return sorted(
-            {name for catalog in catalogs for name in (*catalog.shares, *catalog.aliases)}
-        )
 
 
 def replica_counts(backend: Backend) -> ReplicaCounts:

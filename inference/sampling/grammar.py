@@ -116,22 +116,18 @@ class AfterThinking(Grammar):
 
     @property
     def fault(self) -> str | None:
-        """Implement `Grammar.fault`."""
         return None if self._grammar is None else self._grammar.fault
 
     @property
     def complete(self) -> bool:
-        """Implement `Grammar.complete`."""
         is_answer = self._split.phase is Phase.ANSWER
         return is_answer and (self._grammar is None or self._grammar.complete)
 
     @property
     def over(self) -> bool:
-        """Implement `Grammar.over`."""
         return self._grammar is None and self._split.phase is Phase.ANSWER
 
     def fill(self, mask: Mask, row: int) -> None:
-        """Implement `Grammar.fill`."""
         words = mask[row].view(np.uint32)
         if self._split.thinks and self._left <= 0:
             index = min(int(-self._left), len(self._closing_ids) - 1)
@@ -150,7 +146,6 @@ class AfterThinking(Grammar):
                 _allow(words, token_id)
 
     def advance(self, token_id: int) -> None:
-        """Implement `Grammar.advance`."""
         opens = self._split.phase is Phase.UNDECIDED and token_id in self._opening_ids
         if self._split.thinks:
             self._left -= 1

@@ -136,10 +136,13 @@ def new_call_id() -> str:
 
 
 class Findings:
-    """Collector of the text and calls of one output. `call_count` counts calls that have begun."""
+    """Collector of the text and calls of one output.
+
+    `call_count` counts calls that have begun, `complete_count` those with complete arguments.
+    """
 
     def __init__(self, new_id: Callable[[], str]) -> None:
-        self.call_count = 0
+        self.call_count = self.complete_count = 0
         self._new_id = new_id
         self._text: list[str] = []
         # index, id, name and parts of the arguments
@@ -180,8 +183,215 @@ def _behind_blanks(held: str, marker: str) -> str:
     return held[-max(len(marker), 1) :].lstrip(BLANKS)
 
 
+class CallObject:
+    """Streaming reader of one call: a JSON object with the name of a function and its arguments.
+
+    `state` reads the next character, and returns whether the text may still be a call. `held` is
+    undecided text, with that before the object; once the call has begun, text that is not part of
+    its arguments. If `is_broken`, the arguments of a call that has begun are not valid JSON.
+    """
+
+    def __init__(
+        self, names: Collection[str], found: Findings, held: str, *, is_marked: bool
+    ) -> None:
+        """Create a reader for the characters after the opening brace.
+
+        With `is_marked`, an opening precedes the call, which may then name any function.
+        """
+        self.held = held
+        self.has_begun = self.is_complete = self.is_broken = False
+        self.state: Callable[[str], bool] = self._first_key
+        self._names = names
+        self._found = found
+        self._is_marked = is_marked
+        self._word = ""  # the current key or name, as read so far
+        self._seen: set[str] = set()  # keys of the object
+        self._name: str | None = None  # of the function
+        self._early = ""  # arguments that precede the name
+        self._is_escaped = False  # within arguments in a string, the next character
+        self._scanner = JsonScanner()
+
+    def _go(self, character: str, expected: str, state: Callable[[str], bool]) -> bool:
+        """Expect one character and then another state, skipping blanks."""
+        if character == expected:
+            self.state = state
+        elif character not in BLANKS:
+            return False
+        self.held += character
+        return True
+
+    def _first_key(self, character: str) -> bool:
+        if character == "}":
+            return self._end_object()
+        return self._key(character)
+
+    def _key(self, character: str) -> bool:
+        self._word = ""
+        return self._go(character, '"', self._in_key)
+
+    def _in_key(self, character: str) -> bool:
+        meaning = KEYS.get(self._word)
+        if character == '"' and (self._is_marked if meaning is None else meaning not in self._seen):
+            self._seen.add(meaning or self._word)
+            self.state = self._colon
+        elif not self._may_be_key(self._word + character):
+            return False
+        else:
+            self._word += character
+        self.held += character
+        return True
+
+    def _may_be_key(self, word: str) -> bool:
+        """Return whether a call's key may begin with this word; behind an opening any word may."""
+        if self._is_marked:
+            return _is_plain(word[-1]) and len(word) <= NAME_CHARS_MAX
+        return any(
+            key.startswith(word) and meaning not in self._seen for key, meaning in KEYS.items()
+        )
+
+    def _colon(self, character: str) -> bool:
+        meaning = KEYS.get(self._word, "")
+        states = {"name": self._before_name, "arguments": self._before_arguments}
+        return self._go(character, ":", states.get(meaning, self._before_aside))
+
+    def _before_name(self, character: str) -> bool:
+        self._word = ""
+        return self._go(character, '"', self._in_name)
+
+    def _in_name(self, character: str) -> bool:
+        self._word += character
+        is_name = self._word[:-1] in self._names or (self._is_marked and self._word != '"')
+        if character == '"' and is_name:
+            self.held += character
+            self._name = self._word[:-1]
+            self.state = self._after_value
+            if self._early:
+                self._begin_call(self._early)
+                self._found.complete_count += 1
+        elif self._may_be_name():
+            self.held += character
+        else:
+            return False
+        return True
+
+    def _may_be_name(self) -> bool:
+        """Return whether a function's name may begin with the current word."""
+        if any(name.startswith(self._word) for name in self._names):
+            return True
+        right = _is_plain(self._word[-1]) and len(self._word) <= NAME_CHARS_MAX
+        return self._is_marked and right
+
+    def _before_aside(self, character: str) -> bool:
+        if not self._is_marked:
+            return self._go(character, '"', self._in_aside)
+        self._scanner = JsonScanner()
+        for each in '{"":':
+            self._scanner.push(each)
+        self.state = self._in_any_value
+        return self._in_any_value(character)
+
+    def _in_any_value(self, character: str) -> bool:
+        is_between = self._scanner.is_between
+        if not self._scanner.push(character):
+            return False
+        if is_between and character in ",}":
+            return self._after_value(character)
+        self.held += character
+        return True
+
+    def _in_aside(self, character: str) -> bool:
+        if character in "<[{\\" or character < " ":  # not in ids, and may begin a call
+            return False
+        self.held += character
+        if character == '"':
+            self.state = self._after_value
+        return True
+
+    def _before_arguments(self, character: str) -> bool:
+        if character in '"n':  # JSON text in a string, as Granite 4 writes it, or null
+            self._word, self._is_escaped = "", False
+            self.state = self._in_quoted if character == '"' else self._in_null
+        if character != "{":
+            return self._go(character, character if character in '"n' else "{", self.state)
+        self._scanner = JsonScanner()
+        self.state = self._in_arguments
+        if self._name is not None:
+            self._begin_call("")
+        return self._in_arguments(character)
+
+    def _in_arguments(self, character: str) -> bool:
+        right = self._scanner.push(character)
+        if self.has_begun:
+            if not right:
+                self.is_broken = True
+                return False
+            self._found.add_arguments(character)
+        elif right:
+            self.held += character
+            self._early += character
+        else:
+            return False
+        if self._scanner.complete:
+            self._found.complete_count += self.has_begun
+            self.state = self._after_value
+        return True
+
+    def _in_quoted(self, character: str) -> bool:
+        self.held += character
+        if character != '"' or self._is_escaped:
+            self._is_escaped = character == "\\" and not self._is_escaped
+            self._word += character
+            return True
+        with suppress(ValueError):
+            arguments = json.loads(f'"{self._word}"', strict=False).strip(BLANKS) or "{}"
+            if is_json_object(arguments):
+                self._take_arguments(arguments)
+                return True
+        self.held = self.held[:-1]
+        return False
+
+    def _in_null(self, character: str) -> bool:
+        self._word += character
+        if not "ull".startswith(self._word):
+            return False
+        self.held += character
+        if self._word == "ull":
+            self._take_arguments("{}")
+        return True
+
+    def _take_arguments(self, arguments: str) -> None:
+        """Take complete arguments, which wait for the name if that follows."""
+        self.state = self._after_value
+        if self._name is None:
+            self._early = arguments
+        else:
+            self._begin_call(arguments)
+            self._found.complete_count += 1
+
+    def _after_value(self, character: str) -> bool:
+        if character == "}":
+            return self._end_object()
+        return self._go(character, ",", self._key)
+
+    def _end_object(self) -> bool:
+        if self._name is None:
+            return False
+        if not self.has_begun:
+            self._begin_call("{}")
+            self._found.complete_count += 1
+        self.held = ""
+        self.is_complete = True
+        return True
+
+    def _begin_call(self, arguments: str) -> None:
+        assert self._name is not None, "a call has a name"
+        self.has_begun = True
+        self.held = ""
+        self._found.begin_call(self._name, arguments)
+
+
 class ToolCallParser:
-    """Parser of the calls in one output. `complete_count` counts calls with complete arguments."""
+    """Parser of the text and the calls in one output."""
 
     def __init__(
         self,
@@ -196,33 +406,38 @@ class ToolCallParser:
 
         With `single`, only text may follow the first call.
         """
-        self.complete_count = 0
         self._shape = CALL_SHAPES[form]
         self._names = frozenset(names)
         self._single = single
         self._found = Findings(new_id)
-        self._held = ""  # undecided text; within a call, text that is not part of its arguments
-        self._word = ""  # the current key or name, as read so far
+        self._held = ""  # undecided text; within a call, that of its `CallObject`
         self._is_list = False
         self._is_marked = False  # whether an opening precedes the current call or list
-        self._seen: set[str] = set()  # keys of the current object
-        self._name: str | None = None  # name of the current call
-        self._early = ""  # arguments that precede the name
-        self._is_escaped = False  # within arguments in a string, the next character
-        self._has_begun = False  # whether the current call was emitted
-        self._scanner = JsonScanner()
+        self._call: CallObject | None = None  # the current call, or the last one of a list
         self._between = self._fresh if self._shape.bare else self._plain
         self._state: State = self._between
 
     @property
     def call_count(self) -> int:
+        """Number of calls that have begun."""
         return self._found.call_count
+
+    @property
+    def complete_count(self) -> int:
+        """Number of calls with complete arguments."""
+        return self._found.complete_count
+
+    @property
+    def _has_begun(self) -> bool:
+        """True if the current call was emitted."""
+        return self._call is not None and self._call.has_begun
 
     def push(self, text: str) -> Parsed:
         """Parse more output and return the part that became final."""
         position = 0
         while position < len(text):
-            position = self._skip_plain(text, position)
+            if self._state == self._plain and not self._held:
+                position = self._skip_plain(text, position)
             if position < len(text):
                 self._state(text[position])
                 position += 1
@@ -247,8 +462,6 @@ class ToolCallParser:
 
     def _skip_plain(self, text: str, position: int) -> int:
         """Add plain text up to a possible call at once, much faster than character by character."""
-        if self._held or self._state != self._plain:
-            return position
         found = text.find(self._shape.opening[0], position) if self._shape.opening else -1
         plain = text[position : len(text) if found < 0 else found].rstrip(BLANKS)
         self._found.add_text(plain)
@@ -259,15 +472,6 @@ class ToolCallParser:
         held, self._held = self._held, ""
         for each in held + character:
             self._state(each)
-
-    def _go(self, character: str, expected: str, state: State) -> None:
-        """Expect one character and then another state, skipping blanks."""
-        if character == expected:
-            self._state = state
-        elif character not in BLANKS:
-            self._fail(character)
-            return
-        self._held += character
 
     def _fail(self, character: str) -> None:
         """Handle a syntax error: the held text becomes text, or follows a call that has begun."""
@@ -282,7 +486,7 @@ class ToolCallParser:
         self._again(character)
 
     def _leave(self, state: State) -> None:
-        self._has_begun = self._is_list = False
+        self._call, self._is_list = None, False
         self._is_marked &= state != self._plain
         self._state = state
 
@@ -316,7 +520,7 @@ class ToolCallParser:
             part = part[1:]
         self._held = part
 
-    # From an opening to an object.
+    # Around an object.
 
     def _opened(self, character: str) -> None:
         if character == "[" and not self._is_list:
@@ -329,187 +533,30 @@ class ToolCallParser:
         if self._single and self.call_count:
             self._fail(character)
             return
-        self._go(character, "{", self._first_key)
-        if self._state == self._first_key:
-            self._seen, self._name, self._early, self._has_begun = set(), None, "", False
-
-    # In an object.
-
-    def _first_key(self, character: str) -> None:
-        if character == "}":
-            self._end_object(character)
-        else:
-            self._key(character)
-
-    def _key(self, character: str) -> None:
-        self._word = ""
-        self._go(character, '"', self._in_key)
-
-    def _in_key(self, character: str) -> None:
-        meaning = KEYS.get(self._word)
-        if character == '"' and (self._is_marked if meaning is None else meaning not in self._seen):
-            self._seen.add(meaning or self._word)
-            self._state = self._colon
-        elif not self._may_be_key(self._word + character):
-            self._fail(character)
-            return
-        else:
-            self._word += character
-        self._held += character
-
-    def _may_be_key(self, word: str) -> bool:
-        """Return whether a call's key may begin with this word; behind an opening any word may."""
-        if self._is_marked:
-            return _is_plain(word[-1]) and len(word) <= NAME_CHARS_MAX
-        return any(
-            key.startswith(word) and meaning not in self._seen for key, meaning in KEYS.items()
-        )
-
-    def _colon(self, character: str) -> None:
-        meaning = KEYS.get(self._word, "")
-        states = {"name": self._before_name, "arguments": self._before_arguments}
-        self._go(character, ":", states.get(meaning, self._before_aside))
-
-    def _before_name(self, character: str) -> None:
-        self._word = ""
-        self._go(character, '"', self._in_name)
-
-    def _in_name(self, character: str) -> None:
-        self._word += character
-        is_name = self._word[:-1] in self._names or (self._is_marked and self._word != '"')
-        if character == '"' and is_name:
-            self._held += character
-            self._name = self._word[:-1]
-            self._state = self._after_value
-            if self._early:
-                self._begin_call(self._early)
-                self.complete_count += 1
-        elif self._may_be_name():
-            self._held += character
-        else:
-            self._fail(character)
-
-    def _may_be_name(self) -> bool:
-        """Return whether a function's name may begin with the current word."""
-        if any(name.startswith(self._word) for name in self._names):
-            return True
-        right = _is_plain(self._word[-1]) and len(self._word) <= NAME_CHARS_MAX
-        return self._is_marked and right
-
-    def _before_aside(self, character: str) -> None:
-        if not self._is_marked:
-            self._go(character, '"', self._in_aside)
-            return
-        self._scanner = JsonScanner()
-        for each in '{"":':
-            self._scanner.push(each)
-        self._state = self._in_any_value
-        self._in_any_value(character)
-
-    def _in_any_value(self, character: str) -> None:
-        is_between = self._scanner.is_between
-        if not self._scanner.push(character):
-            self._fail(character)
-        elif is_between and character in ",}":
-            self._after_value(character)
-        else:
-            self._held += character
-
-    def _in_aside(self, character: str) -> None:
-        if character in "<[{\\" or character < " ":  # not in ids, and may begin a call
+        if character == "{":
+            self._call = CallObject(
+                self._names, self._found, self._held + character, is_marked=self._is_marked
+            )
+            self._state = self._in_object
+        elif character not in BLANKS:
             self._fail(character)
             return
         self._held += character
-        if character == '"':
-            self._state = self._after_value
 
-    def _before_arguments(self, character: str) -> None:
-        if character in '"n':  # JSON text in a string, as Granite 4 writes it, or null
-            self._word, self._is_escaped = "", False
-            self._state = self._in_quoted if character == '"' else self._in_null
-        if character != "{":
-            self._go(character, character if character in '"n' else "{", self._state)
-            return
-        self._scanner = JsonScanner()
-        self._state = self._in_arguments
-        if self._name is not None:
-            self._begin_call("")
-        self._in_arguments(character)
-
-    def _in_arguments(self, character: str) -> None:
-        right = self._scanner.push(character)
-        if self._has_begun:
-            if not right:
-                self._state = self._broken
-                self._broken(character)
-                return
-            self._found.add_arguments(character)
-        elif right:
-            self._held += character
-            self._early += character
-        else:
+    def _in_object(self, character: str) -> None:
+        call = self._call
+        assert call is not None, "set by `_next_object`"
+        is_call = call.state(character)
+        self._held = call.held
+        if not is_call and call.is_broken:
+            self._state = self._broken
+            self._broken(character)
+        elif not is_call:
             self._fail(character)
-            return
-        if self._scanner.complete:
-            self.complete_count += self._has_begun
-            self._state = self._after_value
-
-    def _in_quoted(self, character: str) -> None:
-        self._held += character
-        if character != '"' or self._is_escaped:
-            self._is_escaped = character == "\\" and not self._is_escaped
-            self._word += character
-            return
-        with suppress(ValueError):
-            arguments = json.loads(f'"{self._word}"', strict=False).strip(BLANKS) or "{}"
-            if is_json_object(arguments):
-                self._take_arguments(arguments)
-                return
-        self._held = self._held[:-1]
-        self._fail(character)
-
-    def _in_null(self, character: str) -> None:
-        self._word += character
-        if not "ull".startswith(self._word):
-            self._fail(character)
-            return
-        self._held += character
-        if self._word == "ull":
-            self._take_arguments("{}")
-
-    def _take_arguments(self, arguments: str) -> None:
-        """Take complete arguments, which wait for the name if that follows."""
-        self._state = self._after_value
-        if self._name is None:
-            self._early = arguments
-        else:
-            self._begin_call(arguments)
-            self.complete_count += 1
-
-    def _after_value(self, character: str) -> None:
-        if character == "}":
-            self._end_object(character)
-        else:
-            self._go(character, ",", self._key)
-
-    def _end_object(self, character: str) -> None:
-        if self._name is None:
-            self._fail(character)
-            return
-        if not self._has_begun:
-            self._begin_call("{}")
-            self.complete_count += 1
-        self._held = ""
-        if self._is_list:
+        elif call.is_complete and self._is_list:
             self._state = self._after_object
-        else:
+        elif call.is_complete:
             self._close()
-
-    def _begin_call(self, arguments: str) -> None:
-        assert self._name is not None, "a call has a name"
-        self._has_begun = True
-        self._held = ""
-        self._found.begin_call(self._name, arguments)
 
     def _broken(self, character: str) -> None:
         """Read arguments that are not valid JSON, up to the closing or the end of the output."""
@@ -522,14 +569,17 @@ class ToolCallParser:
             self._held = ""
             self._leave(self._between)
 
-    # Behind an object.
-
     def _after_object(self, character: str) -> None:
         if character == "]":
             self._held = ""
             self._close()
-        else:
-            self._go(character, ",", self._next_object)
+            return
+        if character == ",":
+            self._state = self._next_object
+        elif character not in BLANKS:
+            self._fail(character)
+            return
+        self._held += character
 
     def _close(self) -> None:
         if self._shape.closing:

@@ -166,11 +166,9 @@ class GivenParts(Detokenizer):
 
     @property
     def thinks(self) -> bool:
-        """Implement `Detokenizer.thinks`."""
         return self.text.thinks or (self.thinking_count > 0 == self.answer_count)
 
     def feed(self, text: str, token_count: int, thought: str = "") -> None:
-        """Implement `Detokenizer.feed`."""
         self.thought += thought
         if thought and not text:
             self.thinking_count += token_count
@@ -180,7 +178,6 @@ class GivenParts(Detokenizer):
         self.text.feed(text, token_count)
 
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
-        """Implement `Detokenizer.push`."""
         piece, thought = self.text.push(token_id, may_stop=may_stop), self.thought
         count = piece.reasoning_token_count + (self.thoughts_left > 0)
         self.thought, self.thoughts_left = "", max(self.thoughts_left - 1, 0)
@@ -188,7 +185,6 @@ class GivenParts(Detokenizer):
         return piece._replace(reasoning=thought + piece.reasoning, reasoning_token_count=count)
 
     def finish(self) -> TextPiece:
-        """Implement `Detokenizer.finish`."""
         piece, thought = self.text.finish(), self.thought
         self.thought = ""
         return piece._replace(reasoning=thought + piece.reasoning)

@@ -252,19 +252,15 @@ class Split(Detokenizer):
 
     @property
     def thinks(self) -> bool:
-        """Implement `Detokenizer.thinks`."""
         return self.phase is Phase.THINKING
 
     def feed(self, text: str, token_count: int, thought: str = "") -> None:
-        """Implement `Detokenizer.feed`."""
         self.text.feed(text, token_count, thought)
 
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
-        """Implement `Detokenizer.push`."""
         return self._answer(self.text.push(token_id, may_stop=may_stop).text, may_stop)
 
     def finish(self) -> TextPiece:
-        """Implement `Detokenizer.finish`."""
         return self._last(self.text.finish().text)
 
     def _answer(self, text: str, may_stop: bool) -> TextPiece:
@@ -293,7 +289,6 @@ class MarkedSplit(Split):
     is_wrapped: bool = field(init=False, default=False)
 
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
-        """Implement `Detokenizer.push`."""
         if self.ids is not None:
             if token_id == self.ids[0] and self._may_open:
                 count, self.undecided_count = self.undecided_count + 1, 0
@@ -432,7 +427,6 @@ class ChannelSplit(Split):
         return self.phase is not Phase.ANSWER
 
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
-        """Implement `Detokenizer.push`."""
         if token_id in self.format.ids:
             return self._border(token_id, may_stop)
         text = self.text.push(token_id, may_stop=may_stop).text

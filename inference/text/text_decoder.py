@@ -229,7 +229,6 @@ class ByteLevelDetokenizer(Detokenizer):
         return self._search(text) if may_stop and self.stops else TextPiece(text)
 
     def push_all(self, token_ids: Sequence[int]) -> str | None:
-        """Implement `Detokenizer.push_all`."""
         table = self.bytes_by_id
         if self.stops or max(token_ids, default=0) >= len(table):
             return None

@@ -32,7 +32,7 @@ def router(tmp_path: Path) -> Router:
     directory = make_random_encoder(tmp_path / "encoder")
     (tmp_path / "fleet.yaml").write_text(FLEET.format(directory=directory))
     serving = build_serving(Settings.of(home=tmp_path, fleet=str(tmp_path / "fleet.yaml")))
-    return Router(serving.engines, serving.encoders, serving.catalog, serving.encoder_catalog)
+    return Router(serving.engines, serving.encoders, serving.catalog)
 
 
 def test_versions_aliases_and_replicas_are_those_of_the_file(router: Router) -> None:

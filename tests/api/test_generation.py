@@ -51,7 +51,7 @@ def test_a_tick_of_progress_survives_a_request_for_an_unknown_model(
     """The tick may come before the model is looked up, and runs in the server's only task group."""
     router = Router({})
     with pytest.raises(ModelUnknown):
-        router.choose("gpt")
+        router.find("gpt")
     process = cast(Any, SimpleNamespace(router=router, settings=Settings()))
     payer = Payer(uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
     caller = Caller(payer, 0.0, 0.0)

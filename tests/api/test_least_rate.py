@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from api.generation.delivery.output_buffer import (
     FlowControl,
     OutputBuffer,
     SendBuffer,
-    read_too_slowly,
+    end_slow_reader,
 )
 from api.generation.delivery.replay import ReplayBuffers
 from api.generation.delivery.replayable_buffer import ReplayableBuffer
@@ -60,10 +61,7 @@ class World:
         self.journal = journal
         self.writer = StreamWriter(journal)
         subscription = FrameSubscription(self.writer, "r", lambda _: None)
-
-        def stalled() -> None:
-            request_state.stop(Outcome.SLOW_CONSUMER, detail=read_too_slowly(1.0, ALLOWANCE_S))
-
+        stalled = partial(end_slow_reader, request_state, 1.0, ALLOWANCE_S)
         flow = FlowControl(credit, ALLOWANCE_S, stalled)
         self.output: OutputBuffer = SendBuffer(
             subscription, "m", flow, request_state, lambda _: None

@@ -26,6 +26,7 @@ from weir.v1 import usage_reports_pb2 as usage_pb
 from api.generation.endings import UsageSoFar
 from api.generation.request.control import record
 from api.generation.request.phases import Received
+from api.generation.state import Stopwatch
 from metering.core.models import QuotaDimension
 from metering.store.db import psycopg_conninfo
 from tests.forked_workers import children_of
@@ -260,11 +261,9 @@ async def test_admins_see_unrouted_requests_without_a_model() -> None:
             payer=SimpleNamespace(organization_id=1, project_id=2, api_key_id=3), received_at=0.0
         ),
         usage=UsageSoFar(),
-        hold_id=None,
         start=SimpleNamespace(request_id=SOME_UUID, model="as it was sent"),
-        routed_model="",
         phase=Received(),
-        tokens_per_second=0.0,
+        watch=Stopwatch(0.0, 0.0),
     )
 
     assert record(cast(Any, request), 1.0)["model"] == ""

@@ -220,7 +220,7 @@ class World:
     def engines_in_use(self, engine: FakeEngine) -> None:
         assert engine.model.name not in self.alive, "two engines in one managed"
         self.alive[engine.model.name] = engine
-        used = sum(self.managed[name].memory_bytes for name in self.alive)
+        used = sum(self.managed[name].needs.memory_bytes for name in self.alive)
         assert self.total_bytes is None or used <= self.total_bytes, "the budget is exceeded"
 
     def dies(self, engine: FakeEngine) -> None:

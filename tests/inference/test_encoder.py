@@ -32,7 +32,7 @@ from inference.errors import (
     EngineUnavailable,
     RequestImpossible,
 )
-from inference.routing.memory import MemoryBudget
+from inference.routing.memory import MemoryBudget, Needs
 from inference.routing.on_demand import ManagedEncoder, ManagedTerms
 from inference.text.tokenizer import Tokenizer
 from tests.inference.classifier_checkpoints import edit_config
@@ -499,7 +499,7 @@ class TestProcess:
         budget = MemoryBudget(total_bytes=10)
         settings = EncoderSettings(tiny, "tiny", torch_thread_count=1)
         managed = ManagedEncoder(
-            lambda: TorchEncoder(settings), ManagedTerms(memory_bytes=8), budget
+            lambda: TorchEncoder(settings), ManagedTerms(needs=Needs(8)), budget
         )
         async with asyncio.timeout(4 * WAIT_S), asyncio.TaskGroup() as tasks:
             tasks.create_task(managed.serve())

@@ -9,7 +9,7 @@ import pytest
 
 from inference.engine import EngineState
 from inference.errors import EngineStartFailed, EngineUnavailable
-from inference.routing.memory import HANDOVER_S, BudgetTooSmall, MemoryBudget
+from inference.routing.memory import HANDOVER_S, BudgetTooSmall, MemoryBudget, Needs
 from inference.routing.on_demand import FAULT_KEPT_S, ManagedEngine, ManagedTerms
 from tests.inference.managed_world import FakeEngine, World, managed_world, use
 
@@ -179,9 +179,9 @@ def test_closing_ends_the_wait_for_a_start() -> None:
 def test_one_that_is_kept_warm_starts_by_itself_and_stays() -> None:
     with managed_world(total_bytes=10) as world:
         managed = world.add(
-            "a", ManagedTerms(idle_timeout_s=IDLE_S, keep_warm=True, memory_bytes=6)
+            "a", ManagedTerms(idle_timeout_s=IDLE_S, needs=Needs(6, is_pinned=True))
         )
-        other = world.add("b", ManagedTerms(memory_bytes=6))
+        other = world.add("b", ManagedTerms(needs=Needs(6)))
         assert not managed.condition().starts_on_demand
         world.alive["a"].load()
         world.loop.advance(10 * IDLE_S)
@@ -201,7 +201,7 @@ def both_loaded(world: World, *engines: ManagedEngine) -> None:
 
 def test_the_least_recently_used_gives_way_and_a_busy_one_never() -> None:
     with managed_world(total_bytes=10) as world:
-        a, b, c = (world.add(name, ManagedTerms(memory_bytes=5)) for name in "abc")
+        a, b, c = (world.add(name, ManagedTerms(needs=Needs(5))) for name in "abc")
         both_loaded(world, a, b)
         done = asyncio.Event()
         # So only b can be evicted, although a was used before it.
@@ -231,8 +231,8 @@ def test_the_least_recently_used_gives_way_and_a_busy_one_never() -> None:
 def test_one_that_closes_for_another_reason_makes_room_too(why: str) -> None:
     """Otherwise a recently used engine would be closed without need."""
     with managed_world(total_bytes=10, slow_close=True) as world:
-        a = world.add("a", ManagedTerms(idle_timeout_s=IDLE_S, memory_bytes=5))
-        b, c = (world.add(name, ManagedTerms(memory_bytes=5)) for name in "bc")
+        a = world.add("a", ManagedTerms(idle_timeout_s=IDLE_S, needs=Needs(5)))
+        b, c = (world.add(name, ManagedTerms(needs=Needs(5))) for name in "bc")
         both_loaded(world, a, b)
         closing = world.alive["a"]
         if why == "idle":
@@ -259,7 +259,7 @@ def test_waiters_get_memory_in_the_order_in_which_they_came() -> None:
     """A small request does not overtake a large one, which could wait for ever."""
     with managed_world(total_bytes=10) as world:
         a, large, small = (
-            world.add(name, ManagedTerms(memory_bytes=size))
+            world.add(name, ManagedTerms(needs=Needs(size)))
             for name, size in (("a", 6), ("large", 10), ("small", 1))
         )
         both_loaded(world, a)
@@ -283,7 +283,7 @@ def test_waiters_get_memory_in_the_order_in_which_they_came() -> None:
 
 def test_an_engine_without_waiting_callers_is_not_loaded() -> None:
     with managed_world(total_bytes=10) as world:
-        a, b = (world.add(name, ManagedTerms(memory_bytes=10)) for name in "ab")
+        a, b = (world.add(name, ManagedTerms(needs=Needs(10))) for name in "ab")
         both_loaded(world, a)
         done = asyncio.Event()
         world.run(ask(a, done))
@@ -300,8 +300,8 @@ def test_an_engine_without_waiting_callers_is_not_loaded() -> None:
 def test_models_that_can_never_fit_are_refused_by_name(pinned: bool) -> None:
     budget = MemoryBudget(10)
     terms = {
-        "large": ManagedTerms(memory_bytes=7),
-        "kept": ManagedTerms(memory_bytes=4, keep_warm=pinned),
+        "large": ManagedTerms(needs=Needs(7)),
+        "kept": ManagedTerms(needs=Needs(4, is_pinned=pinned)),
     }
     with managed_world() as world:
         managed = [world.add(name, each) for name, each in terms.items()]
@@ -316,7 +316,7 @@ def test_models_that_can_never_fit_are_refused_by_name(pinned: bool) -> None:
 
 def test_an_eviction_at_the_moment_of_a_request_loses_no_request() -> None:
     with managed_world(total_bytes=10, slow_close=True) as world:
-        a, b = (world.add(name, ManagedTerms(memory_bytes=10)) for name in "ab")
+        a, b = (world.add(name, ManagedTerms(needs=Needs(10))) for name in "ab")
         both_loaded(world, a)
         wanted = world.run(ask(b))
         world.loop.advance(HANDOVER_S)

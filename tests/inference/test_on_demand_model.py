@@ -15,16 +15,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from inference.engine import EngineState
 from inference.errors import EngineStartFailed
-from inference.routing.memory import HANDOVER_S
+from inference.routing.memory import HANDOVER_S, Needs
 from inference.routing.on_demand import FAULT_KEPT_S, ManagedEngine, ManagedTerms
 from tests.inference.managed_world import VirtualLoop, World, use
 
 EXAMPLES = int(os.environ.get("WEIR_SLOT_EXAMPLES", "40"))
 TERMS = {
-    "small": ManagedTerms(idle_timeout_s=5.0, memory_bytes=2),
-    "large": ManagedTerms(idle_timeout_s=9.0, memory_bytes=7),
-    "lazy": ManagedTerms(memory_bytes=6),
-    "kept": ManagedTerms(idle_timeout_s=5.0, keep_warm=True, memory_bytes=2),
+    "small": ManagedTerms(idle_timeout_s=5.0, needs=Needs(2)),
+    "large": ManagedTerms(idle_timeout_s=9.0, needs=Needs(7)),
+    "lazy": ManagedTerms(needs=Needs(6)),
+    "kept": ManagedTerms(idle_timeout_s=5.0, needs=Needs(2, is_pinned=True)),
 }
 TOTAL_BYTES = 9
 NAMES = st.sampled_from(sorted(TERMS))
@@ -126,7 +126,7 @@ class ManagedEngines(RuleBasedStateMachine):
     @invariant()
     def held_is_what_runs(self) -> None:
         assert self.world.budget.held_bytes == sum(
-            TERMS[name].memory_bytes for name in self.world.alive
+            TERMS[name].needs.memory_bytes for name in self.world.alive
         )
 
     def teardown(self) -> None:

@@ -390,12 +390,12 @@ async def test_stop_sequences_are_sent_where_the_server_finds_the_same(
     opened = decoder.open(request.stop.stop_sequences, prompt_ids, splits=splits)
     choice = Choice(Request(1, request, frozenset(), 0.0, None), 0, 1, opened)
     dialect = HttpDialect(cast(Any, None), settings)
-    dialect._id_fields, dialect._sends_stops = {"return_token_ids": True}, True
+    dialect.form.id_fields, dialect.form.sends_stops = {"return_token_ids": True}, True
 
     sent = list(request.stop.stop_sequences) if is_sent else None
-    assert dialect._body(choice).get("stop") == sent
-    dialect._sends_stops = False
-    assert "stop" not in dialect._body(choice)
+    assert dialect.form.body(choice, frozenset()).get("stop") == sent
+    dialect.form.sends_stops = False
+    assert "stop" not in dialect.form.body(choice, frozenset())
 
 
 def test_a_server_that_decodes_as_vllm_finds_no_stop_sequence_that_weir_does_not_find(
@@ -501,9 +501,7 @@ async def test_the_doctor_finds_a_server_well_and_its_faults(world: RemoteWorld)
 
 def test_embedding_models_are_refused_at_start(tiny: TinyCheckpoint, tmp_path: Path) -> None:
     settings = Settings.of(
-        home=tmp_path,
-        encoders={"e": tiny.directory},
-        remote_encoders={"e": "openai+http://host:1"},
+        home=tmp_path, encoders={"e": tiny.directory}, remote_encoders={"e": "openai+http://host:1"}
     )
     with pytest.raises(SettingInvalid, match="not supported over HTTP"):
         build_serving(settings)
@@ -558,9 +556,9 @@ class Posting:
 
     def __init__(self, *events: str) -> None:
         self.connections = Arrived(*events)
-        self.is_suspected = False
+        self.form, self.is_suspected = self, False
 
-    def request(self, request_id: str, body: dict[str, Any]) -> bytes:
+    def encoded(self, request_id: str, body: dict[str, Any]) -> bytes:
         return b""
 
     def suspect(self) -> None:

@@ -122,5 +122,5 @@ def test_models_are_listed_by_their_own_names_with_what_else_they_are_called() -
     assert router().versions("chat") == {"v1": 0.9, "v2": 0.1}
     assert router().versions("code") == {}
     assert router().replicas("chat") == ReplicaCounts(ready=2, total=2, drained=0)
-    assert router().choose("chat").model.name == "chat@v1", "most of its requests go there"
-    assert router().choose("canary").model.name == "chat@v2"
+    assert router().find("chat").model.name == "chat@v1", "most of its requests go there"
+    assert router().find("canary").model.name == "chat@v2"

@@ -175,7 +175,7 @@ def test_adapters_are_models_of_the_engine_of_their_base(
     report = write_report(tmp_path / "report.json")
 
     serving = build_serving(settings.having(lora_report=str(report)))
-    router = Router(serving.engines, serving.encoders, serving.catalog, serving.encoder_catalog)
+    router = Router(serving.engines, serving.encoders, serving.catalog)
     base, route = router.route("m", "id"), router.route("m:terse", "id")
 
     assert list(serving.engines) == ["m"]
@@ -198,7 +198,7 @@ def test_versions_have_adapters_of_their_own(settings: Settings, tmp_path: Path)
     )
 
     serving = build_serving(settings)
-    router = Router(serving.engines, serving.encoders, serving.catalog, serving.encoder_catalog)
+    router = Router(serving.engines, serving.encoders, serving.catalog)
 
     assert router.versions("m:terse") == {"v1": 0.0, "v2": 1.0}
     assert router.versions("m:formal") == {"v2": 1.0}

@@ -102,7 +102,7 @@ HTTP: dict[str, Callable[[int], bytes]] = {
 def read_http(body: bytes, kind: type[_Events], choice: Choice, *, has_ids: bool) -> None:
     """Read an answer as `HttpCall` does, and take it as `ExternalQueue` does."""
     dialect, events, output = HttpDialect(cast(Any, None), cast(Any, Settings())), kind(), Output()
-    dialect._id_fields = {"return_token_ids": True} if has_ids else {}
+    dialect.form.id_fields = {"return_token_ids": True} if has_ids else {}
     for first in range(0, len(body), PIECE_BYTES):
         messages = events.read(body[first : first + PIECE_BYTES])
         if messages:

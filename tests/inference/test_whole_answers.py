@@ -237,8 +237,8 @@ def test_random_texts_are_equal_whole_and_streamed(
             ids, reason = ids[: index + 1], "stop"
             break
     dialect = HttpDialect(cast(Any, None), cast(Any, Settings()))
-    dialect._id_fields = {"return_token_ids": True} if has_ids else {}
-    dialect._sends_stops = dialect._answers_whole = True
+    dialect.form.id_fields = {"return_token_ids": True} if has_ids else {}
+    dialect.form.sends_stops = dialect.form.answers_whole = True
     usage: dict[str, Any] = {"prompt_tokens": 3, "completion_tokens": len(ids)}
     if has_ids or thinking:
         usage["completion_tokens_details"] = {"reasoning_tokens": 0}
@@ -263,7 +263,7 @@ def test_random_texts_are_equal_whole_and_streamed(
         return Choice(made, 0, 0, decoder.open(sought, (), splits=splits))
 
     streamed, at_once = choice_of(), choice_of()
-    assert dialect._may_answer_whole(replace_whole(at_once))
+    assert dialect.form.may_answer_whole(replace_whole(at_once))
     seen = []
     for taken_by, messages in ((streamed, chunks), (at_once, [answer])):
         events, rest = taken(dialect, taken_by, messages, at_once=taken_by is at_once)

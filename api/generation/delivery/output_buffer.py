@@ -28,6 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from weir.v1 import inference_service_pb2 as pb
 
 from api.core.errors import AttachedElsewhere, FieldViolation, InvalidRequest, OutputGone
@@ -57,6 +58,11 @@ Step = tuple[int, str, Sequence[int], Sequence[TokenLogprobs], Sequence[CallPiec
 def may_always_send() -> bool:
     """Return True: default fence, which lets every token be delivered."""
     return True
+
+
+def end_slow_reader(decision: EndDecision, tokens_per_s_min: float, stall_max_s: float) -> None:
+    """End a request whose client read more slowly than the minimum rate."""
+    decision.stop(Outcome.SLOW_CONSUMER, detail=read_too_slowly(tokens_per_s_min, stall_max_s))
 
 
 def read_too_slowly(tokens_per_s_min: float, stall_max_s: float) -> str:
@@ -180,6 +186,103 @@ class UsageInterval:
         """Return the number of tokens until the next usage frame is due."""
         return self.interval_tokens - self.sent_token_count % self.interval_tokens
 
+    def due(
+        self, usage: UsageSoFar, token_count: int, reasoning_token_count: int
+    ) -> pb.ServerFrame | None:
+        """Count a delta with this many tokens; return the usage frame that is due after it."""
+        is_due = token_count >= self.room
+        self.sent_token_count += token_count
+        self.sent_reasoning_token_count += reasoning_token_count
+        if not is_due:
+            return None
+        return frames.usage(
+            usage, self.sent_token_count, self.sent_reasoning_token_count, self.prices
+        )
+
+
+class Flush(msgspec.Struct, eq=False):
+    """Wait for the transport to take, or lose, the last output of a request that has ended.
+
+    Calls `then` in a later turn of the loop, once all waiting output is sent or discarded and the
+    message that is being written is taken or lost. If the client takes nothing for `stall_max_s`
+    seconds, the request is stopped and the rest is discarded; None: no limit. Progress is measured
+    on the stream, which may send frames of other requests first. In total the client has this time,
+    plus that of the minimum rate.
+    """
+
+    output: OutputBuffer
+    decision: EndDecision
+    then: Callable[[], None]
+    timer: asyncio.TimerHandle | None = None
+    taken_by: float = math.inf  # latest time to take the output, on the loop's clock
+    is_stopped: bool = False  # only the message that is being written is still waited for
+
+    def poll(self) -> None:
+        """Handle that the transport took output, or that the client is gone: may call `then`."""
+        output, discards = self.output, self.decision.discards
+        subscription = output.subscription
+        # A replay buffer takes delivery at once.
+        if output.is_kept or (
+            not output.in_flight_token_count
+            and (
+                (subscription is None or subscription.writer.is_abandoned)
+                or discards
+                or not (output.waits() or subscription.frames or subscription.in_flight_count)
+            )
+        ):
+            asyncio.get_running_loop().call_soon(self.then)
+            output.flush = None
+            if self.timer is not None:
+                self.timer.cancel()
+        elif discards and not self.is_stopped:
+            self.is_stopped = True
+            if self.timer is not None:
+                self.timer.cancel()
+            self.timer = asyncio.get_running_loop().call_later(STOPPED_MAX_S, self._give_up)
+
+    def progress(self) -> tuple[int, int, int]:
+        """Return the client's progress: equal later only if the client took nothing."""
+        subscription = self.output.subscription
+        return (
+            id(subscription),
+            subscription.writer.message_count if subscription else 0,
+            self.output.flow.grant_count,
+        )
+
+    def check_reading(
+        self, stall_max_s: float, last: tuple[int, int, int], before: tuple[int, int, int] | None
+    ) -> None:
+        """Discard the rest if the client has taken nothing, or has used up its time."""
+        loop = asyncio.get_running_loop()
+        has_moved = (now := self.progress()) != last or last != before
+        if has_moved and loop.time() < self.taken_by:
+            # Polls twice: after a suspension of this process, the first poll precedes any progress
+            # of the client.
+            self.timer = loop.call_later(
+                stall_max_s / 2, self.check_reading, stall_max_s, now, last
+            )
+            return
+        flow = self.output.flow
+        end_slow_reader(self.decision, flow.tokens_per_s_min, flow.stall_max_s)
+        self.output.discard()
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """End the wait although the transport may still hold the last message.
+
+        The tokens of a message that the transport holds for a stalled client count as taken: the
+        message cannot be recalled, and the client can still read it.
+        """
+        output = self.output
+        if not output.is_kept:
+            if not output.is_whole:  # the rest of a whole answer is never sent
+                output.was_taken(
+                    output.in_flight_token_count, output.in_flight_reasoning_token_count
+                )
+            output.in_flight_token_count = output.in_flight_reasoning_token_count = 0
+        if output.flush is self:
+            self.poll()
+
 
 class OutputBuffer(ABC):
     """Output buffer of one request, and its `Source` for streams, even after the request has ended.
@@ -198,15 +301,12 @@ class OutputBuffer(ABC):
     appended_token_count = in_flight_token_count = in_flight_reasoning_token_count = 0
     ready_at: float | None = None
     usage_interval: UsageInterval | None = None
-    then: Callable[[], None] | None = None  # see `when_taken`
+    flush: Flush | None = None  # while the request waits for its last output to be taken
     has_more = False  # more can be sent after `take`
     _last_seq = 0  # of the newest delta
     _end: pb.ServerFrame | None = None
     _has_failed = False
     _unattended: asyncio.TimerHandle | None = None
-    _stall: asyncio.TimerHandle | None = None
-    _is_stopped = False  # only the message that is being written is still waited for
-    _taken_by = -math.inf  # latest time to take what waits at the end, on the loop's clock
 
     def __init__(
         self,
@@ -224,7 +324,7 @@ class OutputBuffer(ABC):
         self.flow = flow
         self.subscription: Subscription | None = subscription
         self._request_state: EndDecision | None = request_state  # until the request has ended
-        self._update = update
+        self.update = update
         self._opening: list[bytes] = []  # frames that are sent again to a stream that attaches
         subscription.source = subscription.supply = self
 
@@ -294,67 +394,24 @@ class OutputBuffer(ABC):
         """True if the client receives the whole answer in one message."""
         return self.subscription is not None and self.subscription.writer.is_whole
 
-    @property
-    def progress(self) -> tuple[int, int, int]:
-        """Snapshot of the client's progress: equal later only if the client took nothing."""
-        return (
-            id(self.subscription),
-            self.subscription.writer.message_count if self.subscription else 0,
-            self.flow.grant_count,
-        )
-
     def complete(self) -> None:
         """Tell the writer that no more output will be appended."""
         if self.subscription is not None:
             self.subscription.writer.complete(self.subscription)
 
     def when_taken(self, then: Callable[[], None], stall_max_s: float | None) -> None:
-        """Call `then` in a later turn of the loop, once all waiting output is sent or discarded,
-        and the transport has taken, or lost, the message that is being written.
-
-        If the client takes nothing for `stall_max_s` seconds, the request is stopped and the rest
-        is discarded; None: no limit. Progress is measured on the stream, which may send frames of
-        other requests first. In total the client has this time, plus that of the minimum rate.
-        """
-        self.then = then
-        self.moved()
-        if stall_max_s is not None and self.then is then and self._stall is None:
+        """Call `then` once the waiting output is taken or discarded. See `Flush`."""
+        assert self._request_state is not None, "output is flushed before the end of the request"
+        self.flush = flush = Flush(self, self._request_state, then)
+        flush.poll()
+        if stall_max_s is not None and self.flush is flush and flush.timer is None:
             waiting_count = self.appended_token_count - self.usage.journalled_token_count
             waiting_s = waiting_count / self.flow.tokens_per_s_min
             loop = asyncio.get_running_loop()
-            self._taken_by = loop.time() + stall_max_s + waiting_s
-            self._stall = loop.call_later(
-                stall_max_s / 2, self._check_reading, stall_max_s, self.progress, None
+            flush.taken_by = loop.time() + stall_max_s + waiting_s
+            flush.timer = loop.call_later(
+                stall_max_s / 2, flush.check_reading, stall_max_s, flush.progress(), None
             )
-
-    def _check_reading(
-        self, stall_max_s: float, last: tuple[int, int, int], before: tuple[int, int, int] | None
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        has_moved = (now := self.progress) != last or last != before
-        if has_moved and loop.time() < self._taken_by:
-            # Polls twice: after a suspension of this process, the first poll precedes any progress
-            # of the client.
-            self._stall = loop.call_later(
-                stall_max_s / 2, self._check_reading, stall_max_s, now, last
-            )
-            return
-        self._stall = None
-        if self._request_state is not None:
-            rate, time_s = self.flow.tokens_per_s_min, self.flow.stall_max_s
-            self._request_state.stop(Outcome.SLOW_CONSUMER, detail=read_too_slowly(rate, time_s))
-        self.discard()
-        self._bill_stalled()
-        self.moved()
-
-    def _bill_stalled(self) -> None:
-        """Count the tokens of a message that the transport holds for a stalled client as taken: the
-        message cannot be recalled, and the client can still read it.
-        """
-        if not self.is_kept:
-            if not self.is_whole:  # the rest of a whole answer is never sent
-                self.was_taken(self.in_flight_token_count, self.in_flight_reasoning_token_count)
-            self.in_flight_token_count = self.in_flight_reasoning_token_count = 0
 
     def lose(self, error: JournalUnavailable) -> None:
         """Fail the request and discard the rest: tokens that were taken cannot be journalled."""
@@ -382,11 +439,12 @@ class OutputBuffer(ABC):
         Drops all references to the request, so that it is freed without a garbage collection.
         """
         self._end, self._request_state = frame, None
-        self.fence, self._update = may_always_send, _ended
+        self.fence, self.update = may_always_send, _ended
         self.flow.close()
         if self._unattended is not None:
-            self._attended()
-        if self.subscription is not None and not self._waits():
+            self._unattended.cancel()
+            self._unattended = None
+        if self.subscription is not None and not self.waits():
             self._send_end()
 
     # Called by its streams.
@@ -407,10 +465,6 @@ class OutputBuffer(ABC):
         self.flow.grant(token_count)
         self._watch_credit()
         self._note()
-
-    def update(self, message: pb.UpdateFrame) -> None:
-        """Change the limits of the request. The client receives the limits in force as a frame."""
-        self._update(message)
 
     def attach(self, subscription: Subscription, after_seq: int, credit_token_count: int) -> None:
         """Send output to this subscription from now on, starting after the delta `after_seq`.
@@ -451,10 +505,13 @@ class OutputBuffer(ABC):
         )
         for encoded in self._opening:
             subscription.push(pb.ServerFrame.FromString(encoded), encoded)
-        self._attended()
-        self.moved()
+        if self._unattended is not None:
+            self._unattended.cancel()
+            self._unattended = None
+        if self.flush is not None:
+            self.flush.poll()
         self._watch_credit()
-        if not is_running and not self._waits():
+        if not is_running and not self.waits():
             self._send_end()
         self._note()
 
@@ -466,7 +523,8 @@ class OutputBuffer(ABC):
             old.supply = None
             old.drop()
         self._watch_credit()
-        self.moved()
+        if self.flush is not None:
+            self.flush.poll()
         return old
 
     def revoke(self, subscription: Subscription, error: Exception) -> None:
@@ -534,42 +592,10 @@ class OutputBuffer(ABC):
             usage.journalled_reasoning_token_count + reasoning_token_count,
         )
 
-    def moved(self) -> None:
-        """Handle that the transport took output, or that the client is gone: may call `then`."""
-        then, request_state, subscription = self.then, self._request_state, self.subscription
-        if then is None:
-            return
-        # A replay buffer takes delivery at once.
-        if self.is_kept or (
-            not self.in_flight_token_count
-            and (
-                (subscription is None or subscription.writer.is_abandoned)
-                or (request_state is None or request_state.discards)
-                or not (self._waits() or subscription.frames or subscription.in_flight_count)
-            )
-        ):
-            asyncio.get_running_loop().call_soon(then)
-            self.then = None
-            if self._stall is not None:
-                self._stall.cancel()
-                self._stall = None
-            self._is_stopped = False
-        elif request_state is not None and request_state.discards and not self._is_stopped:
-            self._is_stopped = True
-            if self._stall is not None:
-                self._stall.cancel()
-            self._stall = asyncio.get_running_loop().call_later(STOPPED_MAX_S, self._give_up)
-
-    def _give_up(self) -> None:
-        """End a stopped request although the transport still holds its last message."""
-        self._stall = None
-        self._bill_stalled()
-        self.moved()
-
     # Implemented by the subclasses.
 
     @abstractmethod
-    def _waits(self) -> bool:
+    def waits(self) -> bool:
         """Return whether output is waiting for the subscription."""
 
     @abstractmethod
@@ -593,33 +619,10 @@ class OutputBuffer(ABC):
         if self.flow.credit is not None:
             self.flow.watch(0 if self.subscription is None else self._unread_token_count())
 
-    def _add_usage(
-        self,
-        into: Collected,
-        subscription: Subscription,
-        token_count: int,
-        reasoning_token_count: int,
-    ) -> None:
-        """Append a usage frame if one is due after a delta with this many tokens."""
-        interval = self.usage_interval
-        if interval is not None and (token_count or reasoning_token_count):
-            is_due = token_count >= interval.room
-            interval.sent_token_count += token_count
-            interval.sent_reasoning_token_count += reasoning_token_count
-            if is_due:
-                sent = interval.sent_token_count, interval.sent_reasoning_token_count
-                frame = frames.usage(self.usage, *sent, interval.prices)
-                into.parts.append(subscription.part(frame))
-
     def _send_end(self) -> None:
         subscription, self.subscription = self.subscription, None
         if subscription is not None:
             subscription.end(self._end)
-
-    def _attended(self) -> None:
-        if self._unattended is not None:
-            self._unattended.cancel()
-            self._unattended = None
 
 
 def _ended(message: pb.UpdateFrame) -> None:
@@ -650,7 +653,6 @@ class SendBuffer(OutputBuffer):
         calls: Sequence[CallPiece] = (),
         thought: Thought = NO_THOUGHT,
     ) -> None:
-        """Implement `OutputBuffer.append`."""
         if token_ids:
             now = self.gaps.note(choice_index)
             if self.ready_at is None:
@@ -667,29 +669,26 @@ class SendBuffer(OutputBuffer):
             self._watch_credit()
 
     def end_choice(self, end: pb.ChoiceEnd) -> None:
-        """Implement `OutputBuffer.end_choice`."""
         self._pack()
         self._packed.setdefault(end.choice_index, PackedOutput()).end = end
         self._note()
 
     def discard(self, *, kept_too: bool = False) -> None:
-        """Implement `OutputBuffer.discard`."""
         self.count_write()
         self._steps.clear()
         self._packed.clear()
         self.ready_at = None
         self.appended_token_count = self.usage.journalled_token_count
         self._watch_credit()
-        self.moved()
+        if self.flush is not None:
+            self.flush.poll()
 
     def fail(self) -> None:
-        """Implement `OutputBuffer.fail`."""
         super().fail()
         if self.flow.credit == 0:
             self.discard()
 
     def take(self, subscription: Subscription, into: Collected, delta_max: int) -> None:
-        """Implement `OutputBuffer.take`."""
         self.has_more = False
         if not (self._steps or self._packed):
             return
@@ -749,7 +748,10 @@ class SendBuffer(OutputBuffer):
                 taken_count += count
                 if flow.credit is not None:
                     flow.spend(count)
-                self._add_usage(into, subscription, count, reasoning_count)
+                if self.usage_interval is not None and (
+                    frame := self.usage_interval.due(self.usage, count, reasoning_count)
+                ):
+                    into.parts.append(subscription.part(frame))
             if output.empty:
                 del self._packed[choice_index]
         if taken_count or all_reasoning_count:
@@ -774,7 +776,7 @@ class SendBuffer(OutputBuffer):
             output.add(text, token_ids, logprobs, calls, thought)
         self._steps.clear()
 
-    def _waits(self) -> bool:
+    def waits(self) -> bool:
         return bool(self._steps or self._packed)
 
     def _unread_token_count(self) -> int:

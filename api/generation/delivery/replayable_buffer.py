@@ -97,21 +97,19 @@ class ReplayableBuffer(OutputBuffer):
         self._watch_credit()
 
     def end_choice(self, end: pb.ChoiceEnd) -> None:
-        """Implement `OutputBuffer.end_choice`."""
         if self.fence():
             self._keep(end.choice_index, Delta(end=end))
             self._note()
 
     def discard(self, *, kept_too: bool = False) -> None:
-        """Implement `OutputBuffer.discard`."""
         if self.flow.credit is None and not kept_too:
             return
         self._skip()
         self._watch_credit()
-        self.moved()
+        if self.flush is not None:
+            self.flush.poll()
 
     def take(self, subscription: Subscription, into: Collected, delta_max: int) -> None:
-        """Implement `OutputBuffer.take`."""
         assert isinstance(subscription, FrameSubscription), "HTTP answers are not received again"
         flow, count = self.flow, 0
         self.has_more = False
@@ -130,7 +128,10 @@ class ReplayableBuffer(OutputBuffer):
             count += 1
             into.token_room -= token_count
             into.parts.append(delta_frame(subscription.head, delta))
-            self._add_usage(into, subscription, token_count, reasoning_count)
+            if self.usage_interval is not None and (
+                frame := self.usage_interval.due(self.usage, token_count, reasoning_count)
+            ):
+                into.parts.append(subscription.part(frame))
         if not self._unread:
             self.ready_at = None
         usage = self.usage
@@ -148,7 +149,7 @@ class ReplayableBuffer(OutputBuffer):
         )
         if count and (new_count > 0 or new_reasoning_count > 0):
             into.replayed.append((self, max(new_count, 0), max(new_reasoning_count, 0)))
-        if self._request_state is None and not self._waits():
+        if self._request_state is None and not self.waits():
             self._send_end()
 
     def forget(self) -> None:
@@ -176,7 +177,7 @@ class ReplayableBuffer(OutputBuffer):
         self._next_seq, self._unread, self._unread_reasoning = self._last_seq + 1, 0, 0
         self.ready_at = None
 
-    def _waits(self) -> bool:
+    def waits(self) -> bool:
         return self._next_seq <= self._last_seq
 
     def _unread_token_count(self) -> int:

@@ -88,11 +88,19 @@ class Source(Protocol):
         ...
 
 
+class Flushing(Protocol):
+    """Request that has ended and waits until the transport has taken its output."""
+
+    def poll(self) -> None:
+        """Handle that the transport took output, or that the client is gone."""
+        ...
+
+
 class Supply(Protocol):
     """Output of a request, from which the writer of its stream takes it.
 
     `subscription` receives the output. The `in_flight` counts are tokens in messages that are being
-    written. `take` sets `has_more` if more can be sent. `then` is set while the request waits for
+    written. `take` sets `has_more` if more can be sent. `flush` is set while the request waits for
     its client to take everything.
     """
 
@@ -102,7 +110,11 @@ class Supply(Protocol):
     in_flight_token_count: int
     in_flight_reasoning_token_count: int
     has_more: bool
-    then: Callable[[], None] | None
+
+    @property
+    def flush(self) -> Flushing | None:
+        """Wait for the last output; None before the end of the request."""
+        ...
 
     def take(self, subscription: Subscription, into: Collected, delta_max: int) -> None:
         """Move at most `delta_max` deltas that may be sent into a message, and set `has_more`."""
@@ -114,10 +126,6 @@ class Supply(Protocol):
 
     def was_taken(self, token_count: int, reasoning_token_count: int) -> None:
         """Count tokens that the transport has taken."""
-        ...
-
-    def moved(self) -> None:
-        """Handle that the transport took the output, or that the client is gone."""
         ...
 
     def lose(self, error: JournalUnavailable) -> None:
@@ -221,8 +229,8 @@ class Subscription(ABC):
     def was_taken(self) -> None:
         """Handle that the message has been written, or that the client is gone."""
         self.in_flight_count = 0
-        if self.supply is not None and self.supply.then is not None:
-            self.supply.moved()
+        if self.supply is not None and (flush := self.supply.flush) is not None:
+            flush.poll()
         if self.on_taken is not None:
             self.on_taken()
 
@@ -239,7 +247,6 @@ class FrameSubscription(Subscription):
         self.token = partial(token_frame, self.head)
 
     def part(self, frame: pb.ServerFrame, encoded: bytes | None = None) -> bytes:
-        """Implement `Subscription.part`."""
         body = encoded or frame.SerializeToString()
         size = len(self.head) + len(body)
         return b"\x0a%b%b%b" % (
@@ -249,7 +256,6 @@ class FrameSubscription(Subscription):
         )
 
     def delta(self, seq: int, choice_index: int, delta: Delta) -> bytes:
-        """Implement `Subscription.delta`."""
         return delta_frame(self.head, delta_bytes(seq, choice_index, delta))
 
 
@@ -478,15 +484,15 @@ class StreamWriter:
                                 usage.taken_reasoning_token_count,
                             )
                         # Else below, when its frames in this message are counted as taken too
-                        if output.then is not None and not (
+                        if (flush := output.flush) is not None and not (
                             (receiver := output.subscription) and receiver.in_flight_count
                         ):
-                            output.moved()
+                            flush.poll()
                     taken, self._in_flight = self._in_flight, []
                     for subscription in taken:
                         subscription.in_flight_count = 0
                         if subscription.on_taken is not None or (
-                            subscription.supply is not None and subscription.supply.then is not None
+                            subscription.supply is not None and subscription.supply.flush
                         ):
                             subscription.was_taken()
             elif self._closing:
@@ -607,7 +613,6 @@ class WholeAnswerWriter(StreamWriter):
         self._is_open = False
 
     def ended(self, subscription: Subscription, frame: pb.ServerFrame) -> None:
-        """Implement `StreamWriter.ended`."""
         if subscription.is_waiting:  # failures keep their order, since the first one is the answer
             self._queue.remove(subscription)
             self._queue.append(subscription)
@@ -616,14 +621,12 @@ class WholeAnswerWriter(StreamWriter):
         self.complete(subscription)
 
     def complete(self, subscription: Subscription) -> None:
-        """Implement `StreamWriter.complete`."""
         self._complete.add(subscription)
         if len(self._complete) == self._request_count:
             self._is_open = True
             self._note()
 
     def close(self) -> None:
-        """Implement `StreamWriter.close`."""
         self._is_open = True
         super().close()
 

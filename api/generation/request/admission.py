@@ -40,7 +40,7 @@ class Capacity:
     """Permits to run requests in this process. Sheds overload before it reaches the database."""
 
     def __init__(self, permit_count_max: int) -> None:
-        self._permit_count_max = permit_count_max
+        self.permit_count_max = permit_count_max
         self.taken_count = 0  # requests that hold a permit
         self._idle = asyncio.Event()
         self._idle.set()
@@ -48,7 +48,7 @@ class Capacity:
 
     def take(self) -> None:
         """Take a permit, which must be given back once. Raises: Draining, Overloaded."""
-        if self.is_draining or self.taken_count >= self._permit_count_max:
+        if self.is_draining or self.taken_count >= self.permit_count_max:
             self.check()
         if not self.taken_count:
             self._idle.clear()
@@ -58,7 +58,7 @@ class Capacity:
         """Raise the error that `take` would raise: Draining or Overloaded."""
         if self.is_draining:
             raise Draining("this server is shutting down; retry the request on another server")
-        if self.taken_count >= self._permit_count_max:
+        if self.taken_count >= self.permit_count_max:
             raise Overloaded(f"server is at capacity ({self.taken_count} requests); retry later")
 
     def give_back(self) -> None:
@@ -114,11 +114,12 @@ class HoldHandle:
         RequestIdReused, RequestInFlight, RequestSettled, DatabaseUnavailable. Raises: Draining,
         Overloaded, JournalUnavailable.
         """
-        op, admission, settings = self._op, self._admission, self._admission.settings
+        op, admission = self._op, self._admission
+        leases = admission.leases
         if admission.journal.fault:
             admission.journal.check()
-        op.first_slice_token_count = min(settings.leases.slice_tokens, op.first_slice_token_count)
-        op.least_slice_token_count = min(settings.leases.min_tokens, op.first_slice_token_count)
+        op.first_slice_token_count = min(leases.slice_tokens, op.first_slice_token_count)
+        op.least_slice_token_count = min(leases.min_tokens, op.first_slice_token_count)
         admission.capacity.take()
         self._pending = admission.holds.begin_admit(op, partial(self._answered, done))
 
@@ -173,7 +174,7 @@ class HoldHandle:
         self._max_output_token_count = max_output_token_count
         self.unchecked_until = leased_token_count
         if leased_token_count < max_output_token_count:
-            self.unchecked_until -= self._admission.settings.leases.margin_tokens + 1
+            self.unchecked_until -= self._admission.leases.margin_tokens + 1
 
     def anticipate(self, token_count: int) -> None:
         """Extend the lease in the background before it runs out, so that streams do not wait."""
@@ -198,7 +199,7 @@ class HoldHandle:
             if self.leased_token_count > leased_token_count:
                 return
             target = min(
-                self._admission.settings.leases.slice_tokens,
+                self._admission.leases.slice_tokens,
                 self._max_output_token_count - self.leased_token_count,
             )
             assert target > 0, "the engine may not produce more than the request allows"
@@ -279,6 +280,7 @@ class Admission:
         tasks: asyncio.TaskGroup,
     ) -> None:
         self.settings = settings
+        self.leases = settings.leases
         self.capacity = capacity
         self.holds = holds
         self.journal = journal

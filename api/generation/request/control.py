@@ -10,7 +10,7 @@ from typing import Any
 
 from api.access.auth import KEY_REVOKED, SECRET_REPLACED, Authenticator
 from api.core.errors import AddressNotAllowed, CancelledByAdmin, KeyRevokedMidway
-from api.generation.request.phases import STREAMING
+from api.generation.request.phases import STREAMING, Held, Received
 from api.generation.request.registry import RequestRegistry, Running
 from metering.control.live import CancelCommand, DrainCommand
 from metering.core.models import Outcome
@@ -88,20 +88,21 @@ def report(registry: RequestRegistry) -> list[dict[str, Any]]:
 
 def record(request: Running, now: float) -> dict[str, Any]:
     """Describe one request without its content. `now` is on the monotonic clock."""
-    payer, usage = request.caller.payer, request.usage
+    payer, usage, phase = request.caller.payer, request.usage, request.phase
     return {
-        "hold_id": None if request.hold_id is None else str(request.hold_id),
+        "hold_id": str(phase.admitted.hold_id) if isinstance(phase, Held) else None,
         "request_id": str(request.start.request_id),
         "organization_id": str(payer.organization_id),
         "project_id": str(payer.project_id),
         "api_key_id": str(payer.api_key_id),
-        "model": request.routed_model,
+        # Before routing, clients can have sent any text.
+        "model": "" if isinstance(phase, Received) else request.start.model,
         "phase": phase_word(request),
         "age_s": now - request.caller.received_at,
         "input_token_count": usage.input_token_count,
         "cached_input_token_count": usage.cached_input_token_count,
         "delivered_token_count": usage.delivered_token_count,
-        "tokens_per_second": request.tokens_per_second,
+        "tokens_per_second": request.watch.tokens_per_second(usage.delivered_token_count),
     }
 
 

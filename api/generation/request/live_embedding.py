@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import functools
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -86,25 +85,9 @@ class LiveEmbedding:
         self.decision = EndDecision()
         self.usage = UsageSoFar()
         self._registry = registry
-        self._watch = Stopwatch(caller.received_at, caller.auth_ms)
+        self.watch = Stopwatch(caller.received_at, caller.auth_ms)
         self._answer: asyncio.Future[pb.EmbedResponse] = asyncio.get_running_loop().create_future()
         self._work_s = 0.0  # thread time spent on its texts
-
-    @property
-    def routed_model(self) -> str:
-        """Canonical model name; empty before routing, since clients can send any text."""
-        return "" if isinstance(self.phase, Received) else self.start.model
-
-    @property
-    def hold_id(self) -> uuid.UUID | None:
-        """Id of the hold; None before admission."""
-        phase = self.phase
-        return phase.admitted.hold.admitted.hold_id if isinstance(phase, Held) else None
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Return 0: no tokens are delivered before the end."""
-        return 0.0
 
     async def answer(self) -> pb.EmbedResponse:
         """Run the request and return the response. Raises the error that ends it.
@@ -174,7 +157,7 @@ class LiveEmbedding:
 
     def _count_end(self, outcome: Outcome | None, broken: Exception | None) -> None:
         """Report the end of the request and its timings to the observer."""
-        timings = self._watch.timings()
+        timings = self.watch.timings()
         self._registry.observer.ended(
             Ending(self.caller, self.start, outcome, broken, timings, self._settled)
         )
@@ -199,14 +182,14 @@ class LiveEmbedding:
                 texts, self._work_s = await tokenize_inputs(self.start, job, self._check_room)
                 token_count = token_count_of(texts)
                 check_input_bound(bounds, token_count, "inputs")
-                self._watch.lap(state.TOKENIZE)
+                self.watch.lap(state.TOKENIZE)
                 entries = self._enter_queue(route, texts, stack)
                 hold = await registry.admission.admit(
                     self._admission_request(token_count), self.usage
                 )
                 stack.push_async_exit(functools.partial(self._end_hold, hold))
                 self.caller.on_admitted()
-                self._watch.lap(state.ADMISSION)
+                self.watch.lap(state.ADMISSION)
             admitted = AdmittedRequest(hold, next(iter(entries)))
             self.phase = Queued(admitted)
             try:
@@ -224,9 +207,9 @@ class LiveEmbedding:
                 self.phase = Settling(admitted)
                 for entry in entries:
                     entry.leave()
-        self._watch.lap(state.SETTLE)
+        self.watch.lap(state.SETTLE)
         assert hold.settled is not None, "a delivered embedding is settled"
-        return embed_response(texts, vectors, hold.admitted, hold.settled, self._watch.timings())
+        return embed_response(texts, vectors, hold.admitted, hold.settled, self.watch.timings())
 
     async def _end_hold(
         self,
@@ -236,7 +219,7 @@ class LiveEmbedding:
         trace: TracebackType | None,
     ) -> None:
         """Settle or void the hold. Raises the error if that fails."""
-        outcome, timings = (Outcome.STOP, self._watch.timings()) if error is None else (None, None)
+        outcome, timings = (Outcome.STOP, self.watch.timings()) if error is None else (None, None)
         await answered(lambda done: hold.end(outcome, error, done, timings))
 
     def _enter_queue(
@@ -257,7 +240,7 @@ class LiveEmbedding:
                 input_token_count=sum(map(len, part)),
                 output_token_count_max=0,
                 tier=self.start.tier,
-                weight=self._registry.settings.queue.weights.get(str(tenant_id), 1.0),
+                weight=self._registry.weights.get(str(tenant_id), 1.0),
                 deadline=caller.deadline,
             )
             entries[stack.enter_context(queue.enter(arrival, engine_wait_s))] = part
@@ -276,7 +259,7 @@ class LiveEmbedding:
     ) -> list[Vector]:
         """Embed all parts, each in its turn, and return their vectors."""
         await self._wait_until_ready(encoder, admitted)
-        self._watch.lap(state.COLD_START)
+        self.watch.lap(state.COLD_START)
         vectors: list[Vector] = []
         queue_ms = encode_ms = 0.0
         for entry, part in entries.items():
@@ -292,7 +275,7 @@ class LiveEmbedding:
             entry.leave()
             queue_ms, encode_ms = queue_ms + embedded.queue_ms, encode_ms + embedded.encode_ms
             vectors += embedded.vectors
-        self._watch.engine_finished(EngineTimings(queue_ms, encode_ms, 0.0))
+        self.watch.engine_finished(EngineTimings(queue_ms, encode_ms, 0.0))
         return vectors
 
     def _begun(self, entry: QueueEntry, token_count: int) -> None:
@@ -304,9 +287,7 @@ class LiveEmbedding:
         if encoder.healthy():
             return
         self.phase = Loading(admitted)
-        await wait_until_ready(
-            encoder, self.start.model, self._registry.settings.requests.cold_start_wait_s
-        )
+        await wait_until_ready(encoder, self.start.model, self._registry.cold_start_wait_s)
 
 
 def error_of(end: End) -> Exception:

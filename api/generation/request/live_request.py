@@ -33,10 +33,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import uuid
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
 import structlog
 from weir.v1 import inference_service_pb2 as pb
@@ -50,11 +50,11 @@ from api.generation.delivery.output_buffer import (
     FlowControl,
     OutputBuffer,
     SendBuffer,
-    read_too_slowly,
+    end_slow_reader,
 )
 from api.generation.delivery.replayable_buffer import ReplayableBuffer
 from api.generation.delivery.stream_writer import Subscription
-from api.generation.endings import UsageSoFar, cause_of
+from api.generation.endings import cause_of
 from api.generation.parsing.start_frame import ValidStart
 from api.generation.parsing.tokenizing import TextJob, tokenize_at_once
 from api.generation.parsing.tools import call_reading
@@ -82,10 +82,10 @@ from api.generation.request.preparation import (
     admission_request,
     arrival_of,
     check_change,
+    check_room,
     checked_request,
     is_bounded,
     prepared,
-    smallest_admission,
 )
 from api.generation.request.readiness import engine_lost, wait_until_ready
 from api.generation.request.registry import RequestRegistry
@@ -141,7 +141,12 @@ class LiveRequest:
 
     Each event is a call that never blocks. Work that has to wait (long prompts, engine starts,
     output checks) runs in a task started by `run`, which ends with the next event.
+
+    `usage` has the token counts so far, and `stops` the stop sequence or token of the request that
+    ended a choice, by its index.
     """
+
+    stops: Mapping[int, StoppedBy] = MappingProxyType({})
 
     def __init__(
         self,
@@ -160,7 +165,7 @@ class LiveRequest:
         flow = FlowControl(
             start.initial_credit_tokens,
             delivery.stall_max_s,
-            self._on_stall,
+            partial(end_slow_reader, decision, delivery.tokens_per_s_min, delivery.stall_max_s),
             delivery.tokens_per_s_min,
         )
         self.output: OutputBuffer
@@ -171,38 +176,17 @@ class LiveRequest:
             self.output = ReplayableBuffer(
                 subscription, start.model, flow, decision, self.update, start.keep_s, buffer
             )
+        self.usage = self.output.usage
+        self.watch = Stopwatch(caller.received_at, caller.auth_ms)
         self._registry = registry
-        self._watch = Stopwatch(caller.received_at, caller.auth_ms)
         # Up to this total, tokens skip the checks of the processor, and the report to the queue.
         self._unchecked_until = 0
-
-    @property
-    def routed_model(self) -> str:
-        """Canonical model name; empty before routing, since clients can send any text."""
-        return "" if isinstance(self.phase, Received) else self.start.model
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
         """Token ids of the prompt; empty unless the request is admitted and has not ended."""
         phase = self.phase
         return phase.admitted.request.prompt_token_ids if isinstance(phase, Held) else ()
-
-    @property
-    def hold_id(self) -> uuid.UUID | None:
-        """Id of the hold; None before admission."""
-        return self.output.hold_id
-
-    @property
-    def usage(self) -> UsageSoFar:
-        """Token counts so far."""
-        return self.output.usage
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Delivered tokens per second since the first token; 0 before the second."""
-        later_token_count = self.usage.delivered_token_count - 1
-        elapsed_s = self._watch.since_first_token_s
-        return later_token_count / elapsed_s if later_token_count > 0 and elapsed_s > 0 else 0.0
 
     def ends(self) -> Mapping[int, Outcome]:
         """Return each choice's outcome once generation has ended; empty after a failure."""
@@ -214,19 +198,6 @@ class LiveRequest:
                 return {}
             return phase.admitted.processor.ends_of_choices(outcome) or {0: outcome}
         return phase.ends if isinstance(phase, Ended) else {}
-
-    @property
-    def stops(self) -> Mapping[int, StoppedBy]:
-        """Stop sequence or token that ended a choice, by its index."""
-        phase = self.phase
-        if isinstance(phase, Held):
-            return phase.admitted.processor.stops
-        return phase.stops if isinstance(phase, Ended) else {}
-
-    @property
-    def end_cause(self) -> Cause:
-        """Cause of the end of the request; `Cause.SERVICE` before."""
-        return self.phase.cause if isinstance(self.phase, Ended) else Cause.SERVICE
 
     # Stops and changes, in any phase.
 
@@ -257,11 +228,6 @@ class LiveRequest:
             call_soon(self._fail, error_before_hold(end))
         # In `Loading` and `Preparing` nothing: `EndDecision.stop` cancels the task inside its
         # `Interruptible`, which raises the error that ends the request.
-
-    def _on_stall(self) -> None:
-        flow = self.output.flow
-        detail = read_too_slowly(flow.tokens_per_s_min, flow.stall_max_s)
-        self.decision.stop(Outcome.SLOW_CONSUMER, detail=detail)
 
     def update(self, message: pb.UpdateFrame) -> None:
         """Change the limits of the request, and send the client the limits in force.
@@ -350,7 +316,7 @@ class LiveRequest:
                     caller.payer,
                     tokenizer,
                     route.engine.model.context_window_tokens,
-                    check_room=self._check_room,
+                    check_room=partial(check_room, admission, start, caller.payer),
                     asks_first=asks_first,
                 )
                 self.run(self._prepare(preparing, job))
@@ -371,19 +337,15 @@ class LiveRequest:
             )
         self._ask(preparing, request)
 
-    async def _check_room(self, least_token_count: int) -> None:
-        requested = smallest_admission(self.start, least_token_count, self.caller.payer)
-        await self._registry.admission.check_room(requested)
-
     def _ask(self, preparing: Preparing[Route], request: GenerationRequest) -> None:
         """Enter the queue, then ask for permit and hold: so its refusal leaves no trace."""
         registry, caller, route = self._registry, self.caller, preparing.route
-        self._watch.lap(state.TOKENIZE)
+        self.watch.lap(state.TOKENIZE)
         arrival = arrival_of(
             self.start,
             request,
             caller.payer,
-            registry.settings.queue.weights,
+            registry.weights,
             caller.received_at,
             caller.deadline,
         )
@@ -413,9 +375,9 @@ class LiveRequest:
             self, hold, limits, asking.call_reading, registry.settings.delivery
         )
         admitted = AdmittedGeneration(hold, asking.entry, route, request, limits, processor)
-        self.phase = Queued(admitted)
+        self.phase, self.stops = Queued(admitted), processor.stops
         try:
-            self._watch.lap(state.ADMISSION)
+            self.watch.lap(state.ADMISSION)
             processor.open(registry.safety)
             limits.check_input(len(request.prompt_token_ids))
             output.fence = self._may_send
@@ -455,7 +417,7 @@ class LiveRequest:
             if not (entry.is_dispatched or entry.join(partial(self._dispatched, admitted))):
                 return
             if not admitted.part_timings:
-                self._watch.lap(state.QUEUE)
+                self.watch.lap(state.QUEUE)
             # This process may have been suspended meanwhile; the engine must not work without a
             # hold.
             if (lapse := admitted.hold.lapse()) is not None:
@@ -477,9 +439,9 @@ class LiveRequest:
             await wait_until_ready(
                 admitted.route.engine,
                 self.start.model,
-                self._registry.settings.requests.cold_start_wait_s,
+                self._registry.cold_start_wait_s,
             )
-        self._watch.lap(state.COLD_START)
+        self.watch.lap(state.COLD_START)
         self.phase = Queued(admitted)
         self._proceed(admitted)
 
@@ -510,7 +472,16 @@ class LiveRequest:
             if isinstance(event, Scheduled):
                 self.phase = Running(admitted, phase.sequence)
                 if not admitted.part_timings:  # else a later part, after a raised limit
-                    self._begun(admitted, event)
+                    admitted.entry.begun()
+                    self.usage.begun(
+                        len(admitted.request.prompt_token_ids),
+                        event.cached_token_count,
+                        is_final=event.is_final,
+                    )
+                    admitted.limits.begun(
+                        self.usage.input_token_count,
+                        event.cached_token_count if event.is_final else None,
+                    )
             elif isinstance(event, SequenceFinished):
                 self._generated(phase, event)
             elif isinstance(event, RequestImpossible) and event.is_unstarted:
@@ -526,7 +497,7 @@ class LiveRequest:
         output, processor, entry = self.output, admitted.processor, admitted.entry
         usage, token_ids = output.usage, event.token_ids
         usage.generated_token_count += len(token_ids)
-        self._watch.first_token()
+        self.watch.first_token()
         if (count := usage.generated_token_count - entry.generated_token_count) > 0:
             entry.generated(count)
         unchecked_until = processor.unchecked_until
@@ -540,17 +511,6 @@ class LiveRequest:
             unchecked_until = processor.unchecked_until
         self._unchecked_until = min(
             unchecked_until, output.appended_token_count + TOKENS_PER_CHARGE
-        )
-
-    def _begun(self, admitted: AdmittedGeneration, event: Scheduled) -> None:
-        """Record that an engine has started on the request."""
-        usage = self.output.usage
-        admitted.entry.begun()
-        usage.input_token_count = len(admitted.request.prompt_token_ids)
-        usage.cached_input_token_count = event.cached_token_count
-        usage.is_cached_final = event.is_final
-        admitted.limits.begun(
-            usage.input_token_count, event.cached_token_count if event.is_final else None
         )
 
     def _generated(self, phase: Sequenced, event: SequenceFinished) -> None:
@@ -571,7 +531,7 @@ class LiveRequest:
         is_raised = limits.requested_token_count_max > limits.engine_token_count_max
         came_together = admitted.request.is_whole and not event.timings.decode_ms
         if came_together and event.generated_token_count > 1:
-            self._watch.forget_first_token()
+            self.watch.forget_first_token()
         is_cut = event.reason is EngineFinishReason.LENGTH
         if is_cut and is_raised and not self.decision.is_stopped:
             # Text held back is not sent: the engine that continues reads the same tokens and holds
@@ -585,7 +545,7 @@ class LiveRequest:
             self._proceed(admitted)
             return
         # The client sees one queue and one prefill: those of the first part.
-        self._watch.engine_finished(admitted.part_timings[0])
+        self.watch.engine_finished(admitted.part_timings[0])
         self.phase = Generated(
             admitted, sequence, OUTCOMES_BY_REASON[event.reason], self.output.stalled_s
         )
@@ -667,10 +627,10 @@ class LiveRequest:
         """Settle or void the hold. Called when the client has taken the output, or never will."""
         admitted, output = flushing.admitted, self.output
         if stalled_s := output.stalled_s:
-            self._watch.forwarded(stalled_s, stalled_s - flushing.stalled_s)
+            self.watch.forwarded(stalled_s, stalled_s - flushing.stalled_s)
         outcome, result = self.decision.close(flushing.result)
         error = result if isinstance(result, Exception) else None
-        timings = self._watch.timings()
+        timings = self.watch.timings()
         token_count = output.usage.generated_token_count
         later_token_count = token_count - self.start.choice_count
         if token_count > 1 and not self.start.beam_search:
@@ -698,7 +658,7 @@ class LiveRequest:
         `result` is its outcome or error, `timings` those until the settlement. `settle_error` is
         why the hold could not be ended, or None.
         """
-        timings = self._watch.settled(timings)
+        timings = self.watch.settled(timings)
         hold, processor, settled = admitted.hold, admitted.processor, admitted.hold.settled
         broken: Exception | None = None
         frame: pb.ServerFrame | None = None
@@ -726,7 +686,7 @@ class LiveRequest:
                     broken = engine_lost(admitted.route.engine, settled)
                 frame = frames.failed(status_of(broken), settled)
         finally:
-            ended.cause, ended.stops = cause_of(hold.outcome, broken), processor.stops
+            ended.cause = cause_of(hold.outcome, broken)
             migration_count = admitted.migration_count
             self._end(ended, frame, hold.outcome, broken, timings, settled, migration_count)
 
@@ -737,7 +697,12 @@ class LiveRequest:
         frame: pb.ServerFrame | None = None
         self.decision.close(error)
         try:
-            if isinstance(error, RequestInFlight) and self._receive_elsewhere():
+            # It turned out to run in another process.
+            if (
+                isinstance(error, RequestInFlight)
+                and registry.relays is not None
+                and registry.relays.take_over(self.caller, self.start.request_id, self.output)
+            ):
                 broken = None
             else:
                 settled = error.settled if isinstance(error, RequestSettled) else None
@@ -747,25 +712,7 @@ class LiveRequest:
                 phase.entry.leave()
             work_s = phase.work_s if isinstance(phase, Preparing) else 0.0
             registry.pace.charge(self.caller.payer, work_s)
-            self._end(Ended(cause_of(None, broken)), frame, None, broken, self._watch.timings())
-
-    def _receive_elsewhere(self) -> bool:
-        """Relay the request, which turned out to run in another process.
-
-        Returns False if that is impossible: the other process requires the caller's API key.
-        """
-        relays, caller, output = self._registry.relays, self.caller, self.output
-        if relays is None or not caller.secret or (subscription := output.detach()) is None:
-            return False
-        relays.begin(
-            subscription,
-            (caller.payer.project_id, self.start.request_id),
-            caller.secret,
-            after_seq=0,
-            credit_token_count=output.flow.credit or 0,
-            address=caller.address,
-        )
-        return True
+            self._end(Ended(cause_of(None, broken)), frame, None, broken, self.watch.timings())
 
     def _end(
         self,

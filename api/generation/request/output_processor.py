@@ -346,7 +346,7 @@ class OutputProcessor:
             and not output.is_whole
         ):
             # This is one of three triggers of SLOW_CONSUMER. `FlowControl` counts the time in which
-            # tokens wait for credit, `OutputBuffer._check_reading` the time without progress at the
+            # tokens wait for credit, `Flush.check_reading` the time without progress at the
             # end.
             detail = (
                 f"more than {unsent_max} tokens waited for the client: read faster, or ask for"

@@ -16,6 +16,7 @@ and it has nothing to flush. `NEXT` is the table; tests check every transition a
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Mapping
 from typing import ClassVar, Generic, TypeVar
 
@@ -27,7 +28,7 @@ from api.generation.request.admission import HoldHandle
 from api.generation.request.limits import OutputLimits
 from api.generation.request.output_processor import OutputProcessor
 from api.queue.fair_queue import QueueEntry
-from inference.engine import EngineTimings, GenerationRequest, SequenceHandle, StoppedBy
+from inference.engine import EngineTimings, GenerationRequest, SequenceHandle
 from inference.routing.router import EncoderRoute, Route
 from metering.core.models import Outcome
 
@@ -43,6 +44,11 @@ class AdmittedRequest(msgspec.Struct, eq=False):
 
     hold: HoldHandle
     entry: QueueEntry
+
+    @property
+    def hold_id(self) -> uuid.UUID:
+        """Id of the hold."""
+        return self.hold.admitted.hold_id
 
 
 class AdmittedGeneration(AdmittedRequest, eq=False):
@@ -161,13 +167,12 @@ class Settling(Held[A], Generic[A], eq=False):
 
 
 class Ended(Phase, eq=False):
-    """The request has ended. `ends` and `stops` are by choice: its outcome, and its stop if any."""
+    """The request has ended. `ends` has the outcome of each choice, by its index."""
 
     name: ClassVar[str] = "ending"
     is_over: ClassVar[bool] = True
     cause: Cause
     ends: Mapping[int, Outcome] = {}
-    stops: Mapping[int, StoppedBy] = {}
 
 
 WAITING = (Loading, Queued, Submitted)

@@ -16,6 +16,7 @@ from api.generation.parsing.decoding import check_against_model
 from api.generation.parsing.start_frame import ValidStart
 from api.generation.parsing.tokenizing import TextJob, check_prompt, tokenize
 from api.generation.parsing.tools import format_with_tools
+from api.generation.request.admission import Admission
 from api.generation.request.limits import LimitChange, OutputLimits
 from api.queue.queue_admission import Arrival
 from inference.engine import GenerationRequest, ModelInfo, ThinkingStart
@@ -223,10 +224,17 @@ def admission_request(start: ValidStart, request: GenerationRequest, payer: Paye
     )
 
 
-def smallest_admission(start: ValidStart, least_token_count: int, payer: Payer) -> Admit:
-    """Build the `Admit` operation of an untokenized prompt, from a lower bound of its tokens."""
+async def check_room(
+    admission: Admission, start: ValidStart, payer: Payer, least_token_count: int
+) -> None:
+    """Raise the refusal of a prompt that quotas cannot admit, before it is tokenized.
+
+    `least_token_count` is a lower bound of its tokens.
+    """
     ids = new_hold_id(), payer, start.request_id, start.payload_hash
-    return Admit(*ids, start.model, least_token_count, 1, 0, start.labels, start.tier)
+    await admission.check_room(
+        Admit(*ids, start.model, least_token_count, 1, 0, start.labels, start.tier)
+    )
 
 
 def check_input_bound(

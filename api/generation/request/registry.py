@@ -27,6 +27,7 @@ from api.generation.request.admission import Admission
 from api.generation.request.caller import Caller
 from api.generation.request.phases import WAITING, Phase
 from api.generation.request.relay import Relays
+from api.generation.state import Stopwatch
 from api.observability.observer import Observer
 from api.queue.fair_queue import ExpectedWait, FairQueue
 from common.incidents import Retries
@@ -66,16 +67,8 @@ class Running(Protocol):
         """Token counts so far."""
 
     @property
-    def hold_id(self) -> uuid.UUID | None:
-        """Id of the hold; None before admission."""
-
-    @property
-    def routed_model(self) -> str:
-        """Canonical model name; empty before routing, since clients can send any text."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Delivered tokens per second since the first one."""
+    def watch(self) -> Stopwatch:
+        """Stopwatch of the request."""
 
     def stop(self, outcome: Outcome, error: Exception | None = None) -> None:
         """Stop the request as soon as possible. The arguments are those of `EndDecision.stop`."""
@@ -124,6 +117,8 @@ class RequestRegistry:
         self.router = router
         self.tokenizers = tokenizers
         self.queues = queues_of(router, settings.queue)
+        self.weights = settings.queue.weights  # shares of organizations, by id
+        self.cold_start_wait_s = settings.requests.cold_start_wait_s
         self.replays = ReplayBuffers[ReplayableBuffer](
             admission.journal,
             bytes_max=settings.delivery.replay_bytes_max,

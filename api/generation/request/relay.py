@@ -21,8 +21,10 @@ from api.core.errors import Overloaded, ProcessUnavailable, RequestOver, Unknown
 from api.core.messages import find_generation
 from api.core.statuses import status_of
 from api.generation.delivery import frames
+from api.generation.delivery.output_buffer import OutputBuffer
 from api.generation.delivery.replay import Key
 from api.generation.delivery.stream_writer import Subscription
+from api.generation.request.caller import Caller
 from api.generation.request.peers import VOUCHER, Identity, Peer, PeerChannels
 from metering.control.live import Owner, find_owner
 from metering.core.errors import MeteringError, RequestInFlight
@@ -89,6 +91,23 @@ class Relays:
         relay.run_in(self._tasks)
         self._running.add(relay)
         self._idle.clear()
+
+    def take_over(self, caller: Caller, request_id: uuid.UUID, output: OutputBuffer) -> bool:
+        """Relay a request that was started here, and turned out to run in another process.
+
+        Returns False if that is impossible: the other process requires the caller's API key.
+        """
+        if not caller.secret or (subscription := output.detach()) is None:
+            return False
+        self.begin(
+            subscription,
+            (caller.payer.project_id, request_id),
+            caller.secret,
+            after_seq=0,
+            credit_token_count=output.flow.credit or 0,
+            address=caller.address,
+        )
+        return True
 
     def ended(self, relay: Relay) -> None:
         """Remove a relay, which has ended."""
