@@ -26,7 +26,7 @@ from api.queue.fair_queue import (
     ServiceTier,
     State,
 )
-from api.queue.queue_admission import Arrival, Reservation, Reservations
+from api.queue.queue_admission import Arrival
 from inference.engine import EngineStatistics
 from tests.api.queue_world import EngineModel, Request, World, agent, percentile, tenant_id
 
@@ -290,30 +290,6 @@ def test_a_client_that_does_not_return_delays_others_only_briefly() -> None:
     clock.now += 60.0
 
     queue.enter(arrival("a"))
-
-
-def test_reservations_are_forgotten_when_their_grace_is_over() -> None:
-    reservations = Reservations(2)
-    keys = [(uuid.uuid4(), uuid.uuid4()) for _ in range(3)]
-    for key in keys:
-        reservations.make(Reservation(key, 5.0, ready_at=10.0, expires_at=12.0))
-    assert len(reservations) == 2, "bounded"
-    assert not reservations.is_due(keys[0], 9.9)
-    assert reservations.is_due(keys[0], 10.0)
-
-    reservations.drop(keys[0])
-    reservations.forget_expired(11.9)
-    assert (len(reservations), reservations.count(keys[1][0]), reservations.cost(keys[1][0])) == (
-        1,
-        1,
-        5.0,
-    )
-    reservations.forget_expired(12.0)
-    assert (len(reservations), reservations.count(keys[1][0]), reservations.cost(keys[1][0])) == (
-        0,
-        0,
-        0.0,
-    )
 
 
 def test_batch_runs_only_where_nothing_interactive_waits() -> None:
