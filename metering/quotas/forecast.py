@@ -94,6 +94,7 @@ class Forecast:
     _ends: list[float] = field(default_factory=list)
     _released: list[int] = field(default_factory=list)
     _moments: list[float] = field(default_factory=list)  # of reservations, ascending
+    _full_until: float = -math.inf  # no place is free between the first end and this time
     _reserved: Counter[datetime] = field(default_factory=Counter)  # by the start of the window
 
     def __post_init__(self) -> None:
@@ -155,17 +156,20 @@ class Forecast:
         Places are given one by one, at the pace at which requests end.
         """
         limit, taken = self.rule.limit_value or 1, len(self._ends)
-        at_s = from_s
+        first = self.at_s
         if taken >= limit:  # after a lowered limit, the first that end free no place
-            end = min(taken - limit + self.process_count, taken) - 1
-            at_s = max(self._ends[end], from_s)
+            first = self._ends[min(taken - limit + self.process_count, taken) - 1]
         share = self.process_count / limit
         duration_s = self.history.mean_s + LATE_DEVIATIONS * self.history.deviation_s * share**0.5
         gap_s = MARGIN * duration_s * share
+        at_s = max(first, self._full_until, from_s)
+        is_contiguous = at_s > from_s
         index = bisect.bisect_right(self._moments, at_s - gap_s)
         while index < len(self._moments) and self._moments[index] < at_s + gap_s:
             at_s = max(at_s, self._moments[index] + gap_s)
             index += 1
+        if is_contiguous:
+            self._full_until = at_s
         return at_s
 
     def _room(
