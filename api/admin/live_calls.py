@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import live_requests_pb2 as live_pb
@@ -27,6 +29,8 @@ REASON_CHARS_MAX = 200
 PAGE_SIZE = 200
 END_WAIT_S = 2.0  # a healthy process ends a request within milliseconds
 END_POLL_S = 0.005
+
+Match = TypeVar("Match", LiveRow, live.ProjectRequest)
 
 
 class LiveCalls(AuthenticatedServicer):
@@ -71,7 +75,8 @@ class LiveCalls(AuthenticatedServicer):
                 if request.project
                 else None
             )
-            owner = await self._owner(session, request_id, project_id)
+            owners = await live.find_request_owners(session, request_id, project_id)
+            owner = await self._sole(owners, request_id)
             return live_pb.GetRequestResponse(
                 generation=await find_generation(session, owner.project_id, request_id),
                 organization_name=owner.organization_name,
@@ -79,25 +84,21 @@ class LiveCalls(AuthenticatedServicer):
                 api_key_prefix=owner.api_key_prefix,
             )
 
-    async def _owner(
-        self, session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None
-    ) -> LiveRow:
-        """Find the owner of a request.
+    async def _sole(self, matches: Sequence[Match], request_id: uuid.UUID) -> Match:
+        """Return the only match of a request id.
 
         Raises NotFound, or InvalidValue if several projects have a request with this id.
         """
-        owners = await live.find_request_owners(session, request_id, project_id)
-        if not owners:
+        if not matches:
             raise NotFound("request", str(request_id))
-        if len(owners) > 1:
-            names = ", ".join(
-                sorted(f"{each.organization_name}/{each.project_name}" for each in owners)
-            )
+        if len(matches) > 1:
+            async with self._sessions() as session:
+                names = await tenants.project_names(session, [each.project_id for each in matches])
             raise InvalidValue(
-                "project", f"several projects have a request with this id, name one: {names}"
+                "project",
+                f"several projects have a request with this id, name one: {', '.join(names)}",
             )
-        owner: LiveRow = owners[0]
-        return owner
+        return matches[0]
 
     async def KillRequest(
         self, request: live_pb.KillRequestRequest, context: Context
@@ -155,19 +156,7 @@ class LiveCalls(AuthenticatedServicer):
         running = [located for located in found if located.is_held] or await live.find_waiting(
             self._sessions, request_id, project_id
         )
-        matches = running or found
-        if not matches:
-            raise NotFound("request", str(request_id))
-        if len(matches) > 1:
-            async with self._sessions() as session:
-                names = await tenants.project_names(
-                    session, [located.project_id for located in matches]
-                )
-            raise InvalidValue(
-                "project",
-                f"several projects have a request with this id, name one: {', '.join(names)}",
-            )
-        return matches[0], not running
+        return await self._sole(running or found, request_id), not running
 
     async def _wait_for_end(self, request_id: uuid.UUID, located: live.ProjectRequest) -> bool:
         """Wait until a request has ended; return False if it has not within `END_WAIT_S`."""
@@ -296,12 +285,8 @@ class ReplicaCalls(AuthenticatedServicer):
                 actor=actor,
             )
             drain = drain_message(order)
-        view = await live.replica_view(self._sessions)
-        return replica_pb.DrainReplicaResponse(
-            drain=drain,
-            replicas=map(replica_message, view.named(model, request.replica)),
-            unresponsive_process_ids=map(str, view.unresponsive_process_ids),
-        )
+        replicas = await self._replicas(model, request.replica)
+        return replica_pb.DrainReplicaResponse(drain=drain, **replicas)
 
     async def UndrainReplica(
         self, request: replica_pb.UndrainReplicaRequest, context: Context
@@ -313,12 +298,16 @@ class ReplicaCalls(AuthenticatedServicer):
             undrained = await live.end_drain(
                 session, model=model, replica=request.replica, reason=request.reason, actor=actor
             )
+        replicas = await self._replicas(model, request.replica)
+        return replica_pb.UndrainReplicaResponse(undrained=undrained, **replicas)
+
+    async def _replicas(self, model: str, replica: str) -> dict[str, Any]:
+        """Build the fields of an answer that show a replica in every process."""
         view = await live.replica_view(self._sessions)
-        return replica_pb.UndrainReplicaResponse(
-            undrained=undrained,
-            replicas=map(replica_message, view.named(model, request.replica)),
-            unresponsive_process_ids=map(str, view.unresponsive_process_ids),
-        )
+        return {
+            "replicas": map(replica_message, view.named(model, replica)),
+            "unresponsive_process_ids": map(str, view.unresponsive_process_ids),
+        }
 
     async def _served_name(self, model: str, replica: str) -> str:
         """Find the served name (model and version) of a replica that is reported or drained.
