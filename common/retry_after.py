@@ -16,10 +16,11 @@ longer than nearly all before it. Pure: times are seconds of one clock, passed i
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import uuid
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 RETRY_S_MIN = 0.05  # with a shorter retry-after a client would spin
@@ -27,6 +28,8 @@ EARLY_S = 0.001  # a client's timer may fire this much too early
 MARGIN = 1.2  # factor of an expected wait: a retry that comes too early is refused again
 # How late a client may return: clocks, jitter, network; and a share of its wait.
 GRACE_S_MIN, GRACE_SHARE = 2.0, 0.5
+# Of one quota, and of one key in it: many clients behind one key are not an attack.
+QUOTA_RESERVATIONS_MAX, KEY_RESERVATIONS_MAX = 2000, 500
 MISSED_MAX = 8  # requests of an owner that did not return, in excess of those that did
 DOUBTED_RESERVATIONS_MAX = 16  # of an owner that has more
 # The fractional parts of its multiples fill an interval evenly from the first one on.
@@ -48,11 +51,13 @@ class Reservation:
 class Reservations:
     """Reservations of one quota or one queue, by request and by owner."""
 
-    def __init__(self, count_max: int, owner_count_max: int) -> None:
+    def __init__(
+        self, count_max: int = QUOTA_RESERVATIONS_MAX, owner_count_max: int = KEY_RESERVATIONS_MAX
+    ) -> None:
         self._count_max, self._owner_count_max = count_max, owner_count_max
         self._by_request: dict[RequestKey, Reservation] = {}
-        self._counts: Counter[uuid.UUID] = Counter()
         self._amounts: dict[uuid.UUID, float] = {}
+        self._moments: defaultdict[uuid.UUID, list[float]] = defaultdict(list)  # ascending
         self._expiries: list[tuple[float, RequestKey]] = []
         # By owner: requests that did not return, less those that did.
         self._missed: Counter[uuid.UUID] = Counter()
@@ -66,11 +71,15 @@ class Reservations:
 
     def count(self, owner_id: uuid.UUID) -> int:
         """Count the reservations of one owner."""
-        return self._counts[owner_id]
+        return len(self._moments.get(owner_id, ()))
 
     def amount(self, owner_id: uuid.UUID) -> float:
         """Return the amount reserved for all requests of one owner."""
         return self._amounts.get(owner_id, 0.0)
+
+    def next_moment(self, owner_id: uuid.UUID, at: float, gap_s: float) -> float:
+        """Find the first time from `at` on with no reservation of this owner within `gap_s`."""
+        return first_gap(self._moments.get(owner_id, ()), at, gap_s)
 
     def is_doubted(self, owner_id: uuid.UUID) -> bool:
         """Return True if most of this owner's requests do not return."""
@@ -95,13 +104,13 @@ class Reservations:
         """Reserve room for a request in `wait_s` seconds; return False if there are too many."""
         self.forget_expired(now)
         owner_max = DOUBTED_RESERVATIONS_MAX if self.is_doubted(owner_id) else self._owner_count_max
-        if len(self) >= self._count_max or self._counts[owner_id] >= owner_max:
+        if len(self) >= self._count_max or self.count(owner_id) >= owner_max:
             return False
         self._remove(request)
         expires_at = now + wait_s + max(GRACE_S_MIN, GRACE_SHARE * wait_s)
         self._by_request[request] = Reservation(owner_id, amount, now + wait_s, expires_at)
-        self._counts[owner_id] += 1
         self._amounts[owner_id] = self.amount(owner_id) + amount
+        bisect.insort(self._moments[owner_id], now + wait_s)
         heapq.heappush(self._expiries, (expires_at, request))
         if len(self._expiries) > 2 * len(self) + self._count_max:  # a month may pass until then
             self._expiries = sorted(
@@ -140,8 +149,18 @@ class Reservations:
         reservation = self._by_request.pop(request, None)
         if reservation is not None:
             owner_id = reservation.owner_id
-            self._counts[owner_id] -= 1
             self._amounts[owner_id] -= reservation.amount
-            if not self._counts[owner_id]:
-                del self._counts[owner_id], self._amounts[owner_id]
+            moments = self._moments[owner_id]
+            del moments[bisect.bisect_left(moments, reservation.ready_at)]
+            if not moments:
+                del self._amounts[owner_id], self._moments[owner_id]
         return reservation
+
+
+def first_gap(moments: Sequence[float], at: float, gap_s: float) -> float:
+    """Find the first time from `at` on that is `gap_s` from each of the ascending moments."""
+    index = bisect.bisect_right(moments, at - gap_s)
+    while index < len(moments) and moments[index] < at + gap_s:
+        at = max(at, moments[index] + gap_s)
+        index += 1
+    return at

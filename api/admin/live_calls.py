@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import live_requests_pb2 as live_pb
 from weir.v1 import replicas_pb2 as replica_pb
+from weir.v1.live_requests_pb2 import KillRequestResponse as Killed
 
 from api.access.servicer import AuthenticatedServicer
 from api.core import wire
@@ -100,28 +101,20 @@ class LiveCalls(AuthenticatedServicer):
             )
         return matches[0]
 
-    async def KillRequest(
-        self, request: live_pb.KillRequestRequest, context: Context
-    ) -> live_pb.KillRequestResponse:
+    async def KillRequest(self, request: live_pb.KillRequestRequest, context: Context) -> Killed:
         await self._caller(context)
         request_id = wire.parse_request_id(request.request_id)
         check_reason(request.reason)
         located, had_ended = await self._find_request(request_id, request.project)
         if had_ended:
-            return await self._killed(
-                live_pb.KillRequestResponse.RESULT_ALREADY_ENDED, request_id, located
-            )
+            return await self._killed(Killed.RESULT_ALREADY_ENDED, request_id, located)
         async with self._transaction(context) as (session, actor):
             await record_kill(session, actor, request_id, located, request.reason)
             await cancel_request(
                 session, project_id=located.project_id, request_id=request_id, reason=request.reason
             )
         ended = await self._wait_for_end(request_id, located)
-        result = (
-            live_pb.KillRequestResponse.RESULT_ENDED
-            if ended
-            else live_pb.KillRequestResponse.RESULT_PENDING
-        )
+        result = Killed.RESULT_ENDED if ended else Killed.RESULT_PENDING
         return await self._killed(result, request_id, located)
 
     async def ExpireOverdueHolds(
@@ -183,17 +176,17 @@ class LiveCalls(AuthenticatedServicer):
 
     async def _killed(
         self,
-        result: live_pb.KillRequestResponse.Result.ValueType,
+        result: Killed.Result.ValueType,
         request_id: uuid.UUID,
         located: live.ProjectRequest,
-    ) -> live_pb.KillRequestResponse:
-        answer = live_pb.KillRequestResponse(result=result)
+    ) -> Killed:
+        answer = Killed(result=result)
         with contextlib.suppress(NotFound):
             async with self._sessions() as session:
                 answer.generation.CopyFrom(
                     await find_generation(session, located.project_id, request_id)
                 )
-                if result == live_pb.KillRequestResponse.RESULT_PENDING and (
+                if result == Killed.RESULT_PENDING and (
                     hold := await live.find_running_hold(session, located.project_id, request_id)
                 ):
                     answer.expire_time.FromDatetime(hold.expires_at)
@@ -214,8 +207,9 @@ async def record_kill(
             "organization_id": str(hold.organization_id),
             "api_key_id": str(hold.api_key_id),
             "model": hold.model,
+            "state": hold.state,
+            "delivered_token_count": hold.delivered_token_count,
         }
-        before |= {"state": hold.state, "delivered_token_count": hold.delivered_token_count}
     after = before | {"state": "ordered to end", "reason": reason}
     await record_change(
         session,
@@ -252,16 +246,14 @@ class ReplicaCalls(AuthenticatedServicer):
         view = await live.replica_view(self._sessions)
         async with self._sessions() as session:
             drains = await live.list_drains(session)
-        rows = [
-            row
-            for row in view.replicas
-            if not request.model or live.is_of(row.model, request.model)
-        ]
-        drains = [
-            drain for drain in drains if not request.model or live.is_of(drain.model, request.model)
-        ]
-        if request.model and not (rows or drains or self._own(request.model)):
-            raise NotFound("model with replicas", request.model)
+        rows: Sequence[LiveRow] = view.replicas
+        if model := request.model:
+            rows, drains = (
+                [each for each in found if live.is_of(each.model, model)]
+                for found in (rows, drains)
+            )
+            if not (rows or drains or self._own(model)):
+                raise NotFound("model with replicas", model)
         return replica_pb.ListReplicasResponse(
             replicas=map(replica_message, rows),
             drains=map(drain_message, drains),

@@ -156,7 +156,7 @@ class QueueAdmission:
         tier = self._tiers[arrival.tier]
         ahead = self._units_before(arrival, over * self._usual_cost(arrival))
         units = max(ahead, (1 - free) * self._cost(arrival))
-        retry_after_s = self._reserve(arrival, tier.seconds(units), now)
+        retry_after_s = self._reserve(arrival, tier.seconds(units), now, again=is_reserved)
         return QueueFull(own, self._waiting.total, retry_after_s)
 
     def _deadline_refusal(
@@ -175,10 +175,16 @@ class QueueAdmission:
         sure_s = left_s * (RESERVED_WAIT_SHARE if is_reserved else NEWCOMERS_WAIT_SHARE)
         if wait_s <= sure_s:
             return None
-        return StartsTooLate(wait_s, left_s, self._reserve(arrival, wait_s - sure_s, now))
+        return StartsTooLate(
+            wait_s, left_s, self._reserve(arrival, wait_s - sure_s, now, again=is_reserved)
+        )
 
-    def _reserve(self, arrival: Arrival, wait_s: float | None, now: float) -> float:
-        """Reserve a place for a refused request, and return its retry-after in seconds."""
+    def _reserve(self, arrival: Arrival, wait_s: float | None, now: float, *, again: bool) -> float:
+        """Reserve a place for a refused request, and return its retry-after in seconds.
+
+        With `again` it has returned on time and found no room, perhaps with many others: each is
+        told another moment, at the pace at which the tenant's requests are served.
+        """
         if left_s := self.reservations.left_s(arrival.key, now):
             return left_s  # it returned too early; its reservation still holds
         self.reservations.returned(arrival.key)
@@ -187,6 +193,12 @@ class QueueAdmission:
             if wait_s is None
             else max(wait_s * MARGIN, RETRY_S_MIN)
         )
+        units = self._units_before(arrival, self._cost(arrival))
+        if again and (gap_s := self._tiers[arrival.tier].seconds(units)) is not None:
+            moment = self.reservations.next_moment(
+                arrival.tenant_id, now + retry_after_s, MARGIN * gap_s
+            )
+            retry_after_s = moment - now
         self.reservations.make(
             arrival.key, arrival.tenant_id, self._cost(arrival), now, retry_after_s
         )

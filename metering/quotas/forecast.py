@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TypeVar
 
-from common.retry_after import MARGIN, RETRY_S_MIN, RequestKey, Reservations
+from common.retry_after import MARGIN, RETRY_S_MIN, RequestKey, Reservations, first_gap
 from metering.quotas.quota_rules import (
     Charge,
     Kind,
@@ -27,8 +27,6 @@ from metering.quotas.quota_rules import (
     window_start,
 )
 
-# Of one quota, and of one key in it: many clients behind one key are not an attack.
-QUOTA_RESERVATIONS_MAX, KEY_RESERVATIONS_MAX = 2000, 500
 # Part of a window over whose start retries are spread, and its maximum.
 SPREAD_SHARE, SPREAD_S_MAX = 0.1, 5.0
 LATE_SHARE = 0.98  # quantile of earlier requests' durations and outputs that a forecast assumes
@@ -71,11 +69,6 @@ def late(values: Sequence[N]) -> N:
     return values[math.ceil(LATE_SHARE * len(values)) - 1]
 
 
-def quota_reservations() -> Reservations:
-    """Build the empty reservations of a quota."""
-    return Reservations(QUOTA_RESERVATIONS_MAX, KEY_RESERVATIONS_MAX)
-
-
 @dataclass(slots=True)
 class Forecast:
     """Expected room of one quota, less what is reserved.
@@ -89,7 +82,7 @@ class Forecast:
     history: History
     process_count: int
     running: Sequence[RunningRequest]
-    reservations: Reservations = field(default_factory=quota_reservations)
+    reservations: Reservations = field(default_factory=Reservations)
     # Expected end of each running request, the amount that it releases, and that of all up to it.
     _ends: list[float] = field(default_factory=list)
     _released: list[int] = field(default_factory=list)
@@ -164,10 +157,7 @@ class Forecast:
         gap_s = MARGIN * duration_s * share
         at_s = max(first, self._full_until, from_s)
         is_contiguous = at_s > from_s
-        index = bisect.bisect_right(self._moments, at_s - gap_s)
-        while index < len(self._moments) and self._moments[index] < at_s + gap_s:
-            at_s = max(at_s, self._moments[index] + gap_s)
-            index += 1
+        at_s = first_gap(self._moments, at_s, gap_s)
         if is_contiguous:
             self._full_until = at_s
         return at_s

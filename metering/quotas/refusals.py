@@ -15,13 +15,12 @@ from typing import NamedTuple
 import psycopg
 import structlog
 
-from common.retry_after import RequestKey
+from common.retry_after import RequestKey, Reservations
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.quotas.forecast import (
     Forecast,
     History,
     RunningRequest,
-    quota_reservations,
     reserve,
 )
 from metering.quotas.quota_rules import Charge, QuotaRule
@@ -150,7 +149,7 @@ class Refusals:
             history,
             max(process_count, known.process_count if known is not None else 1),
             running,
-            known.reservations if known is not None else quota_reservations(),
+            known.reservations if known is not None else Reservations(),
         )
 
     async def _refresh(
@@ -159,14 +158,14 @@ class Refusals:
         """Refresh those forecasts of the refusing quotas that are older than `REFRESH_S`."""
         stale: dict[uuid.UUID, tuple[QuotaRule, Charge, uuid.UUID]] = {}
         for organization_id, error, *_ in refused:
+            assert error.charge is not None, "only a request with a charge waits for room"
             for state, _ in error.met:
                 known = self.forecasts.get(state.rule.number)
-                age_s = (
-                    now.timestamp() - known.at_s
-                    if known is not None and known.rule is state.rule
-                    else REFRESH_S
-                )
-                if age_s >= REFRESH_S and error.charge is not None:
+                if (
+                    known is None
+                    or known.rule is not state.rule
+                    or now.timestamp() - known.at_s >= REFRESH_S
+                ):
                     stale[state.quota_id] = (state.rule, error.charge, organization_id)
         if not stale:
             return
@@ -180,16 +179,9 @@ class Refusals:
         cursor = await connection.execute(SELECT_RUNNING, (list(stale), RUNNING_COUNT_MAX))
         rows = await cursor.fetchall()
         for quota_id, process_id, age_s, *amounts, admitted_at, charged_at in rows:
-            sent, cached, leased, posted, reasoning = amounts
+            prices, (sent, cached, leased, posted, reasoning) = stale[quota_id][1].prices, amounts
             charge = Charge(
-                stale[quota_id][1].prices,
-                sent,
-                cached,
-                leased,
-                posted,
-                admitted_at,
-                charged_at,
-                reasoning_token_count=reasoning,
+                prices, sent, cached, leased, posted, admitted_at, charged_at, (), reasoning
             )
             running[quota_id].append(RunningRequest(charge, age_s))
             owners[quota_id].add(process_id)

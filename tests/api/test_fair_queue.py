@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import functools
 import itertools
@@ -179,6 +180,21 @@ def test_clients_that_wait_the_exact_retry_after_are_admitted(
             if each.begun_at is not None and each.joined_at is not None
         ]
         assert sum(wait_s > timeout_s for wait_s in waits) <= 0.01 * len(waits)
+
+
+def test_a_thousand_clients_refused_at_once_return_one_after_the_other() -> None:
+    """They arrive before a rate is known, so that the first returns are refused as well."""
+    rng, limits = random.Random(0), QueueSettings(requests_max=60, requests_per_tenant_max=40)
+    world = World(limits, SMALL)
+    requests = [Request("a", rng.randint(50, 400), rng.randint(10, 100), 0.0) for _ in range(1000)]
+    for request in requests:
+        world.at(rng.uniform(0, 0.2), functools.partial(world.send_stubbornly, request))
+    world.run(65.0)
+
+    assert len(world.ended) == 1000, "the queue was never empty for long"
+    assert sum(len(request.refusals) for request in requests) < 3200
+    firsts = sorted(request.refusals[0].retry_after_s for request in requests if request.refusals)
+    assert max(bisect.bisect(firsts, at + 0.1) - index for index, at in enumerate(firsts)) < 150
 
 
 def test_a_wait_is_reported_as_it_ends() -> None:

@@ -17,7 +17,9 @@ import pytest
 
 from common.retry_after import (
     DOUBTED_RESERVATIONS_MAX,
+    KEY_RESERVATIONS_MAX,
     MARGIN,
+    QUOTA_RESERVATIONS_MAX,
     RETRY_S_MIN,
     Reservations,
 )
@@ -28,12 +30,9 @@ from metering.pricing.prices import TokenPrices
 from metering.quotas import quotas, refusals
 from metering.quotas.forecast import (
     DURATION_UNKNOWN_S,
-    KEY_RESERVATIONS_MAX,
-    QUOTA_RESERVATIONS_MAX,
     Forecast,
     History,
     RunningRequest,
-    quota_reservations,
     reserve,
 )
 from metering.quotas.quota_rules import Charge, CounterKey, QuotaRule, QuotaState
@@ -379,7 +378,7 @@ def test_those_without_a_reservation_do_not_return_at_once() -> None:
 
 
 def test_many_keys_of_one_quota_are_bounded_together() -> None:
-    reservations = quota_reservations()
+    reservations = Reservations()
     for _ in range(10):
         key = uuid.uuid4()
         while reservations.make((PROJECT, uuid.uuid4()), key, 1, 0.0, 100.0):
@@ -479,28 +478,12 @@ async def test_clients_of_a_real_database_that_wait_the_retry_after_are_admitted
             if attempt == 2:
                 returned.append(isinstance(answer, Admitted))
             if isinstance(answer, Admitted):
-                heapq.heappush(
-                    events,
-                    (
-                        world.now + timedelta(seconds=chance.uniform(3, 5)),
-                        number,
-                        request_id,
-                        True,
-                        0,
-                    ),
-                )
-                continue
-            assert isinstance(answer, QuotaExceeded)
-            heapq.heappush(
-                events,
-                (
-                    world.now + timedelta(seconds=answer.retry_after_s),
-                    number,
-                    request_id,
-                    False,
-                    attempt + 1,
-                ),
-            )
+                wait_s, next_attempt = chance.uniform(3, 5), 0
+            else:
+                assert isinstance(answer, QuotaExceeded)
+                wait_s, next_attempt = answer.retry_after_s, attempt + 1
+            at = world.now + timedelta(seconds=wait_s)
+            heapq.heappush(events, (at, number, request_id, not next_attempt, next_attempt))
         refused = holds.refusals.counts
 
     assert len(returned) == 35
