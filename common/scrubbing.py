@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from common.child_environment import inherited
+from common.processes import inherited
 
 VALUE_CHARS_MIN = 6  # a shorter value of a variable appears by chance
 # Variables without secrets that a child process does not need.

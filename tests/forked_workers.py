@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from common import processes as system
-from common.child_environment import inherited
+from common.processes import inherited
 from inference.safety.classifiers import CHILD_ENVIRONMENT as CLASSIFIER_ENVIRONMENT
 from inference.workers import process
 from inference.workers.process import CHILD_ENVIRONMENT

@@ -372,11 +372,9 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
         self, request: months_pb2.GetMonthDocumentRequest, context: Context
     ) -> months_pb2.GetMonthDocumentResponse:
         """Return the report of a month as JSON or CSV. Raises: InvalidValue."""
-        reader = await self._caller(context)
-        if (write := DOCUMENTS.get(request.format)) is None:
-            raise InvalidValue("format", "must be JSON or CSV")
-        async with self._reading(reader) as session:
-            organization = await visible(session, reader, request.organization)
+        async with self._reading_of(context, request.organization) as (session, organization):
+            if (write := DOCUMENTS.get(request.format)) is None:
+                raise InvalidValue("format", "must be JSON or CSV")
             content = write(
                 await month_report(session, organization=str(organization.id), month=request.month)
             ).encode()

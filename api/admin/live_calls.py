@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import live_requests_pb2 as live_pb
 from weir.v1 import replicas_pb2 as replica_pb
+from weir.v1.live_requests_pb2 import KillRequestResponse as Killed
 
 from api.access.servicer import AuthenticatedServicer
 from api.core import wire
@@ -27,6 +30,8 @@ REASON_CHARS_MAX = 200
 PAGE_SIZE = 200
 END_WAIT_S = 2.0  # a healthy process ends a request within milliseconds
 END_POLL_S = 0.005
+
+Match = TypeVar("Match", LiveRow, live.ProjectRequest)
 
 
 class LiveCalls(AuthenticatedServicer):
@@ -71,7 +76,8 @@ class LiveCalls(AuthenticatedServicer):
                 if request.project
                 else None
             )
-            owner = await self._owner(session, request_id, project_id)
+            owners = await live.find_request_owners(session, request_id, project_id)
+            owner = await self._sole(owners, request_id)
             return live_pb.GetRequestResponse(
                 generation=await find_generation(session, owner.project_id, request_id),
                 organization_name=owner.organization_name,
@@ -79,48 +85,36 @@ class LiveCalls(AuthenticatedServicer):
                 api_key_prefix=owner.api_key_prefix,
             )
 
-    async def _owner(
-        self, session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None
-    ) -> LiveRow:
-        """Find the owner of a request.
+    async def _sole(self, matches: Sequence[Match], request_id: uuid.UUID) -> Match:
+        """Return the only match of a request id.
 
         Raises NotFound, or InvalidValue if several projects have a request with this id.
         """
-        owners = await live.find_request_owners(session, request_id, project_id)
-        if not owners:
+        if not matches:
             raise NotFound("request", str(request_id))
-        if len(owners) > 1:
-            names = ", ".join(
-                sorted(f"{each.organization_name}/{each.project_name}" for each in owners)
-            )
+        if len(matches) > 1:
+            async with self._sessions() as session:
+                names = await tenants.project_names(session, [each.project_id for each in matches])
             raise InvalidValue(
-                "project", f"several projects have a request with this id, name one: {names}"
+                "project",
+                f"several projects have a request with this id, name one: {', '.join(names)}",
             )
-        owner: LiveRow = owners[0]
-        return owner
+        return matches[0]
 
-    async def KillRequest(
-        self, request: live_pb.KillRequestRequest, context: Context
-    ) -> live_pb.KillRequestResponse:
+    async def KillRequest(self, request: live_pb.KillRequestRequest, context: Context) -> Killed:
         await self._caller(context)
         request_id = wire.parse_request_id(request.request_id)
         check_reason(request.reason)
         located, had_ended = await self._find_request(request_id, request.project)
         if had_ended:
-            return await self._killed(
-                live_pb.KillRequestResponse.RESULT_ALREADY_ENDED, request_id, located
-            )
+            return await self._killed(Killed.RESULT_ALREADY_ENDED, request_id, located)
         async with self._transaction(context) as (session, actor):
             await record_kill(session, actor, request_id, located, request.reason)
             await cancel_request(
                 session, project_id=located.project_id, request_id=request_id, reason=request.reason
             )
         ended = await self._wait_for_end(request_id, located)
-        result = (
-            live_pb.KillRequestResponse.RESULT_ENDED
-            if ended
-            else live_pb.KillRequestResponse.RESULT_PENDING
-        )
+        result = Killed.RESULT_ENDED if ended else Killed.RESULT_PENDING
         return await self._killed(result, request_id, located)
 
     async def ExpireOverdueHolds(
@@ -155,19 +149,7 @@ class LiveCalls(AuthenticatedServicer):
         running = [located for located in found if located.is_held] or await live.find_waiting(
             self._sessions, request_id, project_id
         )
-        matches = running or found
-        if not matches:
-            raise NotFound("request", str(request_id))
-        if len(matches) > 1:
-            async with self._sessions() as session:
-                names = await tenants.project_names(
-                    session, [located.project_id for located in matches]
-                )
-            raise InvalidValue(
-                "project",
-                f"several projects have a request with this id, name one: {', '.join(names)}",
-            )
-        return matches[0], not running
+        return await self._sole(running or found, request_id), not running
 
     async def _wait_for_end(self, request_id: uuid.UUID, located: live.ProjectRequest) -> bool:
         """Wait until a request has ended; return False if it has not within `END_WAIT_S`."""
@@ -194,17 +176,17 @@ class LiveCalls(AuthenticatedServicer):
 
     async def _killed(
         self,
-        result: live_pb.KillRequestResponse.Result.ValueType,
+        result: Killed.Result.ValueType,
         request_id: uuid.UUID,
         located: live.ProjectRequest,
-    ) -> live_pb.KillRequestResponse:
-        answer = live_pb.KillRequestResponse(result=result)
+    ) -> Killed:
+        answer = Killed(result=result)
         with contextlib.suppress(NotFound):
             async with self._sessions() as session:
                 answer.generation.CopyFrom(
                     await find_generation(session, located.project_id, request_id)
                 )
-                if result == live_pb.KillRequestResponse.RESULT_PENDING and (
+                if result == Killed.RESULT_PENDING and (
                     hold := await live.find_running_hold(session, located.project_id, request_id)
                 ):
                     answer.expire_time.FromDatetime(hold.expires_at)
@@ -225,8 +207,9 @@ async def record_kill(
             "organization_id": str(hold.organization_id),
             "api_key_id": str(hold.api_key_id),
             "model": hold.model,
+            "state": hold.state,
+            "delivered_token_count": hold.delivered_token_count,
         }
-        before |= {"state": hold.state, "delivered_token_count": hold.delivered_token_count}
     after = before | {"state": "ordered to end", "reason": reason}
     await record_change(
         session,
@@ -263,16 +246,14 @@ class ReplicaCalls(AuthenticatedServicer):
         view = await live.replica_view(self._sessions)
         async with self._sessions() as session:
             drains = await live.list_drains(session)
-        rows = [
-            row
-            for row in view.replicas
-            if not request.model or live.is_of(row.model, request.model)
-        ]
-        drains = [
-            drain for drain in drains if not request.model or live.is_of(drain.model, request.model)
-        ]
-        if request.model and not (rows or drains or self._own(request.model)):
-            raise NotFound("model with replicas", request.model)
+        rows: Sequence[LiveRow] = view.replicas
+        if model := request.model:
+            rows, drains = (
+                [each for each in found if live.is_of(each.model, model)]
+                for found in (rows, drains)
+            )
+            if not (rows or drains or self._own(model)):
+                raise NotFound("model with replicas", model)
         return replica_pb.ListReplicasResponse(
             replicas=map(replica_message, rows),
             drains=map(drain_message, drains),
@@ -296,12 +277,8 @@ class ReplicaCalls(AuthenticatedServicer):
                 actor=actor,
             )
             drain = drain_message(order)
-        view = await live.replica_view(self._sessions)
-        return replica_pb.DrainReplicaResponse(
-            drain=drain,
-            replicas=map(replica_message, view.named(model, request.replica)),
-            unresponsive_process_ids=map(str, view.unresponsive_process_ids),
-        )
+        replicas = await self._replicas(model, request.replica)
+        return replica_pb.DrainReplicaResponse(drain=drain, **replicas)
 
     async def UndrainReplica(
         self, request: replica_pb.UndrainReplicaRequest, context: Context
@@ -313,12 +290,16 @@ class ReplicaCalls(AuthenticatedServicer):
             undrained = await live.end_drain(
                 session, model=model, replica=request.replica, reason=request.reason, actor=actor
             )
+        replicas = await self._replicas(model, request.replica)
+        return replica_pb.UndrainReplicaResponse(undrained=undrained, **replicas)
+
+    async def _replicas(self, model: str, replica: str) -> dict[str, Any]:
+        """Build the fields of an answer that show a replica in every process."""
         view = await live.replica_view(self._sessions)
-        return replica_pb.UndrainReplicaResponse(
-            undrained=undrained,
-            replicas=map(replica_message, view.named(model, request.replica)),
-            unresponsive_process_ids=map(str, view.unresponsive_process_ids),
-        )
+        return {
+            "replicas": map(replica_message, view.named(model, replica)),
+            "unresponsive_process_ids": map(str, view.unresponsive_process_ids),
+        }
 
     async def _served_name(self, model: str, replica: str) -> str:
         """Find the served name (model and version) of a replica that is reported or drained.

@@ -46,17 +46,15 @@ class PriceCalls(AuthenticatedServicer):
                 ],
                 organization=request.organization,
             )
-        picos = (
-            {
-                "old_amount": each.old_picos,
-                "new_amount": each.new_picos,
-                "difference": each.new_picos - each.old_picos,
-            }
-            for each in matches
-        )
         customers = [
-            wire.message_of(plan_pb.SimulatedCustomer, each, **sums)
-            for each, sums in zip(matches, picos, strict=True)
+            wire.message_of(
+                plan_pb.SimulatedCustomer,
+                each,
+                old_amount=each.old_picos,
+                new_amount=each.new_picos,
+                difference=each.new_picos - each.old_picos,
+            )
+            for each in matches
         ]
         return plan_pb.SimulatePricesResponse(customers=customers)
 
@@ -267,13 +265,13 @@ class PlanCalls(AuthenticatedServicer):
     ) -> plan_pb.GetCreditBalanceResponse:
         async with self._transaction(context) as (session, _):
             balance = await prepaid.credit_balance(session, organization=request.organization)
-            currency_code = balance.organization.currency_code
-            names = {
-                "organization_id": balance.organization.id,
-                "organization_name": balance.organization.name,
-            }
+            owner = balance.organization
             return wire.message_of(
-                plan_pb.GetCreditBalanceResponse, balance, currency_code, **names
+                plan_pb.GetCreditBalanceResponse,
+                balance,
+                owner.currency_code,
+                organization_id=owner.id,
+                organization_name=owner.name,
             )
 
     async def SetPrepaid(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as pb
@@ -55,15 +54,13 @@ class TenantCalls(AuthenticatedServicer):
         if earlier:
             organization = await tenants.find_organization(session, earlier)
         else:
-            fields = {
-                "name": request.name,
-                "currency_code": request.currency_code or "USD",
-                "actor": acting.actor,
-            }
-            if request.allow_existing:
-                organization, existed = await admin_requests.ensure_organization(session, **fields)
-            else:
-                organization = await tenants.create_organization(session, **fields)
+            organization, existed = await admin_requests.ensure_organization(
+                session,
+                name=request.name,
+                currency_code=request.currency_code or "USD",
+                allow_existing=request.allow_existing,
+                actor=acting.actor,
+            )
         profile = await billing_profile(session, organization.id)
         return organization.id, pb.CreateOrganizationResponse(
             organization=organization_message(organization, profile), existed=existed
@@ -103,15 +100,13 @@ class TenantCalls(AuthenticatedServicer):
         if earlier:
             project = await tenants.find_project(session, earlier)
         else:
-            fields = {
-                "organization": request.organization,
-                "name": request.name,
-                "actor": acting.actor,
-            }
-            if request.allow_existing:
-                project, existed = await admin_requests.ensure_project(session, **fields)
-            else:
-                project = await tenants.create_project(session, **fields)
+            project, existed = await admin_requests.ensure_project(
+                session,
+                organization=request.organization,
+                name=request.name,
+                allow_existing=request.allow_existing,
+                actor=acting.actor,
+            )
         response = pb.CreateProjectResponse(project=project_message(project), existed=existed)
         return project.id, response
 
@@ -130,18 +125,16 @@ class TenantCalls(AuthenticatedServicer):
         if earlier:
             key = await api_keys.find_api_key(session, earlier)
         else:
-            fields: dict[str, Any] = {
-                "organization": request.organization,
-                "project": request.project,
-                "name": request.name,
-                "terms": self._terms(request)(KeyTerms()),
-                "lifetime": wire.given_duration(request, "lifetime"),
-                "actor": acting.actor,
-            }
-            if request.allow_existing:
-                key, secret, existed = await admin_requests.ensure_api_key(session, **fields)
-            else:
-                key, secret = await api_keys.create_api_key(session, **fields)
+            key, secret, existed = await admin_requests.ensure_api_key(
+                session,
+                organization=request.organization,
+                project=request.project,
+                name=request.name,
+                terms=self._terms(request)(KeyTerms()),
+                lifetime=wire.given_duration(request, "lifetime"),
+                allow_existing=request.allow_existing,
+                actor=acting.actor,
+            )
         return key.id, pb.CreateApiKeyResponse(
             api_key=key_message(key), secret=secret, existed=existed
         )

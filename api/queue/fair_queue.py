@@ -339,7 +339,7 @@ class FairQueue:
         own = waiting.by_tenant.get(tenant, 0)
         # While half of a tenant's share is free, reservations need not be checked.
         is_half_empty = waiting.total < self._half and own < self._tenant_half
-        if admission.reservations.by_key or arrival.deadline is not None or not is_half_empty:
+        if admission.reservations or arrival.deadline is not None or not is_half_empty:
             admission.check(arrival, engine_wait_s, self.clock(), is_half_empty=is_half_empty)
         waiting.total += 1
         if waiting.total > waiting.peak:

@@ -1,13 +1,12 @@
 """Admission to a queue: refuses requests that find no room, or would start after their deadline.
 
-A refused request gets a retry-after and a reservation: if it returns on time, there is room.
+A refused request gets a retry-after and a reservation, by the rules of
+`common/retry_after.py`: if it returns on time, there is room.
 """
 
 from __future__ import annotations
 
-import heapq
 import uuid
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,24 +16,17 @@ import msgspec
 from api.core.errors import QueueFull, StartsTooLate
 from api.core.settings import QueueSettings
 from api.queue.tier import Tier
+from common.retry_after import MARGIN, RETRY_S_MIN, RequestKey, Reservations
 from metering.core.models import ServiceTier
 
 ALL_TENANTS = uuid.UUID(int=0)  # shared line of all tenants if fairness is off
 # Share of places for new requests; the rest is for reservations, since rates vary.
 NEWCOMERS_SHARE = 0.8
-# Retry-after is a fifth longer than computed, since an early retry is refused again.
-RETRY_MARGIN = 1.2
-RETRY_S_MIN = 0.05  # seconds: with a shorter retry-after a client would spin
-RETRY_S_UNKNOWN = 1.0  # seconds: before any service was observed
+RETRY_S_UNKNOWN = 1.0  # seconds at least, and twice that at most: before any service was observed
 RESERVATIONS_PER_ENTRY = 10  # beyond this many, a retry-after is an estimate without a reservation
-# Seconds for which a reservation is kept at least, for client jitter and network delay.
-GRACE_S_MIN = 2.0
-EARLY_S = 0.001  # seconds that a timer may fire early
 # Fraction of the time left that the expected wait may take: one wait in ten is a fifth longer than
 # expected.
 RESERVED_WAIT_SHARE, NEWCOMERS_WAIT_SHARE = 0.9, 0.6
-
-Key = tuple[uuid.UUID, uuid.UUID]  # tenant and request
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -54,7 +46,7 @@ class Arrival(msgspec.Struct, frozen=True):
     deadline: float | None = None
 
     @property
-    def key(self) -> tuple[uuid.UUID, uuid.UUID]:
+    def key(self) -> RequestKey:
         """Tenant and request id: clients choose request ids, so two tenants may use the same."""
         return self.tenant_id, self.request_id
 
@@ -97,7 +89,8 @@ class QueueAdmission:
         self._tiers = tiers
         self._dispatch = dispatch
         self._waiting = waiting
-        self.reservations = Reservations(RESERVATIONS_PER_ENTRY * settings.requests_max)
+        count_max = RESERVATIONS_PER_ENTRY * settings.requests_max
+        self.reservations = Reservations(count_max, count_max)
 
     def check(
         self, arrival: Arrival, engine_wait_s: float, now: float, *, is_half_empty: bool
@@ -119,7 +112,7 @@ class QueueAdmission:
         if refusal is not None:
             self.refused_count += 1
             raise refusal
-        self.reservations.drop(arrival.key)
+        self.reservations.returned(arrival.key)
 
     def wait_s(self, arrival: Arrival, *, is_reserved: bool = False) -> float | None:
         """Estimate the wait of a request that arrives now, in seconds; None without data.
@@ -133,7 +126,7 @@ class QueueAdmission:
         tenant = tier.line.find(self._tenant_id(arrival))
         own = tier.backlog(tenant) if tenant is not None else 0.0
         if not is_reserved:
-            own += self.reservations.cost(arrival.tenant_id)
+            own += self.reservations.amount(arrival.tenant_id)
         before = self._units_before(arrival, own)
         return tier.seconds(before + self._cost(arrival) * self._dispatch.count_before(rank))
 
@@ -149,7 +142,7 @@ class QueueAdmission:
             over = max(1 - free, own + 1 - own_max)
         else:
             # It returned too early: its own reservation does not count.
-            known = self.reservations.find(arrival.key) is not None
+            known = arrival.key in self.reservations
             own += self.reservations.count(arrival.tenant_id) - known
             free -= len(self.reservations) - known
             # It must have fewer waiting requests than there are free positions. Each one that ends
@@ -163,8 +156,8 @@ class QueueAdmission:
         tier = self._tiers[arrival.tier]
         ahead = self._units_before(arrival, over * self._usual_cost(arrival))
         units = max(ahead, (1 - free) * self._cost(arrival))
-        hint_s = self._reserve(arrival, tier.seconds(units), now, again=is_reserved)
-        return QueueFull(own, self._waiting.total, hint_s)
+        retry_after_s = self._reserve(arrival, tier.seconds(units), now, again=is_reserved)
+        return QueueFull(own, self._waiting.total, retry_after_s)
 
     def _deadline_refusal(
         self,
@@ -189,23 +182,27 @@ class QueueAdmission:
     def _reserve(self, arrival: Arrival, wait_s: float | None, now: float, *, again: bool) -> float:
         """Reserve a place for a refused request, and return its retry-after in seconds.
 
-        `again` says that it has returned on time and found no room.
+        With `again` it has returned on time and found no room, perhaps with many others: each is
+        told another moment, at the pace at which the tenant's requests are served.
         """
-        if again:
-            self.reservations.drop(arrival.key)
-        reservation = self.reservations.find(arrival.key)
-        if reservation is not None:  # it returned too early; its reservation still holds
-            return max(reservation.ready_at - now, RETRY_S_MIN)
-        hint_s = RETRY_S_UNKNOWN if wait_s is None else max(wait_s * RETRY_MARGIN, RETRY_S_MIN)
-        self.reservations.make(
-            Reservation(
-                arrival.key,
-                self._cost(arrival),
-                now + hint_s,
-                now + hint_s + max(GRACE_S_MIN, hint_s / 2),
-            )
+        if left_s := self.reservations.left_s(arrival.key, now):
+            return left_s  # it returned too early; its reservation still holds
+        self.reservations.returned(arrival.key)
+        retry_after_s = (
+            RETRY_S_UNKNOWN * (1 + self.reservations.spread())
+            if wait_s is None
+            else max(wait_s * MARGIN, RETRY_S_MIN)
         )
-        return hint_s
+        units = self._units_before(arrival, self._cost(arrival))
+        if again and (gap_s := self._tiers[arrival.tier].seconds(units)) is not None:
+            moment = self.reservations.next_moment(
+                arrival.tenant_id, now + retry_after_s, MARGIN * gap_s
+            )
+            retry_after_s = moment - now
+        self.reservations.make(
+            arrival.key, arrival.tenant_id, self._cost(arrival), now, retry_after_s
+        )
+        return retry_after_s
 
     def _tenant_id(self, arrival: Arrival) -> uuid.UUID:
         return arrival.tenant_id if self._is_fair else ALL_TENANTS
@@ -215,7 +212,7 @@ class QueueAdmission:
         tier = self._tiers[arrival.tier]
         weight = arrival.weight if self._is_fair else 1.0
         return tier.units_before(
-            self._tenant_id(arrival), weight, own_units, self.reservations.cost
+            self._tenant_id(arrival), weight, own_units, self.reservations.amount
         )
 
     def _usual_cost(self, arrival: Arrival) -> float:
@@ -230,73 +227,3 @@ class QueueAdmission:
         return self._tiers[arrival.tier].cost(
             arrival.input_token_count, arrival.output_token_count_max
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Reserved place. Times are in monotonic seconds, `cost` in service units."""
-
-    key: Key
-    cost: float
-    ready_at: float
-    expires_at: float
-
-
-class Reservations:
-    """All reservations of a queue, by request and by tenant."""
-
-    def __init__(self, count_max: int) -> None:
-        self._count_max = count_max
-        self.by_key: dict[Key, Reservation] = {}
-        self._counts: Counter[uuid.UUID] = Counter()
-        self._costs: dict[uuid.UUID, float] = {}
-        self._expiries: list[tuple[float, Key]] = []
-
-    def __len__(self) -> int:
-        return len(self.by_key)
-
-    def count(self, tenant_id: uuid.UUID) -> int:
-        """Count the reservations of one tenant."""
-        return self._counts[tenant_id]
-
-    def cost(self, tenant_id: uuid.UUID) -> float:
-        """Return the expected cost of all reservations of one tenant, in service units."""
-        return self._costs.get(tenant_id, 0.0)
-
-    def find(self, key: Key) -> Reservation | None:
-        """Return the reservation of a request, or None."""
-        return self.by_key.get(key)
-
-    def make(self, reservation: Reservation) -> None:
-        """Add a reservation. Does nothing if there are too many, or if the request has one."""
-        if len(self.by_key) >= self._count_max or reservation.key in self.by_key:
-            return
-        tenant_id = reservation.key[0]
-        self.by_key[reservation.key] = reservation
-        self._counts[tenant_id] += 1
-        self._costs[tenant_id] = self.cost(tenant_id) + reservation.cost
-        heapq.heappush(self._expiries, (reservation.expires_at, reservation.key))
-
-    def is_due(self, key: Key, now: float) -> bool:
-        """Return whether the request has a reservation and has waited long enough to use it."""
-        reservation = self.by_key.get(key)
-        return reservation is not None and now >= reservation.ready_at - EARLY_S
-
-    def drop(self, key: Key) -> None:
-        """Remove a reservation that was used or is no longer needed."""
-        reservation = self.by_key.pop(key, None)
-        if reservation is None:
-            return
-        tenant_id = key[0]
-        self._counts[tenant_id] -= 1
-        self._costs[tenant_id] -= reservation.cost
-        if not self._counts[tenant_id]:
-            del self._counts[tenant_id], self._costs[tenant_id]
-
-    def forget_expired(self, now: float) -> None:
-        """Remove the reservations of requests that did not return in time."""
-        while self._expiries and self._expiries[0][0] <= now:
-            _, key = heapq.heappop(self._expiries)
-            reservation = self.by_key.get(key)
-            if reservation is not None and reservation.expires_at <= now:
-                self.drop(key)

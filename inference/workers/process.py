@@ -19,8 +19,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import cast
 
-from common.child_environment import inherited
-from common.processes import started_with
+from common.processes import inherited, started_with
 from inference.workers.protocol import (
     Message,
     MessageDecoder,

@@ -189,9 +189,10 @@ class HoldConnection:
                 )
             )
             answers = [done[index] if index in done else next(left) for index in range(len(batch))]
-        for op, answer in zip(batch, answers, strict=True) if self.refusals.awaits_returns else ():
+        for op, answer in zip(batch, answers, strict=True) if self.refusals.counts else ():
             if isinstance(op, Admit) and isinstance(answer, Admitted):
-                self.refusals.on_admitted((op.payer.project_id, op.request_id))
+                request = op.payer.project_id, op.request_id
+                self.refusals.on_returned(request, answer.quotas.rules)
         return answers
 
     async def _read_rules(

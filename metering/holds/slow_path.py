@@ -212,8 +212,8 @@ def refused_of(
                 Refused(
                     op.payer.organization_id,
                     answer,
-                    (op.payer.project_id, op.request_id),
                     op.payer.api_key_id,
+                    (op.payer.project_id, op.request_id),
                 )
             )
     return refused

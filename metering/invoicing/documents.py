@@ -22,7 +22,7 @@ from psycopg.types.json import Jsonb
 from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from common.child_environment import inherited
+from common.processes import inherited
 from metering.core.errors import InvalidValue, InvariantViolated
 from metering.core.models import Organization, record_of
 from metering.invoicing.adjustments import AdjustmentRecord

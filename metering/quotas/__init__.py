@@ -1,1 +1,1 @@
-"""Quotas: rules, admission decisions, usage counters and retry hints."""
+"""Quotas: rules, admission decisions, usage counters and retry-after."""

@@ -47,8 +47,8 @@ class QuotaExceeded(MeteringError):
 
     requested: the amount requested of each failing limit. charge: that of an admission with its
     whole first slice; None if there is none. met: every enforced limit that applies, with the
-    amount requested of it. hint_s: seconds until the request fits, infinite if it never will; None
-    if not computed (`retry_hints.py`).
+    amount requested of it. fits_in_s: seconds until the request fits, infinite if it never will;
+    None if not computed (`forecast.py`).
     """
 
     reason = "QUOTA_EXCEEDED"
@@ -64,12 +64,12 @@ class QuotaExceeded(MeteringError):
         self.requested = tuple(requested)
         self.charge: Charge | None = None
         self.met: tuple[tuple[QuotaState, int], ...] = ()
-        self.hint_s: float | None = None
+        self.fits_in_s: float | None = None
 
     @property
     def retry_helps(self) -> bool:
         """True if waiting can help; False if this request alone exceeds a limit."""
-        if self.hint_s == math.inf:
+        if self.fits_in_s == math.inf:
             return False
         return all(
             amount <= state.limit_value
@@ -78,11 +78,11 @@ class QuotaExceeded(MeteringError):
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds to wait: the hint, or the time until the last failing limit resets, or 1."""
+        """Seconds until the request fits, or the time until the last failing limit resets, or 1."""
         return (
             max(state.resets_in_s or 1.0 for state in self.failing)
-            if self.hint_s is None
-            else self.hint_s
+            if self.fits_in_s is None
+            else self.fits_in_s
         )
 
 

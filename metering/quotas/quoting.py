@@ -33,7 +33,7 @@ class Quote:
 
     `expected_token_count` is the mean output of the project's latest requests to the model, None if
     there were none; `expected_reasoning_token_count` is the reasoning in it. `refusal` is the error
-    with which it would be refused, with its retry hint.
+    with which it would be refused, with its retry-after.
     """
 
     prices: TokenPrices
@@ -77,10 +77,11 @@ async def quote(
             )
         except QuotaExceeded as exceeded:
             refusal = exceeded
-            # Independent of this process's promises to other clients: a quote does not reserve
-            # room.
+            # A quote reserves no room, and does not count what is reserved for other requests.
             await Refusals().note(
-                await raw_connection(session), now, [Refused(payer.organization_id, refusal)]
+                await raw_connection(session),
+                now,
+                [Refused(payer.organization_id, refusal, payer.api_key_id, None)],
             )
     expected, reasoning = (0, 0) if embedding else await expected_output(session, payer, model)
     return Quote(prices, expected, reasoning, tuple(states), refusal)

@@ -1,41 +1,36 @@
-"""Refused admissions of one process: counts by quota, and the retry hint of each.
+"""Refused admissions of one process: counts by quota, and the retry-after of each.
 
-A refusal is not written to the database. Counts and promises belong to this process and end with
-it.
+A refusal is not written to the database. Counts and reservations belong to this process and end
+with it.
 """
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
 import psycopg
 import structlog
 
+from common.retry_after import RequestKey, Reservations
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.quotas.quota_rules import Charge, QuotaRule
-from metering.quotas.quotas import QuotaExceeded
-from metering.quotas.retry_hints import (
-    RESERVATION_COUNT_MAX,
-    UNKNOWN_KEY,
+from metering.quotas.forecast import (
     Forecast,
     History,
-    Requester,
-    RequestKey,
-    RetryReservations,
     RunningRequest,
     reserve,
 )
+from metering.quotas.quota_rules import Charge, QuotaRule
+from metering.quotas.quotas import QuotaExceeded
 from metering.store.pipeline import Connection
 
 # Maximum age of the data on running requests: refusals come in bursts, and each refresh is a query.
 REFRESH_S = 0.25
 
-# Quotas that refuse at the same time; beyond it all promises are dropped.
+# Quotas that refuse at the same time; beyond it all reservations are dropped.
 FORECAST_COUNT_MAX = 10_000
 
 RUNNING_COUNT_MAX = 20_000
@@ -75,38 +70,24 @@ class Refused(NamedTuple):
 
     organization_id: uuid.UUID
     error: QuotaExceeded
-    request: RequestKey | None = None  # None: no promise is remembered for it
-    api_key_id: uuid.UUID = UNKNOWN_KEY
-
-
-class ReservedRetry(NamedTuple):
-    """Time of a promised retry in seconds, and the quotas that refused the request."""
-
-    at_s: float
-    quota_ids: frozenset[uuid.UUID]
+    api_key_id: uuid.UUID
+    request: RequestKey | None  # None: no room is reserved for it
 
 
 class Refusals:
-    """Counter of refusals; gives each refused request its retry hint."""
+    """Counter of refusals; gives each refused request its retry-after."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[QuotaDimension, QuotaSubject]] = Counter()
-        self._forecasts: dict[uuid.UUID, Forecast] = {}
-        self._reserved: dict[RequestKey, ReservedRetry] = {}  # the latest last
-        self._reservations = RetryReservations()
+        self.forecasts: dict[int, Forecast] = {}  # by the number of the quota
 
     @property
     def counts(self) -> Mapping[tuple[QuotaDimension, QuotaSubject], int]:
         """Refused admissions since the start, by the first failing quota."""
         return dict(self._counts)
 
-    @property
-    def awaits_returns(self) -> bool:
-        """True if any request has a promised retry outstanding."""
-        return bool(self._reserved)
-
     async def note(self, connection: Connection, now: datetime, refused: Sequence[Refused]) -> None:
-        """Count the refusals of a batch and set the retry hint of each.
+        """Count the refusals of a batch and set the retry-after of each.
 
         Never raises, since the batch is committed and its responses must be sent.
         """
@@ -119,49 +100,35 @@ class Refusals:
         try:
             await self._refresh(connection, now, waiting)
             for each in waiting:
-                self._set_hint(each, now)
+                self.reserve(each, now)
         except psycopg.Error as away:
-            log.info("retry_hints_unknown", cause=str(away).strip())
+            log.info("retry_after_unknown", cause=str(away).strip())
         except Exception:  # the other operations of the batch are not affected
-            log.exception("retry_hints_failed")
+            log.exception("retry_after_failed")
 
-    def _set_hint(self, refused: Refused, now: datetime) -> None:
-        """Promise room to a request once. An early retry gets the same time again."""
+    def reserve(self, refused: Refused, now: datetime) -> None:
+        """Reserve room for a request once. An early retry gets the same moment again."""
         error, request, now_s = refused.error, refused.request, now.timestamp()
-        quota_ids = frozenset(state.quota_id for state in error.failing)
-        reserved = self._reserved.pop(request, None) if request is not None else None
-        if request is not None:
-            self._reservations.note_retry(request, now_s)
-        if reserved is None or reserved.at_s <= now_s or reserved.quota_ids != quota_ids:
-            requester = Requester(refused.organization_id, refused.api_key_id)
-            may = request is None or self._reservations.accepts(requester, now_s)
-            self.reserve(error, now, refused.api_key_id if may else None)
-            reserved = ReservedRetry(now_s + error.retry_after_s, quota_ids)
-            if may and request is not None and error.retry_helps:
-                self._reservations.add(request, requester, now_s, reserved.at_s)
-        error.hint_s = reserved.at_s - now_s
-        if request is not None and error.retry_helps:
-            self._reserved[request] = reserved
-            if len(self._reserved) > RESERVATION_COUNT_MAX:
-                del self._reserved[next(iter(self._reserved))]
-
-    def on_admitted(self, request: RequestKey) -> None:
-        """Record that a request was admitted, which keeps the promise made to it."""
-        if self._reserved.pop(request, None) is not None:
-            self._reservations.note_retry(request, math.inf)
-
-    def reserve(
-        self, error: QuotaExceeded, now: datetime, api_key_id: uuid.UUID | None = UNKNOWN_KEY
-    ) -> None:
-        """Set the hint of a refusal to the time at which all its quotas are expected to have room.
-
-        `api_key_id` is explained at `retry_hints.reserve`.
-        """
-        assert error.charge is not None
-        forecasts = [
-            (self._forecasts[state.quota_id], state, minimum) for state, minimum in error.met
+        demands = [
+            (self.forecasts[state.rule.number], state, minimum) for state, minimum in error.met
         ]
-        error.hint_s = reserve(forecasts, error.charge, now.timestamp(), api_key_id)
+        if request is not None:
+            left_s = min(
+                self.forecasts[state.rule.number].reservations.left_s(request, now_s)
+                for state in error.failing
+            )
+            if left_s:
+                error.fits_in_s = left_s
+                return
+            self.on_returned(request, [state.rule for state, _ in error.met])
+        assert error.charge is not None
+        error.fits_in_s = reserve(demands, error.charge, now_s, request, refused.api_key_id)
+
+    def on_returned(self, request: RequestKey, rules: Iterable[QuotaRule]) -> None:
+        """Record that a request was retried or admitted, which uses its reservations."""
+        for rule in rules:
+            if (forecast := self.forecasts.get(rule.number)) is not None:
+                forecast.reservations.returned(request)
 
     def learn(
         self,
@@ -171,19 +138,18 @@ class Refusals:
         process_count: int,
         running: Sequence[RunningRequest],
     ) -> None:
-        """Replace the forecast of a quota, keeping its promises to keys whose requests return.
+        """Replace the forecast of a quota, keeping its reservations.
 
-        `process_count` never shrinks: processes without running requests still make promises.
+        `process_count` never shrinks: processes without running requests still reserve room.
         """
-        known = self._forecasts.get(rule.id)
-        reservations = (
-            [each for each in known.reservations if not self._reservations.is_doubted(each[2])]
-            if known is not None
-            else []
-        )
-        processes = max(process_count, known.process_count if known is not None else 1)
-        self._forecasts[rule.id] = Forecast(
-            rule, now.timestamp(), history, processes, running, reservations
+        known = self.forecasts.get(rule.number)
+        self.forecasts[rule.number] = Forecast(
+            rule,
+            now.timestamp(),
+            history,
+            max(process_count, known.process_count if known is not None else 1),
+            running,
+            known.reservations if known is not None else Reservations(),
         )
 
     async def _refresh(
@@ -192,19 +158,19 @@ class Refusals:
         """Refresh those forecasts of the refusing quotas that are older than `REFRESH_S`."""
         stale: dict[uuid.UUID, tuple[QuotaRule, Charge, uuid.UUID]] = {}
         for organization_id, error, *_ in refused:
+            assert error.charge is not None, "only a request with a charge waits for room"
             for state, _ in error.met:
-                known = self._forecasts.get(state.quota_id)
-                age_s = (
-                    now.timestamp() - known.at_s
-                    if known is not None and known.rule is state.rule
-                    else REFRESH_S
-                )
-                if age_s >= REFRESH_S and error.charge is not None:
+                known = self.forecasts.get(state.rule.number)
+                if (
+                    known is None
+                    or known.rule is not state.rule
+                    or now.timestamp() - known.at_s >= REFRESH_S
+                ):
                     stale[state.quota_id] = (state.rule, error.charge, organization_id)
         if not stale:
             return
-        if len(self._forecasts) > FORECAST_COUNT_MAX:
-            self._forecasts.clear()
+        if len(self.forecasts) > FORECAST_COUNT_MAX:
+            self.forecasts.clear()
         histories = await read_histories(
             connection, {organization_id for _, _, organization_id in stale.values()}
         )
@@ -213,16 +179,9 @@ class Refusals:
         cursor = await connection.execute(SELECT_RUNNING, (list(stale), RUNNING_COUNT_MAX))
         rows = await cursor.fetchall()
         for quota_id, process_id, age_s, *amounts, admitted_at, charged_at in rows:
-            sent, cached, leased, posted, reasoning = amounts
+            prices, (sent, cached, leased, posted, reasoning) = stale[quota_id][1].prices, amounts
             charge = Charge(
-                stale[quota_id][1].prices,
-                sent,
-                cached,
-                leased,
-                posted,
-                admitted_at,
-                charged_at,
-                reasoning_token_count=reasoning,
+                prices, sent, cached, leased, posted, admitted_at, charged_at, (), reasoning
             )
             running[quota_id].append(RunningRequest(charge, age_s))
             owners[quota_id].add(process_id)

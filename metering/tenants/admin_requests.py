@@ -27,7 +27,6 @@ from metering.core.models import ApiKey, Organization, Project
 from metering.tenants.api_keys import KeyRecord, create_api_key, find_api_key
 from metering.tenants.key_terms import DEFAULT_TERMS, KeyTerms, checked_terms
 from metering.tenants.tenants import (
-    checked_name,
     create_organization,
     create_project,
     find_organization,
@@ -98,19 +97,26 @@ async def take_changes_lock(session: AsyncSession, *, alone: bool) -> None:
 
 
 async def ensure_organization(
-    session: AsyncSession, *, name: str, currency_code: str = "USD", actor: str
+    session: AsyncSession,
+    *,
+    name: str,
+    currency_code: str = "USD",
+    allow_existing: bool = True,
+    actor: str,
 ) -> tuple[Organization, bool]:
     """Create an organization unless it exists. Raises: InvalidValue, AlreadyExists.
 
-    Also returns whether it existed. AlreadyExists means that it has another currency.
+    Also returns whether it existed. AlreadyExists means that it has another currency, or that it
+    exists and `allow_existing` is False.
     """
-    checked_name(name)
     try:
         return (
             await create_organization(session, name=name, currency_code=currency_code, actor=actor),
             False,
         )
     except AlreadyExists:
+        if not allow_existing:
+            raise
         existing = await find_organization(session, name)
     if existing.currency_code != currency_code:
         raise AlreadyExists(
@@ -120,16 +126,20 @@ async def ensure_organization(
 
 
 async def ensure_project(
-    session: AsyncSession, *, organization: str, name: str, actor: str
+    session: AsyncSession, *, organization: str, name: str, allow_existing: bool = True, actor: str
 ) -> tuple[Project, bool]:
-    """Create a project unless it exists; return whether it did. Raises: NotFound, InvalidValue."""
-    checked_name(name)
+    """Create a project unless it exists; return whether it did.
+
+    Raises: NotFound; InvalidValue; AlreadyExists unless `allow_existing`.
+    """
     try:
         return (
             await create_project(session, organization=organization, name=name, actor=actor),
             False,
         )
     except AlreadyExists:
+        if not allow_existing:
+            raise
         return await find_project(session, name, organization=organization), True
 
 
@@ -141,12 +151,14 @@ async def ensure_api_key(
     name: str,
     terms: KeyTerms = DEFAULT_TERMS,
     lifetime: timedelta | None = None,
+    allow_existing: bool = True,
     actor: str,
 ) -> tuple[KeyRecord, str, bool]:
     """Create a key unless the project has an active one of this name with the same terms.
 
-    Returns the key, its secret (empty for an existing key), and whether it existed. Raises:
-    NotFound; InvalidValue; AlreadyExists if its terms differ, or if several keys have the name.
+    Returns the key, its secret (empty for an existing key), and whether it existed. Without
+    `allow_existing`, always creates one. Raises: NotFound; InvalidValue; AlreadyExists if the terms
+    of the existing key differ, or if several keys have the name.
     """
     owner = await find_project(session, project, organization=organization)
     # Serializes concurrent calls of the same script; admissions refer to the row and do not wait.
@@ -159,7 +171,7 @@ async def ensure_api_key(
         ApiKey.revoked_at.is_(None),
         or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.now()),
     )
-    key_ids = (await session.scalars(working)).all()
+    key_ids = (await session.scalars(working)).all() if allow_existing else ()
     if not key_ids:
         key, secret = await create_api_key(
             session,

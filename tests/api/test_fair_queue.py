@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import functools
 import itertools
@@ -26,7 +27,7 @@ from api.queue.fair_queue import (
     ServiceTier,
     State,
 )
-from api.queue.queue_admission import Arrival, Reservation, Reservations
+from api.queue.queue_admission import Arrival
 from inference.engine import EngineStatistics
 from tests.api.queue_world import EngineModel, Request, World, agent, percentile, tenant_id
 
@@ -181,6 +182,21 @@ def test_clients_that_wait_the_exact_retry_after_are_admitted(
         assert sum(wait_s > timeout_s for wait_s in waits) <= 0.01 * len(waits)
 
 
+def test_a_thousand_clients_refused_at_once_return_one_after_the_other() -> None:
+    """They arrive before a rate is known, so that the first returns are refused as well."""
+    rng, limits = random.Random(0), QueueSettings(requests_max=60, requests_per_tenant_max=40)
+    world = World(limits, SMALL)
+    requests = [Request("a", rng.randint(50, 400), rng.randint(10, 100), 0.0) for _ in range(1000)]
+    for request in requests:
+        world.at(rng.uniform(0, 0.2), functools.partial(world.send_stubbornly, request))
+    world.run(65.0)
+
+    assert len(world.ended) == 1000, "the queue was never empty for long"
+    assert sum(len(request.refusals) for request in requests) < 3200
+    firsts = sorted(request.refusals[0].retry_after_s for request in requests if request.refusals)
+    assert max(bisect.bisect(firsts, at + 0.1) - index for index, at in enumerate(firsts)) < 150
+
+
 def test_a_wait_is_reported_as_it_ends() -> None:
     world, rng = World(engine=SMALL), random.Random(0)
     reported: list[tuple[float, Request]] = []
@@ -290,30 +306,6 @@ def test_a_client_that_does_not_return_delays_others_only_briefly() -> None:
     clock.now += 60.0
 
     queue.enter(arrival("a"))
-
-
-def test_reservations_are_forgotten_when_their_grace_is_over() -> None:
-    reservations = Reservations(2)
-    keys = [(uuid.uuid4(), uuid.uuid4()) for _ in range(3)]
-    for key in keys:
-        reservations.make(Reservation(key, 5.0, ready_at=10.0, expires_at=12.0))
-    assert len(reservations) == 2, "bounded"
-    assert not reservations.is_due(keys[0], 9.9)
-    assert reservations.is_due(keys[0], 10.0)
-
-    reservations.drop(keys[0])
-    reservations.forget_expired(11.9)
-    assert (len(reservations), reservations.count(keys[1][0]), reservations.cost(keys[1][0])) == (
-        1,
-        1,
-        5.0,
-    )
-    reservations.forget_expired(12.0)
-    assert (len(reservations), reservations.count(keys[1][0]), reservations.cost(keys[1][0])) == (
-        0,
-        0,
-        0.0,
-    )
 
 
 def test_batch_runs_only_where_nothing_interactive_waits() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.child_environment import inherited
+from common.processes import inherited
 from inference.safety import classifiers
 from inference.workers.process import CHILD_ENVIRONMENT, FAMILY, SPARE_MODULE, open_worker
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import math
@@ -14,32 +15,35 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from common.retry_after import (
+    DOUBTED_RESERVATIONS_MAX,
+    KEY_RESERVATIONS_MAX,
+    MARGIN,
+    QUOTA_RESERVATIONS_MAX,
+    RETRY_S_MIN,
+    Reservations,
+)
 from metering.core.models import QuotaDimension, QuotaSubject
 from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admitted, Extend
 from metering.pricing.prices import TokenPrices
 from metering.quotas import quotas, refusals
-from metering.quotas.quota_rules import Charge, CounterKey, QuotaRule, QuotaState
-from metering.quotas.quotas import Counter, Counters, QuotaExceeded
-from metering.quotas.refusals import REFRESH_S, Refusals, Refused
-from metering.quotas.retry_hints import (
-    DOUBTED_RESERVATIONS_MAX,
+from metering.quotas.forecast import (
     DURATION_UNKNOWN_S,
-    HINT_S_MIN,
-    KEY_RESERVATIONS_MAX,
-    ORGANIZATION_RESERVATIONS_MAX,
     Forecast,
     History,
-    Requester,
-    RetryReservations,
     RunningRequest,
     reserve,
 )
+from metering.quotas.quota_rules import Charge, CounterKey, QuotaRule, QuotaState
+from metering.quotas.quotas import Counter, Counters, QuotaExceeded
+from metering.quotas.refusals import REFRESH_S, Refusals, Refused
 from tests.metering.hold_world import NOON, HoldWorld, admit, of_type, settle
 from tests.metering.invariants import check_invariants
 
 PRICES = TokenPrices(1, "USD", 3, 1, 7)
 SENT, SLICE, LEAST = 10, 128, 16
+ORGANIZATION, PROJECT, KEY = uuid.uuid4(), uuid.uuid4(), uuid.uuid4()
 CONCURRENT, PER_MINUTE = QuotaDimension.CONCURRENT_REQUESTS, QuotaDimension.REQUESTS_PER_MINUTE
 DAY, MINUTE = QuotaDimension.TOKENS_PER_DAY, QuotaDimension.TOKENS_PER_MINUTE
 # Limits, processes, clients, and seconds in which they arrive.
@@ -69,12 +73,13 @@ NEWCOMERS: dict[str, tuple[dict[QuotaDimension, int], int, int, float]] = {
 
 @dataclass(slots=True)
 class Client:
-    """Client with its requests and its number of attempts."""
+    """Client with its request and its number of attempts."""
 
     process: int
     duration_s: float
     output: int
     ask_count: int = 0
+    request: tuple[uuid.UUID, uuid.UUID] = field(default_factory=lambda: (PROJECT, uuid.uuid4()))
 
 
 @dataclass(slots=True)
@@ -117,11 +122,12 @@ class Simulation:
             try:
                 charge = quotas.admit(counters, self.rules, fresh, SLICE, LEAST)
             except QuotaExceeded as refused:
-                hint_s = self.hint_s(refusals[client.process], client.process, refused)
-                self.waits_s.append(hint_s)
+                wait_s = self.retry_after_s(refusals[client.process], client, refused)
+                self.waits_s.append(wait_s)
                 if client.ask_count < 8:
-                    heapq.heappush(events, (at_s + hint_s + 0.001, number, client, None))
+                    heapq.heappush(events, (at_s + wait_s + 0.001, number, client, None))
             else:
+                refusals[client.process].on_returned(client.request, self.rules)
                 client.output = min(client.output, charge.leased_token_count)
                 self.running[id(client)] = charge, client.process
                 heapq.heappush(events, (at_s + client.duration_s, number, client, charge))
@@ -129,11 +135,11 @@ class Simulation:
                 self.returned.append(charge is not None)
         return sum(self.returned) / len(self.returned)
 
-    def hint_s(self, refusals: Refusals, process: int, refused: QuotaExceeded) -> float:
-        """Return the hint of `Refusals.note` for simulated requests."""
+    def retry_after_s(self, refusals: Refusals, client: Client, refused: QuotaExceeded) -> float:
+        """Return the retry-after of `Refusals.note` for simulated requests."""
         assert refused.retry_helps
-        if (self.now - self.polled_at.get(process, NOON)).total_seconds() >= REFRESH_S:
-            self.polled_at[process] = self.now
+        if (self.now - self.polled_at.get(client.process, NOON)).total_seconds() >= REFRESH_S:
+            self.polled_at[client.process] = self.now
             latest = self.ended[-64:]
             history = History([each[0] for each in latest], [each[1] for each in latest])
             running = [
@@ -143,7 +149,7 @@ class Simulation:
             processes = {process for _, process in self.running.values()}
             for rule in self.rules:
                 refusals.learn(rule, self.now, history, max(len(processes), 1), running)
-        refusals.reserve(refused, self.now)
+        refusals.reserve(Refused(ORGANIZATION, refused, KEY, client.request), self.now)
         return refused.retry_after_s
 
 
@@ -154,11 +160,11 @@ def a_rule(dimension: QuotaDimension, limit_value: int) -> QuotaRule:
 @pytest.mark.parametrize("case", NEWCOMERS)
 def test_newcomers_take_only_a_part_of_the_reserved_room(case: str) -> None:
     """Twice the capacity arrives continuously; a retry-after alone reserves nothing."""
-    assert simulated_share(NEWCOMERS[case], case)[0] >= 0.88
+    assert simulated_share(NEWCOMERS[case], case)[0] >= 0.9
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_of_clients_that_wait_the_exact_hint_95_percent_are_admitted(case: str) -> None:
+def test_of_clients_that_wait_the_exact_retry_after_95_percent_are_admitted(case: str) -> None:
     admitted_share, simulation = simulated_share(CASES[case], case)
 
     assert admitted_share >= 0.95, f"{admitted_share:.3f} of {len(simulation.returned)}"
@@ -185,7 +191,7 @@ def simulated_share(
     return simulation.play([(chance.uniform(0, seconds), client) for client in clients]), simulation
 
 
-def test_hints_are_no_longer_than_they_have_to_be() -> None:
+def test_waits_are_no_longer_than_they_have_to_be() -> None:
     """The last of them ends within twice the shortest possible time."""
     simulation = Simulation([a_rule(CONCURRENT, 10)], 1, random.Random(1))
     clients = [Client(0, 2.0, 40) for _ in range(100)]
@@ -225,7 +231,8 @@ def ask(
     """Return the retry-after. after_s: since the forecast."""
     state = QuotaState(plan.rule, used, held, NOON)
     charge = Charge(PRICES, SENT, 0, LEAST, 0, NOON, NOON)
-    return reserve([(plan, state, requested)], charge, NOON.timestamp() + after_s)
+    request = PROJECT, uuid.uuid4()
+    return reserve([(plan, state, requested)], charge, NOON.timestamp() + after_s, request, KEY)
 
 
 def test_a_request_larger_than_the_limit_never_fits() -> None:
@@ -253,54 +260,45 @@ def test_a_request_that_needs_an_override_never_fits_if_that_ends_before_there_i
         assert math.isfinite(ask(forecast(rule), requested=200, used=450)) is fits
 
 
-def test_rooms_are_reserved_one_after_the_other_oldest_first() -> None:
+@pytest.mark.parametrize("process_count", [1, 2])
+def test_rooms_are_reserved_one_after_the_other_at_the_pace_at_which_requests_end(
+    process_count: int,
+) -> None:
+    """A place ends each second; of two processes, each reserves every second place."""
     history = History([4.0] * 64, [20] * 64)
-    plan = forecast(a_rule(CONCURRENT, 3), 1.0, 3.0, 2.0, history=history)
-
-    hints = [ask(plan, held=3) for _ in range(6)]
-
-    # Each place four seconds after it was taken.
-    assert [round(hint) for hint in hints] == [1, 2, 3, 5, 6, 7]
-    assert hints == sorted(hints)
-
-
-def test_several_processes_reserve_only_their_share() -> None:
     plan = forecast(
-        a_rule(CONCURRENT, 4),
-        0.0,
-        1.0,
-        2.0,
-        3.0,
-        history=History([4.0] * 64, [20] * 64),
-        process_count=2,
+        a_rule(CONCURRENT, 4), 1.0, 3.0, 2.0, 0.0, history=history, process_count=process_count
     )
 
-    assert [round(ask(plan, held=4)) for _ in range(3)] == [2, 4, 6]
+    waits_s = [ask(plan, held=4) for _ in range(6)]
 
-
-def test_without_any_history_a_hint_is_a_guess_and_not_nothing() -> None:
-    assert ask(forecast(a_rule(CONCURRENT, 1), 0.0), held=1) == pytest.approx(
-        DURATION_UNKNOWN_S, abs=0.3
+    assert waits_s[0] == process_count
+    assert waits_s == pytest.approx(
+        [process_count * (1 + MARGIN * index) for index in range(len(waits_s))]
     )
+
+
+def test_without_any_history_a_retry_after_is_a_guess_and_not_nothing() -> None:
+    assert ask(forecast(a_rule(CONCURRENT, 1), 0.0), held=1) == pytest.approx(DURATION_UNKNOWN_S)
 
 
 def test_room_that_is_overdue_is_never_reserved_at_once() -> None:
     """An overdue request still counts, so an immediate retry would fail."""
     plan = forecast(a_rule(CONCURRENT, 1), 3.9, history=History([4.0] * 64, [20] * 64))
 
-    assert 0 < ask(plan, held=1, after_s=0.2) == pytest.approx(HINT_S_MIN, abs=1e-6)
+    assert 0 < ask(plan, held=1, after_s=0.2) == pytest.approx(RETRY_S_MIN, abs=1e-6)
 
 
 def test_reservations_made_on_a_guess_do_not_delay_later_clients() -> None:
     guess = forecast(a_rule(CONCURRENT, 1), 0.0)
     guessed = [ask(guess, held=1) for _ in range(200)]
     known = forecast(guess.rule, 0.0, history=History([0.8] * 64, [20] * 64))
-    known = replace(known, reservations=list(guess.reservations))
+    known = replace(known, reservations=guess.reservations)
 
-    hints = [ask(known, held=1) for _ in range(4)]
+    waits_s = [ask(known, held=1) for _ in range(4)]
 
-    assert guessed[-1] > 100 * DURATION_UNKNOWN_S / 2
-    assert [round(hint, 1) for hint in hints] == [0.8, 1.6, 2.4, 3.2]
+    assert guessed[-1] > 100 * DURATION_UNKNOWN_S
+    assert waits_s == pytest.approx([0.8 * (1 + MARGIN * index) for index in range(4)])
 
 
 def refused(rule: QuotaRule, now: datetime) -> QuotaExceeded:
@@ -319,38 +317,37 @@ class Asking:
     rule: QuotaRule
     now: datetime = NOON
     refusals: Refusals = field(default_factory=Refusals)
-    organization_id: uuid.UUID = field(default_factory=uuid.uuid4)
 
-    def hint_s(self, api_key_id: uuid.UUID, request_id: uuid.UUID | None = None) -> float:
-        """Return the current hint for one request."""
+    def wait_s(self, api_key_id: uuid.UUID, request_id: uuid.UUID | None = None) -> float:
+        """Return the current retry-after of one request."""
         running = [
             RunningRequest(Charge(PRICES, SENT, 0, SLICE, 0, NOON, NOON), 1.0)
             for _ in range(self.rule.limit_value or 0)
         ]
         self.refusals.learn(self.rule, self.now, History([2.0] * 64, [20] * 64), 1, running)
-        error = refused(self.rule, self.now)
-        request = (self.organization_id, request_id or uuid.uuid4())
-        self.refusals._set_hint(Refused(self.organization_id, error, request, api_key_id), self.now)
+        error, request = refused(self.rule, self.now), (PROJECT, request_id or uuid.uuid4())
+        self.refusals.reserve(Refused(ORGANIZATION, error, api_key_id, request), self.now)
         return error.retry_after_s
+
+    @property
+    def reservations(self) -> Reservations:
+        return self.refusals.forecasts[self.rule.number].reservations
 
 
 def test_a_client_that_makes_requests_and_never_returns_delays_others_only_briefly() -> None:
     """A hundred new ids per second never return; another key waits its retry-after."""
     asking, attacker, honest = Asking(a_rule(CONCURRENT, 10)), uuid.uuid4(), uuid.uuid4()
-    hints = []
+    waits_s = []
     for step in range(2000):
         asking.now = NOON + timedelta(seconds=step / 100)
-        asking.hint_s(attacker)
+        asking.wait_s(attacker)
         if step % 20 == 0:
-            hints.append(asking.hint_s(honest))
+            waits_s.append(asking.wait_s(honest))
 
-    # With 10 places for 2 s each, 16 promises last about 4 s, as do those of the honest key in
+    # With 10 places for 2 s each, 16 reservations last about 4 s, as do those of the honest key in
     # the same time.
-    assert max(hints[-20:]) < 30
-    assert (
-        len(asking.refusals._forecasts[asking.rule.id].reservations)
-        <= KEY_RESERVATIONS_MAX + DOUBTED_RESERVATIONS_MAX
-    )
+    assert max(waits_s[-20:]) < 30
+    assert len(asking.reservations) <= KEY_RESERVATIONS_MAX + DOUBTED_RESERVATIONS_MAX
 
 
 def test_a_crowd_behind_one_key_that_comes_back_is_believed() -> None:
@@ -358,43 +355,68 @@ def test_a_crowd_behind_one_key_that_comes_back_is_believed() -> None:
     asking, key = Asking(a_rule(CONCURRENT, 10)), uuid.uuid4()
     clients = [uuid.uuid4() for _ in range(300)]
     for _ in range(3):
-        reported = sorted((asking.hint_s(key, client), client) for client in clients)
-        assert len({hint_s for hint_s, _ in reported}) == len(clients)
+        reported = sorted((asking.wait_s(key, client), client) for client in clients)
+        assert len({wait_s for wait_s, _ in reported}) == len(clients)
         began = asking.now
-        for hint_s, client in reported:
-            asking.now = began + timedelta(seconds=hint_s)
-            asking.refusals.on_admitted((asking.organization_id, client))
+        for wait_s, client in reported:
+            asking.now = began + timedelta(seconds=wait_s)
+            asking.refusals.on_returned((PROJECT, client), [asking.rule])
 
-    assert not asking.refusals._reservations.is_doubted(key)
-    assert not asking.refusals._reservations._outstanding
+    assert not asking.reservations.is_doubted(key)
+    assert not asking.reservations
 
 
-def test_many_keys_of_one_organization_are_bounded_together() -> None:
-    reservations, organization_id = RetryReservations(), uuid.uuid4()
+def test_those_without_a_reservation_do_not_return_at_once() -> None:
+    """A thousand clients behind one key: half of them are told one moment, and spread after it."""
+    asking, key = Asking(a_rule(CONCURRENT, 10)), uuid.uuid4()
+    moments = sorted(asking.wait_s(key) for _ in range(1000))
+
+    assert len(asking.reservations) == KEY_RESERVATIONS_MAX
+    assert len(set(moments)) == len(moments)
+    each_s = [bisect.bisect(moments, at + 1.0) - index for index, at in enumerate(moments)]
+    assert max(each_s) < 150
+
+
+def test_many_keys_of_one_quota_are_bounded_together() -> None:
+    reservations = Reservations()
     for _ in range(10):
-        requester = Requester(organization_id, uuid.uuid4())
-        while reservations.accepts(requester, 0.0):
-            reservations.add((uuid.uuid4(), uuid.uuid4()), requester, 0.0, 100.0)
-    other = Requester(uuid.uuid4(), uuid.uuid4())
+        key = uuid.uuid4()
+        while reservations.make((PROJECT, uuid.uuid4()), key, 1, 0.0, 100.0):
+            pass
+        assert reservations.count(key) <= KEY_RESERVATIONS_MAX
 
-    assert len(reservations._outstanding) == ORGANIZATION_RESERVATIONS_MAX
-    assert reservations.accepts(other, 0.0)
-    reservations._note_broken(150.0)
-    assert not reservations._outstanding
+    assert len(reservations) == QUOTA_RESERVATIONS_MAX
+    reservations.forget_expired(150.0)
+    assert not reservations
+
+
+def test_reservations_are_forgotten_when_their_grace_is_over() -> None:
+    reservations = Reservations(2, 2)
+    owner, keys = uuid.uuid4(), [(PROJECT, uuid.uuid4()) for _ in range(3)]
+    made = [reservations.make(key, owner, 5, 6.0, wait_s=4.0) for key in keys]
+
+    assert made == [True, True, False], "bounded"
+    assert not reservations.is_due(keys[0], 9.9)
+    assert reservations.is_due(keys[0], 10.0)
+    reservations.returned(keys[0])
+    reservations.forget_expired(11.9)
+    assert (len(reservations), reservations.count(owner), reservations.amount(owner)) == (1, 1, 5)
+    reservations.forget_expired(12.0)
+    assert (len(reservations), reservations.count(owner), reservations.amount(owner)) == (0, 0, 0)
 
 
 def test_renewed_reservations_with_another_time_leave_nothing_behind() -> None:
     """A month may pass until the first one would expire."""
-    reservations, requester = RetryReservations(), Requester(uuid.uuid4(), uuid.uuid4())
-    requests = [(uuid.uuid4(), uuid.uuid4()) for _ in range(10)]
+    reservations = Reservations(50, 50)
     for second in range(1000):
-        for request in requests:
-            reservations.add(request, requester, float(second), 2e6 + second % 2)
+        for request in range(10):
+            key = PROJECT, uuid.UUID(int=request)
+            reservations.make(key, KEY, 1, float(second), 2e6 + second % 2)
 
-    assert len(reservations._due) < 100
-    reservations._note_broken(4e6)
-    assert not reservations._outstanding
-    assert reservations.is_doubted(requester.api_key_id)
+    assert len(reservations._expiries) < 100
+    reservations.forget_expired(4e6)
+    assert not reservations
+    assert reservations.is_doubted(KEY)
 
 
 async def test_a_limit_of_any_size_prevents_no_answer(world: HoldWorld) -> None:
@@ -411,7 +433,7 @@ async def test_a_limit_of_any_size_prevents_no_answer(world: HoldWorld) -> None:
     assert 0 < refused.retry_after_s < 70
 
 
-async def test_a_hint_that_cannot_be_computed_delays_no_answer(
+async def test_a_retry_after_that_cannot_be_computed_delays_no_answer(
     world: HoldWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*arguments: object) -> float:
@@ -456,28 +478,12 @@ async def test_clients_of_a_real_database_that_wait_the_retry_after_are_admitted
             if attempt == 2:
                 returned.append(isinstance(answer, Admitted))
             if isinstance(answer, Admitted):
-                heapq.heappush(
-                    events,
-                    (
-                        world.now + timedelta(seconds=chance.uniform(3, 5)),
-                        number,
-                        request_id,
-                        True,
-                        0,
-                    ),
-                )
-                continue
-            assert isinstance(answer, QuotaExceeded)
-            heapq.heappush(
-                events,
-                (
-                    world.now + timedelta(seconds=answer.retry_after_s),
-                    number,
-                    request_id,
-                    False,
-                    attempt + 1,
-                ),
-            )
+                wait_s, next_attempt = chance.uniform(3, 5), 0
+            else:
+                assert isinstance(answer, QuotaExceeded)
+                wait_s, next_attempt = answer.retry_after_s, attempt + 1
+            at = world.now + timedelta(seconds=wait_s)
+            heapq.heappush(events, (at, number, request_id, not next_attempt, next_attempt))
         refused = holds.refusals.counts
 
     assert len(returned) == 35
