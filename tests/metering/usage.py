@@ -99,18 +99,20 @@ async def new_customer(session: AsyncSession, name: str, currency_code: str = "U
     return Customer(organization.id, name, key, secret)
 
 
-async def new_price(session: AsyncSession, model: str = "demo") -> ModelPrice:
-    """Set picos of a dollar per token: 150,000 input, 15,000 cached, 600,000 output."""
-    return await set_price(
-        session,
-        PriceTerms(
-            model=model,
-            input_picos_per_token=150_000,
-            cached_input_picos_per_token=15_000,
-            output_picos_per_token=600_000,
-        ),
-        actor="test",
+async def new_price(
+    session: AsyncSession,
+    model: str = "demo",
+    picos_per_token: tuple[int, int, int] = (150_000, 15_000, 600_000),
+) -> ModelPrice:
+    """Set a price in picos of a dollar for a token of input, cached input and output."""
+    input_picos, cached_input_picos, output_picos = picos_per_token
+    terms = PriceTerms(
+        model=model,
+        input_picos_per_token=input_picos,
+        cached_input_picos_per_token=cached_input_picos,
+        output_picos_per_token=output_picos,
     )
+    return await set_price(session, terms, actor="test")
 
 
 async def add_usage(
