@@ -33,7 +33,7 @@ from metering.holds.operations import (
 )
 from metering.holds.read import BEGIN_ADMITTING, LOCK_CHAINS, NO_IDS
 from metering.holds.write import changed_holds, counter_increments, new_holds, usage_writes
-from metering.quotas.quota_rules import CounterKey, window_starts
+from metering.quotas.quota_rules import MINUTE, window_starts
 from metering.quotas.quotas import Counters, Undecided
 from metering.receipts.chaining import BatchSigner, ChainHead, Chains
 from metering.store.pipeline import (
@@ -48,9 +48,7 @@ from metering.store.refusals import LOST, REPEATED
 
 log = structlog.get_logger(__name__)
 IDLE = psycopg.pq.TransactionStatus.IDLE
-MINUTE = timedelta(minutes=1)
 EARLIEST = datetime.min.replace(tzinfo=UTC)
-NO_CORRECTION = 0, 0  # of a quota's used and held amounts
 CLOCK_ERROR = timedelta(seconds=1)  # allowed in a receipt's time: less than a transaction may take
 
 # Sent after QUOTA_LOCK or with the holds locked, as a separate statement, so that it sees all
@@ -265,12 +263,12 @@ async def write_batch(
             cache.counters.pop(key, None)
         raise
     cache.apply_changes(now, snapshot, ())
-    corrections: dict[CounterKey, tuple[int, int]] = {}
+    corrections: dict[int, tuple[int, int]] = {}  # of the current windows, by rule
     for ordinal, used, held, _ in rows[0] if increments and counters.limits else ():
         key = keys[ordinal - 1]
         row = counters.rows.get(key)
-        if row is not None:
-            corrections[key] = used - row.used, held - row.held
+        if row is not None and (used != row.used or held != row.held):
+            corrections[key[0]] = used - row.used, held - row.held
             row.used, row.held = used, held
     changed: list[Hold] = []
     for _, hold in writes.holds:
@@ -280,16 +278,12 @@ async def write_batch(
         hold.charged_at = now
         changed.append(hold)
     store_holds(own, changed)
-    starts = window_starts(now)
     for _, _, answer in fast.decided:
         if isinstance(answer, Admitted):  # with actual counters and time instead of cached ones
             states = answer.quotas
             answer.admitted_at = states.now = now
-            counts: list[tuple[int, int]] = []
-            for rule, (used, held) in zip(states.rules, states.counts, strict=True):
-                more = corrections.get((rule.number, starts[rule.window]), NO_CORRECTION)
-                counts.append((used + more[0], held + more[1]))
-            states.counts = counts
+            if corrections:
+                states.correct(corrections)
 
 
 async def write_settlements(

@@ -9,6 +9,7 @@ Every operation is answered: conflicts are retried, an unavailable or slow datab
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 import uuid
@@ -130,6 +131,8 @@ class HoldConnection:
         )
         self._connection: BoundedConnection | None = None
         self._cache: HoldCache | None = None  # cache of the connection
+        self._watchdog: asyncio.TimerHandle | None = None  # of the batch under way
+        self._late_at, self._is_late = math.inf, False
 
     async def __aenter__(self) -> HoldConnection:
         return self
@@ -284,6 +287,9 @@ class HoldConnection:
     async def close(self) -> None:
         """Close the connection. The next batch opens a new one."""
         connection, self._connection, self._cache = self._connection, None, None
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
         if connection is not None:
             await connection.close()
 
@@ -295,24 +301,30 @@ class HoldConnection:
         A broken connection alone is not an outage: the database may have been restarted.
         """
         connection = self._connection or await self._connect()
-        silent = False
-
-        def give_up() -> None:
-            nonlocal silent
-            silent = True
-            connection.abort()
-
-        timer = asyncio.get_running_loop().call_later(BATCH_TIMEOUT_S, give_up)
+        self._is_late, self._late_at = False, time.monotonic() + BATCH_TIMEOUT_S
+        if self._watchdog is None:
+            self._watchdog = asyncio.get_running_loop().call_later(BATCH_TIMEOUT_S, self._watch)
         try:
             answers = await run(connection, batch)
         except LOST:
-            if silent:
+            if self._is_late:
                 self._gate.failed()
             raise
         finally:
-            timer.cancel()
+            self._late_at = math.inf
         self._gate.answered()
         return answers
+
+    def _watch(self) -> None:
+        """Abort the connection if the batch is late. Batches share the timer, which costs less."""
+        self._watchdog = None
+        if self._late_at == math.inf or self._connection is None:
+            return
+        if (left_s := self._late_at - time.monotonic()) > 0:
+            self._watchdog = asyncio.get_running_loop().call_later(left_s, self._watch)
+        else:
+            self._is_late = True
+            self._connection.abort()
 
     async def _connect(self) -> BoundedConnection:
         with self._gate.attempt():
