@@ -19,8 +19,17 @@ import structlog
 from msgspec import structs
 
 from metering.core.errors import MeteringError
-from metering.holds.decide import LATEST, AdmissionTerms, BatchReads, Decisions, Hold
-from metering.holds.hold_cache import HoldCache, OwnHolds, store_holds
+from metering.holds.decide import (
+    LATEST,
+    AdmissionTerms,
+    BatchReads,
+    Decisions,
+    Hold,
+    HoldOwner,
+    OwnHolds,
+    store_holds,
+)
+from metering.holds.hold_cache import HoldCache
 from metering.holds.operations import (
     Admit,
     Admitted,
@@ -229,12 +238,8 @@ def new_fast_batch(cache: HoldCache) -> FastBatch | None:
 async def write_batch(
     connection: Connection,
     cache: HoldCache,
-    own: OwnHolds,
     fast: FastBatch,
-    *,
-    owner: str,
-    expiry_s: float,
-    signer: BatchSigner | None,
+    owner: HoldOwner,
 ) -> None:
     """Write the decisions in one round trip and complete the answers.
 
@@ -242,15 +247,15 @@ async def write_batch(
     then.
     """
     writes, counters = fast.decisions.writes, fast.decisions.counters
-    keys, increments = counter_increments(counters.all_increments(), counters.limits)
+    keys, increments = counter_increments(counters)
     try:
         if writes.events:
-            await write_settlements(connection, cache, fast, increments, signer)
+            await write_settlements(connection, cache, fast, increments, owner.signer)
             return
-        inserts = new_holds(writes, owner, expiry_s)
+        inserts = new_holds(writes, owner)
         # Counters before new holds, as in every process: inserts may wait for another's request id.
         statements = [
-            *changed_holds(writes, expiry_s),
+            *changed_holds(writes, owner.expiry_s),
             assumption_check(cache, fast),
             *increments,
             *inserts,
@@ -277,7 +282,7 @@ async def write_batch(
     for hold, _ in writes.extensions.values():
         hold.charged_at = now
         changed.append(hold)
-    store_holds(own, changed)
+    store_holds(owner.own, changed)
     for _, _, answer in fast.decided:
         if isinstance(answer, Admitted):  # with actual counters and time instead of cached ones
             states = answer.quotas
@@ -352,26 +357,19 @@ def assumption_check(cache: HoldCache, fast: FastBatch) -> Statement:
 
 async def execute_fast(
     cache: HoldCache,
-    own: OwnHolds,
     fast: FastBatch,
+    owner: HoldOwner,
+    drop: Callable[[], Awaitable[None]],
     connection: Connection,
     operations: Sequence[HoldOperation],
-    *,
-    answers: list[HoldAnswer | Exception],
-    owner: str,
-    expiry_s: float,
-    signer: BatchSigner | None,
-    drop: Callable[[], Awaitable[None]],
 ) -> list[HoldAnswer | Exception]:
-    """Write a batch decided from the cache and return its `answers`.
+    """Write a batch decided from the cache and return its answers.
 
     Returns an empty list, with nothing committed, if the batch needs the slow path. `drop` closes
     the connection after an error that no wrong assumption explains.
     """
     try:
-        await write_batch(
-            connection, cache, own, fast, owner=owner, expiry_s=expiry_s, signer=signer
-        )
+        await write_batch(connection, cache, fast, owner)
     except (*REPEATED, psycopg.DataError, psycopg.IntegrityError, ValueError) as unforeseen:
         log.debug(
             "batch_takes_slow_path",
@@ -387,4 +385,4 @@ async def execute_fast(
         log.warning("batch_takes_slow_path", cause=repr(broken), operation_count=len(operations))
         await drop()
         return []
-    return answers
+    return [answer for _, _, answer in fast.decided]
