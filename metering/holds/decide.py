@@ -389,7 +389,7 @@ class Decisions(msgspec.Struct, eq=False):
         hold.posted_minutes = charge.posted_minutes
         hold.charged_at = charge.charged_at
         hold.reasoning_token_count = charge.reasoning_token_count
-        hold.posted_cost_picos = charge.posted(money_scale(charge.prices))
+        hold.posted_cost_picos = charge.posted(hold.terms.money)
         return Extended(charge.leased_token_count)
 
     def settle(self, op: Settle) -> Settled:
