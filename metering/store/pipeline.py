@@ -101,9 +101,10 @@ class _Channel:
     ) -> asyncio.Future[list[pq.abc.PGresult]]:
         """Send statements, each with its parameters and their formats; return the future results.
 
-        After any error the channel must be stopped.
+        If this raises, the connection is unusable.
         """
         pgconn, prepared, new = self._pgconn, self.prepared, self._new
+        fd = self._watch() if self._fd is None else self._fd
         new.clear()
         pgconn.enter_pipeline_mode()
         for query, parameters, formats in statements:
@@ -115,16 +116,21 @@ class _Channel:
                 pgconn.send_prepare(name, query)
             pgconn.send_query_prepared(name, parameters, formats, BINARY)
         pgconn.pipeline_sync()
-        if self._fd is None:
-            self._fd = os.dup(pgconn.socket)
-            self._loop.add_reader(self._fd, self.read)
         if self._timer is None:
             self._timer = self._loop.call_later(POLL_INTERVAL_S, self._poll)
         if pgconn.flush():  # the rest, when the socket accepts it
-            self._loop.add_writer(self._fd, self._write)
+            self._loop.add_writer(fd, self._write)
         self._results = []
         self._answered = self._loop.create_future()
         return self._answered
+
+    def _watch(self) -> int:
+        try:
+            self._fd = fd = os.dup(self._pgconn.socket)
+        except OSError as error:  # too many open files: as if the connection were lost
+            raise psycopg.OperationalError(f"cannot watch the connection: {error}") from error
+        self._loop.add_reader(fd, self.read)
+        return fd
 
     def stop(self) -> None:
         """Stop watching the connection. The next exchange watches it again. Idempotent."""
@@ -235,11 +241,10 @@ async def run_pipeline(connection: Connection, statements: Sequence[Statement]) 
     channel = _channel_of(connection)
     try:
         results = await channel.send(encoded)
-    except BaseException as error:
+    except asyncio.CancelledError:
         channel.stop()
-        if isinstance(error, asyncio.CancelledError):
-            with contextlib.suppress(psycopg.Error):
-                await connection.cancel_safe(timeout=CANCEL_TIMEOUT_S)
+        with contextlib.suppress(psycopg.Error):
+            await connection.cancel_safe(timeout=CANCEL_TIMEOUT_S)
         raise
     load, rows = channel.load, []
     for result in results:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -146,16 +147,15 @@ async def test_a_connection_that_goes_away_is_watched_no_more(
     async with await psycopg.AsyncConnection.connect(
         psycopg_conninfo(postgres_server), autocommit=True
     ) as lost:
-        await run_pipeline(lost, [("SELECT 1", ())])
-        watched = [lost.pgconn.socket, pipeline._channel_of(lost)._fd]
+        fd = lost.pgconn.socket
 
         def read_and_poll(channel: pipeline._Channel) -> None:
+            watched = fd, channel._fd
             read(channel)
             if lost.pgconn.status == psycopg.pq.ConnStatus.BAD:
-                still_watched.extend(loop.remove_reader(fd) for fd in watched if fd is not None)
+                still_watched.extend(map(loop.remove_reader, filter(None, watched)))
 
         monkeypatch.setattr(pipeline._Channel, "read", read_and_poll)
-        pipeline._channel_of(lost).stop()  # the next exchange watches with the method above
         with pytest.raises(psycopg.OperationalError):
             await run_pipeline(lost, [("SELECT pg_terminate_backend(pg_backend_pid())", ())])
 
@@ -167,6 +167,20 @@ async def test_pipelines_and_statements_of_the_driver_alternate(connection: Conn
         cursor = await connection.execute("SELECT %s::int", (number,))
         assert await cursor.fetchall() == [(number,)]
         assert await run_pipeline(connection, [("SELECT %s::int", (number,))]) == [[(number,)]]
+
+
+async def test_a_lack_of_descriptors_is_reported_as_a_lost_connection(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "dup", refuse)
+        with pytest.raises(psycopg.OperationalError):
+            await run_pipeline(connection, [("SELECT 1", ())])
+
+    assert await run_pipeline(connection, [("SELECT 1", ())]) == [[(1,)]]
 
 
 async def test_a_connection_that_is_closed_leaves_no_descriptor(postgres_server: str) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from typing import Any, TypedDict
 
 from sqlalchemy import insert, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.models import Hold, HoldState, UsageEvent, insertion
-from metering.ledger.ledger import AccountKey, AccountKind
+from metering.ledger.ledger import AccountKey, AccountKind, MonthState
 from metering.ledger.rating import BATCH_SIZE, rate_batch
 from metering.pricing.prices import ModelPrice, PriceTerms, set_price
 from metering.tenants.api_keys import KeyRecord, create_api_key
@@ -113,6 +113,18 @@ async def new_price(
         output_picos_per_token=output_picos,
     )
     return await set_price(session, terms, actor="test")
+
+
+async def mark_closed(session: AsyncSession, customer: Customer, month: date) -> None:
+    """Insert the row of a closed month without an invoice."""
+    closed = {
+        "organization_id": customer.organization_id,
+        "month": month,
+        "state": MonthState.CLOSED,
+        "closed_at": datetime.now(UTC),
+        "closed_by": "test",
+    }
+    await session.execute(insertion("billing_months", closed))
 
 
 async def add_usage(
