@@ -91,7 +91,7 @@ class AnsweringStore:
             op.hold_id,
             OUTPUT_TOKENS,
             TokenPrices(1, "USD", 3, 1, 7),
-            QuotaStates((), (), datetime.min),
+            QuotaStates((), [], datetime.min),
             datetime.min,
         )
 

@@ -7,7 +7,7 @@ rows that it has locked, `fast_path.py` with cached rows that the database verif
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -56,13 +56,21 @@ from metering.quotas.quota_rules import (
     money_scale,
 )
 from metering.quotas.quotas import Counters
-from metering.receipts.chaining import Chains, IssuedReceipt
+from metering.receipts.chaining import BatchSigner, Chains, IssuedReceipt
 from metering.receipts.encoding import owners_in
 from metering.store.pipeline import packed_id
 
 LATEST = datetime.max.replace(tzinfo=UTC)
 # Members of an enum are looked up by a descriptor, which takes 0.1 µs each time.
 HELD, SETTLED, VOIDED, EXPIRED = HoldState
+# Counts of a settlement that usage events have too.
+REPORTED = (
+    "cached_input_token_count",
+    "generated_token_count",
+    "delivered_token_count",
+    "journalled_token_count",
+    "reasoning_token_count",
+)
 TermsKey = tuple[int, str, str, ServiceTier, bool]  # key, currency, model, tier, embedding
 
 
@@ -205,20 +213,12 @@ class EventSums(NamedTuple):
 
     def plus(self, part: Settled) -> EventSums:
         """Add one usage event and return the new sums."""
-        return EventSums(
-            self.part_count + 1,
-            self.input_token_count + part.input_token_count,
-            self.cached_input_token_count + part.cached_input_token_count,
-            self.generated_token_count + part.generated_token_count,
-            self.delivered_token_count + part.delivered_token_count,
-            self.billed_token_count + part.billed_token_count,
-            self.cost_picos + part.cost_picos,
-            part.outcome,
-            self.embedding_token_count + part.embedding_token_count,
-            self.journalled_token_count + part.journalled_token_count,
-            self.reasoning_token_count + part.reasoning_token_count,
-            self.billed_reasoning_token_count + part.billed_reasoning_token_count,
-        )
+        sums = {
+            name: value + getattr(part, name)
+            for name, value in self._asdict().items()
+            if name.endswith(("_token_count", "_picos"))
+        }
+        return EventSums(part_count=self.part_count + 1, outcome=part.outcome, **sums)
 
 
 NOTHING_USED = EventSums()
@@ -243,18 +243,47 @@ class BatchReads(msgspec.Struct, eq=False):
     terms: Mapping[TermsKey, AdmissionTerms] = msgspec.field(default_factory=dict)
 
 
+# Live holds of this process as of the database's last answers, by integer id. Holds without a
+# request are left out: binding changes their rows.
+OwnHolds = dict[int, Hold]
+
+
+def store_holds(own: OwnHolds, holds: Iterable[Hold]) -> None:
+    """Add new and extended holds to `own`, except pre-authorized ones."""
+    for hold in holds:
+        number = hold.id.int
+        if hold.request_id.int != number:  # as `Hold.unbound`
+            own[number] = hold
+
+
+@dataclass(frozen=True, slots=True)
+class HoldOwner:
+    """Process that owns holds, which expire `expiry_s` after its last renewal.
+
+    `signer` signs the receipts of its settlements; with None they are unsigned.
+    """
+
+    process_id: uuid.UUID
+    expiry_s: float
+    signer: BatchSigner | None
+    own: OwnHolds
+
+
+# Hold, usage, part number, settlement, and whether it was recovered.
+UsageEvent = tuple[Hold, Settled, int, Settle, bool]
+
+
 class BatchWrites(msgspec.Struct, eq=False):
     """Changes that a batch writes, except those of counters.
 
     `holds` has new holds with their admissions. `extensions` has, by hold id, the hold and its
-    previous lease. `ends` has ended holds by id. `events` has tuples of hold, usage, part number,
-    settlement, and whether it was recovered.
+    previous lease. `ends` has ended holds by id.
     """
 
     holds: list[tuple[Admit, Hold]] = msgspec.field(default_factory=list)
     extensions: dict[int, tuple[Hold, int]] = msgspec.field(default_factory=dict)
     ends: dict[int, Hold] = msgspec.field(default_factory=dict)
-    events: list[tuple[Hold, Settled, int, Settle, bool]] = msgspec.field(default_factory=list)
+    events: list[UsageEvent] = msgspec.field(default_factory=list)
     renewed: list[tuple[uuid.UUID, frozenset[uuid.UUID]]] = msgspec.field(default_factory=list)
 
 
@@ -360,7 +389,7 @@ class Decisions(msgspec.Struct, eq=False):
         hold.posted_minutes = charge.posted_minutes
         hold.charged_at = charge.charged_at
         hold.reasoning_token_count = charge.reasoning_token_count
-        hold.posted_cost_picos = charge.posted(money_scale(charge.prices))
+        hold.posted_cost_picos = charge.posted(hold.terms.money)
         return Extended(charge.leased_token_count)
 
     def settle(self, op: Settle) -> Settled:
@@ -441,22 +470,11 @@ class Decisions(msgspec.Struct, eq=False):
         known = self.sums_of(hold.id)
         if known.part_count > (1 if hold.delivered_token_count else 0):
             return self.recorded_usage(hold)
-        rest = structs.replace(
-            op,
-            input_token_count=max(op.input_token_count - known.sent_token_count, 0),
-            cached_input_token_count=max(
-                op.cached_input_token_count - known.cached_input_token_count, 0
-            ),
-            generated_token_count=max(op.generated_token_count - known.generated_token_count, 0),
-            delivered_token_count=max(op.delivered_token_count - known.delivered_token_count, 0),
-            journalled_token_count=max(op.journalled_token_count - known.journalled_token_count, 0),
-            reasoning_token_count=max(op.reasoning_token_count - known.reasoning_token_count, 0),
-        )
-        part, charge, lease = (
-            self.record(hold, rest, recovered=True),
-            hold.charge(),
-            hold.leased_token_count,
-        )
+        unbilled = {name: max(getattr(op, name) - getattr(known, name), 0) for name in REPORTED}
+        unbilled["input_token_count"] = max(op.input_token_count - known.sent_token_count, 0)
+        rest = structs.replace(op, **unbilled)
+        part = self.record(hold, rest, recovered=True)
+        charge, lease = hold.charge(), hold.leased_token_count
         charged = hold.input_token_count, lease, charge.dearest_reasoning(lease)
         billed, after = known.charged, known.plus(part).charged
         quotas.correct_expired(self.counters, hold.rules, charge, charged, billed, after)

@@ -19,8 +19,17 @@ import structlog
 from msgspec import structs
 
 from metering.core.errors import MeteringError
-from metering.holds.decide import LATEST, AdmissionTerms, BatchReads, Decisions, Hold
-from metering.holds.hold_cache import HoldCache, OwnHolds, store_holds
+from metering.holds.decide import (
+    LATEST,
+    AdmissionTerms,
+    BatchReads,
+    Decisions,
+    Hold,
+    HoldOwner,
+    OwnHolds,
+    store_holds,
+)
+from metering.holds.hold_cache import HoldCache
 from metering.holds.operations import (
     Admit,
     Admitted,
@@ -33,7 +42,7 @@ from metering.holds.operations import (
 )
 from metering.holds.read import BEGIN_ADMITTING, LOCK_CHAINS, NO_IDS
 from metering.holds.write import changed_holds, counter_increments, new_holds, usage_writes
-from metering.quotas.quota_rules import CounterKey, window_starts
+from metering.quotas.quota_rules import MINUTE, window_starts
 from metering.quotas.quotas import Counters, Undecided
 from metering.receipts.chaining import BatchSigner, ChainHead, Chains
 from metering.store.pipeline import (
@@ -48,9 +57,7 @@ from metering.store.refusals import LOST, REPEATED
 
 log = structlog.get_logger(__name__)
 IDLE = psycopg.pq.TransactionStatus.IDLE
-MINUTE = timedelta(minutes=1)
 EARLIEST = datetime.min.replace(tzinfo=UTC)
-NO_CORRECTION = 0, 0  # of a quota's used and held amounts
 CLOCK_ERROR = timedelta(seconds=1)  # allowed in a receipt's time: less than a transaction may take
 
 # Sent after QUOTA_LOCK or with the holds locked, as a separate statement, so that it sees all
@@ -231,12 +238,8 @@ def new_fast_batch(cache: HoldCache) -> FastBatch | None:
 async def write_batch(
     connection: Connection,
     cache: HoldCache,
-    own: OwnHolds,
     fast: FastBatch,
-    *,
-    owner: str,
-    expiry_s: float,
-    signer: BatchSigner | None,
+    owner: HoldOwner,
 ) -> None:
     """Write the decisions in one round trip and complete the answers.
 
@@ -244,15 +247,15 @@ async def write_batch(
     then.
     """
     writes, counters = fast.decisions.writes, fast.decisions.counters
-    keys, increments = counter_increments(counters.all_increments(), counters.limits)
+    keys, increments = counter_increments(counters)
     try:
         if writes.events:
-            await write_settlements(connection, cache, fast, increments, signer)
+            await write_settlements(connection, cache, fast, increments, owner.signer)
             return
-        inserts = new_holds(writes, owner, expiry_s)
+        inserts = new_holds(writes, owner)
         # Counters before new holds, as in every process: inserts may wait for another's request id.
         statements = [
-            *changed_holds(writes, expiry_s),
+            *changed_holds(writes, owner.expiry_s),
             assumption_check(cache, fast),
             *increments,
             *inserts,
@@ -265,12 +268,12 @@ async def write_batch(
             cache.counters.pop(key, None)
         raise
     cache.apply_changes(now, snapshot, ())
-    corrections: dict[CounterKey, tuple[int, int]] = {}
+    corrections: dict[int, tuple[int, int]] = {}  # of the current windows, by rule
     for ordinal, used, held, _ in rows[0] if increments and counters.limits else ():
         key = keys[ordinal - 1]
         row = counters.rows.get(key)
-        if row is not None:
-            corrections[key] = used - row.used, held - row.held
+        if row is not None and (used != row.used or held != row.held):
+            corrections[key[0]] = used - row.used, held - row.held
             row.used, row.held = used, held
     changed: list[Hold] = []
     for _, hold in writes.holds:
@@ -279,17 +282,13 @@ async def write_batch(
     for hold, _ in writes.extensions.values():
         hold.charged_at = now
         changed.append(hold)
-    store_holds(own, changed)
-    starts = window_starts(now)
+    store_holds(owner.own, changed)
     for _, _, answer in fast.decided:
         if isinstance(answer, Admitted):  # with actual counters and time instead of cached ones
             states = answer.quotas
             answer.admitted_at = states.now = now
-            counts: list[tuple[int, int]] = []
-            for rule, (used, held) in zip(states.rules, states.counts, strict=True):
-                more = corrections.get((rule.number, starts[rule.window]), NO_CORRECTION)
-                counts.append((used + more[0], held + more[1]))
-            states.counts = counts
+            if corrections:
+                states.correct(corrections)
 
 
 async def write_settlements(
@@ -358,26 +357,19 @@ def assumption_check(cache: HoldCache, fast: FastBatch) -> Statement:
 
 async def execute_fast(
     cache: HoldCache,
-    own: OwnHolds,
     fast: FastBatch,
+    owner: HoldOwner,
+    drop: Callable[[], Awaitable[None]],
     connection: Connection,
     operations: Sequence[HoldOperation],
-    *,
-    answers: list[HoldAnswer | Exception],
-    owner: str,
-    expiry_s: float,
-    signer: BatchSigner | None,
-    drop: Callable[[], Awaitable[None]],
 ) -> list[HoldAnswer | Exception]:
-    """Write a batch decided from the cache and return its `answers`.
+    """Write a batch decided from the cache and return its answers.
 
     Returns an empty list, with nothing committed, if the batch needs the slow path. `drop` closes
     the connection after an error that no wrong assumption explains.
     """
     try:
-        await write_batch(
-            connection, cache, own, fast, owner=owner, expiry_s=expiry_s, signer=signer
-        )
+        await write_batch(connection, cache, fast, owner)
     except (*REPEATED, psycopg.DataError, psycopg.IntegrityError, ValueError) as unforeseen:
         log.debug(
             "batch_takes_slow_path",
@@ -393,4 +385,4 @@ async def execute_fast(
         log.warning("batch_takes_slow_path", cause=repr(broken), operation_count=len(operations))
         await drop()
         return []
-    return answers
+    return [answer for _, _, answer in fast.decided]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from metering.holds.decide import AdmissionTerms, Hold, HoldTerms, TermsKey
+from metering.holds.decide import AdmissionTerms, HoldTerms, TermsKey
 from metering.holds.lease_clock import boot_time_s
 from metering.pricing.prices import TokenPrices
 from metering.quotas.quota_rules import CounterKey, QuotaRule
@@ -33,19 +33,6 @@ SELECT now(), pg_current_snapshot()::text, ARRAY(
 
 AGE_MAX = timedelta(hours=1)  # far less than rows of `rule_changes` are kept
 COUNT_MAX = 65_536  # entries of each kind, about 30 MB; beyond it the cache starts empty
-
-
-# Live holds of this process as of the database's last answers, by integer id. Holds without a
-# request are left out: binding changes their rows.
-OwnHolds = dict[int, Hold]
-
-
-def store_holds(own: OwnHolds, holds: Iterable[Hold]) -> None:
-    """Add new and extended holds to `own`, except pre-authorized ones."""
-    for hold in holds:
-        number = hold.id.int
-        if hold.request_id.int != number:  # as `Hold.unbound`
-            own[number] = hold
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ Every operation is answered: conflicts are retried, an unavailable or slow datab
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 import uuid
@@ -22,6 +23,7 @@ import structlog
 from common.backoff import Backoff
 from metering.core.errors import DatabaseUnavailable, InvariantViolated, WriteConflict
 from metering.holds.bindings import Bind
+from metering.holds.decide import HoldOwner, OwnHolds
 from metering.holds.fast_path import (
     FastBatch,
     attach_rules,
@@ -31,7 +33,7 @@ from metering.holds.fast_path import (
     plan_settlements,
     seems_to_fit,
 )
-from metering.holds.hold_cache import HoldCache, OwnHolds, cache_of
+from metering.holds.hold_cache import HoldCache, cache_of
 from metering.holds.operations import Admit, Admitted, Ended, HoldAnswer, HoldOperation, Renew
 from metering.holds.preauthorized_holds import execute_binds
 from metering.holds.read import SELECT_RULES_BY_ID, rules_of_rows
@@ -114,22 +116,14 @@ class HoldConnection:
         receipts; with None they are unsigned. `own` is shared by all connections of the same owner.
         """
         self._conninfo = psycopg_conninfo(database_url)
-        self._owner = str(process_id)
-        self._expiry_s = expiry_s
+        self._owner = HoldOwner(process_id, expiry_s, signer, {} if own is None else own)
+        self._own = self._owner.own
         self._gate = gate or StoreGate()
-        self._signer = signer
-        self._own: OwnHolds = {} if own is None else own
         self.refusals = Refusals()
-        self._execute_slow = partial(
-            execute_slow,
-            process_id=process_id,
-            expiry_s=expiry_s,
-            refusals=self.refusals,
-            signer=signer,
-            own=self._own,
-        )
         self._connection: BoundedConnection | None = None
         self._cache: HoldCache | None = None  # cache of the connection
+        self._watchdog: asyncio.TimerHandle | None = None  # of the batch under way
+        self._late_at, self._is_late = math.inf, False
 
     async def __aenter__(self) -> HoldConnection:
         return self
@@ -164,28 +158,18 @@ class HoldConnection:
                 self._cache is not None
                 and (fast := plan(self._cache, self._own, batch)) is not None
             ):
-                indexes, operations, answers = map(list, zip(*fast.decided, strict=True))
-                run = partial(
-                    execute_fast,
-                    self._cache,
-                    self._own,
-                    fast,
-                    answers=answers,
-                    owner=self._owner,
-                    expiry_s=self._expiry_s,
-                    signer=self._signer,
-                    drop=self.close,
-                )
+                indexes, operations, _ = zip(*fast.decided, strict=True)
+                run = partial(execute_fast, self._cache, fast, self._owner, self.close)
                 done |= zip(indexes, await self._execute(run, operations), strict=False)
                 if len(done) == len(batch):
                     break
         if len(done) == len(batch) > 0:
             answers = list(map(done.__getitem__, range(len(batch))))
         else:
+            run = partial(execute_slow, owner=self._owner, refusals=self.refusals)
             left = iter(
                 await self._execute(
-                    self._execute_slow,
-                    [op for index, op in enumerate(batch) if index not in done],
+                    run, [op for index, op in enumerate(batch) if index not in done]
                 )
             )
             answers = [done[index] if index in done else next(left) for index in range(len(batch))]
@@ -285,6 +269,9 @@ class HoldConnection:
     async def close(self) -> None:
         """Close the connection. The next batch opens a new one."""
         connection, self._connection, self._cache = self._connection, None, None
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
         if connection is not None:
             await connection.close()
 
@@ -296,24 +283,30 @@ class HoldConnection:
         A broken connection alone is not an outage: the database may have been restarted.
         """
         connection = self._connection or await self._connect()
-        silent = False
-
-        def give_up() -> None:
-            nonlocal silent
-            silent = True
-            connection.abort()
-
-        timer = asyncio.get_running_loop().call_later(BATCH_TIMEOUT_S, give_up)
+        self._is_late, self._late_at = False, time.monotonic() + BATCH_TIMEOUT_S
+        if self._watchdog is None:
+            self._watchdog = asyncio.get_running_loop().call_later(BATCH_TIMEOUT_S, self._watch)
         try:
             answers = await run(connection, batch)
         except LOST:
-            if silent:
+            if self._is_late:
                 self._gate.failed()
             raise
         finally:
-            timer.cancel()
+            self._late_at = math.inf
         self._gate.answered()
         return answers
+
+    def _watch(self) -> None:
+        """Abort the connection if the batch is late. Batches share the timer, which costs less."""
+        self._watchdog = None
+        if self._late_at == math.inf or self._connection is None:
+            return
+        if (left_s := self._late_at - time.monotonic()) > 0:
+            self._watchdog = asyncio.get_running_loop().call_later(left_s, self._watch)
+        else:
+            self._is_late = True
+            self._connection.abort()
 
     async def _connect(self) -> BoundedConnection:
         with self._gate.attempt():
@@ -322,13 +315,11 @@ class HoldConnection:
                 autocommit=True,
                 connect_timeout=CONNECT_TIMEOUT_S,
                 options=connection_options(
-                    (*SERVER_LIMITS, *PLANS, f"application_name=weir-{self._owner}")
+                    (*SERVER_LIMITS, *PLANS, f"application_name=weir-{self._owner.process_id}")
                 ),
                 **KEEPALIVES,
             )
             self._connection, self._cache = connection, cache_of(connection)
-            if self._signer is not None:
-                await connection.execute(
-                    PUBLISH_KEY, (self._signer.key_id, self._signer.public_key)
-                )
+            if (signer := self._owner.signer) is not None:
+                await connection.execute(PUBLISH_KEY, (signer.key_id, signer.public_key))
         return connection

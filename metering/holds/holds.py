@@ -21,7 +21,7 @@ from msgspec import structs
 from common.incidents import Retries
 from metering.core.errors import DatabaseUnavailable, HoldEnded, InvariantViolated
 from metering.core.models import QuotaDimension, QuotaSubject
-from metering.holds.hold_cache import OwnHolds
+from metering.holds.decide import OwnHolds
 from metering.holds.hold_connection import BATCH_SIZE_MAX, EXPIRY_S, HoldConnection
 from metering.holds.lease_clock import LeaseClock
 from metering.holds.operations import (

@@ -76,7 +76,7 @@ class RuleCache:
         if rule is None:
             if len(self._rules) >= self._count_max:
                 self._rules.clear()
-            rule = self._rules[row[0]] = rule_of(*row[1:])
+            rule = self._rules[row[0]] = rule_of(row[1:])
         return rule
 
 
@@ -88,26 +88,11 @@ def rules_of_rows(connection: Connection, rows: Iterable[Row]) -> dict[int, Quot
     return {rule.number: rule for rule in map(cache.of, rows)}
 
 
-def rule_of(
-    quota_id: uuid.UUID,
-    subject: str,
-    subject_id: uuid.UUID,
-    model: str,
-    dimension: str,
-    limit_value: int | None,
-    input_weight: int,
-    cached_input_weight: int,
-    output_weight: int,
-    enforced: bool,
-    base_limit_value: int,
-    override_until: datetime | None,
-) -> QuotaRule:
+def rule_of(columns: Row) -> QuotaRule:
     """Build a rule from the columns RULE_COLUMNS, without the version."""
-    weights = Weights(input_weight, cached_input_weight, output_weight)
-    key = (QuotaSubject(subject), subject_id, model, QuotaDimension(dimension))
-    return QuotaRule(
-        quota_id, *key, limit_value, weights, enforced, base_limit_value, override_until
-    )
+    quota_id, subject, subject_id, model, dimension, limit_value, *weights = columns[:9]
+    subject_and_dimension = QuotaSubject(subject), subject_id, model, QuotaDimension(dimension)
+    return QuotaRule(quota_id, *subject_and_dimension, limit_value, Weights(*weights), *columns[9:])
 
 
 LOCK_COUNTERS = """
@@ -125,21 +110,14 @@ ORDER BY quota_id, window_start
 ON CONFLICT DO NOTHING RETURNING quota_id, window_start
 """
 
-# Sums of the usage events of a hold; the outcome is that of the last part.
-EVENT_SUMS = """
-count(*)::int AS part_count,
-coalesce(sum(input_token_count), 0)::bigint AS input_token_count,
-coalesce(sum(cached_input_token_count), 0)::bigint AS cached_input_token_count,
-coalesce(sum(generated_token_count), 0)::bigint AS generated_token_count,
-coalesce(sum(delivered_token_count), 0)::bigint AS delivered_token_count,
-coalesce(sum(billed_token_count), 0)::bigint AS billed_token_count,
-coalesce(sum(cost_picos), 0)::bigint AS cost_picos,
-coalesce((array_agg(outcome ORDER BY part DESC))[1], '') AS outcome,
-coalesce(sum(embedding_token_count), 0)::bigint AS embedding_token_count,
-coalesce(sum(journalled_token_count), 0)::bigint AS journalled_token_count,
-coalesce(sum(reasoning_token_count), 0)::bigint AS reasoning_token_count,
-coalesce(sum(billed_reasoning_token_count), 0)::bigint AS billed_reasoning_token_count
-"""
+# Fields of `EventSums`: sums over the usage events of a hold, and the outcome of the last part.
+EVENT_SUMS = ", ".join(
+    {
+        "part_count": "count(*)::int",
+        "outcome": "coalesce((array_agg(outcome ORDER BY part DESC))[1], '')",
+    }.get(name, f"coalesce(sum({name}), 0)::bigint")
+    for name in EventSums._fields
+)
 
 BEGIN_ADMITTING = f"SELECT pg_advisory_xact_lock_shared({QUOTA_LOCK})"
 

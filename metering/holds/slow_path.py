@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from metering.core.errors import MeteringError
 from metering.core.models import HoldState
-from metering.holds.decide import BatchReads, BatchWrites, Decisions
-from metering.holds.hold_cache import OwnHolds, cache_of, store_holds
+from metering.holds.decide import BatchReads, BatchWrites, Decisions, HoldOwner, store_holds
+from metering.holds.hold_cache import cache_of
 from metering.holds.operations import (
     Admit,
     Expire,
@@ -38,7 +38,6 @@ from metering.quotas import quotas
 from metering.quotas.quota_rules import CounterKey
 from metering.quotas.quotas import Counters, QuotaExceeded
 from metering.quotas.refusals import Refusals, Refused
-from metering.receipts.chaining import BatchSigner
 from metering.store.pipeline import Connection, id_array, run_pipeline
 
 # Ends first, so that later operations can use their room; renewals touch no counter.
@@ -56,40 +55,26 @@ async def execute_slow(
     connection: Connection,
     operations: Sequence[HoldOperation],
     *,
-    process_id: uuid.UUID,
-    expiry_s: float,
-    refusals: Refusals | None = None,
-    signer: BatchSigner | None = None,
-    own: OwnHolds | None = None,
+    owner: HoldOwner,
+    refusals: Refusals,
 ) -> list[HoldAnswer | Exception]:
     """Execute operations in one transaction; return the result or refusal of each, in order.
 
     `connection` is in autocommit mode and for exclusive use. `refusals` counts admissions that
-    quotas refuse and sets their retry-after. `signer` signs receipts; with None they are unsigned.
-    `own` receives the holds taken and extended. A refused operation changes nothing. Raises:
-    psycopg.Error; the batch may or may not be committed then, and the caller must close the
-    connection.
+    quotas refuse and sets their retry-after. `owner.own` receives the holds taken and extended. A
+    refused operation changes nothing. Raises: psycopg.Error; the batch may or may not be committed
+    then, and the caller must close the connection.
     """
     orphans = await find_orphans(connection, operations)
     batch = [*operations, *(Void(hold_id) for hold_id in orphans)]
     try:
-        reads, writes, answers = await decide_and_commit(
-            connection, batch, process_id, expiry_s, signer, unread=True
-        )
+        reads, writes, answers = await decide_and_commit(connection, batch, owner, unread=True)
     except GuardFailed:  # a counter row is missing: the locking read below inserts it
         await run_pipeline(connection, [("ROLLBACK", ())])
-        reads, writes, answers = await decide_and_commit(
-            connection, batch, process_id, expiry_s, signer, unread=False
-        )
-    if own is not None:
-        store_holds(
-            own,
-            [
-                *(hold for _, hold in writes.holds),
-                *(hold for hold, _ in writes.extensions.values()),
-            ],
-        )
-    if refusals is not None and (refused := refused_of(operations, answers)):
+        reads, writes, answers = await decide_and_commit(connection, batch, owner, unread=False)
+    store_holds(owner.own, (hold for _, hold in writes.holds))
+    store_holds(owner.own, (hold for hold, _ in writes.extensions.values()))
+    if refused := refused_of(operations, answers):
         await refusals.note(connection, reads.now, refused)
     return [answers[index] for index in range(len(operations))]
 
@@ -97,9 +82,7 @@ async def execute_slow(
 async def decide_and_commit(
     connection: Connection,
     batch: Sequence[HoldOperation],
-    process_id: uuid.UUID,
-    expiry_s: float,
-    signer: BatchSigner | None,
+    owner: HoldOwner,
     *,
     unread: bool,
 ) -> tuple[BatchReads, BatchWrites, dict[int, HoldAnswer | Exception]]:
@@ -125,12 +108,12 @@ async def decide_and_commit(
         except MeteringError as refusal:
             answers[index] = refusal
     writes = decisions.writes
-    renewing = renewals(writes, expiry_s)
+    renewing = renewals(writes, owner.expiry_s)
     statements = [
         *renewing,
-        *new_holds(writes, str(process_id), expiry_s),
-        *changed_holds(writes, expiry_s),
-        *usage_writes(reads.chains, writes.events, signer),
+        *new_holds(writes, owner),
+        *changed_holds(writes, owner.expiry_s),
+        *usage_writes(reads.chains, writes.events, owner.signer),
         *counter_writes(counters),
     ]
     rows = await run_pipeline(connection, [*statements, ("COMMIT", ())])

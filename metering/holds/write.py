@@ -12,16 +12,17 @@ decisions here.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Sequence
+from operator import attrgetter
 
 import msgspec
 import psycopg
 
-from metering.holds.decide import BatchWrites, Hold, HoldTerms
+from metering.holds.decide import BatchWrites, Hold, HoldOwner, HoldTerms, UsageEvent
 from metering.holds.operations import Settle, Settled
 from metering.quotas.quota_rules import CounterKey
 from metering.quotas.quotas import NO_LIMIT, USED_MAX, Counters
-from metering.receipts.chaining import BatchSigner, Chains, SignedBatch
+from metering.receipts.chaining import BatchSigner, Chains, IssuedReceipt, SignedBatch
 from metering.store.pipeline import (
     UUID_OID,
     Statement,
@@ -42,14 +43,15 @@ GuardFailed = psycopg.errors.DivisionByZero
 _encode_json = msgspec.json.Encoder().encode
 
 
-def _numbers_of_row(*names: str) -> str:
+def _numbers_of_row(columns: str) -> str:
     """Build the FROM item with the numbers of row `i`, which `numbers` has one row after the other.
 
-    One array of numbers is sent and read faster than one for each column.
+    One array of numbers is sent and read faster than one for each of these columns.
     """
-    count = len(names)
+    names = columns.split()
     numbers = ", ".join(
-        f"numbers[{count} * i - {count - 1 - index}] AS {name}" for index, name in enumerate(names)
+        f"numbers[{len(names)} * i - {len(names) - index}] AS {name}"
+        for index, name in enumerate(names, start=1)
     )
     return f"LATERAL (SELECT {numbers}) AS n"
 
@@ -66,9 +68,10 @@ SELECT ids[2 * i - 1], payers[3 * t - 2], payers[3 * t - 1], payers[3 * t], ids[
 FROM (SELECT %s::uuid[] AS payers, %s::text[] AS models, %s::bigint[] AS terms,
         %s::uuid[] AS quota_ids, %s::uuid[] AS ids, %s::bigint[] AS numbers) AS sent,
     unnest(%s::bytea[], %s::text[]) WITH ORDINALITY AS v(payload_hash, labels, i),
-    {_numbers_of_row("t", "input_token_count", "leased_token_count")}
+    {_numbers_of_row("t input_token_count leased_token_count")}
 """
 
+EXTENDED = "cached leased delivered reasoning posted posted_cost leased_before quota_count"
 # Each extension grows the lease, so comparing the lease detects another extension.
 EXTEND_HOLDS = f"""
 WITH extended AS (
@@ -80,18 +83,7 @@ WITH extended AS (
         charged_at = now(), expires_at = now() + make_interval(secs => %s)
     FROM (SELECT %s::bigint[] AS numbers) AS sent,
         unnest(%s::uuid[], %s::text[]) WITH ORDINALITY AS v(id, posted_minutes, i),
-        {
-    _numbers_of_row(
-        "cached",
-        "leased",
-        "delivered",
-        "reasoning",
-        "posted",
-        "posted_cost",
-        "leased_before",
-        "quota_count",
-    )
-}
+        {_numbers_of_row(EXTENDED)}
     WHERE h.id = v.id
         AND h.ended_at IS NULL
         AND h.leased_token_count = leased_before
@@ -107,7 +99,7 @@ WITH ended AS (
         reasoning_token_count = reasoning, ended_at = now()
     FROM (SELECT %s::bigint[] AS numbers) AS sent,
         unnest(%s::uuid[], %s::text[]) WITH ORDINALITY AS v(id, state, i),
-        {_numbers_of_row("cached", "delivered", "reasoning", "leased", "posted", "quota_count")}
+        {_numbers_of_row("cached delivered reasoning leased posted quota_count")}
     WHERE h.id = v.id
         AND h.ended_at IS NULL
         AND h.leased_token_count = leased
@@ -136,6 +128,20 @@ WITH continued AS (
     RETURNING 1
 ) SELECT FROM continued HAVING 1 / (count(*) = %s)::int IS NULL
 """
+# Columns of a usage event, and the attributes of `Settled` that they get.
+USED = {
+    "input": "input_token_count",
+    "cached": "cached_input_token_count",
+    "generated": "generated_token_count",
+    "delivered": "delivered_token_count",
+    "billed": "billed_token_count",
+    "cost": "cost_picos",
+    "embedded": "embedding_token_count",
+    "journalled": "journalled_token_count",
+    "reasoning": "reasoning_token_count",
+    "billed_reasoning": "billed_reasoning_token_count",
+}
+_used_numbers = attrgetter(*USED.values())
 # The first three values are NULL if receipts are unsigned.
 INSERT_USAGE_EVENTS = f"""
 WITH signed AS (
@@ -159,24 +165,7 @@ SELECT h.id, part, h.organization_id, h.project_id, h.api_key_id, h.request_id, 
 FROM (SELECT %s::bigint[] AS numbers) AS sent,
     unnest(%s::uuid[], %s::text[], %s::text[], %s::timestamptz[], %s::bytea[], %s::bytea[])
         WITH ORDINALITY AS v(hold_id, outcome, timings, settled_at, previous_hash, hash, i),
-    {
-    _numbers_of_row(
-        "part",
-        "input",
-        "cached",
-        "generated",
-        "delivered",
-        "billed",
-        "cost",
-        "recovered",
-        "sequence",
-        "embedded",
-        "migrations",
-        "journalled",
-        "reasoning",
-        "billed_reasoning",
-    )
-},
+    {_numbers_of_row(" ".join(USED) + " part recovered migrations sequence")},
     holds h
 WHERE h.id = v.hold_id
 """
@@ -210,7 +199,7 @@ WITH incremented AS (
         ELSE {USED_MAX} END
     FROM (SELECT %s::bigint[] AS numbers) AS sent,
         unnest(%s::uuid[], %s::timestamptz[]) WITH ORDINALITY AS v(quota_id, window_start, i),
-        {_numbers_of_row("used", "held", "limit_value")}
+        {_numbers_of_row("used held limit_value")}
     WHERE c.quota_id = v.quota_id
         AND c.window_start = v.window_start
         AND (n.limit_value < 0 OR c.used <= n.limit_value - c.held - n.used - n.held)
@@ -278,7 +267,7 @@ def changed_holds(writes: BatchWrites, expiry_s: float) -> list[Statement]:
     return statements
 
 
-def new_holds(writes: BatchWrites, owner: str, expiry_s: float) -> list[Statement]:
+def new_holds(writes: BatchWrites, owner: HoldOwner) -> list[Statement]:
     """Build the statement that inserts new holds; an empty list if there are none."""
     if not writes.holds:
         return []
@@ -298,8 +287,8 @@ def new_holds(writes: BatchWrites, owner: str, expiry_s: float) -> list[Statemen
         quota_ids += each.packed_quota_ids
         terms += each.prices.version, first, len(quota_ids), each.embedding
     values = (
-        owner,
-        expiry_s,
+        str(owner.process_id),
+        owner.expiry_s,
         packed_array(UUID_OID, payers),
         text_array([each.model for each in indexes]),
         number_array(terms),
@@ -313,97 +302,92 @@ def new_holds(writes: BatchWrites, owner: str, expiry_s: float) -> list[Statemen
 
 
 def usage_writes(
-    chains: Chains,
-    events: Iterable[tuple[Hold, Settled, int, Settle, bool]],
-    signer: BatchSigner | None,
+    chains: Chains, events: Sequence[UsageEvent], signer: BatchSigner | None
 ) -> list[Statement]:
     """Issue and sign receipts, and build the statements that insert them with their usage events.
 
-    `events` is as in `BatchWrites`. The statements fail with GuardFailed if another connection has
-    extended a chain. Raises: ValueError for timings that JSON cannot represent.
+    The statements fail with GuardFailed if another connection has extended a chain. Raises:
+    ValueError for timings that JSON cannot represent.
     """
-    numbers: list[int] = []
-    ids: list[int] = []
-    outcomes: list[str] = []
-    timings: list[str | None] = []
-    for hold, usage, part, op, recovered in events:
-        terms = hold.terms
-        receipt = chains.append(
-            terms.payer_ids + hold.request_id.int.to_bytes(16, "big"),
-            (
-                part,
-                usage.input_token_count,
-                usage.cached_input_token_count,
-                usage.billed_token_count,
-                usage.embedding_token_count,
-                usage.billed_reasoning_token_count,
-                terms.prices.version,
-                usage.cost_picos,
-            ),
-            hold.admitted_at,
-            (usage.currency_code, terms.model, usage.outcome),
-            op.timings,
-        )
-        usage.receipts.append(receipt)
-        ids.append(hold.id.int)
-        outcomes.append(usage.outcome)
-        timed = None if op.timings is None else _encode_json(op.timings).decode()
-        if timed is not None and "null" in timed:  # not a number, or infinite
-            raise ValueError(f"timings must be numbers, got {op.timings}")
-        timings.append(timed)
-        numbers += (
-            part,
-            usage.input_token_count,
-            usage.cached_input_token_count,
-            usage.generated_token_count,
-            usage.delivered_token_count,
-            usage.billed_token_count,
-            usage.cost_picos,
-            recovered,
-            receipt.sequence,
-            usage.embedding_token_count,
-            op.migration_count,
-            usage.journalled_token_count,
-            usage.reasoning_token_count,
-            usage.billed_reasoning_token_count,
-        )
-    if not ids:
+    if not events:
         return []
-    added, changed = chains.added, chains.changed
-    hashes = [receipt.hash for receipt in added]
-    signed: tuple[str | None, bytes | None, bytes | None] = (None, None, None)
-    if signer is not None:
-        batch = SignedBatch.sign(signer, hashes)
-        signed = batch.key_id, b"".join(hashes), batch.signature
-        for receipt in added:
-            receipt.batch = batch
+    numbers: list[int] = []
+    for hold, usage, part, op, recovered in events:
+        receipt = issue_receipt(chains, hold, usage, part, op)
+        numbers += _used_numbers(usage)
+        numbers += part, recovered, op.migration_count, receipt.sequence
+    receipts = chains.added
+    hashes = [receipt.hash for receipt in receipts]
+    values = (
+        *signature_of(receipts, hashes, signer),
+        number_array(numbers),
+        id_number_array([hold.id.int for hold, *_ in events]),
+        array([usage.outcome for _, usage, *_ in events]),
+        text_array([timings_json(op) for _, _, _, op, _ in events]),
+        time_array([receipt.settled_at for receipt in receipts]),
+        bytes_array([receipt.previous_hash for receipt in receipts]),
+        bytes_array(hashes),
+    )
+    return [chain_update(chains), (INSERT_USAGE_EVENTS, values)]
+
+
+def issue_receipt(
+    chains: Chains, hold: Hold, usage: Settled, part: int, op: Settle
+) -> IssuedReceipt:
+    """Append the receipt of a usage event to its project's chain, and add it to the answer."""
+    terms = hold.terms
+    counts = (
+        part,
+        usage.input_token_count,
+        usage.cached_input_token_count,
+        usage.billed_token_count,
+        usage.embedding_token_count,
+        usage.billed_reasoning_token_count,
+        terms.prices.version,
+        usage.cost_picos,
+    )
+    ids = terms.payer_ids + hold.request_id.int.to_bytes(16, "big")
+    labels = usage.currency_code, terms.model, usage.outcome
+    receipt = chains.append(ids, counts, hold.admitted_at, labels, op.timings)
+    usage.receipts.append(receipt)
+    return receipt
+
+
+def timings_json(op: Settle) -> str | None:
+    """Encode the timings of a settlement. Raises: ValueError if one is not a finite number."""
+    if op.timings is None:
+        return None
+    encoded = _encode_json(op.timings).decode()
+    if "null" in encoded:
+        raise ValueError(f"timings must be numbers, got {op.timings}")
+    return encoded
+
+
+def signature_of(
+    receipts: Sequence[IssuedReceipt], hashes: Sequence[bytes], signer: BatchSigner | None
+) -> tuple[str, bytes, bytes] | tuple[None, None, None]:
+    """Sign the receipts together; return the columns of their batch, NULL if they are unsigned."""
+    if signer is None:
+        return None, None, None
+    batch = SignedBatch.sign(signer, hashes)
+    for receipt in receipts:
+        receipt.batch = batch
+    return batch.key_id, b"".join(hashes), batch.signature
+
+
+def chain_update(chains: Chains) -> Statement:
+    """Build the statement that moves the heads of the chains to the receipts just issued."""
+    changed = chains.changed
     heads = [chains.heads[project_id] for project_id in changed]
-    return [
-        (
-            UPDATE_CHAINS,
-            (
-                id_bytes_array(changed),
-                number_array([head.sequence for head in heads]),
-                bytes_array([head.hash for head in heads]),
-                time_array([head.settled_at for head in heads]),
-                bytes_array(changed.values()),
-                len(heads),
-            ),
-        ),
-        (
-            INSERT_USAGE_EVENTS,
-            (
-                *signed,
-                number_array(numbers),
-                id_number_array(ids),
-                array(outcomes),
-                text_array(timings),
-                time_array([receipt.settled_at for receipt in added]),
-                bytes_array([receipt.previous_hash for receipt in added]),
-                bytes_array(hashes),
-            ),
-        ),
-    ]
+    values = (
+        id_bytes_array(changed),
+        number_array([head.sequence for head in heads]),
+        bytes_array([head.hash for head in heads]),
+        time_array([head.settled_at for head in heads]),
+        bytes_array(changed.values()),
+        len(heads),
+    )
+    return UPDATE_CHAINS, values
 
 
 def key_columns(keys: Collection[CounterKey]) -> tuple[bytes, bytes]:
@@ -412,30 +396,28 @@ def key_columns(keys: Collection[CounterKey]) -> tuple[bytes, bytes]:
     return id_number_array(numbers), time_array(starts)
 
 
-def counter_increments(
-    increments: Mapping[CounterKey, tuple[int, int]], limits: Mapping[CounterKey, int]
-) -> tuple[list[CounterKey], list[Statement]]:
+def counter_increments(counters: Counters) -> tuple[list[CounterKey], list[Statement]]:
     """Build a statement that increments counters within their limits; return the keys too.
 
     If a counter has a limit, the statement returns rows of the key's 1-based index, used and held.
     It fails with GuardFailed if a limit has no room or a counter row is missing.
     """
-    if not increments:
-        return [], []
-    keys = sorted(increments)
-    ids, starts = zip(*keys, strict=True)
+    limits = counters.limits
+    keys: list[CounterKey] = []
     numbers: list[int] = []
-    for key in keys:
-        numbers += increments[key]
-        numbers.append(limits.get(key, NO_LIMIT))
-    values = (number_array(numbers), id_number_array(ids), time_array(starts), len(keys))
+    for key, (used, held) in sorted(counters.all_increments().items()):
+        keys.append(key)
+        numbers += used, held, limits.get(key, NO_LIMIT)
+    if not keys:
+        return [], []
+    values = (number_array(numbers), *key_columns(keys), len(keys))
     return keys, [(INCREMENT_AND_RETURN if limits else INCREMENT, values)]
 
 
 def counter_writes(counters: Counters) -> list[Statement]:
     """Build the statements that write the decided values of counters."""
     if counters.unlocked:
-        return counter_increments(counters.all_increments(), counters.limits)[1]
+        return counter_increments(counters)[1]
     statements: list[Statement] = []
     if counters.changed:
         rows = [counters.rows[key] for key in counters.changed]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -25,6 +25,7 @@ from metering.core.models import QuotaDimension, QuotaSubject
 from metering.pricing.prices import TokenPrices
 
 NO_WINDOW = datetime(1970, 1, 1, tzinfo=UTC)  # the one "window" of a dimension that never resets
+MINUTE = timedelta(minutes=1)
 
 WEIGHT_SCALE = 1000  # weights are thousandths
 
@@ -81,8 +82,16 @@ UNITS = (None, *Unit)  # in the order of `window_starts`
 
 @functools.lru_cache(maxsize=4096)  # a batch asks for the same few times repeatedly
 def window_starts(at: datetime) -> tuple[datetime, ...]:
-    """Compute when the windows (UTC) around `at` start: lifetime, minute, day, month."""
-    minute = at.astimezone(UTC).replace(second=0, microsecond=0)
+    """Compute when the windows (UTC) around `at` start: lifetime, minute, day, month.
+
+    Times of one minute get the same objects, which are found in dictionaries several times faster.
+    """
+    return _window_starts((at - NO_WINDOW) // MINUTE)
+
+
+@functools.lru_cache(maxsize=4096)
+def _window_starts(minutes: int) -> tuple[datetime, ...]:
+    minute = NO_WINDOW + minutes * MINUTE
     day = minute.replace(hour=0, minute=0)
     return NO_WINDOW, minute, day, day.replace(day=1)
 
@@ -98,7 +107,7 @@ def window_ends(at: datetime) -> tuple[datetime | None, ...]:
     _, minute, day, month = window_starts(at)
     return (
         None,
-        minute + timedelta(minutes=1),
+        minute + MINUTE,
         day + timedelta(days=1),
         (month + timedelta(days=32)).replace(day=1),
     )
@@ -475,11 +484,19 @@ class QuotaStates(Sequence[QuotaState]):
     __slots__ = ("counts", "now", "rules")
 
     def __init__(
-        self, rules: tuple[QuotaRule, ...], counts: Sequence[tuple[int, int]], now: datetime
+        self, rules: tuple[QuotaRule, ...], counts: list[tuple[int, int]], now: datetime
     ) -> None:
         self.rules = rules
         self.counts = counts
         self.now = now
+
+    def correct(self, corrections: Mapping[int, tuple[int, int]]) -> None:
+        """Add to the used and held amounts of some rules, by their numbers."""
+        counts = self.counts
+        for index, rule in enumerate(self.rules):
+            if (more := corrections.get(rule.number)) is not None:
+                used, held = counts[index]
+                counts[index] = used + more[0], held + more[1]
 
     def __len__(self) -> int:
         return len(self.rules)

@@ -344,44 +344,43 @@ def extend(
     count always fits. `reasoning_token_count` are delivered tokens known to be thinking. Raises:
     QuotaExceeded, without a change, if not even one fits.
     """
-    now = counters.now
-    posted = charge.with_posting(delivered_token_count, reasoning_token_count, now)
-    one_more = posted._replace(leased_token_count=posted.leased_token_count + 1)
-    windowed = [rule for rule in rules if rule.kind is Kind.TOKENS or rule.kind is Kind.MONEY]
-    lease = posted.leased_token_count + requested_token_count
+    money, leased = money_scale(charge.prices), charge.leased_token_count
+    posted = charge.with_posting(delivered_token_count, reasoning_token_count, counters.now)
+    old_starts, new_starts = window_starts(charge.charged_at), window_starts(counters.now)
+    requested = lease = leased + requested_token_count
     failing: list[QuotaRule] = []
-    transfers: list[tuple[CounterKey, CounterKey, int, int]] = []
-    for rule in windowed:
-        old, new = rule.key(charge.charged_at), rule.key(now)
-        held = charge.held(rule)
-        scale = rule.scale(charge.prices)
-        used = posted.posted(scale) - charge.posted(scale)
-        transfers.append((old, new, held, used))
-        room = counters.remaining(rule)
-        if counters.unlocked:
-            counters.row(new)
-        if room is None or not rule.enforced or not scale.dearest_output:
+    limits: dict[CounterKey, int] = {}
+    transfers: list[tuple[Scale, CounterKey, CounterKey, int, int]] = []
+    for rule in rules:
+        if not rule.counts_tokens:
             continue
-        if old == new:  # its own present charge does not count against it
-            room += held - used
-        if one_more.held(rule) > room:
-            failing.append(rule)
-        elif (largest := one_more.most_output(rule, room)) is not None and largest < lease:
-            lease = largest
-    if counters.unlocked and (failing or lease < posted.leased_token_count + requested_token_count):
+        scale = rule.token_scale or money
+        old, new = (rule.number, old_starts[rule.window]), (rule.number, new_starts[rule.window])
+        held = charge.held_by(scale, leased)
+        used = posted.posted(scale) - charge.posted(scale)
+        transfers.append((scale, old, new, held, used))
+        row, limit = counters.row(new), rule.limit_value
+        if limit is None or not rule.enforced or not scale.dearest_output:
+            limit = NO_LIMIT
+        else:
+            room = limit - row.used - row.held
+            if old == new:  # its own present charge does not count against it
+                room += held - used
+            if posted.held_by(scale, leased + 1) > room:
+                failing.append(rule)
+            elif posted.held_by(scale, lease) > room:
+                lease = posted.most_output(rule, room) or lease
+        limits[new] = limit
+    if counters.unlocked and (failing or lease < requested):
         raise Undecided
     if failing:
-        raise exceeded(counters, failing, one_more)
-    extended = posted.with_lease(lease)
-    for rule, (old, new, held, used) in zip(windowed, transfers, strict=True):
-        if counters.unlocked:
-            is_limited = rule.enforced and rule.scale(charge.prices).dearest_output
-            counters.limits[new] = (
-                rule.limit_value if is_limited and rule.limit_value is not None else NO_LIMIT
-            )
+        raise exceeded(counters, failing, posted.with_lease(leased + 1))
+    if counters.unlocked:
+        counters.limits |= limits
+    for scale, old, new, held, used in transfers:
         counters.add(old, used=used, held=-held)
-        counters.add(new, held=extended.held(rule))
-    return extended
+        counters.add(new, held=posted.held_by(scale, lease))
+    return posted.with_lease(lease)
 
 
 def settle(

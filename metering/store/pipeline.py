@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import re
 import struct
 import uuid
@@ -60,18 +61,163 @@ Value = str | int | float | bytes | None  # bytes are a value in PostgreSQL's bi
 Statement = tuple[str, Sequence[Value]]  # SQL with %s for each value, and the values
 
 
-class _Session:
-    """Prepared statements of one connection, by name, and its loader of result values."""
+class _Channel:
+    """Exchanges of pipelined statements over one connection, one at a time, on one event loop.
 
-    __slots__ = ("load", "prepared")
+    Watches a duplicate of the connection's descriptor, and keeps watching it between exchanges,
+    because registering it takes as long as sending. psycopg watches the original during statements
+    of its own, and libpq closes it when the connection ends: a new socket with the same number must
+    keep its own registration.
 
-    def __init__(self) -> None:
+    `prepared` are the prepared statements, by query. `load` reads result values.
+    """
+
+    __slots__ = (
+        "_answered",
+        "_fd",
+        "_loop",
+        "_new",
+        "_pgconn",
+        "_results",
+        "_timer",
+        "load",
+        "prepared",
+    )
+
+    def __init__(self, pgconn: pq.abc.PGconn) -> None:
         self.prepared: dict[bytes, bytes] = {}
         self.load: Any = Transformer()  # untyped in psycopg; texts are UTF-8, and times UTC
+        self._pgconn = pgconn
+        self._loop = asyncio.get_running_loop()
+        self._fd: int | None = None  # the duplicate while it is watched
+        self._timer: asyncio.TimerHandle | None = None
+        # Of the exchange under way:
+        self._answered: asyncio.Future[list[pq.abc.PGresult]] | None = None
+        self._results: list[pq.abc.PGresult] = []  # one per executed statement
+        self._new: dict[bytes, bytes] = {}  # statements being prepared, in order
+
+    def send(
+        self, statements: Sequence[tuple[bytes, list[Any], list[int]]]
+    ) -> asyncio.Future[list[pq.abc.PGresult]]:
+        """Send statements, each with its parameters and their formats; return the future results.
+
+        If this raises, the connection is unusable.
+        """
+        pgconn, prepared, new = self._pgconn, self.prepared, self._new
+        fd = self._watch() if self._fd is None else self._fd
+        new.clear()
+        pgconn.enter_pipeline_mode()
+        for query, parameters, formats in statements:
+            name = prepared.get(query) or new.get(query)
+            if name is None:
+                # A preparation may fail, which is known only from its answer, so a name is never
+                # reused for another one.
+                name = new[query] = f"weir_{next(_numbers)}".encode()
+                pgconn.send_prepare(name, query)
+            pgconn.send_query_prepared(name, parameters, formats, BINARY)
+        pgconn.pipeline_sync()
+        if self._timer is None:
+            self._timer = self._loop.call_later(POLL_INTERVAL_S, self._poll)
+        if pgconn.flush():  # the rest, when the socket accepts it
+            self._loop.add_writer(fd, self._write)
+        self._results = []
+        self._answered = self._loop.create_future()
+        return self._answered
+
+    def _watch(self) -> int:
+        try:
+            self._fd = fd = os.dup(self._pgconn.socket)
+        except OSError as error:  # too many open files: as if the connection were lost
+            raise psycopg.OperationalError(f"cannot watch the connection: {error}") from error
+        self._loop.add_reader(fd, self.read)
+        return fd
+
+    def stop(self) -> None:
+        """Stop watching the connection. The next exchange watches it again. Idempotent."""
+        self._answered = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._fd is not None:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._fd)
+                self._loop.remove_writer(self._fd)
+            os.close(self._fd)
+            self._fd = None
+
+    def _poll(self) -> None:
+        self._timer = None
+        if self._answered is not None:
+            self._timer = self._loop.call_later(POLL_INTERVAL_S, self._poll)
+            self.read()
+
+    def read(self) -> None:
+        """Process input; at the end answer, with the first error if there is any."""
+        if self._answered is None:  # a statement of psycopg's, or the end of an idle connection
+            self.stop()
+            return
+        try:
+            pgconn, results = self._pgconn, self._results
+            pgconn.consume_input()
+            while not pgconn.is_busy():
+                result = pgconn.get_result()
+                if result is None:  # end of one statement's answer
+                    if pgconn.status == BAD:
+                        raise psycopg.OperationalError(pgconn.get_error_message())
+                    continue
+                status = result.status
+                if status == TUPLES_OK:
+                    results.append(result)
+                elif status == PIPELINE_SYNC:
+                    pgconn.exit_pipeline_mode()
+                    self._answer(results)
+                    return
+                # Answer to a preparation. Noted even before an error: otherwise a batch that keeps
+                # failing would leave unused statements on the server.
+                elif self._new and status == COMMAND_OK and not result.command_status:
+                    query = next(iter(self._new))
+                    self.prepared[query] = self._new.pop(query)
+                # Statements after an error, which were skipped.
+                elif status != PIPELINE_ABORTED:
+                    results.append(result)
+        except Exception as error:  # of any kind: the waiting caller gets it
+            self._fail(error)
+
+    def _answer(self, results: list[pq.abc.PGresult]) -> None:
+        answered, self._answered = self._answered, None
+        if answered is None or answered.done():
+            return
+        for each in results:
+            if each.status == FATAL_ERROR:
+                answered.set_exception(error_from_result(each))
+                return
+        answered.set_result(results)
+
+    def _write(self) -> None:
+        try:
+            if not self._pgconn.flush() and self._fd is not None:
+                self._loop.remove_writer(self._fd)
+        except Exception as error:  # of any kind: the waiting caller gets it
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        answered = self._answered
+        self.stop()
+        if answered is not None and not answered.done():
+            answered.set_exception(error)
 
 
 # Not a WeakKeyDictionary, whose methods are in Python.
-_sessions: dict[weakref.ref[Connection], _Session] = {}
+_channels: dict[weakref.ref[Connection], _Channel] = {}
+
+
+def _channel_of(connection: Connection) -> _Channel:
+    """Return the connection's channel, which ends with it."""
+    channel = _channels.get(weakref.ref(connection))
+    if channel is None:
+        channel = _Channel(connection.pgconn)
+        _channels[weakref.ref(connection, lambda ended: _channels.pop(ended).stop())] = channel
+    return channel
 
 
 async def run_pipeline(connection: Connection, statements: Sequence[Statement]) -> list[list[Row]]:
@@ -92,132 +238,21 @@ async def run_pipeline(connection: Connection, statements: Sequence[Statement]) 
             if b"\0" in text:  # the protocol would truncate the value there
                 raise ValueError("text for the database must not contain NUL")
         encoded.append((query, parameters, formats))
-    session = _sessions.get(weakref.ref(connection))
-    if session is None:
-        session = _sessions[weakref.ref(connection, _sessions.pop)] = _Session()
-    pgconn, prepared = connection.pgconn, session.prepared
-    new: dict[bytes, bytes] = {}
-    pgconn.enter_pipeline_mode()
-    for query, parameters, formats in encoded:
-        name = prepared.get(query) or new.get(query)
-        if name is None:
-            # A preparation may fail, which is known only from its answer, so a name is never reused
-            # for another one.
-            name = new[query] = f"weir_{next(_numbers)}".encode()
-            pgconn.send_prepare(name, query)
-        pgconn.send_query_prepared(name, parameters, formats, BINARY)
-    pgconn.pipeline_sync()
-    exchange = _Exchange(pgconn, prepared, new)
+    channel = _channel_of(connection)
     try:
-        if pgconn.flush():
-            exchange.write_later()
-        await exchange.answered
-    except BaseException as error:
-        exchange.stop()
-        if isinstance(error, asyncio.CancelledError):
-            with contextlib.suppress(psycopg.Error):
-                await connection.cancel_safe(timeout=CANCEL_TIMEOUT_S)
+        results = await channel.send(encoded)
+    except asyncio.CancelledError:
+        channel.stop()
+        with contextlib.suppress(psycopg.Error):
+            await connection.cancel_safe(timeout=CANCEL_TIMEOUT_S)
         raise
-    rows: list[list[Row]] = []
-    for result in exchange.results:
+    load, rows = channel.load, []
+    for result in results:
         row_count = result.ntuples
         if row_count:
-            session.load.set_pgresult(result)
-        rows.append(session.load.load_rows(0, row_count, tuple) if row_count else [])
+            load.set_pgresult(result)
+        rows.append(load.load_rows(0, row_count, tuple) if row_count else [])
     return rows
-
-
-class _Exchange:
-    """Registration of a socket with the event loop until the answer is complete.
-
-    It ends in the callback that reads the answer or the end of the connection: libpq then closes
-    the socket, and a new socket with the same number must keep its own registration.
-    """
-
-    def __init__(
-        self, pgconn: pq.abc.PGconn, prepared: dict[bytes, bytes], new: dict[bytes, bytes]
-    ) -> None:
-        """Watch the connection's socket.
-
-        `new` are statements being prepared, in order. Each is moved to `prepared` when the server
-        answers, even before an error: otherwise a batch that keeps failing would leave unused
-        statements on the server.
-        """
-        self._pgconn = pgconn
-        self._prepared = prepared
-        self._new = new
-        self._loop = loop = asyncio.get_running_loop()
-        self.answered: asyncio.Future[None] = loop.create_future()
-        self.results: list[pq.abc.PGresult] = []  # one per executed statement
-        self._socket: int | None = pgconn.socket
-        self._is_writing = False
-        self._timer = loop.call_later(POLL_INTERVAL_S, self._poll)
-        loop.add_reader(pgconn.socket, self.read)
-
-    def _poll(self) -> None:
-        self._timer = self._loop.call_later(POLL_INTERVAL_S, self._poll)
-        self.read()
-
-    def stop(self) -> None:
-        """Stop watching the socket. Idempotent."""
-        if self._socket is not None:
-            self._timer.cancel()
-            self._loop.remove_reader(self._socket)
-            if self._is_writing:
-                self._loop.remove_writer(self._socket)
-            self._socket = None
-
-    def read(self) -> None:
-        """Process input; at the end answer, with the first error if there is any."""
-        if self.answered.done():
-            return
-        try:
-            pgconn, results = self._pgconn, self.results
-            pgconn.consume_input()
-            while not pgconn.is_busy():
-                result = pgconn.get_result()
-                if result is None:  # end of one statement's answer
-                    if pgconn.status == BAD:
-                        raise psycopg.OperationalError(pgconn.get_error_message())
-                    continue
-                status = result.status
-                if status == TUPLES_OK:
-                    results.append(result)
-                elif status == PIPELINE_SYNC:
-                    pgconn.exit_pipeline_mode()
-                    for each in results:
-                        if each.status == FATAL_ERROR:
-                            raise error_from_result(each)
-                    self.stop()
-                    self.answered.set_result(None)
-                    return
-                # Answer to a preparation.
-                elif self._new and status == COMMAND_OK and not result.command_status:
-                    query = next(iter(self._new))
-                    self._prepared[query] = self._new.pop(query)
-                # Statements after an error, which were skipped.
-                elif status != PIPELINE_ABORTED:
-                    results.append(result)
-        except Exception as error:  # of any kind: the waiting caller gets it
-            self._fail(error)
-
-    def write_later(self) -> None:
-        """Send the rest of the output when the socket accepts it."""
-        self._is_writing = True
-        self._loop.add_writer(self._pgconn.socket, self._write)
-
-    def _write(self) -> None:
-        try:
-            if not self._pgconn.flush() and self._socket is not None:
-                self._is_writing = False
-                self._loop.remove_writer(self._socket)
-        except Exception as error:  # of any kind: the waiting caller gets it
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        self.stop()
-        if not self.answered.done():
-            self.answered.set_exception(error)
 
 
 @lru_cache(maxsize=1024)  # statements are constants

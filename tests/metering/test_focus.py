@@ -12,17 +12,16 @@ from decimal import Decimal
 import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.core.models import PriceVersion, ServiceTier, TokenKind, insertion
+from metering.core.models import PriceVersion, ServiceTier, TokenKind
 from metering.invoicing.month_report import Closed, MonthReport, Reconciliation, RequestCounts
 from metering.invoicing.months import month_report
-from metering.ledger.ledger import MonthState
 from metering.ledger.rating import rate_all_pending
 from metering.plans.plans import LineKind, PlanLine
 from metering.pricing.prices import ModelPrice, TokenPrices
 from metering.reports.focus import COLUMNS, FocusMonth, UsageCharge, cell, csv_text, focus_csv
 from metering.store.db import Sessions
 from tests.metering.focus_rules import Row, broken_rules, read
-from tests.metering.usage import Consumed, Customer, add_usage
+from tests.metering.usage import Consumed, Customer, add_usage, mark_closed
 
 FIRST = datetime(2026, 11, 1, tzinfo=UTC)
 CLOSED = Closed(datetime(2026, 12, 2, tzinfo=UTC), "test", "INV-000042")
@@ -160,18 +159,7 @@ async def test_late_usage_is_a_correction(
     sessions: Sessions, customer: Customer, price: ModelPrice
 ) -> None:
     async with sessions.begin() as session:
-        october_closed = {
-            "month": date(2026, 10, 1),
-            "state": MonthState.CLOSED,
-            "closed_at": FIRST,
-            "closed_by": "test",
-        }
-        await session.execute(
-            insertion(
-                "billing_months", october_closed | {"organization_id": customer.organization_id}
-            )
-        )
-    async with sessions.begin() as session:
+        await mark_closed(session, customer, date(2026, 10, 1))
         await add_usage(
             session,
             customer,

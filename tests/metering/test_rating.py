@@ -67,16 +67,7 @@ async def test_events_are_posted_by_the_price_of_their_admission(
     sessions: Sessions, customer: Customer, price: ModelPrice
 ) -> None:
     async with sessions.begin() as session:
-        dearer = await set_price(
-            session,
-            PriceTerms(
-                model="demo",
-                input_picos_per_token=1_000_000,
-                cached_input_picos_per_token=1,
-                output_picos_per_token=0,
-            ),
-            actor="test",
-        )
+        dearer = await new_price(session, "demo", (1_000_000, 1, 0))
     async with sessions.begin() as session:
         await add_usage(
             session,
@@ -96,16 +87,7 @@ async def test_tokens_that_cost_nothing_are_in_the_ledger_too(
     sessions: Sessions, customer: Customer
 ) -> None:
     async with sessions.begin() as session:
-        free = await set_price(
-            session,
-            PriceTerms(
-                model="free",
-                input_picos_per_token=0,
-                cached_input_picos_per_token=0,
-                output_picos_per_token=0,
-            ),
-            actor="test",
-        )
+        free = await new_price(session, "free", (0, 0, 0))
     async with sessions.begin() as session:
         await add_usage(session, customer, free, [Consumed(10, 5, 3)])
         await rate_pending(session)
@@ -157,16 +139,7 @@ async def test_a_cost_beyond_64_bits_is_misstated_and_breaks_no_batch(
     sessions: Sessions, customer: Customer
 ) -> None:
     async with sessions.begin() as session:
-        dear = await set_price(
-            session,
-            PriceTerms(
-                model="dear",
-                input_picos_per_token=PRICE_MAX_PICOS,
-                cached_input_picos_per_token=PRICE_MAX_PICOS,
-                output_picos_per_token=PRICE_MAX_PICOS,
-            ),
-            actor="test",
-        )
+        dear = await new_price(session, "dear", (PRICE_MAX_PICOS, PRICE_MAX_PICOS, PRICE_MAX_PICOS))
     async with sessions.begin() as session:
         wrong, _ = await add_usage(
             session, customer, dear, [Consumed(2**40, 0, 2**40, cost_picos=7), Consumed(900_000)]

@@ -13,9 +13,9 @@ from metering.invoicing.month_report import MonthReport, Reconciliation, ReportL
 from metering.invoicing.months import CANCELLED, COMPLETED, FAILED, LIMITED, month_report
 from metering.ledger.ledger import month_bounds
 from metering.ledger.rating import rate_all_pending
-from metering.pricing.prices import ModelPrice, PriceTerms, set_price
+from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
-from tests.metering.usage import Consumed, Customer, add_usage, new_customer
+from tests.metering.usage import Consumed, Customer, add_usage, new_customer, new_price
 
 BEGINS, ENDS = datetime(2026, 11, 1, tzinfo=UTC), datetime(2026, 12, 1, tzinfo=UTC)
 INSTANT = timedelta(microseconds=1)
@@ -32,16 +32,7 @@ async def test_a_month_is_shown_by_model_price_and_kind_with_cancelled_requests_
     sessions: Sessions, customer: Customer, price: ModelPrice
 ) -> None:
     async with sessions.begin() as session:
-        dearer = await set_price(
-            session,
-            PriceTerms(
-                model="demo",
-                input_picos_per_token=300_000,
-                cached_input_picos_per_token=30_000,
-                output_picos_per_token=900_000,
-            ),
-            actor="test",
-        )
+        dearer = await new_price(session, "demo", (300_000, 30_000, 900_000))
     async with sessions.begin() as session:
         other = await new_customer(session, "bolt")
         hold = uuid.uuid4()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import select
 import socket
 import tempfile
@@ -28,6 +30,7 @@ from metering.store.pipeline import (
     run_pipeline,
     text_array,
 )
+from tests.conftest import ask
 
 texts = st.lists(
     st.none()
@@ -139,23 +142,65 @@ async def test_a_connection_that_goes_away_is_watched_no_more(
     postgres_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new socket with the same descriptor must keep its watch."""
-    loop, read = asyncio.get_running_loop(), pipeline._Exchange.read
+    loop, read = asyncio.get_running_loop(), pipeline._Channel.read
     still_watched: list[bool] = []
     async with await psycopg.AsyncConnection.connect(
         psycopg_conninfo(postgres_server), autocommit=True
     ) as lost:
         fd = lost.pgconn.socket
 
-        def read_and_poll(exchange: pipeline._Exchange) -> None:
-            read(exchange)
+        def read_and_poll(channel: pipeline._Channel) -> None:
+            watched = fd, channel._fd
+            read(channel)
             if lost.pgconn.status == psycopg.pq.ConnStatus.BAD:
-                still_watched.append(loop.remove_reader(fd))
+                still_watched.extend(map(loop.remove_reader, filter(None, watched)))
 
-        monkeypatch.setattr(pipeline._Exchange, "read", read_and_poll)
+        monkeypatch.setattr(pipeline._Channel, "read", read_and_poll)
         with pytest.raises(psycopg.OperationalError):
             await run_pipeline(lost, [("SELECT pg_terminate_backend(pg_backend_pid())", ())])
 
-    assert still_watched == [False]
+    assert still_watched == [False, False]
+
+
+async def test_pipelines_and_statements_of_the_driver_alternate(connection: Connection) -> None:
+    for number in range(3):
+        cursor = await connection.execute("SELECT %s::int", (number,))
+        assert await cursor.fetchall() == [(number,)]
+        assert await run_pipeline(connection, [("SELECT %s::int", (number,))]) == [[(number,)]]
+
+
+async def test_a_lack_of_descriptors_is_reported_as_a_lost_connection(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "dup", refuse)
+        with pytest.raises(psycopg.OperationalError):
+            await run_pipeline(connection, [("SELECT 1", ())])
+
+    assert await run_pipeline(connection, [("SELECT 1", ())]) == [[(1,)]]
+
+
+async def test_a_connection_that_is_closed_leaves_no_descriptor(postgres_server: str) -> None:
+    """Nor does one that the server has closed while it was idle."""
+
+    def open_count() -> int:
+        return len(os.listdir("/dev/fd"))
+
+    ask(postgres_server, "SELECT 1")  # opens a connection and keeps it
+    before = open_count()
+    for closed_by_server in (False, True):
+        async with await psycopg.AsyncConnection.connect(
+            psycopg_conninfo(postgres_server), autocommit=True
+        ) as opened:
+            [[(pid,)]] = await run_pipeline(opened, [("SELECT pg_backend_pid()", ())])
+            if closed_by_server:
+                ask(postgres_server, f"SELECT pg_terminate_backend({pid}, 5000)")
+        async with asyncio.timeout(5):
+            while open_count() > before:  # noqa: ASYNC110 (the end arrives as input)
+                await asyncio.sleep(0.01)
 
 
 async def test_statements_that_fail_again_and_again_leave_nothing_behind_on_the_server(

@@ -11,10 +11,9 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue
-from metering.core.models import TokenKind, insertion
+from metering.core.models import TokenKind
 from metering.core.pages import page_token
 from metering.invoicing.months import month_report
-from metering.ledger.ledger import MonthState
 from metering.ledger.rating import rate_all_pending
 from metering.pricing.prices import ModelPrice
 from metering.reports.usage_reports import (
@@ -31,7 +30,7 @@ from metering.store.db import Sessions
 from metering.tenants.api_keys import create_api_key
 from metering.tenants.key_terms import KeyTerms
 from metering.tenants.tenants import create_project
-from tests.metering.usage import Consumed, Customer, add_usage, new_customer, new_price
+from tests.metering.usage import Consumed, Customer, add_usage, mark_closed, new_customer, new_price
 
 DAY = Grouping.DAY
 FIRST, SECOND = datetime(2026, 11, 1, tzinfo=UTC), datetime(2026, 11, 2, 23, 59, 59, tzinfo=UTC)
@@ -222,18 +221,7 @@ async def test_usage_of_a_closed_month_is_shown_in_the_month_that_charges_it(
         await add_usage(session, customer, price, [Consumed(1, 0, 1, "stop", october)])
     await rate_all_pending(sessions)
     async with sessions.begin() as session:
-        october_closed = {
-            "month": date(2026, 10, 1),
-            "state": MonthState.CLOSED,
-            "closed_at": FIRST,
-            "closed_by": "test",
-        }
-        await session.execute(
-            insertion(
-                "billing_months", october_closed | {"organization_id": customer.organization_id}
-            )
-        )
-    async with sessions.begin() as session:
+        await mark_closed(session, customer, date(2026, 10, 1))
         await add_usage(
             session,
             customer,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from typing import Any, TypedDict
 
 from sqlalchemy import insert, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.models import Hold, HoldState, UsageEvent, insertion
-from metering.ledger.ledger import AccountKey, AccountKind
+from metering.ledger.ledger import AccountKey, AccountKind, MonthState
 from metering.ledger.rating import BATCH_SIZE, rate_batch
 from metering.pricing.prices import ModelPrice, PriceTerms, set_price
 from metering.tenants.api_keys import KeyRecord, create_api_key
@@ -99,18 +99,32 @@ async def new_customer(session: AsyncSession, name: str, currency_code: str = "U
     return Customer(organization.id, name, key, secret)
 
 
-async def new_price(session: AsyncSession, model: str = "demo") -> ModelPrice:
-    """Set picos of a dollar per token: 150,000 input, 15,000 cached, 600,000 output."""
-    return await set_price(
-        session,
-        PriceTerms(
-            model=model,
-            input_picos_per_token=150_000,
-            cached_input_picos_per_token=15_000,
-            output_picos_per_token=600_000,
-        ),
-        actor="test",
+async def new_price(
+    session: AsyncSession,
+    model: str = "demo",
+    picos_per_token: tuple[int, int, int] = (150_000, 15_000, 600_000),
+) -> ModelPrice:
+    """Set a price in picos of a dollar for a token of input, cached input and output."""
+    input_picos, cached_input_picos, output_picos = picos_per_token
+    terms = PriceTerms(
+        model=model,
+        input_picos_per_token=input_picos,
+        cached_input_picos_per_token=cached_input_picos,
+        output_picos_per_token=output_picos,
     )
+    return await set_price(session, terms, actor="test")
+
+
+async def mark_closed(session: AsyncSession, customer: Customer, month: date) -> None:
+    """Insert the row of a closed month without an invoice."""
+    closed = {
+        "organization_id": customer.organization_id,
+        "month": month,
+        "state": MonthState.CLOSED,
+        "closed_at": datetime.now(UTC),
+        "closed_by": "test",
+    }
+    await session.execute(insertion("billing_months", closed))
 
 
 async def add_usage(
