@@ -11,7 +11,7 @@ import uuid
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from metering.core.models import HoldState, QuotaDimension, QuotaSubject
 from metering.holds.decide import (
@@ -76,7 +76,7 @@ class RuleCache:
         if rule is None:
             if len(self._rules) >= self._count_max:
                 self._rules.clear()
-            rule = self._rules[row[0]] = rule_of(*row[1:])
+            rule = self._rules[row[0]] = rule_of(row[1:])
         return rule
 
 
@@ -88,25 +88,13 @@ def rules_of_rows(connection: Connection, rows: Iterable[Row]) -> dict[int, Quot
     return {rule.number: rule for rule in map(cache.of, rows)}
 
 
-def rule_of(
-    quota_id: uuid.UUID,
-    subject: str,
-    subject_id: uuid.UUID,
-    model: str,
-    dimension: str,
-    limit_value: int | None,
-    input_weight: int,
-    cached_input_weight: int,
-    output_weight: int,
-    enforced: bool,
-    base_limit_value: int,
-    override_until: datetime | None,
-) -> QuotaRule:
+def rule_of(columns: Sequence[Any]) -> QuotaRule:
     """Build a rule from the columns RULE_COLUMNS, without the version."""
-    weights = Weights(input_weight, cached_input_weight, output_weight)
+    quota_id, subject, subject_id, model, dimension, limit_value, *rest = columns
+    *weights, enforced, base_limit_value, override_until = rest
     key = (QuotaSubject(subject), subject_id, model, QuotaDimension(dimension))
     return QuotaRule(
-        quota_id, *key, limit_value, weights, enforced, base_limit_value, override_until
+        quota_id, *key, limit_value, Weights(*weights), enforced, base_limit_value, override_until
     )
 
 
