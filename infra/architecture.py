@@ -79,9 +79,9 @@ CODE = re.compile(r"\.(py|ts|mjs|css|html|h|cpp|sql)$|(^|/)Dockerfile$|\.Dockerf
 # never raised, so that lines saved in one part cannot be added to another. A file belongs to the
 # first part that has its path. Generated code does not count.
 LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
-    "product": (("api/", "common/", "inference/", "metering/", "weir_commands/"), 92_309),
+    "product": (("api/", "common/", "inference/", "metering/", "weir_commands/"), 92_301),
     "fault injection": (("chaos/",), 1_057),
-    "command line": (("sdk/python/src/weir_cli/",), 6_656),
+    "command line": (("sdk/python/src/weir_cli/",), 6_520),
     "Python client": (("sdk/python/",), 6_061),
     "TypeScript client": (("sdk/typescript/",), 5_255),
     "benchmarks": (("bench/",), 11_297),
