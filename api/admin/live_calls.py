@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import live_requests_pb2 as live_pb
@@ -23,6 +25,10 @@ from metering.holds.recovery import sweep_expired_holds
 from metering.receipts.signing import Signer
 from metering.tenants import tenants
 
+T = TypeVar("T", live.ProjectRequest, LiveRow)
+
+Killed = live_pb.KillRequestResponse
+
 REASON_CHARS_MAX = 200
 PAGE_SIZE = 200
 END_WAIT_S = 2.0  # a healthy process ends a request within milliseconds
@@ -40,14 +46,11 @@ class LiveCalls(AuthenticatedServicer):
     ) -> live_pb.ListLiveRequestsResponse:
         await self._caller(context)
         async with self._sessions() as session:
-            organization = (
-                await tenants.find_organization(session, request.organization)
-                if request.organization
-                else None
-            )
+            owner = request.organization
+            owner_id = (await tenants.find_organization(session, owner)).id if owner else None
         view = await live.live_view(
             self._sessions,
-            organization_id=organization.id if organization else None,
+            organization_id=owner_id,
             page_size=request.page_size or PAGE_SIZE,
             stuck_only=request.stuck_only,
         )
@@ -66,38 +69,15 @@ class LiveCalls(AuthenticatedServicer):
         await self._caller(context)
         request_id = wire.parse_request_id(request.request_id)
         async with self._sessions() as session:
-            project_id = (
-                (await tenants.find_project(session, request.project)).id
-                if request.project
-                else None
-            )
-            owner = await self._owner(session, request_id, project_id)
+            project_id = await project_id_of(session, request.project)
+            owners = await live.find_request_owners(session, request_id, project_id)
+            owner = await only_one(session, owners, request_id)
             return live_pb.GetRequestResponse(
                 generation=await find_generation(session, owner.project_id, request_id),
                 organization_name=owner.organization_name,
                 project_name=owner.project_name,
                 api_key_prefix=owner.api_key_prefix,
             )
-
-    async def _owner(
-        self, session: AsyncSession, request_id: uuid.UUID, project_id: uuid.UUID | None
-    ) -> LiveRow:
-        """Find the owner of a request.
-
-        Raises NotFound, or InvalidValue if several projects have a request with this id.
-        """
-        owners = await live.find_request_owners(session, request_id, project_id)
-        if not owners:
-            raise NotFound("request", str(request_id))
-        if len(owners) > 1:
-            names = ", ".join(
-                sorted(f"{each.organization_name}/{each.project_name}" for each in owners)
-            )
-            raise InvalidValue(
-                "project", f"several projects have a request with this id, name one: {names}"
-            )
-        owner: LiveRow = owners[0]
-        return owner
 
     async def KillRequest(
         self, request: live_pb.KillRequestRequest, context: Context
@@ -107,20 +87,14 @@ class LiveCalls(AuthenticatedServicer):
         check_reason(request.reason)
         located, had_ended = await self._find_request(request_id, request.project)
         if had_ended:
-            return await self._killed(
-                live_pb.KillRequestResponse.RESULT_ALREADY_ENDED, request_id, located
-            )
+            return await self._killed(Killed.RESULT_ALREADY_ENDED, request_id, located)
         async with self._transaction(context) as (session, actor):
             await record_kill(session, actor, request_id, located, request.reason)
             await cancel_request(
                 session, project_id=located.project_id, request_id=request_id, reason=request.reason
             )
         ended = await self._wait_for_end(request_id, located)
-        result = (
-            live_pb.KillRequestResponse.RESULT_ENDED
-            if ended
-            else live_pb.KillRequestResponse.RESULT_PENDING
-        )
+        result = Killed.RESULT_ENDED if ended else Killed.RESULT_PENDING
         return await self._killed(result, request_id, located)
 
     async def ExpireOverdueHolds(
@@ -131,15 +105,8 @@ class LiveCalls(AuthenticatedServicer):
         expired_count = await sweep_expired_holds(self._database_url, signer=self._signer)
         if expired_count:
             async with self._transaction(context) as (session, actor):
-                after = {"expired_count": expired_count}
-                await record_change(
-                    session,
-                    actor=actor,
-                    action="holds.expire_overdue",
-                    subject_id="",
-                    before=None,
-                    after=after,
-                )
+                after, action = {"expired_count": expired_count}, "holds.expire_overdue"
+                await record_change(session, actor=actor, action=action, subject_id="", after=after)
         return live_pb.ExpireOverdueHoldsResponse(expired_count=expired_count)
 
     async def _find_request(
@@ -150,24 +117,13 @@ class LiveCalls(AuthenticatedServicer):
         Raises NotFound, or InvalidValue if several projects have a request with this id.
         """
         async with self._sessions() as session:
-            project_id = (await tenants.find_project(session, project)).id if project else None
+            project_id = await project_id_of(session, project)
             found = await live.find_project_requests(session, request_id, project_id)
         running = [located for located in found if located.is_held] or await live.find_waiting(
             self._sessions, request_id, project_id
         )
-        matches = running or found
-        if not matches:
-            raise NotFound("request", str(request_id))
-        if len(matches) > 1:
-            async with self._sessions() as session:
-                names = await tenants.project_names(
-                    session, [located.project_id for located in matches]
-                )
-            raise InvalidValue(
-                "project",
-                f"several projects have a request with this id, name one: {', '.join(names)}",
-            )
-        return matches[0], not running
+        async with self._sessions() as session:
+            return await only_one(session, running or found, request_id), not running
 
     async def _wait_for_end(self, request_id: uuid.UUID, located: live.ProjectRequest) -> bool:
         """Wait until a request has ended; return False if it has not within `END_WAIT_S`."""
@@ -193,22 +149,40 @@ class LiveCalls(AuthenticatedServicer):
             )
 
     async def _killed(
-        self,
-        result: live_pb.KillRequestResponse.Result.ValueType,
-        request_id: uuid.UUID,
-        located: live.ProjectRequest,
-    ) -> live_pb.KillRequestResponse:
-        answer = live_pb.KillRequestResponse(result=result)
+        self, result: Killed.Result.ValueType, request_id: uuid.UUID, located: live.ProjectRequest
+    ) -> Killed:
+        answer = Killed(result=result)
         with contextlib.suppress(NotFound):
             async with self._sessions() as session:
                 answer.generation.CopyFrom(
                     await find_generation(session, located.project_id, request_id)
                 )
-                if result == live_pb.KillRequestResponse.RESULT_PENDING and (
+                if result == Killed.RESULT_PENDING and (
                     hold := await live.find_running_hold(session, located.project_id, request_id)
                 ):
                     answer.expire_time.FromDatetime(hold.expires_at)
         return answer
+
+
+async def project_id_of(session: AsyncSession, project: str) -> uuid.UUID | None:
+    """Find a project by name or id; None for an empty name. Raises: NotFound."""
+    return (await tenants.find_project(session, project)).id if project else None
+
+
+async def only_one(session: AsyncSession, found: Sequence[T], request_id: uuid.UUID) -> T:
+    """Return the only request with an id.
+
+    Raises NotFound, or InvalidValue if several projects have a request with this id.
+    """
+    if not found:
+        raise NotFound("request", str(request_id))
+    if len(found) > 1:
+        names = await tenants.project_names(session, [each.project_id for each in found])
+        raise InvalidValue(
+            "project",
+            f"several projects have a request with this id, name one: {', '.join(names)}",
+        )
+    return found[0]
 
 
 async def record_kill(
@@ -225,8 +199,9 @@ async def record_kill(
             "organization_id": str(hold.organization_id),
             "api_key_id": str(hold.api_key_id),
             "model": hold.model,
+            "state": hold.state,
+            "delivered_token_count": hold.delivered_token_count,
         }
-        before |= {"state": hold.state, "delivered_token_count": hold.delivered_token_count}
     after = before | {"state": "ordered to end", "reason": reason}
     await record_change(
         session,
@@ -263,20 +238,14 @@ class ReplicaCalls(AuthenticatedServicer):
         view = await live.replica_view(self._sessions)
         async with self._sessions() as session:
             drains = await live.list_drains(session)
-        rows = [
-            row
-            for row in view.replicas
-            if not request.model or live.is_of(row.model, request.model)
-        ]
-        drains = [
-            drain for drain in drains if not request.model or live.is_of(drain.model, request.model)
-        ]
-        if request.model and not (rows or drains or self._own(request.model)):
-            raise NotFound("model with replicas", request.model)
+        rows: Sequence[LiveRow] = view.replicas
+        if model := request.model:
+            rows = [row for row in rows if live.is_of(row.model, model)]
+            drains = [drain for drain in drains if live.is_of(drain.model, model)]
+            if not (rows or drains or self._own(model)):
+                raise NotFound("model with replicas", model)
         return replica_pb.ListReplicasResponse(
-            replicas=map(replica_message, rows),
-            drains=map(drain_message, drains),
-            unresponsive_process_ids=map(str, view.unresponsive_process_ids),
+            drains=map(drain_message, drains), **replicas_of(view, rows)
         )
 
     async def DrainReplica(
@@ -297,11 +266,8 @@ class ReplicaCalls(AuthenticatedServicer):
             )
             drain = drain_message(order)
         view = await live.replica_view(self._sessions)
-        return replica_pb.DrainReplicaResponse(
-            drain=drain,
-            replicas=map(replica_message, view.named(model, request.replica)),
-            unresponsive_process_ids=map(str, view.unresponsive_process_ids),
-        )
+        named = view.named(model, request.replica)
+        return replica_pb.DrainReplicaResponse(drain=drain, **replicas_of(view, named))
 
     async def UndrainReplica(
         self, request: replica_pb.UndrainReplicaRequest, context: Context
@@ -314,11 +280,8 @@ class ReplicaCalls(AuthenticatedServicer):
                 session, model=model, replica=request.replica, reason=request.reason, actor=actor
             )
         view = await live.replica_view(self._sessions)
-        return replica_pb.UndrainReplicaResponse(
-            undrained=undrained,
-            replicas=map(replica_message, view.named(model, request.replica)),
-            unresponsive_process_ids=map(str, view.unresponsive_process_ids),
-        )
+        named = view.named(model, request.replica)
+        return replica_pb.UndrainReplicaResponse(undrained=undrained, **replicas_of(view, named))
 
     async def _served_name(self, model: str, replica: str) -> str:
         """Find the served name (model and version) of a replica that is reported or drained.
@@ -354,6 +317,14 @@ class ReplicaCalls(AuthenticatedServicer):
             for served, report in self._router.reports()
             if live.is_of(served, model)
         }
+
+
+def replicas_of(view: live.ReplicaView, rows: Iterable[LiveRow]) -> dict[str, Any]:
+    """Convert replicas, and the processes that did not report theirs, to fields of a response."""
+    return {
+        "replicas": map(replica_message, rows),
+        "unresponsive_process_ids": map(str, view.unresponsive_process_ids),
+    }
 
 
 def replica_message(row: LiveRow) -> replica_pb.Replica:
