@@ -7,7 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from weir_client import AlertDeliveryState, QuotaDimension
+from weir_client import AlertDeliveryState
 
 from weir_cli.commands import ExitCode
 from weir_cli.connection import OnlyOrganizationOption, Output, admin_client, billing_client, calls
@@ -190,10 +190,7 @@ def window_text(alert: Alert) -> str:
     """Format the day or month that an alert's window covers, in UTC."""
     if alert.window_start_time is None:
         return "—"
-    is_of_month = alert.dimension in (
-        QuotaDimension.TOKENS_PER_MONTH,
-        QuotaDimension.COST_PER_MONTH,
-    )
+    is_of_month = alert.dimension.value.endswith("per-month")
     return (
         f"{alert.window_start_time:%Y-%m}" if is_of_month else f"{alert.window_start_time:%Y-%m-%d}"
     )
