@@ -81,13 +81,13 @@ CODE = re.compile(r"\.(py|ts|mjs|css|html|h|cpp|sql)$|(^|/)Dockerfile$|\.Dockerf
 LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "product": (("api/", "common/", "inference/", "metering/", "weir_commands/"), 92_304),
     "fault injection": (("chaos/",), 1_057),
-    "command line": (("sdk/python/src/weir_cli/",), 6_520),
-    "Python client": (("sdk/python/",), 6_061),
+    "command line": (("sdk/python/src/weir_cli/",), 6_517),
+    "Python client": (("sdk/python/",), 5_945),
     "TypeScript client": (("sdk/typescript/",), 5_255),
     "benchmarks": (("bench/",), 11_297),
     "demo": (("demo/",), 4_535),
-    "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 5_841),
-    "tests": (("tests/",), 115_580),
+    "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 5_850),
+    "tests": (("tests/",), 115_585),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")
