@@ -86,8 +86,8 @@ LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "TypeScript client": (("sdk/typescript/",), 5_255),
     "benchmarks": (("bench/",), 11_297),
     "demo": (("demo/",), 4_535),
-    "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 5_850),
-    "tests": (("tests/",), 115_585),
+    "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 5_735),
+    "tests": (("tests/",), 115_542),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")

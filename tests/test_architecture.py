@@ -28,11 +28,7 @@ IMPORT_FAULTS = [
         "from inference.core import scheduler",
         "inference.core.scheduler",
     ),
-    (
-        "api/rpc/client_stream.py",
-        "import inference.core.kv_cache",
-        "inference.core.kv_cache",
-    ),
+    ("api/rpc/client_stream.py", "import inference.core.kv_cache", "inference.core.kv_cache"),
     (
         "api/rpc/client_stream.py",
         "def late():\n    from inference.adapters.torch_engine import TorchEngine",
@@ -157,10 +153,7 @@ CYCLE_FAULTS = [
 MODULE_CYCLE_FAULTS = [
     {"bench/x.py": "from bench import y", "bench/y.py": "from bench.x import X"},
     {"common/x.py": "import common.y", "common/y.py": "def late():\n    import common.x"},
-    {
-        "demo/x.py": "from demo import y",
-        "demo/y.py": "if TYPE_CHECKING:\n    from demo.x import X",
-    },
+    {"demo/x.py": "from demo import y", "demo/y.py": "if TYPE_CHECKING:\n    from demo.x import X"},
     {"api/a/x.py": "from . import y", "api/a/y.py": "from .x import X"},
     {"api/a/x.py": "import inference.b", "inference/b.py": "import api.a.x"},
     {
