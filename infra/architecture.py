@@ -74,8 +74,8 @@ CODE = re.compile(r"\.(py|ts|mjs|css|html|h|cpp|sql)$|(^|/)Dockerfile$|\.Dockerf
 LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "product": (("api/", "common/", "inference/", "metering/", "weir_commands/"), 92_155),
     "fault injection": (("chaos/",), 1_057),
-    "command line": (("sdk/python/src/weir_cli/",), 6_656),
-    "Python client": (("sdk/python/",), 6_061),
+    "command line": (("sdk/python/src/weir_cli/",), 6_517),
+    "Python client": (("sdk/python/",), 5_945),
     "TypeScript client": (("sdk/typescript/",), 5_255),
     "benchmarks": (("bench/",), 11_297),
     "demo": (("demo/",), 4_535),
@@ -84,6 +84,7 @@ LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")
+PARAMETERS_MAX = 10  # of a function: what belongs together is a record
 METHODS_MAX = 30  # of a class in api/ and inference/: more are two concepts
 LATE_CONSTANTS_MAX = 2  # after the first definition: more are a second module below the first
 SQL_VERB = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH|LOCK|NOTIFY)\b")
@@ -648,6 +649,23 @@ def constants_are_at_the_head(source: Source) -> Iterator[Finding]:
         )
 
 
+def signatures_are_short(source: Source) -> Iterator[Finding]:
+    """Find functions with too many parameters, `self` and `cls` excluded, to keep them apart.
+
+    Kernels, decorated with `@triton.jit`, are exempt: Triton compiles plain values only. Generated
+    code is exempt too.
+    """
+    for node in ast.walk(source.tree) if source.path.startswith(PRODUCT) else ():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            of = node.args
+            each = [*of.posonlyargs, *of.args, *of.kwonlyargs, *filter(None, (of.vararg, of.kwarg))]
+            count = sum(name.arg not in ("self", "cls") for name in each)
+            kernel = any("triton.jit" in ast.unparse(mark) for mark in node.decorator_list)
+            if count > PARAMETERS_MAX and not kernel and "/generated_" not in source.path:
+                what = f"{node.name} has {count} parameters, at most {PARAMETERS_MAX} are allowed"
+                yield Finding(source.path, node.lineno, f"{what}: group some in a record")
+
+
 def late_constants(source: Source) -> list[tuple[int, str]]:
     """List line and name of the constants after the first class or function, without SQL."""
     late: list[tuple[int, str]] = []
@@ -929,6 +947,7 @@ class Rules:
         modules_say_what_they_are,
         constants_are_at_the_head,
         classes_are_one_concept,
+        signatures_are_short,
     )
     TEXT: tuple[Rule, ...] = (  # each file
         nothing_is_left_undone,

@@ -440,6 +440,13 @@ def needed(found: Contract, roots: Iterable[str]) -> list[Element]:
     return list(order.values())
 
 
+def names_module(values: str) -> str:
+    """Write the names of the values, with which the package imports them on first use."""
+    names = re.findall(r"^class (\w+)", values, re.MULTILINE)
+    head = HEAD.format(title="Names of the values of the contract, separated by spaces.")
+    return f'{head}\nVALUES = """\n{textwrap.fill(" ".join(sorted(names)), 100)}\n"""\n'
+
+
 def values_module(found: Contract, roots: Iterable[str]) -> str:
     lines = [
         HEAD.format(title="Values of the contract: plain immutable data without gRPC."),
@@ -842,8 +849,10 @@ def imported(symbols: Iterable[str], path: str) -> list[str]:
 def modules() -> dict[Path, bytes]:
     """Generate the modules and return their contents by path."""
     found = Contract(contract())
+    values = values_module(found, [*ROOTS, *roots_of_calls(found)])
     texts = {
-        CLIENT / "generated_values.py": values_module(found, [*ROOTS, *roots_of_calls(found)]),
+        CLIENT / "generated_values.py": values,
+        CLIENT / "generated_names.py": names_module(values),
         CLIENT / "generated_calls.py": calls_module(found),
     }
     python = {path: formatted(path, text) for path, text in texts.items()}

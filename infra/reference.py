@@ -91,6 +91,53 @@ TRANSACTIONS: Mapping[TransactionKind, str] = {
     TransactionKind.ADJUSTMENT: "An approved adjustment or credit note.",
     TransactionKind.ROUNDING: "Difference between the exact total and the invoice.",
 }
+# Settings outside of dataclasses: variable, processes, kind, default and range; then the meaning.
+OTHER_SETTING_LINES = """
+WEIR_LOG|api|choice|info|`debug`, `info`, `warning` or `error`
+    Log level.
+WEIR_BROKER_URL|worker|URL||
+    Celery's broker, such as `redis://host`. Unset: one worker, without one.
+WEIR_READY_FILE|worker|path||
+    The worker writes its process id there once it takes tasks.
+WEIR_EXPORT|worker|choice|off|`stripe`, `file` or `off`
+    Destination of usage.
+WEIR_EXPORT_FILE|worker|path|usage.jsonl in WEIR_HOME|
+    Destination with `WEIR_EXPORT=file`.
+STRIPE_API_KEY|worker|secret||`sk_…` or `rk_…`
+    Stripe's secret or restricted key.
+WEIR_STRIPE_NAMESPACE|worker|text|weir|1 to 20 lower-case letters and digits
+    Prefix of objects at Stripe.
+WEIR_STRIPE_COLLECTION|worker|choice|send_invoice|`send_invoice` or `charge_automatically`
+    How Stripe collects an invoice.
+WEIR_STRIPE_FINALIZE|worker|choice|close|`close` or `stripe`
+    What makes Stripe's invoice final: the close here, or Stripe.
+WEIR_STRIPE_API_BASE|worker|URL|https://api.stripe.com|https
+    Address of Stripe's API.
+WEIR_STRIPE_WEBHOOK_SECRET|stripe webhooks|secret||
+    Signing secrets of Stripe's event destinations, separated by commas.
+WEIR_STRIPE_WEBHOOK_LISTEN|stripe webhooks|address|127.0.0.1:8377|`host:port`
+    Where events are taken.
+WEIR_APPLICATION_PASSWORD|migrate|secret||
+    Password that `weir migrate --grant` gives the application role.
+WEIR_NATIVE|engine worker|text|1|0, 1, avx2, avx_vnni, avx512, avx512_vnni, avx512_bf16 or amx
+    0 computes with torch, without the native decoder; a level excludes better ones.
+WEIR_NATIVE_CACHE|engine worker|path|weir/native in the user's cache|
+    Directory of compiled libraries.
+WEIR_ADDRESS|client|address|that of `weir up`|`host:port`
+    Server that commands and SDKs call.
+WEIR_API_KEY|client|secret|that of `weir up`|
+    Key of developers' commands and of SDKs.
+WEIR_ADMIN_KEY|client|secret|that of `weir up`|
+    Key of administrators' and finance's commands.
+WEIR_TLS|client|switch||1 or 0
+    Whether clients speak TLS. Unset: to every address but the loopback.
+WEIR_ROOT_CERTIFICATES|client|path|the system's|
+    PEM file of authorities to trust.
+WEIR_CLIENT_CERTIFICATE|client|path||
+    PEM file of the client certificate, for mTLS.
+WEIR_CLIENT_KEY|client|path||
+    PEM file of its key.
+""".strip().splitlines()
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -119,171 +166,9 @@ class Setting:
     meaning: str
 
 
-OTHER_SETTINGS = (
-    Setting(
-        "WEIR_LOG", "api", "choice", "info", "`debug`, `info`, `warning` or `error`", "Log level."
-    ),
-    Setting(
-        "WEIR_BROKER_URL",
-        "worker",
-        "URL",
-        "",
-        "",
-        "Celery's broker, such as `redis://host`. Unset: one worker, without one.",
-    ),
-    Setting(
-        "WEIR_READY_FILE",
-        "worker",
-        "path",
-        "",
-        "",
-        "The worker writes its process id there once it takes tasks.",
-    ),
-    Setting(
-        "WEIR_EXPORT",
-        "worker",
-        "choice",
-        "off",
-        "`stripe`, `file` or `off`",
-        "Destination of usage.",
-    ),
-    Setting(
-        "WEIR_EXPORT_FILE",
-        "worker",
-        "path",
-        "usage.jsonl in WEIR_HOME",
-        "",
-        "Destination with `WEIR_EXPORT=file`.",
-    ),
-    Setting(
-        "STRIPE_API_KEY",
-        "worker",
-        "secret",
-        "",
-        "`sk_…` or `rk_…`",
-        "Stripe's secret or restricted key.",
-    ),
-    Setting(
-        "WEIR_STRIPE_NAMESPACE",
-        "worker",
-        "text",
-        "weir",
-        "1 to 20 lower-case letters and digits",
-        "Prefix of objects at Stripe.",
-    ),
-    Setting(
-        "WEIR_STRIPE_COLLECTION",
-        "worker",
-        "choice",
-        "send_invoice",
-        "`send_invoice` or `charge_automatically`",
-        "How Stripe collects an invoice.",
-    ),
-    Setting(
-        "WEIR_STRIPE_FINALIZE",
-        "worker",
-        "choice",
-        "close",
-        "`close` or `stripe`",
-        "What makes Stripe's invoice final: the close here, or Stripe.",
-    ),
-    Setting(
-        "WEIR_STRIPE_API_BASE",
-        "worker",
-        "URL",
-        "https://api.stripe.com",
-        "https",
-        "Address of Stripe's API.",
-    ),
-    Setting(
-        "WEIR_STRIPE_WEBHOOK_SECRET",
-        "stripe webhooks",
-        "secret",
-        "",
-        "",
-        "Signing secrets of Stripe's event destinations, separated by commas.",
-    ),
-    Setting(
-        "WEIR_STRIPE_WEBHOOK_LISTEN",
-        "stripe webhooks",
-        "address",
-        "127.0.0.1:8377",
-        "`host:port`",
-        "Where events are taken.",
-    ),
-    Setting(
-        "WEIR_APPLICATION_PASSWORD",
-        "migrate",
-        "secret",
-        "",
-        "",
-        "Password that `weir migrate --grant` gives the application role.",
-    ),
-    Setting(
-        "WEIR_NATIVE",
-        "engine worker",
-        "text",
-        "1",
-        "0, 1, avx2, avx_vnni, avx512, avx512_vnni, avx512_bf16 or amx",
-        "0 computes with torch, without the native decoder; a level excludes better ones.",
-    ),
-    Setting(
-        "WEIR_NATIVE_CACHE",
-        "engine worker",
-        "path",
-        "weir/native in the user's cache",
-        "",
-        "Directory of compiled libraries.",
-    ),
-    Setting(
-        "WEIR_ADDRESS",
-        "client",
-        "address",
-        "that of `weir up`",
-        "`host:port`",
-        "Server that commands and SDKs call.",
-    ),
-    Setting(
-        "WEIR_API_KEY",
-        "client",
-        "secret",
-        "that of `weir up`",
-        "",
-        "Key of developers' commands and of SDKs.",
-    ),
-    Setting(
-        "WEIR_ADMIN_KEY",
-        "client",
-        "secret",
-        "that of `weir up`",
-        "",
-        "Key of administrators' and finance's commands.",
-    ),
-    Setting(
-        "WEIR_TLS",
-        "client",
-        "switch",
-        "",
-        "1 or 0",
-        "Whether clients speak TLS. Unset: to every address but the loopback.",
-    ),
-    Setting(
-        "WEIR_ROOT_CERTIFICATES",
-        "client",
-        "path",
-        "the system's",
-        "",
-        "PEM file of authorities to trust.",
-    ),
-    Setting(
-        "WEIR_CLIENT_CERTIFICATE",
-        "client",
-        "path",
-        "",
-        "",
-        "PEM file of the client certificate, for mTLS.",
-    ),
-    Setting("WEIR_CLIENT_KEY", "client", "path", "", "", "PEM file of its key."),
+OTHER_SETTINGS = tuple(
+    Setting(*[cell.strip() for cell in (*facts.split("|"), meaning)])
+    for facts, meaning in zip(OTHER_SETTING_LINES[::2], OTHER_SETTING_LINES[1::2], strict=True)
 )
 
 

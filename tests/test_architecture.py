@@ -581,6 +581,28 @@ def test_a_wrong_path_on_a_page_about_the_code_is_reported(path: str) -> None:
     assert str(found) == f"{path}:2: names api/a.py, which does not exist"
 
 
+@pytest.mark.parametrize(
+    ("text", "is_reported"),
+    [
+        ("def f({}): ...", False),
+        ("def f({}, k): ...", True),
+        ("async def f({}, *, k): ...", True),
+        ("class C:\n    def f(self, {}): ...", False),
+        ("class C:\n    def f(self, {}, **k): ...", True),
+        ("@triton.jit\ndef f({}, k): ...", False),
+    ],
+)
+def test_a_long_signature_is_reported(text: str, is_reported: bool) -> None:
+    names = ", ".join(f"p{number}" for number in range(architecture.PARAMETERS_MAX))
+    source = Source("sdk/python/src/weir_cli/x.py", text.format(names))
+
+    found = [each.what for each in architecture.signatures_are_short(source)]
+
+    assert [each.split(":")[0] for each in found] == (
+        ["f has 11 parameters, at most 10 are allowed"] if is_reported else []
+    )
+
+
 def test_a_part_that_has_grown_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     files = [
         Source("api/a.py", "x\n" * 3),

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from google.protobuf.message import Message
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from api.access.auth import Authenticator
@@ -23,6 +26,7 @@ from metering.tenants.authentication import Principal
 S = TypeVar("S", bound="AuthenticatedServicer")
 R = TypeVar("R", bound="Repeatable")
 A = TypeVar("A")
+M = TypeVar("M", bound=Message)
 
 
 class Repeatable(Protocol):
@@ -58,16 +62,26 @@ class AuthenticatedServicer:
         return await self._authenticator.principal(context)
 
     @contextlib.asynccontextmanager
-    async def _acting(
-        self, context: Context, *, alone: bool = False
-    ) -> AsyncIterator[CallerTransaction]:
-        """Open a transaction for the caller, which commits at the end of the block.
+    async def _changing(self, *, alone: bool = False) -> AsyncIterator[AsyncSession]:
+        """Open a transaction that commits at the end of the block.
 
         With `alone`, no other administrator can make changes until it ends.
         """
-        principal = await self._caller(context)
         async with self._sessions.begin() as session:
             await take_changes_lock(session, alone=alone)
+            yield session
+
+    def _reading(self, reader: Principal) -> AbstractAsyncContextManager[AsyncSession]:
+        """Open the session in which the caller's list is read."""
+        return self._changing()
+
+    @contextlib.asynccontextmanager
+    async def _acting(
+        self, context: Context, *, alone: bool = False
+    ) -> AsyncIterator[CallerTransaction]:
+        """Authenticate the caller, and open a transaction with `_changing`."""
+        principal = await self._caller(context)
+        async with self._changing(alone=alone) as session:
             yield CallerTransaction(session, principal)
 
     @contextlib.asynccontextmanager
@@ -105,6 +119,42 @@ def once(act: Act[S, R, A]) -> Callable[[S, R, Context], Awaitable[A]]:
             return response
 
     return call
+
+
+def reading(query: Callable[..., Awaitable[M]]) -> Callable[[S, Any, Context], Awaitable[M]]:
+    """Make an RPC that reads. Raises: InvalidRequest; what the query raises.
+
+    `query` gets the session and the fields of the request by name (`wire.fields_of`); one with a
+    parameter `reader` also gets the caller. It returns the response.
+    """
+    wants_reader = "reader" in inspect.signature(query).parameters
+
+    async def call(self: S, request: Message, context: Context) -> M:
+        reader = await self._caller(context)
+        fields = wire.fields_of(request) | ({"reader": reader} if wants_reader else {})
+        async with self._reading(reader) as session:
+            return await query(session, **fields)
+
+    return call
+
+
+def listing(
+    response: type[M], query: Callable[..., Awaitable[Any]], message: Callable[[Any], Message]
+) -> Callable[[S, Any, Context], Awaitable[M]]:
+    """Make an RPC that lists, as `reading` does. `message` converts the records of the query.
+
+    If the response has pages, the query returns a page of records and the token of the next page.
+    """
+    [name] = [each.name for each in response.DESCRIPTOR.fields if each.is_repeated]
+    has_pages = "next_page_token" in response.DESCRIPTOR.fields_by_name
+
+    @functools.wraps(query)
+    async def answer(session: AsyncSession, **fields: Any) -> M:
+        found = await query(session, **fields)
+        records, rest = (found[0], {"next_page_token": found[1]}) if has_pages else (found, {})
+        return response(**{name: map(message, records)}, **rest)
+
+    return reading(answer)
 
 
 async def removed(removal: Awaitable[object], *, allow_missing: bool) -> bool:

@@ -7,17 +7,41 @@ Each RPC requires an admin key and is one transaction; client-made ids make retr
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
 
+from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as pb
 from weir.v1 import admin_service_pb2_grpc as pb_grpc
 from weir.v1 import alerts_pb2 as alert_pb
 
 from api.access.auth import Authenticator
-from api.access.servicer import AuthenticatedServicer, CallerTransaction, once, removed
+from api.access.servicer import (
+    AuthenticatedServicer,
+    CallerTransaction,
+    listing,
+    once,
+    reading,
+    removed,
+)
 from api.admin.configuration_calls import ConfigurationCalls, InThread, at_once, json_text
 from api.admin.live_calls import LiveCalls, ReplicaCalls
-from api.admin.price_calls import PlanCalls, PriceCalls
-from api.admin.tenant_calls import QuotaCalls, TenantCalls
+from api.admin.price_calls import (
+    PlanCalls,
+    PriceCalls,
+    credit_balance,
+    credit_grants,
+    plan_lists,
+    price_lists,
+)
+from api.admin.tenant_calls import (
+    QuotaCalls,
+    TenantCalls,
+    key_message,
+    organizations,
+    project_message,
+)
 from api.core import wire
 from api.core.interceptor import Context
 from api.core.messages import alert_message, webhook_message
@@ -29,7 +53,8 @@ from metering.core.models import AuditEntry
 from metering.invoicing.invoice_document import Issuer
 from metering.receipts.signing import Signer
 from metering.store.db import Sessions
-from metering.tenants.api_keys import subject_ids
+from metering.tenants.api_keys import list_api_keys, subject_ids
+from metering.tenants.tenants import list_projects
 
 
 class WebhookCalls(AuthenticatedServicer):
@@ -57,13 +82,6 @@ class WebhookCalls(AuthenticatedServicer):
             webhook=webhook_message(state), secret=secret
         )
 
-    async def ListAlertWebhooks(
-        self, request: alert_pb.ListAlertWebhooksRequest, context: Context
-    ) -> alert_pb.ListAlertWebhooksResponse:
-        async with self._transaction(context) as (session, _):
-            matches = await webhooks.list_webhooks(session, organization=request.organization)
-            return alert_pb.ListAlertWebhooksResponse(webhooks=map(webhook_message, matches))
-
     async def DeleteAlertWebhook(
         self, request: alert_pb.DeleteAlertWebhookRequest, context: Context
     ) -> alert_pb.DeleteAlertWebhookResponse:
@@ -88,28 +106,19 @@ class WebhookCalls(AuthenticatedServicer):
         return alert_id, alert_pb.TestAlertWebhookResponse(alert=alert)
 
 
-class AuditCalls(AuthenticatedServicer):
-    """RPCs for the audit log."""
-
-    async def ListAuditEntries(
-        self, request: pb.ListAuditEntriesRequest, context: Context
-    ) -> pb.ListAuditEntriesResponse:
-        start_at = wire.given_time(request, "start_time")
-        end_at = wire.given_time(request, "end_time")
-        async with self._transaction(context) as (session, _):
-            entries = await audit.list_audit_entries(
-                session,
-                page_size=request.page_size or 100,
-                before_entry_id=request.before_entry_id,
-                subject_ids=(
-                    await subject_ids(session, request.subject) if request.subject else None
-                ),
-                actor=request.actor,
-                action_prefix=request.action_prefix,
-                start_at=start_at,
-                end_at=end_at,
-            )
-            return pb.ListAuditEntriesResponse(entries=map(audit_message, entries))
+async def audit_entries(
+    session: AsyncSession,
+    *,
+    subject: str,
+    start_time: datetime | None = None,
+    end_time: datetime | None = None,
+    **filters: Any,
+) -> Sequence[AuditEntry]:
+    """List entries of the audit log. `subject` names what they are about."""
+    ids = await subject_ids(session, subject) if subject else None
+    return await audit.list_audit_entries(
+        session, subject_ids=ids, start_at=start_time, end_at=end_time, **filters
+    )
 
 
 def audit_message(entry: AuditEntry) -> pb.AuditEntry:
@@ -117,6 +126,22 @@ def audit_message(entry: AuditEntry) -> pb.AuditEntry:
     return wire.message_of(
         pb.AuditEntry, entry, entry_id=entry.id, before_json=before, after_json=after
     )
+
+
+class AdminReads(AuthenticatedServicer):
+    """RPCs of `AdminService` that read the database: their queries, and messages of the records."""
+
+    ListOrganizations = reading(organizations)
+    ListProjects = listing(pb.ListProjectsResponse, list_projects, project_message)
+    ListApiKeys = listing(pb.ListApiKeysResponse, list_api_keys, key_message)
+    ListPrices = reading(price_lists)
+    ListPlans = reading(plan_lists)
+    ListCreditGrants = reading(credit_grants)
+    GetCreditBalance = reading(credit_balance)
+    ListAlertWebhooks = listing(
+        alert_pb.ListAlertWebhooksResponse, webhooks.list_webhooks, webhook_message
+    )
+    ListAuditEntries = listing(pb.ListAuditEntriesResponse, audit_entries, audit_message)
 
 
 class AdminServicer(
@@ -128,7 +153,7 @@ class AdminServicer(
     WebhookCalls,
     LiveCalls,
     ReplicaCalls,
-    AuditCalls,
+    AdminReads,
     pb_grpc.AdminServiceServicer,
 ):
     """Implements `proto/weir/v1/admin_service.proto`; each base has the RPCs of one subject."""

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, date, datetime
 from functools import partial
-from typing import IO
+from typing import IO, Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import alerts_pb2 as alert_pb
@@ -30,12 +30,12 @@ from weir.v1 import usage_reports_pb2 as usage_pb
 
 from api.access.auth import Authenticator
 from api.access.scopes import Scope
-from api.access.servicer import AuthenticatedServicer, CallerTransaction, once
+from api.access.servicer import AuthenticatedServicer, CallerTransaction, listing, once, reading
 from api.core import wire
 from api.core.errors import TooManyReports
 from api.core.interceptor import Context
-from api.core.messages import alert_message, receipt_messages
-from metering.alerts.alerts import list_alerts
+from api.core.messages import alert_message, receipt_message
+from metering.alerts.alerts import ListedAlert, list_alerts
 from metering.core.errors import InvalidValue, InvariantViolated, NotFound
 from metering.core.models import Organization, TokenKind
 from metering.core.money import round_to_minor_unit
@@ -60,6 +60,7 @@ from metering.invoicing.months import (
     verify_month,
 )
 from metering.ledger.ledger import month_bounds, month_text
+from metering.receipts.chaining import IssuedReceipt
 from metering.receipts.months import list_receipt_keys, receipt_month, receipts_page
 from metering.reports.focus import FOCUS_VERSION, focus_csv
 from metering.reports.forecast import CONFIDENCE, Forecast, forecast
@@ -100,7 +101,6 @@ DOCUMENTS = {
     months_pb2.MONTH_DOCUMENT_FORMAT_JSON: to_json,
     months_pb2.MONTH_DOCUMENT_FORMAT_CSV: to_csv,
 }
-PAGE_SIZE = 500
 COUNTS = [
     field.name
     for field in reconcile_pb.StageSum.DESCRIPTOR.fields
@@ -207,7 +207,176 @@ class Reports:
                 del self._counts[key_id], self._locks[key_id]
 
 
-class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer):
+def may_see(reader: Principal, organization_id: object) -> bool:
+    """Return whether the reader may see an organization: administrators any, others their own."""
+    return Scope.ADMIN in reader.scopes or organization_id == reader.organization_id
+
+
+async def visible(session: AsyncSession, reader: Principal, ref: str) -> Organization:
+    """Find an organization by name or id. Raises NotFound, even if it exists but is not visible."""
+    organization = await find_organization(session, ref)
+    if not may_see(reader, organization.id):
+        raise NotFound("organization", ref)
+    return organization
+
+
+async def visible_or_own(session: AsyncSession, reader: Principal, ref: str) -> Organization:
+    """Find an organization by name or id; empty means the reader's own. Raises: NotFound."""
+    return await visible(session, reader, ref or str(reader.organization_id))
+
+
+async def visible_alerts(
+    session: AsyncSession, *, reader: Principal, organization: str, **page: Any
+) -> tuple[Sequence[ListedAlert], str]:
+    """List a page of alerts: of one organization, else all that the reader may see."""
+    of_all = not organization and Scope.ADMIN in reader.scopes
+    owner_id = None if of_all else (await visible_or_own(session, reader, organization)).id
+    return await list_alerts(session, organization_id=owner_id, **page)
+
+
+async def visible_months(
+    session: AsyncSession, *, reader: Principal, organization: str
+) -> months_pb2.ListMonthsResponse:
+    """List the months of an organization, with the payments of their invoices."""
+    owner = await visible(session, reader, organization)
+    payments = await payments_by_month(session, owner.id)
+    found = await list_months(session, owner)
+    return months_pb2.ListMonthsResponse(
+        months=[month_message(each, payments.get(each.month, ())) for each in found]
+    )
+
+
+async def visible_adjustments(
+    session: AsyncSession, *, reader: Principal, organization: str, undecided_only: bool
+) -> Sequence[AdjustmentRecord]:
+    owner = await visible(session, reader, organization)
+    return await adjustments.list_adjustments(session, owner.id, undecided_only=undecided_only)
+
+
+async def visible_receipts(
+    session: AsyncSession, *, reader: Principal, organization: str, month: str, **page: Any
+) -> tuple[Sequence[IssuedReceipt], str]:
+    """List a page of an organization's receipts of a month, by time."""
+    begins = month_bounds(month)[0].date()
+    owner = await visible(session, reader, organization)
+    return await receipts_page(session, owner.id, begins, **page)
+
+
+async def report_of(
+    session: AsyncSession, *, reader: Principal, organization: str, month: str
+) -> pb.GetMonthReportResponse:
+    owner = await visible(session, reader, organization)
+    return report_message(await month_report(session, organization=str(owner.id), month=month))
+
+
+async def document_of(
+    session: AsyncSession, *, reader: Principal, organization: str, month: str, format: Any
+) -> months_pb2.GetMonthDocumentResponse:
+    """Return the report of a month as JSON or CSV. Raises: InvalidValue."""
+    if (write := DOCUMENTS.get(format)) is None:
+        raise InvalidValue("format", "must be JSON or CSV")
+    owner = await visible(session, reader, organization)
+    report = await month_report(session, organization=str(owner.id), month=month)
+    content = write(report).encode()
+    entry = await month_entry(session, owner, month)
+    closed = entry.json_sha256 if write is to_json else entry.csv_sha256
+    sha256 = hashlib.sha256(content).hexdigest()
+    if closed not in ("", sha256):
+        raise InvariantViolated(
+            f"the report of {month} of {owner.name} cannot be reproduced: it has the SHA-256"
+            f" {sha256}, and had {closed} at its close; see what differs with `weir month verify`"
+        )
+    return months_pb2.GetMonthDocumentResponse(content=content, sha256=sha256, closed_sha256=closed)
+
+
+async def forecast_of(
+    session: AsyncSession, *, reader: Principal, organization: str, month: str
+) -> usage_pb.GetForecastResponse:
+    """Return the cost of a month so far, and a forecast for the whole month.
+
+    Raises: InvalidValue.
+    """
+    owner = await visible_or_own(session, reader, organization)
+    now = await database_now(session)
+    month = month or month_text(now.astimezone(UTC))
+    begins, _ = month_bounds(month)
+    if begins > now:
+        raise InvalidValue("month", f"{month} has not begun: give the present month or one before")
+    days = await daily_costs(session, owner.id, begins, now)
+    return forecast_message(forecast(days, begins.date(), now), owner, month, now)
+
+
+async def reconciliation_of(
+    session: AsyncSession, *, reader: Principal, organization: str, month: str
+) -> reconcile_pb.GetReconciliationResponse:
+    """Compare the totals of a month at each stage of billing, in one snapshot."""
+    owner = await visible_or_own(session, reader, organization)
+    found, is_exported = await reconcile_locally(session, month, owner.id)
+    return reconcile_pb.GetReconciliationResponse(
+        organization_name=owner.name,
+        month=month,
+        sums=map(sum_message, found.ours.sums),
+        differences=map(difference_message, found.differences),
+        exported=is_exported,
+        due_time=wire.timestamp(found.ours.until),
+    )
+
+
+async def verification_of(
+    session: AsyncSession, *, reader: Principal, organization: str, month: str
+) -> months_pb2.VerifyMonthResponse:
+    """Recompute the documents of a closed month, and compare them with those of its close."""
+    owner = await visible(session, reader, organization)
+    found = await verify_month(session, owner, month)
+    return months_pb2.VerifyMonthResponse(
+        month=await one_month(session, owner, month),
+        json_sha256=found.digests.json_sha256.hex(),
+        csv_sha256=found.digests.csv_sha256.hex(),
+        reproduced=not found.differences,
+        differences=found.differences,
+    )
+
+
+async def invoice_of(
+    session: AsyncSession, *, reader: Principal, number: str, organization: str, month: str
+) -> months_pb2.GetInvoiceResponse:
+    """Look up an invoice by its number, else that of a month. Raises: NotFound."""
+    if number:
+        row = await find_invoice_row(session, number)
+        if not may_see(reader, row.organization_id):
+            raise NotFound("invoice", number)
+    else:
+        owner = await visible(session, reader, organization)
+        found = await invoice_of_month(session, owner.id, month_bounds(month)[0].date())
+        if found is None:
+            raise NotFound("invoice", f"{owner.name} {month}")
+        row = found
+    notes = await adjustments.list_adjustments(session, row.organization_id, invoice_id=row.id)
+    invoice = await read_invoice(session, row)
+    payments = await payments_by_month(session, row.organization_id)
+    return months_pb2.GetInvoiceResponse(
+        invoice=invoice_message(invoice, payments.get(invoice.month, ())),
+        credit_notes=[adjustment_message(each) for each in notes if each.credit_note_number],
+    )
+
+
+class BillingReads(AuthenticatedServicer):
+    """RPCs of `BillingService` that read one snapshot: their queries, and messages of records."""
+
+    ListAlerts = listing(alert_pb.ListAlertsResponse, visible_alerts, alert_message)
+    ListMonths = reading(visible_months)
+    ListAdjustments = listing(
+        months_pb2.ListAdjustmentsResponse, visible_adjustments, adjustment_message
+    )
+    GetForecast = reading(forecast_of)
+    GetInvoice = reading(invoice_of)
+    GetMonthDocument = reading(document_of)
+    GetMonthReport = reading(report_of)
+    GetReconciliation = reading(reconciliation_of)
+    VerifyMonth = reading(verification_of)
+
+
+class BillingServicer(BillingReads, billing_grpc.BillingServiceServicer):
     """Implements `proto/weir/v1/billing_service.proto`. `api/access/scopes.py` has the scopes."""
 
     def __init__(
@@ -226,20 +395,6 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
             async with self._reports.session_of(reader) as sessions, sessions() as session:
                 await read_one_moment(session, REPORT_S)
                 yield session
-
-    @contextlib.asynccontextmanager
-    async def _reading_of(
-        self, context: Context, organization: str, *, or_own: bool = False
-    ) -> AsyncIterator[tuple[AsyncSession, Organization]]:
-        """Authenticate the caller, open a session with `_reading`, and find the organization.
-
-        With `or_own`, an empty `organization` means the caller's own. Raises NotFound if the caller
-        may not see the organization; TooManyReports.
-        """
-        reader = await self._caller(context)
-        async with self._reading(reader) as session:
-            find = visible_or_own if or_own else visible
-            yield session, await find(session, reader, organization)
 
     async def GetUsage(
         self, request: usage_pb.GetUsageRequest, context: Context
@@ -261,26 +416,6 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
             if of.organization_id is not None and not request.page_token:
                 response.total.CopyFrom(usage_row(await usage_total(session, of), currency))
         return response
-
-    async def GetForecast(
-        self, request: usage_pb.GetForecastRequest, context: Context
-    ) -> usage_pb.GetForecastResponse:
-        """Return the cost of a month so far, and a forecast for the whole month.
-
-        Raises: InvalidValue.
-        """
-        about = self._reading_of(context, request.organization, or_own=True)
-        async with about as (session, owner):
-            now = await database_now(session)
-            month = request.month or month_text(now.astimezone(UTC))
-            begins, _ = month_bounds(month)
-            if begins > now:
-                raise InvalidValue(
-                    "month", f"{month} has not begun: give the present month or one before"
-                )
-            days = await daily_costs(session, owner.id, begins, now)
-        seen = forecast(days, begins.date(), now)
-        return forecast_message(seen, owner, month, now)
 
     # The stubs allow only generators; gRPC also accepts a coroutine that writes.
     async def ExportMonth(  # type: ignore[override]
@@ -325,82 +460,6 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
             file.seek(0)
             await send_file(context, name, media_type, file)
 
-    async def ListAlerts(
-        self, request: alert_pb.ListAlertsRequest, context: Context
-    ) -> alert_pb.ListAlertsResponse:
-        reader = await self._caller(context)
-        async with self._reading(reader) as session:
-            of_all = not request.organization and Scope.ADMIN in reader.scopes
-            organization_id = (
-                None if of_all else (await visible_or_own(session, reader, request.organization)).id
-            )
-            found, next_token = await list_alerts(
-                session,
-                organization_id=organization_id,
-                page_size=request.page_size or 100,
-                page_token=request.page_token,
-            )
-            return alert_pb.ListAlertsResponse(
-                alerts=map(alert_message, found), next_page_token=next_token
-            )
-
-    async def GetReconciliation(
-        self, request: reconcile_pb.GetReconciliationRequest, context: Context
-    ) -> reconcile_pb.GetReconciliationResponse:
-        """Compare the totals of a month at each stage of billing, in one snapshot."""
-        about = self._reading_of(context, request.organization, or_own=True)
-        async with about as (session, organization):
-            found, is_exported = await reconcile_locally(session, request.month, organization.id)
-        return reconcile_pb.GetReconciliationResponse(
-            organization_name=organization.name,
-            month=request.month,
-            sums=map(sum_message, found.ours.sums),
-            differences=map(difference_message, found.differences),
-            exported=is_exported,
-            due_time=wire.timestamp(found.ours.until),
-        )
-
-    async def GetMonthReport(
-        self, request: pb.GetMonthReportRequest, context: Context
-    ) -> pb.GetMonthReportResponse:
-        async with self._reading_of(context, request.organization) as (session, organization):
-            return report_message(
-                await month_report(session, organization=str(organization.id), month=request.month)
-            )
-
-    async def GetMonthDocument(
-        self, request: months_pb2.GetMonthDocumentRequest, context: Context
-    ) -> months_pb2.GetMonthDocumentResponse:
-        """Return the report of a month as JSON or CSV. Raises: InvalidValue."""
-        async with self._reading_of(context, request.organization) as (session, organization):
-            if (write := DOCUMENTS.get(request.format)) is None:
-                raise InvalidValue("format", "must be JSON or CSV")
-            content = write(
-                await month_report(session, organization=str(organization.id), month=request.month)
-            ).encode()
-            entry = await month_entry(session, organization, request.month)
-        closed = entry.json_sha256 if write is to_json else entry.csv_sha256
-        sha256 = hashlib.sha256(content).hexdigest()
-        if closed not in ("", sha256):
-            raise InvariantViolated(
-                f"the report of {request.month} of {organization.name} cannot be reproduced: it has"
-                f" the SHA-256 {sha256}, and had {closed} at its close; see what differs with"
-                " `weir month verify`"
-            )
-        return months_pb2.GetMonthDocumentResponse(
-            content=content, sha256=sha256, closed_sha256=closed
-        )
-
-    async def ListMonths(
-        self, request: months_pb2.ListMonthsRequest, context: Context
-    ) -> months_pb2.ListMonthsResponse:
-        async with self._reading_of(context, request.organization) as (session, organization):
-            payments = await payments_by_month(session, organization.id)
-            months = await list_months(session, organization)
-            return months_pb2.ListMonthsResponse(
-                months=[month_message(each, payments.get(each.month, ())) for each in months]
-            )
-
     async def CloseMonth(
         self, request: months_pb2.CloseMonthRequest, context: Context
     ) -> months_pb2.CloseMonthResponse:
@@ -432,48 +491,6 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
             organization = await find_organization(session, request.organization)
             response.month.CopyFrom(await one_month(session, organization, request.month))
         return response
-
-    async def VerifyMonth(
-        self, request: months_pb2.VerifyMonthRequest, context: Context
-    ) -> months_pb2.VerifyMonthResponse:
-        async with self._reading_of(context, request.organization) as (session, organization):
-            found = await verify_month(session, organization, request.month)
-            month = await one_month(session, organization, request.month)
-        return months_pb2.VerifyMonthResponse(
-            month=month,
-            json_sha256=found.digests.json_sha256.hex(),
-            csv_sha256=found.digests.csv_sha256.hex(),
-            reproduced=not found.differences,
-            differences=found.differences,
-        )
-
-    async def GetInvoice(
-        self, request: months_pb2.GetInvoiceRequest, context: Context
-    ) -> months_pb2.GetInvoiceResponse:
-        reader = await self._caller(context)
-        async with self._reading(reader) as session:
-            if request.number:
-                row = await find_invoice_row(session, request.number)
-                if not may_see(reader, row.organization_id):
-                    raise NotFound("invoice", request.number)
-            else:
-                organization = await visible(session, reader, request.organization)
-                first_day = month_bounds(request.month)[0].date()
-                found = await invoice_of_month(session, organization.id, first_day)
-                if found is None:
-                    raise NotFound("invoice", f"{organization.name} {request.month}")
-                row = found
-            notes = await adjustments.list_adjustments(
-                session, row.organization_id, invoice_id=row.id
-            )
-            invoice = await read_invoice(session, row)
-            payments = await payments_by_month(session, row.organization_id)
-            return months_pb2.GetInvoiceResponse(
-                invoice=invoice_message(invoice, payments.get(invoice.month, ())),
-                credit_notes=[
-                    adjustment_message(each) for each in notes if each.credit_note_number
-                ],
-            )
 
     @once
     async def CreateAdjustment(
@@ -521,15 +538,6 @@ class BillingServicer(AuthenticatedServicer, billing_grpc.BillingServiceServicer
             )
             return months_pb2.RejectAdjustmentResponse(adjustment=adjustment_message(record))
 
-    async def ListAdjustments(
-        self, request: months_pb2.ListAdjustmentsRequest, context: Context
-    ) -> months_pb2.ListAdjustmentsResponse:
-        async with self._reading_of(context, request.organization) as (session, organization):
-            found = await adjustments.list_adjustments(
-                session, organization.id, undecided_only=request.undecided_only
-            )
-            return months_pb2.ListAdjustmentsResponse(adjustments=map(adjustment_message, found))
-
 
 async def proposed(
     request: months_pb2.CreateAdjustmentRequest | months_pb2.CreateCreditNoteRequest,
@@ -547,24 +555,6 @@ async def proposed(
         reason=request.reason,
         actor=acting.actor,
     )
-
-
-def may_see(reader: Principal, organization_id: object) -> bool:
-    """Return whether the reader may see an organization: administrators any, others their own."""
-    return Scope.ADMIN in reader.scopes or organization_id == reader.organization_id
-
-
-async def visible(session: AsyncSession, reader: Principal, ref: str) -> Organization:
-    """Find an organization by name or id. Raises NotFound, even if it exists but is not visible."""
-    organization = await find_organization(session, ref)
-    if not may_see(reader, organization.id):
-        raise NotFound("organization", ref)
-    return organization
-
-
-async def visible_or_own(session: AsyncSession, reader: Principal, ref: str) -> Organization:
-    """Find an organization by name or id; empty means the reader's own. Raises: NotFound."""
-    return await visible(session, reader, ref or str(reader.organization_id))
 
 
 async def send_file(context: Context, name: str, media_type: str, file: IO[bytes]) -> None:
@@ -672,47 +662,39 @@ def difference_message(each: Difference) -> reconcile_pb.StageDifference:
     return wire.message_of(reconcile_pb.StageDifference, each, amount=amount, since_time=each.since)
 
 
-class ReceiptServicer(pb_grpc.ReceiptServiceServicer):
+def receipt_key_message(key: Any) -> receipts_pb2.ReceiptKey:
+    return wire.message_of(receipts_pb2.ReceiptKey, key, key_id=key.id)
+
+
+async def receipt_month_of(
+    session: AsyncSession, *, reader: Principal, organization: str, month: str
+) -> receipt_pb.GetReceiptMonthResponse:
+    begins = month_bounds(month)[0].date()
+    owner = await visible(session, reader, organization)
+    found = await receipt_month(session, owner.id, begins)
+    names = {"organization_id": owner.id, "month": month}
+    return wire.message_of(receipt_pb.GetReceiptMonthResponse, found, **names)
+
+
+class ReceiptReads(AuthenticatedServicer):
+    """RPCs of `ReceiptService`. Any valid API key may read the public keys."""
+
+    ListReceiptKeys = listing(
+        receipt_pb.ListReceiptKeysResponse, list_receipt_keys, receipt_key_message
+    )
+    ListReceipts = listing(receipt_pb.ListReceiptsResponse, visible_receipts, receipt_message)
+    GetReceiptMonth = reading(receipt_month_of)
+
+
+class ReceiptServicer(ReceiptReads, pb_grpc.ReceiptServiceServicer):
     """Implements `proto/weir/v1/receipt_service.proto`."""
 
     def __init__(self, authenticator: Authenticator, reports: Reports) -> None:
         self._authenticator = authenticator
         self._reports = reports
 
-    async def ListReceiptKeys(
-        self, request: receipt_pb.ListReceiptKeysRequest, context: Context
-    ) -> receipt_pb.ListReceiptKeysResponse:
-        """Return all public keys of receipts. Any valid API key may read them."""
-        principal = await self._authenticator.principal(context)
-        async with self._reports.session_of(principal) as sessions, sessions() as session:
-            keys = await list_receipt_keys(session)
-        return receipt_pb.ListReceiptKeysResponse(
-            keys=[wire.message_of(receipts_pb2.ReceiptKey, key, key_id=key.id) for key in keys]
-        )
-
-    async def ListReceipts(
-        self, request: receipt_pb.ListReceiptsRequest, context: Context
-    ) -> receipt_pb.ListReceiptsResponse:
-        principal = await self._authenticator.principal(context)
-        month = month_bounds(request.month)[0].date()
-        async with self._reports.session_of(principal) as sessions, sessions() as session:
-            owner = await visible(session, principal, request.organization)
-            page_size = request.page_size or PAGE_SIZE
-            receipts, next_token = await receipts_page(
-                session, owner.id, month, page_token=request.page_token, page_size=page_size
-            )
-        return receipt_pb.ListReceiptsResponse(
-            receipts=receipt_messages(receipts), next_page_token=next_token
-        )
-
-    async def GetReceiptMonth(
-        self, request: receipt_pb.GetReceiptMonthRequest, context: Context
-    ) -> receipt_pb.GetReceiptMonthResponse:
-        principal = await self._authenticator.principal(context)
-        month = month_bounds(request.month)[0].date()
-        async with self._reports.session_of(principal) as sessions, sessions() as session:
-            owner = await visible(session, principal, request.organization)
-            found = await receipt_month(session, owner.id, month)
-        return wire.message_of(
-            receipt_pb.GetReceiptMonthResponse, found, organization_id=owner.id, month=request.month
-        )
+    @contextlib.asynccontextmanager
+    async def _reading(self, reader: Principal) -> AsyncIterator[AsyncSession]:
+        """Open a session of the reports, without their timeout. Raises: TooManyReports."""
+        async with self._reports.session_of(reader) as sessions, sessions() as session:
+            yield session

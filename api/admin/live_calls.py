@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import live_requests_pb2 as live_pb
 from weir.v1 import replicas_pb2 as replica_pb
-from weir.v1.live_requests_pb2 import KillRequestResponse as Killed
 
 from api.access.servicer import AuthenticatedServicer
 from api.core import wire
@@ -26,12 +25,14 @@ from metering.holds.recovery import sweep_expired_holds
 from metering.receipts.signing import Signer
 from metering.tenants import tenants
 
+T = TypeVar("T", live.ProjectRequest, LiveRow)
+
+Killed = live_pb.KillRequestResponse
+
 REASON_CHARS_MAX = 200
 PAGE_SIZE = 200
 END_WAIT_S = 2.0  # a healthy process ends a request within milliseconds
 END_POLL_S = 0.005
-
-Match = TypeVar("Match", LiveRow, live.ProjectRequest)
 
 
 class LiveCalls(AuthenticatedServicer):
@@ -45,14 +46,11 @@ class LiveCalls(AuthenticatedServicer):
     ) -> live_pb.ListLiveRequestsResponse:
         await self._caller(context)
         async with self._sessions() as session:
-            organization = (
-                await tenants.find_organization(session, request.organization)
-                if request.organization
-                else None
-            )
+            owner = request.organization
+            owner_id = (await tenants.find_organization(session, owner)).id if owner else None
         view = await live.live_view(
             self._sessions,
-            organization_id=organization.id if organization else None,
+            organization_id=owner_id,
             page_size=request.page_size or PAGE_SIZE,
             stuck_only=request.stuck_only,
         )
@@ -71,13 +69,9 @@ class LiveCalls(AuthenticatedServicer):
         await self._caller(context)
         request_id = wire.parse_request_id(request.request_id)
         async with self._sessions() as session:
-            project_id = (
-                (await tenants.find_project(session, request.project)).id
-                if request.project
-                else None
-            )
+            project_id = await project_id_of(session, request.project)
             owners = await live.find_request_owners(session, request_id, project_id)
-            owner = await self._sole(owners, request_id)
+            owner = await only_one(session, owners, request_id)
             return live_pb.GetRequestResponse(
                 generation=await find_generation(session, owner.project_id, request_id),
                 organization_name=owner.organization_name,
@@ -85,23 +79,9 @@ class LiveCalls(AuthenticatedServicer):
                 api_key_prefix=owner.api_key_prefix,
             )
 
-    async def _sole(self, matches: Sequence[Match], request_id: uuid.UUID) -> Match:
-        """Return the only match of a request id.
-
-        Raises NotFound, or InvalidValue if several projects have a request with this id.
-        """
-        if not matches:
-            raise NotFound("request", str(request_id))
-        if len(matches) > 1:
-            async with self._sessions() as session:
-                names = await tenants.project_names(session, [each.project_id for each in matches])
-            raise InvalidValue(
-                "project",
-                f"several projects have a request with this id, name one: {', '.join(names)}",
-            )
-        return matches[0]
-
-    async def KillRequest(self, request: live_pb.KillRequestRequest, context: Context) -> Killed:
+    async def KillRequest(
+        self, request: live_pb.KillRequestRequest, context: Context
+    ) -> live_pb.KillRequestResponse:
         await self._caller(context)
         request_id = wire.parse_request_id(request.request_id)
         check_reason(request.reason)
@@ -125,15 +105,8 @@ class LiveCalls(AuthenticatedServicer):
         expired_count = await sweep_expired_holds(self._database_url, signer=self._signer)
         if expired_count:
             async with self._transaction(context) as (session, actor):
-                after = {"expired_count": expired_count}
-                await record_change(
-                    session,
-                    actor=actor,
-                    action="holds.expire_overdue",
-                    subject_id="",
-                    before=None,
-                    after=after,
-                )
+                after, action = {"expired_count": expired_count}, "holds.expire_overdue"
+                await record_change(session, actor=actor, action=action, subject_id="", after=after)
         return live_pb.ExpireOverdueHoldsResponse(expired_count=expired_count)
 
     async def _find_request(
@@ -144,12 +117,13 @@ class LiveCalls(AuthenticatedServicer):
         Raises NotFound, or InvalidValue if several projects have a request with this id.
         """
         async with self._sessions() as session:
-            project_id = (await tenants.find_project(session, project)).id if project else None
+            project_id = await project_id_of(session, project)
             found = await live.find_project_requests(session, request_id, project_id)
         running = [located for located in found if located.is_held] or await live.find_waiting(
             self._sessions, request_id, project_id
         )
-        return await self._sole(running or found, request_id), not running
+        async with self._sessions() as session:
+            return await only_one(session, running or found, request_id), not running
 
     async def _wait_for_end(self, request_id: uuid.UUID, located: live.ProjectRequest) -> bool:
         """Wait until a request has ended; return False if it has not within `END_WAIT_S`."""
@@ -175,10 +149,7 @@ class LiveCalls(AuthenticatedServicer):
             )
 
     async def _killed(
-        self,
-        result: Killed.Result.ValueType,
-        request_id: uuid.UUID,
-        located: live.ProjectRequest,
+        self, result: Killed.Result.ValueType, request_id: uuid.UUID, located: live.ProjectRequest
     ) -> Killed:
         answer = Killed(result=result)
         with contextlib.suppress(NotFound):
@@ -191,6 +162,27 @@ class LiveCalls(AuthenticatedServicer):
                 ):
                     answer.expire_time.FromDatetime(hold.expires_at)
         return answer
+
+
+async def project_id_of(session: AsyncSession, project: str) -> uuid.UUID | None:
+    """Find a project by name or id; None for an empty name. Raises: NotFound."""
+    return (await tenants.find_project(session, project)).id if project else None
+
+
+async def only_one(session: AsyncSession, found: Sequence[T], request_id: uuid.UUID) -> T:
+    """Return the only request with an id.
+
+    Raises NotFound, or InvalidValue if several projects have a request with this id.
+    """
+    if not found:
+        raise NotFound("request", str(request_id))
+    if len(found) > 1:
+        names = await tenants.project_names(session, [each.project_id for each in found])
+        raise InvalidValue(
+            "project",
+            f"several projects have a request with this id, name one: {', '.join(names)}",
+        )
+    return found[0]
 
 
 async def record_kill(
@@ -248,16 +240,12 @@ class ReplicaCalls(AuthenticatedServicer):
             drains = await live.list_drains(session)
         rows: Sequence[LiveRow] = view.replicas
         if model := request.model:
-            rows, drains = (
-                [each for each in found if live.is_of(each.model, model)]
-                for found in (rows, drains)
-            )
+            rows = [row for row in rows if live.is_of(row.model, model)]
+            drains = [drain for drain in drains if live.is_of(drain.model, model)]
             if not (rows or drains or self._own(model)):
                 raise NotFound("model with replicas", model)
         return replica_pb.ListReplicasResponse(
-            replicas=map(replica_message, rows),
-            drains=map(drain_message, drains),
-            unresponsive_process_ids=map(str, view.unresponsive_process_ids),
+            drains=map(drain_message, drains), **replicas_of(view, rows)
         )
 
     async def DrainReplica(
@@ -277,8 +265,9 @@ class ReplicaCalls(AuthenticatedServicer):
                 actor=actor,
             )
             drain = drain_message(order)
-        replicas = await self._replicas(model, request.replica)
-        return replica_pb.DrainReplicaResponse(drain=drain, **replicas)
+        view = await live.replica_view(self._sessions)
+        named = view.named(model, request.replica)
+        return replica_pb.DrainReplicaResponse(drain=drain, **replicas_of(view, named))
 
     async def UndrainReplica(
         self, request: replica_pb.UndrainReplicaRequest, context: Context
@@ -290,16 +279,9 @@ class ReplicaCalls(AuthenticatedServicer):
             undrained = await live.end_drain(
                 session, model=model, replica=request.replica, reason=request.reason, actor=actor
             )
-        replicas = await self._replicas(model, request.replica)
-        return replica_pb.UndrainReplicaResponse(undrained=undrained, **replicas)
-
-    async def _replicas(self, model: str, replica: str) -> dict[str, Any]:
-        """Build the fields of an answer that show a replica in every process."""
         view = await live.replica_view(self._sessions)
-        return {
-            "replicas": map(replica_message, view.named(model, replica)),
-            "unresponsive_process_ids": map(str, view.unresponsive_process_ids),
-        }
+        named = view.named(model, request.replica)
+        return replica_pb.UndrainReplicaResponse(undrained=undrained, **replicas_of(view, named))
 
     async def _served_name(self, model: str, replica: str) -> str:
         """Find the served name (model and version) of a replica that is reported or drained.
@@ -335,6 +317,14 @@ class ReplicaCalls(AuthenticatedServicer):
             for served, report in self._router.reports()
             if live.is_of(served, model)
         }
+
+
+def replicas_of(view: live.ReplicaView, rows: Iterable[LiveRow]) -> dict[str, Any]:
+    """Convert replicas, and the processes that did not report theirs, to fields of a response."""
+    return {
+        "replicas": map(replica_message, rows),
+        "unresponsive_process_ids": map(str, view.unresponsive_process_ids),
+    }
 
 
 def replica_message(row: LiveRow) -> replica_pb.Replica:

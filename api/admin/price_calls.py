@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from datetime import date
+from datetime import date, datetime
+from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import admin_service_pb2 as pb
@@ -46,17 +47,7 @@ class PriceCalls(AuthenticatedServicer):
                 ],
                 organization=request.organization,
             )
-        customers = [
-            wire.message_of(
-                plan_pb.SimulatedCustomer,
-                each,
-                old_amount=each.old_picos,
-                new_amount=each.new_picos,
-                difference=each.new_picos - each.old_picos,
-            )
-            for each in matches
-        ]
-        return plan_pb.SimulatePricesResponse(customers=customers)
+        return plan_pb.SimulatePricesResponse(customers=map(simulated_message, matches))
 
     @once
     async def SetPrice(
@@ -89,36 +80,32 @@ class PriceCalls(AuthenticatedServicer):
         versions = await versions_of_change(acting.session, price)
         return price.prices.version, price_pb.WithdrawPriceResponse(versions=versions)
 
-    async def ListPrices(
-        self, request: price_pb.ListPricesRequest, context: Context
-    ) -> price_pb.ListPricesResponse:
-        """Return the prices that an organization pays, with their origin and start."""
-        at = wire.given_time(request, "time")
-        async with self._transaction(context) as (session, _):
-            owner = (
-                await find_organization(session, request.organization)
-                if request.organization
-                else None
-            )
-            owner_id = None if owner is None else owner.id
-            currency_code = request.currency_code or (owner.currency_code if owner else None)
-            model = request.model or None
-            matches = await prices.versions_in_force(
-                session, model=model, currency_code=currency_code, organization_id=owner_id, at=at
-            )
-            history: list[ModelPrice] = []
-            if request.history:
-                history = await prices.price_history(
-                    session, model=model, currency_code=currency_code, organization_id=owner_id
-                )
-            names = {} if owner is None else {owner.id: owner.name}
-            return price_pb.ListPricesResponse(
-                prices=[
-                    applied_message(each, names)
-                    for each in prices.customer_prices(matches, owner_id)
-                ],
-                versions=[version_message(each, names) for each in history],
-            )
+
+async def price_lists(
+    session: AsyncSession,
+    *,
+    organization: str,
+    model: str,
+    currency_code: str,
+    history: bool,
+    time: datetime | None = None,
+) -> price_pb.ListPricesResponse:
+    """List the prices that an organization pays, with their origin, and all versions if wanted."""
+    owner = await find_organization(session, organization) if organization else None
+    owner_id = None if owner is None else owner.id
+    about: dict[str, Any] = {
+        "model": model or None,
+        "currency_code": currency_code or (owner.currency_code if owner else None),
+        "organization_id": owner_id,
+    }
+    matches = await prices.versions_in_force(session, at=time, **about)
+    versions = await prices.price_history(session, **about) if history else []
+    names = {} if owner is None else {owner.id: owner.name}
+    paid = prices.customer_prices(matches, owner_id)
+    return price_pb.ListPricesResponse(
+        prices=[applied_message(each, names) for each in paid],
+        versions=[version_message(each, names) for each in versions],
+    )
 
 
 async def versions_of_change(
@@ -137,6 +124,12 @@ def proposed_plan(path: str, message: plan_pb.PlanConfiguration) -> simulation.P
     return simulation.ProposedPlan(
         message.name, message.currency_code or "USD", rules, frozenset(message.organizations)
     )
+
+
+def simulated_message(customer: simulation.SimulatedCustomer) -> plan_pb.SimulatedCustomer:
+    old, new = customer.old_picos, customer.new_picos
+    amounts = {"old_amount": old, "new_amount": new, "difference": new - old}
+    return wire.message_of(plan_pb.SimulatedCustomer, customer, **amounts)
 
 
 def version_message(version: ModelPrice, names: Mapping[uuid.UUID, str]) -> price_pb.PriceVersion:
@@ -186,24 +179,6 @@ class PlanCalls(AuthenticatedServicer):
             )
             return plan_pb.CreatePlanResponse(plan=plan_message(plan), existed=existed)
 
-    async def ListPlans(
-        self, request: plan_pb.ListPlansRequest, context: Context
-    ) -> plan_pb.ListPlansResponse:
-        async with self._transaction(context) as (session, _):
-            assigned = await plan_admin.list_assignments(session, organization=request.organization)
-            assignments = [
-                each
-                for each in assigned
-                if not request.name or (each.plan and each.plan.name == request.name)
-            ]
-            names = await organization_names(
-                session, {each.organization_id for each in assignments}
-            )
-            return plan_pb.ListPlansResponse(
-                plans=map(plan_message, await plan_admin.list_plans(session, name=request.name)),
-                assignments=[assignment_message(each, names) for each in assignments],
-            )
-
     async def AssignPlan(
         self, request: plan_pb.AssignPlanRequest, context: Context
     ) -> plan_pb.AssignPlanResponse:
@@ -250,30 +225,6 @@ class PlanCalls(AuthenticatedServicer):
         names = await organization_names(session, {grant.organization_id})
         return grant.id, plan_pb.GrantCreditResponse(grant=grant_message(grant, names))
 
-    async def ListCreditGrants(
-        self, request: plan_pb.ListCreditGrantsRequest, context: Context
-    ) -> plan_pb.ListCreditGrantsResponse:
-        async with self._transaction(context) as (session, _):
-            matches = await prepaid.list_grants(session, organization=request.organization)
-            names = await organization_names(session, {each.organization_id for each in matches})
-            return plan_pb.ListCreditGrantsResponse(
-                grants=[grant_message(each, names) for each in matches]
-            )
-
-    async def GetCreditBalance(
-        self, request: plan_pb.GetCreditBalanceRequest, context: Context
-    ) -> plan_pb.GetCreditBalanceResponse:
-        async with self._transaction(context) as (session, _):
-            balance = await prepaid.credit_balance(session, organization=request.organization)
-            owner = balance.organization
-            return wire.message_of(
-                plan_pb.GetCreditBalanceResponse,
-                balance,
-                owner.currency_code,
-                organization_id=owner.id,
-                organization_name=owner.name,
-            )
-
     async def SetPrepaid(
         self, request: plan_pb.SetPrepaidRequest, context: Context
     ) -> plan_pb.SetPrepaidResponse:
@@ -287,6 +238,40 @@ class PlanCalls(AuthenticatedServicer):
                 actor=acting.actor,
             )
             return plan_pb.SetPrepaidResponse(existed=existed)
+
+
+async def plan_lists(
+    session: AsyncSession, *, name: str, organization: str
+) -> plan_pb.ListPlansResponse:
+    """List plans and their assignments to organizations."""
+    assignments = [
+        each
+        for each in await plan_admin.list_assignments(session, organization=organization)
+        if not name or (each.plan and each.plan.name == name)
+    ]
+    names = await organization_names(session, {each.organization_id for each in assignments})
+    return plan_pb.ListPlansResponse(
+        plans=map(plan_message, await plan_admin.list_plans(session, name=name)),
+        assignments=[assignment_message(each, names) for each in assignments],
+    )
+
+
+async def credit_grants(
+    session: AsyncSession, *, organization: str
+) -> plan_pb.ListCreditGrantsResponse:
+    """List the credit grants of an organization, or all."""
+    found = await prepaid.list_grants(session, organization=organization)
+    names = await organization_names(session, {each.organization_id for each in found})
+    return plan_pb.ListCreditGrantsResponse(grants=[grant_message(each, names) for each in found])
+
+
+async def credit_balance(
+    session: AsyncSession, *, organization: str
+) -> plan_pb.GetCreditBalanceResponse:
+    balance = await prepaid.credit_balance(session, organization=organization)
+    owner = balance.organization
+    names = {"organization_id": owner.id, "organization_name": owner.name}
+    return wire.message_of(plan_pb.GetCreditBalanceResponse, balance, owner.currency_code, **names)
 
 
 def parse_month(text: str, field: str) -> date | None:

@@ -66,18 +66,6 @@ class TenantCalls(AuthenticatedServicer):
             organization=organization_message(organization, profile), existed=existed
         )
 
-    async def ListOrganizations(
-        self, request: pb.ListOrganizationsRequest, context: Context
-    ) -> pb.ListOrganizationsResponse:
-        async with self._transaction(context) as (session, _):
-            organizations = await tenants.list_organizations(session)
-            profiles = await billing_profiles(session)
-            return pb.ListOrganizationsResponse(
-                organizations=[
-                    organization_message(each, profiles.get(each.id)) for each in organizations
-                ]
-            )
-
     async def SetBillingProfile(
         self, request: pb.SetBillingProfileRequest, context: Context
     ) -> pb.SetBillingProfileResponse:
@@ -109,13 +97,6 @@ class TenantCalls(AuthenticatedServicer):
             )
         response = pb.CreateProjectResponse(project=project_message(project), existed=existed)
         return project.id, response
-
-    async def ListProjects(
-        self, request: pb.ListProjectsRequest, context: Context
-    ) -> pb.ListProjectsResponse:
-        async with self._transaction(context) as (session, _):
-            projects = await tenants.list_projects(session, organization=request.organization)
-            return pb.ListProjectsResponse(projects=map(project_message, projects))
 
     @once
     async def CreateApiKey(
@@ -189,18 +170,6 @@ class TenantCalls(AuthenticatedServicer):
             key = await api_keys.revoke_api_key(session, api_key=request.api_key, actor=actor)
             return pb.RevokeApiKeyResponse(api_key=key_message(key))
 
-    async def ListApiKeys(
-        self, request: pb.ListApiKeysRequest, context: Context
-    ) -> pb.ListApiKeysResponse:
-        async with self._transaction(context) as (session, _):
-            keys = await api_keys.list_api_keys(
-                session,
-                organization=request.organization or None,
-                api_key=request.api_key or None,
-                unused_for=wire.given_duration(request, "unused_for"),
-            )
-            return pb.ListApiKeysResponse(api_keys=map(key_message, keys))
-
     def _terms(
         self, request: pb.CreateApiKeyRequest | pb.UpdateApiKeyRequest
     ) -> Callable[[KeyTerms], KeyTerms]:
@@ -217,6 +186,15 @@ class TenantCalls(AuthenticatedServicer):
                     raise InvalidValue(everything, f"set either {shown} or {everything}, not both")
                 terms[name] = ()
         return partial(replace, **terms)
+
+
+async def organizations(session: AsyncSession) -> pb.ListOrganizationsResponse:
+    """List all organizations, with their billing profiles."""
+    profiles = await billing_profiles(session)
+    found = await tenants.list_organizations(session)
+    return pb.ListOrganizationsResponse(
+        organizations=[organization_message(each, profiles.get(each.id)) for each in found]
+    )
 
 
 def organization_message(

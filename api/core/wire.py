@@ -193,6 +193,23 @@ def given_duration(message: Message, field: str) -> timedelta | None:
     return parse_duration(getattr(message, field), field) if message.HasField(field) else None
 
 
+def fields_of(message: Message) -> dict[str, Any]:
+    """Read the fields of a request by name, with times and durations as values.
+
+    A time or duration that is unset, and a page size of 0, are left out. Raises: InvalidRequest.
+    """
+    found: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is None:
+            if value or field.name != "page_size":
+                found[field.name] = value
+        elif message.HasField(field.name):
+            parse = parse_timestamp if isinstance(value, Timestamp) else parse_duration
+            found[field.name] = parse(value, field.name)
+    return found
+
+
 def message_of(kind: type[M], record: object, currency: str = "", /, **values: Any) -> M:
     """Convert a record to a message. Fields come from `values`, else from the record.
 

@@ -23,7 +23,7 @@ from sqlalchemy import ForeignKey, Integer, func, select, text, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
-from metering.core.errors import InvalidValue, NotFound
+from metering.core.errors import NotFound
 from metering.core.models import (
     AuditEntry,
     Base,
@@ -32,15 +32,14 @@ from metering.core.models import (
     Quota,
     QuotaDimension,
 )
+from metering.core.pages import check_page_size, page_values, utc_time
 from metering.core.pages import page_token as token_of
-from metering.core.pages import page_values, utc_time
 from metering.quotas.quota_admin import ALERTING_DIMENSIONS
 from metering.quotas.quota_rules import DIMENSIONS, NO_WINDOW, Unit, window_end, window_start
 from metering.quotas.quota_states import subject_names
 from metering.store.db import Sessions, database_now
 from metering.tenants.four_eyes import ACTS, WIDENED, KeyAct, widened_fields
 
-PAGE_SIZE_MAX = 1000  # alerts; a page must fit a message
 ALERTS_MAX = 5_000  # per statement: thresholds may be set on very many limits at once
 STATEMENTS_MAX = 10  # per scan; the next one continues
 DAYS_BACK = 2  # complete days; older counters of days are deleted
@@ -175,8 +174,7 @@ async def list_alerts(
     Returns a page and the token of the next page, empty on the last one. Raises: InvalidValue for
     an invalid page size or token.
     """
-    if not 1 <= page_size <= PAGE_SIZE_MAX:
-        raise InvalidValue("page_size", f"must be between 1 and {PAGE_SIZE_MAX}")
+    check_page_size(page_size)
     query = LISTED.order_by(Alert.fired_at.desc(), Alert.id.desc()).limit(page_size + 1)
     if organization_id is not None:
         query = query.where(Alert.organization_id == organization_id)

@@ -29,6 +29,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.audit import record_change, snapshot
 from metering.core.errors import InvalidValue
 from metering.core.models import Hold, HoldState, insertion, record_of
+from metering.core.pages import check_page_size
 from metering.store.db import Sessions
 
 LiveRow = Row[Any]  # row of a statement of this module, with its columns as attributes
@@ -37,7 +38,6 @@ POLL, REPORT, PEERS = "poll", "report", "peers"  # payloads of notifications
 KEPT_FOR = timedelta(days=1)  # far longer than a process can be cut off and still hold its requests
 FORGET_OLD = text("DELETE FROM cancel_commands WHERE created_at < now() - :kept_for")
 
-PAGE_SIZE_MAX = 1000  # requests; a page must fit a message
 REPORT_WAIT_S = 0.3  # a healthy process answers within milliseconds
 REPORT_POLL_S = 0.005
 STUCK_AGE = "30 seconds"  # three rounds of the sweep
@@ -326,8 +326,7 @@ async def live_view(
     Asks every process for a report and waits at most `REPORT_WAIT_S` seconds. `stuck_only` lists
     only overdue holds that the sweep has not ended. Raises: InvalidValue for an invalid page size.
     """
-    if not 1 <= page_size <= PAGE_SIZE_MAX:
-        raise InvalidValue("page_size", f"must be between 1 and {PAGE_SIZE_MAX}")
+    check_page_size(page_size)
     requested_at, silent = await ask_all(sessions)
     values = {
         "asked_at": requested_at,

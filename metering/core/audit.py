@@ -10,10 +10,9 @@ from typing import Any
 from sqlalchemy import Row, insert, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.core.errors import InvalidValue
 from metering.core.models import AuditEntry, Base
+from metering.core.pages import check_page_size
 
-PAGE_SIZE_MAX = 1000  # entries; a page must fit a message
 # References of a row to its owners.
 OWNER_COLUMNS = ("subject_id", "organization_id", "project_id", "api_key_id")
 UNLOGGED = frozenset({"secret_hash", "secret"})  # columns that must not be logged
@@ -63,8 +62,7 @@ async def list_audit_entries(
     `action_prefix` is a prefix such as "api_key.". `start_at` is inclusive, `end_at` exclusive.
     Raises: InvalidValue.
     """
-    if not 1 <= page_size <= PAGE_SIZE_MAX:
-        raise InvalidValue("page_size", f"must be between 1 and {PAGE_SIZE_MAX}")
+    check_page_size(page_size)
     query = select(AuditEntry).order_by(AuditEntry.id.desc()).limit(page_size)
     if before_entry_id:
         query = query.where(AuditEntry.id < before_entry_id)

@@ -11,6 +11,13 @@ from typing import Any
 from metering.core.errors import InvalidValue
 
 ROW_ID_MAX = 2**63 - 1
+PAGE_SIZE_MAX = 1000  # rows; a page must fit a message
+
+
+def check_page_size(page_size: int, maximum: int = PAGE_SIZE_MAX) -> None:
+    """Check the number of rows of a page. Raises: InvalidValue."""
+    if not 1 <= page_size <= maximum:
+        raise InvalidValue("page_size", f"must be between 1 and {maximum}")
 
 
 def page_token(*values: object) -> str:

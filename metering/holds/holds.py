@@ -48,6 +48,7 @@ from metering.holds.preauthorized_holds import (
 from metering.receipts.chaining import BatchSigner
 from metering.store.db import StoreGate
 from metering.store.group_commit import (
+    Backlog,
     Entry,
     GroupCommit,
     GroupCommitStatistics,
@@ -174,8 +175,10 @@ class HoldStore:
             orphaned=self._orphaned,
             droppable=lambda op: isinstance(op, Admit | Extend),
             batch_size_max=BATCH_SIZE_MAX,
-            waiting_count_max=WAITING_COUNT_MAX,
-            overflow=lambda: DatabaseUnavailable("the database does not keep up with admissions"),
+            backlog=Backlog(
+                WAITING_COUNT_MAX,
+                lambda: DatabaseUnavailable("the database does not keep up with admissions"),
+            ),
             put_off=self._puts_off,
             fair_share=self._fair_share,
             measured=self._measured,

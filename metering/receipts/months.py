@@ -16,9 +16,8 @@ from typing import Any
 from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.core.errors import InvalidValue
+from metering.core.pages import check_page_size, page_values, row_id, utc_time
 from metering.core.pages import page_token as token_of
-from metering.core.pages import page_values, row_id, utc_time
 from metering.receipts.chaining import (
     BATCHES,
     ISSUED,
@@ -30,7 +29,6 @@ from metering.receipts.chaining import (
 from metering.receipts.encoding import NO_HASH
 from metering.receipts.merkle import RunningRoot
 
-PAGE_SIZE_MAX = 1000
 OF_MONTH = "organization_id = :organization_id AND settled_at >= :begins AND settled_at < :ends"
 # The hashes of each chain in values of two megabytes: one row per receipt would cost far more than
 # its hash.
@@ -161,8 +159,7 @@ async def receipts_page(
 
     Raises: InvalidValue.
     """
-    if not 1 <= page_size <= PAGE_SIZE_MAX:
-        raise InvalidValue("page_size", f"must be between 1 and {PAGE_SIZE_MAX}")
+    check_page_size(page_size)
     after = page_values(page_token, utc_time, uuid.UUID, row_id) if page_token else BEGINNING
     position = dict(zip(("after_time", "after_project", "after_sequence"), after, strict=True))
     page = bounds(organization_id, month) | position | {"page_size": page_size + 1}

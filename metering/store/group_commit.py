@@ -84,6 +84,14 @@ class Patience:
     error: Callable[[], Exception]
 
 
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Maximum number of waiting operations, and the error for droppable ones beyond it."""
+
+    count_max: int
+    error: Callable[[], Exception]
+
+
 class Pending(Protocol):
     """An operation that has not been answered."""
 
@@ -122,8 +130,7 @@ class GroupCommit(Generic[Op, Result]):
         orphaned: Callable[[Op, Result | Exception], None],
         droppable: Callable[[Op], bool],
         batch_size_max: int,
-        waiting_count_max: int,
-        overflow: Callable[[], Exception],
+        backlog: Backlog,
         refused: Callable[[], Exception | None] | None = None,
         put_off: Callable[[Entry[Op], Exception], bool] = lambda entry, error: False,
         fair_share: Callable[[], int] | None = None,
@@ -135,8 +142,7 @@ class GroupCommit(Generic[Op, Result]):
         self._orphaned = orphaned
         self._droppable = droppable
         self._batch_size_max = batch_size_max
-        self._waiting_count_max = waiting_count_max
-        self._overflow = overflow
+        self._backlog = backlog
         self._refused = refused
         self._put_off = put_off
         self._fair_share = fair_share
@@ -156,8 +162,8 @@ class GroupCommit(Generic[Op, Result]):
         """Run one operation in the next batch. `done` None sends its answer to `orphaned`.
 
         The answer is that of `execute`, an error of `refused` or `patience`, the error passed to
-        `close`, or `overflow()` if too many operations wait and it is droppable. Other operations
-        are always accepted: the admitted ones bound their number.
+        `close`, or the error of the backlog if it is full and the operation is droppable. Other
+        operations are always accepted: the admitted ones bound their number.
         """
         entry = Entry(op, done, time.monotonic())
         self.again(entry)
@@ -170,10 +176,10 @@ class GroupCommit(Generic[Op, Result]):
             refusal = self._refused()
         if (
             refusal is None
-            and len(self._queue) >= self._waiting_count_max
+            and len(self._queue) >= self._backlog.count_max
             and self._droppable(entry.op)
         ):
-            refusal = self._overflow()
+            refusal = self._backlog.error()
         if refusal is not None:
             self._answer([entry], [refusal])
             return

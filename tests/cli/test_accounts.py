@@ -248,11 +248,7 @@ def test_a_price_per_million_becomes_whole_picos(weir: Run, server: ScriptedWeir
         request.input_picos_per_token,
         request.cached_input_picos_per_token,
         request.output_picos_per_token,
-    ) == (
-        150_000,
-        150_000,
-        600_000,
-    )
+    ) == (150_000, 150_000, 600_000)
     assert request.effective_time.seconds == 1_796_083_200
     assert not request.HasField("reasoning_picos_per_token"), "as output"
     thinking = ("--reasoning", "1.2")
@@ -287,12 +283,7 @@ def test_a_price_per_million_becomes_whole_picos(weir: Run, server: ScriptedWeir
         requested.organization,
         requested.batch_multiplier_milli,
         requested.embedding_picos_per_token,
-    ) == (
-        0,
-        "acme",
-        500,
-        2_000_000,
-    )
+    ) == (0, "acme", 500, 2_000_000)
     assert (
         weir(
             "price", "set", "demo", "--input", "1", "--output", "1", "--batch-multiplier", "0.0005"

@@ -19,13 +19,7 @@ from weir_cli.connection import (
     read_connection_file,
     resolve,
 )
-from weir_client import (
-    ErrorDetails,
-    ExceededQuota,
-    QuotaDimension,
-    QuotaExceeded,
-    Unavailable,
-)
+from weir_client import ErrorDetails, ExceededQuota, QuotaDimension, QuotaExceeded, Unavailable
 
 from tests.cli.conftest import Run, ScriptedWeir
 
@@ -228,18 +222,7 @@ def test_a_limit_that_resets_on_another_day_is_shown_with_that_day(
 ) -> None:
     reset = datetime(2026, 12, 1, tzinfo=UTC)
     quota = ExceededQuota(
-        "",
-        "organization",
-        "",
-        "",
-        QuotaDimension.TOKENS_PER_MONTH,
-        50,
-        50,
-        0,
-        0,
-        21,
-        reset,
-        True,
+        "", "organization", "", "", QuotaDimension.TOKENS_PER_MONTH, 50, 50, 0, 0, 21, reset, True
     )
     error = QuotaExceeded("no", details=ErrorDetails(quota=quota, retry_after_s=wait_s))
 

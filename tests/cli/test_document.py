@@ -197,12 +197,7 @@ def test_all_mistakes_are_reported_at_once_in_the_order_of_lines() -> None:
         .replace("0.075", "x")
     )
 
-    assert [error.line for error in read_document(content, prune=False).errors] == [
-        4,
-        6,
-        13,
-        20,
-    ]
+    assert [error.line for error in read_document(content, prune=False).errors] == [4, 6, 13, 20]
 
 
 def test_the_servers_mistakes_are_reported_at_the_nearest_location_of_the_file() -> None:
@@ -332,10 +327,7 @@ def test_a_written_document_reads_back_unchanged(configuration: dict[str, Any]) 
 
 @pytest.mark.parametrize(
     ("section", "message"),
-    [
-        (QUOTA, configuration_pb2.QuotaConfiguration),
-        (KEY, configuration_pb2.ApiKeyConfiguration),
-    ],
+    [(QUOTA, configuration_pb2.QuotaConfiguration), (KEY, configuration_pb2.ApiKeyConfiguration)],
 )
 def test_every_attribute_of_a_limit_and_of_a_key_in_the_contract_has_its_line_in_the_table(
     section: Section, message: type[Message]

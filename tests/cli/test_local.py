@@ -31,9 +31,7 @@ def up(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_second_weir_up_in_one_directory_touches_nothing_of_the_first(
-    tmp_path: Path,
-) -> None:
+def test_a_second_weir_up_in_one_directory_touches_nothing_of_the_first(tmp_path: Path) -> None:
     (tmp_path / "serve.json").write_text("the first one's")
 
     with (tmp_path / ".up.lock").open("a") as lock:

@@ -14,10 +14,10 @@ from weir_cli.months import usage_csv, usage_table
 from weir_cli.render import show, table, to_text
 from weir_cli.requests import traced
 from weir_cli.tables import waterfall
-from weir_cli.tenants import key_state
 from weir_cli.texts import (
     decimal_text,
     duration_text,
+    key_state,
     money_places,
     money_text,
     parse_limit,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from common.incidents import INCIDENT_COUNTS
 from metering.store import group_commit
-from metering.store.group_commit import GATHER_TICKS, Entry, GroupCommit, Patience
+from metering.store.group_commit import GATHER_TICKS, Backlog, Entry, GroupCommit, Patience
 
 
 class Overflow(Exception):
@@ -84,8 +84,7 @@ async def running(
         orphaned=lambda op, answer: orphans.append((op, answer)),
         droppable=droppable,
         batch_size_max=batch_size_max,
-        waiting_count_max=waiting_count_max,
-        overflow=Overflow,
+        backlog=Backlog(waiting_count_max, Overflow),
         patience=patience,
         put_off=put_off,
         refused=refused,

@@ -8,6 +8,7 @@ import inspect
 import re
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 import weir_client
@@ -176,6 +177,10 @@ def test_a_program_that_only_generates_loads_no_management() -> None:
 def test_type_checkers_see_every_public_name_in_its_module() -> None:
     source = inspect.getsource(weir_client)
     imported = re.findall(r"from weir_client\.(\w+) import (\w+) as \2$", source, re.MULTILINE)
+    for module in re.findall(r"from weir_client\.(\w+) import \*", source):
+        for name, each in vars(import_module(f"weir_client.{module}")).items():
+            if inspect.isclass(each) and each.__module__ == f"weir_client.{module}":
+                imported.append((module, name))
 
     assert {name: module for module, name in imported} == weir_client._MODULES
     assert len(imported) == len(weir_client.__all__) == len(weir_client._MODULES)

@@ -7,17 +7,17 @@ from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from weir_client import AlertDeliveryState, QuotaDimension
+from weir_client import AlertDeliveryState
 
 from weir_cli.commands import ExitCode
 from weir_cli.connection import OnlyOrganizationOption, Output, admin_client, billing_client, calls
-from weir_cli.render import JsonOption, note, print_found, print_json, table
+from weir_cli.render import JsonOption, Table, note, print_found, print_json, table
 from weir_cli.tenants import show_secret
-from weir_cli.texts import dimension_amount, money_text, thresholds_text, time_text
+from weir_cli.texts import Cell, dimension_amount, money_text, thresholds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from weir_client import AdminClient, Alert, BillingClient
+    from weir_client import AdminClient, Alert, AlertWebhook, BillingClient
 
 alerts = typer.Typer(
     help="Read alerts on limits, credit and payments; configure webhooks.", no_args_is_help=True
@@ -28,6 +28,24 @@ alerts.add_typer(webhook, name="webhook")
 PAGE_SIZE = 1000
 POLL_S = 0.5
 OrganizationOption = Annotated[str, typer.Option("--org", help="Organization, by name or id.")]
+
+
+ALERT_COLUMNS = (
+    *("found", "of", "limit on", "model", "alert", "used", "limit", "window", "webhook", "id"),
+)
+WEBHOOKS: Table[AlertWebhook] = Table(
+    {
+        "organization": "organization_name",
+        "URL": "url",
+        "since": "create_time",
+        "waiting": lambda each: str(each.pending_count),
+        "failures": lambda each: str(each.failure_count),
+        "paused until": "pause_end_time",
+        "last error": lambda each: each.last_error or None,
+    },
+    right=("waiting", "failures"),
+    empty="there is no webhook",
+)
 
 
 @alerts.command("list")
@@ -112,33 +130,12 @@ def set_webhook(
 
 
 @webhook.command("list")
-@calls(admin_client)
+@calls(admin_client, shown=WEBHOOKS)
 def list_webhooks(
-    client: AdminClient,
-    organization: OnlyOrganizationOption = "",
-) -> Output:
+    client: AdminClient, organization: OnlyOrganizationOption = ""
+) -> list[AlertWebhook]:
     """List webhooks with their pending and failed deliveries."""
-    found = client.list_alert_webhooks(organization)
-    made = table(
-        "organization",
-        "URL",
-        "since",
-        "waiting",
-        "failures",
-        "paused until",
-        "last error",
-        right=("waiting", "failures"),
-    )
-    for each in found:
-        counts = (str(each.pending_count), str(each.failure_count), time_text(each.pause_end_time))
-        made.add_row(
-            each.organization_name,
-            each.url,
-            time_text(each.create_time),
-            *counts,
-            each.last_error or "—",
-        )
-    return found, made if found else "there is no webhook"
+    return client.list_alert_webhooks(organization)
 
 
 @webhook.command("remove")
@@ -163,26 +160,11 @@ def remove_webhook(
 
 def alerts_table(found: list[Alert]) -> RenderableType:
     """Build a table of alerts, with the usage when each was raised."""
-    columns = (
-        "found",
-        "of",
-        "limit on",
-        "model",
-        "alert",
-        "used",
-        "limit",
-        "window",
-        "webhook",
-        "id",
-    )
-    rows = (
-        (time_text(each.fire_time), *about(each), delivery_text(each), each.alert_id)
-        for each in found
-    )
-    return table(*columns, right=("used", "limit"), rows=rows)
+    rows = ((each.fire_time, *about(each), delivery_text(each), each.alert_id) for each in found)
+    return table(*ALERT_COLUMNS, right=("used", "limit"), rows=rows)
 
 
-def about(alert: Alert) -> tuple[str, ...]:
+def about(alert: Alert) -> tuple[Cell, ...]:
     """Format the cells of an alert that follow its time, from owner and dimension to window."""
     if alert.invoice is not None:
         paid, due = money_text(alert.invoice.amount_paid), money_text(alert.invoice.amount_due)
@@ -208,10 +190,7 @@ def window_text(alert: Alert) -> str:
     """Format the day or month that an alert's window covers, in UTC."""
     if alert.window_start_time is None:
         return "—"
-    is_of_month = alert.dimension in (
-        QuotaDimension.TOKENS_PER_MONTH,
-        QuotaDimension.COST_PER_MONTH,
-    )
+    is_of_month = alert.dimension.value.endswith("per-month")
     return (
         f"{alert.window_start_time:%Y-%m}" if is_of_month else f"{alert.window_start_time:%Y-%m-%d}"
     )

@@ -10,14 +10,25 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weir_cli.connection import Output, admin_client, calls
-from weir_cli.render import table
+from weir_cli.render import Table
 from weir_cli.texts import parse_time
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from weir_client import AdminClient, AuditEntry
 
 PAGE_SIZE = 1000
+ENTRIES: Table[AuditEntry] = Table(
+    {
+        "entry": lambda each: str(each.entry_id),
+        "time": "create_time",
+        "actor": "actor",
+        "action": "action",
+        "subject": "subject_id",
+        "change": lambda each: changed(each.before_json, each.after_json),
+    },
+    right=("entry",),
+    empty="no matching entries",
+)
 
 
 @calls(admin_client)
@@ -69,18 +80,7 @@ def audit(
         if len(entries) == limit
         else []
     )
-    return entries, audit_table(entries) if entries else "no matching entries", *older
-
-
-def audit_table(entries: list[AuditEntry]) -> RenderableType:
-    """Build a table of audit log entries, with the fields that each has changed."""
-    made = table("entry", "time", "actor", "action", "subject", "change", right=("entry",))
-    for each in entries:
-        change = changed(each.before_json, each.after_json)
-        made.add_row(
-            str(each.entry_id), each.create_time, each.actor, each.action, each.subject_id, change
-        )
-    return made
+    return entries, ENTRIES.of(entries), *older
 
 
 def changed(before_json: str, after_json: str) -> str:

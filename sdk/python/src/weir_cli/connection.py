@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -34,7 +35,7 @@ from weir_client import (
 )
 
 from weir_cli.commands import ExitCode
-from weir_cli.render import JsonOption, fail, print_found
+from weir_cli.render import JsonOption, Table, fail, print_found
 from weir_cli.texts import checked_month, dimension_amount, duration_text
 
 if TYPE_CHECKING:
@@ -386,48 +387,55 @@ Opener = Callable[..., AbstractContextManager[Any]]
 
 
 def calls(
-    *openers: Opener, options: Mapping[str, tuple[Any, Any]] | None = None, **settings: Any
-) -> Callable[[Callable[..., Output | None]], Callable[..., None]]:
+    *openers: Opener,
+    options: Mapping[str, tuple[Any, Any]] | None = None,
+    shown: Table[Any] | None = None,
+    **settings: Any,
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Make a decorator that turns a function into a command and opens a client with each opener.
 
     The clients are the function's first arguments. It returns its output, or None if it has printed
-    it. The command also takes `--json`, `--address` and `--api-key`; a function with a parameter
-    `as_json` gets the first. `options` has annotations and defaults of options that the function
-    takes as `**` parameters.
+    it; with `shown`, a row of this table or a list of rows. The command also takes `--json`,
+    `--address` and `--api-key`; a function with a parameter `as_json`, `address` or `api_key` gets
+    its value. `options` has annotations and defaults of options that the function takes as
+    keyword-only or `**` parameters.
     """
 
-    def decorate(function: Callable[..., Output | None]) -> Callable[..., None]:
-        for client in list(inspect.signature(function).parameters)[: len(openers)]:
-            del function.__annotations__[client]  # would load gRPC to show help
+    def decorate(function: Callable[..., Any]) -> Callable[..., None]:
+        clients = list(inspect.signature(function).parameters)[: len(openers)]
+        for name in (*clients, "return"):
+            del function.__annotations__[name]  # would load gRPC to show help
         own = inspect.signature(function, eval_str=True)
         shared = {
             "as_json": (JsonOption, False),
             "address": (AddressOption, None),
             "api_key": (KeyOption, None),
         }
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters = {
             parameter.name: parameter
             for parameter in list(own.parameters.values())[len(openers) :]
-            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+            if parameter.kind is kind
         }
-        for name, (annotation, default) in {**(options or {}), **shared}.items():
-            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        for name, (annotation, default) in chain((options or {}).items(), shared.items()):
             parameters.setdefault(
                 name, inspect.Parameter(name, kind, default=default, annotation=annotation)
             )
 
-        def command(
-            *, address: str | None, api_key: str | None, as_json: bool, **given: Any
-        ) -> None:
-            if "as_json" in own.parameters:
-                given["as_json"] = as_json
+        def command(**given: Any) -> None:
+            target = given["address"], given["api_key"]
             with ExitStack() as opened:
-                clients = [
-                    opened.enter_context(opener(address, api_key, **settings)) for opener in openers
-                ]
-                output = function(*clients, **given)
+                clients = [opened.enter_context(each(*target, **settings)) for each in openers]
+                own_values = (
+                    (name, value)
+                    for name, value in given.items()
+                    if name in own.parameters or name not in shared
+                )
+                output = function(*clients, **dict(own_values))
+                if shown is not None:
+                    output = output, shown.of(output if isinstance(output, list) else [output])
                 if output is not None:
-                    print_found(*output, as_json=as_json)
+                    print_found(*output, as_json=given["as_json"])
 
         command.__doc__ = function.__doc__
         command.__annotations__ = {

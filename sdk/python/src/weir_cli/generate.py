@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import mul
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 from weir_client import (
     Admitted,
     Delta,
     FinishReason,
-    GenerateOptions,
     Message,
     ModelTask,
     Money,
@@ -30,9 +30,19 @@ from weir_client import (
 )
 
 from weir_cli.commands import ExitCode
-from weir_cli.connection import AddressOption, KeyOption, Output, calls, inference_client
-from weir_cli.render import JsonOption, fail, make_console, note, print_found, print_json, table
-from weir_cli.tenants import quotas_table
+from weir_cli.connection import Output, calls, inference_client
+from weir_cli.render import (
+    JsonOption,
+    Table,
+    fail,
+    make_console,
+    note,
+    print_found,
+    print_json,
+    table,
+)
+from weir_cli.tenants import OWN_QUOTAS
+from weir_cli.terms import option
 from weir_cli.texts import (
     dimension_amount,
     duration_text,
@@ -40,6 +50,7 @@ from weir_cli.texts import (
     parsed,
     price_text,
     printable,
+    ready_text,
     result_line,
     usage_line,
 )
@@ -50,6 +61,7 @@ if TYPE_CHECKING:
         Client,
         EmbedOptions,
         EmbedResult,
+        GenerateOptions,
         GenerationStream,
         Model,
         Quote,
@@ -104,6 +116,81 @@ EARLY_STOPPING: Mapping[str | None, bool | Literal["never"]] = {
     "yes": True,
     "never": "never",
 }
+# Options of `weir generate` by the parameters of the client's call.
+GENERATION = {
+    "max_output_tokens": option(int, "Limit of the answer. Default: the model stops by itself."),
+    "max_cost": option(
+        str,
+        "Limit of the cost, in your currency: the answer ends before it.",
+        metavar="AMOUNT",
+    ),
+    "temperature": option(float, "0 (always the likeliest token) to 2."),
+    "top_p": option(float, "Keep the likeliest tokens up to this probability, at most 1."),
+    "top_k": option(int, "Keep this many of the likeliest tokens; 0 keeps all."),
+    "seed": option(int, "Makes the answer repeatable."),
+    "min_p": option(float, "Drop tokens below this fraction of the likeliest one, 0 to 1."),
+    "repetition_penalty": option(float, "Above 1: avoid tokens of prompt and answer; at most 2."),
+    "presence_penalty": option(float, "Avoid tokens already in the answer; -2 to 2."),
+    "frequency_penalty": option(float, "Avoid tokens in the answer, per occurrence; -2 to 2."),
+    "logit_bias": option(
+        list[str], "Make a token more or less likely, -100 to 100; repeatable.", metavar="ID=BIAS"
+    ),
+    "stop": option(list[str], "Text that ends the answer; repeatable."),
+    "stop_token_ids": option(
+        list[int], "Token id that ends the answer; repeatable.", "--stop-token-id"
+    ),
+    "min_output_tokens": option(int, "Tokens before the answer may end by itself.", default=0),
+    "json_schema": option(Path, "File with a JSON schema that the answer follows."),
+    "regex": option(str, "Regular expression that the whole answer matches."),
+    "lark": option(Path, "File with an EBNF grammar in Lark's syntax that the answer follows."),
+    "choice_count": option(
+        int,
+        "Number of answers, up to 16; equal ones at --temperature 0 without --beam-width.",
+        "--choices",
+    ),
+    "beam_width": option(int, "Search for the likeliest answer with 2 to 16 beams."),
+    "length_penalty": option(float, "With --beam-width: above 0 favours long answers; -10 to 10."),
+    "early_stopping": option(
+        Literal["no", "yes", "never"],
+        "With --beam-width: stop at once when all beams have answers (yes) or not.",
+    ),
+    "top_logprobs": option(
+        int,
+        "Log-probabilities of each token and of 0 to 20 likeliest ones; shown with --json.",
+    ),
+    "timeout": option(float, "Seconds after which the request is cancelled."),
+    "tier": (TierOption, None),
+    "start_timeout": option(float, "Seconds in the queue at most; refused at once if longer."),
+    "region": option(str, "Region of the deployment to run in."),
+}
+PRICES = ("input", "cached input", "output", "reasoning", "embedding")
+MODELS: Table[Model] = Table(
+    {
+        "model": "name",
+        "also called": lambda each: ", ".join(
+            [*(f"@{it.version} {it.share:.0%}" for it in each.versions), *each.aliases]
+        ),
+        "architecture": "architecture",
+        "context": "context_window_tokens",
+        "engine": "engine",
+        "kernels": lambda each: ", ".join(each.kernels),
+        "ready": ready_text,
+        **{kind: partial(price_text, kind) for kind in PRICES},
+    },
+    right=("context", *PRICES),
+    empty="no models",
+    optional={
+        "also called": lambda each: each.aliases or each.versions,
+        "kernels": lambda each: each.kernels,
+        "ready": lambda each: each.replica_count > 1 or each.drained_replica_count,
+        "reasoning": lambda each: (
+            each.price is not None
+            and each.price.reasoning_picos_per_token != each.price.output_picos_per_token
+        ),
+        "embedding": lambda each: each.task is ModelTask.EMBED,
+    },
+    title="prices per million tokens",
+)
 
 
 def messages(
@@ -137,11 +224,10 @@ def read_file(path: str) -> str:
         raise typer.BadParameter(f"{path} cannot be read: {error}") from error
 
 
-@calls(inference_client)
-def models(client: Client) -> Output:
+@calls(inference_client, shown=MODELS)
+def models(client: Client) -> list[Model]:
     """List the models and their prices."""
-    found = client.list_models()
-    return found, models_table(found) if found else "no models"
+    return client.list_models()
 
 
 @calls(inference_client)
@@ -162,54 +248,6 @@ def count(
         f"{counted.input_token_count:,} tokens of a context window of"
         f" {counted.context_window_tokens:,}"
     )
-
-
-def models_table(models: list[Model]) -> RenderableType:
-    """Build a table of models and prices per million tokens, without columns that no model uses."""
-    embeds = any(each.task is ModelTask.EMBED for each in models)
-    thinks = any(
-        each.price is not None
-        and each.price.reasoning_picos_per_token != each.price.output_picos_per_token
-        for each in models
-    )
-    optional = [*(["reasoning"] if thinks else []), *(["embedding"] if embeds else [])]
-    prices = ("input", "cached input", "output", *optional)
-    names = ("also called",) if any(each.aliases or each.versions for each in models) else ()
-    ready = (
-        ("ready",)
-        if any(each.replica_count > 1 or each.drained_replica_count for each in models)
-        else ()
-    )
-    kernels = ("kernels",) if any(each.kernels for each in models) else ()
-    columns = ("model", *names, "architecture", "context", "engine", *kernels, *ready, *prices)
-    made = table(*columns, right=("context", *prices), title="prices per million tokens")
-    for each in models:
-        price = each.price
-        made.add_row(
-            each.name,
-            *(
-                [
-                    ", ".join(
-                        [*(f"@{it.version} {it.share:.0%}" for it in each.versions), *each.aliases]
-                    )
-                ]
-                if names
-                else []
-            ),
-            each.architecture,
-            each.context_window_tokens,
-            each.engine,
-            *([", ".join(each.kernels)] if kernels else []),
-            *([ready_text(each)] if ready else []),
-            *(price_text(price, kind) for kind in prices),
-        )
-    return made
-
-
-def ready_text(model: Model) -> str:
-    """Format the numbers of ready, existing and drained engines of a model."""
-    drained = f", {model.drained_replica_count} drained" if model.drained_replica_count else ""
-    return f"{model.ready_replica_count} of {model.replica_count}{drained}"
 
 
 @calls(inference_client)
@@ -249,7 +287,7 @@ def print_quote(found: Quote, *, as_json: bool) -> None:
     """Print a quote. Raises: typer.Exit if the request would be refused."""
     from rich.text import Text
 
-    quotas = [quotas_table(list(found.quotas), ids=False)] if found.quotas else []
+    quotas = [OWN_QUOTAS.drawn(found.quotas)] if found.quotas else []
     print_found(found, Text(quote_text(found)), *quotas, as_json=as_json)
     if not found.would_admit:
         note(why_refused(found))
@@ -366,147 +404,38 @@ def cosine(one: Sequence[float], other: Sequence[float]) -> float:
     return sum(map(mul, one, other)) / lengths if lengths else 0.0
 
 
+@calls(options=GENERATION)
 def generate(
     prompt: PromptArgument = None,
     model: ModelOption = "demo",
     system: SystemOption = None,
     context: ContextOption = None,
     file: FileOption = None,
-    max_output_tokens: Annotated[
-        int | None, typer.Option(help="Limit of the answer. Default: the model stops by itself.")
-    ] = None,
-    max_cost: Annotated[
-        str | None,
-        typer.Option(
-            metavar="AMOUNT", help="Limit of the cost, in your currency: the answer ends before it."
-        ),
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 (always the likeliest token) to 2.")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Keep the likeliest tokens up to this probability, at most 1."),
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.")] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(help="Drop tokens below this fraction of the likeliest one, 0 to 1."),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1: avoid tokens of prompt and answer; at most 2.")
-    ] = None,
-    presence_penalty: Annotated[
-        float | None, typer.Option(help="Avoid tokens already in the answer; -2 to 2.")
-    ] = None,
-    frequency_penalty: Annotated[
-        float | None, typer.Option(help="Avoid tokens in the answer, per occurrence; -2 to 2.")
-    ] = None,
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ID=BIAS", help="Make a token more or less likely, -100 to 100; repeatable."
-        ),
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Text that ends the answer; repeatable.")
-    ] = None,
-    stop_token_id: Annotated[
-        list[int] | None, typer.Option(help="Token id that ends the answer; repeatable.")
-    ] = None,
-    min_output_tokens: Annotated[
-        int, typer.Option(help="Tokens before the answer may end by itself.")
-    ] = 0,
-    json_schema: Annotated[
-        Path | None, typer.Option(help="File with a JSON schema that the answer follows.")
-    ] = None,
-    regex: Annotated[
-        str | None, typer.Option(help="Regular expression that the whole answer matches.")
-    ] = None,
-    lark: Annotated[
-        Path | None,
-        typer.Option(help="File with an EBNF grammar in Lark's syntax that the answer follows."),
-    ] = None,
-    choices: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of answers, up to 16; equal ones at --temperature 0 without --beam-width."
-        ),
-    ] = None,
-    beam_width: Annotated[
-        int | None, typer.Option(help="Search for the likeliest answer with 2 to 16 beams.")
-    ] = None,
-    length_penalty: Annotated[
-        float | None,
-        typer.Option(help="With --beam-width: above 0 favours long answers; -10 to 10."),
-    ] = None,
-    early_stopping: Annotated[
-        Literal["no", "yes", "never"] | None,
-        typer.Option(
-            help="With --beam-width: stop at once when all beams have answers (yes) or not."
-        ),
-    ] = None,
-    top_logprobs: Annotated[
-        int | None,
-        typer.Option(
-            help="Log-probabilities of each token and of 0 to 20 likeliest ones; shown with --json."
-        ),
-    ] = None,
-    timeout: Annotated[
-        float | None, typer.Option(help="Seconds after which the request is cancelled.")
-    ] = None,
-    tier: TierOption = None,
-    start_timeout: Annotated[
-        float | None, typer.Option(help="Seconds in the queue at most; refused at once if longer.")
-    ] = None,
-    region: Annotated[str | None, typer.Option(help="Region of the deployment to run in.")] = None,
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-    api_key: KeyOption = None,
+    *,
+    address: str | None,
+    api_key: str | None,
+    as_json: bool,
+    **given: Any,
 ) -> None:
     """Stream a model's answer to the terminal.
 
     The answer goes to stdout, one line about tokens, cost and speed to stderr. Ctrl-C cancels the
     request: the delivered part is billed and shown.
     """
-    options = GenerateOptions(
-        max_output_tokens=max_output_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        logit_bias=biases(logit_bias or []),
-        stop=stop or [],
-        stop_token_ids=stop_token_id or [],
-        min_output_tokens=min_output_tokens,
-        json_schema=None if json_schema is None else read_file(str(json_schema)),
-        regex=regex,
-        lark=None if lark is None else read_file(str(lark)),
-        choice_count=choices,
-        beam_width=beam_width,
-        length_penalty=length_penalty,
-        early_stopping=EARLY_STOPPING[early_stopping],
-        top_logprobs=top_logprobs,
-        timeout=timeout,
-        tier=tier,
-        start_timeout=start_timeout,
-        region=region,
-    )
+    max_cost, several = given.pop("max_cost"), (given["choice_count"] or 1) > 1
+    given["logit_bias"] = biases(given["logit_bias"] or [])
+    given["stop"], given["stop_token_ids"] = given["stop"] or [], given["stop_token_ids"] or []
+    given["early_stopping"] = EARLY_STOPPING[given["early_stopping"]]
+    for name in ("json_schema", "lark"):
+        if given[name] is not None:
+            given[name] = read_file(str(given[name]))
+    options = cast("GenerateOptions", given)
     conversation = messages(prompt, system, context, file)
     with inference_client(address, api_key) as client:
         if max_cost is not None:
             options["max_cost"] = cost_limit(client, model, max_cost)
-        several = (choices or 1) > 1  # several streamed answers would mix
-        result, interrupted = run(
-            client.generate(model, conversation, **options), quiet=as_json or several
-        )
+        stream = client.generate(model, conversation, **options)
+        result, interrupted = run(stream, quiet=as_json or several)  # several answers would mix
     if as_json:
         print_json(result)
     else:

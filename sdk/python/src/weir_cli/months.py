@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from weir_client import (
@@ -40,6 +40,7 @@ from weir_cli.connection import (
 )
 from weir_cli.render import (
     JsonOption,
+    Table,
     csv_of,
     fail,
     jsonable,
@@ -47,10 +48,9 @@ from weir_cli.render import (
     print_json,
     put,
     show,
-    table,
-    table_of,
     to_text,
 )
+from weir_cli.terms import option
 from weir_cli.texts import (
     Cell,
     amount_text,
@@ -103,6 +103,78 @@ OPTIONAL_KINDS = ("thinking", "embedded")  # columns shown only if a row has suc
 month = typer.Typer(
     help="Show months and their forecast; close and verify them.", no_args_is_help=True
 )
+MONTHS: Table[Month] = Table(
+    {
+        "month": "month",
+        "state": "state",
+        "closed": lambda each: each.close_time if each.state == "closed" else each.closing_time,
+        "by": lambda each: (each.closed_by if each.state == "closed" else each.closing_by) or None,
+        "invoice": lambda each: each.invoice_number or None,
+        "total": "total",
+        "payment": lambda each: (
+            ", ".join(sorted({payment.state.value for payment in each.payments})) or None
+        ),
+        "SHA-256 of the JSON": lambda each: each.json_sha256[:16],
+    },
+    right=("total",),
+)
+ADJUSTMENTS: Table[Adjustment] = Table(
+    {
+        "id": "adjustment_id",
+        "state": "state",
+        "amount": "amount",
+        "invoice": "invoice_number",
+        "number": lambda each: each.credit_note_number or None,
+        "month": lambda each: each.billing_month or None,
+        "reason": "reason",
+        "proposed": "create_time",
+        "by": "author",
+        "decided by": lambda each: each.decided_by or None,
+    },
+    right=("amount",),
+    empty="none",
+    optional=dict.fromkeys(("invoice", "number"), lambda each: each.invoice_number),
+)
+# Rows of `weir month show --by`, and its chart.
+USAGE = {
+    "by": option(
+        str,
+        "Group by day, project, key, model, or several with commas; or by request.",
+        "--by",
+        default="",
+    ),
+    "day": option(str, "With --by: only this day, YYYY-MM-DD in UTC.", "--day", default=""),
+    "project": option(str, "With --by: only this project.", "--project", default=""),
+    "key": option(str, "With --by: only this API key, by prefix or id.", "--key", default=""),
+    "everyone": option(
+        bool, "With --by: all organizations. Needs an admin key.", "--all-orgs", default=False
+    ),
+    "plot": option(
+        bool, "Draw the tokens of each day. Default: on a terminal.", "--plot/--no-plot"
+    ),
+    "as_json": option(bool, "Short for --format json.", "--json", default=False),
+}
+CLOSE = {
+    "leave_running": option(
+        bool,
+        "Even if requests of the month still run; they are billed in the next one.",
+        "--leave-running",
+        default=False,
+    ),
+    "before_first": option(
+        bool,
+        "Even before the customer's first month; the months between must follow.",
+        "--before-first",
+        default=False,
+    ),
+    "corrected_by": option(
+        str,
+        "Approved adjustment that corrects misstated usage.",
+        "--corrected-by",
+        default="",
+        metavar="ADJUSTMENT",
+    ),
+}
 
 FILE_WIDTH = 120  # columns of a table written to a file
 TABLE_ROWS_MAX = 1_000  # a longer table is unreadable
@@ -181,7 +253,7 @@ def usage_table(
         if len({row.amount.currency_code for row in rows}) > 1
         else {}
     )
-    drawn = table_of(rows, keys | numbers | extra, right=numbers, title=title)
+    drawn = Table(keys | numbers | extra, right=numbers, title=title).drawn(rows)
     if total is not None:
         drawn.add_section()
         drawn.add_row(
@@ -208,7 +280,7 @@ def request_table(rows: Sequence[UsageRow], total: UsageRow | None, title: str) 
         "model": lambda row: row.model,
         "outcome": lambda row: row.outcome,
     }
-    drawn = table_of(rows, keys | numbers, right=numbers, title=title)
+    drawn = Table(keys | numbers, right=numbers, title=title).drawn(rows)
     if total is not None:
         drawn.add_section()
         drawn.add_row(
@@ -271,7 +343,7 @@ Format = Literal["table", "csv", "json", "focus", "pdf"]  # output format of a r
 
 
 @month.command("show")
-@calls(billing_client)
+@calls(billing_client, options=USAGE)
 def show_month(
     client: BillingClient,
     month: MonthArgument,
@@ -293,29 +365,10 @@ def show_month(
         Path | None,
         typer.Option("--pdf", help="Short for --format pdf --output with this file."),
     ] = None,
-    by: Annotated[
-        str,
-        typer.Option(
-            "--by", help="Group by day, project, key, model, or several with commas; or by request."
-        ),
-    ] = "",
-    day: Annotated[
-        str, typer.Option("--day", help="With --by: only this day, YYYY-MM-DD in UTC.")
-    ] = "",
-    project: Annotated[str, typer.Option("--project", help="With --by: only this project.")] = "",
-    key: Annotated[
-        str, typer.Option("--key", help="With --by: only this API key, by prefix or id.")
-    ] = "",
-    everyone: Annotated[
-        bool, typer.Option("--all-orgs", help="With --by: all organizations. Needs an admin key.")
-    ] = False,
-    plot: Annotated[
-        bool | None,
-        typer.Option(
-            "--plot/--no-plot", help="Draw the tokens of each day. Default: on a terminal."
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Short for --format json.")] = False,
+    *,
+    plot: bool | None,
+    as_json: bool,
+    **rows: Any,
 ) -> None:
     """Show a month from the ledger: tokens by kind, prices, amounts, the check against usage, the
     invoice.
@@ -329,12 +382,12 @@ def show_month(
         raise typer.BadParameter(
             "a terminal does not show it: add --output FILE", param_hint="--format"
         )
-    groups = parse_groups(by)
+    groups, everyone = parse_groups(rows.pop("by")), rows.pop("everyone")
     if groups and form in FILES:
         raise typer.BadParameter(
             f"--format {form} covers the whole month: omit --by", param_hint="--by"
         )
-    if not groups and (day or project or key or everyone):
+    if not groups and (everyone or any(rows.values())):
         raise typer.BadParameter(
             "--day, --project, --key and --all-orgs need --by", param_hint="--by"
         )
@@ -342,15 +395,8 @@ def show_month(
         raise typer.BadParameter("give --org or --all-orgs", param_hint="--all-orgs")
     owner = "" if everyone else organization_or_default(organization, client.address)
     if groups:
-        found = client.get_usage(
-            month,
-            groups,
-            organization=owner,
-            day=day,
-            project=project,
-            api_key=key,
-            page_size=PAGE_ROWS,
-        )
+        rows["api_key"] = rows.pop("key")
+        found = client.get_usage(month, groups, organization=owner, page_size=PAGE_ROWS, **rows)
         write_usage(form, output, found, groups, month)
     elif form in FILES:
         save(client, month, FILES[form], owner, output)
@@ -505,15 +551,14 @@ def write_file(file: MonthFile, path: Path | None) -> None:
 
 
 @month.command("list")
-@calls(billing_client)
-def list_months(client: BillingClient, organization: OrganizationOption = None) -> Output:
+@calls(billing_client, shown=MONTHS)
+def list_months(client: BillingClient, organization: OrganizationOption = None) -> list[Month]:
     """List the months of an organization, with state, author and invoice."""
-    found = client.list_months(organization_or_default(organization, client.address))
-    return found, months_table(found)
+    return client.list_months(organization_or_default(organization, client.address))
 
 
 @month.command("close")
-@calls(billing_client, admin_client, timeout=CLOSE_TIMEOUT_S)
+@calls(billing_client, admin_client, options=CLOSE, timeout=CLOSE_TIMEOUT_S)
 def close_months(
     client: BillingClient,
     admin: AdminClient,
@@ -526,36 +571,16 @@ def close_months(
     check: Annotated[
         bool, typer.Option("--check", help="Only list the obstacles, close nothing.")
     ] = False,
-    leave_running: Annotated[
-        bool,
-        typer.Option(
-            "--leave-running",
-            help="Even if requests of the month still run; they are billed in the next one.",
-        ),
-    ] = False,
-    before_first: Annotated[
-        bool,
-        typer.Option(
-            "--before-first",
-            help="Even before the customer's first month; the months between must follow.",
-        ),
-    ] = False,
-    corrected_by: Annotated[
-        str,
-        typer.Option(
-            "--corrected-by",
-            metavar="ADJUSTMENT",
-            help="Approved adjustment that corrects misstated usage.",
-        ),
-    ] = "",
-    as_json: JsonOption = False,
+    *,
+    as_json: bool,
+    **terms: Any,
 ) -> None:
     """Close a month permanently and issue its invoice. Idempotent. Exit code 1 if there are
     obstacles.
 
     With --all, a failure of one organization does not stop the others.
     """
-    if corrected_by and (every or earlier):
+    if terms["corrected_by"] and (every or earlier):
         raise typer.BadParameter(
             "an adjustment is for one month of one organization", param_hint="--corrected-by"
         )
@@ -565,16 +590,7 @@ def close_months(
     for name in names:
         try:
             for each in months_to_close(client, name, month, earlier=earlier):
-                closed.append(
-                    client.close_month(
-                        name,
-                        each,
-                        leave_running=leave_running,
-                        before_first=before_first,
-                        corrected_by=corrected_by,
-                        validate_only=check,
-                    )
-                )
+                closed.append(client.close_month(name, each, validate_only=check, **terms))
                 refused += bool(closed[-1].obstacles)
                 if not as_json:
                     print_closed(closed[-1], check=check)
@@ -690,39 +706,6 @@ def print_verified(found: MonthVerification) -> None:
         typer.secho(f"{month.organization_name} {month.month}: DIFFERS: {each}", fg="red")
 
 
-def months_table(months: list[Month]) -> RenderableType:
-    made = table(
-        "month",
-        "state",
-        "closed",
-        "by",
-        "invoice",
-        "total",
-        "payment",
-        "SHA-256 of the JSON",
-        right=("total",),
-    )
-    for each in months:
-        at, by = (
-            (each.close_time, each.closed_by)
-            if each.state == "closed"
-            else (each.closing_time, each.closing_by)
-        )
-        total = "—" if each.total is None else money_text(each.total)
-        payment = ", ".join(sorted({payment.state.value for payment in each.payments})) or "—"
-        cells = (
-            each.month,
-            each.state.value,
-            time_text(at),
-            by or "—",
-            each.invoice_number or "—",
-            total,
-            payment,
-        )
-        made.add_row(*cells, each.json_sha256[:16])
-    return made
-
-
 def invoice_table(invoice: Invoice) -> RenderableType:
     """Build a table of an invoice's lines and credit notes."""
     from rich.console import Group
@@ -835,36 +818,31 @@ def reject(client: BillingClient, adjustment_id: IdArgument) -> Output:
 
 
 @adjustment.command("list")
-@calls(billing_client)
+@calls(billing_client, shown=ADJUSTMENTS)
 def list_adjustments(
     client: BillingClient,
     organization: OrganizationOption = None,
     undecided: UndecidedOption = False,
-) -> Output:
+) -> list[Adjustment]:
     """List the adjustments of an organization, the latest first."""
-    return listed(client, organization, undecided, credit_notes=False)
+    return [each for each in proposals(client, organization, undecided) if not each.invoice_number]
 
 
 @credit_note.command("list")
-@calls(billing_client)
+@calls(billing_client, shown=ADJUSTMENTS)
 def list_credit_notes(
     client: BillingClient,
     organization: OrganizationOption = None,
     undecided: UndecidedOption = False,
-) -> Output:
+) -> list[Adjustment]:
     """List the credit notes of an organization, the latest first."""
-    return listed(client, organization, undecided, credit_notes=True)
+    return [each for each in proposals(client, organization, undecided) if each.invoice_number]
 
 
-def listed(
-    client: BillingClient, organization: str | None, undecided: bool, *, credit_notes: bool
-) -> Output:
-    """List either the credit notes or the other adjustments of an organization."""
-    found = client.list_adjustments(
-        organization_or_default(organization, client.address), undecided_only=undecided
-    )
-    chosen = [each for each in found if bool(each.invoice_number) is credit_notes]
-    return chosen, adjustments_table(chosen, credit_notes=credit_notes) if chosen else "none"
+def proposals(client: BillingClient, organization: str | None, undecided: bool) -> list[Adjustment]:
+    """List the adjustments of an organization, credit notes included."""
+    chosen = organization_or_default(organization, client.address)
+    return client.list_adjustments(chosen, undecided_only=undecided)
 
 
 def parse_money(amount: str) -> Money:
@@ -891,31 +869,3 @@ def outcome_of(changed: Adjustment) -> Output:
         case _:
             what = f"{changed.state.value} by {changed.decided_by}"
     return changed, Text(f"{name} of {money_text(changed.amount)} ({changed.reason}): {what}")
-
-
-def adjustments_table(found: list[Adjustment], *, credit_notes: bool) -> RenderableType:
-    own = ("invoice", "number") if credit_notes else ()
-    made = table(
-        "id",
-        "state",
-        "amount",
-        *own,
-        "month",
-        "reason",
-        "proposed",
-        "by",
-        "decided by",
-        right=("amount",),
-    )
-    for each in found:
-        cells = (each.invoice_number, each.credit_note_number or "—") if credit_notes else ()
-        what = (
-            each.adjustment_id,
-            each.state.value,
-            money_text(each.amount),
-            *cells,
-            each.billing_month or "—",
-            each.reason,
-        )
-        made.add_row(*what, time_text(each.create_time), each.author, each.decided_by or "—")
-    return made

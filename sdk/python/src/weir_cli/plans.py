@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,24 +12,31 @@ import typer
 
 from weir_cli.configuration import content_of, print_errors
 from weir_cli.connection import OnlyOrganizationOption, Output, admin_client, calls
-from weir_cli.render import JsonOption, csv_of, put, table
+from weir_cli.render import JsonOption, Table, csv_of, put
 from weir_cli.terms import TERMS, options_of, values_of
 from weir_cli.texts import (
+    allowances_text,
     amount_text,
-    decimal_text,
+    applied_rate,
+    commitment_text,
     parse_picos,
     parsed,
-    per_million,
+    price_source,
+    prices_reasoning,
+    rate,
+    tiered_prices_text,
     time_text,
+    version_rate,
 )
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from weir_client import (
         AdminClient,
         AppliedPrice,
+        CreditBalance,
         CreditGrant,
         Plan,
+        PlanAssignment,
         PriceVersion,
         SimulatedCustomer,
     )
@@ -54,6 +62,105 @@ CSV_COLUMNS: Mapping[str, Callable[[SimulatedCustomer], object]] = {
     "old_plan": lambda each: each.old_plan,
     "new_plan": lambda each: each.new_plan,
 }
+
+
+PLANS: Table[Plan] = Table(
+    {
+        "plan": "name",
+        "version": lambda each: str(each.version),
+        "currency": lambda each: str(each.configuration.get("currency_code", "")),
+        "allowances": allowances_text,
+        "tiered prices": tiered_prices_text,
+        "commitment": commitment_text,
+    },
+    right=("version", "commitment"),
+    empty="no plans: create one with `weir plan create FILE`",
+)
+ASSIGNMENTS: Table[PlanAssignment] = Table(
+    {
+        "organization": "organization_name",
+        "from": "first_month",
+        "plan": lambda each: each.plan or "none",
+        "version": lambda each: str(each.version) if each.version else None,
+    },
+    right=("version",),
+)
+GRANTS: Table[CreditGrant] = Table(
+    {
+        "organization": "organization_name",
+        "granted": "amount",
+        "spent": "spent",
+        "expired": "expired",
+        "remaining": "remaining",
+        "from": "first_month",
+        "until": "last_month",
+        "reason": "reason",
+        "id": "grant_id",
+    },
+    right=("granted", "spent", "expired", "remaining"),
+    empty="no credit grants",
+)
+BALANCES: Table[CreditBalance] = Table(
+    {
+        "organization": "organization_name",
+        "prepaid only": lambda each: "yes" if each.prepaid else "no",
+        "remaining": "remaining",
+        "unbilled": "unbilled",
+        "held": "held",
+        "available": "available",
+    },
+    right=("remaining", "unbilled", "held", "available"),
+)
+PRICES: Table[AppliedPrice] = Table(
+    {
+        "model": "model",
+        "tier": "tier",
+        **{kind: partial(applied_rate, kind) for kind in KINDS},
+        "currency": lambda each: each.version.currency_code,
+        "from": price_source,
+        "since": lambda each: each.version.effective_time,
+        "version": lambda each: str(each.version.version),
+    },
+    right=(*KINDS, "version"),
+    empty="no price is in force: set one with `weir price set`",
+    optional={"reasoning": lambda each: prices_reasoning(each.version)},
+    title=TITLE,
+)
+VERSIONS: Table[PriceVersion] = Table(
+    {
+        "version": lambda each: str(each.version),
+        "model": "model",
+        "of": lambda each: each.organization_name or "list",
+        "tier": "tier",
+        "times": lambda each: "ends" if each.withdrawn else f"{each.multiplier_milli / 1000:g}",
+        **{kind: partial(version_rate, kind) for kind in KINDS},
+        "currency": "currency_code",
+        "since": "effective_time",
+    },
+    right=("version", *KINDS),
+    optional={"reasoning": prices_reasoning},
+    title=TITLE,
+)
+SIMULATED: Table[SimulatedCustomer] = Table(
+    {
+        "organization": "organization_name",
+        "tokens": "token_count",
+        "paid": "old_amount",
+        "would pay": lambda each: amount_text(each.new_amount),
+        "difference": lambda each: amount_text(each.difference),
+        "%": lambda each: (
+            f"{100 * each.difference.picos / each.old_amount.picos:+.1f}"
+            if each.old_amount.picos
+            else None
+        ),
+        "plan": lambda each: (
+            each.new_plan or "none"
+            if each.new_plan == each.old_plan
+            else f"{each.old_plan or 'none'} → {each.new_plan or 'none'}"
+        ),
+    },
+    right=("tokens", "paid", "would pay", "difference", "%"),
+)
 
 
 @plan.command("create")
@@ -88,13 +195,8 @@ def list_plans(
     """List plans and their assignments."""
     found = client.list_plans(name, organization=organization)
     if not found.plans:
-        return found, "no plans: create one with `weir plan create FILE`"
-    rows = (
-        (each.organization_name, each.first_month, each.plan or "none", str(each.version or "—"))
-        for each in found.assignments
-    )
-    assignments = table("organization", "from", "plan", "version", right=("version",), rows=rows)
-    return found, plans_table(found.plans), assignments
+        return found, PLANS.empty
+    return found, PLANS.drawn(found.plans), ASSIGNMENTS.drawn(found.assignments)
 
 
 @plan.command("assign")
@@ -120,47 +222,6 @@ def assign_plan(
     )
 
 
-def plans_table(plans: tuple[Plan, ...]) -> RenderableType:
-    made = table(
-        "plan",
-        "version",
-        "currency",
-        "allowances",
-        "tiered prices",
-        "commitment",
-        right=("version", "commitment"),
-    )
-    for each in plans:
-        rules = each.configuration
-        commitment = int(rules.get("commitment_picos", 0)) / 10**12
-        allowances = (
-            f"{int(rule['token_count']):,} {about(rule)}" for rule in rules.get("allowances", [])
-        )
-        prices = (
-            f"{rule['kind']} {about(rule)}, {len(rule['steps'])} steps"
-            for rule in rules.get("tiered_prices", [])
-        )
-        cells = (
-            str(rules.get("currency_code", "")),
-            "; ".join(allowances) or "—",
-            "; ".join(prices) or "—",
-        )
-        made.add_row(
-            each.name, str(each.version), *cells, f"{commitment:,.2f}" if commitment else "—"
-        )
-    return made
-
-
-def about(rule: Mapping[str, Any]) -> str:
-    selector = rule.get("selector", {})
-    tier = str(selector.get("tier", "")).removeprefix("SERVICE_TIER_").lower()
-    return " ".join(
-        part
-        for part in (selector.get("model") or "all", selector.get("token_kind", ""), tier)
-        if part
-    )
-
-
 def read_proposal(file: Path) -> dict[str, Any]:
     """Read the plans and prices of a file. On errors, prints all of them by line and exits."""
     from weir_cli.document import PROPOSAL, read_document
@@ -172,7 +233,7 @@ def read_proposal(file: Path) -> dict[str, Any]:
 
 
 @credit.command("grant")
-@calls(admin_client)
+@calls(admin_client, shown=GRANTS)
 def grant_credit(
     client: AdminClient,
     organization: OrganizationArgument,
@@ -197,14 +258,14 @@ def grant_credit(
             "--request-id", help="A UUID: repeating the command with it grants nothing more."
         ),
     ] = "",
-) -> Output:
+) -> CreditGrant:
     """Grant an organization credit for the charges of some months.
 
     At most 1,000,000 units at once. For a prepaid organization, total usage and credit are limited
     to 9,223,372 units together; the error has the amount that can still be granted.
     """
     picos = parsed("AMOUNT", parse_picos, amount)
-    granted = client.grant_credit(
+    return client.grant_credit(
         organization,
         picos,
         last_month=last_month,
@@ -212,35 +273,22 @@ def grant_credit(
         first_month=first_month,
         request_id=request_id or None,
     )
-    return granted, grants_table([granted])
 
 
 @credit.command("list")
-@calls(admin_client)
+@calls(admin_client, shown=GRANTS)
 def list_grants(
-    client: AdminClient,
-    organization: OnlyOrganizationOption = "",
-) -> Output:
+    client: AdminClient, organization: OnlyOrganizationOption = ""
+) -> list[CreditGrant]:
     """List credit grants; spent and remaining amounts count closed months only."""
-    found = client.list_credit_grants(organization)
-    return found, grants_table(found) if found else "no credit grants"
+    return client.list_credit_grants(organization)
 
 
 @credit.command("balance")
-@calls(admin_client)
-def show_balance(client: AdminClient, organization: OrganizationArgument) -> Output:
+@calls(admin_client, shown=BALANCES)
+def show_balance(client: AdminClient, organization: OrganizationArgument) -> CreditBalance:
     """Show an organization's current credit."""
-    found = client.get_credit_balance(organization)
-    numbers = ("remaining", "unbilled", "held", "available")
-    row = (
-        found.organization_name,
-        "yes" if found.prepaid else "no",
-        found.remaining,
-        found.unbilled,
-        found.held,
-        found.available,
-    )
-    return found, table("organization", "prepaid only", *numbers, right=numbers, rows=[row])
+    return client.get_credit_balance(organization)
 
 
 @credit.command("prepaid")
@@ -275,22 +323,6 @@ def set_prepaid(
         f" {'limited to its credit' if only else 'not limited to its credit'}"
     )
     return {"organization": organization, "prepaid": only, "existed": existed}, message
-
-
-def grants_table(grants: Iterable[CreditGrant]) -> RenderableType:
-    numbers = ("granted", "spent", "expired", "remaining")
-    made = table("organization", *numbers, "from", "until", "reason", "id", right=numbers)
-    for each in grants:
-        amounts = each.amount, each.spent, each.expired, each.remaining
-        made.add_row(
-            each.organization_name,
-            *amounts,
-            each.first_month,
-            each.last_month,
-            each.reason,
-            each.grant_id,
-        )
-    return made
 
 
 price = typer.Typer(
@@ -330,13 +362,11 @@ def set_price(
         currency_code=currency,
         effective_time=_utc(effective_time),
     )
+    kinds = [kind for kind in KINDS if kind != "reasoning" or any(map(prices_reasoning, versions))]
     remarks = []
     for each in versions:
         suffix = f" for {each.organization_name}" if each.organization_name else ""
-        kinds = kinds_of(versions)
-        amounts = ", ".join(
-            f"{kind} {rate}" for kind, rate in zip(kinds, rates(each, kinds), strict=True)
-        )
+        amounts = ", ".join(f"{kind} {rate(kind, each)}" for kind in kinds)
         since = time_text(each.effective_time, "now")
         what = f"price version {each.version} of {each.model}{suffix}, {each.tier}, from {since} on"
         remarks.append(f"{what}, in {each.currency_code} per million tokens: {amounts}")
@@ -386,73 +416,8 @@ def list_prices(
         organization, model=model, currency_code=currency, time=_utc(at), history=history
     )
     if history and found.versions:
-        return found, versions_table(found.versions)
-    return found, (
-        applied_table(found.prices)
-        if found.prices
-        else "no price is in force: set one with `weir price set`"
-    )
-
-
-def applied_table(prices: Sequence[AppliedPrice]) -> RenderableType:
-    kinds = kinds_of([each.version for each in prices])
-    made = table(
-        "model",
-        "tier",
-        *kinds,
-        "currency",
-        "from",
-        "since",
-        "version",
-        right=(*kinds, "version"),
-        title=TITLE,
-    )
-    for each in prices:
-        version = each.version
-        source = version.organization_name if each.source == "organization" else "list"
-        source += "" if version.tier == each.tier else f" ({version.tier})"
-        cells = version.currency_code, source, version.effective_time, str(version.version)
-        made.add_row(each.model, each.tier, *rates(version, kinds), *cells)
-    return made
-
-
-def versions_table(versions: Sequence[PriceVersion]) -> RenderableType:
-    kinds = kinds_of(versions)
-    made = table(
-        "version",
-        "model",
-        "of",
-        "tier",
-        "times",
-        *kinds,
-        "currency",
-        "since",
-        right=("version", *kinds),
-        title=TITLE,
-    )
-    for each in versions:
-        times, shown = (
-            (f"{each.multiplier_milli / 1000:g}", rates(each, kinds))
-            if not each.withdrawn
-            else ("ends", ["—"] * len(kinds))
-        )
-        what = str(each.version), each.model, each.organization_name or "list", each.tier, times
-        made.add_row(*what, *shown, each.currency_code, time_text(each.effective_time))
-    return made
-
-
-def kinds_of(versions: Iterable[PriceVersion]) -> tuple[str, ...]:
-    """Choose the kinds of token to show; reasoning only if it costs more or less than output."""
-    has_own = any(
-        each.reasoning_picos_per_token != each.output_picos_per_token for each in versions
-    )
-    return tuple(kind for kind in KINDS if has_own or kind != "reasoning")
-
-
-def rates(version: PriceVersion, kinds: Iterable[str]) -> list[str]:
-    """Format the prices of these kinds of token."""
-    picos = (getattr(version, f"{kind.replace(' ', '_')}_picos_per_token") for kind in kinds)
-    return [decimal_text(per_million(each)) for each in picos]
+        return found, VERSIONS.drawn(found.versions)
+    return found, PRICES.of(found.prices)
 
 
 def _utc(time: datetime | None) -> datetime | None:
@@ -488,25 +453,4 @@ def simulate(
     if as_csv:
         put(None, [csv_of(found, CSV_COLUMNS, line_end="\r\n")])
         return None
-    return found, simulated_table(found) if found else f"no usage in {month}"
-
-
-def simulated_table(customers: list[SimulatedCustomer]) -> RenderableType:
-    """Build a table of actual and simulated amounts, one row per customer."""
-    numbers = ("tokens", "paid", "would pay", "difference", "%")
-    made = table("organization", *numbers, "plan", right=numbers)
-    for each in customers:
-        share = (
-            f"{100 * each.difference.picos / each.old_amount.picos:+.1f}"
-            if each.old_amount.picos
-            else "—"
-        )
-        plan = each.new_plan or "none"
-        amounts = (
-            each.old_amount,
-            amount_text(each.new_amount),
-            amount_text(each.difference),
-        )
-        plan = plan if each.new_plan == each.old_plan else f"{each.old_plan or 'none'} → {plan}"
-        made.add_row(each.organization_name, each.token_count, *amounts, share, plan)
-    return made
+    return found, SIMULATED.drawn(found) if found else f"no usage in {month}"

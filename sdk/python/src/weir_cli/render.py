@@ -8,12 +8,12 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, NoReturn, TypeVar
 from uuid import UUID
 
 import typer
@@ -54,7 +54,7 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, UUID):
         return str(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: jsonable(getattr(value, field.name)) for field in fields(value)}
+        return {each.name: jsonable(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, datetime):
         return value.astimezone(UTC).isoformat().replace("+00:00", "Z")
     if isinstance(value, Decimal):
@@ -182,17 +182,40 @@ def table(
     return made
 
 
-def table_of(
-    found: Iterable[T],
-    columns: Mapping[str, Callable[[T], Cell]],
-    *,
-    right: Iterable[str] = (),
-    title: str | None = None,
-) -> Sheet:
-    """Build a table of objects. `columns` maps each column's name to the function for its cells."""
-    return table(
-        *columns,
-        right=right,
-        title=title,
-        rows=([cell(each) for cell in columns.values()] for each in found),
-    )
+@dataclass(frozen=True, slots=True)
+class Table(Generic[T]):
+    """Table of a command: its columns, and the remark that stands for a table without rows.
+
+    A column maps to an attribute, or to the function for its cells. A column in `optional` is drawn
+    only if its function is true for one of the rows. `right` names the columns of numbers.
+    """
+
+    columns: Mapping[str, str | Callable[[T], Cell]]
+    right: Collection[str] = ()
+    empty: str = ""
+    optional: Mapping[str, Callable[[T], object]] = field(default_factory=dict)
+    title: str | None = None
+
+    def without(self, *names: str, empty: str = "") -> Table[T]:
+        """Return the table without these columns, and with its own remark for no rows."""
+        columns = {name: cell for name, cell in self.columns.items() if name not in names}
+        return replace(self, columns=columns, empty=empty)
+
+    def of(self, found: Sequence[T]) -> RenderableType:
+        """Draw the objects, one row each."""
+        return self.drawn(found) if found or not self.empty else self.empty
+
+    def drawn(self, found: Sequence[T]) -> Sheet:
+        """Draw the objects, one row each, even if there are none."""
+        columns = {
+            name: cell
+            for name, cell in self.columns.items()
+            if name not in self.optional or any(map(self.optional[name], found))
+        }
+        rows = ([cell_of(each, cell) for cell in columns.values()] for each in found)
+        return table(*columns, right=self.right, title=self.title, rows=rows)
+
+
+def cell_of(row: T, cell: str | Callable[[T], Cell]) -> Cell:
+    """Return the value of a cell: of an attribute, or of a function."""
+    return getattr(row, cell) if isinstance(cell, str) else cell(row)

@@ -27,8 +27,8 @@ from weir_cli.connection import (
     inference_client,
     resolve,
 )
-from weir_cli.render import JsonOption, make_console, print_found, table
-from weir_cli.texts import Cell, duration_text, time_text, usage_line
+from weir_cli.render import JsonOption, Table, make_console, print_found, table
+from weir_cli.texts import duration_text, hold_end_text, time_text, usage_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -54,6 +54,46 @@ WITHOUT_TIMINGS = {
 }
 
 BROKEN = "No timings: it failed, or was recovered after the loss of its server."
+
+
+REPLICAS: Table[Replica] = Table(
+    {
+        "model": "model",
+        "replica": "replica",
+        "region": lambda each: each.region or None,
+        "state": lambda each: (
+            f"{each.state.value}, drained"
+            if each.drained and each.state.value != "draining"
+            else each.state.value
+        ),
+        "requests": "request_count",
+        "tokens left": "outstanding_token_count",
+        "process": "process_name",
+    },
+    right=("requests", "tokens left"),
+    optional={"region": lambda each: each.region},
+)
+REQUESTS: Table[LiveRequest] = Table(
+    {
+        "id": "request_id",
+        "project": lambda each: f"{each.organization_name}/{each.project_name}",
+        "key": "api_key_prefix",
+        "model": "model",
+        "phase": lambda each: PHASE_WORDS.get(each.phase, each.phase.value),
+        "age": lambda each: duration_text(each.age_s),
+        "in": "input_token_count",
+        "cached": "cached_input_token_count",
+        "out": "delivered_token_count",
+        "tokens/s": lambda each: (
+            f"{each.tokens_per_second:,.1f}" if each.tokens_per_second else None
+        ),
+        "lease": lambda each: each.leased_token_count if each.admit_time else None,
+        "hold ends in": hold_end_text,
+        "process": lambda each: each.process_name or each.process_id,
+    },
+    right=("age", "in", "cached", "out", "tokens/s", "lease", "hold ends in"),
+)
+NARROW_REQUESTS = REQUESTS.without("cached", "hold ends in", "process")
 
 
 @requests.callback()
@@ -217,49 +257,7 @@ def live_tables(view: LiveView, *, wide: bool) -> RenderableType:
 
 
 def requests_table(requests: tuple[LiveRequest, ...], *, wide: bool) -> RenderableType:
-    more = ("cached", "hold ends in") if wide else ()
-    numbers = ("age", "in", *more[:1], "out", "tokens/s", "lease", *more[1:])
-    made = table(
-        "id",
-        "project",
-        "key",
-        "model",
-        "phase",
-        *numbers,
-        *(["process"] if wide else []),
-        right=numbers,
-    )
-    for each in requests:
-        ends_in = (each.expire_time.timestamp() - time.time()) if each.expire_time else None
-        cells: dict[str, Cell] = {
-            "age": duration_text(each.age_s),
-            "in": each.input_token_count,
-            "cached": each.cached_input_token_count,
-            "out": each.delivered_token_count,
-            "tokens/s": f"{each.tokens_per_second:,.1f}" if each.tokens_per_second else None,
-            "lease": each.leased_token_count if each.admit_time else None,
-            "hold ends in": (
-                "—"
-                if ends_in is None
-                else duration_text(ends_in)
-                if ends_in > 0
-                else f"{duration_text(-ends_in)} ago"
-            ),
-        }
-        names = (
-            each.request_id,
-            f"{each.organization_name}/{each.project_name}",
-            each.api_key_prefix,
-            each.model,
-        )
-        owner = [each.process_name or each.process_id] if wide else []
-        made.add_row(
-            *names,
-            PHASE_WORDS.get(each.phase, each.phase.value),
-            *(cells[name] for name in numbers),
-            *owner,
-        )
-    return made
+    return (REQUESTS if wide else NARROW_REQUESTS).drawn(requests)
 
 
 def organizations_table(view: LiveView) -> RenderableType:
@@ -393,7 +391,7 @@ def list_replicas(
         for each in found.replicas
         if each.reason
     )
-    tables = [replicas_table(found.replicas)] if found.replicas else []
+    tables = [REPLICAS.drawn(found.replicas)] if found.replicas else []
     return (
         found,
         *tables,
@@ -474,26 +472,3 @@ def silence(process_ids: tuple[str, ...]) -> list[str]:
         " it is back"
     )
     return [message] if process_ids else []
-
-
-def replicas_table(found: tuple[Replica, ...]) -> RenderableType:
-    numbers = ("requests", "tokens left")
-    regions = ("region",) if any(each.region for each in found) else ()
-    made = table("model", "replica", *regions, "state", *numbers, "process", right=numbers)
-    for each in found:
-        state = (
-            f"{each.state.value}, drained"
-            if each.drained and each.state.value != "draining"
-            else each.state.value
-        )
-        where = [each.region or "—"] if regions else []
-        made.add_row(
-            each.model,
-            each.replica,
-            *where,
-            state,
-            each.request_count,
-            each.outstanding_token_count,
-            each.process_name,
-        )
-    return made

@@ -10,11 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from weir_client import (
-    BillingProfile,
-    QuotaDimension,
-    QuotaSubject,
-)
+from weir_client import BillingProfile, QuotaDimension, QuotaSubject
 
 from weir_cli.connection import (
     OrganizationOption,
@@ -25,16 +21,20 @@ from weir_cli.connection import (
     organization_or_default,
     project_or_default,
 )
-from weir_cli.render import JsonOption, fail, note, print_json, table
-from weir_cli.terms import TERMS, options_of, restrictions, values_of
+from weir_cli.render import JsonOption, Table, cell_of, fail, note, print_json, table
+from weir_cli.terms import TERMS, option, options_of, restrictions, values_of
 from weir_cli.texts import (
     dimension_amount,
     duration_text,
+    key_state,
     parse_limit,
     parse_span,
     parsed,
+    quota_owner,
+    quota_remarks,
     thresholds_text,
     time_text,
+    use_text,
 )
 
 if TYPE_CHECKING:
@@ -56,80 +56,115 @@ project = typer.Typer(help="Create and list projects.", no_args_is_help=True)
 IfMissingOption = Annotated[
     bool, typer.Option("--if-missing", help="Do nothing if it exists, for repeatable scripts.")
 ]
+NameArgument = Annotated[
+    str, typer.Argument(help="1 to 63 of a-z, 0-9 and -, starting with a letter.")
+]
+QuotaArgument = Annotated[
+    str, typer.Argument(help="Id of the limit, as shown by `weir quota list`.")
+]
 
 DIMENSIONS = tuple(each for each in QuotaDimension if each is not QuotaDimension.UNSPECIFIED)
+ORGANIZATIONS: Table[Organization] = Table(
+    {
+        "organization": "name",
+        "currency": "currency_code",
+        "created": "create_time",
+        "id": "organization_id",
+    },
+    empty="no organizations: create one with `weir org create NAME`",
+)
+PROJECTS: Table[Project] = Table(
+    {
+        "project": "name",
+        "created": "create_time",
+        "id": "project_id",
+        "organization id": "organization_id",
+    },
+    empty="no projects: create one with `weir project create NAME --org ORG`",
+)
+KEYS: Table[ApiKey] = Table(
+    {
+        "key": "name",
+        "of": lambda each: f"{each.organization_name}/{each.project_name}",
+        "prefix": "prefix",
+        "scopes": lambda each: " ".join(each.scopes),
+        "models": lambda each: " ".join(each.models) or "all",
+        "state": key_state,
+        "created": "create_time",
+        "last used": use_text,
+        "id": "api_key_id",
+    }
+)
+QUOTAS: Table[QuotaStatus] = Table(
+    {
+        "of": quota_owner,
+        "limit on": lambda each: each.dimension.value + quota_remarks(each),
+        "model": lambda each: each.model or "all",
+        "limit": lambda each: dimension_amount(each.dimension, each.limit_value),
+        "used": lambda each: dimension_amount(each.dimension, each.used_value),
+        "held": lambda each: dimension_amount(each.dimension, each.held_value),
+        "left": lambda each: dimension_amount(each.dimension, each.remaining_value),
+        "resets in": lambda each: (
+            None if each.reset_delay_s is None else duration_text(each.reset_delay_s)
+        ),
+        "alerts at": lambda each: (
+            thresholds_text(each.dimension, each.alert_at) if each.alert_at else None
+        ),
+        "id": "quota_id",
+    },
+    right=("limit", "used", "held", "left"),
+    empty="no limits are set",
+)
+# Of a key's own limits, which it cannot change.
+OWN_QUOTAS = QUOTAS.without("alerts at", "id", empty="no limits apply to this key")
+PROFILE = {
+    "emails": option(
+        list[str], "E-mail address; repeat for more. Stripe sends invoices to the first.", "--email"
+    ),
+    "legal_name": option(str, "Registered name, for the address on documents."),
+    "address_line1": option(str, "Street and number."),
+    "address_line2": option(str, "Building, floor or department."),
+    "city": option(str, "City."),
+    "postal_code": option(str, "Postal code."),
+    "state": option(str, "State, province or region."),
+    "country": option(str, "ISO 3166-1 alpha-2 code, such as DE."),
+    "tax_id": option(str, "Tax id, as printed on documents."),
+    "language": option(str, "Language of Stripe's messages, such as de or pt-BR."),
+}
 
 
 @org.command("create")
-@calls(admin_client)
+@calls(admin_client, shown=ORGANIZATIONS)
 def create_organization(
     client: AdminClient,
-    name: Annotated[str, typer.Argument(help="1 to 63 of a-z, 0-9 and -, starting with a letter.")],
+    name: NameArgument,
     currency: Annotated[str, typer.Option(help="Currency of its bills, as ISO 4217 code.")] = "USD",
     if_missing: IfMissingOption = False,
-) -> Output:
+) -> Organization:
     """Create an organization: a customer with its own bill."""
-    created = client.create_organization(name, currency_code=currency, allow_existing=if_missing)
-    return created, organizations_table([created])
+    return client.create_organization(name, currency_code=currency, allow_existing=if_missing)
 
 
 @org.command("list")
-@calls(admin_client)
-def list_organizations(client: AdminClient) -> Output:
+@calls(admin_client, shown=ORGANIZATIONS)
+def list_organizations(client: AdminClient) -> list[Organization]:
     """List all organizations."""
-    found = client.list_organizations()
-    return found, (
-        organizations_table(found)
-        if found
-        else "no organizations: create one with `weir org create NAME`"
-    )
+    return client.list_organizations()
 
 
 @org.command("billing")
-@calls(admin_client)
+@calls(admin_client, options=PROFILE)
 def billing_profile(
     client: AdminClient,
     organization: Annotated[
         str, typer.Argument(help="Organization, by name or id.", metavar="ORG")
     ],
-    emails: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--email", help="E-mail address; repeat for more. Stripe sends invoices to the first."
-        ),
-    ] = None,
-    legal_name: Annotated[
-        str | None, typer.Option(help="Registered name, for the address on documents.")
-    ] = None,
-    address_line1: Annotated[str | None, typer.Option(help="Street and number.")] = None,
-    address_line2: Annotated[
-        str | None, typer.Option(help="Building, floor or department.")
-    ] = None,
-    city: Annotated[str | None, typer.Option(help="City.")] = None,
-    postal_code: Annotated[str | None, typer.Option(help="Postal code.")] = None,
-    state: Annotated[str | None, typer.Option(help="State, province or region.")] = None,
-    country: Annotated[
-        str | None, typer.Option(help="ISO 3166-1 alpha-2 code, such as DE.")
-    ] = None,
-    tax_id: Annotated[str | None, typer.Option(help="Tax id, as printed on documents.")] = None,
-    language: Annotated[
-        str | None, typer.Option(help="Language of Stripe's messages, such as de or pt-BR.")
-    ] = None,
+    **profile: Any,
 ) -> Output:
     """Show an organization's billing profile; options change its fields. Clear one with ''."""
-    options = {
-        "emails": None if emails is None else tuple(filter(None, emails)),
-        "legal_name": legal_name,
-        "address_line1": address_line1,
-        "address_line2": address_line2,
-        "city": city,
-        "postal_code": postal_code,
-        "state": state,
-        "country": country,
-        "tax_id": tax_id,
-        "language": language,
-    }
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in profile.items() if value is not None}
+    if "emails" in given:
+        given["emails"] = tuple(filter(None, given["emails"]))
     found = next(
         (
             each
@@ -157,46 +192,24 @@ def billing_profile(
 
 
 @project.command("create")
-@calls(admin_client)
+@calls(admin_client, shown=PROJECTS)
 def create_project(
     client: AdminClient,
-    name: Annotated[str, typer.Argument(help="1 to 63 of a-z, 0-9 and -, starting with a letter.")],
+    name: NameArgument,
     organization: OrganizationOption = None,
     if_missing: IfMissingOption = False,
-) -> Output:
+) -> Project:
     """Create a project: a subdivision of an organization with its own keys and limits."""
-    created = client.create_project(
+    return client.create_project(
         organization_or_default(organization, client.address), name, allow_existing=if_missing
     )
-    return created, projects_table([created])
 
 
 @project.command("list")
-@calls(admin_client)
-def list_projects(client: AdminClient, organization: OrganizationOption = None) -> Output:
+@calls(admin_client, shown=PROJECTS)
+def list_projects(client: AdminClient, organization: OrganizationOption = None) -> list[Project]:
     """List the projects of an organization."""
-    found = client.list_projects(organization_or_default(organization, client.address))
-    return found, (
-        projects_table(found)
-        if found
-        else "no projects: create one with `weir project create NAME --org ORG`"
-    )
-
-
-def organizations_table(organizations: list[Organization]) -> RenderableType:
-    rows = (
-        (each.name, each.currency_code, time_text(each.create_time), each.organization_id)
-        for each in organizations
-    )
-    return table("organization", "currency", "created", "id", rows=rows)
-
-
-def projects_table(projects: list[Project]) -> RenderableType:
-    rows = (
-        (each.name, time_text(each.create_time), each.project_id, each.organization_id)
-        for each in projects
-    )
-    return table("project", "created", "id", "organization id", rows=rows)
+    return client.list_projects(organization_or_default(organization, client.address))
 
 
 key = typer.Typer(help="Create, rotate, change, revoke and list API keys.", no_args_is_help=True)
@@ -273,7 +286,7 @@ def rotate_key(
 
     Id, prefix, limits and counters stay.
     """
-    span = timedelta(0) if overlap == "0" else parsed("--overlap", parse_span, overlap)
+    span = span_or_none_left("--overlap", overlap)
     rotated = client.rotate_api_key(api_key_ref, overlap=span)
     if as_json:
         print_json(rotated)
@@ -287,7 +300,7 @@ def rotate_key(
 
 
 @key.command("update")
-@calls(admin_client, options=options_of(TERMS["key"]))
+@calls(admin_client, options=options_of(TERMS["key"]), shown=KEYS)
 def update_key(
     client: AdminClient,
     api_key_ref: KeyArgument,
@@ -303,7 +316,7 @@ def update_key(
         bool, typer.Option("--never-expires", help="Remove the expiry.")
     ] = False,
     **terms: Any,
-) -> Output:
+) -> ApiKey:
     """Change the name, expiry or permissions of a key. Omitted options stay unchanged."""
     given = values_of(TERMS["key"], terms)
     if not (given or all_models or all_networks or never_expires) and name is expires_in is None:
@@ -312,24 +325,16 @@ def update_key(
             f"give at least one of --name, {flags}, --all-models, --all-networks, --expires-in or"
             " --never-expires"
         )
-    span = (
-        None
-        if expires_in is None
-        else timedelta(0)
-        if expires_in == "0"
-        else parsed("--expires-in", parse_span, expires_in)
-    )
-    expire_time = None if span is None else datetime.now(UTC) + span
-    changed = client.update_api_key(
+    span = None if expires_in is None else span_or_none_left("--expires-in", expires_in)
+    return client.update_api_key(
         api_key_ref,
         name=name,
         all_models=all_models,
         all_networks=all_networks,
-        expire_time=expire_time,
+        expire_time=None if span is None else datetime.now(UTC) + span,
         never_expires=never_expires,
         **given,
     )
-    return changed, keys_table([changed], datetime.now(UTC))
 
 
 @key.command("revoke")
@@ -359,7 +364,7 @@ def list_keys(
     span = None if unused_for is None else parsed("--unused-for", parse_span, unused_for)
     found = client.list_api_keys(organization, unused_for=span)
     none = "no keys" if span is None else f"no active key is known to be unused for {unused_for}"
-    return found, keys_table(found, datetime.now(UTC)) if found else none
+    return found, KEYS.drawn(found) if found else none
 
 
 @key.command("show")
@@ -367,7 +372,12 @@ def list_keys(
 def show_key(client: AdminClient, api_key_ref: KeyArgument) -> Output:
     """Show all properties of an API key except its secret."""
     found = client.list_api_keys(api_key=api_key_ref)
-    return found[0], key_sheet(found[0], datetime.now(UTC))
+    return found[0], key_sheet(found[0])
+
+
+def span_or_none_left(flag: str, text: str) -> timedelta:
+    """Parse a length of time; `0` means none. Raises: typer.BadParameter."""
+    return timedelta(0) if text == "0" else parsed(flag, parse_span, text)
 
 
 def show_secret(secret: str) -> None:
@@ -376,49 +386,13 @@ def show_secret(secret: str) -> None:
     typer.echo(secret)
 
 
-def key_state(key: ApiKey, now: datetime) -> str:
-    if key.revoke_time is not None:
-        return f"revoked {time_text(key.revoke_time)}"
-    if key.expire_time is not None and key.expire_time <= now:
-        return f"expired {time_text(key.expire_time)}"
-    state = f"until {time_text(key.expire_time)}" if key.expire_time else "active"
-    return (
-        f"{state}, two secrets until {time_text(key.overlap_end_time)}"
-        if key.overlap_end_time
-        else state
-    )
-
-
-def use_text(key: ApiKey) -> str:
-    """Format when a key was last used, as far as the server knows."""
-    if key.last_use_time is not None:
-        return time_text(key.last_use_time)
-    if key.use_tracked_since_time is None or key.use_tracked_since_time == key.create_time:
-        return "never"
-    return f"not since {time_text(key.use_tracked_since_time)}"
-
-
-def keys_table(keys: list[ApiKey], now: datetime) -> RenderableType:
-    """Build a table of keys with their scopes, and their state at the time `now`."""
-    made = table("key", "of", "prefix", "scopes", "models", "state", "created", "last used", "id")
-    for each in keys:
-        scopes, models = " ".join(each.scopes), " ".join(each.models) or "all"
-        times = key_state(each, now), time_text(each.create_time), use_text(each)
-        owner = f"{each.organization_name}/{each.project_name}"
-        made.add_row(each.name, owner, each.prefix, scopes, models, *times, each.api_key_id)
-    return made
-
-
-def key_sheet(key: ApiKey, now: datetime) -> RenderableType:
+def key_sheet(key: ApiKey) -> RenderableType:
+    """Draw all properties of a key: the columns of the list, and its restrictions."""
+    cells = {name: cell_of(key, cell) for name, cell in KEYS.columns.items()}
     rows = (
-        ("of", f"{key.organization_name}/{key.project_name}"),
-        ("prefix", key.prefix),
-        ("state", key_state(key, now)),
-        ("scopes", " ".join(key.scopes)),
+        *((name, cells[name]) for name in ("of", "prefix", "state", "scopes")),
         *(list(restrictions(key)) or [("restrictions", "none")]),
-        ("created", time_text(key.create_time)),
-        ("last used", use_text(key)),
-        ("id", key.api_key_id),
+        *((name, cells[name]) for name in ("created", "last used", "id")),
         ("project id", key.project_id),
         ("organization id", key.organization_id),
     )
@@ -486,9 +460,7 @@ def set_quota(
 @calls(admin_client)
 def override_quota(
     client: AdminClient,
-    quota_id: Annotated[
-        str, typer.Argument(help="Id of the limit, as shown by `weir quota list`.")
-    ],
+    quota_id: QuotaArgument,
     value: Annotated[
         str | None, typer.Argument(help="The higher limit, as for `weir quota set`.")
     ] = None,
@@ -535,15 +507,11 @@ def show_quotas(
         what = "given more rights" if change.act == "widened" else change.act
         when = time_text(change.change_time)
         remarks.append(f"key {own.prefix} was {what} by {change.actor} at {when}")
-    return (
-        found,
-        quotas_table(found, ids=False) if found else "no limits apply to this key",
-        *remarks,
-    )
+    return found, OWN_QUOTAS.of(found), *remarks
 
 
 @quota.command("list")
-@calls(admin_client)
+@calls(admin_client, shown=QUOTAS)
 def list_quotas(
     client: AdminClient,
     organization: Annotated[
@@ -561,21 +529,18 @@ def list_quotas(
     model: Annotated[
         str, typer.Option("--model", help="With --key: only limits that apply to this model.")
     ] = "",
-) -> Output:
+) -> list[QuotaStatus]:
     """List limits as an admin, with their remainders and ids."""
     if key and organization:
         raise typer.BadParameter("give --org or --key, not both")
-    found = client.list_key_quotas(key, model) if key else client.list_quotas(organization)
-    return found, quotas_table(found) if found else "no limits are set"
+    return client.list_key_quotas(key, model) if key else client.list_quotas(organization)
 
 
 @quota.command("delete")
 @calls(admin_client)
 def delete_quota(
     client: AdminClient,
-    quota_id: Annotated[
-        str, typer.Argument(help="Id of the limit, as shown by `weir quota list`.")
-    ],
+    quota_id: QuotaArgument,
     if_exists: Annotated[
         bool,
         typer.Option(
@@ -600,7 +565,7 @@ def changed(status: QuotaStatus) -> Output:
         if narrowing
         else []
     )
-    return status, quotas_table([status]), *remarks
+    return status, QUOTAS.drawn([status]), *remarks
 
 
 def parse_dimension(text: str) -> QuotaDimension:
@@ -626,56 +591,3 @@ def parse_subject(
     if organization is not None and key is None:
         return QuotaSubject.ORGANIZATION, organization
     raise typer.BadParameter("give one of --org, --project, --key")
-
-
-def quotas_table(quotas: list[QuotaStatus], *, ids: bool = True) -> RenderableType:
-    numbers = ("limit", "used", "held", "left")
-    made = table(
-        "of",
-        "limit on",
-        "model",
-        *numbers,
-        "resets in",
-        *(["alerts at", "id"] if ids else []),
-        right=numbers,
-    )
-    for each in quotas:
-        values = (each.limit_value, each.used_value, each.held_value, each.remaining_value)
-        made.add_row(
-            f"{'new keys of ' if each.for_new_keys else ''}{each.subject.value.replace('-', ' ')}"
-            f" {each.subject_name}".rstrip(),
-            each.dimension.value + remarks(each),
-            each.model or "all",
-            *(dimension_amount(each.dimension, value) for value in values),
-            duration_text(each.reset_delay_s) if each.reset_delay_s is not None else "—",
-            *(
-                [
-                    thresholds_text(each.dimension, each.alert_at) if each.alert_at else "—",
-                    each.quota_id,
-                ]
-                if ids
-                else []
-            ),
-        )
-    return made
-
-
-def remarks(each: QuotaStatus) -> str:
-    """Format the special properties of a limit in parentheses; empty if it has none."""
-    notes = []
-    weights = (each.input_weight_milli, each.cached_input_weight_milli, each.output_weight_milli)
-    if len({*weights, 1000}) > 1 and any(weights):
-        notes.append("weights " + "/".join(f"{weight / 1000:g}" for weight in weights))
-    if each.override_end_time is not None:
-        regular = dimension_amount(each.dimension, each.base_limit_value)
-        notes.append(
-            f"temporary override of {regular} until {time_text(each.override_end_time)}:"
-            f" {each.override_reason}"
-        )
-    if not each.enforced:
-        notes.append(f"shadow mode, would have refused {each.would_refuse_count:,}")
-    if each.binding:
-        notes.append("binds")
-    if each.narrowed_by_quota_id:
-        notes.append("without effect")
-    return f" ({'; '.join(notes)})" if notes else ""

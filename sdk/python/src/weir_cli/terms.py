@@ -16,16 +16,18 @@ from weir_cli.texts import parse_price, parse_thousandths, parse_thresholds, par
 if TYPE_CHECKING:
     from weir_client import ApiKey, KeyRestrictions
 
+Declared = tuple[Any, Any]  # annotation and default of an option
+
 # Of each kind of term: the end of its field in the contract, the type of its option, and the parser
 # of the option's text. Weights are whole thousandths here, and numbers such as 0.25 in files.
 KINDS: Mapping[str, tuple[str, Any, Callable[[str], Any] | None]] = {
-    "count": ("", int | None, None),
-    "multiplier": ("_milli", str | None, parse_thousandths),
-    "percentages": ("", str | None, parse_thresholds),
-    "price": ("_picos_per_token", str | None, parse_price),
-    "switch": ("", bool | None, None),
-    "weight": ("_milli", int | None, None),
-    "words": ("", list[str] | None, None),
+    "count": ("", int, None),
+    "multiplier": ("_milli", str, parse_thousandths),
+    "percentages": ("", str, parse_thresholds),
+    "price": ("_picos_per_token", str, parse_price),
+    "switch": ("", bool, None),
+    "weight": ("_milli", int, None),
+    "words": ("", list[str], None),
 }
 # Maximum of whole numbers; None for none.
 MAXIMA: Mapping[str, int | None] = {"count": None, "weight": 1_000_000}
@@ -59,13 +61,11 @@ class Term:
         return self.flag or f"--{self.key.replace('_', '-')}"
 
     @property
-    def option(self) -> tuple[Any, Any]:
+    def option(self) -> Declared:
         """Annotation and default of the option. It is None if it is not given."""
-        if self.kind in MAXIMA:
-            option = typer.Option(self.names, help=self.help, min=0, max=MAXIMA[self.kind])
-        else:
-            option = typer.Option(self.names, help=self.help)
-        return Annotated[KINDS[self.kind][1], option], ... if self.required else None
+        limits = {"min": 0, "max": MAXIMA[self.kind]} if self.kind in MAXIMA else {}
+        declared, default = option(KINDS[self.kind][1], self.help, self.names, **limits)
+        return declared, ... if self.required else default
 
 
 # By the kind of their object.
@@ -150,7 +150,16 @@ TERMS = {
 }
 
 
-def options_of(terms: Iterable[Term]) -> dict[str, tuple[Any, Any]]:
+def option(kind: Any, help_text: str, *names: str, default: Any = None, **form: Any) -> Declared:
+    """Declare an option of a type, named after its parameter unless it has `names`.
+
+    It is None if it is not given and has no default.
+    """
+    value = kind | None if default is None else kind
+    return Annotated[value, typer.Option(*names, help=help_text, **form)], default
+
+
+def options_of(terms: Iterable[Term]) -> dict[str, Declared]:
     """Build the options of a command that takes terms, for `calls`."""
     return {each.field: each.option for each in terms}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +14,18 @@ from weir_client import Money, QuotaDimension
 from weir_client.money import minor_digits
 
 if TYPE_CHECKING:
-    from weir_client import Price, Result, Timings, Usage
+    from weir_client import (
+        ApiKey,
+        AppliedPrice,
+        LiveRequest,
+        Model,
+        Plan,
+        PriceVersion,
+        QuotaStatus,
+        Result,
+        Timings,
+        Usage,
+    )
 
 T = TypeVar("T")
 Cell = str | int | Money | datetime | None
@@ -87,10 +98,12 @@ def amount_text(money: Money) -> str:
     return decimal_text(money.amount, minor_digits(money.currency_code))
 
 
-def price_text(price: Price | None, kind: str) -> str:
-    """Format the price of a million tokens of a kind, with its currency; a dash if it has none."""
-    picos_per_token = getattr(price, f"{kind.replace(' ', '_')}_picos_per_token", 0)
-    return f"{decimal_text(per_million(picos_per_token))} {price.currency_code}" if price else "—"
+def price_text(kind: str, model: Model) -> str | None:
+    """Format a model's price of a million tokens of a kind, with its currency; None without one."""
+    if (price := model.price) is None:
+        return None
+    picos_per_token = getattr(price, f"{kind.replace(' ', '_')}_picos_per_token")
+    return f"{decimal_text(per_million(picos_per_token))} {price.currency_code}"
 
 
 def dimension_amount(dimension: QuotaDimension | None, value: int) -> str:
@@ -243,6 +256,125 @@ def tokens_per_second(usage: Usage, timings: Timings | None) -> float | None:
 def result_line(result: Result) -> str:
     """Format the usage of a finished request in one line."""
     return usage_line(result.usage, result.cost, result.timings, result.request_id)
+
+
+def ready_text(model: Model) -> str:
+    """Format the numbers of ready, existing and drained engines of a model."""
+    drained = f", {model.drained_replica_count} drained" if model.drained_replica_count else ""
+    return f"{model.ready_replica_count} of {model.replica_count}{drained}"
+
+
+def rate(kind: str, version: PriceVersion) -> str:
+    """Format the price of a million tokens of a kind."""
+    picos = getattr(version, f"{kind.replace(' ', '_')}_picos_per_token")
+    return decimal_text(per_million(picos))
+
+
+def version_rate(kind: str, version: PriceVersion) -> str | None:
+    """Format the price of a kind; None for a version that ends a customer's price."""
+    return None if version.withdrawn else rate(kind, version)
+
+
+def applied_rate(kind: str, applied: AppliedPrice) -> str:
+    return rate(kind, applied.version)
+
+
+def prices_reasoning(version: PriceVersion) -> bool:
+    """Return whether reasoning costs more or less than output."""
+    return version.reasoning_picos_per_token != version.output_picos_per_token
+
+
+def price_source(applied: AppliedPrice) -> str:
+    """Name the owner of a price, and its tier if that is another one."""
+    version = applied.version
+    owner = version.organization_name if applied.source == "organization" else "list"
+    return owner if version.tier == applied.tier else f"{owner} ({version.tier})"
+
+
+def allowances_text(plan: Plan) -> str | None:
+    rules = plan.configuration.get("allowances", [])
+    return "; ".join(f"{int(rule['token_count']):,} {_selected(rule)}" for rule in rules) or None
+
+
+def tiered_prices_text(plan: Plan) -> str | None:
+    return (
+        "; ".join(
+            f"{rule['kind']} {_selected(rule)}, {len(rule['steps'])} steps"
+            for rule in plan.configuration.get("tiered_prices", [])
+        )
+        or None
+    )
+
+
+def _selected(rule: Mapping[str, Any]) -> str:
+    """Format the tokens that a rule of a plan is for: model, kind and tier."""
+    selector = rule.get("selector", {})
+    tier = str(selector.get("tier", "")).removeprefix("SERVICE_TIER_").lower()
+    parts = (selector.get("model") or "all", selector.get("token_kind", ""), tier)
+    return " ".join(filter(None, parts))
+
+
+def commitment_text(plan: Plan) -> str | None:
+    commitment = int(plan.configuration.get("commitment_picos", 0)) / 10**12
+    return f"{commitment:,.2f}" if commitment else None
+
+
+def hold_end_text(request: LiveRequest) -> str | None:
+    """Format how long the hold of a request lasts, or since when it is overdue."""
+    if request.expire_time is None:
+        return None
+    left_s = (request.expire_time - datetime.now(UTC)).total_seconds()
+    return duration_text(left_s) if left_s > 0 else f"{duration_text(-left_s)} ago"
+
+
+def key_state(key: ApiKey, now: datetime | None = None) -> str:
+    """Describe whether a key is valid, by default at present, and until when."""
+    if key.revoke_time is not None:
+        return f"revoked {time_text(key.revoke_time)}"
+    if key.expire_time is not None and key.expire_time <= (now or datetime.now(UTC)):
+        return f"expired {time_text(key.expire_time)}"
+    state = f"until {time_text(key.expire_time)}" if key.expire_time else "active"
+    return (
+        f"{state}, two secrets until {time_text(key.overlap_end_time)}"
+        if key.overlap_end_time
+        else state
+    )
+
+
+def use_text(key: ApiKey) -> str:
+    """Format when a key was last used, as far as the server knows."""
+    if key.last_use_time is not None:
+        return time_text(key.last_use_time)
+    if key.use_tracked_since_time is None or key.use_tracked_since_time == key.create_time:
+        return "never"
+    return f"not since {time_text(key.use_tracked_since_time)}"
+
+
+def quota_owner(quota: QuotaStatus) -> str:
+    """Name the subject of a limit."""
+    scope = "new keys of " if quota.for_new_keys else ""
+    return f"{scope}{quota.subject.value.replace('-', ' ')} {quota.subject_name}".rstrip()
+
+
+def quota_remarks(quota: QuotaStatus) -> str:
+    """Format the special properties of a limit in parentheses; empty if it has none."""
+    notes = []
+    weights = (quota.input_weight_milli, quota.cached_input_weight_milli, quota.output_weight_milli)
+    if len({*weights, 1000}) > 1 and any(weights):
+        notes.append("weights " + "/".join(f"{weight / 1000:g}" for weight in weights))
+    if quota.override_end_time is not None:
+        regular = dimension_amount(quota.dimension, quota.base_limit_value)
+        notes.append(
+            f"temporary override of {regular} until {time_text(quota.override_end_time)}:"
+            f" {quota.override_reason}"
+        )
+    if not quota.enforced:
+        notes.append(f"shadow mode, would have refused {quota.would_refuse_count:,}")
+    if quota.binding:
+        notes.append("binds")
+    if quota.narrowed_by_quota_id:
+        notes.append("without effect")
+    return f" ({'; '.join(notes)})" if notes else ""
 
 
 def money_places(amounts: Iterable[Money]) -> int:

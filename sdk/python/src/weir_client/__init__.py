@@ -7,6 +7,8 @@ manage and report. Errors derive from `WeirError`. The README has the details.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from weir_client.generated_names import VALUES
+
 if TYPE_CHECKING:
     from weir_client.admin import AdminClient as AdminClient
     from weir_client.admin import AsyncAdminClient as AsyncAdminClient
@@ -18,111 +20,8 @@ if TYPE_CHECKING:
     from weir_client.embedding import EmbedInput as EmbedInput
     from weir_client.embedding import EmbedOptions as EmbedOptions
     from weir_client.embedding import EmbedResult as EmbedResult
-    from weir_client.errors import Aborted as Aborted
-    from weir_client.errors import AlreadyExists as AlreadyExists
-    from weir_client.errors import Cancelled as Cancelled
-    from weir_client.errors import DeadlineExceeded as DeadlineExceeded
-    from weir_client.errors import ErrorDetails as ErrorDetails
-    from weir_client.errors import ExceededQuota as ExceededQuota
-    from weir_client.errors import FailedPrecondition as FailedPrecondition
-    from weir_client.errors import FieldViolation as FieldViolation
-    from weir_client.errors import IncompleteGeneration as IncompleteGeneration
-    from weir_client.errors import Internal as Internal
-    from weir_client.errors import InvalidRequest as InvalidRequest
-    from weir_client.errors import NotFound as NotFound
-    from weir_client.errors import PermissionDenied as PermissionDenied
-    from weir_client.errors import PreconditionViolation as PreconditionViolation
-    from weir_client.errors import QuotaExceeded as QuotaExceeded
-    from weir_client.errors import QuotaViolation as QuotaViolation
-    from weir_client.errors import ResourceExhausted as ResourceExhausted
-    from weir_client.errors import Unauthenticated as Unauthenticated
-    from weir_client.errors import Unavailable as Unavailable
-    from weir_client.errors import WeirError as WeirError
-    from weir_client.generated_values import Adjustment as Adjustment
-    from weir_client.generated_values import AdjustmentState as AdjustmentState
-    from weir_client.generated_values import Alert as Alert
-    from weir_client.generated_values import AlertDelivery as AlertDelivery
-    from weir_client.generated_values import AlertDeliveryState as AlertDeliveryState
-    from weir_client.generated_values import AlertInvoice as AlertInvoice
-    from weir_client.generated_values import AlertWebhook as AlertWebhook
-    from weir_client.generated_values import ApiKey as ApiKey
-    from weir_client.generated_values import AppliedConfiguration as AppliedConfiguration
-    from weir_client.generated_values import AppliedPrice as AppliedPrice
-    from weir_client.generated_values import AuditEntry as AuditEntry
-    from weir_client.generated_values import BillingProfile as BillingProfile
-    from weir_client.generated_values import ChangeAction as ChangeAction
-    from weir_client.generated_values import ClosedMonth as ClosedMonth
-    from weir_client.generated_values import ConfigurationChange as ConfigurationChange
-    from weir_client.generated_values import ConfigurationViolation as ConfigurationViolation
-    from weir_client.generated_values import CreatedAlertWebhook as CreatedAlertWebhook
-    from weir_client.generated_values import CreatedApiKey as CreatedApiKey
-    from weir_client.generated_values import CreditBalance as CreditBalance
-    from weir_client.generated_values import CreditGrant as CreditGrant
-    from weir_client.generated_values import CreditNoteSummary as CreditNoteSummary
-    from weir_client.generated_values import DocumentFormat as DocumentFormat
-    from weir_client.generated_values import DrainedReplica as DrainedReplica
-    from weir_client.generated_values import FieldChange as FieldChange
-    from weir_client.generated_values import FinishReason as FinishReason
-    from weir_client.generated_values import Generation as Generation
-    from weir_client.generated_values import GenerationState as GenerationState
-    from weir_client.generated_values import Invoice as Invoice
-    from weir_client.generated_values import InvoiceLine as InvoiceLine
-    from weir_client.generated_values import InvoicePayment as InvoicePayment
-    from weir_client.generated_values import KeyChange as KeyChange
-    from weir_client.generated_values import KeyRestrictions as KeyRestrictions
-    from weir_client.generated_values import KilledRequest as KilledRequest
-    from weir_client.generated_values import KillResult as KillResult
-    from weir_client.generated_values import LiveOrganization as LiveOrganization
-    from weir_client.generated_values import LiveRequest as LiveRequest
-    from weir_client.generated_values import LiveView as LiveView
-    from weir_client.generated_values import Model as Model
-    from weir_client.generated_values import ModelTask as ModelTask
-    from weir_client.generated_values import ModelVersion as ModelVersion
-    from weir_client.generated_values import Month as Month
-    from weir_client.generated_values import MonthCharge as MonthCharge
-    from weir_client.generated_values import MonthExportFormat as MonthExportFormat
-    from weir_client.generated_values import MonthReport as MonthReport
-    from weir_client.generated_values import MonthReportLine as MonthReportLine
-    from weir_client.generated_values import MonthState as MonthState
-    from weir_client.generated_values import MonthVerification as MonthVerification
-    from weir_client.generated_values import Obstacle as Obstacle
-    from weir_client.generated_values import Organization as Organization
-    from weir_client.generated_values import PaymentState as PaymentState
-    from weir_client.generated_values import Plan as Plan
-    from weir_client.generated_values import PlanAssignment as PlanAssignment
-    from weir_client.generated_values import PlanList as PlanList
-    from weir_client.generated_values import PrepaidCredit as PrepaidCredit
-    from weir_client.generated_values import Price as Price
-    from weir_client.generated_values import PriceList as PriceList
-    from weir_client.generated_values import PriceVersion as PriceVersion
-    from weir_client.generated_values import Project as Project
-    from weir_client.generated_values import QuotaDimension as QuotaDimension
-    from weir_client.generated_values import QuotaStatus as QuotaStatus
-    from weir_client.generated_values import QuotaSubject as QuotaSubject
-    from weir_client.generated_values import Quote as Quote
-    from weir_client.generated_values import Reconciliation as Reconciliation
-    from weir_client.generated_values import RecordedRequest as RecordedRequest
-    from weir_client.generated_values import RefusedField as RefusedField
-    from weir_client.generated_values import Replica as Replica
-    from weir_client.generated_values import ReplicaDrain as ReplicaDrain
-    from weir_client.generated_values import ReplicaList as ReplicaList
-    from weir_client.generated_values import ReplicaState as ReplicaState
-    from weir_client.generated_values import RequestCounts as RequestCounts
-    from weir_client.generated_values import RequestPhase as RequestPhase
-    from weir_client.generated_values import RotatedApiKey as RotatedApiKey
-    from weir_client.generated_values import SimulatedCustomer as SimulatedCustomer
-    from weir_client.generated_values import Stage as Stage
-    from weir_client.generated_values import Timings as Timings
-    from weir_client.generated_values import TokenKind as TokenKind
-    from weir_client.generated_values import TokenLogprob as TokenLogprob
-    from weir_client.generated_values import TokenLogprobs as TokenLogprobs
-    from weir_client.generated_values import UndrainedReplica as UndrainedReplica
-    from weir_client.generated_values import Usage as Usage
-    from weir_client.generated_values import UsageForecast as UsageForecast
-    from weir_client.generated_values import UsageGrouping as UsageGrouping
-    from weir_client.generated_values import UsagePage as UsagePage
-    from weir_client.generated_values import UsageRow as UsageRow
-    from weir_client.generated_values import UsageShare as UsageShare
+    from weir_client.errors import *  # noqa: F403  # re-exports each of its classes
+    from weir_client.generated_values import *  # noqa: F403
     from weir_client.generation import AsyncGeneration as AsyncGeneration
     from weir_client.money import PICOS_PER_UNIT as PICOS_PER_UNIT
     from weir_client.money import Money as Money
@@ -177,22 +76,7 @@ _NAMES = {
         " NotFound PermissionDenied PreconditionViolation QuotaExceeded QuotaViolation"
         " ResourceExhausted Unauthenticated Unavailable WeirError"
     ),
-    "generated_values": (
-        "Adjustment AdjustmentState Alert AlertDelivery AlertDeliveryState AlertInvoice"
-        " AlertWebhook ApiKey AppliedConfiguration AppliedPrice AuditEntry BillingProfile"
-        " ChangeAction ClosedMonth ConfigurationChange ConfigurationViolation"
-        " CreatedAlertWebhook CreatedApiKey CreditBalance CreditGrant CreditNoteSummary"
-        " DocumentFormat DrainedReplica FieldChange FinishReason Generation GenerationState"
-        " Invoice InvoiceLine InvoicePayment KeyChange KeyRestrictions KillResult KilledRequest"
-        " LiveOrganization LiveRequest LiveView Model ModelTask ModelVersion Month MonthCharge"
-        " MonthExportFormat MonthReport MonthReportLine MonthState MonthVerification Obstacle"
-        " Organization PaymentState Plan PlanAssignment PlanList PrepaidCredit Price PriceList"
-        " PriceVersion Project QuotaDimension QuotaStatus QuotaSubject Quote Reconciliation"
-        " RecordedRequest RefusedField Replica ReplicaDrain ReplicaList ReplicaState"
-        " RequestCounts RequestPhase RotatedApiKey SimulatedCustomer Stage Timings TokenKind"
-        " TokenLogprob TokenLogprobs UndrainedReplica Usage UsageForecast UsageGrouping"
-        " UsagePage UsageRow UsageShare"
-    ),
+    "generated_values": VALUES,
     "generation": "AsyncGeneration",
     "money": "Money PICOS_PER_UNIT",
     "options": "AttachOptions GenerateOptions Message Prompt",

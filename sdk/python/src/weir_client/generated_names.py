@@ -1,0 +1,21 @@
+"""Names of the values of the contract, separated by spaces.
+
+Generated from the contract by `infra/generate_sdk.py`: run `make proto` instead of editing it.
+"""
+
+from __future__ import annotations
+
+VALUES = """
+Adjustment AdjustmentState Alert AlertDelivery AlertDeliveryState AlertInvoice AlertKey AlertWebhook
+ApiKey AppliedConfiguration AppliedPrice AuditEntry BillingProfile ChangeAction ClosedMonth
+ConfigurationChange ConfigurationViolation CreatedAlertWebhook CreatedApiKey CreditBalance
+CreditGrant CreditNoteSummary DocumentFormat DrainedReplica FieldChange FinishReason Generation
+GenerationState Invoice InvoiceLine InvoicePayment KeyChange KeyRestrictions KillResult
+KilledRequest LiveOrganization LiveRequest LiveView Model ModelTask ModelVersion Month MonthCharge
+MonthExportFormat MonthReport MonthReportLine MonthState MonthVerification Obstacle Organization
+PaymentState Plan PlanAssignment PlanList PrepaidCredit Price PriceList PriceVersion Project
+QuotaDimension QuotaStatus QuotaSubject Quote Reconciliation RecordedRequest RefusedField Replica
+ReplicaDrain ReplicaList ReplicaState RequestCounts RequestPhase RotatedApiKey SimulatedCustomer
+Stage Timings TokenKind TokenLogprob TokenLogprobs UndrainedReplica Usage UsageForecast
+UsageGrouping UsagePage UsageRow UsageShare
+"""
