@@ -22,6 +22,7 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.errors import Draining
 from api.core.settings import Settings
 from api.generation.delivery.delta import Delta
+from api.generation.delivery.stream_writer import StreamWriter
 from api.generation.parsing.embed_request import ValidEmbed, parse_embed
 from api.generation.request.caller import Caller
 from api.generation.request.live_embedding import LiveEmbedding
@@ -199,6 +200,7 @@ async def world(
             await open_processes(world, checkpoint, tasks)
             asyncio.get_running_loop().set_task_factory(world.suspensions)
             world.suspensions.watch_events(monkeypatch, LiveRequest, *EVENTS)
+            world.suspensions.watch_events(monkeypatch, StreamWriter, "_flush")
             yield world
             asyncio.get_running_loop().set_task_factory(None)
             await close_processes(world)
@@ -499,8 +501,19 @@ def _watch_handing_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return take_and_note
 
+    send_now = Exchange._send_now
+
+    def send_now_and_note(self: Exchange, data: bytes) -> bool:
+        token_count = sum(collected)
+        collected.clear()
+        is_taken = send_now(self, data)
+        # Otherwise `_send` waits for it.
+        (forwarded_count if is_taken else collected).append(token_count)
+        return is_taken
+
     monkeypatch.setattr(Exchange, "note_token", count_one)
     monkeypatch.setattr(AnswerSubscription, "delta", count)
+    monkeypatch.setattr(Exchange, "_send_now", send_now_and_note)
     for name in ("_write", "_send"):  # of a whole answer, and of a stream
         monkeypatch.setattr(Exchange, name, noting(getattr(Exchange, name)))
 
