@@ -138,6 +138,16 @@ class Connection(asyncio.Protocol):
         self._in_trailer = self._is_behind = False
         self.has_ended = True
         self.was_used = False
+        self._heads: Any = HttpResponseParser(  # parses one head after the other
+            self,  # type: ignore[arg-type]
+            asyncio.get_running_loop(),
+            PIECE_BYTES,
+            max_line_size=LINE_BYTES_MAX,
+            max_headers=HEADERS_MAX,
+            max_field_size=LINE_BYTES_MAX,
+            response_with_body=False,
+            auto_decompress=False,
+        )
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Implement `asyncio.Protocol`."""
@@ -158,7 +168,8 @@ class Connection(asyncio.Protocol):
         if len(self._data) > WAITING_BYTES_MAX and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
         """Implement `asyncio.Protocol`."""
@@ -211,17 +222,7 @@ class Connection(asyncio.Protocol):
             if not await self._more():
                 raise ConnectionResetError("the server closed the connection without an answer")
         end += 4
-        parser: Any = HttpResponseParser(
-            self,  # type: ignore[arg-type]
-            asyncio.get_running_loop(),
-            PIECE_BYTES,
-            max_line_size=LINE_BYTES_MAX,
-            max_headers=HEADERS_MAX,
-            max_field_size=LINE_BYTES_MAX,
-            response_with_body=False,
-            auto_decompress=False,
-        )
-        messages, *_ = parser.feed_data(self._data[:end])
+        messages, *_ = self._heads.feed_data(self._data[:end])
         if len(messages) != 1:
             raise HttpProcessingError(code=502, message="the head of the answer is invalid")
         self._data = self._data[end:]
