@@ -154,6 +154,7 @@ class Exchange:
             None  # the first failure; it becomes that of the response
         )
         self._response: web.StreamResponse | None = None  # None until something is written
+        self._is_chunked = False
         # Whether the opening events of a stream, or anything but blanks of a body, were written.
         self._is_open = False
         self._has_output = False  # whether an unstreamed response has output
@@ -292,8 +293,7 @@ class Exchange:
         assert self._response is not None, "the head is sent with the first data"
         # `StreamResponse.write` takes four times as many steps, and may block without a timeout; a
         # timeout per token costs as much as the token.
-        is_chunked = self._response.chunked
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
         return not self._connection.writing_paused
 
     async def _break_silence(self) -> None:
@@ -504,7 +504,7 @@ class Exchange:
         """Prepare the response, so that its head is sent together with the first data."""
         if self._response is not None:
             return self._response
-        is_chunked = self._http.version >= HttpVersion11
+        self._is_chunked = is_chunked = self._http.version >= HttpVersion11
         headers = self._response_headers()
         self._response = response = (
             web.Response(headers=headers) if is_chunked else web.StreamResponse(headers=headers)
