@@ -32,11 +32,6 @@ _OF_SAMPLING = frozenset(
         *(RequestField.TOP_LOGPROBS, RequestField.PROMPT_LOGPROBS),
     }
 )
-_OF_STOP = (
-    RequestField.STOP_TOKEN_IDS,
-    RequestField.IGNORE_EOS,
-    RequestField.MIN_OUTPUT_TOKENS,
-)
 # Fields that only the embedded engine supports
 EMBEDDED_ONLY = frozenset(
     {
@@ -50,8 +45,12 @@ EMBEDDED_ONLY = frozenset(
 def used_fields(request: GenerationRequest) -> frozenset[RequestField]:
     """Find the fields that affect the output. Some fields need a temperature above 0."""
     used, stop, form = _sampling_fields(request.sampling), request.stop, request.response_format
-    if stop.ignore_eos or stop.min_output_tokens or stop.stop_token_ids:
-        used |= {name for name in _OF_STOP if getattr(stop, name)}
+    if stop.ignore_eos:
+        used |= {RequestField.IGNORE_EOS}
+    if stop.min_output_tokens:
+        used |= {RequestField.MIN_OUTPUT_TOKENS}
+    if stop.stop_token_ids:
+        used |= {RequestField.STOP_TOKEN_IDS}
     if stop.max_reasoning_tokens is not None:
         used |= {RequestField.MAX_REASONING_TOKENS}
     if form is not None:
@@ -96,7 +95,7 @@ class Capabilities:
         left = self.unsupported
         if form is not None and self.after_thinking is not None:
             left -= self._check_thinking(request, form, engine)
-        if not left.isdisjoint(used := used_fields(request)):
+        if left and not left.isdisjoint(used := used_fields(request)):
             first = next(field for field in RequestField if field in left & used)
             raise self._refusal(request, first, engine)
         if sampling.top_logprobs is not None:

@@ -11,12 +11,11 @@ loop lags, all shares shrink together, to protect token latency.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import threading
 import time
 import types
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -174,17 +173,9 @@ class RateLimiter:
         if (call := CALL.get()) is not None:
             call.was_counted(cost_s)
 
-    @contextlib.contextmanager
-    def charging(self, owner: Payer, free_s: float = 0.0) -> Iterator[None]:
+    def charging(self, owner: Payer, free_s: float = 0.0) -> Charging:
         """Charge the processor time of the block, except the first `free_s`. It must not await."""
-        started = start_work()
-        try:
-            yield
-        finally:
-            if (cost_s := work_s(started) - free_s) > 0:
-                self.charge(owner, 0.0, cost_s)
-                if (call := CALL.get()) is not None:
-                    call.was_counted(cost_s)
+        return Charging(self, owner, free_s)
 
     def wait_s(self, owner: Payer) -> float:
         """Return how many seconds the payer has to wait until its charges are paid off."""
@@ -252,6 +243,26 @@ class RateLimiter:
             if not waiting.waiting_count:
                 del self._waiting[key_id]
         return True
+
+
+class Charging:
+    """Context manager of `RateLimiter.charging`."""
+
+    __slots__ = ("_free_s", "_owner", "_pace", "_started")
+
+    def __init__(self, pace: RateLimiter, owner: Payer, free_s: float) -> None:
+        self._pace = pace
+        self._owner = owner
+        self._free_s = free_s
+
+    def __enter__(self) -> None:
+        self._started = start_work()
+
+    def __exit__(self, *error: object) -> None:
+        if (cost_s := work_s(self._started) - self._free_s) > 0:
+            self._pace.charge(self._owner, 0.0, cost_s)
+            if (call := CALL.get()) is not None:
+                call.was_counted(cost_s)
 
 
 def dearer(seconds: float, stall_s: float) -> float:

@@ -340,6 +340,11 @@ class LeaseSettings:
     # Interval between searches for journals of processes that ended.
     recovery_interval_s: float = setting("WEIR_RECOVERY_INTERVAL_S", 5.0, positive(3600))
 
+    def first_slice(self, output_token_count_max: int) -> tuple[int, int]:
+        """Compute the first slice of a request with at most this output, and its minimum."""
+        first = min(self.slice_tokens, output_token_count_max)
+        return first, min(self.min_tokens, first)
+
 
 @dataclass(frozen=True, slots=True)
 class RequestSettings:

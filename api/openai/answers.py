@@ -438,8 +438,9 @@ class ChatAnswer(ChunkAnswer):
         return b"".join(self._new_chunk(output, each) for each in events)
 
     def token(self, output: Output, text: str) -> bytes:
-        before, after = self._plain_chunk(output.index)
-        return b"".join((before, encode(text), after, self._end_of(output)))
+        before, after = self._plain_chunks.get(output.index) or self._plain_chunk(output.index)
+        end = self._end_of(output) if self._parsed.repeats_usage else self._chunk_tail
+        return b"".join((before, encode(text), after, end))
 
     def _plain_chunk(self, index: int) -> tuple[bytes, bytes]:
         """Encode the parts of an event around its text, which all tokens of a choice share."""

@@ -154,6 +154,7 @@ class Exchange:
             None  # the first failure; it becomes that of the response
         )
         self._response: web.StreamResponse | None = None  # None until something is written
+        self._is_chunked = False
         # Whether the opening events of a stream, or anything but blanks of a body, were written.
         self._is_open = False
         self._has_output = False  # whether an unstreamed response has output
@@ -267,20 +268,31 @@ class Exchange:
 
     async def _send(self, data: bytes) -> None:
         """Write events, or a part of a body. Raises: ConnectionError, TimeoutError."""
-        if not data:
-            return
-        transport = self._connection.open_transport()
-        if self._response is None:
+        if data and self._response is None:
+            self._connection.open_transport()
             await self._open_response()
             writer: Any = self._http.writer
             await writer.write(data, drain=False)
-        else:
-            # `StreamResponse.write` takes four times as many steps, and may block without a
-            # timeout; a timeout per token costs as much as the token.
-            is_chunked = self._response.chunked
-            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
+            if self.parsed.streams:
+                self._writer.write_now = self._send_now
+        elif data:
+            self._send_now(data)
         if self._connection.writing_paused:
             await self._connection.drained()
+
+    def _send_now(self, data: bytes) -> bool:
+        """Write events, or a part of a body, after the head of the response.
+
+        Returns whether the kernel has accepted everything. Raises: ConnectionError.
+        """
+        if not data:
+            return True
+        transport = self._connection.open_transport()
+        assert self._response is not None, "the head is sent with the first data"
+        # `StreamResponse.write` takes four times as many steps, and may block without a timeout; a
+        # timeout per token costs as much as the token.
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        return not self._connection.writing_paused
 
     async def _break_silence(self) -> None:
         """Send a ping event, or a blank before a body.
@@ -490,7 +502,7 @@ class Exchange:
         """Prepare the response, so that its head is sent together with the first data."""
         if self._response is not None:
             return self._response
-        is_chunked = self._http.version >= HttpVersion11
+        self._is_chunked = is_chunked = self._http.version >= HttpVersion11
         headers = self._response_headers()
         self._response = response = (
             web.Response(headers=headers) if is_chunked else web.StreamResponse(headers=headers)

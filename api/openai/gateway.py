@@ -452,7 +452,8 @@ class Gateway:
         router = self._registry.router
         check_model(principal, router.canonical_name(parsed.model))
         route = router.route(parsed.model, request_id)
-        if route.engine.model.capabilities.counts_from_usage:
+        model = route.engine.model
+        if model.capabilities.counts_from_usage:
             for name, is_wanted in (
                 ("return_token_ids", parsed.shows_token_ids),
                 ("return_tokens_as_token_ids", parsed.names_tokens_by_id),
@@ -462,7 +463,6 @@ class Gateway:
                         name,
                         "is not supported: this model's engine reports no token ids; leave it out",
                     )
-        model = route.engine.model
         mark = f"{model.fingerprint}_{route.adapter}" if route.adapter else model.fingerprint
         return ServedModel(self._texts[route.served], mark, model.default_sampling)
 

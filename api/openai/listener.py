@@ -22,7 +22,6 @@ from aiohttp import HttpVersion11, StreamReader, web
 from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.http_writer import _serialize_headers
 from aiohttp.web_protocol import RequestHandler
 
 from api.access.auth import BEARER
@@ -54,13 +53,16 @@ TRACING = {
     *("x-amzn-trace-id", "x-cloud-trace-context", "x-datadog-trace-id", "uber-trace-id"),
 }
 TRACING_VALUE = re.compile(r"[\x20-\x7e]{1,256}")
+CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")  # would end a header
 
 log = structlog.get_logger(__name__)
 
 
 def peer_of(request: web.BaseRequest) -> str:
     """Return the client's address in gRPC's notation."""
-    return cast(Connection, request.protocol).peer
+    connection: Any = request.protocol  # a `Connection`
+    peer: str = connection.peer
+    return peer
 
 
 def secret_of(request: web.BaseRequest) -> str:
@@ -407,7 +409,7 @@ class TracedRequest(web.BaseRequest):
 
     def complete(self, response: web.StreamResponse, headers: MutableMapping[str, str]) -> None:
         """Add the headers of this request's connection, and the tracing headers, to a response."""
-        connection = cast(Connection, self.protocol)
+        connection: Any = self.protocol  # a `Connection`
         if not TRACING.isdisjoint(map(str.lower, self.headers)):
             for name in map(str.lower, self.headers):
                 if name in TRACING and TRACING_VALUE.fullmatch(value := self.headers[name]):
@@ -431,22 +433,25 @@ class WholeResponse(web.StreamResponse):
         self._content = body
         self._fields = headers
 
-    async def prepare(self, request: web.BaseRequest) -> Any:
-        """Write the response. Raises: ConnectionError."""
+    async def prepare(self, request: Any) -> Any:
+        """Write the response to a `TracedRequest`. Raises: ConnectionError."""
         if self.prepared:
             return None
         fields, is_latest = self._fields, request.version >= HttpVersion11
         if self._keep_alive is None:
             self._keep_alive = request.keep_alive
         fields |= {"Content-Length": str(len(self._content)), "Date": rfc822_formatted_time()}
-        cast(TracedRequest, request).complete(self, fields)
+        request.complete(self, fields)
         if "connection" not in fields and self._keep_alive != is_latest:
             fields["Connection"] = "keep-alive" if self._keep_alive else "close"
         version = request.version
-        head = _serialize_headers(f"HTTP/{version[0]}.{version[1]} 200 OK", cast(Any, fields))
+        if CONTROL_CHARACTER.search("".join((*fields, *fields.values()))) is not None:
+            raise ValueError("a header contains a control character")
+        lines = [f"{name}: {value}\r\n" for name, value in fields.items()]
+        head = f"HTTP/{version[0]}.{version[1]} 200 OK\r\n{''.join(lines)}\r\n"
         self._eof_sent = True
-        writer: Any = request.writer
-        await writer.write(head + self._content, drain=False)
+        writer = request.writer
+        await writer.write(head.encode() + self._content, drain=False)
         await writer.drain()
         return writer
 

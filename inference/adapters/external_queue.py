@@ -221,8 +221,8 @@ class ExternalQueue:
         """Count the sequences here, and add the engine's last reported blocks and steps."""
         return msgspec.structs.replace(
             self.reported,
-            waiting_sequence_count=sum(choice.ended is None for *_, choice in self._waiting),
-            running_sequence_count=sum(choice.ended is None for choice in self._inside),
+            waiting_sequence_count=[entry[-1].ended for entry in self._waiting].count(None),
+            running_sequence_count=[choice.ended for choice in self._inside].count(None),
             prompt_token_count=self._prompt_token_count,
             cached_token_count=self._cached_token_count,
             output_token_count=self._output_token_count,

@@ -108,27 +108,21 @@ class Choice:
     is_whole: bool = False
     stopped_here: bool = False  # by a token that the engine does not know as an end
     stopped_by: StoppedBy = None
+    number: int = field(init=False)  # of the request
+    # Prompt for the engine, followed by output that was generated elsewhere.
+    sent_token_ids: tuple[int, ...] = field(init=False)
     token_count_max: int = field(init=False)  # that the engine may still generate
     rank: float = field(init=False)
     overtaken_count: int = 0
 
     def __post_init__(self) -> None:
         request = self.request.generation
-        self.rank = request.rank
+        self.number, self.rank = self.request.number, request.rank
+        self.sent_token_ids = request.prompt_token_ids + request.output_token_ids
         self.token_count_max = request.stop.max_output_tokens - len(request.output_token_ids)
         for count, token_id in enumerate(request.output_token_ids, 1):
             # The previous engine sent the same text; text that it held back is held back here too.
             self._take_token(token_id, count)
-
-    @property
-    def number(self) -> int:
-        return self.request.number
-
-    @property
-    def sent_token_ids(self) -> tuple[int, ...]:
-        """Prompt for the engine, followed by output that was generated elsewhere."""
-        request = self.request.generation
-        return request.prompt_token_ids + request.output_token_ids
 
     @property
     def splits_text(self) -> bool:
@@ -230,8 +224,9 @@ class Choice:
 
     def _take_one(self, token_id: int, now_s: float) -> TokensGenerated:
         """Process a token that arrives alone, as most of a stream do."""
-        request = self.request
-        check_token_ids((token_id,), request.vocabulary_size)
+        request, size = self.request, self.request.vocabulary_size
+        if size is not None and not (type(token_id) is int and 0 <= token_id < size):
+            check_token_ids((token_id,), size)
         self.token_count += 1
         count = len(request.generation.output_token_ids) + self.token_count
         text, _, reasoning, thought_count = self._take_token(token_id, count)

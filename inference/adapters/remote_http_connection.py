@@ -26,6 +26,7 @@ PIECE_BYTES = 16 << 10  # decoded at once: 6 bytes may be one chunk, and 16 KiB 
 WAITING_BYTES_MAX = 64 << 10  # received and not decoded; above it, the server has to wait
 HEADERS_MAX, LINE_BYTES_MAX, HEAD_BYTES_MAX = 64, 8190, 64 << 10
 INTERIM_MAX = 4  # responses with a status below 200 before the final one
+CLOSED_HERE = "the connection was closed here"
 _NO_BODY = frozenset((204, 304))
 # Start of a chunk; extensions are ignored. Its length has at most 31 bits.
 _CHUNK = re.compile(rb"(0{0,16}[0-9A-Fa-f]{1,7})[ \t]*(?:;[^\r\n]*)?\r?\n")
@@ -126,6 +127,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, pool: Connections) -> None:
         self._pool = pool
+        self._loop = asyncio.get_running_loop()
         self._transport: Any = None
         self._is_lost = self._is_closed = self._is_paused = False
         self._waiter: asyncio.Future[None] | None = None  # while a reader waits for data
@@ -138,6 +140,16 @@ class Connection(asyncio.Protocol):
         self._in_trailer = self._is_behind = False
         self.has_ended = True
         self.was_used = False
+        self._heads: Any = HttpResponseParser(  # parses one head after the other
+            self,  # type: ignore[arg-type]
+            self._loop,
+            PIECE_BYTES,
+            max_line_size=LINE_BYTES_MAX,
+            max_headers=HEADERS_MAX,
+            max_field_size=LINE_BYTES_MAX,
+            response_with_body=False,
+            auto_decompress=False,
+        )
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Implement `asyncio.Protocol`."""
@@ -158,7 +170,8 @@ class Connection(asyncio.Protocol):
         if len(self._data) > WAITING_BYTES_MAX and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
         """Implement `asyncio.Protocol`."""
@@ -208,20 +221,13 @@ class Connection(asyncio.Protocol):
             if len(self._data) > HEAD_BYTES_MAX:
                 raise HttpProcessingError(code=502, message="the head of the answer is too long")
             searched = max(len(self._data) - 3, 0)
-            if not await self._more():
+            if self._is_closed:
+                raise ConnectionAbortedError(CLOSED_HERE)
+            if self._is_lost:
                 raise ConnectionResetError("the server closed the connection without an answer")
+            await self._arrival()
         end += 4
-        parser: Any = HttpResponseParser(
-            self,  # type: ignore[arg-type]
-            asyncio.get_running_loop(),
-            PIECE_BYTES,
-            max_line_size=LINE_BYTES_MAX,
-            max_headers=HEADERS_MAX,
-            max_field_size=LINE_BYTES_MAX,
-            response_with_body=False,
-            auto_decompress=False,
-        )
-        messages, *_ = parser.feed_data(self._data[:end])
+        messages, *_ = self._heads.feed_data(self._data[:end])
         if len(messages) != 1:
             raise HttpProcessingError(code=502, message="the head of the answer is invalid")
         self._data = self._data[end:]
@@ -237,6 +243,8 @@ class Connection(asyncio.Protocol):
         if self._is_behind:
             await asyncio.sleep(0)
         while not self.has_ended:
+            if self._is_closed:
+                raise ConnectionAbortedError(CLOSED_HERE)
             if count := len(self._data):
                 part = self._unchunked() if self._is_chunked else self._plain()
                 self._is_behind = bool(self._data)
@@ -244,33 +252,26 @@ class Connection(asyncio.Protocol):
                     return part
                 if len(self._data) < count:
                     continue
-            if not await self._more():
+            if self._is_lost:
                 if self._left is not None:
                     raise ConnectionResetError("the stream ended before its last message")
                 self.has_ended = True
+            else:
+                await self._arrival()
         return b""
 
-    async def _more(self) -> bool:
-        """Wait for data; return False if the connection has closed."""
-        if self._is_closed:
-            raise ConnectionAbortedError("the connection was closed here")
-        if self._is_lost:
-            return False
+    def _arrival(self) -> asyncio.Future[None]:
+        """Return a future for the next data or the end of the open connection."""
         if self._is_paused:
             self._is_paused = False
             self._transport.resume_reading()
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-        if self._is_closed:
-            raise ConnectionAbortedError("the connection was closed here")
-        return True
+        self._waiter = self._loop.create_future()
+        return self._waiter
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def release(self) -> None:
         """Keep the connection for the next request if the response was read to its end; otherwise

@@ -184,7 +184,7 @@ class ControlTokens:
     def _spelled_markers(self, rendered: str) -> list[int]:
         if not self._tokens:
             return []
-        return self._markers_in(self._id_by_text[text] for text in self._marker.findall(rendered))
+        return self._markers_in([self._id_by_text[text] for text in self._marker.findall(rendered)])
 
     def _encode_apart(self, rendered: str) -> tuple[int, ...]:
         """Encode with a copy of the tokenizer that recognizes no markers in text."""

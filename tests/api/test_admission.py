@@ -37,9 +37,9 @@ class Rig:
     journal: UsageJournal
 
     @asynccontextmanager
-    async def admitted(self, op: Admit) -> AsyncIterator[HoldHandle]:
+    async def admitted(self, op: Admit, max_output_tokens: int = 1000) -> AsyncIterator[HoldHandle]:
         """Run the block under a hold; the block sets `outcome`."""
-        lease, error = await self.admission.admit(op, UsageSoFar()), None
+        lease, error = await self.admission.admit(op, UsageSoFar(), max_output_tokens), None
         try:
             yield lease
         except BaseException as raised:
@@ -78,8 +78,9 @@ async def running(
     journal.close()
 
 
-def request(payer: Payer, *, max_output_tokens: int = 1000) -> Admit:
-    return Admit(new_hold_id(), payer, uuid.uuid4(), bytes(32), "demo", 10, max_output_tokens, 0)
+def request(payer: Payer) -> Admit:
+    first, least = SETTINGS.leases.first_slice(1000)
+    return Admit(new_hold_id(), payer, uuid.uuid4(), bytes(32), "demo", 10, first, least)
 
 
 async def test_tokens_flow_under_a_lease_that_grows_with_them(
@@ -118,7 +119,7 @@ async def test_the_lease_is_extended_before_it_is_needed(world: HoldWorld, tmp_p
 
 async def test_no_more_is_leased_than_the_request_allows(world: HoldWorld, tmp_path: Path) -> None:
     async with running(world, tmp_path) as rig:
-        async with rig.admitted(request(world.tenant(), max_output_tokens=33)) as lease:
+        async with rig.admitted(request(world.tenant()), 33) as lease:
             await rig.generate(lease, 33)
             lease.outcome = Outcome.LENGTH
 

@@ -22,6 +22,7 @@ from weir.v1 import inference_service_pb2 as pb
 from api.core.errors import Draining
 from api.core.settings import Settings
 from api.generation.delivery.delta import Delta
+from api.generation.delivery.stream_writer import StreamWriter
 from api.generation.parsing.embed_request import ValidEmbed, parse_embed
 from api.generation.request.caller import Caller
 from api.generation.request.live_embedding import LiveEmbedding
@@ -32,6 +33,8 @@ from api.openai.gateway import Gateway
 from api.openai.listener import Listener
 from api.rpc.inference_service import InferenceServicer
 from api.server import build_peer_server
+from inference.engine import Scheduled
+from inference.errors import RequestImpossible
 from metering.core.models import Outcome, QuotaDimension
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions
@@ -199,6 +202,7 @@ async def world(
             await open_processes(world, checkpoint, tasks)
             asyncio.get_running_loop().set_task_factory(world.suspensions)
             world.suspensions.watch_events(monkeypatch, LiveRequest, *EVENTS)
+            world.suspensions.watch_events(monkeypatch, StreamWriter, "_flush")
             yield world
             asyncio.get_running_loop().set_task_factory(None)
             await close_processes(world)
@@ -499,8 +503,19 @@ def _watch_handing_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return take_and_note
 
+    send_now = Exchange._send_now
+
+    def send_now_and_note(self: Exchange, data: bytes) -> bool:
+        token_count = sum(collected)
+        collected.clear()
+        is_taken = send_now(self, data)
+        # Otherwise `_send` waits for it.
+        (forwarded_count if is_taken else collected).append(token_count)
+        return is_taken
+
     monkeypatch.setattr(Exchange, "note_token", count_one)
     monkeypatch.setattr(AnswerSubscription, "delta", count)
+    monkeypatch.setattr(Exchange, "_send_now", send_now_and_note)
     for name in ("_write", "_send"):  # of a whole answer, and of a stream
         monkeypatch.setattr(Exchange, name, noting(getattr(Exchange, name)))
 
@@ -619,6 +634,30 @@ async def is_met(
         raise
     world.mend()
     return met
+
+
+@pytest.mark.parametrize(("is_unstarted", "bill"), [(True, (0, 0)), (False, (len(PROMPT), 0))])
+async def test_the_input_of_a_scheduled_request_is_free_if_the_server_refuses_it_unstarted(
+    world: World, is_unstarted: bool, bill: tuple[int, int]
+) -> None:
+    """A whole answer counts as scheduled when it is sent, so its refusal comes after that."""
+    engine, run = world.here.engine, StreamRun(world, (start_frame(),))
+    engine.gate.clear()
+    running = asyncio.create_task(run.run())
+    async with asyncio.timeout(PATIENCE_S):
+        while not engine._sequences:  # noqa: ASYNC110  # depends on the database
+            await asyncio.sleep(0.001)
+    [sequence] = engine._sequences.values()
+
+    engine._emit(sequence, Scheduled(0, is_final=False))
+    engine._emit(sequence, RequestImpossible("refused", is_unstarted=is_unstarted))
+    await running
+
+    assert world.bill(run.request_id) == bill
+    [failed] = [frame.failed for frame in run.call.frames if frame.HasField("failed")]
+    assert failed.usage.input_token_count == bill[0]
+    engine.core = engine.make()
+    engine.gate.set()
 
 
 async def test_one_id_that_is_started_in_two_processes_at_once_runs_in_one_and_is_billed_once(

@@ -28,27 +28,40 @@ ACT = st.one_of(
     st.tuples(st.just("write"), st.just(0), st.just(0)),
     st.tuples(st.just("turn"), st.just(0), st.just(0)),
     st.tuples(st.just("abandon"), st.just(0), st.just(0)),
+    st.tuples(st.just("accept"), st.integers(0, 1), st.just(0)),
 )
 
 
 class Transport:
-    """Transport that takes one message at a time; each write waits until it is released."""
+    """Transport that takes one message at a time; each write waits until it is released.
 
-    def __init__(self, *, flowing: bool = True) -> None:
+    `write_now` waits for nothing if `accepts`.
+    """
+
+    def __init__(self, *, flowing: bool = True, accepts: bool = True) -> None:
         self.messages: list[list[int]] = []
+        self.accepts = accepts
         self.may_write = asyncio.Semaphore(10**9 if flowing else 0)
         self.entered = asyncio.Semaphore(0)
 
     async def write(self, data: bytes) -> None:
         self.entered.release()
         await self.may_write.acquire()
-        self.messages.append(
-            [
-                token_id
-                for frame in pb.GenerateResponse.FromString(data).frames
-                for token_id in frame.delta.token_ids
-            ]
-        )
+        if data:
+            self.messages.append(tokens_of(data))
+
+    def write_now(self, data: bytes) -> bool:
+        self.messages.append(tokens_of(data))
+        return self.accepts
+
+
+def tokens_of(data: bytes) -> list[int]:
+    """Return the token ids of all deltas in a message."""
+    return [
+        token_id
+        for frame in pb.GenerateResponse.FromString(data).frames
+        for token_id in frame.delta.token_ids
+    ]
 
 
 def recorded(journal: UsageJournal) -> dict[uuid.UUID | None, int]:
@@ -106,6 +119,78 @@ async def test_all_that_waits_goes_out_in_one_message_and_in_order(journal: Usag
 
     assert transport.messages == [[1], [2, 2, 4, 4, 3, 3, 5, 5]]
     assert recorded(journal) == {first.hold_id: 5, second.hold_id: 4}
+
+
+async def test_messages_are_sent_at_once_without_the_task_of_the_writer(
+    journal: UsageJournal,
+) -> None:
+    writer, transport = StreamWriter(journal), Transport()
+    one = output_on(writer)
+
+    async def write(data: bytes) -> None:
+        raise AssertionError("the task has nothing to write")
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(writer.write_all(write))
+        await ticks()
+        writer.write_now = transport.write_now
+        for token_id in (1, 2):
+            append(one, token_id)
+            append(one, token_id)
+            assert one.usage.journalled_token_count == 2 * (token_id - 1)
+            await ticks(1)
+            assert one.usage.delivered_token_count == 2 * token_id
+        writer.close()
+
+    assert transport.messages == [[1, 1], [2, 2]]
+    assert recorded(journal) == marked(journal) == {one.hold_id: 4}
+
+
+async def test_a_message_sent_at_once_counts_as_delivered_when_the_transport_has_taken_it(
+    journal: UsageJournal,
+) -> None:
+    writer, transport = StreamWriter(journal), Transport(flowing=False, accepts=False)
+    one = output_on(writer)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(writer.write_all(transport.write))
+        await ticks()
+        writer.write_now = transport.write_now
+        append(one, 1)
+        await transport.entered.acquire()
+        append(one, 2)
+        await ticks()
+        assert transport.messages == [[1]], "one message at a time"
+        assert (one.usage.journalled_token_count, one.usage.delivered_token_count) == (1, 0)
+        assert writer.writing_since is not None
+
+        transport.accepts = True
+        transport.may_write.release()
+        transport.may_write.release()
+        await ticks()
+        assert one.usage.delivered_token_count == 2
+        writer.close()
+
+    assert transport.messages == [[1], [2]]
+
+
+async def test_an_error_of_a_message_sent_at_once_ends_the_writer(journal: UsageJournal) -> None:
+    writer, one = StreamWriter(journal), Transport()
+    output = output_on(writer)
+
+    def write_now(data: bytes) -> bool:
+        raise ConnectionResetError("the client disconnected")
+
+    writing = asyncio.ensure_future(writer.write_all(one.write))
+    await ticks()
+    writer.write_now = write_now
+    append(output, 1)
+    with pytest.raises(ConnectionResetError):
+        await writing
+    writer.abandon()
+
+    assert output.usage.delivered_token_count == 0
+    async with asyncio.timeout(1):
+        await all_taken(output)
 
 
 async def test_a_burst_is_split_at_the_bound_of_a_message(
@@ -275,9 +360,9 @@ async def test_abandoning_releases_every_waiter_and_drops_later_frames(
 
 
 @settings(max_examples=100, deadline=None, print_blob=True)
-@given(acts=st.lists(ACT, max_size=25))
+@given(acts=st.lists(ACT, max_size=25), at_once=st.booleans())
 def test_any_order_of_acts_delivers_no_more_than_was_appended_and_frees_every_waiter(
-    acts: list[tuple[str, int, int]],
+    acts: list[tuple[str, int, int]], at_once: bool
 ) -> None:
     async def scenario() -> None:
         records: dict[uuid.UUID, int] = {}
@@ -303,6 +388,9 @@ def test_any_order_of_acts_delivers_no_more_than_was_appended_and_frees_every_wa
         gone = False
         async with asyncio.TaskGroup() as tasks:
             writing = tasks.create_task(writer.write_all(transport.write))
+            if at_once:
+                await ticks(2)
+                writer.write_now = transport.write_now
             for act, index, token_count in acts:
                 match act:
                     case "say":
@@ -314,6 +402,8 @@ def test_any_order_of_acts_delivers_no_more_than_was_appended_and_frees_every_wa
                         outputs[index].discard()
                     case "write":
                         transport.may_write.release()
+                    case "accept":
+                        transport.accepts = bool(index)
                     case "abandon":
                         writing.cancel()
                         writer.abandon()

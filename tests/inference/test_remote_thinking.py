@@ -227,7 +227,7 @@ def splitting(thinking_server: ServerProcess) -> Iterator[RemoteWorld]:
     thinking_server.go_wrong()
 
 
-@pytest.mark.parametrize("choice_count", [1, 3])
+@pytest.mark.parametrize(("choice_count", "is_whole"), [(1, False), (3, False), (1, True)])
 @pytest.mark.parametrize("continuous", [[], ["refuse continuous_usage_stats"]])
 @pytest.mark.parametrize(
     ("faults", "expected"),
@@ -245,10 +245,14 @@ async def test_thinking_that_a_server_splits_itself_has_the_count_of_the_server(
     expected: tuple[str, str, int],
     continuous: list[str],
     choice_count: int,
+    is_whole: bool,
 ) -> None:
+    request = requested(max_output_tokens=20, choice_count=choice_count)
     splitting.server.go_wrong(*SPLITTING, *faults, *continuous)
     async with connected(splitting) as engine:
-        parts = await parts_of(engine, requested(max_output_tokens=20, choice_count=choice_count))
+        parts = await parts_of(engine, replace(request, is_whole=is_whole))
+        is_streamed = splitting.server.state()["bodies"][-1]["stream"]
+    assert is_streamed, "without ids, the messages show which tokens are thinking"
     reasoning, text, count = expected
     for each in parts.values():
         assert (each.reasoning, each.text.strip()) == (reasoning, text)

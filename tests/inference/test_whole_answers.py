@@ -23,15 +23,24 @@ from inference.engine import (
     GenerationRequest,
     SamplingParams,
     Scheduled,
+    SequenceFinished,
     TokensGenerated,
 )
+from inference.errors import EngineError, RequestImpossible
+from inference.routing.replica import Replica
+from inference.routing.replica_set import ReplicaSet
 from inference.sequences import RequestField
 from inference.text.detokenizer import TextPiece
 from inference.text.reasoning import Marked, Markers
 from inference.text.text_decoder import GivenTextDecoder, TextDecoder
 from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.remote_engines import RemoteWorld, connected, remote_settings
+from tests.inference.remote_engines import (
+    RemoteWorld,
+    connected,
+    remote_engine,
+    remote_settings,
+)
 from tests.inference.running import make_request
 from tests.inference.worker_engines import LONG, prompt, read_all, run, until
 from tests.remote_servers.serving import ServerProcess
@@ -120,6 +129,44 @@ async def test_a_whole_answer_is_scheduled_when_sent_and_cancelled_at_the_server
         assert outcome.finished.reason is EngineFinishReason.CANCELLED
         assert not outcome.token_ids
         await until(lambda: world.server.idle)
+
+
+async def test_a_whole_answer_that_the_server_refuses_has_not_begun(world: RemoteWorld) -> None:
+    async with connected(world) as engine:
+        world.server.go_wrong("only_streams")
+        events: list[Any] = []
+        engine.submit(whole(make_request(prompt(1), 8)), events.append)
+        await until(lambda: len(events) > 1)
+
+    assert events[0] == Scheduled(0, is_final=False)
+    assert isinstance(events[1], RequestImpossible)
+    assert events[1].is_unstarted
+
+
+async def test_a_whole_answer_of_a_lost_server_comes_from_another_replica(
+    world: RemoteWorld,
+) -> None:
+    async with remote_engine(world.settings) as first, remote_engine(world.settings) as second:
+        expected = await run(second, make_request(prompt(1), 30))
+        replicas = ReplicaSet(
+            first.model, [Replica("r0", first), Replica("r1", second)], recovery_wait_s=600.0
+        )
+        replicas.drain({"r1"})
+        world.server.go_wrong("mute")
+        seen_count, events = world.server.state()["seen"], list[Any]()
+        replicas.submit(whole(make_request(prompt(1), 30)), events.append)
+        await until(lambda: world.server.state()["seen"] > seen_count)
+        replicas.drain({"r0"})
+        world.server.go_wrong()
+        assert first._connection is not None
+        cast(HttpDialect, first._connection.dialect).connections.close()
+        await until(lambda: isinstance(events[-1], SequenceFinished | EngineError))
+
+    [scheduled, *generated, finished] = events
+    assert scheduled == Scheduled(0, is_final=False)
+    assert isinstance(finished, SequenceFinished)
+    assert finished.migration_count == 0, "no token had been sent"
+    assert [token_id for each in generated for token_id in each.token_ids] == expected.token_ids
 
 
 async def test_waiting_whole_answers_enter_one_after_the_other(world: RemoteWorld) -> None:

@@ -307,6 +307,10 @@ class StreamWriter:
         self._room: asyncio.Future[None] | None = None  # while the reader waits for room
         self._is_open = True  # frames may be sent
         self._closing = False
+        # Writes a message and returns whether the transport has taken it. None: only `write_all`
+        # writes messages.
+        self.write_now: Callable[[bytes], bool] | None = None
+        self._is_flushing = False  # `_flush` is scheduled
         # Longest silence, in seconds; the time of the last write; and the next check of it.
         self._silence_s = SILENCE_S
         self._written_at = -math.inf
@@ -336,9 +340,14 @@ class StreamWriter:
         """Handle that a request has ended with this frame."""
 
     def _note(self) -> None:
-        """Wake the writer if it is idle."""
-        if self._idle is not None and not self._idle.done():
+        """Send what is queued, by waking the writer if it is idle."""
+        if self._idle is None or self._idle.done() or not self._is_open:
+            return
+        if self.write_now is None or self._closing:
             self._idle.set_result(None)
+        elif not self._is_flushing:
+            self._is_flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
 
     async def room(self) -> None:
         """Wait while more than `FRAMES_WAITING_MAX` frames are unsent, to slow the client down."""
@@ -432,8 +441,9 @@ class StreamWriter:
     ) -> None:
         """Send messages until the writer is closed and everything is sent.
 
-        `write` sends a serialized `GenerateResponse`. If it raises `gone`, the client has
-        disconnected and `on_gone` is called; other errors are raised. `break_silence` sends
+        `write` sends a message and waits until the transport has taken it, and what `write_now`
+        wrote; the message may be empty. If it raises `gone`, the client has disconnected and
+        `on_gone` is called; other errors are raised. `break_silence` sends
         something that keeps the connection alive. `silent_for_s` is the time in seconds since the
         client sent its request.
         """
@@ -443,6 +453,7 @@ class StreamWriter:
         try:
             await self._write_all(write, on_gone, gone, break_silence)
         finally:
+            self.write_now = None  # breaks a reference cycle
             if self._silence_timer is not None:
                 self._silence_timer.cancel()
                 self._silence_timer = None
@@ -454,15 +465,16 @@ class StreamWriter:
         gone: type[Exception] | tuple[()],
         break_silence: Callable[[], Awaitable[object]] | None,
     ) -> None:
-        journal, now, loop = self._journal, monotonic, asyncio.get_running_loop()
+        now, loop = monotonic, asyncio.get_running_loop()
         while True:
-            if self._queue and self._is_open:
+            is_written = self.writing_since is not None  # by `_flush`
+            if is_written or (self._queue and self._is_open):
                 # Built as late as possible, since the process may be suspended at any earlier
                 # point.
-                if (message := self._message()) or self._in_flight:
-                    self.writing_since = began_at = now()
+                if is_written or (message := self._message()) or self._in_flight:
+                    self.writing_since = began_at = self.writing_since or now()
                     try:
-                        await write(message)
+                        await write(b"" if is_written else message)
                     except gone:
                         if on_gone is not None:
                             on_gone()
@@ -472,29 +484,7 @@ class StreamWriter:
                         if ended_at - began_at > SLOW_WRITE_S:
                             self._count_write()
                         self.writing_since = None
-                    self.message_count += 1
-                    tokens, self._in_flight_tokens = self._in_flight_tokens, []
-                    for output, token_count, reasoning_count in tokens:
-                        output.was_taken(token_count, reasoning_count)
-                        if output.hold_id is not None and self.marks:
-                            usage = output.usage
-                            journal.took(
-                                output.hold_id,
-                                usage.taken_token_count,
-                                usage.taken_reasoning_token_count,
-                            )
-                        # Else below, when its frames in this message are counted as taken too
-                        if (flush := output.flush) is not None and not (
-                            (receiver := output.subscription) and receiver.in_flight_count
-                        ):
-                            flush.poll()
-                    taken, self._in_flight = self._in_flight, []
-                    for subscription in taken:
-                        subscription.in_flight_count = 0
-                        if subscription.on_taken is not None or (
-                            subscription.supply is not None and subscription.supply.flush
-                        ):
-                            subscription.was_taken()
+                    self._was_taken()
             elif self._closing:
                 return
             elif self._is_silent and break_silence is not None:
@@ -511,6 +501,54 @@ class StreamWriter:
                     await self._idle
                 finally:
                     self._idle = None
+
+    def _flush(self) -> None:
+        """Send what is queued without `write_all`, whose wake-up costs as much as a token.
+
+        It is woken by an error, and to wait until the transport has taken the message.
+        """
+        self._is_flushing = False
+        idle, write_now = self._idle, self.write_now
+        if idle is None or idle.done() or write_now is None:
+            return
+        try:
+            while self._queue:
+                if (message := self._message()) or self._in_flight:
+                    self._written_at = self.writing_since = monotonic()
+                    if not write_now(message):
+                        idle.set_result(None)
+                        return
+                    self.writing_since = None
+                    self._was_taken()
+        except Exception as error:
+            self.writing_since = None
+            idle.set_exception(error)
+
+    def _was_taken(self) -> None:
+        """Count the message that was written: the transport has taken it."""
+        self.message_count += 1
+        tokens, self._in_flight_tokens = self._in_flight_tokens, []
+        for output, token_count, reasoning_count in tokens:
+            output.was_taken(token_count, reasoning_count)
+            if output.hold_id is not None and self.marks:
+                usage = output.usage
+                self._journal.took(
+                    output.hold_id,
+                    usage.taken_token_count,
+                    usage.taken_reasoning_token_count,
+                )
+            # Else below, when its frames in this message are counted as taken too
+            if (flush := output.flush) is not None and not (
+                (receiver := output.subscription) and receiver.in_flight_count
+            ):
+                flush.poll()
+        taken, self._in_flight = self._in_flight, []
+        for subscription in taken:
+            subscription.in_flight_count = 0
+            if subscription.on_taken is not None or (
+                subscription.supply is not None and subscription.supply.flush
+            ):
+                subscription.was_taken()
 
     def _message(self) -> bytes:
         """Build a message with at most `delta_max` deltas of each request, and journal its tokens.
@@ -629,7 +667,3 @@ class WholeAnswerWriter(StreamWriter):
     def close(self) -> None:
         self._is_open = True
         super().close()
-
-    def _note(self) -> None:
-        if self._is_open:
-            super()._note()

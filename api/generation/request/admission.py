@@ -94,10 +94,12 @@ class HoldHandle:
     _lock: asyncio.Lock | None = None  # created by the first extension
     _anticipating = False
 
-    def __init__(self, admission: Admission, op: Admit, usage: UsageSoFar) -> None:
-        """The first slice of `op` must be the whole output.
+    def __init__(
+        self, admission: Admission, op: Admit, usage: UsageSoFar, max_output_token_count: int = 0
+    ) -> None:
+        """The lease grows from the first slice of `op` to `max_output_token_count` at most.
 
-        Only a part of it is leased at first. The hold is settled with the token counts in `usage`.
+        The hold is settled with the token counts in `usage`.
         """
         # Returns why tokens may no longer be delivered under this hold, or None. Called for each
         # token.
@@ -105,7 +107,7 @@ class HoldHandle:
         self.usage = usage
         self._op = op
         self._admission = admission
-        self._max_output_token_count = op.first_slice_token_count
+        self._max_output_token_count = max_output_token_count
 
     def ask(self, done: Callable[[Exception | None], None]) -> None:
         """Request a permit and a hold. A refused request leaves no trace.
@@ -114,14 +116,11 @@ class HoldHandle:
         RequestIdReused, RequestInFlight, RequestSettled, DatabaseUnavailable. Raises: Draining,
         Overloaded, JournalUnavailable.
         """
-        op, admission = self._op, self._admission
-        leases = admission.leases
+        admission = self._admission
         if admission.journal.fault:
             admission.journal.check()
-        op.first_slice_token_count = min(leases.slice_tokens, op.first_slice_token_count)
-        op.least_slice_token_count = min(leases.min_tokens, op.first_slice_token_count)
         admission.capacity.take()
-        self._pending = admission.holds.begin_admit(op, partial(self._answered, done))
+        self._pending = admission.holds.begin_admit(self._op, partial(self._answered, done))
 
     def _answered(
         self, done: Callable[[Exception | None], None], answer: Admitted | Exception
@@ -303,24 +302,25 @@ class Admission:
     async def check_room(self, op: Admit) -> None:
         """Raise the refusal that a request of at least this size would get, before any work.
 
-        The input in `op` is a lower bound, and its output only the first slice. Raises: Draining,
-        Overloaded, JournalUnavailable, and the errors of `HoldStore.check_room`.
+        The tokens in `op` are lower bounds. Raises: Draining, Overloaded, JournalUnavailable, and
+        the errors of `HoldStore.check_room`.
         """
         self.capacity.check()
         self.journal.check()
-        op.first_slice_token_count = op.least_slice_token_count = min(1, op.first_slice_token_count)
         try:
             await self.holds.check_room(op)
         except QuotaExceeded:
             self.note_refusal(op.payer.api_key_id.int)
             raise
 
-    async def admit(self, op: Admit, usage: UsageSoFar) -> HoldHandle:
+    async def admit(
+        self, op: Admit, usage: UsageSoFar, max_output_token_count: int = 0
+    ) -> HoldHandle:
         """Take a permit and a hold, and return their handle, which the caller must end.
 
         Raises the refusals of `HoldHandle.ask`. If cancelled, releases both.
         """
-        hold = HoldHandle(self, op, usage)
+        hold = HoldHandle(self, op, usage, max_output_token_count)
         try:
             await answered(hold.ask)
         except asyncio.CancelledError:

@@ -85,6 +85,7 @@ from api.generation.request.preparation import (
     check_room,
     checked_request,
     is_bounded,
+    max_output_token_count,
     prepared,
 )
 from api.generation.request.readiness import engine_lost, wait_until_ready
@@ -351,14 +352,16 @@ class LiveRequest:
         )
         is_requested = arrival.deadline is not None and not route.engine.healthy()
         engine_wait_s = route.engine.condition().retry_after_s if is_requested else 0.0
-        op = admission_request(self.start, request, caller.payer)
+        op = admission_request(self.start, request, caller.payer, registry.settings.leases)
         asking = Asking(
             route,
             preparing.call_reading,
             preparing.work_s,
             request=request,
             entry=registry.queues[route.served].enter(arrival, engine_wait_s),
-            hold=HoldHandle(registry.admission, op, self.output.usage),
+            hold=HoldHandle(
+                registry.admission, op, self.output.usage, max_output_token_count(request)
+            ),
         )
         self.phase = asking
         asking.hold.ask(partial(self._answered, asking))

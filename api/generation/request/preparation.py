@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from api.core.errors import FieldViolation, InvalidRequest, KeyBoundExceeded, PromptTooLong
+from api.core.settings import LeaseSettings
 from api.generation.parsing.decoding import check_against_model
 from api.generation.parsing.start_frame import ValidStart
 from api.generation.parsing.tokenizing import TextJob, check_prompt, tokenize
@@ -205,11 +206,11 @@ def arrival_of(
     )
 
 
-def admission_request(start: ValidStart, request: GenerationRequest, payer: Payer) -> Admit:
-    """Build the `Admit` operation, asking for all output tokens of every choice.
-
-    `HoldHandle.ask` reduces it to the first slice.
-    """
+def admission_request(
+    start: ValidStart, request: GenerationRequest, payer: Payer, leases: LeaseSettings
+) -> Admit:
+    """Build the `Admit` operation, asking for the first slice of the output."""
+    first, least = leases.first_slice(max_output_token_count(request))
     return Admit(
         new_hold_id(),
         payer,
@@ -217,11 +218,16 @@ def admission_request(start: ValidStart, request: GenerationRequest, payer: Paye
         start.payload_hash,
         start.model,
         len(request.prompt_token_ids),
-        first_slice_token_count=request.stop.max_output_tokens * request.choice_count,
-        least_slice_token_count=0,
+        first_slice_token_count=first,
+        least_slice_token_count=least,
         labels=start.labels,
         tier=start.tier,
     )
+
+
+def max_output_token_count(request: GenerationRequest) -> int:
+    """Compute the output tokens of all choices together at most."""
+    return request.stop.max_output_tokens * request.choice_count
 
 
 async def check_room(
@@ -233,7 +239,7 @@ async def check_room(
     """
     ids = new_hold_id(), payer, start.request_id, start.payload_hash
     await admission.check_room(
-        Admit(*ids, start.model, least_token_count, 1, 0, start.labels, start.tier)
+        Admit(*ids, start.model, least_token_count, 1, 1, start.labels, start.tier)
     )
 
 

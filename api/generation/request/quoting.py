@@ -28,7 +28,11 @@ from api.generation.parsing.start_frame import ValidStart, parse_start
 from api.generation.parsing.text_work import INLINE_COST_MAX
 from api.generation.parsing.tokenizing import TextJob, tokenize
 from api.generation.parsing.tools import ToolUse, call_reading
-from api.generation.request.preparation import check_input_bound, prepared
+from api.generation.request.preparation import (
+    check_input_bound,
+    max_output_token_count,
+    prepared,
+)
 from api.generation.request.registry import RequestRegistry
 from inference.text.tools import Tool
 from metering.quotas import quoting
@@ -150,20 +154,17 @@ async def quote(
     job = TextJob(registry.text_work, payer, tokenizer, route.engine.model.context_window_tokens)
     request, work_s = await prepared(start, route, job, registry.safety, principal.bounds)
     registry.pace.charge(principal, work_s)
-    input_count, output_count_max = (
-        len(request.prompt_token_ids),
-        request.stop.max_output_tokens * request.choice_count,
-    )
-    settings = registry.settings
-    first_slice = min(settings.leases.slice_tokens, output_count_max)
+    input_count = len(request.prompt_token_ids)
+    output_count_max = max_output_token_count(request)
+    first, least = registry.settings.leases.first_slice(output_count_max)
     async with sessions() as session:
         found = await quoting.quote(
             session,
             payer=payer,
             model=start.model,
             input_token_count=input_count,
-            first_slice_token_count=first_slice,
-            least_slice_token_count=min(settings.leases.min_tokens, first_slice),
+            first_slice_token_count=first,
+            least_slice_token_count=least,
             tier=start.tier,
         )
     cached = route.engine.predict_cached_token_count(request.prompt_token_ids, request.cache_salt)
