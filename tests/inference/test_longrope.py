@@ -17,7 +17,7 @@ from inference.engine import BeamSearchParams, SamplingParams
 from inference.errors import CheckpointInvalid
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
 from tests.inference.running import make_core, make_request, random_prompt, run_all
-from tests.inference.test_equality import WAYS, choose_way
+from tests.inference.test_reference_tokens import WAYS, choose_way
 
 ORIGINAL = 64  # tokens
 LONGROPE: dict[str, Any] = {

@@ -1,8 +1,8 @@
 """Engines under random traffic: each request gets the output that it gets alone.
 
-`WEIR_TEST_SEEDS=41,42,43 pytest tests/inference/test_random_runs.py` runs other seeds. In fp32:
-where two likely tokens are equal to the last bits, the order of additions may decide, so that one
-of very many seeds could differ without a fault.
+`WEIR_TEST_SEEDS=41,42,43 pytest tests/inference/test_request_independence.py` runs other seeds.
+In fp32: where two likely tokens are equal to the last bits, the order of additions may decide, so
+that one of very many seeds could differ without a fault.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from inference.core.sequence import Sequence
 from inference.sampling.sampler import Chosen, SeenTokens
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
 from tests.inference.running import check_deeply, make_core, make_request, random_prompt
-from tests.inference.test_equality import WAYS, choose_way
+from tests.inference.test_reference_tokens import WAYS, choose_way
 
 SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1,2,3,4").split(",")]
 REQUESTS = 30

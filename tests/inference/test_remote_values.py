@@ -1,4 +1,4 @@
-"""Parts of remote engines: targets, seeds, salts, archives, cache events, settings."""
+"""Values exchanged with remote engines: targets, seeds, salts, archives, cache events, settings."""
 
 from __future__ import annotations
 
