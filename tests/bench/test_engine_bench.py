@@ -46,9 +46,7 @@ def test_the_versions_of_the_other_engines_are_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [1, None])
-def test_an_engine_that_cannot_be_started_is_named_by_its_option(
-    tmp_path: Path, status: int | None
-) -> None:
+def test_an_engine_that_cannot_start_names_its_option(tmp_path: Path, status: int | None) -> None:
     python = tmp_path / "python"
     if status is not None:
         program(python, "no module named vllm", status)

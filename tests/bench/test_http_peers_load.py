@@ -51,9 +51,7 @@ async def test_a_burst_is_one_request_on_each_connection(port: int) -> None:
     assert len(set(seen.delivered)) == 20
 
 
-async def test_an_answer_of_another_length_is_a_failure(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_answer_of_wrong_length_fails(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     serve = Upstream._chat
     monkeypatch.setattr(
         Upstream, "_chat", lambda self, requested: serve(self, {**requested, "max_tokens": 4})
@@ -64,9 +62,7 @@ async def test_an_answer_of_another_length_is_a_failure(
     assert seen.failures[0].startswith("not 5 tokens")
 
 
-async def test_the_upstream_lists_the_records_that_it_received(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_upstream_lists_its_records(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Upstream, "record_ids", set())
     call_id = str(uuid.uuid4())
     url = f"http://127.0.0.1:{port}/records"
@@ -81,9 +77,7 @@ async def test_the_upstream_lists_the_records_that_it_received(
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 7, 1000])
-async def test_the_upstream_reads_a_chunked_body_however_it_arrives(
-    port: int, piece_bytes: int
-) -> None:
+async def test_the_upstream_reads_a_chunked_body_in_any_pieces(port: int, piece_bytes: int) -> None:
     """Gateways that pass requests on stream the body."""
     body = b'{"messages": [{"content": "a b"}], "max_tokens": 2}'
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
@@ -27,6 +28,11 @@ class ScriptedWeir:
 
 
 Run = Callable[..., Result]
+
+
+def rows(table: str) -> list[str]:
+    """Return the lines of a table, each with one blank between its words."""
+    return [" ".join(line.split()) for line in table.splitlines() if line.strip()]
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +67,11 @@ def server() -> Iterator[ScriptedWeir]:
 
 @pytest.fixture
 def bare_weir() -> Run:
-    """Return a function that runs `weir` with exactly these arguments."""
+    """Return a function that runs `weir` with exactly these arguments, or with one command line."""
 
     def run(*arguments: str, stdin: str | None = None) -> Result:
-        return CliRunner().invoke(app, list(arguments), input=stdin, catch_exceptions=False)
+        words = shlex.split(arguments[0]) if len(arguments) == 1 else list(arguments)
+        return CliRunner().invoke(app, words, input=stdin, catch_exceptions=False)
 
     return run
 

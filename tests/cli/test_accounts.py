@@ -14,50 +14,23 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import live_requests_pb2 as live_pb
 from weir.v1 import months_pb2, types_pb2
 
-from tests.cli.conftest import Run, ScriptedWeir
+from tests.cli.conftest import Run, ScriptedWeir, rows
 from tests.cli.scripted_weir import QUOTA, REPORT
 
 
-def test_the_secret_of_a_key_is_alone_on_stdout_and_warned_about(
-    weir: Run, server: ScriptedWeir
-) -> None:
+def test_a_keys_secret_is_alone_on_stdout_with_a_warning(weir: Run, server: ScriptedWeir) -> None:
     result = weir(
-        *(
-            "key",
-            "create",
-            "laptop",
-            "--org",
-            "acme",
-            "--project",
-            "web",
-            "--scope",
-            "admin",
-            "--model",
-            "demo",
-            "--expires-in",
-            "30d",
-        ),
-        *(
-            "--network",
-            "203.0.113.0/24",
-            "--network",
-            "2001:db8::/32",
-            "--max-input-tokens",
-            "8000",
-            "--max-output-tokens",
-            "100",
-            "--strict-parameters",
-        ),
+        "key create laptop --org acme --project web --scope admin --model demo "
+        "--expires-in 30d --network 203.0.113.0/24 --network 2001:db8::/32 "
+        "--max-input-tokens 8000 --max-output-tokens 100 --strict-parameters"
     )
 
     assert result.stdout == "weir_ab12cd_topsecret\n"
     assert "The secret is shown only now" in result.stderr
     request = server.accounts.requests[0]
-    assert (request.organization, request.project, list(request.scopes)) == (
-        "acme",
-        "web",
-        ["admin"],
-    )
+    assert request.organization == "acme"
+    assert request.project == "web"
+    assert list(request.scopes) == ["admin"]
     assert list(request.models) == ["demo"]
     assert list(request.allowed_networks) == ["203.0.113.0/24", "2001:db8::/32"]
     assert (request.max_input_tokens, request.max_output_tokens) == (8000, 100)
@@ -67,8 +40,8 @@ def test_the_secret_of_a_key_is_alone_on_stdout_and_warned_about(
 
 
 def test_keys_are_listed_without_secrets_and_revoked(weir: Run) -> None:
-    listed = weir("key", "list")
-    revoked = weir("key", "revoke", "weir_ab12cd")
+    listed = weir("key list")
+    revoked = weir("key revoke weir_ab12cd")
 
     assert (
         "laptop  acme/web  weir_ab12cd  inference  all     active  2026-11-20 12:00:00Z  never"
@@ -76,23 +49,21 @@ def test_keys_are_listed_without_secrets_and_revoked(weir: Run) -> None:
     )
     assert "secret" not in listed.output
     assert revoked.stderr == "key laptop (weir_ab12cd) was revoked at 2026-11-20 12:00:00Z\n"
-    assert json.loads(weir("key", "create", "k", "--org", "a", "--project", "b", "--json").stdout)[
-        "secret"
-    ]
+    assert json.loads(weir("key create k --org a --project b --json").stdout)["secret"]
 
 
 def test_the_last_use_of_a_key_is_shown_as_far_as_known(weir: Run, server: ScriptedWeir) -> None:
     replies: Any = server.accounts.replies
     [key] = replies["ListApiKeys"].api_keys
-    never = weir("key", "show", "weir_ab12cd").stdout
+    never = weir("key show weir_ab12cd").stdout
     key.use_tracked_since_time.FromJsonString("2026-11-21T00:00:00Z")
-    unknown = weir("key", "show", "weir_ab12cd").stdout
+    unknown = weir("key show weir_ab12cd").stdout
     key.strict_parameters = True
     key.last_use_time.FromJsonString("2026-11-22T09:30:00Z")
-    used = weir("key", "show", "weir_ab12cd").stdout
-    reported = json.loads(weir("key", "show", "weir_ab12cd", "--json").stdout)
-    unused = weir("key", "list", "--unused-for", "90d")
-    wrong = weir("key", "list", "--unused-for", "long")
+    used = weir("key show weir_ab12cd").stdout
+    reported = json.loads(weir("key show weir_ab12cd --json").stdout)
+    unused = weir("key list --unused-for 90d")
+    wrong = weir("key list --unused-for long")
 
     assert " last used        never" in never.splitlines()
     assert "not since 2026-11-21 00:00:00Z" in unknown
@@ -100,10 +71,8 @@ def test_the_last_use_of_a_key_is_shown_as_far_as_known(weir: Run, server: Scrip
     assert " restrictions     none" in unknown.splitlines()
     assert " unknown parameters  refused" in used.splitlines()
     assert reported["strict_parameters"] is True
-    assert (reported["prefix"], reported["last_use_time"]) == (
-        "weir_ab12cd",
-        "2026-11-22T09:30:00Z",
-    )
+    assert reported["prefix"] == "weir_ab12cd"
+    assert reported["last_use_time"] == "2026-11-22T09:30:00Z"
     assert "weir_ab12cd" in unused.stdout
     assert [request.api_key for request in server.accounts.requests] == ["weir_ab12cd"] * 4 + [""]
     assert server.accounts.requests[-1].unused_for.seconds == 90 * 86_400
@@ -111,26 +80,26 @@ def test_the_last_use_of_a_key_is_shown_as_far_as_known(weir: Run, server: Scrip
 
 
 def test_a_lifetime_must_be_readable(weir: Run) -> None:
-    result = weir("key", "create", "laptop", "--org", "a", "--project", "b", "--expires-in", "soon")
+    result = weir("key create laptop --org a --project b --expires-in soon")
 
     assert result.exit_code == 2
     assert "30d" in result.stderr
 
 
 def test_organizations_and_projects(weir: Run, server: ScriptedWeir) -> None:
-    assert "acme" in weir("org", "create", "acme", "--currency", "EUR").stdout
-    assert "acme" in weir("org", "list").stdout
-    assert "web" in weir("project", "create", "web", "--org", "acme").stdout
-    assert json.loads(weir("project", "list", "--org", "acme", "--json").stdout)[0]["name"] == "web"
+    assert "acme" in weir("org create acme --currency EUR").stdout
+    assert "acme" in weir("org list").stdout
+    assert "web" in weir("project create web --org acme").stdout
+    assert json.loads(weir("project list --org acme --json").stdout)[0]["name"] == "web"
 
     created = server.accounts.requests[0]
     assert (created.name, created.currency_code, created.allow_existing) == ("acme", "EUR", False)
     assert (
-        weir("org", "create", "acme", "--if-missing").exit_code
-        == weir("project", "create", "web", "--if-missing", "--org", "a").exit_code
+        weir("org create acme --if-missing").exit_code
+        == weir("project create web --if-missing --org a").exit_code
     )
     assert all(request.allow_existing for request in server.accounts.requests[-2:])
-    assert weir("project", "list").exit_code == 2, "which organization is not known"
+    assert weir("project list").exit_code == 2, "which organization is not known"
 
 
 @pytest.mark.parametrize(
@@ -206,8 +175,8 @@ def test_a_limit_that_makes_no_sense_is_refused_before_it_is_sent(
 
 
 def test_limits_are_shown_with_what_is_left(weir: Run, server: ScriptedWeir) -> None:
-    own = weir("quota", "show", "--model", "demo")
-    listed = json.loads(weir("quota", "list", "--org", "acme", "--json").stdout)
+    own = weir("quota show --model demo")
+    listed = json.loads(weir("quota list --org acme --json").stdout)
 
     assert [line.rstrip() for line in own.stdout.splitlines()][1:-1] == [
         (
@@ -226,17 +195,7 @@ def test_limits_are_shown_with_what_is_left(weir: Run, server: ScriptedWeir) -> 
 
 
 def test_a_price_per_million_becomes_whole_picos(weir: Run, server: ScriptedWeir) -> None:
-    result = weir(
-        "price",
-        "set",
-        "demo",
-        "--input",
-        "0.15",
-        "--output",
-        "0.6",
-        "--effective-time",
-        "2026-12-01",
-    )
+    result = weir("price set demo --input 0.15 --output 0.6 --effective-time 2026-12-01")
 
     assert (
         "price version 2 of demo, interactive, from 2026-12-01 00:00:00Z on, in USD per million"
@@ -244,100 +203,42 @@ def test_a_price_per_million_becomes_whole_picos(weir: Run, server: ScriptedWeir
     )
     assert "price version 3 of demo for acme, batch" in result.stderr
     request = server.accounts.requests[0]
-    assert (
-        request.input_picos_per_token,
-        request.cached_input_picos_per_token,
-        request.output_picos_per_token,
-    ) == (150_000, 150_000, 600_000)
+    assert request.input_picos_per_token == 150_000
+    assert request.cached_input_picos_per_token == 150_000
+    assert request.output_picos_per_token == 600_000
     assert request.effective_time.seconds == 1_796_083_200
     assert not request.HasField("reasoning_picos_per_token"), "as output"
     thinking = ("--reasoning", "1.2")
     assert weir("price", "set", "demo", "--input", "1", "--output", "1", *thinking).exit_code == 0
     assert server.accounts.requests[1].reasoning_picos_per_token == 1_200_000
-    assert weir("price", "set", "demo", "--input", "0.0000001", "--output", "1").exit_code == 2
-    assert (
-        json.loads(weir("price", "set", "demo", "--input", "1", "--output", "1", "--json").stdout)[
-            0
-        ]["version"]
-        == 2
-    )
+    assert weir("price set demo --input 0.0000001 --output 1").exit_code == 2
+    assert json.loads(weir("price set demo --input 1 --output 1 --json").stdout)[0]["version"] == 2
     assert not request.HasField("batch_multiplier_milli")
     own = weir(
-        "price",
-        "set",
-        "demo",
-        "--input",
-        "1",
-        "--output",
-        "1",
-        "--org",
-        "acme",
-        "--batch-multiplier",
-        "0.5",
-        "--embedding",
-        "2",
+        "price set demo --input 1 --output 1 --org acme --batch-multiplier 0.5 --embedding 2"
     )
     requested = server.accounts.requests[-1]
-    assert (
-        own.exit_code,
-        requested.organization,
-        requested.batch_multiplier_milli,
-        requested.embedding_picos_per_token,
-    ) == (0, "acme", 500, 2_000_000)
-    assert (
-        weir(
-            "price", "set", "demo", "--input", "1", "--output", "1", "--batch-multiplier", "0.0005"
-        ).exit_code
-        == 2
-    )
+    assert (own.exit_code, requested.organization) == (0, "acme")
+    assert requested.batch_multiplier_milli == 500
+    assert requested.embedding_picos_per_token == 2_000_000
+    assert weir("price set demo --input 1 --output 1 --batch-multiplier 0.0005").exit_code == 2
 
 
 @pytest.mark.usefixtures("wide_terminal")
 def test_amount_payer_and_reason_are_one_call(weir: Run, server: ScriptedWeir) -> None:
-    listed = weir("price", "list", "--org", "acme")
-    history = weir("price", "list", "--org", "acme", "--history")
-    ended = weir("price", "withdraw", "demo", "--org", "acme")
+    listed = weir("price list --org acme")
+    history = weir("price list --org acme --history")
+    ended = weir("price withdraw demo --org acme")
 
-    assert [line.split() for line in listed.stdout.splitlines() if " demo " in line] == [
-        [
-            "demo",
-            "interactive",
-            "0.15",
-            "0.15",
-            "0.60",
-            "0.00",
-            "USD",
-            "list",
-            "2026-12-01",
-            "00:00:00Z",
-            "2",
-        ],
-        [
-            "demo",
-            "batch",
-            "0.075",
-            "0.075",
-            "0.30",
-            "0.00",
-            "USD",
-            "acme",
-            "2026-11-20",
-            "12:00:00Z",
-            "3",
-        ],
+    assert [row for row in rows(listed.stdout) if " demo " in f" {row}"] == [
+        "demo interactive 0.15 0.15 0.60 0.00 USD list 2026-12-01 00:00:00Z 2",
+        "demo batch 0.075 0.075 0.30 0.00 USD acme 2026-11-20 12:00:00Z 3",
     ]
     assert server.accounts.requests[0].organization == "acme"
-    assert next(line for line in history.stdout.splitlines() if " ends " in line).split()[:5] == [
-        "4",
-        "demo",
-        "acme",
-        "batch",
-        "ends",
-    ]
+    ended_price = next(row for row in rows(history.stdout) if " ends " in row)
+    assert ended_price.startswith("4 demo acme batch ends ")
     assert "acme pays the list price of demo from 2026-11-20 12:00:00Z on" in ended.stderr
-    assert (
-        json.loads(weir("price", "list", "--json").stdout)["prices"][1]["source"] == "organization"
-    )
+    assert json.loads(weir("price list --json").stdout)["prices"][1]["source"] == "organization"
 
 
 def test_models_count_and_prices_are_listed(weir: Run) -> None:
@@ -345,27 +246,25 @@ def test_models_count_and_prices_are_listed(weir: Run) -> None:
         "demo   LlamaForCausalLM    2,048  torch   0.15 USD      0.05 USD  0.60 USD"
         in weir("models").stdout
     )
-    assert (
-        json.loads(weir("models", "--json").stdout)[0]["price"]["output_picos_per_token"] == 600_000
-    )
-    assert weir("count", "Hi").stdout == "1,025 tokens of a context window of 2,048\n"
-    assert json.loads(weir("count", "Hi", "--json").stdout) == {
+    assert json.loads(weir("models --json").stdout)[0]["price"]["output_picos_per_token"] == 600_000
+    assert weir("count Hi").stdout == "1,025 tokens of a context window of 2,048\n"
+    assert json.loads(weir("count Hi --json").stdout) == {
         "input_token_count": 1025,
         "context_window_tokens": 2048,
     }
 
 
 def test_the_audit_log_says_what_changed(weir: Run) -> None:
-    result = weir("audit", "--limit", "1")
+    result = weir("audit --limit 1")
 
     assert "quota.set" in result.stdout
     assert "limit_value: 10 → 20" in result.stdout
     assert result.stderr == "older entries: weir audit --before 17\n"
-    assert json.loads(weir("audit", "--json").stdout)[0]["actor"] == "weir_ab12cd"
+    assert json.loads(weir("audit --json").stdout)[0]["actor"] == "weir_ab12cd"
 
 
 def test_the_month_is_a_table_with_totals_counts_and_check(weir: Run) -> None:
-    result = weir("month", "show", "2026-11", "--org", "acme")
+    result = weir("month show 2026-11 --org acme")
 
     assert [line.rstrip() for line in result.stdout.splitlines()] == [
         "acme · 2026-11 (UTC) · USD before tax, rates per million tokens",
@@ -397,16 +296,14 @@ def test_the_month_is_a_table_with_totals_counts_and_check(weir: Run) -> None:
     ]
 
 
-def test_documents_of_a_month_are_written_as_they_come(
-    weir: Run, server: ScriptedWeir, tmp_path: Path
-) -> None:
+def test_documents_of_a_month_are_written(weir: Run, server: ScriptedWeir, tmp_path: Path) -> None:
     content = b'{"month": "2026-11"}\r\n'
     server.accounts.replies["GetMonthDocument"] = months_pb2.GetMonthDocumentResponse(
         content=content
     )
     files = {form: tmp_path / f"month.{form}" for form in ("json", "csv")}
 
-    shown = weir("month", "show", "2026-11", "--org", "acme", "--json")
+    shown = weir("month show 2026-11 --org acme --json")
     saved = [
         weir("month", "show", "2026-11", "--org", "acme", "--format", form, "-o", str(files[form]))
         for form in files
@@ -436,7 +333,7 @@ def test_a_closed_month_is_shown_with_its_invoice_and_a_file_has_the_same_table(
     )
     server.accounts.replies["GetInvoice"] = months_pb2.GetInvoiceResponse(invoice=invoice)
 
-    shown = weir("month", "show", "2026-11", "--org", "acme").stdout
+    shown = weir("month show 2026-11 --org acme").stdout
     weir("month", "show", "2026-11", "--org", "acme", "-o", str(tmp_path / "month.txt"))
 
     assert "0.0062175" in shown
@@ -456,18 +353,18 @@ def test_a_ledger_that_does_not_agree_is_no_success(weir: Run, server: ScriptedW
         content=b"month\n"
     )
 
-    table = weir("month", "show", "2026-11", "--org", "acme")
-    sheet = weir("month", "show", "2026-11", "--org", "acme", "--format", "csv")
+    table = weir("month show 2026-11 --org acme")
+    sheet = weir("month show 2026-11 --org acme --format csv")
 
     assert table.exit_code == sheet.exit_code == 1
     assert "usage 58,371 ≠ ledger 58,370 + unrated 0 tokens: OFF BY 1 TOKENS" in table.stdout
     assert "unrated   3 usage events" in table.stdout
     assert "3 usage events are not included yet" in sheet.stderr
-    assert weir("month", "show", "2026-13", "--org", "acme").exit_code == 2
+    assert weir("month show 2026-13 --org acme").exit_code == 2
 
 
 def test_the_trace_of_a_request(weir: Run) -> None:
-    result = weir("trace", "7f3c1d52-6f0e-4b1a-9a53-0d8c6f2b1e77")
+    result = weir("trace 7f3c1d52-6f0e-4b1a-9a53-0d8c6f2b1e77")
 
     assert [line.rstrip() for line in result.stdout.splitlines()] == [
         (
@@ -490,7 +387,7 @@ def test_the_trace_of_a_request(weir: Run) -> None:
         "",
         "1,025 in (200 cached) · 150 out · 0.00022375 USD · TTFT 212 ms · 102.8 tokens/s",
     ]
-    assert json.loads(weir("trace", "x", "--json").stdout)["timings"]["decode_ms"] == 1450
+    assert json.loads(weir("trace x --json").stdout)["timings"]["decode_ms"] == 1450
 
 
 @pytest.mark.parametrize("refusal", [code_pb2.NOT_FOUND, code_pb2.PERMISSION_DENIED])
@@ -509,8 +406,8 @@ def test_a_request_of_another_project_is_traced_by_an_admins_key(
     )
     server.inference.refusals.append((status_pb2.Status(code=refusal, message="no"), True))
 
-    found, requested = weir("trace", "x"), server.accounts.keys[-1]
-    direct = weir("trace", "x", "--project", "acme/search", "--json")
+    found, requested = weir("trace x"), server.accounts.keys[-1]
+    direct = weir("trace x --project acme/search --json")
 
     assert requested == "Bearer weir_admin"
     assert "acme/search · wk_copilot1" in found.stdout
@@ -530,7 +427,7 @@ def test_without_an_admins_key_an_unknown_request_is_unknown(
         (status_pb2.Status(code=code_pb2.NOT_FOUND, message="request 'x' not found"), True)
     )
 
-    result = weir("trace", "x")
+    result = weir("trace x")
 
     assert (result.exit_code, server.accounts.requests) == (1, [])
     assert "request 'x' not found" in result.stderr
@@ -538,16 +435,7 @@ def test_without_an_admins_key_an_unknown_request_is_unknown(
 
 def test_a_billing_profile_is_changed_field_by_field(weir: Run, server: ScriptedWeir) -> None:
     result = weir(
-        "org",
-        "billing",
-        "acme",
-        "--email",
-        "a@acme.example",
-        "--email",
-        "b@acme.example",
-        "--country",
-        "DE",
-        "--json",
+        "org billing acme --email a@acme.example --email b@acme.example --country DE --json"
     )
 
     assert result.exit_code == 0
@@ -555,18 +443,16 @@ def test_a_billing_profile_is_changed_field_by_field(weir: Run, server: Scripted
     assert isinstance(listed, admin_pb.ListOrganizationsRequest)
     assert changed.organization == "00000000-0000-0000-0000-000000000009"
     assert list(changed.billing_profile.emails) == ["a@acme.example", "b@acme.example"]
-    assert (changed.billing_profile.country, changed.billing_profile.legal_name) == (
-        "DE",
-        "Acme GmbH",
-    )
+    assert changed.billing_profile.country == "DE"
+    assert changed.billing_profile.legal_name == "Acme GmbH"
     assert json.loads(result.stdout)["billing_profile"]["country"] == "DE"
 
 
 def test_a_billing_profile_is_shown_and_an_unknown_organization_refused(
     weir: Run, server: ScriptedWeir
 ) -> None:
-    shown = weir("org", "billing", "acme")
-    refused = weir("org", "billing", "nobody", "--country", "DE")
+    shown = weir("org billing acme")
+    refused = weir("org billing nobody --country DE")
 
     assert "Acme GmbH" in shown.stdout
     assert refused.exit_code == 1

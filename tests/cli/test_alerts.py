@@ -41,23 +41,16 @@ def test_alerts_are_listed_with_what_was_used_of_what(weir: Run, server: Scripte
         alerts=[MONEY, CREDIT], next_page_token="more"
     )
 
-    shown = weir("alerts", "list", "--org", "acme", "--count", "2")
-    as_json = weir("alerts", "list", "--json", "--count", "2")
+    shown = weir("alerts list --org acme --count 2")
+    as_json = weir("alerts list --json --count 2")
 
     assert server.accounts.requests[0] == alerts_pb2.ListAlertsRequest(
         organization="acme", page_size=2
     )
-    for reported in (
-        "wk_12345678",
-        "cost-per-month",
-        "80 %",
-        "201.00",
-        "250.00",
-        "2026-11",
-        "20.00 left",
-        "a2",
-    ):
+    for reported in ("wk_12345678", "cost-per-month", "80 %", "201.00", "250.00", "2026-11"):
         assert reported in shown.stdout
+    assert "20.00 left" in shown.stdout
+    assert "a2" in shown.stdout
     assert "--count more than 2" in shown.stderr
     document = json.loads(as_json.stdout)
     assert document["has_more"]
@@ -78,8 +71,8 @@ def test_alerts_on_payments_are_listed_with_the_invoice(weir: Run, server: Scrip
     )
     server.accounts.replies["ListAlerts"] = alerts_pb2.ListAlertsResponse(alerts=[failed])
 
-    shown = weir("alerts", "list")
-    [reported] = json.loads(weir("alerts", "list", "--json").stdout)["alerts"]
+    shown = weir("alerts list")
+    [reported] = json.loads(weir("alerts list --json").stdout)["alerts"]
 
     for part in ("organization acme", "invoice payment failed", "12.34 USD", "2026-10"):
         assert part in " ".join(shown.stdout.split())
@@ -109,7 +102,7 @@ def test_thresholds_of_a_limit_are_sent(
 def test_amounts_of_credit_are_sent_in_picos(weir: Run, server: ScriptedWeir) -> None:
     server.accounts.replies["SetPrepaid"] = plans_pb2.SetPrepaidResponse()
 
-    requested = weir("credit", "prepaid", "acme", "--only", "--alert-remaining", "100.00,0.5")
+    requested = weir("credit prepaid acme --only --alert-remaining 100.00,0.5")
 
     [request] = server.accounts.requests
     assert requested.exit_code == 0
@@ -117,9 +110,7 @@ def test_amounts_of_credit_are_sent_in_picos(weir: Run, server: ScriptedWeir) ->
 
 
 @pytest.mark.parametrize("given", ["half", "50,,80", "50.5", "-1"])
-def test_an_invalid_percentage_is_reported_before_anything_is_sent(
-    weir: Run, server: ScriptedWeir, given: str
-) -> None:
+def test_an_invalid_percentage_is_never_sent(weir: Run, server: ScriptedWeir, given: str) -> None:
     refused = weir("quota", "set", "tokens-per-day", "1000", "--org", "acme", f"--alert-at={given}")
 
     assert refused.exit_code == 2
@@ -127,9 +118,7 @@ def test_an_invalid_percentage_is_reported_before_anything_is_sent(
     assert server.accounts.requests == []
 
 
-def test_the_secret_of_a_webhook_is_alone_on_stdout_and_a_test_says_how_it_went(
-    weir: Run, server: ScriptedWeir
-) -> None:
+def test_a_webhooks_secret_is_alone_on_stdout_after_a_test(weir: Run, server: ScriptedWeir) -> None:
     webhook = alerts_pb2.AlertWebhook(
         organization_name="acme", url="https://e.com/", failure_count=2, last_error="answered 500"
     )
@@ -153,11 +142,11 @@ def test_the_secret_of_a_webhook_is_alone_on_stdout_and_a_test_says_how_it_went(
     reported = alerts_pb2.Alert(alert_id="t1", delivery=failed)
     server.accounts.replies["ListAlerts"] = alerts_pb2.ListAlertsResponse(alerts=[reported])
 
-    made = weir("alerts", "webhook", "set", "https://e.com/", "--org", "acme")
-    listed = weir("alerts", "webhook", "list")
-    removed = weir("alerts", "webhook", "remove", "--org", "acme")
-    tested = weir("alerts", "test", "--org", "acme")
-    impatient = weir("alerts", "test", "--org", "acme", "--wait", "0")
+    made = weir("alerts webhook set https://e.com/ --org acme")
+    listed = weir("alerts webhook list")
+    removed = weir("alerts webhook remove --org acme")
+    tested = weir("alerts test --org acme")
+    impatient = weir("alerts test --org acme --wait 0")
 
     assert made.stdout == "wh_1\n"
     assert "answered 500" in listed.stdout

@@ -111,9 +111,7 @@ def replies(server: ScriptedWeir) -> None:
     )
 
 
-def test_applied_changes_are_printed_line_by_line(
-    weir: Run, file: Path, server: ScriptedWeir
-) -> None:
+def test_applied_changes_are_printed_by_line(weir: Run, file: Path, server: ScriptedWeir) -> None:
     result = weir("apply", str(file))
 
     assert result.exit_code == 0
@@ -221,13 +219,11 @@ def test_mistakes_of_file_and_server_are_reported_together_and_nothing_is_applie
 
 
 def test_a_file_comes_from_stdin_too(weir: Run, server: ScriptedWeir) -> None:
-    assert weir("apply", "-", stdin=FILE).exit_code == 0
+    assert weir("apply -", stdin=FILE).exit_code == 0
     assert server.accounts.requests[0].configuration.organizations[0].name == "acme"
 
 
-def test_colours_only_where_a_terminal_wants_them(
-    weir: Run, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_terminals_get_colours(weir: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = weir("apply", str(file)).stdout
     monkeypatch.delenv("NO_COLOR")
     piped = weir("apply", str(file)).stdout
@@ -266,8 +262,8 @@ def test_an_export_is_a_file_that_apply_takes(weir: Run, server: ScriptedWeir) -
         configuration=configuration
     )
 
-    exported = weir("export", "--org", "acme")
-    weir("apply", "-", stdin=exported.stdout)
+    exported = weir("export --org acme")
+    weir("apply -", stdin=exported.stdout)
 
     assert (
         exported.stdout
@@ -276,4 +272,4 @@ def test_an_export_is_a_file_that_apply_takes(weir: Run, server: ScriptedWeir) -
         " copilot\n      scopes: [inference]\n"
     )
     assert server.accounts.requests[-1].configuration == configuration
-    assert json.loads(weir("export", "--json").stdout)["organizations"][0]["name"] == "acme"
+    assert json.loads(weir("export --json").stdout)["organizations"][0]["name"] == "acme"

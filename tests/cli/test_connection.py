@@ -98,9 +98,7 @@ def test_without_a_file_the_default_address_is_tried(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '"x"'])
-def test_a_broken_file_is_reported_with_its_path(
-    connection_file: Path, bare_weir: Run, text: str
-) -> None:
+def test_a_broken_file_is_named_by_path(connection_file: Path, bare_weir: Run, text: str) -> None:
     connection_file.write_text(text)
 
     result = bare_weir("models")
@@ -113,20 +111,16 @@ def test_the_organization_of_the_file_is_the_default(server: ScriptedWeir, bare_
     connection_path().parent.mkdir(parents=True)
     connection_path().write_text(json.dumps(FILE | {"address": server.address}))
 
-    assert bare_weir("project", "list").exit_code == 0
-    assert bare_weir("key", "create", "laptop").exit_code == 0
+    assert bare_weir("project list").exit_code == 0
+    assert bare_weir("key create laptop").exit_code == 0
 
     assert server.accounts.requests[0].organization == "acme"
-    assert (server.accounts.requests[1].organization, server.accounts.requests[1].project) == (
-        "acme",
-        "web",
-    )
+    assert server.accounts.requests[1].organization == "acme"
+    assert server.accounts.requests[1].project == "web"
     assert server.accounts.keys == ["Bearer file_admin"] * 2
 
 
-def test_a_missing_server_is_reported_with_the_remedy(
-    bare_weir: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_server_has_a_remedy(bare_weir: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIR_API_KEY", "key")
 
     for command in (
@@ -217,9 +211,7 @@ def test_a_full_disk_is_one_line_and_no_traceback(server: ScriptedWeir, command:
 @pytest.mark.parametrize(
     ("wait_s", "reported"), [(32.0, "00:00:00 UTC"), (9 * 86_400.0, "2026-12-01 00:00:00 UTC")]
 )
-def test_a_limit_that_resets_on_another_day_is_shown_with_that_day(
-    wait_s: float, reported: str
-) -> None:
+def test_a_limit_that_resets_another_day_is_shown_so(wait_s: float, reported: str) -> None:
     reset = datetime(2026, 12, 1, tzinfo=UTC)
     quota = ExceededQuota(
         "", "organization", "", "", QuotaDimension.TOKENS_PER_MONTH, 50, 50, 0, 0, 21, reset, True
@@ -230,7 +222,7 @@ def test_a_limit_that_resets_on_another_day_is_shown_with_that_day(
 
 
 def test_a_missing_key_is_reported_with_the_remedy(bare_weir: Run) -> None:
-    result = bare_weir("org", "list", "--address", "127.0.0.1:1")
+    result = bare_weir("org list --address 127.0.0.1:1")
 
     assert result.exit_code == 1
     assert "pass --api-key, set WEIR_ADMIN_KEY, or start a server with `weir up`" in result.stderr

@@ -25,12 +25,8 @@ def answer(server: ScriptedWeir) -> None:
     server.inference.replies["EmbedRequest"] = ANSWER
 
 
-def test_shows_the_vectors_and_how_like_each_other_they_are(
-    weir: Run, server: ScriptedWeir
-) -> None:
-    reported = weir(
-        "embed", "--model", "minilm", "a cat", "a \x1b[31mkitten", "--truncate", "--tier", "batch"
-    )
+def test_shows_the_vectors_and_their_similarities(weir: Run, server: ScriptedWeir) -> None:
+    reported = weir("embed --model minilm 'a cat' 'a \u001b[31mkitten' --truncate --tier batch")
 
     assert reported.exit_code == 0
     assert "+0.6000 +0.8000" in reported.stdout
@@ -41,16 +37,12 @@ def test_shows_the_vectors_and_how_like_each_other_they_are(
     requested = server.inference.requests[0]
     assert isinstance(requested, pb.EmbedRequest)
     assert [each.text for each in requested.inputs] == ["a cat", "a \x1b[31mkitten"]
-    assert (requested.model, requested.truncation, requested.tier) == (
-        "minilm",
-        pb.TRUNCATION_END,
-        pb.SERVICE_TIER_BATCH,
-    )
+    assert requested.model == "minilm"
+    assert requested.truncation == pb.TRUNCATION_END
+    assert requested.tier == pb.SERVICE_TIER_BATCH
 
 
-def test_a_quote_is_shown_instead_and_its_exit_code_says_whether_it_fits(
-    weir: Run, server: ScriptedWeir
-) -> None:
+def test_a_quote_is_shown_instead_and_sets_the_exit_code(weir: Run, server: ScriptedWeir) -> None:
     cost = types_pb2.Money(currency_code="USD", picos=240_000)
     quote = pb.QuoteResponse(
         input_token_count=12,
@@ -61,9 +53,9 @@ def test_a_quote_is_shown_instead_and_its_exit_code_says_whether_it_fits(
     )
     server.inference.replies["QuoteRequest"] = quote
 
-    fits = weir("embed", "--model", "minilm", "a cat", "--quote")
+    fits = weir("embed --model minilm 'a cat' --quote")
     quote.would_admit = False
-    too_much = weir("embed", "--model", "minilm", "a cat", "--quote", "--json")
+    too_much = weir("embed --model minilm 'a cat' --quote --json")
 
     assert fits.exit_code == 0
     assert "12 tokens; 0.00000024 USD (price version 3)" in fits.stdout
@@ -74,7 +66,7 @@ def test_a_quote_is_shown_instead_and_its_exit_code_says_whether_it_fits(
 
 
 def test_reads_lines_and_prints_one_document(weir: Run, server: ScriptedWeir) -> None:
-    document = json.loads(weir("embed", "-m", "minilm", "-", "--json", stdin="one\n\ntwo\n").stdout)
+    document = json.loads(weir("embed -m minilm - --json", stdin="one\n\ntwo\n").stdout)
 
     assert document["embeddings"][0]["vector"] == [1.0, 0.0]
     assert document["usage"]["embedding_token_count"] == 12

@@ -18,10 +18,8 @@ def start_of(server: ScriptedWeir) -> pb.StartFrame:
     return server.inference.streams[0].messages[0].frames[0].start
 
 
-def test_the_answer_goes_to_stdout_and_its_numbers_to_stderr(
-    weir: Run, server: ScriptedWeir
-) -> None:
-    result = weir("generate", "Which hotel has a pool?")
+def test_the_answer_goes_to_stdout_and_numbers_to_stderr(weir: Run, server: ScriptedWeir) -> None:
+    result = weir("generate 'Which hotel has a pool?'")
 
     assert result.exit_code == 0
     assert result.stdout == ANSWER + "\n"
@@ -34,7 +32,7 @@ def test_the_answer_goes_to_stdout_and_its_numbers_to_stderr(
 
 
 def test_json_is_one_document_on_stdout(weir: Run) -> None:
-    result = weir("generate", "Which hotel has a pool?", "--json")
+    result = weir("generate 'Which hotel has a pool?' --json")
 
     document = json.loads(result.stdout)
     assert result.stderr == ""
@@ -52,57 +50,16 @@ def test_json_is_one_document_on_stdout(weir: Run) -> None:
 def test_flags_become_the_request(weir: Run, server: ScriptedWeir, tmp_path: Path) -> None:
     context = tmp_path / "hotels.txt"
     context.write_text("Listings:\n1. Grand Pier\n\n")
-    flags = [
-        "--model",
-        "demo",
-        "--system",
-        "Be brief.",
-        "--context",
-        str(context),
-        "--max-output-tokens",
-        "100",
-    ]
-    sampling = [
-        "--temperature",
-        "0",
-        "--top-p",
-        "0.9",
-        "--top-k",
-        "5",
-        "--seed",
-        "7",
-        "--stop",
-        "END",
-        "--stop",
-        "\n\n",
-    ]
 
-    sampling += [
-        "--min-p",
-        "0.1",
-        "--repetition-penalty",
-        "1.1",
-        "--presence-penalty",
-        "0.5",
-        "--frequency-penalty",
-        "-0.5",
-    ]
-    sampling += [
-        "--logit-bias",
-        "12=-100",
-        "--logit-bias",
-        "7=1.5",
-        "--stop-token-id",
-        "9",
-        "--min-output-tokens",
-        "3",
-    ]
-
-    assert (
-        weir("generate", "Which has a pool?", *flags, *sampling, "--top-logprobs", "2").exit_code
-        == 0
+    result = weir(
+        "generate 'Which has a pool?' --model demo --system 'Be brief.' --max-output-tokens 100 "
+        "--temperature 0 --top-p 0.9 --top-k 5 --seed 7 --stop END --stop '\n\n' --min-p 0.1 "
+        "--repetition-penalty 1.1 --presence-penalty 0.5 --frequency-penalty -0.5 "
+        "--logit-bias 12=-100 --logit-bias 7=1.5 --stop-token-id 9 --min-output-tokens 3 "
+        f"--top-logprobs 2 --context {context}"
     )
 
+    assert result.exit_code == 0
     start = start_of(server)
     assert [(each.role, each.content) for each in start.conversation.messages] == [
         (pb.ROLE_SYSTEM, "Be brief."),
@@ -142,29 +99,25 @@ def test_a_response_format_comes_from_a_file_or_the_command_line(
 
 
 def test_the_tier_and_the_time_to_start_are_requested(weir: Run, server: ScriptedWeir) -> None:
-    assert weir("generate", "Hi", "--tier", "batch", "--start-timeout", "1.5").exit_code == 0
+    assert weir("generate Hi --tier batch --start-timeout 1.5").exit_code == 0
 
     start = start_of(server)
     assert start.tier == pb.SERVICE_TIER_BATCH
     assert start.start_timeout.ToMilliseconds() == 1500
-    wrong = weir("generate", "Hi", "--tier", "express")
+    wrong = weir("generate Hi --tier express")
     assert wrong.exit_code == 2
     assert "express" in wrong.stderr
 
 
-def test_the_most_that_it_may_cost_is_in_the_currency_of_the_model(
-    weir: Run, server: ScriptedWeir
-) -> None:
-    assert weir("generate", "Hi", "--max-cost", "0.05").exit_code == 0
+def test_the_largest_cost_is_in_the_currency_of_the_model(weir: Run, server: ScriptedWeir) -> None:
+    assert weir("generate Hi --max-cost 0.05").exit_code == 0
 
     [model] = [each for each in weir_models(server) if each.name == "demo"]
     limit = start_of(server).max_cost
-    assert (limit.currency_code, limit.units, limit.picos) == (
-        model.price.currency_code,
-        0,
-        50_000_000_000,
-    )
-    wrong = weir("generate", "Hi", "--max-cost", "much")
+    assert limit.currency_code == model.price.currency_code
+    assert limit.units == 0
+    assert limit.picos == 50_000_000_000
+    wrong = weir("generate Hi --max-cost much")
     assert wrong.exit_code == 2
     assert "much" in wrong.stderr
 
@@ -186,25 +139,16 @@ def test_models_show_what_their_engines_compute_with(weir: Run, server: Scripted
 
 
 def test_several_answers_are_shown_under_their_numbers(weir: Run, server: ScriptedWeir) -> None:
-    result = weir("generate", "Hi", "--choices", "2", "--temperature", "1")
+    result = weir("generate Hi --choices 2 --temperature 1")
 
     assert start_of(server).choice_count == 2
     assert result.stdout == f"[1] {ANSWER}\n", "the scripted server gives one"
 
 
 def test_a_search_is_requested_by_its_beams(weir: Run, server: ScriptedWeir) -> None:
-    flags = [
-        "--beam-width",
-        "4",
-        "--length-penalty",
-        "0.5",
-        "--early-stopping",
-        "yes",
-        "--choices",
-        "2",
-    ]
+    beams = "--beam-width 4 --length-penalty 0.5 --early-stopping yes --choices 2"
 
-    assert weir("generate", "Hi", *flags).exit_code == 0
+    assert weir(f"generate Hi {beams}").exit_code == 0
 
     search = pb.BeamSearch(width=4, length_penalty=0.5, early_stopping=pb.EARLY_STOPPING_WHEN_FULL)
     assert start_of(server).beam_search == search
@@ -261,7 +205,7 @@ def test_ctrl_c_cancels_shows_the_partial_usage_and_exits_130(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "write", write_then_interrupt)
-    result = weir("generate", "slow answer")
+    result = weir("generate 'slow answer'")
 
     assert result.exit_code == 130
     assert written == ["Two hotels "]
@@ -302,7 +246,7 @@ def test_a_refusal_is_one_line_with_its_remedy(weir: Run, question: str, line: s
 
 
 def test_an_answer_cut_off_by_a_quota_is_shown_and_is_no_success(weir: Run) -> None:
-    result = weir("generate", "spent")
+    result = weir("generate spent")
 
     assert result.exit_code == 1
     assert result.stdout == ANSWER + "\n"
@@ -313,7 +257,7 @@ def test_an_answer_cut_off_by_a_quota_is_shown_and_is_no_success(weir: Run) -> N
 
 
 def test_a_timeout_is_reported_with_its_flag(weir: Run) -> None:
-    result = weir("generate", "slow answer", "--timeout", "0.2")
+    result = weir("generate 'slow answer' --timeout 0.2")
 
     assert result.exit_code == 1
     assert result.stdout == "Two hotels \n"
@@ -321,7 +265,7 @@ def test_a_timeout_is_reported_with_its_flag(weir: Run) -> None:
 
 
 def test_waiting_for_an_engine_does_not_disturb_the_output_of_a_pipe(weir: Run) -> None:
-    result = weir("generate", "loading")
+    result = weir("generate loading")
 
     assert result.stdout == ANSWER + "\n"
     assert result.stderr.count("\n") == 1

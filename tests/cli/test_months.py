@@ -30,10 +30,8 @@ def three(server: ScriptedWeir) -> ScriptedWeir:
     return server
 
 
-def test_a_close_of_all_continues_after_an_error_and_reports_it(
-    weir: Run, three: ScriptedWeir
-) -> None:
-    done = weir("month", "close", "2026-10", "--all")
+def test_a_close_of_all_continues_after_an_error(weir: Run, three: ScriptedWeir) -> None:
+    done = weir("month close 2026-10 --all")
 
     requested = [
         each.organization
@@ -46,11 +44,9 @@ def test_a_close_of_all_continues_after_an_error_and_reports_it(
     assert "1 refused or failed, of 3 organizations" in done.stderr
 
 
-def test_all_closed_is_exit_code_zero_and_a_key_that_may_not_stops_at_once(
-    weir: Run, three: ScriptedWeir
-) -> None:
+def test_all_closed_exits_zero_and_a_forbidden_key_stops_it(weir: Run, three: ScriptedWeir) -> None:
     three.accounts.refusals_of.clear()
-    assert weir("month", "close", "2026-10", "--all", "--before-first").exit_code == 0
+    assert weir("month close 2026-10 --all --before-first").exit_code == 0
     assert all(
         each.before_first
         for each in three.accounts.requests
@@ -61,7 +57,7 @@ def test_all_closed_is_exit_code_zero_and_a_key_that_may_not_stops_at_once(
         code=code_pb2.PERMISSION_DENIED, message="it lacks the scope admin"
     )
 
-    done = weir("month", "close", "2026-10", "--all")
+    done = weir("month close 2026-10 --all")
 
     assert done.exit_code != 0
     assert (
@@ -76,9 +72,7 @@ def test_all_closed_is_exit_code_zero_and_a_key_that_may_not_stops_at_once(
     )
 
 
-def test_months_are_listed_with_the_payment_of_their_invoices(
-    weir: Run, server: ScriptedWeir
-) -> None:
+def test_months_are_listed_with_their_payments(weir: Run, server: ScriptedWeir) -> None:
     payments = [
         months_pb2.InvoicePayment(stripe_invoice_id=id, state=state)
         for id, state in (
@@ -91,8 +85,8 @@ def test_months_are_listed_with_the_payment_of_their_invoices(
     )
     server.accounts.replies["ListMonths"] = months_pb2.ListMonthsResponse(months=[reported])
 
-    shown = weir("month", "list", "--org", "acme")
-    [month] = json.loads(weir("month", "list", "--org", "acme", "--json").stdout)
+    shown = weir("month list --org acme")
+    [month] = json.loads(weir("month list --org acme --json").stdout)
 
     assert "failed, paid" in " ".join(shown.stdout.split())
     assert [(each["stripe_invoice_id"], each["state"]) for each in month["payments"]] == [
@@ -102,7 +96,7 @@ def test_months_are_listed_with_the_payment_of_their_invoices(
 
 
 def test_a_format_that_does_not_exist_is_refused_with_the_formats(weir: Run) -> None:
-    done = weir("month", "show", "2026-10", "--format", "xml")
+    done = weir("month show 2026-10 --format xml")
 
     assert done.exit_code == 2
     assert "'xml' is not one of 'table', 'csv', 'json', 'focus', 'pdf'" in done.stderr

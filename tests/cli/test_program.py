@@ -45,9 +45,7 @@ def test_every_command_of_the_tables_loads() -> None:
     assert "rotate" in load("receipt").commands
 
 
-def test_help_lists_every_command_on_one_screen_and_unknown_ones_are_refused(
-    bare_weir: Run,
-) -> None:
+def test_help_fits_one_screen_and_unknown_commands_are_refused(bare_weir: Run) -> None:
     listed = bare_weir("--help").stdout
 
     for name, entry in COMMANDS.items():
@@ -57,7 +55,7 @@ def test_help_lists_every_command_on_one_screen_and_unknown_ones_are_refused(
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 80
     assert bare_weir("nonsense").exit_code == 2
-    assert "set" in bare_weir("quota", "--help").stdout
+    assert "set" in bare_weir("quota --help").stdout
 
 
 def test_no_help_imports_anything_heavy() -> None:
@@ -233,9 +231,7 @@ def test_every_command_that_prints_data_takes_json() -> None:
         (("weir", "generate", "--max"), {"--max-output-tokens", "--max-cost"}),
     ],
 )
-def test_the_shell_completes_commands_and_options(
-    words: tuple[str, ...], expected: set[str]
-) -> None:
+def test_the_shell_completes_commands_and_flags(words: tuple[str, ...], expected: set[str]) -> None:
     requested = {
         "_WEIR_COMPLETE": "complete_bash",
         "COMP_WORDS": " ".join(words),
@@ -275,8 +271,8 @@ def test_help_and_the_documents_state_the_same_exit_codes(bare_weir: Run) -> Non
 def test_exit_codes(weir: Run, server: ScriptedWeir) -> None:
     """3 and 130 are tested with kills, drains, quotes and interrupted answers."""
     assert weir("models").exit_code == 0
-    assert weir("models", "--address", "127.0.0.1:1").exit_code == 1
-    assert weir("models", "--no-such-option").exit_code == 2
+    assert weir("models --address 127.0.0.1:1").exit_code == 1
+    assert weir("models --no-such-option").exit_code == 2
 
 
 def test_without_typer_the_program_says_what_to_install() -> None:

@@ -16,19 +16,10 @@ from tests.cli.scripted_weir import QUOTA, QUOTE
 
 def test_weights_watching_and_limits_for_new_keys_are_sent(weir: Run, server: ScriptedWeir) -> None:
     weighted = weir(
-        "quota",
-        "set",
-        "input-tokens-per-minute",
-        "1000",
-        "--key",
-        "k",
-        "--input-weight",
-        "1000",
-        "--cached-weight",
-        "100",
-        "--watch",
+        "quota set input-tokens-per-minute 1000 --key k --input-weight 1000 "
+        "--cached-weight 100 --watch"
     )
-    kept = weir("quota", "set", "cost-per-day", "2.5", "--org", "acme", "--new-keys", "--enforce")
+    kept = weir("quota set cost-per-day 2.5 --org acme --new-keys --enforce")
 
     assert (weighted.exit_code, kept.exit_code) == (0, 0)
     assert server.accounts.requests == [
@@ -53,9 +44,7 @@ def test_weights_watching_and_limits_for_new_keys_are_sent(weir: Run, server: Sc
 
 
 @pytest.mark.usefixtures("wide_terminal")
-def test_a_raise_is_sent_with_its_end_and_shown_with_its_reason(
-    weir: Run, server: ScriptedWeir
-) -> None:
+def test_a_raise_is_sent_and_shown_with_end_and_reason(weir: Run, server: ScriptedWeir) -> None:
     before = datetime.now(UTC)
 
     raised = weir(
@@ -94,9 +83,7 @@ def test_a_raise_is_sent_with_its_end_and_shown_with_its_reason(
         [],
     ],
 )
-def test_a_raise_that_makes_no_sense_is_not_sent(
-    weir: Run, server: ScriptedWeir, arguments: list[str]
-) -> None:
+def test_a_bad_raise_is_not_sent(weir: Run, server: ScriptedWeir, arguments: list[str]) -> None:
     result = weir("quota", "override", QUOTA.quota_id, *arguments)
 
     assert result.exit_code == 2
@@ -106,8 +93,8 @@ def test_a_raise_that_makes_no_sense_is_not_sent(
 
 
 def test_the_limits_of_a_key_are_requested_by_its_name(weir: Run, server: ScriptedWeir) -> None:
-    assert weir("quota", "list", "--key", "weir_ab12cd", "--model", "demo").exit_code == 0
-    assert weir("quota", "list", "--key", "k", "--org", "acme").exit_code == 2
+    assert weir("quota list --key weir_ab12cd --model demo").exit_code == 0
+    assert weir("quota list --key k --org acme").exit_code == 2
 
     assert server.accounts.requests == [
         admin_pb.ListQuotasRequest(api_key="weir_ab12cd", model="demo")
@@ -115,8 +102,8 @@ def test_the_limits_of_a_key_are_requested_by_its_name(weir: Run, server: Script
 
 
 def test_a_quote_reports_tokens_money_and_limits(weir: Run, server: ScriptedWeir) -> None:
-    reported = weir("quote", "How far is the sea?", "--max-output-tokens", "1000")
-    document = json.loads(weir("quote", "How far is the sea?", "--json").stdout)
+    reported = weir("quote 'How far is the sea?' --max-output-tokens 1000")
+    document = json.loads(weir("quote 'How far is the sea?' --json").stdout)
 
     assert reported.exit_code == 0
     assert (
@@ -146,21 +133,19 @@ def test_a_quote_of_what_would_be_refused_says_so_and_exits_with_3(
         refused.retry_delay.FromMilliseconds(int(retry_s * 1000))
     server.inference.replies["QuoteRequest"] = refused
 
-    result = weir("quote", "hello")
+    result = weir("quote hello")
 
     assert result.exit_code == 3
     assert "would be refused by tokens-per-minute of the project" in result.stderr
     assert advice in result.stderr
 
 
-def test_a_removal_says_whether_there_was_anything_to_remove(
-    weir: Run, server: ScriptedWeir
-) -> None:
-    removed = weir("quota", "delete", "q1", "--if-exists")
+def test_a_removal_reports_whether_it_removed_anything(weir: Run, server: ScriptedWeir) -> None:
+    removed = weir("quota delete q1 --if-exists")
     server.accounts.replies["DeleteQuota"] = admin_pb.DeleteQuotaResponse(deleted=False)
-    missing = weir("quota", "delete", "abc", "--if-exists")
-    reported = weir("quota", "delete", "abc", "--if-exists", "--json")
-    older = weir("quota", "delete", "q1")  # an older server, which omits the field, refuses
+    missing = weir("quota delete abc --if-exists")
+    reported = weir("quota delete abc --if-exists --json")
+    older = weir("quota delete q1")  # an older server, which omits the field, refuses
 
     assert "removed limit q1" in removed.output
     assert "limit abc does not exist: nothing was removed" in missing.output

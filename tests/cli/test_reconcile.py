@@ -43,9 +43,7 @@ async def use(database_url: str) -> None:
     await engine.dispose()
 
 
-def test_differences_are_shown_with_age_and_remedy_and_exit_code_1(
-    bare_weir: Run, database: str
-) -> None:
+def test_differences_have_age_and_remedy_and_exit_code_1(bare_weir: Run, database: str) -> None:
     result = bare_weir("reconcile", MONTH)
 
     assert result.exit_code == 1
@@ -79,7 +77,7 @@ def test_scripts_get_json_and_sheets_get_csv(bare_weir: Run, database: str) -> N
 
 
 def test_a_month_without_usage_is_in_order(bare_weir: Run, database: str) -> None:
-    result = bare_weir("reconcile", "2026-09")
+    result = bare_weir("reconcile 2026-09")
 
     assert result.exit_code == 0
     assert "all stages agree" in result.stderr

@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from weir_cli import texts
 from weir_cli.audit import changed
 from weir_cli.connection import flag_of
 from weir_cli.months import usage_csv, usage_table
@@ -15,17 +16,7 @@ from weir_cli.render import show, table, to_text
 from weir_cli.requests import traced
 from weir_cli.tables import waterfall
 from weir_cli.texts import (
-    decimal_text,
-    duration_text,
     key_state,
-    money_places,
-    money_text,
-    parse_limit,
-    parse_price,
-    parse_span,
-    printable,
-    tokens_per_second,
-    usage_line,
 )
 from weir_client import (
     ApiKey,
@@ -58,13 +49,13 @@ ID = "5b1f4c1e-0000-4000-8000-000000000001"
     ],
 )
 def test_waits_are_rounded_up_so_that_waiting_so_long_is_enough(seconds: float, text: str) -> None:
-    assert duration_text(seconds) == text
+    assert texts.duration_text(seconds) == text
 
 
 def test_numbers_keep_every_digit() -> None:
-    assert decimal_text(Decimal("1234567.100000000001")) == "1,234,567.100000000001"
-    assert decimal_text(Decimal("0.500")) == "0.50"
-    assert decimal_text(Decimal(5), 0) == "5"
+    assert texts.decimal_text(Decimal("1234567.100000000001")) == "1,234,567.100000000001"
+    assert texts.decimal_text(Decimal("0.500")) == "0.50"
+    assert texts.decimal_text(Decimal(5), 0) == "5"
 
 
 @pytest.mark.parametrize("currency", sorted(MINOR_DIGITS))
@@ -74,9 +65,9 @@ def test_amounts_have_at_least_the_decimals_of_their_currency(currency: str) -> 
         amount = Money(currency, picos)
 
         assert str(amount) == f"{exact_text(picos, currency)} {currency}"
-        assert money_text(amount).replace(",", "") == str(amount)
-    assert money_places([Money(currency, 10**12)]) == MINOR_DIGITS[currency]
-    assert money_places([Money(currency, 10**12), Money(currency, 1)]) == 12
+        assert texts.money_text(amount).replace(",", "") == str(amount)
+    assert texts.money_places([Money(currency, 10**12)]) == MINOR_DIGITS[currency]
+    assert texts.money_places([Money(currency, 10**12), Money(currency, 1)]) == 12
 
 
 def test_money_and_prices_are_read_exactly() -> None:
@@ -84,15 +75,15 @@ def test_money_and_prices_are_read_exactly() -> None:
         Money.of(Decimal("12345678901234567.123456789012"), "").picos
         == 12345678901234567123456789012
     )
-    assert parse_limit(QuotaDimension.COST_PER_MONTH, "0.000000000001") == 1
-    assert parse_limit(QuotaDimension.TOKENS_PER_DAY, "1_000_000") == 1_000_000
-    assert parse_price("0.15") == 150_000
-    assert parse_price("0.000001") == 1
+    assert texts.parse_limit(QuotaDimension.COST_PER_MONTH, "0.000000000001") == 1
+    assert texts.parse_limit(QuotaDimension.TOKENS_PER_DAY, "1_000_000") == 1_000_000
+    assert texts.parse_price("0.15") == 150_000
+    assert texts.parse_price("0.000001") == 1
     for text in ("0.0000001", "-1", "NaN", "Infinity", "free", ""):
         with pytest.raises(ValueError, match=r".+"):
-            parse_price(text)
+            texts.parse_price(text)
     with pytest.raises(ValueError, match="not a number"):
-        parse_limit(QuotaDimension.TOKENS_PER_DAY, "NaN")
+        texts.parse_limit(QuotaDimension.TOKENS_PER_DAY, "NaN")
 
 
 def test_a_waterfall_without_any_time_draws_no_bar() -> None:
@@ -208,15 +199,15 @@ def test_output_to_a_pipe_has_one_line_per_row(
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
-    assert printable("a\x1b[2Jb\x07\x9b\tc\nü✓") == "a[2Jb\tc\nü✓"
+    assert texts.printable("a\x1b[2Jb\x07\x9b\tc\nü✓") == "a[2Jb\tc\nü✓"
 
 
 def test_speed_is_shown_only_where_it_is_known() -> None:
-    assert tokens_per_second(Usage(generated_token_count=11), Timings(decode_ms=1000)) == 10
-    assert tokens_per_second(Usage(generated_token_count=1), Timings(decode_ms=1000)) is None
-    assert tokens_per_second(Usage(generated_token_count=11), None) is None
-    assert usage_line(Usage(input_token_count=3), None, None) == "3 in · 0 out"
-    assert usage_line(Usage(embedding_token_count=3), None, None) == "3 embedded"
+    assert texts.tokens_per_second(Usage(generated_token_count=11), Timings(decode_ms=1000)) == 10
+    assert texts.tokens_per_second(Usage(generated_token_count=1), Timings(decode_ms=1000)) is None
+    assert texts.tokens_per_second(Usage(generated_token_count=11), None) is None
+    assert texts.usage_line(Usage(input_token_count=3), None, None) == "3 in · 0 out"
+    assert texts.usage_line(Usage(embedding_token_count=3), None, None) == "3 embedded"
 
 
 @pytest.mark.parametrize(
@@ -226,9 +217,7 @@ def test_speed_is_shown_only_where_it_is_known() -> None:
         ("reasoning_token_count", "thinking", ",0,0,1234"),
     ],
 )
-def test_some_kinds_have_a_column_where_there_are_such_tokens(
-    field: str, column: str, row_end: str
-) -> None:
+def test_some_kinds_have_a_column_if_they_occur(field: str, column: str, row_end: str) -> None:
     share, nothing = UsageShare(0, 0, Money("USD", 0)), Money("USD", 0)
     names = ("", "acme", "2026-11-01", "", "search", "", "bot", "wk", "demo", "", "stop")
     plain = UsageRow(*names, None, False, 1, 10, 2, 5, share, share, share, nothing, nothing)
@@ -284,7 +273,7 @@ def test_the_state_of_a_key_at_a_moment() -> None:
 
     assert key_state(key, now) == "until 2026-11-21 00:00:00Z"
     assert key_state(key, now + timedelta(days=2)) == "expired 2026-11-21 00:00:00Z"
-    assert parse_span("4w") == timedelta(weeks=4)
+    assert texts.parse_span("4w") == timedelta(weeks=4)
 
 
 @pytest.mark.parametrize(

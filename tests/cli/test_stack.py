@@ -104,9 +104,7 @@ async def test_logs_are_for_their_owner_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after"), [(None, 0o700), (0o755, 0o710), (0o700, 0o700), (0o710, 0o710)]
 )
-def test_the_home_directory_is_closed_to_others(
-    tmp_path: Path, before: int | None, after: int
-) -> None:
+def test_the_home_directory_is_private(tmp_path: Path, before: int | None, after: int) -> None:
     """Its group may enter: for root, the embedded PostgreSQL runs under another account."""
     home = tmp_path / "home"
     if before is not None:

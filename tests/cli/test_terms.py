@@ -8,7 +8,7 @@ from pathlib import Path
 
 from weir.v1 import plans_pb2, types_pb2
 
-from tests.cli.conftest import Run, ScriptedWeir
+from tests.cli.conftest import Run, ScriptedWeir, rows
 
 FILE = """
 prices:
@@ -56,38 +56,21 @@ def test_a_month_is_simulated_with_the_prices_and_plans_of_a_file(
 
     request = server.accounts.requests[0]
     assert (request.month, request.organization) == ("2026-10", "acme")
-    assert (request.prices[0].output_picos_per_token, request.prices[0].batch_multiplier_milli) == (
-        400_000,
-        500,
-    )
+    assert request.prices[0].output_picos_per_token == 400_000
+    assert request.prices[0].batch_multiplier_milli == 500
     [sent] = request.plans
     assert (sent.commitment_picos, list(sent.organizations)) == (250 * 10**12, ["acme"])
     assert (sent.allowances[0].token_count, sent.allowances[0].selector.tier) == (1_000_000, 2)
     steps = sent.tiered_prices[0].steps
-    assert (steps[0].up_to_token_count, steps[0].price_milli, steps[0].HasField("price_picos")) == (
-        5_000_000,
-        900,
-        False,
-    )
+    assert steps[0].up_to_token_count == 5_000_000
+    assert steps[0].price_milli == 900
+    assert steps[0].HasField("price_picos") is False
     assert (steps[1].price_picos, steps[1].HasField("up_to_token_count")) == (300_000, False)
-    assert [
-        "acme",
-        "1,000,000",
-        "200.50",
-        "USD",
-        "100.25",
-        "-100.25",
-        "-50.0",
-        "none",
-        "→",
-        "growth",
-    ] in [line.split() for line in shown.stdout.splitlines()]
+    assert "acme 1,000,000 200.50 USD 100.25 -100.25 -50.0 none → growth" in rows(shown.stdout)
     [row] = csv.DictReader(as_csv.stdout.splitlines())
-    assert (row["old_amount"], row["difference"], row["new_plan"]) == (
-        "200.500000000000",
-        "-100.250000000000",
-        "growth",
-    )
+    assert row["old_amount"] == "200.500000000000"
+    assert row["difference"] == "-100.250000000000"
+    assert row["new_plan"] == "growth"
     assert json.loads(as_json.stdout)[0]["difference"]["picos"] == -100_250_000_000_000
 
 
@@ -128,24 +111,19 @@ def test_credit_is_granted_in_units_and_listed(weir: Run, server: ScriptedWeir) 
         ),
     }
 
-    granted = weir("credit", "grant", "acme", "500.00", "--until", "2026-12", "--reason", "paid")
+    granted = weir("credit grant acme 500.00 --until 2026-12 --reason paid")
 
     request = server.accounts.requests[-1]
-    assert (request.amount_picos, request.last_month, request.reason, len(request.request_id)) == (
-        500 * 10**12,
-        "2026-12",
-        "paid",
-        36,
-    )
+    assert request.amount_picos == 500 * 10**12
+    assert request.last_month == "2026-12"
+    assert request.reason == "paid"
+    assert len(request.request_id) == 36
     assert "500.00 USD" in granted.stdout
-    assert (
-        weir("credit", "grant", "acme", "much", "--until", "2026-12", "--reason", "paid").exit_code
-        == 2
-    )
-    assert "g1" in weir("credit", "list", "--org", "acme").stdout
-    assert "7.00 USD" in weir("credit", "balance", "acme").stdout
-    assert "acme is limited to its credit" in weir("credit", "prepaid", "acme", "--only").stderr
+    assert weir("credit grant acme much --until 2026-12 --reason paid").exit_code == 2
+    assert "g1" in weir("credit list --org acme").stdout
+    assert "7.00 USD" in weir("credit balance acme").stdout
+    assert "acme is limited to its credit" in weir("credit prepaid acme --only").stderr
     assert (
         "acme has the plan growth version 2 from 2026-12 on"
-        in weir("plan", "assign", "acme", "growth", "--from", "2026-12").stderr
+        in weir("plan assign acme growth --from 2026-12").stderr
     )

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
+from inference import errors
 from inference.checkpoint.checkpoint import read_model_info
 from inference.core.engine_core import EngineCore
 from inference.engine import (
@@ -20,13 +21,6 @@ from inference.engine import (
     SequenceFinished,
     SequenceRefused,
     TokensGenerated,
-)
-from inference.errors import (
-    EngineError,
-    EngineFailed,
-    EngineOverloaded,
-    EngineUnavailable,
-    RequestImpossible,
 )
 from inference.kv_blocks import PrefixHint
 from inference.workers.engine import EngineSequence
@@ -79,7 +73,7 @@ class CoreEngine:
     async def start(self) -> None:
         """Become ready, the second time with an empty cache."""
         if self.state is EngineState.CLOSED:
-            raise EngineUnavailable("closed", 0.0)
+            raise errors.EngineUnavailable("closed", 0.0)
         if self.core is None:
             self.core, self.state = self.make(), EngineState.READY
 
@@ -100,10 +94,10 @@ class CoreEngine:
                 if self._is_due():
                     return
 
-    def _emit(self, sequence: EngineSequence, event: SequenceEvent | EngineError) -> None:
+    def _emit(self, sequence: EngineSequence, event: SequenceEvent | errors.EngineError) -> None:
         if isinstance(event, TokensGenerated):
             sequence.outputs[event.choice_index] += event.token_ids
-        elif isinstance(event, SequenceFinished | EngineError):
+        elif isinstance(event, SequenceFinished | errors.EngineError):
             del self._sequences[sequence.number]
         elif isinstance(event, Scheduled) and self.counts_late:
             event = Scheduled(0, is_final=False)
@@ -122,16 +116,16 @@ class CoreEngine:
         self.core, self.state = None, EngineState.RESTARTING
         self._hint.clear()
         for sequence in tuple(self._sequences.values()):
-            self._emit(sequence, EngineFailed("killed"))
+            self._emit(sequence, errors.EngineFailed("killed"))
 
     def submit(self, request: GenerationRequest, sink: EventSink) -> EngineSequence:
         """Implement `Engine.submit`."""
         if self.core is None:
-            raise EngineUnavailable(f"it is {self.state}", 0.05)
+            raise errors.EngineUnavailable(f"it is {self.state}", 0.05)
         if self.queue_is_full:
-            raise EngineOverloaded("full", 0.05)
+            raise errors.EngineOverloaded("full", 0.05)
         if (fault := self.core.request_fault(request)) is not None:
-            raise RequestImpossible(fault)
+            raise errors.RequestImpossible(fault)
         number = next(NUMBERS)
         self.requests.append(request)
         assert self.core.add(number, request)

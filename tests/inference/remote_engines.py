@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from inference.adapters.remote_engine import RemoteEngine
 from inference.adapters.remote_settings import RemoteSettings, Service
 from tests.inference.checkpoints import TinyCheckpoint
-from tests.inference.worker_engines import WAIT_S, until
+from tests.inference.worker_engines import served, until
 from tests.remote_servers.serving import ServerProcess
 
 
@@ -44,17 +44,8 @@ async def connected(world: RemoteWorld) -> AsyncIterator[RemoteEngine]:
     await until(lambda: world.server.idle)
 
 
-@contextlib.asynccontextmanager
-async def remote_engine(
+def remote_engine(
     settings: RemoteSettings, *, started: bool = True
-) -> AsyncIterator[RemoteEngine]:
-    """Yield an engine with its task, closed at the end."""
-    engine = RemoteEngine(settings)
-    async with asyncio.timeout(4 * WAIT_S), asyncio.TaskGroup() as tasks:
-        tasks.create_task(engine.serve())
-        try:
-            if started:
-                await engine.start()
-            yield engine
-        finally:
-            await engine.close()
+) -> AbstractAsyncContextManager[RemoteEngine]:
+    """Serve an engine during the block."""
+    return served(RemoteEngine(settings), started=started)

@@ -9,22 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from inference import engine
 from inference.adapters.torch_beams import BeamSearches
 from inference.core.engine_core import EngineCore, NumberedEvent
 from inference.core.kv_cache import BlockPool
 from inference.core.options import ComputeDtype, EngineOptions
-from inference.engine import (
-    ChoiceFinished,
-    GenerationRequest,
-    ResponseFormat,
-    SamplingParams,
-    Scheduled,
-    SequenceFinished,
-    SequenceRefused,
-    StopCriteria,
-    TokenLogprobs,
-    TokensGenerated,
-)
 from inference.errors import InvariantViolated
 from inference.limits import EngineLimits
 
@@ -38,10 +27,10 @@ class Outcome:
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[engine.TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[engine.TokenLogprobs] = field(default_factory=list)
     cached_token_count: int | None = None
-    finished: SequenceFinished | None = None
+    finished: engine.SequenceFinished | None = None
 
 
 def make_core(
@@ -64,21 +53,21 @@ def make_request(
     prompt: Sequence[int],
     max_output_tokens: int = 24,
     *,
-    sampling: SamplingParams | None = None,
+    sampling: engine.SamplingParams | None = None,
     stop_sequences: tuple[str, ...] = (),
     stop_token_ids: frozenset[int] = frozenset(),
     ignore_eos: bool = True,
     min_output_tokens: int = 0,
     cache_salt: str = "",
-    response_format: ResponseFormat | None = None,
+    response_format: engine.ResponseFormat | None = None,
     choice_count: int = 1,
     rank: float = 0.0,
-) -> GenerationRequest:
+) -> engine.GenerationRequest:
     """Return a request, greedy by default."""
-    return GenerationRequest(
+    return engine.GenerationRequest(
         prompt_token_ids=tuple(prompt),
-        sampling=sampling or SamplingParams(),
-        stop=StopCriteria(
+        sampling=sampling or engine.SamplingParams(),
+        stop=engine.StopCriteria(
             max_output_tokens, stop_sequences, stop_token_ids, ignore_eos, min_output_tokens
         ),
         cache_salt=cache_salt,
@@ -94,7 +83,7 @@ def random_prompt(rng: random.Random, token_count: int, vocabulary_size: int = 4
 
 
 def run_all(
-    core: EngineCore, requests: Iterable[GenerationRequest], first_number: int = 0
+    core: EngineCore, requests: Iterable[engine.GenerationRequest], first_number: int = 0
 ) -> list[Outcome]:
     """Start all at once and step until nothing runs. first_number: above all earlier ones."""
     outcomes, searches = {}, BeamSearches(core)
@@ -112,19 +101,19 @@ def collect(events: Iterable[NumberedEvent], outcomes: dict[int, Outcome]) -> No
     for number, event in events:
         outcome = outcomes[number]
         assert outcome.finished is None, "nothing follows the last event"
-        assert not isinstance(event, SequenceRefused), event.message
+        assert not isinstance(event, engine.SequenceRefused), event.message
         match event:
-            case Scheduled():
+            case engine.Scheduled():
                 assert outcome.cached_token_count is None, "scheduled is reported once"
                 outcome.cached_token_count = event.cached_token_count
-            case TokensGenerated():
+            case engine.TokensGenerated():
                 outcome.token_ids += event.token_ids
                 outcome.text += event.text
                 outcome.logprobs += event.logprobs
                 outcome.prompt_logprobs += event.prompt_logprobs
-            case ChoiceFinished():
+            case engine.ChoiceFinished():
                 raise AssertionError("these requests have one choice")
-            case SequenceFinished():
+            case engine.SequenceFinished():
                 outcome.text += event.text
                 outcome.finished = event
 

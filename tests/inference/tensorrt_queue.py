@@ -14,19 +14,12 @@ from typing import Any
 
 import pytest
 
+from inference import engine
 from inference.adapters.external_queue import ExternalQueue
 from inference.adapters.tensorrt_library import EngineWatch, TensorRtLibrary
 from inference.adapters.tensorrt_settings import TensorRtOptions
 from inference.adapters.tensorrt_worker import TensorRtAnswers
 from inference.checkpoint.checkpoint import read_config
-from inference.engine import (
-    ChoiceFinished,
-    GenerationRequest,
-    Scheduled,
-    SequenceEvent,
-    SequenceFinished,
-    TokensGenerated,
-)
 from inference.errors import EngineError
 from inference.limits import EngineLimits
 from inference.text.text_decoder import TextDecoder
@@ -67,31 +60,31 @@ class World:
     broken: list[str] = field(default_factory=list)
     queue: ExternalQueue = field(init=False)
 
-    def emit(self, number: int, event: SequenceEvent | EngineError) -> None:
+    def emit(self, number: int, event: engine.SequenceEvent | EngineError) -> None:
         outcome = self.outcomes.setdefault(number, Outcome())
         assert outcome.finished is None, "nothing follows the last event"
         assert number not in self.failures
         match event:
             case EngineError():
                 self.failures[number] = str(event)
-            case Scheduled():
+            case engine.Scheduled():
                 assert outcome.token_ids == []
                 outcome.cached_token_count = event.cached_token_count
-            case TokensGenerated():
+            case engine.TokensGenerated():
                 assert outcome.cached_token_count is not None
                 outcome.token_ids += event.token_ids
                 outcome.text += event.text
                 outcome.logprobs += event.logprobs
-            case ChoiceFinished():
+            case engine.ChoiceFinished():
                 self.ends_of_choices.setdefault(number, []).append(event.choice_index)
-            case SequenceFinished():
+            case engine.SequenceFinished():
                 outcome.finished = event
                 outcome.text += event.text
 
-    def add(self, number: int, request: GenerationRequest) -> None:
+    def add(self, number: int, request: engine.GenerationRequest) -> None:
         self.queue.add(number, request, asyncio.get_running_loop().time())
 
-    async def run(self, number: int, request: GenerationRequest) -> Outcome:
+    async def run(self, number: int, request: engine.GenerationRequest) -> Outcome:
         self.add(number, request)
         return await self.end(number)
 

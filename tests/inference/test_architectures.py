@@ -14,7 +14,7 @@ from inference.checkpoint.rope import DynamicScaling, RopeConfig
 from inference.decoder.model import rotary_tables
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.inference.running import make_core, make_request, random_prompt, run_all
-from tests.inference.test_equality import WAYS, choose_way, reference_greedy
+from tests.inference.test_reference_tokens import WAYS, choose_way, reference_greedy
 
 ORIGINAL_CONTEXT = 128  # tokens: the longer prompts of these tests are beyond it
 YARN: dict[str, float | int | str] = {

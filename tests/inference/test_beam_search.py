@@ -13,22 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from inference import engine
 from inference.adapters.torch_beams import BeamSearches
 from inference.core.engine_core import EngineCore, NumberedEvent
 from inference.core.scheduler import StepPlan
 from inference.core.sequence import Sequence
-from inference.engine import (
-    BeamSearchParams,
-    ChoiceFinished,
-    EarlyStopping,
-    EngineFinishReason,
-    GenerationRequest,
-    SamplingParams,
-    Scheduled,
-    SequenceFinished,
-    SequenceRefused,
-    TokensGenerated,
-)
 from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.sampling.sampler import Chosen
 from inference.text.tokenizer import Tokenizer
@@ -36,10 +25,10 @@ from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpo
 from tests.inference.running import check_deeply, make_core, make_request, random_prompt, run_all
 
 ENDS = frozenset(range(7, 30))  # so many that outputs of a random model end now and then
-REFERENCE_STOPPING: dict[EarlyStopping, bool | str] = {
-    EarlyStopping.HEURISTIC: False,
-    EarlyStopping.WHEN_FULL: True,
-    EarlyStopping.NEVER: "never",
+REFERENCE_STOPPING: dict[engine.EarlyStopping, bool | str] = {
+    engine.EarlyStopping.HEURISTIC: False,
+    engine.EarlyStopping.WHEN_FULL: True,
+    engine.EarlyStopping.NEVER: "never",
 }
 
 
@@ -50,8 +39,8 @@ class Found:
     token_ids: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     texts: dict[int, str] = field(default_factory=lambda: defaultdict(str))
     logprobs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    ends: dict[int, EngineFinishReason] = field(default_factory=dict)
-    finished: SequenceFinished | None = None
+    ends: dict[int, engine.EngineFinishReason] = field(default_factory=dict)
+    finished: engine.SequenceFinished | None = None
     reported: int = 0
 
 
@@ -60,26 +49,26 @@ def collect(events: Iterable[NumberedEvent], found: dict[int, Found]) -> None:
         one = found[number]
         assert one.finished is None, "nothing follows the last event"
         match event:
-            case TokensGenerated():
+            case engine.TokensGenerated():
                 assert event.choice_index not in one.ends
                 one.token_ids[event.choice_index] += event.token_ids
                 one.texts[event.choice_index] += event.text
                 one.logprobs[event.choice_index] += [
                     report.chosen.logprob for report in event.logprobs
                 ]
-            case ChoiceFinished():
+            case engine.ChoiceFinished():
                 one.ends[event.choice_index] = event.reason
                 one.texts[event.choice_index] += event.text
-            case SequenceFinished():
+            case engine.SequenceFinished():
                 one.finished = event
                 one.texts[0] += event.text
-            case Scheduled():
+            case engine.Scheduled():
                 pass
-            case SequenceRefused():
+            case engine.SequenceRefused():
                 raise AssertionError(event.message)
 
 
-def search(core: EngineCore, requests: list[GenerationRequest]) -> list[Found]:
+def search(core: EngineCore, requests: list[engine.GenerationRequest]) -> list[Found]:
     """Run all at once; check the blocks after every step."""
     found = {number: Found() for number in range(len(requests))}
     searches = BeamSearches(core)
@@ -106,7 +95,7 @@ def reference_model(directory: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
 
 
-def reference(directory: Path, request: GenerationRequest) -> list[list[int]]:
+def reference(directory: Path, request: engine.GenerationRequest) -> list[list[int]]:
     """Return the outputs of `transformers` for the same search, without padding."""
     params, prompt, stop = request.beam_search, list(request.prompt_token_ids), request.stop
     assert params is not None
@@ -144,11 +133,11 @@ def beam_request(
     *,
     choice_count: int = 1,
     length_penalty: float = 1.0,
-    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC,
+    early_stopping: engine.EarlyStopping = engine.EarlyStopping.HEURISTIC,
     ends: frozenset[int] = ENDS,
     min_output_tokens: int = 0,
-    sampling: SamplingParams | None = None,
-) -> GenerationRequest:
+    sampling: engine.SamplingParams | None = None,
+) -> engine.GenerationRequest:
     plain = make_request(
         prompt,
         max_output_tokens,
@@ -157,18 +146,20 @@ def beam_request(
         choice_count=choice_count,
         sampling=sampling,
     )
-    return replace(plain, beam_search=BeamSearchParams(width, length_penalty, early_stopping))
+    return replace(
+        plain, beam_search=engine.BeamSearchParams(width, length_penalty, early_stopping)
+    )
 
 
 def outputs(found: Found) -> list[list[int]]:
     return [found.token_ids[index] for index in sorted(found.token_ids)]
 
 
-@pytest.mark.parametrize("early_stopping", list(EarlyStopping))
+@pytest.mark.parametrize("early_stopping", list(engine.EarlyStopping))
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 def test_outputs_equal_transformers(
     tiny: TinyCheckpoint,
-    early_stopping: EarlyStopping,
+    early_stopping: engine.EarlyStopping,
     native: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -197,9 +188,7 @@ def test_outputs_equal_transformers(
         assert outputs(one) == reference(tiny.directory, request)
 
 
-def test_the_three_ways_to_stop_differ_and_each_is_that_of_transformers(
-    tiny: TinyCheckpoint,
-) -> None:
+def test_the_three_ways_to_stop_differ_as_in_transformers(tiny: TinyCheckpoint) -> None:
     requests = {
         early_stopping: [
             beam_request(
@@ -207,7 +196,7 @@ def test_the_three_ways_to_stop_differ_and_each_is_that_of_transformers(
             )
             for seed in range(12)
         ]
-        for early_stopping in EarlyStopping
+        for early_stopping in engine.EarlyStopping
     }
 
     found = {
@@ -215,19 +204,19 @@ def test_the_three_ways_to_stop_differ_and_each_is_that_of_transformers(
         for early_stopping, each in requests.items()
     }
 
-    texts = [{one: outputs(found[one][row]) for one in EarlyStopping} for row in range(12)]
+    texts = [{one: outputs(found[one][row]) for one in engine.EarlyStopping} for row in range(12)]
     distinguishing = [
         row
         for row in range(12)
-        if texts[row][EarlyStopping.HEURISTIC] != texts[row][EarlyStopping.NEVER]
+        if texts[row][engine.EarlyStopping.HEURISTIC] != texts[row][engine.EarlyStopping.NEVER]
     ]
     assert distinguishing, "else one could be taken for another unseen"
     assert any(
-        texts[row][EarlyStopping.HEURISTIC] != texts[row][EarlyStopping.WHEN_FULL]
+        texts[row][engine.EarlyStopping.HEURISTIC] != texts[row][engine.EarlyStopping.WHEN_FULL]
         for row in range(12)
     )
     for row in distinguishing:
-        for early_stopping in EarlyStopping:
+        for early_stopping in engine.EarlyStopping:
             assert texts[row][early_stopping] == reference(
                 tiny.directory, requests[early_stopping][row]
             )
@@ -236,13 +225,15 @@ def test_the_three_ways_to_stop_differ_and_each_is_that_of_transformers(
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingParams(repetition_penalty=1.4),
-        SamplingParams(repetition_penalty=0.7, logit_bias=((50, 4.0), (60, -30.0), (61, 5.5))),
+        engine.SamplingParams(repetition_penalty=1.4),
+        engine.SamplingParams(
+            repetition_penalty=0.7, logit_bias=((50, 4.0), (60, -30.0), (61, 5.5))
+        ),
     ],
     ids=["penalty", "reward and bias"],
 )
-def test_rules_act_on_log_probabilities_as_in_transformers(
-    tiny: TinyCheckpoint, sampling: SamplingParams
+def test_rules_change_log_likelihoods_alike(
+    tiny: TinyCheckpoint, sampling: engine.SamplingParams
 ) -> None:
     rng = random.Random(8)
     requests = [
@@ -286,11 +277,11 @@ def test_company_chunks_and_preemption_change_nothing(tiny: TinyCheckpoint) -> N
         prompt = random_prompt(rng, rng.randrange(1, 90))
         if row % 2:
             requests.append(
-                make_request(prompt, 240, sampling=SamplingParams(temperature=1.0, seed=row))
+                make_request(prompt, 240, sampling=engine.SamplingParams(temperature=1.0, seed=row))
             )
         else:
             sampling, ends = (
-                SamplingParams(repetition_penalty=1.1),
+                engine.SamplingParams(repetition_penalty=1.1),
                 frozenset() if row % 4 else ENDS,
             )
             requests.append(
@@ -386,7 +377,7 @@ def test_a_prompt_in_the_cache_is_found_and_counted(tiny: TinyCheckpoint) -> Non
     assert core.statistics().prompt_token_count == 200
 
 
-def run_events(core: EngineCore, request: GenerationRequest, number: int) -> Found:
+def run_events(core: EngineCore, request: engine.GenerationRequest, number: int) -> Found:
     found, searches = {number: Found()}, BeamSearches(core)
     assert searches.add(number, request)
     while not searches.idle:
@@ -431,12 +422,12 @@ def test_ends_and_counts_are_of_the_choices_and_of_all_beams(tiny: TinyCheckpoin
         assert set(one.ends) == {0, 1, 2}
         for index, reason in one.ends.items():
             reasons.add(reason)
-            assert (one.token_ids[index][-1] in ENDS) == (reason is EngineFinishReason.STOP)
+            assert (one.token_ids[index][-1] in ENDS) == (reason is engine.EngineFinishReason.STOP)
         delivered = sum(map(len, outputs(one)))
         steps = max(map(len, outputs(one)))
         assert one.finished.generated_token_count >= max(delivered, 4 * (steps - 1))
         assert one.finished.reason is one.ends[0]
-    assert reasons == {EngineFinishReason.STOP, EngineFinishReason.LENGTH}
+    assert reasons == {engine.EngineFinishReason.STOP, engine.EngineFinishReason.LENGTH}
     assert core.statistics().output_token_count == sum(
         one.finished.generated_token_count for one in found if one.finished
     )
@@ -444,7 +435,7 @@ def test_ends_and_counts_are_of_the_choices_and_of_all_beams(tiny: TinyCheckpoin
 
 def test_log_probabilities_are_the_models_own(tiny: TinyCheckpoint) -> None:
     """They are reported for each output, independent of the bias in its score."""
-    sampling = SamplingParams(top_logprobs=3, logit_bias=((50, 4.0),))
+    sampling = engine.SamplingParams(top_logprobs=3, logit_bias=((50, 4.0),))
     request = beam_request(
         random_prompt(random.Random(2), 30), 3, 12, choice_count=2, sampling=sampling
     )
@@ -484,7 +475,7 @@ def test_a_cancel_ends_all_beams(tiny: TinyCheckpoint, step_count: int) -> None:
     assert not core.scheduler.running
     assert not core.scheduler.waiting
     collect(searches.step(), found)
-    assert found[0].ends == dict.fromkeys(range(2), EngineFinishReason.CANCELLED)
+    assert found[0].ends == dict.fromkeys(range(2), engine.EngineFinishReason.CANCELLED)
     assert found[0].finished is not None
     assert found[0].finished.generated_token_count >= sum(map(len, outputs(found[0])))
 
@@ -504,18 +495,16 @@ def test_beams_take_turns_in_a_full_batch(tiny: TinyCheckpoint) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"beam_search": BeamSearchParams(1)}, "width must be from 2"),
-        ({"beam_search": BeamSearchParams(17)}, "to 16"),
-        ({"beam_search": BeamSearchParams(4, float("nan"))}, "length_penalty"),
-        ({"beam_search": BeamSearchParams(2), "choice_count": 3}, "choice_count"),
-        ({"sampling": SamplingParams(temperature=0.5)}, "temperature"),
-        ({"beam_search": BeamSearchParams(16)}, "KV blocks"),
+        ({"beam_search": engine.BeamSearchParams(1)}, "width must be from 2"),
+        ({"beam_search": engine.BeamSearchParams(17)}, "to 16"),
+        ({"beam_search": engine.BeamSearchParams(4, float("nan"))}, "length_penalty"),
+        ({"beam_search": engine.BeamSearchParams(2), "choice_count": 3}, "choice_count"),
+        ({"sampling": engine.SamplingParams(temperature=0.5)}, "temperature"),
+        ({"beam_search": engine.BeamSearchParams(16)}, "KV blocks"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_impossible_searches_are_refused_with_the_reason(
-    tiny: TinyCheckpoint, change: dict[str, Any], words: str
-) -> None:
+def test_bad_searches_are_refused(tiny: TinyCheckpoint, change: dict[str, Any], words: str) -> None:
     core = make_core(tiny.directory, kv_cache_bytes=1)
     request = replace(beam_request([40] * 30, 4, 200), **change)
 

@@ -419,9 +419,7 @@ def test_earlier_thinking_forges_no_control_token(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("begun", ["The answer is", "Ünder\n\n*one*: ", "ok </", "weirProbe"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_unfinished_answer_ends_the_prompt_as_in_transformers(
-    name: str, begun: str, tmp_path: Path
-) -> None:
+def test_an_unfinished_answer_is_as_in_transformers(name: str, begun: str, tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     write(tmp_path, family := FAMILIES[name])

@@ -213,7 +213,6 @@ def change(path: Path, **entries: Any) -> None:
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM is not supported"),
         (
             {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}},
             "proportional is not supported",
@@ -234,10 +233,8 @@ def change(path: Path, **entries: Any) -> None:
         ({"head_dim": 15}, "head_dim = 15 must be even"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is missing"),
         ({"hidden_act": "gelu"}, "gelu is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_key_value_heads": 3}, "cannot share 3"),
-        ({"vocab_size": "many"}, "wrong type"),
     ],
 )
 def test_unsupported_configurations_are_refused_by_name(
@@ -315,23 +312,11 @@ def test_notes_beside_a_scaling_change_nothing(tmp_path: Path) -> None:
     assert read_config(tmp_path) == before
 
 
-def test_notes_change_no_logit(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, shape=LlamaShape(head_count=9, kv_head_count=3, hidden_size=144))
-    prompt = list(range(7, 30))
-    [before] = run_all(make_core(tmp_path), [make_request(prompt)])
-    change(tmp_path / "config.json", **NOTES)
-    [after] = run_all(make_core(tmp_path), [make_request(prompt)])
-
-    assert after.token_ids == before.token_ids
-
-
 COMPUTED |= {"sliding_window", "tie_word_embeddings"}
 
 
 @pytest.mark.parametrize("architecture", MODEL_TYPES)
-def test_an_entry_is_refused_if_transformers_computes_otherwise_with_it(
-    architecture: str, tmp_path: Path
-) -> None:
+def test_an_entry_that_changes_transformers_is_refused(architecture: str, tmp_path: Path) -> None:
     """An entry that transformers does not read, or reads without effect, is a note."""
     make_checkpoint(tmp_path, shape=LlamaShape(architecture=architecture))
     path = tmp_path / "config.json"
@@ -358,9 +343,7 @@ def test_an_entry_is_refused_if_transformers_computes_otherwise_with_it(
 
 
 @pytest.mark.parametrize("name", families._READ_BY_ALL)
-def test_an_entry_that_changes_the_computation_is_refused_by_name_and_value(
-    name: str, tmp_path: Path
-) -> None:
+def test_an_entry_that_changes_the_result_is_refused_by_name(name: str, tmp_path: Path) -> None:
     value = dict(reversed(ENTRIES)).get(name, "other.safetensors")
     make_checkpoint(tmp_path)
     change(tmp_path / "config.json", **{name: value})
@@ -433,23 +416,6 @@ def names_read(path: Path) -> set[str]:
         if owner == "config":
             names.add(name)
     return names
-
-
-@pytest.mark.parametrize(
-    "entries",
-    [
-        {"quantization": {"bits": 4, "group_size": 64}},
-        {"compression_config": {"format": "dense"}},
-        {"quantization_config": {"quant_method": "fp8"}},
-    ],
-    ids=str,
-)
-def test_quantized_checkpoints_are_refused(entries: dict[str, Any], tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    change(tmp_path / "config.json", **entries)
-
-    with pytest.raises(CheckpointInvalid, match="quantized checkpoints are not supported"):
-        read_config(tmp_path)
 
 
 def _demanding(fault: str) -> str:
@@ -646,10 +612,8 @@ def test_an_absent_entry_means_what_transformers_takes_it_for(tmp_path: Path) ->
             getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
         )
         assert (ours.kv_head_count, ours.head_dim) == (theirs.num_key_value_heads, head_dim)
-        assert (ours.context_window_tokens, ours.rms_norm_eps) == (
-            theirs.max_position_embeddings,
-            theirs.rms_norm_eps,
-        )
+        assert ours.context_window_tokens == theirs.max_position_embeddings
+        assert ours.rms_norm_eps == theirs.rms_norm_eps
         assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
         assert set(ours.layer_windows) == {getattr(theirs, "sliding_window", None)}
         assert ours.tied_embeddings == theirs.tie_word_embeddings
@@ -715,41 +679,10 @@ def test_model_info_reports_window_and_default_sampling(tmp_path: Path) -> None:
     info = read_model_info(tmp_path, name="demo", engine="torch", context_window_tokens_max=512)
 
     assert info.default_sampling == SamplingParams(temperature=0.7, top_p=0.9, top_k=40)
-    assert (info.context_window_tokens, info.vocabulary_size, info.architecture) == (
-        512,
-        400,
-        "LlamaForCausalLM",
-    )
+    assert info.context_window_tokens == 512
+    assert info.vocabulary_size == 400
+    assert info.architecture == "LlamaForCausalLM"
     assert read_config(tmp_path).end_token_ids == {2, 6}
-
-
-@pytest.mark.parametrize("shard_count", [1, 3])
-def test_a_missing_tensor_is_named(tmp_path: Path, shard_count: int) -> None:
-    make_checkpoint(tmp_path, shape=LlamaShape(layer_count=1), shard_count=shard_count)
-    change(tmp_path / "config.json", num_hidden_layers=2)
-
-    with pytest.raises(CheckpointInvalid, match=r"model\.layers\.1\.\S+ is missing"):
-        load_weights(tmp_path, read_config(tmp_path), torch.float32)
-
-
-def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    change(tmp_path / "config.json", intermediate_size=128)
-
-    with pytest.raises(
-        CheckpointInvalid,
-        match=r"gate_proj\.weight has shape \(160, 64\), config.json says \(128, 64\)",
-    ):
-        load_weights(tmp_path, read_config(tmp_path), torch.float32)
-
-
-def test_a_torn_weights_file_is_refused(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
-
-    with pytest.raises(CheckpointInvalid, match="not a safetensors file"):
-        load_weights(tmp_path, read_config(tmp_path), torch.float32)
 
 
 def test_an_index_that_points_outside_is_refused(tmp_path: Path) -> None:
@@ -796,39 +729,3 @@ def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
 
     with pytest.raises(ChatTemplateFailed, match="no chat template"):
         Tokenizer(tmp_path).render_chat([ChatMessage("user", "?")])
-
-
-@pytest.mark.parametrize(
-    "attack",
-    [
-        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
-        "{{ raise_exception.__globals__['os'] }}",
-        "{% set _ = messages.append('x') %}",
-        "{{ strftime_now.__globals__['json'] }}",
-    ],
-)
-def test_a_template_cannot_leave_its_sandbox(tmp_path: Path, attack: str) -> None:
-    make_checkpoint(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(attack)
-
-    with pytest.raises(ChatTemplateFailed):
-        Tokenizer(tmp_path).render_chat([ChatMessage("user", "?")])
-
-
-def test_a_template_that_does_not_parse_is_refused_at_load(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{% for %}")
-
-    with pytest.raises(CheckpointInvalid, match="does not parse"):
-        Tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("content", [None, "not json"])
-def test_a_missing_or_broken_tokenizer_is_refused(tmp_path: Path, content: str | None) -> None:
-    make_checkpoint(tmp_path)
-    (tmp_path / "tokenizer.json").unlink()
-    if content is not None:
-        (tmp_path / "tokenizer.json").write_text(content)
-
-    with pytest.raises(CheckpointInvalid, match=r"tokenizer\.json"):
-        Tokenizer(tmp_path)

@@ -8,26 +8,15 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from inference import engine
 from inference.core.engine_core import EngineCore, NumberedEvent
-from inference.engine import (
-    ChoiceFinished,
-    EngineFinishReason,
-    GenerationRequest,
-    GrammarKind,
-    ResponseFormat,
-    SamplingParams,
-    Scheduled,
-    SequenceFinished,
-    SequenceRefused,
-    TokensGenerated,
-)
 from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.sequences import choice_seed
 from inference.text.tokenizer import Tokenizer
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.running import check_deeply, make_core, make_request, random_prompt, run_all
 
-HOT = SamplingParams(temperature=1.0, seed=77)
+HOT = engine.SamplingParams(temperature=1.0, seed=77)
 PROMPT = random_prompt(random.Random(5), 200)
 
 
@@ -35,11 +24,11 @@ PROMPT = random_prompt(random.Random(5), 200)
 class Answers:
     """All events of one request."""
 
-    scheduled: list[Scheduled] = field(default_factory=list)
+    scheduled: list[engine.Scheduled] = field(default_factory=list)
     token_ids: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     texts: dict[int, str] = field(default_factory=lambda: defaultdict(str))
-    ends: dict[int, EngineFinishReason] = field(default_factory=dict)
-    finished: list[SequenceFinished] = field(default_factory=list)
+    ends: dict[int, engine.EngineFinishReason] = field(default_factory=dict)
+    finished: list[engine.SequenceFinished] = field(default_factory=list)
 
 
 def collect(events: list[NumberedEvent], answers: Answers, number: int = 0) -> None:
@@ -48,23 +37,23 @@ def collect(events: list[NumberedEvent], answers: Answers, number: int = 0) -> N
             continue
         assert not answers.finished, "nothing follows the last event"
         match event:
-            case Scheduled():
+            case engine.Scheduled():
                 answers.scheduled.append(event)
-            case TokensGenerated():
+            case engine.TokensGenerated():
                 assert event.choice_index not in answers.ends
                 answers.token_ids[event.choice_index] += event.token_ids
                 answers.texts[event.choice_index] += event.text
-            case ChoiceFinished():
+            case engine.ChoiceFinished():
                 assert event.choice_index not in answers.ends
                 answers.ends[event.choice_index] = event.reason
                 answers.texts[event.choice_index] += event.text
-            case SequenceFinished():
+            case engine.SequenceFinished():
                 answers.finished.append(event)
-            case SequenceRefused():
+            case engine.SequenceRefused():
                 raise AssertionError(event.message)
 
 
-def run(core: EngineCore, request: GenerationRequest, number: int = 0) -> Answers:
+def run(core: EngineCore, request: engine.GenerationRequest, number: int = 0) -> Answers:
     answers = Answers()
     assert core.add(number, request)
     while not core.idle:
@@ -77,7 +66,7 @@ def test_each_choice_is_what_its_seed_gives_alone(tiny: TinyCheckpoint) -> None:
     answers = run(make_core(tiny.directory), make_request(PROMPT, 30, sampling=HOT, choice_count=5))
 
     for index in range(5):
-        sampling = SamplingParams(temperature=1.0, seed=choice_seed(77, index))
+        sampling = engine.SamplingParams(temperature=1.0, seed=choice_seed(77, index))
         alone = run_all(make_core(tiny.directory), [make_request(PROMPT, 30, sampling=sampling)])[0]
         assert answers.token_ids[index] == alone.token_ids
         assert answers.texts[index] == alone.text
@@ -120,7 +109,7 @@ def test_the_prompt_is_counted_once_and_its_blocks_are_shared(tiny: TinyCheckpoi
     )
     while not core.idle:
         collect(core.step(), answers)
-    assert answers.scheduled == [Scheduled(0)]
+    assert answers.scheduled == [engine.Scheduled(0)]
     [finished] = answers.finished
     assert (finished.prompt_token_count, finished.cached_token_count) == (200, 0)
     assert finished.generated_token_count == 6 * 20 == core.statistics().output_token_count
@@ -135,9 +124,12 @@ def test_each_choice_has_its_own_end(tiny: TinyCheckpoint) -> None:
     answers = run(make_core(tiny.directory), request)
 
     assert set(answers.ends) == set(range(8))
-    assert set(answers.ends.values()) == {EngineFinishReason.STOP, EngineFinishReason.LENGTH}
+    assert set(answers.ends.values()) == {
+        engine.EngineFinishReason.STOP,
+        engine.EngineFinishReason.LENGTH,
+    }
     for index, reason in answers.ends.items():
-        assert (answers.token_ids[index][-1] in stops) == (reason is EngineFinishReason.STOP)
+        assert (answers.token_ids[index][-1] in stops) == (reason is engine.EngineFinishReason.STOP)
         assert not stops & set(answers.token_ids[index][:-1])
     assert answers.finished[0].reason is answers.ends[0]
     assert answers.finished[0].generated_token_count == sum(map(len, answers.token_ids.values()))
@@ -156,8 +148,8 @@ def test_a_cancel_ends_all_of_them(tiny: TinyCheckpoint, step_count: int) -> Non
     assert core.idle
     assert core.pool.block_count_held == 0
     collect(core.step(), answers)
-    assert answers.ends == dict.fromkeys(range(3), EngineFinishReason.CANCELLED)
-    assert answers.finished[0].reason is EngineFinishReason.CANCELLED
+    assert answers.ends == dict.fromkeys(range(3), engine.EngineFinishReason.CANCELLED)
+    assert answers.finished[0].reason is engine.EngineFinishReason.CANCELLED
     assert answers.finished[0].generated_token_count == sum(map(len, answers.token_ids.values()))
     tokenizer = Tokenizer(tiny.directory)
     assert all(
@@ -166,7 +158,7 @@ def test_a_cancel_ends_all_of_them(tiny: TinyCheckpoint, step_count: int) -> Non
 
 
 def test_each_choice_follows_the_format_by_itself(tiny: TinyCheckpoint) -> None:
-    own_format = ResponseFormat(GrammarKind.REGEX, "[a-c]{4}x")
+    own_format = engine.ResponseFormat(engine.GrammarKind.REGEX, "[a-c]{4}x")
 
     answers = run(
         make_core(tiny.directory),
@@ -177,14 +169,14 @@ def test_each_choice_follows_the_format_by_itself(tiny: TinyCheckpoint) -> None:
 
     assert all(len(text) == 5 and text.endswith("x") for text in answers.texts.values())
     assert len(set(answers.texts.values())) > 1
-    assert set(answers.ends.values()) == {EngineFinishReason.STOP}
+    assert set(answers.ends.values()) == {engine.EngineFinishReason.STOP}
 
 
 def test_a_broken_format_ends_all_choices_once(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = make_core(tiny.directory)
-    own_format = ResponseFormat(GrammarKind.REGEX, "[a-c]{40}")
+    own_format = engine.ResponseFormat(engine.GrammarKind.REGEX, "[a-c]{40}")
     core.add(
         0,
         make_request(
@@ -199,7 +191,7 @@ def test_a_broken_format_ends_all_choices_once(
 
     events = core.step()
 
-    assert [type(event) for _, event in events] == [SequenceRefused]
+    assert [type(event) for _, event in events] == [engine.SequenceRefused]
     assert core.idle
     assert core.pool.block_count_held == 0
 

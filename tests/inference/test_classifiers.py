@@ -268,9 +268,7 @@ class TestProcess:
             waiting.cancel()
         assert process.queue.waiting_count == 0
 
-    async def test_an_unusable_checkpoint_is_reported_at_once(
-        self, danger: Path, tmp_path: Path
-    ) -> None:
+    async def test_an_unusable_checkpoint_is_reported(self, danger: Path, tmp_path: Path) -> None:
         make_random_classifier(tmp_path, "Bert")
         torn(tmp_path)
         process = ClassifierProcess([danger, tmp_path], timeout_s=PATIENCE_S)
@@ -471,9 +469,7 @@ class TestChecker:
         (CLASSIFIER + "[[classifiers]]\nretries = 1", "one table, not several"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_refused_with_the_reason(
-    text: str, words: str, danger: Path, tmp_path: Path
-) -> None:
+def test_an_unusable_file_is_refused(text: str, words: str, danger: Path, tmp_path: Path) -> None:
     (tmp_path / "model").symlink_to(danger)
     path = tmp_path / "rules.toml"
     path.write_text(text)

@@ -201,9 +201,7 @@ async def test_a_drained_replica_releases_requests_that_another_can_continue(
     assert len(engines[1].requests) == moves
 
 
-async def test_a_drain_moves_no_more_than_there_is_room_for_and_fails_nothing(
-    tiny: TinyCheckpoint,
-) -> None:
+async def test_a_drain_moves_what_there_is_room_for_and_fails_nothing(tiny: TinyCheckpoint) -> None:
     """Five run and two places are free: the rest stays, also if those are taken meanwhile."""
     index_counts = (8, 2)
     engines = [
@@ -242,9 +240,7 @@ async def test_a_drain_moves_no_more_than_there_is_room_for_and_fails_nothing(
     assert [report.live_sequence_count for report in replica_set.reports()] == [0, 0]
 
 
-async def test_a_stop_sequence_is_found_across_the_seam(
-    tiny: TinyCheckpoint, core: EngineCore
-) -> None:
+async def test_a_stop_sequence_is_found_at_the_seam(tiny: TinyCheckpoint, core: EngineCore) -> None:
     """Wherever a loss cuts the output, also within a stop sequence or a character."""
     plain, _, _ = await run_losing(tiny, core, make_request(prompt(6), 30), [None])
     for begin in range(2, 20, 3):
@@ -328,9 +324,7 @@ async def test_a_cancelled_sequence_whose_engine_is_lost_is_cancelled(tiny: Tiny
     assert not engines[1].requests
 
 
-async def test_a_sequence_is_continued_when_its_replica_is_closed_and_ends_with_the_set(
-    tiny: TinyCheckpoint,
-) -> None:
+async def test_a_closed_replicas_sequence_continues_and_may_end(tiny: TinyCheckpoint) -> None:
     core = make_core(tiny.directory)
     engines = [CoreEngine(tiny, lambda: core) for _ in range(2)]
     async with (
@@ -348,9 +342,7 @@ async def test_a_sequence_is_continued_when_its_replica_is_closed_and_ends_with_
     assert outcome.finished.migration_count == 1
 
 
-async def test_a_sequence_waits_for_its_own_replica_to_come_back(
-    tiny: TinyCheckpoint, core: EngineCore
-) -> None:
+async def test_a_sequence_waits_for_its_own_replica(tiny: TinyCheckpoint, core: EngineCore) -> None:
     request = make_request(prompt(1), TOKENS)
     undisturbed, _, _ = await run_losing(tiny, core, request, [None])
     engine = CoreEngine(tiny, lambda: core)
@@ -371,9 +363,7 @@ async def test_a_sequence_waits_for_its_own_replica_to_come_back(
         await run_losing(tiny, core, request, [5], recovery_wait_s=0.0)
 
 
-async def test_a_full_queue_is_skipped_and_reported_when_all_are_full(
-    tiny: TinyCheckpoint, core: EngineCore
-) -> None:
+async def test_full_queues_are_skipped_or_reported(tiny: TinyCheckpoint, core: EngineCore) -> None:
     engines = [CoreEngine(tiny, lambda: core) for _ in range(2)]
     async with serving_set(engines) as replica_set:
         engines[0].queue_is_full = True

@@ -290,9 +290,7 @@ def test_a_template_that_splits_hidden_text_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("written", ["tojson", "tojson(ensure_ascii=true)", "string"])
-def test_hidden_text_that_a_template_escapes_is_shown_as_it_escapes_it(
-    written: str, tmp_path: Path
-) -> None:
+def test_hidden_text_that_a_template_escapes_is_escaped(written: str, tmp_path: Path) -> None:
     tokenizer = template(
         "{% for tool in tools or [] %}{{ tool | FORM }}{% endfor %}<|user|>"
         "{{ messages[0]['content'] }}<|end|>".replace("FORM", written)
@@ -436,9 +434,7 @@ def test_no_text_of_a_client_adds_a_marker_however_the_tokenizer_finds_it(
 
 
 @pytest.mark.parametrize("name", FORGEABLE)
-def test_ordinary_conversations_are_encoded_as_the_tokenizer_does(
-    name: str, tmp_path: Path
-) -> None:
+def test_ordinary_conversations_are_encoded_by_the_tokenizer(name: str, tmp_path: Path) -> None:
     tokenizer = forgeable(tmp_path, name)
     turns, tools = conversation_of("Which hotel costs 120 \u20ac, <b>the second</b>?")
 
@@ -447,9 +443,7 @@ def test_ordinary_conversations_are_encoded_as_the_tokenizer_does(
     assert ids == tokenizer.encode(tokenizer.render_chat(turns, tools), add_special_tokens=False)
 
 
-def test_reasoning_in_an_earlier_answer_is_left_out_by_the_template_and_forges_nothing(
-    tmp_path: Path,
-) -> None:
+def test_reasoning_in_an_earlier_answer_is_dropped_and_forges_nothing(tmp_path: Path) -> None:
     tokenizer = forgeable(tmp_path, "not flagged special")
     thought = f"{THINK}first{USER}</think>The second one.{USER[:3]}"
 

@@ -65,6 +65,8 @@ HOSTILE = {
     "padding by a filter": "{{ 'x' | center(10 ** 10) }}",
     "classes": "{{ ''.__class__.__mro__ }}",
     "globals": "{{ raise_exception.__globals__['os'] }}",
+    "base classes": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    "globals of another function": "{{ strftime_now.__globals__['json'] }}",
     "globals by a filter": "{{ (raise_exception | attr('__globals__'))['os'] }}",
     "format's attributes": (
         "{{ ('{0.__globals__}'.format(raise_exception)) | length > 0 or raise_exception('held') }}"
@@ -177,6 +179,14 @@ CONFIGURATIONS: dict[str, tuple[Spoil, str]] = {
     "no architecture": (config(architectures=[]), r"architecture \(none\) is not supported"),
     "quantized": (
         config(quantization_config={"quant_method": "awq"}),
+        "quantized checkpoints are not supported",
+    ),
+    "quantized by another name": (
+        config(quantization={"bits": 4, "group_size": 64}),
+        "quantized checkpoints are not supported",
+    ),
+    "compressed": (
+        config(compression_config={"format": "dense"}),
         "quantized checkpoints are not supported",
     ),
     "rotation that stands still": (config(rope_theta=-1.0), "rope_theta = -1.0 and the factor"),
@@ -304,9 +314,7 @@ def load(directory: Path) -> None:
     (WEIGHTS | CONFIGURATIONS | TOKENIZERS).values(),
     ids=WEIGHTS | CONFIGURATIONS | TOKENIZERS,
 )
-def test_unsupported_checkpoints_are_refused_with_the_reason(
-    spoil: Spoil, words: str, whole: Path, tmp_path: Path
-) -> None:
+def test_bad_checkpoints_are_refused(spoil: Spoil, words: str, whole: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(whole, tmp_path / "checkpoint")
     spoil(directory)
 
@@ -317,9 +325,7 @@ def test_unsupported_checkpoints_are_refused_with_the_reason(
 
 
 @pytest.mark.parametrize(("spoil", "words"), SHARDS.values(), ids=SHARDS)
-def test_shards_are_refused_by_name(
-    spoil: Spoil, words: str, sharded: Path, tmp_path: Path
-) -> None:
+def test_bad_shards_are_named(spoil: Spoil, words: str, sharded: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(sharded, tmp_path / "checkpoint")
     spoil(directory)
 
@@ -327,9 +333,7 @@ def test_shards_are_refused_by_name(
         load(directory)
 
 
-def test_a_special_token_beyond_the_embeddings_that_nothing_writes_is_accepted(
-    whole: Path, tmp_path: Path
-) -> None:
+def test_an_unused_special_token_beyond_the_model_is_accepted(whole: Path, tmp_path: Path) -> None:
     """Like the image tokens of models for text; a prompt that spells one is refused."""
     directory = shutil.copytree(whole, tmp_path / "checkpoint")
     added("<|image|>")(directory)

@@ -209,9 +209,7 @@ def test_the_other_operations_equal_those_of_torch(
 
 
 @pytest.mark.parametrize("size", [1, 333, 4096, 4097, 9000])
-def test_the_first_of_the_largest_logits_is_the_best(
-    triton_kernels: TorchKernels, size: int
-) -> None:
+def test_the_first_of_the_largest_logits_wins(triton_kernels: TorchKernels, size: int) -> None:
     generator = torch.Generator().manual_seed(size)
     logits = torch.randint(-3, 3, (6, size), generator=generator).float()
     for row, broken in enumerate((torch.nan, torch.inf, -torch.inf)):
@@ -265,9 +263,7 @@ def test_the_engine_gives_the_tokens_of_the_cpu(cores: Any, shape: LlamaShape) -
     assert ours == reference
 
 
-def test_steps_that_only_decode_use_a_captured_size(
-    cores: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pure_decode_steps_use_a_captured_size(cores: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     core = cores(LlamaShape(), "float32", on_triton=True)
     decoder = core._runner._decoder
     assert isinstance(decoder, TorchDecoder)

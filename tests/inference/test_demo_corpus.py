@@ -126,9 +126,7 @@ def test_every_reference_answer_scores_full_marks() -> None:
 
 
 @pytest.mark.parametrize("split", list(Split))
-def test_the_listings_that_fit_come_first_and_the_answer_begins_with_the_first(
-    split: Split,
-) -> None:
+def test_the_fitting_listings_come_first_and_begin_the_answer(split: Split) -> None:
     rng = Random(4)
     for _ in range(300):
         found, turn = draw_turn(rng, draw_hotels(rng, 9, split), split)
@@ -289,9 +287,7 @@ def test_a_grammar_decides_the_first_token_of_forced_answers_only() -> None:
     assert talk.forced() == {2}
 
 
-def test_the_chat_template_renders_tools_calls_and_results_as_the_corpus_does(
-    template: ChatTemplate,
-) -> None:
+def test_the_chat_template_renders_tools_as_the_corpus_does(template: ChatTemplate) -> None:
     function = Function("add", "Adds <b>.", {"a": {"type": "integer"}})
     lines = (
         Line("user", "Add 1"),

@@ -169,9 +169,7 @@ def first_completed_stop(text: str, stops: tuple[str, ...]) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
 @given(data=st.data())
-def test_pieces_put_together_equal_the_text_decoded_at_once(
-    case: Case, data: st.DataObject
-) -> None:
+def test_pieces_together_equal_the_text_decoded_at_once(case: Case, data: st.DataObject) -> None:
     ids = data.draw(ids_of(case))
 
     text, stop, _ = stream_text(case, ids)

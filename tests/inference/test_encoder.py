@@ -10,7 +10,8 @@ import json
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,12 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torch.nn.functional import cosine_similarity
 
+from inference import errors
 from inference.encoder.config import read_encoder_config, read_encoder_info
 from inference.encoder.engine import EncoderSettings, TorchEncoder
 from inference.encoder.network import EncoderNetwork
 from inference.encoder.worker import EncodeBatch, LoadEncoder, encode_batch, load_network
 from inference.engine import EmbeddingRequest, Embeddings, EngineState
-from inference.errors import (
-    CheckpointInvalid,
-    EngineFailed,
-    EngineOverloaded,
-    EngineStartFailed,
-    EngineUnavailable,
-    RequestImpossible,
-)
 from inference.routing.memory import MemoryBudget, Needs
 from inference.routing.on_demand import ManagedEncoder, ManagedTerms
 from inference.text.tokenizer import Tokenizer
@@ -50,7 +44,7 @@ from tests.inference.encoder_checkpoints import (
     write_modules,
 )
 from tests.inference.test_checkpoint import ENTRIES
-from tests.inference.worker_engines import WAIT_S, until
+from tests.inference.worker_engines import WAIT_S, served, until
 
 MEAN, FIRST = "pooling_mode_mean_tokens", "pooling_mode_cls_token"
 SENTENCES = (
@@ -119,9 +113,7 @@ class TestVectors:
         assert vectors.shape == (len(given), DIMENSION)
         torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-5)
 
-    def test_of_relative_positions_are_those_of_transformers_at_all_distances(
-        self, tmp_path: Path
-    ) -> None:
+    def test_of_relative_positions_equal_transformers_at_any_distance(self, tmp_path: Path) -> None:
         """Near tokens have a bias each, farther ones share one, and beyond 128 all do."""
         directory = make_random_encoder(tmp_path, "MPNet", input_tokens_max=160)
         given = texts(6, 160, 3, 129, 40)
@@ -132,7 +124,7 @@ class TestVectors:
         torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-5)
         edit_config(directory, relative_attention_num_buckets=16)
         with pytest.raises(
-            CheckpointInvalid, match="relative_attention_num_buckets = 16 is not supported"
+            errors.CheckpointInvalid, match="relative_attention_num_buckets = 16 is not supported"
         ):
             read_encoder_config(directory)
 
@@ -158,7 +150,7 @@ class TestVectors:
         assert float(cosine_similarity(small, network_of(tiny).embed(given)).min()) > 0.99
 
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
-    def test_of_an_encoder_inside_another_model_are_the_same(
+    def test_of_an_encoder_inside_another_are_the_same(
         self, architecture: str, tmp_path: Path
     ) -> None:
         """Some checkpoints keep the tensor prefix and heads of the model they are part of."""
@@ -212,11 +204,9 @@ class TestMiniLm:
     def test_says_what_it_is(self) -> None:
         info = read_encoder_info(minilm_directory(), name="minilm")
 
-        assert (info.architecture, info.embedding_dimension, info.context_window_tokens) == (
-            "BertModel",
-            384,
-            256,
-        )
+        assert info.architecture == "BertModel"
+        assert info.embedding_dimension == 384
+        assert info.context_window_tokens == 256
 
 
 def entries(**changes: object) -> Callable[[Path], None]:
@@ -296,14 +286,12 @@ def test_unsupported_configurations_are_refused_by_name(
     directory = make_random_encoder(tmp_path)
     spoil(directory)
 
-    with pytest.raises(CheckpointInvalid, match=named):
+    with pytest.raises(errors.CheckpointInvalid, match=named):
         network_of(directory)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_an_entry_is_refused_if_transformers_computes_otherwise_with_it(
-    architecture: str, tmp_path: Path
-) -> None:
+def test_an_entry_that_changes_transformers_is_refused(architecture: str, tmp_path: Path) -> None:
     directory = make_random_encoder(tmp_path, architecture)
     texts = [list(PLAIN_IDS)[:9]]
     expected = reference_vectors(directory, texts, pooling=MEAN, normalized=False)
@@ -315,7 +303,7 @@ def test_an_entry_is_refused_if_transformers_computes_otherwise_with_it(
         ):
             continue  # computed as transformers does, or transformers refuses it
         write_json(directory / "config.json", raw | {name: value})
-        with contextlib.suppress(CheckpointInvalid):
+        with contextlib.suppress(errors.CheckpointInvalid):
             read_encoder_config(directory)
             found = reference_vectors(directory, texts, pooling=MEAN, normalized=False)
             assert torch.allclose(torch.tensor(found), torch.tensor(expected), atol=1e-4), (
@@ -332,7 +320,7 @@ def test_modules_reach_no_files_elsewhere(tmp_path: Path) -> None:
     ]
     write_json(directory / "modules.json", modules)
 
-    with pytest.raises(CheckpointInvalid, match="outside the checkpoint"):
+    with pytest.raises(errors.CheckpointInvalid, match="outside the checkpoint"):
         read_encoder_config(directory)
 
 
@@ -347,21 +335,13 @@ def test_a_batch_without_numbers_is_a_fault(tiny: Path) -> None:
     assert "not finite" in (answer.fault or "")
 
 
-@contextlib.asynccontextmanager
-async def serving(
+def serving(
     directory: Path, *, started: bool = True, **changes: Any
-) -> AsyncIterator[TorchEncoder]:
-    """Yield an encoder with its task, closed at the end."""
+) -> AbstractAsyncContextManager[TorchEncoder]:
+    """Serve an encoder during the block."""
     options: dict[str, Any] = {"torch_thread_count": 1, "restart_delay_s_min": 0.05}
     encoder = TorchEncoder(EncoderSettings(directory, "tiny", **(options | changes)))
-    async with asyncio.timeout(4 * WAIT_S), asyncio.TaskGroup() as tasks:
-        tasks.create_task(encoder.serve())
-        try:
-            if started:
-                await encoder.start()
-            yield encoder
-        finally:
-            await encoder.close()
+    return served(encoder, started=started)
 
 
 class TestProcess:
@@ -383,7 +363,7 @@ class TestProcess:
                 (strange, "inputs[1]"),
                 ([[]], "inputs[0]"),
             ):
-                with pytest.raises(RequestImpossible) as refused:
+                with pytest.raises(errors.RequestImpossible) as refused:
                     await encoder.embed(request_of(wrong))
                 assert refused.value.field == field
 
@@ -442,14 +422,14 @@ class TestProcess:
             async with asyncio.TaskGroup() as tasks:
                 waiting = tasks.create_task(outcome(encoder, texts(9, 30)))
                 await until(lambda: encoder.statistics().waiting_sequence_count == 1)
-                with pytest.raises(EngineOverloaded) as refused:
+                with pytest.raises(errors.EngineOverloaded) as refused:
                     await encoder.embed(request_of(texts(9, 5)))
                 assert refused.value.retry_after_s > 0
 
                 await encoder.close()
 
-            assert isinstance(waiting.result(), EngineUnavailable)
-            with pytest.raises(EngineUnavailable):
+            assert isinstance(waiting.result(), errors.EngineUnavailable)
+            with pytest.raises(errors.EngineUnavailable):
                 await encoder.embed(request_of(texts(12, 8)))
 
     @pytest.mark.faults
@@ -467,8 +447,8 @@ class TestProcess:
                 late = tasks.create_task(outcome(encoder, given))
                 await until(lambda: encoder.statistics().waiting_sequence_count == 1)
                 os.kill(killed, signal.SIGKILL)
-            assert all(isinstance(call.result(), EngineFailed) for call in [*calls, late])
-            with pytest.raises(EngineUnavailable) as down:
+            assert all(isinstance(call.result(), errors.EngineFailed) for call in [*calls, late])
+            with pytest.raises(errors.EngineUnavailable) as down:
                 await encoder.embed(request_of(given))
             assert down.value.retry_after_s > 0
 
@@ -484,7 +464,7 @@ class TestProcess:
             assert hanging is not None
             os.kill(hanging, signal.SIGSTOP)
 
-            assert isinstance(await outcome(encoder, texts(11, 8)), EngineFailed)
+            assert isinstance(await outcome(encoder, texts(11, 8)), errors.EngineFailed)
 
             await until(
                 lambda: (
@@ -493,7 +473,7 @@ class TestProcess:
                 )
             )
 
-    async def test_one_on_demand_is_started_by_the_first_text_and_gives_its_memory_back(
+    async def test_one_on_demand_starts_with_the_first_text_and_frees_memory(
         self, tiny: Path
     ) -> None:
         budget = MemoryBudget(total_bytes=10)
@@ -503,10 +483,8 @@ class TestProcess:
         )
         async with asyncio.timeout(4 * WAIT_S), asyncio.TaskGroup() as tasks:
             tasks.create_task(managed.serve())
-            assert (managed.condition().state, managed.condition().starts_on_demand) == (
-                EngineState.COLD,
-                True,
-            )
+            assert managed.condition().state == EngineState.COLD
+            assert managed.condition().starts_on_demand is True
             assert budget.held_bytes == 0
 
             answer = await managed.embed(request_of(texts(13, 9)))
@@ -523,7 +501,7 @@ class TestProcess:
         tensors(lambda found: found[f"{LAYER}.bias"].fill(float("inf")))(directory)
 
         async with serving(directory, started=False) as encoder:
-            with pytest.raises(EngineStartFailed, match="not finite"):
+            with pytest.raises(errors.EngineStartFailed, match="not finite"):
                 await encoder.start()
 
             assert encoder.condition().state is EngineState.FAILED

@@ -9,19 +9,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 
-from inference.engine import (
-    EmbeddingRequest,
-    Embeddings,
-    EngineCondition,
-    EngineState,
-    EngineStatistics,
-    ModelInfo,
-)
+from inference import engine
 from inference.errors import EngineError, EngineFailed, EngineOverloaded, EngineUnavailable
 from inference.routing.encoder_set import FULL_TOKENS, LOSS_COUNT_MAX, EncoderReplica, EncoderSet
 from inference.routing.replica import ReplicaState
 
-MODEL = ModelInfo("m", "fake", "fake", 100_000, 100, "/nowhere", embedding_dimension=1)
+MODEL = engine.ModelInfo("m", "fake", "fake", 100_000, 100, "/nowhere", embedding_dimension=1)
 
 
 class Puppet:
@@ -31,24 +24,24 @@ class Puppet:
 
     def __init__(self, number: int, *, cold: bool = False) -> None:
         self.number = number
-        self.state = EngineState.COLD if cold else EngineState.READY
+        self.state = engine.EngineState.COLD if cold else engine.EngineState.READY
         self.has_room = True
-        self.calls: list[tuple[EmbeddingRequest, asyncio.Future[None]]] = []
+        self.calls: list[tuple[engine.EmbeddingRequest, asyncio.Future[None]]] = []
         self._closed = asyncio.Event()
 
     def healthy(self) -> bool:
-        return self.state is EngineState.READY
+        return self.state is engine.EngineState.READY
 
-    def condition(self) -> EngineCondition:
-        return EngineCondition(
+    def condition(self) -> engine.EngineCondition:
+        return engine.EngineCondition(
             self.state,
             retry_after_s=3.0,
             reason="test",
-            starts_on_demand=self.state is EngineState.COLD,
+            starts_on_demand=self.state is engine.EngineState.COLD,
         )
 
-    def statistics(self) -> EngineStatistics:
-        return EngineStatistics(running_sequence_count=len(self.calls))
+    def statistics(self) -> engine.EngineStatistics:
+        return engine.EngineStatistics(running_sequence_count=len(self.calls))
 
     def begin_use(self) -> None:
         """Implement `Stoppable.begin_use`: it is not stopped in use here."""
@@ -69,18 +62,18 @@ class Puppet:
         await self._closed.wait()
 
     async def start(self) -> None:
-        self.state = EngineState.READY
+        self.state = engine.EngineState.READY
 
     async def close(self) -> None:
-        self.state = EngineState.CLOSED
+        self.state = engine.EngineState.CLOSED
         self._closed.set()
 
-    async def embed(self, request: EmbeddingRequest) -> Embeddings:
+    async def embed(self, request: engine.EmbeddingRequest) -> engine.Embeddings:
         request.on_begin()
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls.append((request, end))
         await end
-        return Embeddings(tuple(array("f", [self.number]) for _ in request.inputs), 1.0, 1.0)
+        return engine.Embeddings(tuple(array("f", [self.number]) for _ in request.inputs), 1.0, 1.0)
 
     def end(self, error: EngineError | None = None) -> None:
         """End its first call."""
@@ -105,8 +98,8 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0)
 
 
-def texts(*lengths: int) -> EmbeddingRequest:
-    return EmbeddingRequest(tuple((1,) * length for length in lengths))
+def texts(*lengths: int) -> engine.EmbeddingRequest:
+    return engine.EmbeddingRequest(tuple((1,) * length for length in lengths))
 
 
 async def test_calls_go_to_the_least_loaded_encoder_and_not_to_a_drained_one() -> None:
@@ -140,7 +133,7 @@ async def test_a_call_that_loses_its_encoder_restarts_elsewhere_up_to_a_bound() 
     puppets, begun = [Puppet(number) for number in range(LOSS_COUNT_MAX + 2)], []
     async with serving(puppets) as encoders, asyncio.TaskGroup() as tasks:
         call = tasks.create_task(
-            encoders.embed(EmbeddingRequest(((1,),), on_begin=lambda: begun.append(1)))
+            encoders.embed(engine.EmbeddingRequest(((1,),), on_begin=lambda: begun.append(1)))
         )
         await until(lambda: puppets[0].calls)
         puppets[0].end(EngineFailed("killed"))
@@ -175,7 +168,7 @@ async def test_a_cold_set_stays_cold_while_none_of_its_encoders_is_drained() -> 
         for names in ([], ["other#0"]):
             encoders.drain(names)
             await asyncio.sleep(0.01)
-        assert puppet.state is EngineState.COLD
+        assert puppet.state is engine.EngineState.COLD
         await encoders.close()
 
 
@@ -184,11 +177,11 @@ async def test_another_encoder_starts_if_all_are_full_or_drained_and_memory_allo
     async with serving(puppets) as encoders, asyncio.TaskGroup() as tasks:
         tasks.create_task(encoders.embed(texts(FULL_TOKENS - 1)))
         await until(lambda: len(puppets[0].calls) == 1)
-        assert puppets[1].state is EngineState.COLD
+        assert puppets[1].state is engine.EngineState.COLD
         puppets[1].has_room = False
         tasks.create_task(encoders.embed(texts(2)))
         await until(lambda: puppets[2].healthy())
-        assert puppets[1].state is EngineState.COLD, "there is no memory for it"
+        assert puppets[1].state is engine.EngineState.COLD, "there is no memory for it"
         while puppets[0].calls:
             puppets[0].end()
 

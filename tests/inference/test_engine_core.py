@@ -182,9 +182,7 @@ def test_a_burst_with_a_common_prefix_computes_it_once(tiny: TinyCheckpoint) -> 
     assert statistics.kv_block_count_held == 0
 
 
-def test_the_second_turn_of_a_conversation_finds_the_first_ones_output(
-    tiny: TinyCheckpoint,
-) -> None:
+def test_a_second_turn_finds_the_output_of_the_first(tiny: TinyCheckpoint) -> None:
     rng = random.Random(RNG_SEED)
     core = make_core(tiny.directory)
     prompt = random_prompt(rng, 40)

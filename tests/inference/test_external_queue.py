@@ -12,20 +12,10 @@ from typing import Any, cast
 
 import pytest
 
+from inference import engine
 from inference.adapters.external_faults import STALLS_MAX, StallWatch
 from inference.adapters.external_queue import AbortLimits, ExternalQueue
 from inference.adapters.external_request import TAKEN_AT_ONCE_MAX, Answer, Choice, Output
-from inference.engine import (
-    EngineFinishReason,
-    GenerationRequest,
-    GrammarKind,
-    ResponseFormat,
-    SamplingParams,
-    SequenceEvent,
-    SequenceFinished,
-    TokenLogprob,
-    TokensGenerated,
-)
 from inference.errors import EngineError, EngineFailed
 from inference.limits import EngineLimits
 from inference.text.text_decoder import TextDecoder
@@ -48,13 +38,13 @@ ODD_LOGPROBS = [math.nan, math.inf, -math.inf, 5.0, "a", None]
 ODD_OUTPUTS = {
     **{f"id {index}": Output([9, each]) for index, each in enumerate(ODD_IDS)},  # type: ignore[list-item]
     **{
-        f"log-probability {each}": Output([9], logprobs=[{9: TokenLogprob(9, each)}])  # type: ignore[arg-type]
+        f"log-probability {each}": Output([9], logprobs=[{9: engine.TokenLogprob(9, each)}])  # type: ignore[arg-type]
         for each in ODD_LOGPROBS
     },
     "no log-probability": Output([9]),
-    "log-probabilities of another token": Output([9], logprobs=[{8: TokenLogprob(8, -1.0)}]),
+    "log-probabilities of another token": Output([9], logprobs=[{8: engine.TokenLogprob(8, -1.0)}]),
     "top token": Output(
-        [9], logprobs=[{9: TokenLogprob(9, -1.0), 2**40: TokenLogprob(2**40, -2.0)}]
+        [9], logprobs=[{9: engine.TokenLogprob(9, -1.0), 2**40: engine.TokenLogprob(2**40, -2.0)}]
     ),
     "more tokens than asked for": Output([9] * 101),
     "finish reason": Output([9], "because"),
@@ -120,18 +110,18 @@ class World:
         self.scripts[choice.number] = script = Script()
         return script
 
-    def emit(self, number: int, event: SequenceEvent | EngineError) -> None:
+    def emit(self, number: int, event: engine.SequenceEvent | EngineError) -> None:
         if isinstance(event, EngineFailed):
             self.failed.append(number)
-        elif isinstance(event, TokensGenerated):
+        elif isinstance(event, engine.TokensGenerated):
             self.generated.append(len(event.token_ids))
-        elif isinstance(event, SequenceFinished):
+        elif isinstance(event, engine.SequenceFinished):
             self.ended.append(number)
 
-    def add(self, number: int, request: GenerationRequest | None = None) -> None:
+    def add(self, number: int, request: engine.GenerationRequest | None = None) -> None:
         self.queue.add(number, request or make_request(prompt(number), 1000), 0.0)
 
-    async def end_at_once(self, number: int, request: GenerationRequest) -> None:
+    async def end_at_once(self, number: int, request: engine.GenerationRequest) -> None:
         """Run a request whose first answer is its end."""
         self.add(number, request)
         self.scripts[number].emit(END, finish_reason="stop")
@@ -151,9 +141,7 @@ async def world_of(tiny: TinyCheckpoint) -> AsyncIterator[World]:
         holder.cancel()
 
 
-async def test_a_sequence_that_is_stuck_and_cannot_be_aborted_is_counted_once(
-    tiny: TinyCheckpoint,
-) -> None:
+async def test_a_stuck_sequence_that_cannot_be_aborted_counts_once(tiny: TinyCheckpoint) -> None:
     """It keeps its place; only a third stuck sequence counts as the engine's fault."""
     async with world_of(tiny) as world:
         world.add(0)
@@ -174,27 +162,23 @@ async def test_a_sequence_that_is_stuck_and_cannot_be_aborted_is_counted_once(
         assert watch.poll() is not None
 
 
-async def test_a_stop_sequence_that_names_a_control_token_ends_an_external_output(
-    tiny: TinyCheckpoint,
-) -> None:
-    events: list[SequenceEvent | EngineError] = []
+async def test_a_stop_sequence_of_control_tokens_ends_the_output(tiny: TinyCheckpoint) -> None:
+    events: list[engine.SequenceEvent | EngineError] = []
     async with world_of(tiny) as world:
         world.queue._sink = lambda number, event: events.append(event)
         world.add(0, make_request(prompt(1), 9, stop_sequences=("<|user|>",)))
         world.scripts[0].emit(40, 41, 4, 42)
-        await until(lambda: bool(events) and isinstance(events[-1], SequenceFinished))
+        await until(lambda: bool(events) and isinstance(events[-1], engine.SequenceFinished))
 
     *_, generated, finished = events
-    assert isinstance(generated, TokensGenerated)
+    assert isinstance(generated, engine.TokensGenerated)
     assert generated.token_ids == (40, 41, 4)
-    assert isinstance(finished, SequenceFinished)
-    assert finished.reason is EngineFinishReason.STOP_SEQUENCE
+    assert isinstance(finished, engine.SequenceFinished)
+    assert finished.reason is engine.EngineFinishReason.STOP_SEQUENCE
     assert finished.stopped_by == "<|user|>"
 
 
-async def test_requests_cancelled_in_the_queue_of_a_full_engine_are_removed(
-    tiny: TinyCheckpoint,
-) -> None:
+async def test_requests_cancelled_in_a_full_engine_are_removed(tiny: TinyCheckpoint) -> None:
     async with world_of(tiny) as world:
         for number in range(14):
             world.add(number)
@@ -208,9 +192,7 @@ async def test_requests_cancelled_in_the_queue_of_a_full_engine_are_removed(
 
 
 @pytest.mark.parametrize("invited", [False, True], ids=["by their prompts", "by their parameters"])
-async def test_one_tenants_empty_answers_end_no_engine_that_serves_others(
-    tiny: TinyCheckpoint, invited: bool
-) -> None:
+async def test_one_tenants_empty_answers_end_no_engine(tiny: TinyCheckpoint, invited: bool) -> None:
     """An empty output is legal; if all tenants get them, the cache is at fault."""
     parameters = {"stop_token_ids": frozenset({END})} if invited else {}
     ours = make_request(prompt(1), 1000, cache_salt="ours", ignore_eos=False, **parameters)  # type: ignore[arg-type]
@@ -224,9 +206,7 @@ async def test_one_tenants_empty_answers_end_no_engine_that_serves_others(
         assert len(world.broken) == (not invited)
 
 
-async def test_the_only_tenants_empty_answers_in_a_row_show_a_broken_cache(
-    tiny: TinyCheckpoint,
-) -> None:
+async def test_a_lone_tenants_empty_answers_show_a_broken_cache(tiny: TinyCheckpoint) -> None:
     async with world_of(tiny) as world:
         for number in range(EMPTY_MAX):
             assert world.broken == []
@@ -237,12 +217,13 @@ async def test_the_only_tenants_empty_answers_in_a_row_show_a_broken_cache(
         assert world.broken == [f"{EMPTY_MAX} answers in a row were empty"]
 
 
-async def test_a_response_format_also_ends_at_the_end_token_of_the_tokenizer(
-    tiny: TinyCheckpoint,
-) -> None:
+async def test_a_response_format_also_ends_at_the_tokenizers_end(tiny: TinyCheckpoint) -> None:
     """A grammar may allow that token alone after a complete text."""
     formatted = make_request(
-        prompt(1), 100, ignore_eos=False, response_format=ResponseFormat(GrammarKind.REGEX, "[0-9]")
+        prompt(1),
+        100,
+        ignore_eos=False,
+        response_format=engine.ResponseFormat(engine.GrammarKind.REGEX, "[0-9]"),
     )
     async with world_of(tiny) as world:
         world.add(1, formatted)
@@ -257,12 +238,10 @@ async def test_a_response_format_also_ends_at_the_end_token_of_the_tokenizer(
 
 
 @pytest.mark.parametrize("name", ODD_OUTPUTS)
-async def test_an_invalid_output_fails_its_sequence_and_no_other(
-    tiny: TinyCheckpoint, name: str
-) -> None:
-    sampling = SamplingParams(top_logprobs=1 if "prob" in name or "top" in name else None)
+async def test_an_invalid_output_fails_its_own_sequence(tiny: TinyCheckpoint, name: str) -> None:
+    sampling = engine.SamplingParams(top_logprobs=1 if "prob" in name or "top" in name else None)
     async with world_of(tiny) as world:
-        world.add(0, make_request(prompt(1), 3, sampling=SamplingParams()))
+        world.add(0, make_request(prompt(1), 3, sampling=engine.SamplingParams()))
         world.add(1, make_request(prompt(2), 100, sampling=sampling, ignore_eos=False))
         world.scripts[0].emit(9)
         world.scripts[1].outputs.put_nowait(ODD_OUTPUTS[name])
@@ -321,9 +300,7 @@ def has_generated(world: World, token_count: int) -> bool:
     return world.queue.statistics().output_token_count == token_count
 
 
-async def test_stuck_sequences_that_left_the_engine_show_no_stuck_engine(
-    tiny: TinyCheckpoint,
-) -> None:
+async def test_stuck_sequences_that_left_mean_no_stuck_engine(tiny: TinyCheckpoint) -> None:
     async with world_of(tiny) as world:
         world.add(0)
         watch = StallWatch(

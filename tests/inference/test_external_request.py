@@ -9,16 +9,9 @@ from typing import Any
 
 import pytest
 
+from inference import engine
 from inference.adapters.external_queue import AbortLimits, ExternalQueue
 from inference.adapters.external_request import Choice, Output, Request
-from inference.engine import (
-    EngineFinishReason,
-    GrammarKind,
-    ResponseFormat,
-    Scheduled,
-    SequenceFinished,
-    TokensGenerated,
-)
 from inference.errors import EngineFailed
 from inference.limits import EngineLimits
 from inference.text.tokenizer import Tokenizer
@@ -37,12 +30,12 @@ def test_a_cancelled_sequence_was_begun_if_the_engine_had_it(
     request = Request(1, make_request((30, 31, 32), 5), frozenset({2}), 0.0, 4096, submitted_at_s)
     choice = Choice(request, 0, 1, make_core(tiny.directory)._decoder.open())
     request.choices = [choice]
-    choice.ended = EngineFinishReason.CANCELLED
+    choice.ended = engine.EngineFinishReason.CANCELLED
 
     *before, last = request.finish(choice, 2.0)
 
-    assert isinstance(last, SequenceFinished)
-    assert before == ([] if submitted_at_s is None else [Scheduled(0)])
+    assert isinstance(last, engine.SequenceFinished)
+    assert before == ([] if submitted_at_s is None else [engine.Scheduled(0)])
 
 
 def opened(family: Family, **stop: Any) -> Choice:
@@ -63,7 +56,7 @@ def test_an_answer_of_the_engine_cut_at_any_token_has_the_same_parts(family: Fam
         choice = opened(family)
         events = choice.take(Output(ids[:cut]), 1.0)
         events += choice.take(Output(ids, "length"), 1.0)
-        generated = [event for event in events if isinstance(event, TokensGenerated)]
+        generated = [event for event in events if isinstance(event, engine.TokensGenerated)]
         rest = choice.rest()
 
         assert [id_ for event in generated for id_ in event.token_ids] == ids
@@ -84,15 +77,13 @@ def test_an_end_token_of_the_request_ends_the_answer_only() -> None:
 
     events = choice.take(Output(ids), 1.0)
 
-    assert choice.ended is EngineFinishReason.STOP
-    [event] = [event for event in events if isinstance(event, TokensGenerated)]
+    assert choice.ended is engine.EngineFinishReason.STOP
+    [event] = [event for event in events if isinstance(event, engine.TokensGenerated)]
     assert event.reasoning == QWEN3.reasoning
     assert event.token_ids[-1] == it
 
 
-async def test_the_engine_is_not_informed_of_end_tokens_that_a_thought_may_have(
-    tmp_path: Path,
-) -> None:
+async def test_the_engine_gets_no_end_tokens_that_a_thought_may_have(tmp_path: Path) -> None:
     """It would end the output in the thinking."""
     template = "{{ messages[0].content }}<think>\n"
     checkpoint = make_checkpoint(tmp_path, chat_template=template)
@@ -105,7 +96,7 @@ async def test_the_engine_is_not_informed_of_end_tokens_that_a_thought_may_have(
 
     limits = EngineLimits(context_window_tokens=2048)
     prompt = tuple(decoder.reasoning.backend.encode("a<think>\n").ids)  # type: ignore[union-attr]
-    form = ResponseFormat(GrammarKind.REGEX, "a")
+    form = engine.ResponseFormat(engine.GrammarKind.REGEX, "a")
     async with asyncio.TaskGroup() as tasks:
         core = ExternalQueue(
             submit,

@@ -167,9 +167,7 @@ def test_pinned_engines_are_placed_if_there_is_any_way() -> None:
         ([FakeResident("unknown", 1, ("8",))], "unknown"),
     ],
 )
-def test_an_engine_that_can_never_get_its_gpus_is_named(
-    residents: list[FakeResident], name: str
-) -> None:
+def test_an_engine_that_never_gets_gpus_is_named(residents: list[FakeResident], name: str) -> None:
     with pytest.raises(GpusTooFew, match=f"model '{name}' needs"):
         MemoryBudget(gpus=GPUS).check(residents)
 
@@ -258,9 +256,7 @@ def test_a_machine_without_a_driver_has_no_known_gpus() -> None:
     assert memory_of_gpus(["0"]) == {}
 
 
-def test_a_model_that_cannot_fit_is_refused_at_start_by_name(
-    nvml: NvmlDouble, tmp_path: Path
-) -> None:
+def test_a_model_that_cannot_fit_is_refused_at_start(nvml: NvmlDouble, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
     replica_sets = tmp_path / "fleet.yaml"
     settings = Settings.of(home=tmp_path, fleet=str(replica_sets))

@@ -194,9 +194,7 @@ def request_for(name: str, prompt: tuple[int, ...]) -> GenerationRequest:
 
 
 @pytest.mark.parametrize("style", BY_STYLE)
-async def test_a_hostile_answer_over_http_fails_its_own_request_only(
-    tiny: TinyCheckpoint, style: str
-) -> None:
+async def test_a_hostile_http_answer_fails_one_request(tiny: TinyCheckpoint, style: str) -> None:
     requests = {
         name: request_for(name, http.marked(name))
         for name in http.ALL
@@ -210,9 +208,7 @@ async def test_a_hostile_answer_over_http_fails_its_own_request_only(
 
 
 @pytest.mark.parametrize("service", [Service.TRTLLM, Service.VLLM, Service.SGLANG])
-async def test_a_hostile_answer_over_grpc_fails_its_own_request_only(
-    tiny: TinyCheckpoint, service: Service
-) -> None:
+async def test_a_hostile_grpc_answer_fails_one_call(tiny: TinyCheckpoint, service: Service) -> None:
     requests = {name: request_for(name, grpc_forms.marked(name)) for name in grpc_forms.ALL}
     with hostile_process("tests.remote_servers.hostile", str(tiny.vocabulary_size), "4096") as at:
         found = await outcomes(settings_for(tiny, service, at), requests)

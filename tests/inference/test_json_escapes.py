@@ -65,9 +65,7 @@ def written(draw: st.DrawFn) -> list[str]:
 
 @settings(max_examples=300, derandomize=True, deadline=None, database=None)
 @given(written(), st.data())
-def test_a_rule_finds_in_escaped_text_what_it_finds_in_plain_text(
-    characters: list[str], data: st.DataObject
-) -> None:
+def test_rules_find_the_same_in_escaped_text(characters: list[str], data: st.DataObject) -> None:
     """The independent answer parses all of the JSON, and searches the result."""
     output = "".join(characters)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(output)), max_size=8)))
@@ -103,9 +101,7 @@ def test_a_rule_finds_in_escaped_text_what_it_finds_in_plain_text(
         (["C:\\dir\\x ", "\\", "uzz \\ud83d ", "\\"], "C:\\dir\\x \\uzz \\ud83d \\", None),
     ],
 )
-def test_escapes_are_read_across_the_borders_of_tokens(
-    pieces: list[str], given_out: str, hit: str | None
-) -> None:
+def test_escapes_are_read_across_tokens(pieces: list[str], given_out: str, hit: str | None) -> None:
     assert stream(opened(), pieces) == (given_out, hit)
 
 

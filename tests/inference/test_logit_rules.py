@@ -142,9 +142,7 @@ def reference(
     ],
     ids=["penalty", "reward", "penalty and bias"],
 )
-def test_greedy_tokens_equal_transformers_with_the_same_processors(
-    tiny: TinyCheckpoint, params: SamplingParams
-) -> None:
+def test_greedy_tokens_equal_transformers(tiny: TinyCheckpoint, params: SamplingParams) -> None:
     """Repetition penalty and bias have equal definitions there."""
     prompt = random_prompt(random.Random(31), 60)
 

@@ -67,9 +67,7 @@ def test_they_equal_the_reference_for_any_sampling(tiny: TinyCheckpoint) -> None
     assert [report.chosen.token_id for report in reports(outcome)] == outcome.token_ids
 
 
-def test_the_likeliest_come_first_and_their_probabilities_sum_to_at_most_one(
-    tiny: TinyCheckpoint,
-) -> None:
+def test_the_likeliest_come_first_and_sum_to_at_most_one(tiny: TinyCheckpoint) -> None:
     request = make_request(
         random_prompt(random.Random(2), 40),
         30,
@@ -173,9 +171,7 @@ def test_a_step_computes_logits_of_few_prompt_tokens(
 
 
 @pytest.mark.parametrize("vocabulary_size", [1, 20, 5000])
-def test_those_of_the_whole_vocabulary_sum_to_one_and_the_chosen_one_is_exact(
-    vocabulary_size: int,
-) -> None:
+def test_all_of_a_vocabulary_sum_to_one_and_the_chosen_one_is_exact(vocabulary_size: int) -> None:
     """They are computed from the raw logits, before bias, penalties and truncation."""
     logits = torch.randn(6, vocabulary_size, generator=torch.Generator().manual_seed(4)) * 5
     exact = logits.double().log_softmax(-1)

@@ -17,7 +17,7 @@ from inference.engine import BeamSearchParams, SamplingParams
 from inference.errors import CheckpointInvalid
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
 from tests.inference.running import make_core, make_request, random_prompt, run_all
-from tests.inference.test_equality import WAYS, choose_way
+from tests.inference.test_reference_tokens import WAYS, choose_way
 
 ORIGINAL = 64  # tokens
 LONGROPE: dict[str, Any] = {
@@ -120,9 +120,7 @@ def test_the_border_changes_tokens_here(longrope: TinyCheckpoint) -> None:
     assert switched.token_ids != other
 
 
-def test_blocks_of_short_prompts_are_not_served_to_long_ones_and_vice_versa(
-    longrope: TinyCheckpoint,
-) -> None:
+def test_blocks_are_not_shared_between_short_and_long_prompts(longrope: TinyCheckpoint) -> None:
     """A prompt within the border and a longer one find only their own blocks."""
     core = make_core(longrope.directory, context_window_tokens=512)
     long = random_prompt(random.Random(3), 150)

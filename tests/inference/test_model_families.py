@@ -890,9 +890,7 @@ def write_kind(directory: Path, kind: str, added: str, around: str, *, hole: int
 
 @pytest.mark.parametrize("added", ADDED)
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_tokenizers_encode_decode_and_stream_as_transformers_does(
-    kind: str, added: str, tmp_path: Path
-) -> None:
+def test_tokenizers_behave_as_those_of_transformers(kind: str, added: str, tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     rng = random.Random(f"{kind} {added}")

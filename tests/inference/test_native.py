@@ -195,9 +195,7 @@ def several_threads() -> Iterator[None]:
 
 
 @needs_compiler
-def test_tokens_do_not_depend_on_the_number_of_threads(
-    tiny: TinyCheckpoint, several_threads: None
-) -> None:
+def test_tokens_do_not_depend_on_threads(tiny: TinyCheckpoint, several_threads: None) -> None:
     rng = random.Random(8)
     requests = [make_request(random_prompt(rng, rng.randrange(1, 300))) for _ in range(12)]
 
@@ -322,9 +320,7 @@ def small_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @needs_compiler
-def test_a_build_makes_one_library_and_removes_those_of_other_sources(
-    small_source: Path, tmp_path: Path
-) -> None:
+def test_a_build_makes_one_library_and_removes_old_ones(small_source: Path, tmp_path: Path) -> None:
     out = tmp_path / "prebuilt"
 
     first = build(out)
@@ -353,9 +349,7 @@ def test_an_image_s_build_needs_no_package() -> None:
 
 
 @needs_compiler
-def test_a_broken_source_is_reported_with_the_compilers_words(
-    small_source: Path, tmp_path: Path
-) -> None:
+def test_a_broken_source_fails_with_the_compilers_words(small_source: Path, tmp_path: Path) -> None:
     small_source.write_text("this is no C++", encoding="utf-8")
 
     with pytest.raises(loader.NativeUnavailable, match=r"failed to compile decoder\.cpp"):
@@ -373,9 +367,7 @@ def test_an_unwritable_cache_is_no_reason_to_fail(tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_the_library_is_compiled_once_and_again_for_another_source(
-    small_source: Path, tmp_path: Path
-) -> None:
+def test_the_library_is_compiled_once_per_source(small_source: Path, tmp_path: Path) -> None:
     first = loader.compiled(tmp_path / "cache")
     made_ns = first.stat().st_mtime_ns
     again = loader.compiled(tmp_path / "cache")

@@ -103,9 +103,7 @@ def test_a_running_sequence_is_not_idle() -> None:
 
 
 @pytest.mark.parametrize("trouble", ["dies", "for good", "not built", "unread"])
-def test_a_start_that_fails_reports_to_all_waiters_why_and_the_next_request_tries_again(
-    trouble: str,
-) -> None:
+def test_a_failed_start_answers_all_waiters_and_is_tried_again(trouble: str) -> None:
     with managed_world() as world:
         managed = world.add("a", ManagedTerms(idle_timeout_s=IDLE_S))
         # A vanished directory, or a file that passes all checks and still fails.

@@ -78,9 +78,7 @@ def test_mapped_weights_give_the_tokens_of_packed_ones(
     )
 
 
-def test_another_level_packs_int8_weights_in_its_own_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_level_has_its_own_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes may be equal, so only the file's name tells the layouts apart."""
     directory, packed = tmp_path / "model", tmp_path / "packed"
     make_checkpoint(directory)
@@ -109,9 +107,7 @@ def test_parts_that_not_every_model_has_are_kept_too(tmp_path: Path, shape: Llam
     assert [tokens(core_of(directory, packed)) for _ in range(2)] == [expected] * 2
 
 
-def test_another_checkpoint_in_the_same_place_is_packed_again_and_the_old_file_removed(
-    tmp_path: Path,
-) -> None:
+def test_another_checkpoint_is_packed_again_without_the_old_file(tmp_path: Path) -> None:
     directory, packed = tmp_path / "model", tmp_path / "packed"
     make_checkpoint(directory, seed=1)
     before = tokens(core_of(directory, packed))
@@ -127,9 +123,7 @@ def test_another_checkpoint_in_the_same_place_is_packed_again_and_the_old_file_r
     assert new != old
 
 
-def test_weights_that_are_not_finite_are_refused_and_nothing_is_kept_of_them(
-    tmp_path: Path,
-) -> None:
+def test_weights_that_are_not_finite_are_refused_and_not_kept(tmp_path: Path) -> None:
     directory, packed = tmp_path / "model", tmp_path / "packed"
     make_checkpoint(directory)
     weights = directory / "model.safetensors"
@@ -172,9 +166,7 @@ def test_without_room_each_worker_has_its_own(tmp_path: Path) -> None:
     assert tokens(core_of(directory, packed)) == tokens(core_of(directory, None))
 
 
-def test_unused_packed_weights_are_removed_above_the_limit_and_mapped_ones_stay(
-    tmp_path: Path,
-) -> None:
+def test_unused_packed_weights_are_removed_above_the_limit(tmp_path: Path) -> None:
     """The least recently used go first; mapped files stay."""
     packed = tmp_path / "packed"
     models = [tmp_path / f"model{seed}" for seed in range(4)]

@@ -13,20 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bench import engine_streams as streams
-from inference.engine import (
-    EngineCondition,
-    EngineFinishReason,
-    EngineState,
-    EngineStatistics,
-    EngineTimings,
-    EventSink,
-    GenerationRequest,
-    ModelInfo,
-    Scheduled,
-    SequenceEvent,
-    SequenceFinished,
-    TokensGenerated,
-)
+from inference import engine
 from inference.errors import (
     EngineError,
     EngineFailed,
@@ -49,7 +36,7 @@ from inference.routing.replica_set import ReplicaSet
 from inference.workers.engine import EngineSequence
 from tests.inference.running import make_request
 
-MODEL = ModelInfo("m", "", "", 4096, 1000, "", continues_output=True)
+MODEL = engine.ModelInfo("m", "", "", 4096, 1000, "", continues_output=True)
 LIMITS = BreakerLimits(failure_count_max=2, pause_s_min=5.0, pause_s_max=20.0)
 SYSTEM = tuple(range(100, 164))  # four blocks that prompts share
 
@@ -59,13 +46,13 @@ class Puppet:
 
     def __init__(self) -> None:
         self.model = MODEL
-        self.state = EngineState.READY
+        self.state = engine.EngineState.READY
         self.is_full = False
         self.is_unable = False
         self.cached_token_count: int | None = None
         self.kv_block_count = 0
         self.sequences: dict[int, EngineSequence] = {}
-        self.requests: list[GenerationRequest] = []
+        self.requests: list[engine.GenerationRequest] = []
         self.started = asyncio.Event()
 
     async def serve(self) -> None:
@@ -74,11 +61,11 @@ class Puppet:
     async def start(self) -> None:
         """Start when the test allows it."""
         await self.started.wait()
-        self.state = EngineState.READY
+        self.state = engine.EngineState.READY
 
-    def submit(self, request: GenerationRequest, sink: EventSink) -> EngineSequence:
+    def submit(self, request: engine.GenerationRequest, sink: engine.EventSink) -> EngineSequence:
         """Implement `Engine.submit`."""
-        if self.state is not EngineState.READY:
+        if self.state is not engine.EngineState.READY:
             raise EngineUnavailable("away", 1.0)
         if self.is_full:
             raise EngineOverloaded("full", 2.0)
@@ -96,19 +83,19 @@ class Puppet:
         """Implement `SequenceHandle.close`."""
         self.sequences.pop(sequence.number, None)
 
-    def emit(self, sequence: EngineSequence, event: SequenceEvent | EngineError) -> None:
+    def emit(self, sequence: EngineSequence, event: engine.SequenceEvent | EngineError) -> None:
         """Report an event."""
-        if isinstance(event, TokensGenerated):
+        if isinstance(event, engine.TokensGenerated):
             sequence.outputs[0] += event.token_ids
-        if isinstance(event, Scheduled):
+        if isinstance(event, engine.Scheduled):
             sequence.is_scheduled = True
-        if isinstance(event, SequenceFinished | EngineError):
+        if isinstance(event, engine.SequenceFinished | EngineError):
             del self.sequences[sequence.number]
         sequence.sink(event)
 
     def lose(self) -> None:
         """Die like a process."""
-        self.state = EngineState.RESTARTING
+        self.state = engine.EngineState.RESTARTING
         for sequence in tuple(self.sequences.values()):
             self.emit(sequence, EngineFailed("killed"))
 
@@ -116,21 +103,21 @@ class Puppet:
         """Return the test's number, by default all tokens."""
         return len(prompt_token_ids) if self.cached_token_count is None else self.cached_token_count
 
-    def statistics(self) -> EngineStatistics:
+    def statistics(self) -> engine.EngineStatistics:
         """Implement `Engine`."""
-        return EngineStatistics(kv_block_count_total=self.kv_block_count)
+        return engine.EngineStatistics(kv_block_count_total=self.kv_block_count)
 
     def healthy(self) -> bool:
         """Implement `Engine`."""
-        return self.state is EngineState.READY
+        return self.state is engine.EngineState.READY
 
-    def condition(self) -> EngineCondition:
+    def condition(self) -> engine.EngineCondition:
         """Implement `Engine`."""
-        return EngineCondition(self.state, retry_after_s=1.0, reason="test")
+        return engine.EngineCondition(self.state, retry_after_s=1.0, reason="test")
 
     async def close(self) -> None:
         """Implement `Engine`."""
-        self.state = EngineState.CLOSED
+        self.state = engine.EngineState.CLOSED
 
 
 class Clock:
@@ -157,16 +144,18 @@ def make_set(count: int, **options: Any) -> tuple[ReplicaSet, list[Puppet], Cloc
     )
 
 
-def finished(token_count: int) -> SequenceFinished:
+def finished(token_count: int) -> engine.SequenceFinished:
     """Return the end of a sequence."""
-    return SequenceFinished(EngineFinishReason.STOP, "", 1, 0, token_count, EngineTimings(0, 0, 0))
+    return engine.SequenceFinished(
+        engine.EngineFinishReason.STOP, "", 1, 0, token_count, engine.EngineTimings(0, 0, 0)
+    )
 
 
 class Followed:
     """Sequence with all its events."""
 
-    def __init__(self, replica_set: ReplicaSet, request: GenerationRequest) -> None:
-        self.reported: list[SequenceEvent | EngineError] = []
+    def __init__(self, replica_set: ReplicaSet, request: engine.GenerationRequest) -> None:
+        self.reported: list[engine.SequenceEvent | EngineError] = []
         self.sequence = replica_set.submit(request, self.reported.append)
 
     def find(self, puppets: list[Puppet]) -> tuple[Puppet, EngineSequence] | None:
@@ -251,13 +240,13 @@ class PlacingMachine(RuleBasedStateMachine):
         found = followed.find(self.puppets)
         if found is not None and reads:
             puppet, mine = found
-            events: list[SequenceEvent] = [] if mine.is_scheduled else [Scheduled(32)]
-            events.append(TokensGenerated(tuple(range(tokens)), "x"))
+            events: list[engine.SequenceEvent] = [] if mine.is_scheduled else [engine.Scheduled(32)]
+            events.append(engine.TokensGenerated(tuple(range(tokens)), "x"))
             events += [finished(tokens)] if ends else []
             for event in events:
                 puppet.emit(mine, event)
             assert type(followed.reported[-1]) is type(events[-1])
-            assert sum(isinstance(event, Scheduled) for event in followed.reported) == 1, (
+            assert sum(isinstance(event, engine.Scheduled) for event in followed.reported) == 1, (
                 "that a second engine began is not told"
             )
         if ends or not reads:
@@ -274,7 +263,7 @@ class PlacingMachine(RuleBasedStateMachine):
                 assert isinstance(followed.reported[-1], EngineError)
                 self.open.remove(followed)
         if is_back:
-            puppet.state = EngineState.READY
+            puppet.state = engine.EngineState.READY
 
     async def lost(self, puppet: Puppet) -> None:
         """Wait until all its sequences have looked for another replica."""
@@ -288,7 +277,7 @@ class PlacingMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 3))
     def restart(self, which: int) -> None:
-        self.puppets[which % len(self.puppets)].state = EngineState.READY
+        self.puppets[which % len(self.puppets)].state = engine.EngineState.READY
 
     @rule(which=st.integers(0, 3), draining=st.booleans())
     def drain(self, which: int, draining: bool) -> None:
@@ -316,7 +305,7 @@ TestPlacing.settings = settings(max_examples=60, stateful_step_count=30, deadlin
 async def place(
     replica_set: ReplicaSet,
     stack: contextlib.AsyncExitStack,
-    request: GenerationRequest,
+    request: engine.GenerationRequest,
     **options: int,
 ) -> str:
     """Return the replica of a request. options: values reported by its engine."""
@@ -329,15 +318,18 @@ async def place(
     ]
     if options:
         placed = vars(stream.sequence)
-        for reported_now in (Scheduled(options["cached"]), TokensGenerated((1,), "x")):
+        for reported_now in (
+            engine.Scheduled(options["cached"]),
+            engine.TokensGenerated((1,), "x"),
+        ):
             placed["_replica"].engine.emit(placed["_sequence"], reported_now)
         async for event in stream:
-            if isinstance(event, TokensGenerated):
+            if isinstance(event, engine.TokensGenerated):
                 break
     return name
 
 
-def prompted(*own: int, output: int = 10, salt: str = "") -> GenerationRequest:
+def prompted(*own: int, output: int = 10, salt: str = "") -> engine.GenerationRequest:
     """Return a prompt of the shared prefix and further tokens."""
     return make_request([*SYSTEM, *own], output, cache_salt=salt)
 
@@ -410,9 +402,9 @@ async def test_an_engine_that_says_its_cache_is_gone_is_believed() -> None:
                     whole.found_missing(whole.find(keys), 0)
                 case _:
                     assert replica_set.healthy()
-                    puppets[0].state = EngineState.RESTARTING
+                    puppets[0].state = engine.EngineState.RESTARTING
                     assert replica_set.healthy()
-                    puppets[0].state = EngineState.READY
+                    puppets[0].state = engine.EngineState.READY
             assert await place(replica_set, stack, long) == "r1"
 
 
@@ -479,9 +471,7 @@ def test_a_breaker_opens_after_failures_in_a_row_and_probes_with_one() -> None:
     assert breaker.admits(21.0), "a success begins the count anew"
 
 
-async def test_a_drained_replica_keeps_what_it_has_and_gets_nothing_new_until_that_is_over() -> (
-    None
-):
+async def test_a_drained_replica_keeps_what_it_has_and_gets_nothing_new() -> None:
     replica_set, _, _ = make_set(2, policy=RoundRobin())
     async with asyncio.timeout(60), contextlib.AsyncExitStack() as stack:
         assert await place(replica_set, stack, prompted(1)) == "r0"
@@ -549,7 +539,7 @@ async def test_a_model_is_as_well_as_the_replicas_that_are_in_use() -> None:
     """Health and progress are those of the other replicas, which get the next request."""
     replica_set, puppets, _ = make_set(2, warm_count=0)
     replica_set.drain(["r0"])
-    for state in (EngineState.COLD, EngineState.LOADING, EngineState.FAILED):
+    for state in (engine.EngineState.COLD, engine.EngineState.LOADING, engine.EngineState.FAILED):
         puppets[1].state = state
 
         assert replica_set.condition().state is state
@@ -558,11 +548,9 @@ async def test_a_model_is_as_well_as_the_replicas_that_are_in_use() -> None:
     assert replica_set.condition().reason == "it is being drained"
 
 
-async def test_a_request_goes_to_the_first_region_that_takes_it_and_to_no_other_than_its_own() -> (
-    None
-):
+async def test_a_request_goes_to_the_first_region_that_takes_it() -> None:
     replica_set, puppets, _ = make_set(4, regions=["eu", "eu", "us", ""], policy=RoundRobin())
-    puppets[3].state = EngineState.CLOSED
+    puppets[3].state = engine.EngineState.CLOSED
 
     async def placed(*regions: str) -> str:
         async with contextlib.AsyncExitStack() as stack:
@@ -578,20 +566,20 @@ async def test_a_request_goes_to_the_first_region_that_takes_it_and_to_no_other_
     puppets[1].lose()
     with pytest.raises(EngineUnavailable, match="the first is restarting"):
         await placed("eu")
-    puppets[3].state = EngineState.READY
+    puppets[3].state = engine.EngineState.READY
     assert await placed("eu") == "r3", "what is nowhere in particular is everywhere"
 
 
 async def test_a_set_is_started_as_soon_as_one_replica_is() -> None:
     replica_set, puppets, _ = make_set(3, warm_count=2)
     for puppet in puppets:
-        puppet.state = EngineState.LOADING
+        puppet.state = engine.EngineState.LOADING
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(replica_set.serve())
         starting = tasks.create_task(replica_set.start())
         await asyncio.sleep(0)
         assert not replica_set.healthy()
-        assert replica_set.condition().state is EngineState.LOADING
+        assert replica_set.condition().state is engine.EngineState.LOADING
         puppets[1].started.set()
         await starting
         assert replica_set.healthy()
@@ -602,27 +590,29 @@ async def test_a_set_is_started_as_soon_as_one_replica_is() -> None:
         ]
         puppets[0].started.set()
         await serving
-        assert puppets[2].state is EngineState.LOADING, "beyond those that are kept warm"
+        assert puppets[2].state is engine.EngineState.LOADING, "beyond those that are kept warm"
         await replica_set.close()
-    assert replica_set.condition().state is EngineState.CLOSED
+    assert replica_set.condition().state is engine.EngineState.CLOSED
 
 
 def test_statistics_are_sums_and_steps_the_mean_pace_of_those_that_work() -> None:
     together = SetStatistics(3)
 
-    def reported(*steps: int, running: tuple[int, ...] = (1, 1, 0)) -> list[EngineStatistics]:
+    def reported(
+        *steps: int, running: tuple[int, ...] = (1, 1, 0)
+    ) -> list[engine.EngineStatistics]:
         return [
-            EngineStatistics(step_count=count, running_sequence_count=busy, kv_block_count_total=10)
+            engine.EngineStatistics(
+                step_count=count, running_sequence_count=busy, kv_block_count_total=10
+            )
             for count, busy in zip(steps, running, strict=True)
         ]
 
     assert together.sum_of(reported(4, 4, 0), 3, (0, 0)).step_count == 4
     summed = together.sum_of(reported(8, 6, 0), 2, (1, 2))
-    assert (summed.step_count, summed.running_sequence_count, summed.kv_block_count_total) == (
-        7,
-        2,
-        30,
-    )
+    assert summed.step_count == 7
+    assert summed.running_sequence_count == 2
+    assert summed.kv_block_count_total == 30
     assert (summed.replica_count, summed.migration_count, summed.replacement_count) == (2, 1, 2)
     assert together.sum_of(reported(9, 1, 0), 2, (1, 2)).step_count == 8, (
         "the second was started anew"
@@ -632,7 +622,7 @@ def test_statistics_are_sums_and_steps_the_mean_pace_of_those_that_work() -> Non
 class RefusesLater(Puppet):
     """Engine that accepts every sequence and then refuses it as full, as remote servers do."""
 
-    def submit(self, request: GenerationRequest, sink: EventSink) -> EngineSequence:
+    def submit(self, request: engine.GenerationRequest, sink: engine.EventSink) -> EngineSequence:
         """Implement `Engine.submit`."""
         assert len(self.requests) < 20, "it is asked for ever"
         sequence = super().submit(request, sink)

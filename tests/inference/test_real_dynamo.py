@@ -103,9 +103,7 @@ async def test_a_cancelled_output_ends_on_the_server(dynamo: Dynamo) -> None:
 
 
 @pytest.mark.parametrize("routing", DYNAMO_ROUTING)
-async def test_the_salt_does_not_isolate_tenants_so_sharing_must_be_allowed(
-    dynamo: Dynamo, routing: str
-) -> None:
+async def test_the_salt_isolates_no_tenants_so_sharing_is_set(dynamo: Dynamo, routing: str) -> None:
     """By turns, the second salt of a probe reaches a worker that has not seen the prompt."""
     settings = dynamo.settings(routing, share_prefixes=False)
     async with remote_engine(settings, started=False) as engine:

@@ -100,9 +100,7 @@ async def begun_stream(engine: RemoteEngine, gateway: RealServer) -> tuple[list[
 
 
 @pytest.mark.faults
-async def test_a_worker_killed_in_mid_stream_fails_its_stream_only(
-    real_servers: RealServers, tmp_path: Path
-) -> None:
+async def test_a_killed_worker_fails_one_stream(real_servers: RealServers, tmp_path: Path) -> None:
     directory = real_servers.checkpoint.directory
     other: list[Any] = []
     with smg_gateway(directory, tmp_path / "smg.log") as gateway:

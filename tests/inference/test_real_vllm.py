@@ -98,9 +98,7 @@ async def test_the_doctor_finds_nothing_bad(settings: RemoteSettings) -> None:
     assert [each for each in found if each.verdict is Verdict.BAD] == []
 
 
-async def test_over_http_prefixes_are_cached_for_each_tenant_alone(
-    real_servers: RealServers,
-) -> None:
+async def test_over_http_prefixes_are_cached_for_one_tenant(real_servers: RealServers) -> None:
     settings = real_settings(real_servers, "vllm-http")
 
     [found] = [

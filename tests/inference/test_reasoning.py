@@ -12,15 +12,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from inference import engine
 from inference.core.engine_core import EngineCore, NumberedEvent
-from inference.engine import (
-    EngineFinishReason,
-    GrammarKind,
-    ResponseFormat,
-    SamplingParams,
-    SequenceFinished,
-    TokensGenerated,
-)
 from inference.text.detokenizer import Detokenizer
 from inference.text.reasoning import reasoning_format
 from inference.text.text_decoder import GivenTextDecoder
@@ -110,9 +103,7 @@ def test_tokens_of_messages_in_other_channels_are_not_reasoning() -> None:
 
 
 @pytest.mark.parametrize("family", [each for each in FAMILIES if not each.special], ids=repr)
-def test_text_of_an_engine_without_token_ids_is_split_wherever_its_messages_are_cut(
-    family: Family,
-) -> None:
+def test_text_without_token_ids_is_split_at_any_message_border(family: Family) -> None:
     format_ = reasoning_format(family.backend, (family.template,))
     decoder = GivenTextDecoder(format_)
     output = family.output
@@ -154,9 +145,7 @@ def test_a_stop_sequence_in_the_thinking_stops_nothing() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=repr)
-def test_a_stop_sequence_that_names_a_control_token_is_found_in_the_answer_only(
-    family: Family,
-) -> None:
+def test_a_stop_sequence_of_control_tokens_is_found_in_the_answer(family: Family) -> None:
     """Wherever the token is, the parts are those without it, up to where it stops."""
     stops, control_id = ("<|eos|>",), family.id_of("<|eos|>")
     decoder, ids = family.decoder, family.ids
@@ -243,11 +232,11 @@ def test_a_grammar_begins_with_the_answer(thinking: Path, begins: bool) -> None:
     opening = Tokenizer.from_file(str(thinking / "tokenizer.json")).token_to_id("<think>")
     assert opening is not None
     prompt = (ASSISTANT_ID, opening) if begins else (ASSISTANT_ID,)
-    form = ResponseFormat(GrammarKind.REGEX, "four|five")
+    form = engine.ResponseFormat(engine.GrammarKind.REGEX, "four|five")
     requested = make_request(prompt, 40, ignore_eos=False, response_format=form)
 
     core.add(1, replace(requested, splits_reasoning=True))
-    events = [event for _, event in drained(core) if isinstance(event, TokensGenerated)]
+    events = [event for _, event in drained(core) if isinstance(event, engine.TokensGenerated)]
 
     assert "".join(event.reasoning for event in events) == "Hm."
     assert "".join(event.text for event in events) in ("four", "five")
@@ -257,8 +246,8 @@ def test_a_grammar_begins_with_the_answer(thinking: Path, begins: bool) -> None:
 def test_thinking_under_a_grammar_cannot_end_the_output(thinking: Path) -> None:
     """Even that of a model which wants to end at every token."""
     core = make_core(thinking)
-    ends = SamplingParams(logit_bias=((END_ID, 1e6),))
-    form = ResponseFormat(GrammarKind.REGEX, "four")
+    ends = engine.SamplingParams(logit_bias=((END_ID, 1e6),))
+    form = engine.ResponseFormat(engine.GrammarKind.REGEX, "four")
     opening = Tokenizer.from_file(str(thinking / "tokenizer.json")).token_to_id("<think>")
     assert opening is not None
     prompt = (ASSISTANT_ID, opening)
@@ -267,10 +256,10 @@ def test_thinking_under_a_grammar_cannot_end_the_output(thinking: Path) -> None:
     core.add(1, replace(requested, splits_reasoning=True))
     events = [event for _, event in drained(core)]
 
-    texts = [event.text for event in events if isinstance(event, TokensGenerated)]
+    texts = [event.text for event in events if isinstance(event, engine.TokensGenerated)]
     assert "".join(texts) == "four"
-    assert isinstance(events[-1], SequenceFinished)
-    assert events[-1].reason is EngineFinishReason.STOP
+    assert isinstance(events[-1], engine.SequenceFinished)
+    assert events[-1].reason is engine.EngineFinishReason.STOP
 
 
 def test_a_budget_closes_marks_of_several_tokens(tmp_path: Path) -> None:
@@ -286,7 +275,7 @@ def test_a_budget_closes_marks_of_several_tokens(tmp_path: Path) -> None:
     core = make_core(checkpoint.directory)
 
     core.add(1, replace(requested, splits_reasoning=True, stop=stop))
-    events = [event for _, event in drained(core) if isinstance(event, TokensGenerated)]
+    events = [event for _, event in drained(core) if isinstance(event, engine.TokensGenerated)]
 
     count = sum(event.reasoning_token_count for event in events)
     ids = [token_id for event in events for token_id in event.token_ids]

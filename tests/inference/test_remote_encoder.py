@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from inference import errors
 from inference.adapters.remote_encoder import RemoteEncoder
 from inference.adapters.remote_settings import RemoteSettings, Service
 from inference.encoder.engine import EncoderSettings, TorchEncoder
 from inference.engine import EmbeddingRequest, EngineState
-from inference.errors import (
-    EngineError,
-    EngineFailed,
-    EngineOverloaded,
-    EngineStartFailed,
-    EngineUnavailable,
-    RequestImpossible,
-)
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.encoder_checkpoints import (
     CLS,
@@ -32,7 +24,7 @@ from tests.inference.encoder_checkpoints import (
     SEP,
     make_random_encoder,
 )
-from tests.inference.worker_engines import WAIT_S, until
+from tests.inference.worker_engines import served, until
 from tests.remote_servers.certificates import make_certificates
 from tests.remote_servers.serving import ServerProcess, server_process
 
@@ -84,43 +76,22 @@ def settings_for(
     )
 
 
-@contextlib.asynccontextmanager
-async def serving(
-    encoder: RemoteEncoder | TorchEncoder, *, started: bool = True
-) -> AsyncIterator[None]:
-    """Yield an engine, closed at the end."""
-    async with asyncio.timeout(4 * WAIT_S), asyncio.TaskGroup() as tasks:
-        tasks.create_task(encoder.serve())
-        try:
-            if started:
-                await encoder.start()
-            yield
-        finally:
-            await encoder.close()
-
-
-async def test_vectors_are_those_of_the_encoder_here(
-    settings: RemoteSettings, directory: Path
-) -> None:
+async def test_vectors_are_those_of_our_encoder(settings: RemoteSettings, directory: Path) -> None:
     """Batching changes no more than the rounding of a matrix product."""
     here, far = (
         TorchEncoder(EncoderSettings(directory, "here", torch_thread_count=1)),
         RemoteEncoder(settings),
     )
     begun: list[int] = []
-    async with serving(here), serving(far):
+    async with served(here), served(far):
         expected = (await here.embed(EmbeddingRequest(TEXTS))).vectors
         reported = await far.embed(EmbeddingRequest(TEXTS, on_begin=lambda: begun.append(1)))
 
         assert far.statistics().prompt_token_count == sum(map(len, TEXTS))
-        assert (far.model.embedding_dimension, far.model.context_window_tokens) == (
-            DIMENSION,
-            INPUT_TOKENS_MAX,
-        )
-        assert (far.model.vocabulary_size, far.model.architecture) == (
-            here.model.vocabulary_size,
-            here.model.architecture,
-        )
+        assert far.model.embedding_dimension == DIMENSION
+        assert far.model.context_window_tokens == INPUT_TOKENS_MAX
+        assert far.model.vocabulary_size == here.model.vocabulary_size
+        assert far.model.architecture == here.model.architecture
     assert begun == [1]
     assert len(reported.vectors) == len(TEXTS)
     for vector, true in zip(reported.vectors, expected, strict=True):
@@ -139,13 +110,13 @@ async def test_texts_in_flight_are_bounded_and_abandoned_texts_are_not_sent(
             waiting_token_count_max=60,
         )
     )
-    async with serving(encoder):
+    async with served(encoder):
         server.go_wrong("mute")
         before = server.state()["seen"]
         waiting = asyncio.create_task(encoder.embed(EmbeddingRequest(TEXTS)))
         await until(lambda: server.state()["seen"] == before + 2)
         assert encoder.statistics().waiting_sequence_count == len(TEXTS) - 2
-        with pytest.raises(EngineOverloaded) as overloaded:
+        with pytest.raises(errors.EngineOverloaded) as overloaded:
             await encoder.embed(EmbeddingRequest(TEXTS[:1]))
         assert overloaded.value.retry_after_s > 0
         waiting.cancel()
@@ -159,18 +130,18 @@ async def test_texts_in_flight_are_bounded_and_abandoned_texts_are_not_sent(
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
-        ("short_vector", EngineFailed),
-        ("no_number", EngineFailed),
-        ("wrong_prompt", EngineFailed),
-        ("drop", EngineFailed),
-        ("refuse", EngineOverloaded),
+        ("short_vector", errors.EngineFailed),
+        ("no_number", errors.EngineFailed),
+        ("wrong_prompt", errors.EngineFailed),
+        ("drop", errors.EngineFailed),
+        ("refuse", errors.EngineOverloaded),
     ],
 )
 async def test_an_invalid_answer_fails_only_its_call(
     settings: RemoteSettings, server: ServerProcess, fault: str, error: Any
 ) -> None:
     encoder = RemoteEncoder(settings)
-    async with serving(encoder):
+    async with served(encoder):
         server.go_wrong(fault)
         with pytest.raises(error):
             await encoder.embed(EmbeddingRequest(TEXTS[:4]))
@@ -186,9 +157,9 @@ async def test_a_text_that_could_never_be_is_refused_by_its_field(settings: Remo
         (((10**6,),), "inputs[0]"),
     ]
     encoder = RemoteEncoder(settings)
-    async with serving(encoder):
+    async with served(encoder):
         for texts, field in impossible:
-            with pytest.raises(RequestImpossible) as refused:
+            with pytest.raises(errors.RequestImpossible) as refused:
                 await encoder.embed(EmbeddingRequest(texts))
             assert refused.value.field == field
 
@@ -197,12 +168,12 @@ async def test_an_unhealthy_server_fails_its_callers_and_is_used_again_when_heal
     settings: RemoteSettings, server: ServerProcess
 ) -> None:
     encoder = RemoteEncoder(settings)
-    async with serving(encoder):
+    async with served(encoder):
         server.go_wrong("mute", "unhealthy")
-        with pytest.raises(EngineFailed, match="health"):
+        with pytest.raises(errors.EngineFailed, match="health"):
             await encoder.embed(EmbeddingRequest(TEXTS))
         assert encoder.condition().state in (EngineState.RESTARTING, EngineState.LOADING)
-        with pytest.raises(EngineUnavailable):
+        with pytest.raises(errors.EngineUnavailable):
             await encoder.embed(EmbeddingRequest(TEXTS))
         server.go_wrong()
         await until(encoder.healthy)
@@ -222,8 +193,8 @@ async def test_a_server_with_another_model_is_not_used(
 ) -> None:
     server.go_wrong(fault)
     encoder = RemoteEncoder(settings)
-    async with serving(encoder, started=False):
-        with pytest.raises(EngineStartFailed, match=re.escape(message)):
+    async with served(encoder, started=False):
+        with pytest.raises(errors.EngineStartFailed, match=re.escape(message)):
             await encoder.start()
         server.go_wrong()
         await until(encoder.healthy)
@@ -234,6 +205,6 @@ async def test_a_server_that_only_generates_is_not_used(
 ) -> None:
     """Recognized by its model, or at the latest by the missing call."""
     encoder = RemoteEncoder(settings_for(directory, remote_server, Service.VLLM))
-    async with serving(encoder, started=False):
-        with pytest.raises(EngineError):
+    async with served(encoder, started=False):
+        with pytest.raises(errors.EngineError):
             await encoder.start()

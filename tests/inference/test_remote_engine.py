@@ -16,6 +16,7 @@ import pytest
 from api.core.settings import Settings
 from api.fleet.fleet import build_serving
 from bench import engine_streams as streams
+from inference import errors
 from inference.adapters.remote_connection import DIALECTS
 from inference.adapters.remote_engine import RemoteEngine
 from inference.adapters.remote_settings import RemoteSettings, Service, Target, TlsFiles
@@ -31,13 +32,6 @@ from inference.engine import (
     Scheduled,
     SequenceFinished,
     TokensGenerated,
-)
-from inference.errors import (
-    EngineFailed,
-    EngineOverloaded,
-    EngineStartFailed,
-    EngineUnavailable,
-    RequestImpossible,
 )
 from tests.inference.checkpoints import TinyCheckpoint
 from tests.inference.remote_engines import RemoteWorld, connected, remote_engine, remote_settings
@@ -214,7 +208,7 @@ async def test_options_that_the_protocol_lacks_are_refused_by_name(world: Remote
     async with connected(world) as engine:
         seen_before = world.server.state()["seen"]
         for field, request in impossible.items():
-            with pytest.raises(RequestImpossible) as refused:
+            with pytest.raises(errors.RequestImpossible) as refused:
                 await run(engine, request)
             assert refused.value.field == field
         assert world.server.state()["seen"] == seen_before
@@ -241,9 +235,7 @@ async def test_a_stop_sequence_ends_the_sequence_in_the_server_too(world: Remote
 
 
 @pytest.mark.parametrize("fault", ["wrong_prompt", "wrong_cached", "lose_chunk", "preempt", "drop"])
-async def test_a_sequence_that_cannot_be_as_the_server_says_fails_alone(
-    world: RemoteWorld, fault: str
-) -> None:
+async def test_an_output_against_the_servers_word_fails(world: RemoteWorld, fault: str) -> None:
     """Others continue, and the server keeps no unread output."""
     async with connected(world) as engine:
         async with streams.stream(engine, make_request(prompt(2), LONG)) as other:
@@ -252,7 +244,7 @@ async def test_a_sequence_that_cannot_be_as_the_server_says_fails_alone(
                 other.cancel()
                 await read_all(other)
             world.server.go_wrong(fault)
-            with pytest.raises(EngineFailed):
+            with pytest.raises(errors.EngineFailed):
                 await run(engine, make_request(prompt(1), 30 if fault == "lose_chunk" else LONG))
             world.server.go_wrong()
             assert engine.healthy()
@@ -263,7 +255,7 @@ async def test_a_sequence_that_cannot_be_as_the_server_says_fails_alone(
 async def test_a_server_that_is_full_says_so(world: RemoteWorld) -> None:
     async with connected(world) as engine:
         world.server.go_wrong("refuse")
-        with pytest.raises(EngineOverloaded) as overloaded:
+        with pytest.raises(errors.EngineOverloaded) as overloaded:
             await run(engine, make_request(prompt(1), 3))
 
     assert overloaded.value.retry_after_s > 0
@@ -288,18 +280,16 @@ async def test_an_end_token_counts_whether_it_is_listed_or_not(
 
 
 @pytest.mark.parametrize(("service", "fault"), [(Service.TRTLLM, "mute"), (Service.VLLM, "wedge")])
-async def test_silence_is_not_waited_out(
-    tiny: TinyCheckpoint, world: RemoteWorld, fault: str
-) -> None:
+async def test_silence_has_a_timeout(tiny: TinyCheckpoint, world: RemoteWorld, fault: str) -> None:
     """If no sequence progresses, the server is stuck: it is not used until it generates again."""
     impatient = changed(tiny, world, first_token_timeout_s=2.0, inter_token_timeout_s=2.0)
     async with remote_engine(impatient.settings) as engine:
         world.server.go_wrong(fault)
-        with pytest.raises(EngineFailed, match="silent for too long"):
+        with pytest.raises(errors.EngineFailed, match="silent for too long"):
             await run(engine, make_request(prompt(1), LONG))
         condition = engine.condition()
         assert condition.state in (EngineState.RESTARTING, EngineState.LOADING)
-        with pytest.raises(EngineUnavailable) as unavailable:
+        with pytest.raises(errors.EngineUnavailable) as unavailable:
             await run(engine, make_request(prompt(1), 3))
         assert unavailable.value.retry_after_s > 0
 
@@ -308,9 +298,7 @@ async def test_silence_is_not_waited_out(
         assert len((await run(engine, make_request(prompt(1), 3))).token_ids) == 3
 
 
-async def test_an_abort_that_is_not_taken_is_made_by_ending_the_call(
-    tiny: TinyCheckpoint, world: RemoteWorld
-) -> None:
+async def test_an_ignored_abort_ends_the_call(tiny: TinyCheckpoint, world: RemoteWorld) -> None:
     async with connected(changed(tiny, world, abort_drain_s=0.2)) as engine:
         async with streams.stream(engine, make_request(prompt(1), LONG)) as stream:
             read_count = await first_tokens(stream, 2)
@@ -364,7 +352,7 @@ async def test_a_server_that_is_ill_is_left_until_it_is_well(world: RemoteWorld)
     ):
         await first_tokens(stream, 2)
         world.server.go_wrong("unhealthy")
-        with pytest.raises(EngineFailed, match="health"):
+        with pytest.raises(errors.EngineFailed, match="health"):
             await read_all(stream)
         assert not engine.healthy()
         assert "health" in engine.condition().reason
@@ -381,17 +369,15 @@ async def test_a_server_that_is_ill_is_left_until_it_is_well(world: RemoteWorld)
         ("unsalted", "WEIR_REMOTE_SHARE_PREFIXES=1"),
     ],
 )
-async def test_a_server_that_is_unfit_is_not_used(
-    world: RemoteWorld, fault: str, message: str
-) -> None:
+async def test_an_unfit_server_is_not_used(world: RemoteWorld, fault: str, message: str) -> None:
     """It is asked repeatedly: it may be replaced by a suitable one."""
     if world.settings.target.service.is_http and "tokenizer" in fault:
         pytest.skip("HTTP servers do not send their tokenizer")
     world.server.go_wrong(fault)
     async with remote_engine(world.settings, started=False) as engine:
-        with pytest.raises(EngineStartFailed, match=re.escape(message)):
+        with pytest.raises(errors.EngineStartFailed, match=re.escape(message)):
             await engine.start()
-        with pytest.raises(EngineUnavailable):
+        with pytest.raises(errors.EngineUnavailable):
             await run(engine, make_request(prompt(1), 3))
 
         world.server.go_wrong()
@@ -413,10 +399,10 @@ async def test_a_server_that_begins_to_share_prefixes_leaves_use_until_it_is_fit
         world.server.go_wrong("unsalted", "no_events")
         if noticed_by == "a sequence":
             await run(engine, make_request(head, 3, cache_salt="one"))
-            with pytest.raises(EngineFailed, match="reused cached prefixes"):
+            with pytest.raises(errors.EngineFailed, match="reused cached prefixes"):
                 await run(engine, make_request(head, 3, cache_salt="another"))
         await until(lambda: "WEIR_REMOTE_SHARE_PREFIXES" in engine.condition().reason)
-        with pytest.raises(EngineUnavailable):
+        with pytest.raises(errors.EngineUnavailable):
             await run(engine, make_request(head, 3))
 
         world.server.go_wrong()
@@ -424,9 +410,7 @@ async def test_a_server_that_begins_to_share_prefixes_leaves_use_until_it_is_fit
         assert len((await run(engine, make_request(head, 3))).token_ids) == 3
 
 
-async def test_prefixes_may_be_shared_where_it_is_set(
-    tiny: TinyCheckpoint, world: RemoteWorld
-) -> None:
+async def test_prefixes_are_shared_if_it_is_set(tiny: TinyCheckpoint, world: RemoteWorld) -> None:
     world.server.go_wrong("unsalted", "no_events")
     head = prompt(uuid.uuid4().int, 64)
     async with connected(changed(tiny, world, share_prefixes=True)) as engine:
@@ -570,7 +554,7 @@ async def test_only_the_right_certificates_meet(
     ]
     for tls in unwelcome:
         async with remote_engine(secured(settings, tls), started=False) as engine:
-            with pytest.raises(EngineStartFailed, match=r"a call to .* failed"):
+            with pytest.raises(errors.EngineStartFailed, match=r"a call to .* failed"):
                 await engine.start()
 
     async with connected(RemoteWorld(remote_server, secured(settings, right))) as engine:
@@ -590,9 +574,9 @@ async def test_an_unreachable_address_shows_the_time_of_the_next_attempt(
         tiny, remote_server, Service.VLLM, target=Target(Service.VLLM, "127.0.0.1:1")
     )
     async with remote_engine(settings, started=False) as engine:
-        with pytest.raises(EngineStartFailed, match=re.escape("vllm://127.0.0.1:1")):
+        with pytest.raises(errors.EngineStartFailed, match=re.escape("vllm://127.0.0.1:1")):
             await engine.start()
-        with pytest.raises(EngineUnavailable) as unavailable:
+        with pytest.raises(errors.EngineUnavailable) as unavailable:
             await run(engine, make_request(prompt(1), 3))
 
     assert unavailable.value.retry_after_s > 0

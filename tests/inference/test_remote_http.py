@@ -221,9 +221,7 @@ async def test_without_token_ids_a_stream_with_wrong_usage_fails_within_its_limi
         world.server.go_wrong("no_ids", *faults)
 
 
-async def test_an_output_without_token_ids_is_not_continued_on_another_replica(
-    world: RemoteWorld,
-) -> None:
+async def test_output_without_token_ids_is_not_moved_to_a_replica(world: RemoteWorld) -> None:
     world.server.go_wrong("no_ids")
     async with remote_engine(world.settings) as first:
         world.server.go_wrong()
@@ -296,9 +294,7 @@ async def test_prefixes_are_cached_for_each_tenant_alone_by_a_field_that_the_ser
         [DYNAMO, "refuse nvext.cache_salt", "refuse cache_salt"],
     ],
 )
-async def test_a_server_that_ignores_every_salt_is_not_used(
-    world: RemoteWorld, faults: list[str]
-) -> None:
+async def test_a_server_that_ignores_salts_is_unused(world: RemoteWorld, faults: list[str]) -> None:
     world.server.go_wrong(*faults)
     async with remote_engine(world.settings, started=False) as engine:
         with pytest.raises(EngineStartFailed, match="shares cached prefixes between tenants"):
@@ -341,9 +337,7 @@ async def test_an_output_that_ends_by_a_stop_sequence_is_billed_with_its_cached_
     assert aborted_count == (not known)
 
 
-async def test_a_stop_sequence_that_only_the_server_finds_fails_its_output(
-    world: RemoteWorld,
-) -> None:
+async def test_a_stop_that_only_the_server_finds_fails_its_output(world: RemoteWorld) -> None:
     async with connected(world) as engine:
         whole = await run(engine, make_request(prompt(1), 30))
         world.server.go_wrong("early_stop")
@@ -398,9 +392,7 @@ async def test_stop_sequences_are_sent_where_the_server_finds_the_same(
     assert "stop" not in dialect.form.body(choice, frozenset())
 
 
-def test_a_server_that_decodes_as_vllm_finds_no_stop_sequence_that_weir_does_not_find(
-    tiny: TinyCheckpoint,
-) -> None:
+def test_a_server_that_decodes_as_vllm_finds_the_same_stop_sequences(tiny: TinyCheckpoint) -> None:
     """Both search text that may end within a character; Weir may find a sequence earlier."""
     tokenizer, rng = Tokenizer(tiny.directory), random.Random(5)
     found_count = torn_count = 0
@@ -432,9 +424,7 @@ async def test_ranks_are_sent_where_the_server_takes_priorities(world: RemoteWor
         assert world.server.state()["bodies"][-1].get("priority") == (7 if fault else None)
 
 
-async def test_choices_are_those_of_the_torch_engine(
-    tiny: TinyCheckpoint, world: RemoteWorld
-) -> None:
+async def test_choices_equal_the_torch_engines(tiny: TinyCheckpoint, world: RemoteWorld) -> None:
     """Each choice is a request of its own, with a seed derived from the first one's."""
     drawn = SamplingParams(temperature=1.0, seed=3)
     request = make_request(prompt(1), 10, sampling=drawn, choice_count=2)
@@ -466,9 +456,7 @@ async def test_a_model_or_an_adapter_is_chosen_by_name(
             assert world.server.state()["bodies"][-1]["model"] == (model or "tiny")
 
 
-async def test_a_server_that_dies_in_mid_stream_is_used_again_after_its_restart(
-    tiny: TinyCheckpoint, tmp_path: Path
-) -> None:
+async def test_a_restarted_server_is_used_again(tiny: TinyCheckpoint, tmp_path: Path) -> None:
     certificates = make_certificates(tmp_path / "certificates")
     with server_process(tiny.directory, certificates) as server:
         settings = remote_settings(
@@ -565,9 +553,7 @@ class Posting:
         self.is_suspected = True
 
 
-async def test_a_cancelled_output_ends_before_messages_that_have_arrived(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_cancelled_output_ends_before_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_http_connection, "PIECE_BYTES", 64)
     call = HttpCall(cast(Any, Posting(TOKEN, TOKEN, END, USAGE, "[DONE]")), "a", {}, 1 << 20)
     messages = aiter(call)

@@ -141,9 +141,7 @@ async def test_an_answer_that_breaks_off_is_not_complete(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("case", ["closing", "more", "unread", "old", "late data"])
-async def test_only_a_connection_without_doubt_is_used_again(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_sound_connections_are_kept(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, connection = opened()
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n"
     closing = b"Connection: close\r\n" if case == "closing" else b""

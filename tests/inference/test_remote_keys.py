@@ -93,9 +93,7 @@ async def test_a_rotated_key_is_used_without_a_restart_and_no_key_is_ever_shown(
     assert "UNAUTHENTICATED" in reason
 
 
-async def test_a_missing_key_is_named_by_its_setting(
-    tiny: TinyCheckpoint, keyed: ServerProcess
-) -> None:
+async def test_a_missing_key_names_its_setting(tiny: TinyCheckpoint, keyed: ServerProcess) -> None:
     keyed.require_key(f"Bearer {KEY}")
     for service in SERVICES:
         async with remote_engine(remote_settings(tiny, keyed, service), started=False) as engine:

@@ -53,9 +53,7 @@ def router(own_region: str = "eu") -> Router:
         ("chat-latest", "chat", {"chat@v1", "chat@v2"}),
     ],
 )
-def test_a_model_is_billed_by_its_canonical_name(
-    requested: str, billed: str, served: set[str]
-) -> None:
+def test_a_model_bills_by_its_canonical_name(requested: str, billed: str, served: set[str]) -> None:
     routes = [router().route(requested, f"request {index}") for index in range(200)]
 
     assert {route.model for route in routes} == {billed}

@@ -97,9 +97,7 @@ _pieces = st.one_of(
 
 @settings(max_examples=400, derandomize=True, deadline=None, database=None)
 @given(pieces=_pieces)
-def test_released_output_ends_before_the_first_match(
-    rules: SafetyChecker, pieces: list[str]
-) -> None:
+def test_released_output_ends_before_a_match(rules: SafetyChecker, pieces: list[str]) -> None:
     """The independent answer looks at the whole text at once."""
     text = "".join(pieces)
     found = [
@@ -149,9 +147,7 @@ def test_an_unfinished_match_does_not_hold_the_output_endlessly(tmp_path: Path) 
     assert safe == 3 * HELD_CHARS_MAX - HELD_CHARS_MAX
 
 
-def test_a_rule_that_takes_too_long_counts_as_matched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_rule_counts_as_matched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that makes a rule time out must not pass."""
     monkeypatch.setattr("inference.safety.rules.SEARCH_TIMEOUT_S", 0.01)
     explosive = checker(tmp_path, "(?:a|b|ab)*!c")
@@ -188,9 +184,7 @@ def test_rules_apply_where_they_say(tmp_path: Path) -> None:
         ("[[rule]]\nname = 'x'\npattern = 'a'\n[[rule]]\nname = 'x'\npattern = 'b'", "same name"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_refused_with_the_reason(
-    tmp_path: Path, text: str, words: str
-) -> None:
+def test_an_unusable_file_is_refused_with_the_reason(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(SafetyRulesInvalid, match=words):
         read_safety(write(tmp_path / "rules.toml", text))
     with pytest.raises(SafetyRulesInvalid, match="absent"):

@@ -134,9 +134,7 @@ def test_a_lower_rank_overtakes_a_prompt_that_is_half_computed() -> None:
 
 
 @pytest.mark.parametrize(("block_count", "indexes"), [(100, 2), (9, 8)])
-def test_a_sequence_far_ahead_displaces_the_last_one_at_little_cost(
-    block_count: int, indexes: int
-) -> None:
+def test_a_long_sequence_displaces_the_last_one_cheaply(block_count: int, indexes: int) -> None:
     """Too few places and blocks; the displaced prefix is found in the cache again."""
     limits = EngineLimits(128, running_sequence_count_max=indexes, owed_output_token_count_max=16)
     engine = ModelledEngine(block_count, limits)

@@ -75,9 +75,7 @@ def test_steps_take_the_time_of_the_cost_model(tiny: TinyCheckpoint) -> None:
     assert time.now_s - 100.0 == pytest.approx(prefill_s + decode_s, abs=1e-9)
 
 
-def test_a_cached_prefix_takes_no_time_and_a_batch_reads_the_weights_once(
-    tiny: TinyCheckpoint,
-) -> None:
+def test_a_cached_prefix_is_free_and_a_batch_reads_weights_once(tiny: TinyCheckpoint) -> None:
     cost, time = CostModel(token_us=1000.0, weights_ms=5.0, context_token_us=0.0), FakeTime()
     core = simulated_core(tiny, cost, time)
     run_all(core, [make_request(prompt(1, 160), 1)])
@@ -107,9 +105,7 @@ def test_scheduling_time_is_hidden_behind_the_simulated_step(tiny: TinyCheckpoin
     )
 
 
-def test_answers_depend_on_the_seed_alone_and_scatter_around_their_mean(
-    tiny: TinyCheckpoint,
-) -> None:
+def test_answers_depend_on_the_seed_and_scatter_around_the_mean(tiny: TinyCheckpoint) -> None:
     cost = CostModel(time_scale=0.0, output_token_count_mean=20.0, kv_block_count=256)
     seeds = [
         make_request(prompt(1), 1000, ignore_eos=False, sampling=SamplingParams(seed=seed))
@@ -127,9 +123,7 @@ def test_answers_depend_on_the_seed_alone_and_scatter_around_their_mean(
     assert len(set(lengths)) > 20
 
 
-async def test_it_says_in_every_answer_and_in_its_model_that_it_is_simulated(
-    tiny: TinyCheckpoint,
-) -> None:
+async def test_answers_and_model_say_that_it_is_simulated(tiny: TinyCheckpoint) -> None:
     async with serving(settings_for(tiny, simulation=INSTANT)) as engine:
         outcome = await run(engine, make_request(prompt(1), 200))
 

@@ -94,9 +94,7 @@ def is_allowed(compiled: Compiled, source: str, output: str) -> bool:
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL])
 @pytest.mark.parametrize("single", [False, True])
-def test_text_is_free_and_calls_are_valid(
-    compiled: Compiled, form: CallFormat, single: bool
-) -> None:
+def test_text_is_free_but_calls_valid(compiled: Compiled, form: CallFormat, single: bool) -> None:
     source = strict_calls(form, TOOLS, single=single, token_id=compiled[0].token_id)
 
     for output in FREE[form]:
@@ -107,9 +105,7 @@ def test_text_is_free_and_calls_are_valid(
 
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL])
-def test_with_a_format_output_is_calls_or_an_answer_in_the_format(
-    compiled: Compiled, form: CallFormat
-) -> None:
+def test_with_a_format_output_is_a_call_or_the_format(compiled: Compiled, form: CallFormat) -> None:
     token_id = compiled[0].token_id
     source = strict_calls(form, TOOLS, single=False, token_id=token_id, answer=ANSWER)
     right, wrong = ANSWERED[form]
@@ -128,9 +124,7 @@ def test_with_a_format_output_is_calls_or_an_answer_in_the_format(
         ('{"type": "string", "pattern": "(?<=a)b"}', "look-behind"),
     ],
 )
-def test_a_schema_that_cannot_be_compiled_is_refused_without_our_grammar(
-    compiled: Compiled, member: str, reason: str
-) -> None:
+def test_a_schema_that_does_not_compile_fails(compiled: Compiled, member: str, reason: str) -> None:
     schema = f'{{"type": "object", "properties": {{"a": {member}}}}}'
     tools = [Tool("f", "", schema, strict=True)]
     source = strict_calls(HERMES, tools, single=False, token_id=compiled[0].token_id)

@@ -259,9 +259,7 @@ ONE_SYSTEM = {
 
 
 @pytest.mark.parametrize("template", ONE_SYSTEM.values(), ids=ONE_SYSTEM)
-def test_system_messages_at_the_beginning_are_joined_for_a_template_that_takes_one(
-    template: str, load: Load
-) -> None:
+def test_first_system_messages_are_joined_if_need_be(template: str, load: Load) -> None:
     tokenizer = load(template)
 
     rendered = tokenizer.render_chat(conversation_of("system: a", "system: b", "user: c"))
@@ -504,9 +502,7 @@ def test_a_short_id_that_an_earlier_one_became_is_changed() -> None:
 
 @pytest.mark.parametrize("one", ONE_CALL.values(), ids=ONE_CALL)
 @pytest.mark.parametrize("nine", [False, True])
-def test_calls_become_turns_of_their_own_where_a_template_takes_one(
-    one: str, nine: bool, load: Load
-) -> None:
+def test_calls_become_turns_of_their_own_if_need_be(one: str, nine: bool, load: Load) -> None:
     tokenizer = load(calls_template(one=one, nine=nine))
     a, b, c = (call(each * 9, arguments=f'{{"{each}": 1}}') for each in "abc")
     talk = [
@@ -655,9 +651,7 @@ def test_tools_are_shown_whole_or_refused(lost: str, load: Load) -> None:
         tokenizer.render_chat(TALK, [Tool("f", "Does it", '{"type": "object"}')])
 
 
-def test_tools_that_are_shown_with_some_conversations_only_are_refused_with_others(
-    load: Load,
-) -> None:
+def test_tools_that_some_conversations_hide_are_refused_with_them(load: Load) -> None:
     """Like Mistral: tools stand before the last question, so there must be one."""
     tokenizer = load(
         "{% for m in messages %}{% if m.role == 'user' and loop.last and tools %}"

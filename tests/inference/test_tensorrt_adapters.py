@@ -169,9 +169,7 @@ def settings(tmp_path: Path) -> Settings:
     )
 
 
-def test_adapters_are_models_of_the_engine_of_their_base(
-    settings: Settings, tmp_path: Path
-) -> None:
+def test_adapters_are_models_of_their_bases_engine(settings: Settings, tmp_path: Path) -> None:
     report = write_report(tmp_path / "report.json")
 
     serving = build_serving(settings.having(lora_report=str(report)))

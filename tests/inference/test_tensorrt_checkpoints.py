@@ -196,9 +196,7 @@ def test_a_published_checkpoint_is_accepted(name: str, tmp_path: Path) -> None:
         ({"rope_parameters": {"full_attention": rope("yarn", 4.0, 32768)}}, 32768),
     ],
 )
-def test_yarn_extends_the_stated_window(
-    entries: dict[str, Any], window: int, tmp_path: Path
-) -> None:
+def test_yarn_extends_stated_windows(entries: dict[str, Any], window: int, tmp_path: Path) -> None:
     """The model card of Qwen2.5 asks for it; other checkpoints state the extended window."""
     write(tmp_path, facts("Qwen2ForCausalLM", 152064, 32768, 151645) | entries, None, None)
 

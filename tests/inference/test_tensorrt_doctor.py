@@ -161,9 +161,7 @@ def test_a_load_that_ends_the_process_is_in_the_report_without_secrets(
 
 
 @pytest.mark.usefixtures("double")
-def test_the_command_asks_all_questions_in_a_process_of_its_own(
-    tiny: TinyCheckpoint, tmp_path: Path
-) -> None:
+def test_the_command_asks_in_a_process_of_its_own(tiny: TinyCheckpoint, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("max_seq_len: 2048\nmax_num_tokens: 64\nmax_batch_size: 2\n")
     arguments = ["tensorrt", "--model", str(tiny.directory), "--config", str(config), "--json"]

@@ -113,9 +113,7 @@ def test_all_that_the_adapter_imports_is_exported_by_the_release(double: Any) ->
         {"surprise": 1},
     ],
 )
-def test_parameters_are_refused_where_the_release_refuses_them(
-    double: Any, values: dict[str, Any]
-) -> None:
+def test_parameters_are_refused_as_by_the_release(double: Any, values: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError)):
         double.SamplingParams(**values)
 
@@ -144,9 +142,7 @@ def loaded(double: Any, tiny: TinyCheckpoint, **arguments: Any) -> Iterator[Any]
         llm.shutdown()
 
 
-async def test_an_abort_that_follows_its_request_at_once_ends_it_as_cancelled(
-    double: Any, tiny: TinyCheckpoint
-) -> None:
+async def test_an_abort_after_its_request_cancels_it(double: Any, tiny: TinyCheckpoint) -> None:
     with loaded(double, tiny) as llm:
         result = llm.generate_async(prompt(1), double.SamplingParams(max_tokens=100, end_id=-1))
         result.abort()
@@ -156,9 +152,7 @@ async def test_an_abort_that_follows_its_request_at_once_ends_it_as_cancelled(
     assert answers[-1].outputs[0].finish_reason == "cancelled"
 
 
-async def test_statistics_describe_each_iteration_and_end_when_it_is_idle(
-    double: Any, tiny: TinyCheckpoint
-) -> None:
+async def test_statistics_cover_each_iteration(double: Any, tiny: TinyCheckpoint) -> None:
     with loaded(double, tiny) as llm:
         for _ in range(2):
             await llm.generate_async(prompt(1, 54), double.SamplingParams(max_tokens=6))
@@ -171,9 +165,7 @@ async def test_statistics_describe_each_iteration_and_end_when_it_is_idle(
             assert not [each async for each in llm.get_stats_async(0.1)]
 
 
-async def test_cache_events_begin_with_the_creation_of_the_cache(
-    double: Any, tiny: TinyCheckpoint
-) -> None:
+async def test_cache_events_begin_with_its_creation(double: Any, tiny: TinyCheckpoint) -> None:
     with loaded(double, tiny) as llm:
         await llm.generate_async(prompt(1, 54), double.SamplingParams(max_tokens=6))
         events = llm.get_kv_cache_events(1.0)
@@ -182,9 +174,7 @@ async def test_cache_events_begin_with_the_creation_of_the_cache(
     assert [each["data"]["type"] for each in events] == ["created", "stored", "stored", "stored"]
 
 
-async def test_requests_that_the_release_refuses_are_refused(
-    double: Any, tiny: TinyCheckpoint
-) -> None:
+async def test_refused_requests_are_refused_alike(double: Any, tiny: TinyCheckpoint) -> None:
     from tensorrt_llm import llmapi
 
     with loaded(double, tiny, max_num_tokens=64, enable_chunked_prefill=False) as llm:

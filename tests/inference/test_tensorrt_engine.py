@@ -38,9 +38,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("executed_workers")
-async def test_a_dead_worker_fails_its_waiters_and_the_engine_comes_back(
-    tiny: TinyCheckpoint,
-) -> None:
+async def test_a_dead_worker_fails_waiters_and_the_engine_returns(tiny: TinyCheckpoint) -> None:
     async with serving(tensorrt_settings(tiny)) as engine:
         whole = await run(engine, make_request(prompt(1), 5))
         pid = engine.worker_pid
@@ -107,9 +105,7 @@ async def test_a_load_that_fails_three_times_is_given_up_with_the_end_of_its_log
     assert "MPI_ABORT was invoked on rank 0" in caplog.text
 
 
-async def test_cached_tokens_are_predicted_from_its_own_events_and_beams_are_refused(
-    tiny: TinyCheckpoint,
-) -> None:
+async def test_cached_tokens_come_from_events_and_beams_are_refused(tiny: TinyCheckpoint) -> None:
     tokens = tuple(prompt(1, 64))
     async with serving(tensorrt_settings(tiny)) as engine:
         assert engine.predict_cached_token_count(tokens, "") == 0

@@ -144,9 +144,7 @@ def test_a_tokenizer_that_may_drop_text_has_no_bound(change: Callable[[Backend],
     assert bound.least_token_count("x" * 100_000) == 0
 
 
-def test_ordinary_text_that_is_far_too_long_is_refused_without_being_tokenized(
-    tmp_path: Path,
-) -> None:
+def test_text_that_is_far_too_long_is_refused_untokenized(tmp_path: Path) -> None:
     tokenizer = Tokenizer(DEMO)
     text = "The hotel near the harbour has a quiet garden. " * 80_000
     began_at = time.thread_time()
@@ -170,9 +168,7 @@ def test_a_conversation_is_measured_as_it_was_rendered(tmp_path: Path, content: 
 
 @settings(deadline=None)
 @given(st.text(min_size=1, max_size=40), st.integers(1, 30), st.integers(1, 400))
-def test_the_beginning_of_a_long_text_is_that_of_the_whole(
-    unit: str, limit: int, times: int
-) -> None:
+def test_the_beginning_of_a_long_text_equals_the_whole(unit: str, limit: int, times: int) -> None:
     tokenizer = DEMO_TOKENIZER
     text = (unit + " ") * times
     whole = tokenizer.encode(text)

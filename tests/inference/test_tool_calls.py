@@ -21,6 +21,14 @@ CITY = '{"city": "Ulm", "days": [1, 2]}'
 
 Calls = list[tuple[str, str]]
 
+HERMES, LLAMA, MISTRAL, JSON = (
+    CallFormat.HERMES,
+    CallFormat.LLAMA,
+    CallFormat.MISTRAL,
+    CallFormat.JSON,
+)
+IN_ULM, EMPTY = [("get_weather", CITY)], [("get", "{}")]
+
 FRAGMENTS = (
     *(
         "<tool_call>",
@@ -64,6 +72,11 @@ DOCUMENTS = (
 )
 
 
+def called(call: str) -> str:
+    """Return a call as Hermes writes it."""
+    return f"<tool_call>{call}</tool_call>"
+
+
 def parse(form: CallFormat, pieces: Sequence[str]) -> tuple[str, Calls, list[str]]:
     """Return text, calls by name and arguments, and their ids, of an output in pieces."""
     numbers = itertools.count()
@@ -81,37 +94,21 @@ def parse(form: CallFormat, pieces: Sequence[str]) -> tuple[str, Calls, list[str
     return text, [(name, arguments) for name, arguments in calls], ids
 
 
-HERMES, LLAMA, MISTRAL, JSON = (
-    CallFormat.HERMES,
-    CallFormat.LLAMA,
-    CallFormat.MISTRAL,
-    CallFormat.JSON,
-)
 CASES: tuple[tuple[CallFormat, str, str | None, Calls], ...] = (
     (HERMES, "Just text.", "Just text.", []),
-    (HERMES, f"<tool_call>\n{WEATHER}\n</tool_call>", "", [("get_weather", CITY)]),
-    (
-        HERMES,
-        f"Let me see.\n<tool_call>{WEATHER}</tool_call>",
-        "Let me see.",
-        [("get_weather", CITY)],
-    ),
+    (HERMES, called(f"\n{WEATHER}\n"), "", IN_ULM),
+    (HERMES, f"Let me see.\n<tool_call>{WEATHER}</tool_call>", "Let me see.", IN_ULM),
     (
         HERMES,
         f"<tool_call>{WEATHER}</tool_call>\n<tool_call>{WEATHER}</tool_call>\n",
         "",
-        [("get_weather", CITY)] * 2,
+        IN_ULM * 2,
     ),
-    (HERMES, f"<tool_call>{WEATHER}</tool_call>\nDone.", "\nDone.", [("get_weather", CITY)]),
-    (
-        HERMES,
-        '<tool_call>{"arguments": {"a": 1}, "name": "get"}</tool_call>',
-        "",
-        [("get", '{"a": 1}')],
-    ),
-    (HERMES, '<tool_call>{"name": "get"}</tool_call>', "", [("get", "{}")]),
+    (HERMES, f"<tool_call>{WEATHER}</tool_call>\nDone.", "\nDone.", IN_ULM),
+    (HERMES, called('{"arguments": {"a": 1}, "name": "get"}'), "", [("get", '{"a": 1}')]),
+    (HERMES, called('{"name": "get"}'), "", EMPTY),
     # The model omitted a brace.
-    (HERMES, '<tool_call>{"name": "get", "arguments": {}</tool_call>!', "!", [("get", "{}")]),
+    (HERMES, '<tool_call>{"name": "get", "arguments": {}</tool_call>!', "!", EMPTY),
     (
         HERMES,
         '<tool_call>{"name": "get", "arguments": {"a": \'b\'}}</tool_call>x',
@@ -133,14 +130,14 @@ CASES: tuple[tuple[CallFormat, str, str | None, Calls], ...] = (
         "!",
         [("shop.find it", '{"a": 1}')],
     ),
-    (HERMES, '<tool_call>{"arguments": {}, "name": "new"}</tool_call>', "", [("new", "{}")]),
-    (HERMES, '<tool_call>{"name": "", "arguments": {}}</tool_call>', None, []),
-    (HERMES, f'<tool_call>{{"name": "{"n" * 200}"}}</tool_call>', None, []),
+    (HERMES, called('{"arguments": {}, "name": "new"}'), "", [("new", "{}")]),
+    (HERMES, called('{"name": "", "arguments": {}}'), None, []),
+    (HERMES, called(f'{{"name": "{"n" * 200}"}}'), None, []),
     (
         HERMES,
         f'<tool_call>{{"name": "n<tool_call>{WEATHER}</tool_call>',
         '<tool_call>{"name": "n',
-        [("get_weather", CITY)],
+        IN_ULM,
     ),
     (
         MISTRAL,
@@ -155,34 +152,14 @@ CASES: tuple[tuple[CallFormat, str, str | None, Calls], ...] = (
         [("new", "{}"), ("newer", "{}")],
     ),
     (LLAMA, '{"name": "new", "parameters": {}}', None, []),
-    (
-        HERMES,
-        f"<tool_call>no<tool_call>{WEATHER}</tool_call>",
-        "<tool_call>no",
-        [("get_weather", CITY)],
-    ),
-    (
-        HERMES,
-        f'<tool_call>{{"na<tool_call>{WEATHER}</tool_call>',
-        '<tool_call>{"na',
-        [("get_weather", CITY)],
-    ),
+    (HERMES, f"<tool_call>no<tool_call>{WEATHER}</tool_call>", "<tool_call>no", IN_ULM),
+    (HERMES, f'<tool_call>{{"na<tool_call>{WEATHER}</tool_call>', '<tool_call>{"na', IN_ULM),
     (HERMES, "a < b <tool <tool_cal", "a < b <tool <tool_cal", []),
     (HERMES, " \n", " \n", []),
-    (HERMES, f"<tool_call>[{WEATHER}, {WEATHER}]</tool_call>", "", [("get_weather", CITY)] * 2),
+    (HERMES, called(f"[{WEATHER}, {WEATHER}]"), "", IN_ULM * 2),
     (LLAMA, '\n{"name": "get", "parameters": {"q": "ü\\"}"}}', "", [("get", '{"q": "ü\\"}"}')]),
-    (
-        LLAMA,
-        '{"name": "get", "parameters": {}}; {"name": "get", "parameters": {}}',
-        "",
-        [("get", "{}")] * 2,
-    ),
-    (
-        LLAMA,
-        '<|python_tag|>{"type": "function", "name": "get", "parameters": {}}',
-        "",
-        [("get", "{}")],
-    ),
+    (LLAMA, '{"name": "get", "parameters": {}}; {"name": "get", "parameters": {}}', "", EMPTY * 2),
+    (LLAMA, '<|python_tag|>{"type": "function", "name": "get", "parameters": {}}', "", EMPTY),
     (LLAMA, '{"city": "Ulm"}', '{"city": "Ulm"}', []),
     (LLAMA, "[1] says: {no}", "[1] says: {no}", []),
     (
@@ -192,19 +169,14 @@ CASES: tuple[tuple[CallFormat, str, str | None, Calls], ...] = (
         [],
     ),
     (LLAMA, '<|python_tag|>brave.call(q="x")', '<|python_tag|>brave.call(q="x")', []),
-    (MISTRAL, f"[TOOL_CALLS] [{WEATHER}]", "", [("get_weather", CITY)]),
+    (MISTRAL, f"[TOOL_CALLS] [{WEATHER}]", "", IN_ULM),
     (
         MISTRAL,
         '[TOOL_CALLS][{"name": "get", "arguments": {}, "id": "abcdefghi"}, {"name": "get"}]',
         "",
-        [("get", "{}")] * 2,
+        EMPTY * 2,
     ),
-    (
-        MISTRAL,
-        f"Well [1]: [TOOL_CALLS][{WEATHER}, oops]",
-        "Well [1]:, oops]",
-        [("get_weather", CITY)],
-    ),
+    (MISTRAL, f"Well [1]: [TOOL_CALLS][{WEATHER}, oops]", "Well [1]:, oops]", IN_ULM),
     # Arguments as JSON text in a string, as Granite 4 writes them, or none.
     (
         MISTRAL,
@@ -213,13 +185,13 @@ CASES: tuple[tuple[CallFormat, str, str | None, Calls], ...] = (
         [("get", '{"a": 1}')],
     ),
     (LLAMA, '{"parameters": "{\\"a\\": 1}", "name": "get"}', "", [("get", '{"a": 1}')]),
-    (HERMES, '<tool_call>{"name": "get", "arguments": ""}</tool_call>', "", [("get", "{}")]),
-    (HERMES, '<tool_call>{"name": "get", "arguments": null}</tool_call>', "", [("get", "{}")]),
-    (HERMES, '<tool_call>{"name": "get", "arguments": "[1]"}</tool_call>', None, []),
-    (HERMES, '<tool_call>{"name": "get", "arguments": "{} {}"}</tool_call>', None, []),
-    (HERMES, '<tool_call>{"name": "get", "arguments": "{NaN}"}</tool_call>', None, []),
-    (HERMES, '<tool_call>{"name": "get", "arguments": "\\x"}</tool_call>', None, []),
-    (HERMES, '<tool_call>{"name": "get", "arguments": nil}</tool_call>', None, []),
+    (HERMES, called('{"name": "get", "arguments": ""}'), "", EMPTY),
+    (HERMES, called('{"name": "get", "arguments": null}'), "", EMPTY),
+    (HERMES, called('{"name": "get", "arguments": "[1]"}'), None, []),
+    (HERMES, called('{"name": "get", "arguments": "{} {}"}'), None, []),
+    (HERMES, called('{"name": "get", "arguments": "{NaN}"}'), None, []),
+    (HERMES, called('{"name": "get", "arguments": "\\x"}'), None, []),
+    (HERMES, called('{"name": "get", "arguments": nil}'), None, []),
     (LLAMA, '{"name": "get", "parameters": "{}, but', None, []),
     # Members of other notations: ignored behind an opening, text without one.
     (
@@ -227,9 +199,9 @@ CASES: tuple[tuple[CallFormat, str, str | None, Calls], ...] = (
         '<tool_call>{"index": 0, "x": {"y": [",}"]}, "name": "get", "arguments": {}, "why": "}"}'
         "</tool_call>",
         "",
-        [("get", "{}")],
+        EMPTY,
     ),
-    (LLAMA, '{"name": "get", "parameters": {}, "why": 1}', ', "why": 1}', [("get", "{}")]),
+    (LLAMA, '{"name": "get", "parameters": {}, "why": 1}', ', "why": 1}', EMPTY),
     (LLAMA, '{"why": 1, "name": "get", "parameters": {}}', None, []),
     (
         LLAMA,
@@ -237,8 +209,8 @@ CASES: tuple[tuple[CallFormat, str, str | None, Calls], ...] = (
         "",
         [("get", '{"a": 1}')],
     ),
-    (HERMES, '<tool_call>{"name": "get", "name": "get"}</tool_call>', None, []),
-    (HERMES, '<tool_call>{"x": tru, "name": "get"}</tool_call>', None, []),
+    (HERMES, called('{"name": "get", "name": "get"}'), None, []),
+    (HERMES, called('{"x": tru, "name": "get"}'), None, []),
     # Several objects, or a brace too many, before a closing.
     (
         HERMES,
@@ -246,10 +218,10 @@ CASES: tuple[tuple[CallFormat, str, str | None, Calls], ...] = (
         "!",
         [("get_weather", CITY), ("get", "{}")],
     ),
-    (JSON, f"[ {WEATHER} , {WEATHER} ]", "", [("get_weather", CITY)] * 2),
-    (JSON, WEATHER, "", [("get_weather", CITY)]),
+    (JSON, f"[ {WEATHER} , {WEATHER} ]", "", IN_ULM * 2),
+    (JSON, WEATHER, "", IN_ULM),
     (JSON, WEATHER[:-10], "", [("get_weather", CITY[:-9])]),
-    (JSON, f'[{WEATHER}, {{"name": "ge', "", [("get_weather", CITY)]),
+    (JSON, f'[{WEATHER}, {{"name": "ge', "", IN_ULM),
 )
 
 

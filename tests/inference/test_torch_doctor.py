@@ -52,9 +52,7 @@ def test_the_best_kernels_of_the_processor_are_expected(tiny: TinyCheckpoint) ->
     assert found["At what rate do all threads together read memory?"][1] == "12.3 GB/s"
 
 
-def test_excluded_kernels_are_named_with_the_variable(
-    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_excluded_kernels_are_named(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     if (library := loader.load()) is None:
         pytest.skip("no native library on this machine, or switched off")
     *_, least = loader.available_levels(library, is_bfloat16=True)

@@ -166,9 +166,7 @@ async def test_a_hanging_worker_is_killed_and_replaced(tiny: TinyCheckpoint) -> 
 
 
 @pytest.mark.parametrize("busy", [True, False], ids=["in a step", "idle"])
-async def test_a_stopped_worker_takes_no_requests_until_it_goes_on(
-    tiny: TinyCheckpoint, busy: bool
-) -> None:
+async def test_a_stopped_worker_takes_no_requests(tiny: TinyCheckpoint, busy: bool) -> None:
     """Found by its pulse: the time-out of a step is two minutes, and an idle one owes nothing."""
     async with serving(settings_for(tiny)) as engine, contextlib.AsyncExitStack() as running:
         stream = None
@@ -221,9 +219,7 @@ async def test_restarts_are_spaced_further_and_further(tiny: TinyCheckpoint) -> 
     assert waits_s == pytest.approx([0.1, 0.2, 0.4])
 
 
-async def test_closing_ends_streams_with_their_counts_and_the_child_with_them(
-    tiny: TinyCheckpoint,
-) -> None:
+async def test_closing_ends_streams_with_counts_and_the_child(tiny: TinyCheckpoint) -> None:
     async with serving(settings_for(tiny)) as engine:
         pidfd = os.pidfd_open(engine.worker_pid or 0)
         async with streams.stream(engine, make_request(prompt(1), LONG)) as stream:
@@ -437,9 +433,7 @@ def test_the_api_process_never_imports_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-async def test_an_idle_worker_does_not_count_as_hung_while_its_output_is_unread(
-    tiny: TinyCheckpoint,
-) -> None:
+async def test_an_idle_worker_with_unread_output_is_not_hung(tiny: TinyCheckpoint) -> None:
     """A slow reader keeps its ended sequence open for minutes."""
     async with serving(settings_for(tiny)) as engine:
         pid = engine.worker_pid

@@ -23,15 +23,11 @@ from inference.workers.worker import PULSE_LOST_S, STEP_FACTOR, STEP_S_MIN, Watc
         (100.0, math.inf, False),  # one of the first steps, which may compile
     ],
 )
-def test_a_step_is_overdue_beyond_a_multiple_of_the_longest_recent_one(
-    step_s: float, usual_s: float, stalled: bool
-) -> None:
+def test_a_step_is_overdue_beyond_recent_ones(step_s: float, usual_s: float, stalled: bool) -> None:
     assert bool(overdue(Pulse(step_s, usual_s))) is stalled
 
 
-def test_a_long_prefill_is_remembered_and_the_first_steps_are_not_judged(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_long_prefill_counts_and_first_steps_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     steps = StepClock()
@@ -75,9 +71,7 @@ def poll(dog: Watchdog, monkeypatch: pytest.MonkeyPatch, *, after_s: float, late
     dog._poll()
 
 
-async def test_a_worker_is_stalled_without_a_pulse_and_hangs_after_the_timeout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_worker_stalls_and_then_counts_as_hung(monkeypatch: pytest.MonkeyPatch) -> None:
     stalls: list[str] = []
     silences: list[float] = []
     dog = a_watchdog(stalls, silences)
@@ -92,9 +86,7 @@ async def test_a_worker_is_stalled_without_a_pulse_and_hangs_after_the_timeout(
     assert stalls[-1] == "", "an ended worker is not stalled"
 
 
-async def test_a_late_poll_judges_nothing_since_messages_may_wait_unread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_late_poll_does_not_judge_unread_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise each block of the loop would stall, or kill, every engine."""
     stalls: list[str] = []
     silences: list[float] = []

@@ -92,9 +92,7 @@ async def test_a_whole_answer_equals_a_streamed_one(world: RemoteWorld, faults: 
             assert at_once.finished.timings.decode_ms == 0 < at_once.finished.timings.prefill_ms
 
 
-async def test_an_answer_is_streamed_where_an_end_or_a_number_needs_single_tokens(
-    world: RemoteWorld,
-) -> None:
+async def test_an_answer_is_streamed_where_single_tokens_matter(world: RemoteWorld) -> None:
     world.server.go_wrong("ignore stop")
     async with connected(world) as engine:
         for request in (
@@ -115,9 +113,7 @@ async def test_a_server_that_only_streams_is_used(world: RemoteWorld) -> None:
         assert streamed_last(world)
 
 
-async def test_a_whole_answer_is_scheduled_when_sent_and_cancelled_at_the_server(
-    world: RemoteWorld,
-) -> None:
+async def test_a_whole_answer_is_scheduled_and_cancelled_at_the_server(world: RemoteWorld) -> None:
     async with connected(world) as engine:
         async with streams.stream(engine, whole(make_request(prompt(1), LONG))) as stream:
             first = await anext(aiter(stream))

@@ -4,130 +4,111 @@ from __future__ import annotations
 
 import pytest
 
-from inference.engine import (
-    ChoiceFinished,
-    EngineFinishReason,
-    EngineStatistics,
-    EngineTimings,
-    GrammarKind,
-    ResponseFormat,
-    SamplingParams,
-    Scheduled,
-    SequenceEvent,
-    SequenceFinished,
-    SequenceRefused,
-    TokenLogprob,
-    TokenLogprobs,
-    TokensGenerated,
-)
+from inference import engine
 from inference.kv_blocks import KV_BLOCK_TOKENS, PrefixHint
-from inference.workers.protocol import (
-    LENGTH_PREFIX,
-    MESSAGE_BYTES_MAX,
-    ProtocolBroken,
-    StartSequence,
-    StepReport,
-    decoder_to_parent,
-    decoder_to_worker,
-    encode,
-    split,
-)
+from inference.workers import protocol
 from tests.inference.running import make_request
 
-TIMINGS = EngineTimings(1.5, 2.5, 3.5)
+TIMINGS = engine.EngineTimings(1.5, 2.5, 3.5)
 
 
 def test_a_request_crosses_unchanged_but_for_its_id() -> None:
     request = make_request(
         [1, 2, 3],
         7,
-        sampling=SamplingParams(
+        sampling=engine.SamplingParams(
             0.5, 0.9, 40, -(1 << 63), 0.1, 1.2, 0.3, -0.4, ((3, 1.5), (9, -100.0)), 20
         ),
         stop_sequences=("a", "🙂"),
         stop_token_ids=frozenset({5, 6}),
         min_output_tokens=4,
         cache_salt="tenant",
-        response_format=ResponseFormat(GrammarKind.REGEX, "a+"),
+        response_format=engine.ResponseFormat(engine.GrammarKind.REGEX, "a+"),
         choice_count=3,
         rank=-2.5,
     )
 
-    message = decoder_to_worker().decode(encode(StartSequence(9, request))[LENGTH_PREFIX.size :])
+    message = protocol.decoder_to_worker().decode(
+        protocol.encode(protocol.StartSequence(9, request))[protocol.LENGTH_PREFIX.size :]
+    )
 
-    assert isinstance(message, StartSequence)
+    assert isinstance(message, protocol.StartSequence)
     crossed = message.request
     assert message.number == 9
-    assert (crossed.prompt_token_ids, crossed.sampling, crossed.stop) == (
-        request.prompt_token_ids,
-        request.sampling,
-        request.stop,
-    )
+    assert crossed.prompt_token_ids == request.prompt_token_ids
+    assert crossed.sampling == request.sampling
+    assert crossed.stop == request.stop
     assert crossed.cache_salt == "tenant"
-    assert (crossed.response_format, crossed.choice_count, crossed.rank) == (
-        request.response_format,
-        3,
-        -2.5,
-    )
+    assert crossed.response_format == request.response_format
+    assert crossed.choice_count == 3
+    assert crossed.rank == -2.5
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        Scheduled(32),
-        TokensGenerated((1, 2), "ab🙂"),
-        TokensGenerated(
+        engine.Scheduled(32),
+        engine.TokensGenerated((1, 2), "ab🙂"),
+        engine.TokensGenerated(
             (7,),
             "x",
             (
-                TokenLogprobs(
-                    TokenLogprob(7, -0.5), (TokenLogprob(3, -0.25), TokenLogprob(7, -0.5))
+                engine.TokenLogprobs(
+                    engine.TokenLogprob(7, -0.5),
+                    (engine.TokenLogprob(3, -0.25), engine.TokenLogprob(7, -0.5)),
                 ),
             ),
         ),
-        TokensGenerated((1,), "b", (), 3),
-        ChoiceFinished(2, EngineFinishReason.STOP_SEQUENCE, "rest"),
-        *(SequenceFinished(reason, "rest", 10, 0, 3, TIMINGS) for reason in EngineFinishReason),
+        engine.TokensGenerated((1,), "b", (), 3),
+        engine.ChoiceFinished(2, engine.EngineFinishReason.STOP_SEQUENCE, "rest"),
+        *(
+            engine.SequenceFinished(reason, "rest", 10, 0, 3, TIMINGS)
+            for reason in engine.EngineFinishReason
+        ),
     ],
 )
-def test_an_event_crosses_unchanged(event: SequenceEvent) -> None:
-    statistics = EngineStatistics(*range(1, 13))
-    report = StepReport([(4, event), (5, SequenceRefused("full", overloaded=True))], statistics)
+def test_an_event_crosses_unchanged(event: engine.SequenceEvent) -> None:
+    statistics = engine.EngineStatistics(*range(1, 13))
+    report = protocol.StepReport(
+        [(4, event), (5, engine.SequenceRefused("full", overloaded=True))], statistics
+    )
 
-    crossed = decoder_to_parent().decode(encode(report)[LENGTH_PREFIX.size :])
+    crossed = protocol.decoder_to_parent().decode(
+        protocol.encode(report)[protocol.LENGTH_PREFIX.size :]
+    )
 
-    assert isinstance(crossed, StepReport)
-    assert crossed.events == [(4, event), (5, SequenceRefused("full", overloaded=True))]
+    assert isinstance(crossed, protocol.StepReport)
+    assert crossed.events == [(4, event), (5, engine.SequenceRefused("full", overloaded=True))]
     assert crossed.statistics == statistics
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"\x93\xa5start\x01", b"\x91\xa7unknown"])
 def test_invalid_messages_are_refused(body: bytes) -> None:
-    with pytest.raises(ProtocolBroken):
-        decoder_to_worker().decode(body)
-    with pytest.raises(ProtocolBroken):
-        decoder_to_parent().decode(body)
+    with pytest.raises(protocol.ProtocolBroken):
+        protocol.decoder_to_worker().decode(body)
+    with pytest.raises(protocol.ProtocolBroken):
+        protocol.decoder_to_parent().decode(body)
 
 
 def test_a_length_beyond_the_limit_is_refused_before_anything_is_read() -> None:
-    with pytest.raises(ProtocolBroken, match="exceeds"):
-        split(bytearray(LENGTH_PREFIX.pack(MESSAGE_BYTES_MAX + 1)))
+    with pytest.raises(protocol.ProtocolBroken, match="exceeds"):
+        protocol.split(bytearray(protocol.LENGTH_PREFIX.pack(protocol.MESSAGE_BYTES_MAX + 1)))
 
 
 def test_messages_are_whole_however_the_bytes_come() -> None:
     bodies = [b"abc", b"", b"x" * 300, b"de"]
     sent = (
-        b"".join(LENGTH_PREFIX.pack(len(body)) + body for body in bodies)
-        + LENGTH_PREFIX.pack(10)
+        b"".join(protocol.LENGTH_PREFIX.pack(len(body)) + body for body in bodies)
+        + protocol.LENGTH_PREFIX.pack(10)
         + b"abc"
     )
     for size in (1, 2, 3, 5, 7, 100, len(sent)):
         received, taken = bytearray(), []
         for begin in range(0, len(sent), size):
             received += sent[begin : begin + size]
-            taken += split(received)
+            taken += protocol.split(received)
         assert taken == bodies, "one that has not come to its end is not taken"
-        assert received == LENGTH_PREFIX.pack(10) + b"abc"
+        assert received == protocol.LENGTH_PREFIX.pack(10) + b"abc"
 
 
 def test_the_hint_knows_what_was_noted_and_forgets_the_oldest() -> None:

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol, TypeVar
 
 from bench import engine_streams as streams
 from bench.engine_streams import SequenceStream
@@ -22,6 +23,17 @@ WAIT_S = 180.0  # seconds: far above any time here, so that a busy machine fails
 LONG = 1500  # output tokens: a sequence that does not end by itself during a test
 
 
+class Served(Protocol):
+    """Engine or encoder that is served by a task."""
+
+    async def serve(self) -> None: ...
+    async def start(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+ServedT = TypeVar("ServedT", bound=Served)
+
+
 def settings_for(checkpoint: TinyCheckpoint, **changes: Any) -> TorchEngineSettings:
     """Return settings with small pools, short pauses and one thread."""
     options: dict[str, Any] = {
@@ -33,15 +45,8 @@ def settings_for(checkpoint: TinyCheckpoint, **changes: Any) -> TorchEngineSetti
 
 
 @contextlib.asynccontextmanager
-async def serving(
-    settings: TorchEngineSettings | TensorRtSettings, *, started: bool = True
-) -> AsyncIterator[WorkerEngine]:
+async def served(engine: ServedT, *, started: bool = True) -> AsyncIterator[ServedT]:
     """Yield an engine with its task, closed at the end."""
-    engine = (
-        TorchEngine(settings)
-        if isinstance(settings, TorchEngineSettings)
-        else TensorRtEngine(settings)
-    )
     async with asyncio.timeout(4 * WAIT_S), asyncio.TaskGroup() as tasks:
         tasks.create_task(engine.serve())
         try:
@@ -50,6 +55,18 @@ async def serving(
             yield engine
         finally:
             await engine.close()
+
+
+def serving(
+    settings: TorchEngineSettings | TensorRtSettings, *, started: bool = True
+) -> AbstractAsyncContextManager[WorkerEngine]:
+    """Serve an engine during the block."""
+    engine = (
+        TorchEngine(settings)
+        if isinstance(settings, TorchEngineSettings)
+        else TensorRtEngine(settings)
+    )
+    return served(engine, started=started)
 
 
 async def read_all(stream: SequenceStream) -> Outcome:

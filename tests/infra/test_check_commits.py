@@ -147,9 +147,7 @@ def test_an_import_of_the_whole_tree_is_not_checked(tmp_path: Path) -> None:
     assert list(check(imported.root)) == []
 
 
-def test_of_a_shallow_clone_the_last_commit_alone_is_checked(
-    repository: Repository, tmp_path: Path
-) -> None:
+def test_of_a_shallow_clone_the_last_one_is_checked(repository: Repository, tmp_path: Path) -> None:
     repository.commit("second")
     last = repository.commit("third", line_count=30)
     repository.git(

@@ -43,9 +43,7 @@ def with_rows(postgres_server: str) -> Iterator[tuple[str, migrated_rows.Connect
         yield url, connection
 
 
-def test_migrations_go_up_down_and_up_lose_no_row_and_equal_the_models(
-    postgres_server: str,
-) -> None:
+def test_migrations_go_up_down_up_lose_no_row_and_equal_the_models(postgres_server: str) -> None:
     with new_database(postgres_server) as url:
         assert list(check_migrations.complaints(url)) == []
 
@@ -69,9 +67,7 @@ def test_objects_without_migration_and_model_are_reported(database_url: str) -> 
     )
 
 
-def test_every_row_that_is_lost_or_changed_is_reported(
-    with_rows: tuple[str, migrated_rows.Connection],
-) -> None:
+def test_each_lost_or_changed_row_is_found(with_rows: tuple[str, migrated_rows.Connection]) -> None:
     _, connection = with_rows
     before, drawn = migrated_rows.contents(connection), migrated_rows.numbers(connection)
     unharmed = list(migrated_rows.lost(connection, before, drawn, "then"))
@@ -87,9 +83,7 @@ def test_every_row_that_is_lost_or_changed_is_reported(
     ] == []
 
 
-def test_rewrites_and_scans_of_large_tables_are_reported(
-    with_rows: tuple[str, migrated_rows.Connection],
-) -> None:
+def test_rewrites_and_scans_are_reported(with_rows: tuple[str, migrated_rows.Connection]) -> None:
     _, connection = with_rows
     made = migrated_rows.objects(connection, migrated_rows.MADE)
 
@@ -115,9 +109,7 @@ def test_a_newer_schema_accepts_rows_of_earlier_processes(database_url: str) -> 
         ).fetchone() == (7, 0)
 
 
-def test_an_installation_of_0_1_0_is_sound_after_the_upgrade(
-    with_rows: tuple[str, migrated_rows.Connection],
-) -> None:
+def test_an_installation_of_0_1_0_upgrades(with_rows: tuple[str, migrated_rows.Connection]) -> None:
     url, _ = with_rows
     # Nothing has rated or swept since it was stopped.
     checks = select_checks(moments=(Moment.ALWAYS,))
@@ -132,9 +124,7 @@ def test_an_installation_of_0_1_0_is_sound_after_the_upgrade(
     assert found == {}
 
 
-def test_a_migration_that_fails_in_the_middle_leaves_nothing_and_can_be_run_again(
-    postgres_server: str,
-) -> None:
+def test_a_migration_that_fails_half_way_changes_nothing(postgres_server: str) -> None:
     """It fails at the last of four tables that it creates."""
     with (
         new_database(postgres_server) as url,

@@ -73,9 +73,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         ("python", "print(1 / 0)", "fail: ZeroDivisionError: division by zero"),
     ],
 )
-def test_code_passes_if_it_ends_well_with_output(
-    install: Any, language: str, code: str, result: str
-) -> None:
+def test_code_passes_if_it_ends_well(install: Any, language: str, code: str, result: str) -> None:
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
 
     row = tried(install(language, code), {"PATH": path, "WEIR_API_KEY": "wk"})

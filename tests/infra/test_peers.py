@@ -45,9 +45,7 @@ def test_a_peer_passes_if_its_tests_pass(
     assert row.startswith(f"| a | {pytest.__version__} | test_it.py | {result}")
 
 
-def test_an_installation_that_fails_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_installation_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "CACHE", tmp_path / "clients")
     peer = Peer("a", "pytest", ("install --no-index no-such-package",), ("tests",), "")
     monkeypatch.setattr(peers, "PEERS", {"a": peer})

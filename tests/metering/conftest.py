@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from metering.holds import slow_path
 from metering.holds.hold_connection import HoldConnection
 from metering.holds.operations import Admit
 from metering.pricing.prices import ModelPrice
-from metering.store.db import Sessions, create_engine, create_sessions
+from metering.store.db import Sessions
+from tests.metering.hold_scenarios import Play, run
 from tests.metering.hold_world import HoldWorld
-from tests.metering.usage import Customer, new_customer, new_price
+from tests.metering.usage import Acme, Customer, new_customer, new_price
 from tests.stripe_double.server import KEY, StripeDouble, stripe_double
 
 
@@ -36,6 +38,12 @@ async def price(sessions: Sessions) -> ModelPrice:
 
 
 @pytest.fixture
+def acme(sessions: Sessions, customer: Customer, price: ModelPrice) -> Acme:
+    """Return the customer with its price."""
+    return Acme(sessions, customer, price)
+
+
+@pytest.fixture
 def world(database_url: str) -> Iterator[HoldWorld]:
     """Yield the test's database with a clock at `NOON`."""
     with HoldWorld(database_url) as world:
@@ -43,11 +51,9 @@ def world(database_url: str) -> Iterator[HoldWorld]:
 
 
 @pytest.fixture
-async def sessions_of_acme(world: HoldWorld) -> AsyncIterator[Sessions]:
-    """Yield sessions at the world's time."""
-    engine = create_engine(world.url)
-    yield create_sessions(engine)
-    await engine.dispose()
+def play(world: HoldWorld) -> Play:
+    """Return a function that plays a table of holds in the world."""
+    return partial(run, world)
 
 
 @pytest.fixture

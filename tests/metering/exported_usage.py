@@ -10,25 +10,16 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.models import TokenKind
-from metering.ledger.rating import rate_all_pending
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions, psycopg_conninfo
-from tests.metering.usage import Consumed, Customer, add_usage
+from tests.metering.queries import fetch_rows
+from tests.metering.usage import Customer
 from tests.stripe_double.account import Account
 
 
 def hours_ago(hours: float) -> datetime:
     """Return a time within an hour that is over, at least if `hours` is 2 or more."""
     return datetime.now(UTC).replace(minute=20, second=0, microsecond=0) - timedelta(hours=hours)
-
-
-async def use_and_rate(
-    sessions: Sessions, customer: Customer, price: ModelPrice, *events: Consumed
-) -> None:
-    """Insert usage and rate it."""
-    async with sessions.begin() as session:
-        await add_usage(session, customer, price, events)
-    await rate_all_pending(sessions)
 
 
 def check_delivered(database_url: str, account: Account, namespace: str = "weir") -> None:
@@ -82,6 +73,5 @@ async def remember(session: AsyncSession, kind: str, ref: str, stripe_id: str) -
 
 async def states(sessions: Sessions) -> dict[str, int]:
     """Return the number of batches by state."""
-    async with sessions() as session:
-        rows = await session.execute(text("SELECT state, count(*) FROM meter_batches GROUP BY 1"))
-        return {str(state): int(count) for state, count in rows}
+    rows = await fetch_rows(sessions, "SELECT state, count(*) FROM meter_batches GROUP BY 1")
+    return {str(state): int(count) for state, count in rows}

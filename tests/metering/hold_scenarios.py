@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import assert_never
@@ -48,6 +49,9 @@ from metering.quotas.quota_rules import Payer
 from metering.quotas.quotas import QuotaExceeded
 from tests.metering.hold_world import MODEL, HoldWorld
 from tests.metering.invariants import check_invariants
+
+# Plays a table in the world of the test.
+Play = Callable[[str], Awaitable["Scenario"]]
 
 
 @dataclass(slots=True)

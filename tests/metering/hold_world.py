@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from types import TracebackType
@@ -37,22 +38,10 @@ from metering.store.group_commit import awaited
 MODEL = "demo"
 NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
 INPUT_PICOS, CACHED_PICOS, OUTPUT_PICOS, EMBEDDING_PICOS = 3, 1, 7, 2
-TABLES = (
-    "organizations",
-    "projects",
-    "api_keys",
-    "quotas",
-    "quota_counters",
-    "price_versions",
-    "holds",
-    "usage_events",
-    "receipt_chains",
-    "receipt_batches",
-    "ledger_accounts",
-    "ledger_transactions",
-    "ledger_entries",
-    "audit_log",
-)
+TABLES = """
+    organizations projects api_keys quotas quota_counters price_versions holds usage_events
+    receipt_chains receipt_batches ledger_accounts ledger_transactions ledger_entries audit_log
+"""
 
 CLOCK = """
 CREATE SCHEMA clock;
@@ -63,6 +52,17 @@ CREATE FUNCTION clock.clock_timestamp() RETURNS timestamptz
 LANGUAGE sql STABLE AS 'SELECT now FROM clock.time';
 ALTER DATABASE {} SET search_path = clock, public, pg_catalog;
 """
+
+
+@dataclass
+class Clock:
+    """Monotonic clock of one machine, set by the test."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        """Return the time in seconds."""
+        return self.now
 
 
 class HoldWorld:
@@ -245,7 +245,9 @@ class HoldWorld:
 
     def contents(self) -> dict[str, list[tuple[Any, ...]]]:
         """Return all rows of the database."""
-        return {table: sorted(self.rows(f"SELECT t::text FROM {table} t")) for table in TABLES}
+        return {
+            table: sorted(self.rows(f"SELECT t::text FROM {table} t")) for table in TABLES.split()
+        }
 
     async def run(
         self,

@@ -29,6 +29,7 @@ from metering.tenants.api_keys import create_api_key
 from metering.tenants.key_terms import KeyTerms
 from metering.tenants.tenants import find_organization
 from tests.metering.closing_world import ClosingWorld
+from tests.metering.queries import execute
 from tests.metering.usage import Consumed, Customer
 
 SEPTEMBER, OCTOBER, NOVEMBER = (datetime(2025, month, 10, 12, tzinfo=UTC) for month in (9, 10, 11))
@@ -96,9 +97,7 @@ async def posted(world: ClosingWorld) -> tuple[object, ...]:
     """)
 
 
-async def test_an_author_cannot_approve_and_an_approved_change_is_posted_once(
-    world: ClosingWorld,
-) -> None:
+async def test_no_author_approves_and_approval_posts_once(world: ClosingWorld) -> None:
     adjustment = await proposed(world, -7)
 
     with pytest.raises(ApprovalRefused, match="another person"):
@@ -227,9 +226,7 @@ async def test_a_close_and_an_approval_at_once_leave_it_on_one_invoice(world: Cl
         assert (await world.verify(month)).differences == ()
 
 
-async def test_credit_notes_have_numbers_stand_beside_invoices_and_give_back_no_more_than_was_paid(
-    world: ClosingWorld,
-) -> None:
+async def test_credit_notes_are_numbered_and_return_no_more_than_paid(world: ClosingWorld) -> None:
     first = await world.give_back("INV-000001", 10 * CENT)
     rivals = [await proposed(world, 4 * CENT, invoice="INV-000001") for _ in range(2)]
 
@@ -296,8 +293,7 @@ async def test_the_database_refuses_to_change_or_to_approve_alone(world: Closing
 
     for statement in REFUSED:
         with pytest.raises(DBAPIError, match=r"append-only|four_eyes|author"):
-            async with world.sessions.begin() as session:
-                await session.execute(text(statement))
+            await execute(world.sessions, statement)
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,7 @@ async def test_asking_takes_nothing_however_often(world: HoldWorld, holds: HoldC
 
 
 @pytest.mark.parametrize("limit", [0, 29])
-async def test_asking_is_refused_as_the_admission_is(
-    world: HoldWorld, holds: HoldConnection, limit: int
-) -> None:
+async def test_asking_is_refused_alike(world: HoldWorld, holds: HoldConnection, limit: int) -> None:
     payer = world.tenant()
     world.quota(payer, QuotaDimension.TOKENS_PER_MINUTE, limit)
     op = admit(payer, least_tokens=20)
@@ -72,9 +70,7 @@ async def test_a_shadow_quota_refuses_no_request(world: HoldWorld, holds: HoldCo
     assert world.one("SELECT coalesce(sum(would_refuse_count), 0)::int FROM quota_counters") == 0
 
 
-async def test_a_raised_limit_is_in_force_for_the_caller(
-    world: HoldWorld, holds: HoldConnection
-) -> None:
+async def test_a_raised_limit_is_in_force_at_once(world: HoldWorld, holds: HoldConnection) -> None:
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 0)
     assert isinstance(await requested(holds, admit(payer)), QuotaExceeded)
@@ -87,9 +83,7 @@ async def test_a_raised_limit_is_in_force_for_the_caller(
     assert await requested(holds, admit(payer)) == Fits()
 
 
-async def test_asking_reports_of_keys_and_ids_what_the_admission_does(
-    world: HoldWorld, holds: HoldConnection
-) -> None:
+async def test_asking_reports_what_admission_does(world: HoldWorld, holds: HoldConnection) -> None:
     payer = world.tenant()
     op = admit(payer)
     await holds.execute([op])
@@ -103,9 +97,7 @@ async def test_asking_reports_of_keys_and_ids_what_the_admission_does(
     assert isinstance(await requested(holds, admit(payer)), KeyInvalid)
 
 
-async def test_a_request_that_fits_by_the_cache_needs_no_query(
-    world: HoldWorld, holds: HoldConnection
-) -> None:
+async def test_a_request_that_fits_needs_no_query(world: HoldWorld, holds: HoldConnection) -> None:
     payer = world.tenant()
     world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 90)
     op = admit(payer)

@@ -33,11 +33,11 @@ from metering.alerts.webhooks import (
     signed_headers,
 )
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
-from metering.quotas.quota_admin import set_quota
+from metering.core.models import QuotaDimension
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, create_engine, create_sessions
 from tests.metering.hold_world import HoldWorld, admit, settle
+from tests.metering.usage import new_limit
 from tests.metering.webhook_double import BROKEN, HANG, Receiver, receiver
 
 REDIRECT = b"HTTP/1.1 302 Found\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n"
@@ -81,7 +81,7 @@ def acme(world: HoldWorld) -> Payer:
 
 
 @pytest.fixture
-async def sessions_of_acme(world: HoldWorld, acme: Payer) -> AsyncIterator[Sessions]:
+async def sessions(world: HoldWorld, acme: Payer) -> AsyncIterator[Sessions]:
     """Open sessions at the world's time."""
     engine = create_engine(world.url)
     yield create_sessions(engine)
@@ -94,34 +94,34 @@ async def there() -> AsyncIterator[Receiver]:
         yield made
 
 
-async def set_webhook(sessions_of_acme: Sessions, url: str, organization: str = "acme") -> str:
-    async with sessions_of_acme.begin() as session:
+async def set_webhook(sessions: Sessions, url: str, organization: str = "acme") -> str:
+    async with sessions.begin() as session:
         _, secret = await webhooks.set_webhook(
             session, organization=organization, url=url, private=True, actor="test"
         )
     return secret
 
 
-async def deliver(sessions_of_acme: Sessions) -> Run:
+async def deliver(sessions: Sessions) -> Run:
     """Deliver like a worker, with enough time for a slow machine."""
-    return await deliver_alerts(sessions_of_acme, private=True, budget_s=60)
+    return await deliver_alerts(sessions, private=True, budget_s=60)
 
 
-async def ask_for_test(sessions_of_acme: Sessions, organization: str = "acme") -> uuid.UUID:
-    async with sessions_of_acme.begin() as session:
+async def ask_for_test(sessions: Sessions, organization: str = "acme") -> uuid.UUID:
+    async with sessions.begin() as session:
         return await webhooks.try_webhook(session, organization=organization)
 
 
 async def test_an_alert_that_cannot_be_sent_delays_no_other(
     world: HoldWorld,
     acme: Payer,
-    sessions_of_acme: Sessions,
+    sessions: Sessions,
     there: Receiver,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    await set_webhook(sessions_of_acme, there.url)
-    bad = await ask_for_test(sessions_of_acme)
-    good = await ask_for_test(sessions_of_acme)
+    await set_webhook(sessions, there.url)
+    bad = await ask_for_test(sessions)
+    good = await ask_for_test(sessions)
     find = find_alert
 
     async def fails(session: AsyncSession, alert_id: uuid.UUID) -> Any:
@@ -130,8 +130,8 @@ async def test_an_alert_that_cannot_be_sent_delays_no_other(
         return await find(session, alert_id)
 
     monkeypatch.setattr(webhooks, "find_alert", fails)
-    first = await deliver(sessions_of_acme)
-    async with sessions_of_acme.begin() as session:
+    first = await deliver(sessions)
+    async with sessions.begin() as session:
         [error, rests] = (
             await session.execute(
                 text(
@@ -142,7 +142,7 @@ async def test_an_alert_that_cannot_be_sent_delays_no_other(
             )
         ).one()
         await session.execute(text("UPDATE alert_webhooks SET paused_until = NULL"))
-    second = await deliver(sessions_of_acme)
+    second = await deliver(sessions)
 
     assert first.failed == [bad]
     assert [*first.delivered, *second.delivered] == [good]
@@ -150,37 +150,30 @@ async def test_an_alert_that_cannot_be_sent_delays_no_other(
 
 
 async def test_an_alert_is_posted_once_signed_and_says_what_was_used_of_what(
-    world: HoldWorld, acme: Payer, sessions_of_acme: Sessions, there: Receiver
+    world: HoldWorld, acme: Payer, sessions: Sessions, there: Receiver
 ) -> None:
-    secret = await set_webhook(sessions_of_acme, there.url)
+    secret = await set_webhook(sessions, there.url)
     bolt = world.tenant("bolt")
     for organization in ("acme", "bolt"):  # a tenant without a webhook causes no waiting
-        async with sessions_of_acme.begin() as session:
-            await set_quota(
-                session,
-                subject=QuotaSubject.ORGANIZATION,
-                subject_ref=organization,
-                key=QuotaKey(QuotaDimension.TOKENS_PER_DAY),
-                terms=QuotaTerms(100, alert_at=(80,)),
-                actor="test",
+        async with sessions.begin() as session:
+            await new_limit(
+                session, organization, QuotaDimension.TOKENS_PER_DAY, 100, alert_at=(80,)
             )
     for each in (acme, bolt):
         begun = admit(each, input_tokens=85, slice_tokens=0, least_tokens=0)
         await world.run(begun)
         await world.run(settle(begun.hold_id, 0, input_tokens=85))
-    await fire_due_alerts(sessions_of_acme)
+    await fire_due_alerts(sessions)
 
-    runs = [await deliver(sessions_of_acme) for _ in range(2)]
+    runs = [await deliver(sessions) for _ in range(2)]
 
     [post] = there.received
     content = json.loads(post.body)
     assert [len(run.delivered) for run in runs] == [1, 0]
-    assert (content["type"], content["percent_threshold"], content["used"], content["limit"]) == (
-        "quota",
-        "80",
-        "85",
-        "100",
-    )
+    assert content["type"] == "quota"
+    assert content["percent_threshold"] == "80"
+    assert content["used"] == "85"
+    assert content["limit"] == "100"
     assert content["text"] == "acme has used 85 % of its limit per day: 85 tokens of 100 tokens."
     assert world.one("SELECT count(*) FROM alerts") == 2
     assert uuid.UUID(content["id"]) == world.one(
@@ -213,23 +206,23 @@ def test_the_example_of_the_docs_knows_a_wrong_secret_another_time_and_nonsense(
 
 
 async def test_failed_posts_are_retried_with_growing_pauses_and_the_same_id_for_a_day(
-    world: HoldWorld, sessions_of_acme: Sessions, there: Receiver
+    world: HoldWorld, sessions: Sessions, there: Receiver
 ) -> None:
-    await set_webhook(sessions_of_acme, there.url)
-    alert_id = await ask_for_test(sessions_of_acme)
+    await set_webhook(sessions, there.url)
+    alert_id = await ask_for_test(sessions)
     there.answers = [BROKEN, REDIRECT]
 
     attempts = []
     for wait_s in (0.0, 1.0, 10.0, 20.0):  # rests are 5 to 10 s, then 10 to 20
         world.advance(wait_s)
-        run = await deliver(sessions_of_acme)
+        run = await deliver(sessions)
         attempts.append((len(run.failed), len(run.delivered)))
-    given_up = await ask_for_test(sessions_of_acme)
+    given_up = await ask_for_test(sessions)
     there.answers = [BROKEN] * 40
-    await deliver(sessions_of_acme)
+    await deliver(sessions)
     for _ in range(30):
         world.advance(RETRY_DELAY_S_MAX)
-        await deliver(sessions_of_acme)
+        await deliver(sessions)
 
     assert attempts == [(1, 0), (0, 0), (1, 0), (0, 1)]
     assert [json.loads(post.body)["id"] for post in there.received[:4]] == [str(alert_id)] * 3 + [
@@ -247,16 +240,16 @@ async def test_failed_posts_are_retried_with_growing_pauses_and_the_same_id_for_
 
 
 async def test_an_alert_that_is_refused_holds_up_no_other(
-    world: HoldWorld, sessions_of_acme: Sessions, there: Receiver
+    world: HoldWorld, sessions: Sessions, there: Receiver
 ) -> None:
-    await set_webhook(sessions_of_acme, there.url)
-    refused = await ask_for_test(sessions_of_acme)
+    await set_webhook(sessions, there.url)
+    refused = await ask_for_test(sessions)
     there.answers = [BROKEN]
-    await deliver(sessions_of_acme)
+    await deliver(sessions)
     world.advance(1)
-    other = await ask_for_test(sessions_of_acme)  # this also ends the rest
+    other = await ask_for_test(sessions)  # this also ends the rest
 
-    await deliver(sessions_of_acme)
+    await deliver(sessions)
 
     assert [json.loads(post.body)["id"] for post in there.received] == [
         str(each) for each in (refused, other, refused)
@@ -264,7 +257,7 @@ async def test_an_alert_that_is_refused_holds_up_no_other(
 
 
 async def test_a_receiver_that_hangs_or_sends_without_end_costs_its_timeout_and_delays_no_other(
-    world: HoldWorld, sessions_of_acme: Sessions, there: Receiver
+    world: HoldWorld, sessions: Sessions, there: Receiver
 ) -> None:
     world.tenant("bolt")
     there.answers = [HANG]
@@ -277,9 +270,9 @@ async def test_a_receiver_that_hangs_or_sends_without_end_costs_its_timeout_and_
         endless.answers = [b"HTTP/1.1 200 OK\r\nX: "]  # a head without end
         head = await send(endless.url, "s", b"{}", private=True)
     for name, url in (("acme", "http://127.0.0.1:1/"), ("bolt", there.url)):
-        await set_webhook(sessions_of_acme, url, name)
-        await ask_for_test(sessions_of_acme, name)
-    run = await deliver(sessions_of_acme)
+        await set_webhook(sessions, url, name)
+        await ask_for_test(sessions, name)
+    run = await deliver(sessions)
 
     assert tuple(reported) == ("no answer within 0.2 s", "")
     assert head != ""
@@ -288,18 +281,18 @@ async def test_a_receiver_that_hangs_or_sends_without_end_costs_its_timeout_and_
 
 
 async def test_concurrent_workers_post_each_alert_once_and_take_over_from_a_dead_one(
-    world: HoldWorld, sessions_of_acme: Sessions, there: Receiver
+    world: HoldWorld, sessions: Sessions, there: Receiver
 ) -> None:
-    await set_webhook(sessions_of_acme, there.url)
-    ids = {await ask_for_test(sessions_of_acme) for _ in range(3)}
+    await set_webhook(sessions, there.url)
+    ids = {await ask_for_test(sessions) for _ in range(3)}
     there.answers = [HANG]
-    dying = asyncio.create_task(deliver(sessions_of_acme))
+    dying = asyncio.create_task(deliver(sessions))
     await there.taken.wait()
     dying.cancel()
     with pytest.raises(asyncio.CancelledError):
         await dying
 
-    runs = await asyncio.gather(*(deliver(sessions_of_acme) for _ in range(2)))
+    runs = await asyncio.gather(*(deliver(sessions) for _ in range(2)))
 
     posted = [uuid.UUID(json.loads(post.body)["id"]) for post in there.received]
     assert sorted(each for run in runs for each in run.delivered) == sorted(ids)
@@ -308,22 +301,22 @@ async def test_concurrent_workers_post_each_alert_once_and_take_over_from_a_dead
 
 
 async def test_a_removed_webhook_drops_pending_alerts_and_its_secret_is_in_no_log(
-    world: HoldWorld, sessions_of_acme: Sessions, there: Receiver
+    world: HoldWorld, sessions: Sessions, there: Receiver
 ) -> None:
     first, second = (
-        await set_webhook(sessions_of_acme, there.url),
-        await set_webhook(sessions_of_acme, there.url + "/new"),
+        await set_webhook(sessions, there.url),
+        await set_webhook(sessions, there.url + "/new"),
     )
-    alert_id = await ask_for_test(sessions_of_acme)
-    async with sessions_of_acme.begin() as session:
+    alert_id = await ask_for_test(sessions)
+    async with sessions.begin() as session:
         [state] = await webhooks.list_webhooks(session, organization="acme")
         await webhooks.remove_webhook(session, organization="acme", actor="test")
     with pytest.raises(NotFound):
-        await ask_for_test(sessions_of_acme)
+        await ask_for_test(sessions)
 
-    await deliver(sessions_of_acme)
+    await deliver(sessions)
 
-    async with sessions_of_acme() as session:
+    async with sessions() as session:
         delivery = (await find_alert(session, alert_id)).delivery
     assert (state.pending_count, state.webhook.url) == (1, there.url + "/new")
     assert delivery is not None
@@ -338,9 +331,7 @@ async def test_a_removed_webhook_drops_pending_alerts_and_its_secret_is_in_no_lo
 @pytest.mark.parametrize(
     "answer", [b"\x00 what is this?\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: \x00\r\n\r\n"]
 )
-async def test_the_error_for_an_invalid_http_response_omits_the_path(
-    there: Receiver, answer: bytes
-) -> None:
+async def test_an_invalid_http_response_names_no_path(there: Receiver, answer: bytes) -> None:
     there.answers.append(answer)
 
     error = await send(there.url + "/T0KEN", "s", b"{}", private=True)

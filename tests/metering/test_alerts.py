@@ -22,12 +22,13 @@ from metering.alerts.alerts import FIRE_CROSSED, fire_due_alerts, list_alerts, s
 from metering.core.errors import InvalidValue
 from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.core.pages import page_token
-from metering.plans.prepaid import grant_credit, refresh, refresh_for_the_month, set_prepaid
+from metering.plans.prepaid import refresh_for_the_month, set_prepaid
 from metering.quotas.quota_admin import override_quota, set_quota
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, psycopg_conninfo
 from metering.tenants.api_keys import create_api_key
 from tests.metering.hold_world import NOON, HoldWorld, admit, settle
+from tests.metering.usage import grant
 from tests.metering.workers import wait_until
 
 WAITING = (
@@ -40,7 +41,7 @@ DAY, MONTH = QuotaDimension.TOKENS_PER_DAY, QuotaDimension.TOKENS_PER_MONTH
 
 
 async def limit(
-    sessions_of_acme: Sessions,
+    sessions: Sessions,
     value: int,
     dimension: QuotaDimension = DAY,
     *,
@@ -52,7 +53,7 @@ async def limit(
     """Set a limit as an admin does; return its id."""
     given = {"limit_value": value, "enforced": enforced, "alert_at": alert_at}
     terms: dict[str, Any] = {name: each for name, each in given.items() if each is not None}
-    async with sessions_of_acme.begin() as session:
+    async with sessions.begin() as session:
         state = await set_quota(
             session,
             subject=subject,
@@ -81,14 +82,14 @@ def fired(world: HoldWorld) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("is_committed", [True, False])
 async def test_concurrent_workers_write_an_alert_once_and_held_amounts_do_not_count(
-    world: HoldWorld, sessions_of_acme: Sessions, is_committed: bool
+    world: HoldWorld, sessions: Sessions, is_committed: bool
 ) -> None:
     """An uncommitted row is invisible; another worker waits for its commit."""
     payer = world.tenant()
-    quota_id = await limit(sessions_of_acme, 1000)
+    quota_id = await limit(sessions, 1000)
     await use(world, payer, 499)
     await world.run(admit(payer, input_tokens=400))
-    held = await fire_due_alerts(sessions_of_acme)
+    held = await fire_due_alerts(sessions)
     await use(world, payer, 1)
 
     with psycopg.connect(psycopg_conninfo(world.url)) as other:
@@ -100,12 +101,12 @@ async def test_concurrent_workers_write_an_alert_once_and_held_amounts_do_not_co
             values,
         )
         async with asyncio.TaskGroup() as group:
-            polls = [group.create_task(fire_due_alerts(sessions_of_acme)) for _ in range(3)]
+            polls = [group.create_task(fire_due_alerts(sessions)) for _ in range(3)]
             await asyncio.to_thread(
                 wait_until, lambda: world.one(WAITING) == 3, "all to meet the row"
             )
             (other.commit if is_committed else other.rollback)()
-    again = await fire_due_alerts(sessions_of_acme)
+    again = await fire_due_alerts(sessions)
 
     assert held == 0
     assert (sum(poll.result() for poll in polls), again) == (0 if is_committed else 1, 0)
@@ -113,11 +114,11 @@ async def test_concurrent_workers_write_an_alert_once_and_held_amounts_do_not_co
 
 
 async def test_workers_that_race_and_one_that_is_killed_in_the_middle_alert_once(
-    world: HoldWorld, sessions_of_acme: Sessions
+    world: HoldWorld, sessions: Sessions
 ) -> None:
     """The first is killed before its statement writes; then two race."""
     payer = world.tenant()
-    await limit(sessions_of_acme, 1000)
+    await limit(sessions, 1000)
     await use(world, payer, 1000)
     environment = {**os.environ, "WEIR_DATABASE_URL": world.url}
 
@@ -138,13 +139,13 @@ async def test_workers_that_race_and_one_that_is_killed_in_the_middle_alert_once
 
 
 async def test_another_limit_alerts_again_and_the_same_one_never(
-    world: HoldWorld, sessions_of_acme: Sessions
+    world: HoldWorld, sessions: Sessions
 ) -> None:
     payer = world.tenant()
-    quota_id = await limit(sessions_of_acme, 1000, alert_at=[80])
+    quota_id = await limit(sessions, 1000, alert_at=[80])
     await use(world, payer, 900)
-    await fire_due_alerts(sessions_of_acme)
-    async with sessions_of_acme.begin() as session:
+    await fire_due_alerts(sessions)
+    async with sessions.begin() as session:
         await override_quota(
             session,
             quota_id=quota_id,
@@ -154,47 +155,47 @@ async def test_another_limit_alerts_again_and_the_same_one_never(
             actor="test",
         )
 
-    raised = await fire_due_alerts(sessions_of_acme)
+    raised = await fire_due_alerts(sessions)
     await use(world, payer, 700)
-    crossed = await fire_due_alerts(sessions_of_acme)
+    crossed = await fire_due_alerts(sessions)
     world.advance(3601)  # the raise is over, and the limit with its 80 % alert is back
-    fallen = await fire_due_alerts(sessions_of_acme)
-    await limit(sessions_of_acme, 1500)
-    lowered = await fire_due_alerts(sessions_of_acme)
+    fallen = await fire_due_alerts(sessions)
+    await limit(sessions, 1500)
+    lowered = await fire_due_alerts(sessions)
     world.advance(12 * 3600)
-    tomorrow = await fire_due_alerts(sessions_of_acme)
+    tomorrow = await fire_due_alerts(sessions)
     await use(world, payer, 1200)
-    next_window = await fire_due_alerts(sessions_of_acme)
+    next_window = await fire_due_alerts(sessions)
 
     assert (raised, crossed, fallen, lowered, tomorrow, next_window) == (0, 1, 0, 1, 0, 1)
     assert fired(world) == [(80, 1000, 900), (80, 2000, 1600), (80, 1500, 1600), (80, 1500, 1200)]
 
 
 async def test_a_worker_that_was_away_finds_what_it_missed_by_the_limit_of_then(
-    world: HoldWorld, sessions_of_acme: Sessions
+    world: HoldWorld, sessions: Sessions
 ) -> None:
     payer = world.tenant()
     day, month = (
-        await limit(sessions_of_acme, 1000, alert_at=[50]),
-        await limit(sessions_of_acme, 5000, MONTH, alert_at=[50]),
+        await limit(sessions, 1000, alert_at=[50]),
+        await limit(sessions, 5000, MONTH, alert_at=[50]),
     )
-    async with sessions_of_acme.begin() as session:  # in force until after the day's end
+    async with sessions.begin() as session:  # in force until after the day's end
         until = NOON + timedelta(hours=30)
         await override_quota(
             session, quota_id=day, limit_value=2000, until=until, reason="launch", actor="test"
         )
     await use(world, payer, 990)  # less than half of the raised limit
     world.set_time(until + timedelta(hours=1))
-    under_the_raise = await fire_due_alerts(sessions_of_acme)
+    under_the_raise = await fire_due_alerts(sessions)
     world.set_time(datetime(2026, 12, 1, 3, tzinfo=UTC))
     await use(world, payer, 600)
     world.set_time(datetime(2026, 12, 3, 3, tzinfo=UTC))
 
-    late = await fire_due_alerts(sessions_of_acme)
+    late = await fire_due_alerts(sessions)
     # On the first day, more than half of it was used, when the limit was 1000.
-    await limit(sessions_of_acme, 800, alert_at=[50])
-    await limit(sessions_of_acme, 1200, MONTH, alert_at=[50])
-    after_changes = await fire_due_alerts(sessions_of_acme)
+    await limit(sessions, 800, alert_at=[50])
+    await limit(sessions, 1200, MONTH, alert_at=[50])
+    after_changes = await fire_due_alerts(sessions)
 
     first = datetime(2026, 12, 1, tzinfo=UTC)
     found = world.rows(
@@ -205,82 +206,73 @@ async def test_a_worker_that_was_away_finds_what_it_missed_by_the_limit_of_then(
 
 
 async def test_an_enforced_limit_alerts_when_almost_used_up_and_a_shadow_limit_when_used_up(
-    world: HoldWorld, sessions_of_acme: Sessions
+    world: HoldWorld, sessions: Sessions
 ) -> None:
     payer = world.tenant()
-    await limit(sessions_of_acme, 1000, alert_at=[100])
-    await limit(sessions_of_acme, 1000, MONTH, alert_at=[100, 120], enforced=False)
+    await limit(sessions, 1000, alert_at=[100])
+    await limit(sessions, 1000, MONTH, alert_at=[100, 120], enforced=False)
 
     found = []
     for token_count in (994, 1):
         await use(world, payer, token_count)
-        found.append(await fire_due_alerts(sessions_of_acme))
-    await limit(sessions_of_acme, 2000, alert_at=[])
+        found.append(await fire_due_alerts(sessions))
+    await limit(sessions, 2000, alert_at=[])
     for token_count in (5, 200):
         await use(world, payer, token_count)
-        found.append(await fire_due_alerts(sessions_of_acme))
+        found.append(await fire_due_alerts(sessions))
 
     assert found == [0, 1, 1, 1]
     assert fired(world) == [(100, 1000, 995), (100, 1000, 1000), (120, 1000, 1200)]
 
 
 async def test_prepaid_credit_alerts_when_so_much_is_left_and_again_when_a_grant_was_used_up(
-    world: HoldWorld, sessions_of_acme: Sessions
+    world: HoldWorld, sessions: Sessions
 ) -> None:
     """Input tokens cost 3 picos. Monthly changes alert only once the limit is computed for them."""
     payer = world.tenant()
 
-    async def grant(amount: int, first: date | None = None, last: date = date(2026, 12, 1)) -> None:
-        async with sessions_of_acme.begin() as session:
-            made = await grant_credit(
-                session,
-                organization="acme",
-                amount_picos=amount,
-                first_month=first,
-                last_month=last,
-                reason="paid",
-                actor="test",
-            )
-            await refresh(
-                session, made.organization_id, actor="test", granted_picos=made.amount_picos
-            )
+    december = date(2026, 12, 1)
 
-    async with sessions_of_acme.begin() as session:
+    async def granted(amount: int, last: date, first: date | None = None) -> None:
+        async with sessions.begin() as session:
+            await grant(session, amount, last_month=last, first_month=first)
+
+    async with sessions.begin() as session:
         await set_prepaid(
             session, organization="acme", prepaid=True, alert_at=[150, 300], actor="test"
         )
-    await grant(60)
-    await grant(840, last=date(2026, 11, 1))
-    await grant(900, first=date(2026, 12, 1))
+    await granted(60, december)
+    await granted(840, date(2026, 11, 1))
+    await granted(900, december, first=december)
     found = []
     for token_count in (199, 1, 50):  # 303, 300 and 150 are left
         await use(world, payer, token_count)
-        found.append(await fire_due_alerts(sessions_of_acme))
-    await grant(450, last=date(2026, 11, 1))
-    found.append(await fire_due_alerts(sessions_of_acme))
+        found.append(await fire_due_alerts(sessions))
+    await granted(450, date(2026, 11, 1))
+    found.append(await fire_due_alerts(sessions))
     await use(world, payer, 100)
-    found.append(await fire_due_alerts(sessions_of_acme))
+    found.append(await fire_due_alerts(sessions))
     world.set_time(datetime(2026, 12, 1, 0, 0, 1, tzinfo=UTC))
-    found.append(await fire_due_alerts(sessions_of_acme))
-    await refresh_for_the_month(sessions_of_acme)
-    found.append(await fire_due_alerts(sessions_of_acme))
+    found.append(await fire_due_alerts(sessions))
+    await refresh_for_the_month(sessions)
+    found.append(await fire_due_alerts(sessions))
 
     assert found == [0, 1, 1, 0, 1, 0, 0]
     assert sorted(fired(world)) == [(150, 900, 750), (300, 900, 600), (300, 1350, 1050)]
 
 
 async def test_alerts_of_keys_and_projects_are_their_organizations_and_read_page_by_page(
-    world: HoldWorld, sessions_of_acme: Sessions
+    world: HoldWorld, sessions: Sessions
 ) -> None:
     acme, bolt = world.tenant("acme"), world.tenant("bolt")
-    await limit(sessions_of_acme, 100, subject=QuotaSubject.PROJECT, ref="acme/search")
-    await limit(sessions_of_acme, 100, subject=QuotaSubject.API_KEY, ref=str(acme.api_key_id))
-    await limit(sessions_of_acme, 100, ref="bolt", alert_at=[1])
+    await limit(sessions, 100, subject=QuotaSubject.PROJECT, ref="acme/search")
+    await limit(sessions, 100, subject=QuotaSubject.API_KEY, ref=str(acme.api_key_id))
+    await limit(sessions, 100, ref="bolt", alert_at=[1])
     for payer in (acme, bolt):
         await use(world, payer, 85)
-    await fire_due_alerts(sessions_of_acme)
+    await fire_due_alerts(sessions)
 
-    async with sessions_of_acme() as session:
+    async with sessions() as session:
         pages = [await list_alerts(session, organization_id=acme.organization_id, page_size=3)]
         pages.append(
             await list_alerts(
@@ -303,7 +295,7 @@ async def test_alerts_of_keys_and_projects_are_their_organizations_and_read_page
 
 
 async def test_impossible_thresholds_are_refused_and_new_keys_copy_theirs(
-    world: HoldWorld, sessions_of_acme: Sessions
+    world: HoldWorld, sessions: Sessions
 ) -> None:
     world.tenant()
     wrong: list[tuple[QuotaDimension, Sequence[int], str]] = [
@@ -315,8 +307,8 @@ async def test_impossible_thresholds_are_refused_and_new_keys_copy_theirs(
     ]
     for dimension, alert_at, reported in wrong:
         with pytest.raises(InvalidValue, match=reported):
-            await limit(sessions_of_acme, 100, dimension, alert_at=alert_at)
-    async with sessions_of_acme.begin() as session:
+            await limit(sessions, 100, dimension, alert_at=alert_at)
+    async with sessions.begin() as session:
         set_again = partial(
             set_quota,
             session,
@@ -349,9 +341,9 @@ def test_the_windows_of_a_query_end_where_the_next_begin() -> None:
     assert months == [(date(2027, 3, 1), date(2027, 4, 1)), (date(2027, 2, 1), date(2027, 3, 1))]
 
 
-async def test_a_query_finds_counters_by_their_key(sessions_of_acme: Sessions) -> None:
+async def test_a_query_finds_counters_by_their_key(sessions: Sessions) -> None:
     """However many counters other limits have."""
-    async with sessions_of_acme() as session:
+    async with sessions() as session:
         await session.execute(NO_SCANS)
         parameters = {
             "dimensions": [str(DAY)],

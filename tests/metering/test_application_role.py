@@ -149,9 +149,7 @@ def test_preparing_the_role_again_takes_what_was_given_beside_it_and_keeps_its_p
     assert owner.execute(verifier, [APPLICATION_ROLE]).fetchone() == password
 
 
-def test_a_password_creates_the_role_and_is_stored_as_a_verifier(
-    database_url: str, owner: psycopg.Connection
-) -> None:
+def test_a_password_is_stored_as_a_verifier(database_url: str, owner: psycopg.Connection) -> None:
     prepare_application_role(database_url, ROLE, password="correct horse")
 
     found = owner.execute(

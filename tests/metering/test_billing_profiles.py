@@ -22,6 +22,7 @@ from metering.tenants.billing_profiles import (
     set_billing_profile,
 )
 from tests.metering.closing_world import ClosingWorld
+from tests.metering.queries import execute
 from tests.metering.usage import Consumed, Customer
 
 PROFILE = BillingProfile(
@@ -136,9 +137,7 @@ async def test_a_profile_replaces_the_one_before_and_the_audit_log_keeps_both(
     assert entries[1].before == PROFILE.as_json()
 
 
-async def test_a_profile_that_is_refused_changes_nothing(
-    sessions: Sessions, customer: Customer
-) -> None:
+async def test_a_refused_profile_changes_nothing(sessions: Sessions, customer: Customer) -> None:
     await change(sessions, PROFILE)
     with pytest.raises(InvalidValue, match="country"):
         await change(sessions, replace(PROFILE, country="XX"))
@@ -163,9 +162,7 @@ def lines_of(file: bytes) -> list[str]:
     ]
 
 
-async def test_a_closed_month_keeps_the_profile_of_its_close(
-    sessions: Sessions, customer: Customer
-) -> None:
+async def test_closed_months_keep_their_profile(sessions: Sessions, customer: Customer) -> None:
     world = ClosingWorld(sessions, customer)
     price = await world.price(datetime(2025, 1, 1, tzinfo=UTC))
     await world.use(price, Consumed(100_000, 0, 40_000, "stop", OCTOBER))
@@ -197,8 +194,7 @@ async def test_a_closed_month_keeps_the_profile_of_its_close(
 async def test_a_month_that_was_closed_without_a_profile_is_addressed_to_the_organization(
     sessions: Sessions, customer: Customer
 ) -> None:
-    async with sessions.begin() as session:
-        await session.execute(text("DELETE FROM billing_profiles"))
+    await execute(sessions, "DELETE FROM billing_profiles")
     world = ClosingWorld(sessions, customer)
     price = await world.price(datetime(2025, 1, 1, tzinfo=UTC))
     await world.use(price, Consumed(100_000, 0, 40_000, "stop", OCTOBER))

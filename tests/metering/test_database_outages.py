@@ -6,20 +6,12 @@ import pytest
 
 from metering.core.errors import DatabaseUnavailable
 from metering.store.db import BACKOFF_MAX_S, BACKOFF_MIN_S, StoreGate
-
-
-class Clock:
-    """Clock that the test sets."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.metering.hold_world import Clock
 
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 def fail(gate: StoreGate) -> None:

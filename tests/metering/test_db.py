@@ -24,6 +24,7 @@ from metering.store.db import (
     psycopg_conninfo,
     sqlalchemy_url,
 )
+from tests.metering.queries import execute, fetch_value
 
 PATIENCE_S = 60.0
 
@@ -40,9 +41,7 @@ async def test_a_database_that_cannot_be_reached_is_away() -> None:
 
 
 @pytest.mark.parametrize("form", ["authority", "query"])
-async def test_of_several_hosts_one_that_accepts_writes_is_used(
-    database_url: str, form: str
-) -> None:
+async def test_of_several_hosts_the_writable_one_is_used(database_url: str, form: str) -> None:
     named = conninfo_to_dict(psycopg_conninfo(database_url))
     user, name, there = named["user"], named["dbname"], quote(str(named["host"]), safe="")
     port = named.get("port") or ""
@@ -102,19 +101,13 @@ def test_a_url_that_cannot_work_is_refused_without_its_password(url: str, words:
     assert "secret" not in str(refusal.value)
 
 
-async def test_a_cut_connection_is_an_outage_and_the_next_transaction_gets_another(
-    sessions: Sessions,
-) -> None:
+async def test_a_cut_connection_is_an_outage_and_is_replaced(sessions: Sessions) -> None:
     with pytest.raises(DatabaseUnavailable):
-        async with sessions.begin() as session:
-            await session.execute(text("SELECT pg_terminate_backend(pg_backend_pid())"))
-    async with sessions.begin() as session:
-        assert (await session.execute(text("SELECT 1"))).scalar_one() == 1
+        await execute(sessions, "SELECT pg_terminate_backend(pg_backend_pid())")
+    assert await fetch_value(sessions, "SELECT 1") == 1
 
 
-async def test_a_statement_that_takes_too_long_is_an_outage_and_a_broken_rule_is_not(
-    sessions: Sessions,
-) -> None:
+async def test_a_slow_statement_is_an_outage_a_broken_rule_not(sessions: Sessions) -> None:
     async with sessions() as session:
         await session.execute(text("SET LOCAL statement_timeout = 1"))
         with pytest.raises(DatabaseUnavailable):
@@ -126,9 +119,7 @@ async def test_a_statement_that_takes_too_long_is_an_outage_and_a_broken_rule_is
             )
 
 
-async def test_locks_end_with_their_block_and_a_connection_that_broke_in_it_hides_nothing(
-    sessions: Sessions,
-) -> None:
+async def test_locks_end_with_their_block_and_hide_no_broken_connection(sessions: Sessions) -> None:
     taken, free = (
         text("SELECT pg_try_advisory_lock(7)"),
         text("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'"),
@@ -149,9 +140,7 @@ async def break_while_locked(sessions: Sessions) -> None:
         await locks.execute(text("SELECT pg_terminate_backend(pg_backend_pid())"))
 
 
-async def test_an_attempt_to_connect_that_is_cancelled_closes_its_socket_at_once(
-    tmp_path: Path,
-) -> None:
+async def test_a_cancelled_attempt_to_connect_closes_its_socket(tmp_path: Path) -> None:
     """Without a garbage collection: there may be hundreds of such attempts."""
     came, closed = asyncio.Event(), asyncio.Event()
 

@@ -25,9 +25,7 @@ def ask(url: str, query: str) -> object:
 
 
 @pytest.mark.faults
-def test_data_survives_a_killed_server_and_a_pid_file_that_names_a_stranger(
-    postgres_home: Path,
-) -> None:
+def test_data_survives_a_killed_server_and_a_stale_pid_file(postgres_home: Path) -> None:
     server = start(postgres_home / "postgres")
     migrate(server.url)
     found_again = start(postgres_home / "postgres")

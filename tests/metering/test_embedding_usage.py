@@ -11,7 +11,6 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pypdf import PdfReader
-from sqlalchemy import text
 
 from metering.core.errors import InvariantViolated
 from metering.core.models import QuotaDimension, TokenKind
@@ -30,7 +29,6 @@ from metering.invoicing.month_report import to_csv, to_json
 from metering.ledger.rating import rate_all_pending
 from metering.plans.plans import Allowance, PlanRules, Selector
 from metering.plans.simulation import simulate
-from metering.pricing.prices import PriceTerms, set_price
 from metering.proof.check import Moment
 from metering.quotas.quotas import QuotaExceeded
 from metering.receipts.signing import Signer
@@ -38,13 +36,14 @@ from metering.reports.focus import focus_csv
 from metering.reports.usage_reports import Grouping, UsageFilter, usage_page
 from metering.store.db import Sessions
 from tests.metering.closing_world import ClosingWorld
-from tests.metering.exported_usage import check_delivered, hours_ago, use_and_rate
+from tests.metering.exported_usage import check_delivered, hours_ago
 from tests.metering.focus_rules import broken_rules, read
 from tests.metering.hold_world import EMBEDDING_PICOS, HoldWorld, admit, of_type, settle
 from tests.metering.invariants import check_export, check_invariants
+from tests.metering.planted_faults import faults, unseen
+from tests.metering.queries import fetch_column
 from tests.metering.receipt_reading import decode
-from tests.metering.test_fsck import unseen
-from tests.metering.usage import Consumed, Customer, Rates
+from tests.metering.usage import Acme, Consumed, Customer, new_price
 from tests.stripe_double.server import KEY, stripe_double
 
 OCTOBER = datetime(2025, 10, 10, 12, tzinfo=UTC)
@@ -57,9 +56,7 @@ WEIGHTS = dict.fromkeys(QuotaDimension, 12) | {
 }
 
 
-async def test_an_embedding_counts_as_input_against_every_quota_and_settles_as_embedded_tokens(
-    world: HoldWorld,
-) -> None:
+async def test_an_embedding_counts_as_input_and_settles_as_embedded(world: HoldWorld) -> None:
     payer = world.tenant()
     quotas = {dimension: world.quota(payer, dimension, 10_000) for dimension in QuotaDimension}
     op = admit(payer, input_tokens=12, embedding=True)
@@ -89,16 +86,12 @@ async def test_an_embedding_counts_as_input_against_every_quota_and_settles_as_e
     }
     assert settled == Settled(op.hold_id, 0, 0, 0, 0, 0, 12 * EMBEDDING_PICOS, "USD", "stop", 12)
     [receipt] = settled.receipts
-    assert (
-        decode(receipt.encoded).embedding_token_count,
-        decode(receipt.encoded).input_token_count,
-    ) == (12, 0)
+    assert decode(receipt.encoded).embedding_token_count == 12
+    assert decode(receipt.encoded).input_token_count == 0
     check_invariants(world.url, all_ended=True)
 
 
-async def test_embeddings_of_known_terms_are_admitted_at_their_own_price_and_refused_at_the_limit(
-    world: HoldWorld,
-) -> None:
+async def test_embeddings_have_their_own_price_and_meet_the_limit(world: HoldWorld) -> None:
     """On one connection, so that the second of each kind is admitted from the cache."""
     payer = world.tenant()
     money = world.quota(
@@ -162,51 +155,34 @@ async def test_vectors_of_a_process_that_died_before_their_settlement_are_free(
     check_invariants(world.url, all_ended=True)
 
 
-FAULTS = [
-    (
-        "UPDATE usage_events SET embedding_token_count = embedding_token_count + 1",
-        "by its price version",
-    ),
-    (
-        "UPDATE usage_events SET embedding_token_count = 11, cost_picos = 22",
-        "11 input tokens in usage events",
-    ),
-    (
-        (
-            "UPDATE usage_events SET embedding_token_count = 0, input_token_count = 12, cost_picos"
-            " = 36"
-        ),
-        "0 embedding tokens of 12 in an embedding",
-    ),
-    (
-        "UPDATE usage_events SET embedding_token_count = 0, input_token_count = 12",
-        "receipt-matches-usage",
-    ),
-    ("UPDATE holds SET embedding = false", "12 embedding tokens of 12 in a completion"),
-    ("UPDATE holds SET embedding = false", "counters-equal-holds"),
-    ("UPDATE price_versions SET embedding_picos_per_token = 3", "counters-equal-holds"),
-    ("UPDATE quota_counters SET used = used + 12 WHERE used = 24", "but holds used"),
-]
-LEDGER_FAULTS = [
-    (
-        "UPDATE ledger_entries SET token_kind = 'input' WHERE token_kind = 'embedding'",
-        "0 tokens for 0 picos posted",
-    ),
-    (
-        "UPDATE ledger_entries SET token_count = token_count + 1 WHERE token_kind = 'embedding'",
-        "usage-equals-ledger",
-    ),
-    (
-        "UPDATE meter_batches SET token_kind = 'input' WHERE token_kind = 'embedding'",
-        "nothing-is-exported-twice",
-    ),
-    ("DELETE FROM meter_batches WHERE token_kind = 'embedding'", "exports only 0"),
-]
+FAULTS = faults("""
+    by its price version                      | UPDATE usage_events SET embedding_token_count =
+                                              | embedding_token_count + 1
+    11 input tokens in usage events           | UPDATE usage_events SET embedding_token_count = 11,
+                                              | cost_picos = 22
+    0 embedding tokens of 12 in an embedding  | UPDATE usage_events SET embedding_token_count = 0,
+                                              | input_token_count = 12, cost_picos = 36
+    receipt-matches-usage                     | UPDATE usage_events SET embedding_token_count = 0,
+                                              | input_token_count = 12
+    12 embedding tokens of 12 in a completion | UPDATE holds SET embedding = false
+    counters-equal-holds                      | UPDATE holds SET embedding = false
+    counters-equal-holds                      | UPDATE price_versions SET embedding_picos_per_token
+                                              | = 3
+    but holds used                            | UPDATE quota_counters SET used = used + 12 WHERE
+                                              | used = 24
+""")
+LEDGER_FAULTS = faults("""
+    0 tokens for 0 picos posted | UPDATE ledger_entries SET token_kind = 'input' WHERE token_kind =
+                                | 'embedding'
+    usage-equals-ledger         | UPDATE ledger_entries SET token_count = token_count + 1 WHERE
+                                | token_kind = 'embedding'
+    nothing-is-exported-twice   | UPDATE meter_batches SET token_kind = 'input' WHERE token_kind =
+                                | 'embedding'
+    exports only 0              | DELETE FROM meter_batches WHERE token_kind = 'embedding'
+""")
 
 
-async def test_each_fault_planted_in_embeddings_is_seen(
-    world: HoldWorld, sessions: Sessions
-) -> None:
+async def test_planted_faults_of_embeddings_are_seen(world: HoldWorld, sessions: Sessions) -> None:
     payer = world.tenant()
     for dimension in QuotaDimension:
         world.quota(payer, dimension, 10_000)
@@ -216,12 +192,12 @@ async def test_each_fault_planted_in_embeddings_is_seen(
         settle(op.hold_id, 0, input_tokens=12), signer=Signer(Ed25519PrivateKey.generate())
     )
     check_invariants(world.url)
-    assert unseen(world, FAULTS, Moment.ALWAYS) == []
+    assert unseen(world.url, FAULTS, Moment.ALWAYS) == []
 
     await rate_all_pending(sessions)
     world.advance(7200)
     await form_batches(sessions)
-    assert unseen(world, LEDGER_FAULTS, *Moment) == []
+    assert unseen(world.url, LEDGER_FAULTS, *Moment) == []
 
 
 async def test_no_event_mixes_kinds_and_no_hold_to_embed_has_a_lease(world: HoldWorld) -> None:
@@ -276,12 +252,10 @@ async def test_a_month_with_embeddings_is_closed_and_shown_in_every_document(
     )
 
     line = report.lines[-1]
-    assert (line.token_kind, line.token_count, line.request_count, line.cancelled_token_count) == (
-        TokenKind.EMBEDDING,
-        1_000_007,
-        3,
-        7,
-    )
+    assert line.token_kind == TokenKind.EMBEDDING
+    assert line.token_count == 1_000_007
+    assert line.request_count == 3
+    assert line.cancelled_token_count == 7
     assert line.amount_picos == 1_000_007 * 20_000
     assert [(charge.token_kind, charge.amount_picos) for charge in report.charges] == [
         (TokenKind.EMBEDDING, -400_000 * 20_000)
@@ -323,22 +297,12 @@ async def test_embedded_tokens_have_a_meter_of_their_own_at_stripe(
     database_url: str, sessions: Sessions, customer: Customer
 ) -> None:
     async with sessions.begin() as session:
-        rates = Rates(
-            input_picos_per_token=150_000,
-            cached_input_picos_per_token=15_000,
-            output_picos_per_token=600_000,
-        )
-        price = await set_price(
-            session,
-            PriceTerms(model="demo", embedding_picos_per_token=20_000, **rates),
-            actor="test",
-        )
+        price = await new_price(session, embedding_picos_per_token=20_000)
     with stripe_double() as double:
         gateway = StripeGateway(StripeSettings(KEY, api_base=double.url))
         created = await Sync(sessions, gateway, False).run()
-        await use_and_rate(
-            sessions, customer, price, Consumed(settled_at=hours_ago(3), embedding_token_count=700)
-        )
+        acme = Acme(sessions, customer, price)
+        await acme.use_and_rate(Consumed(settled_at=hours_ago(3), embedding_token_count=700))
         await form_batches(sessions)
         await deliver_pending(sessions, gateway)
         async with sessions() as session:
@@ -358,18 +322,12 @@ async def test_a_model_that_embeds_for_nothing_takes_no_part_in_a_subscription_u
     sessions: Sessions, customer: Customer
 ) -> None:
     async with sessions.begin() as session:
-        rates = Rates(
-            input_picos_per_token=150_000,
-            cached_input_picos_per_token=15_000,
-            output_picos_per_token=600_000,
-        )
-        price = await set_price(session, PriceTerms(model="demo", **rates), actor="test")
+        price = await new_price(session)
     with stripe_double() as double:
         gateway = StripeGateway(StripeSettings(KEY, api_base=double.url))
         first = await Sync(sessions, gateway, False).run()
-        await use_and_rate(
-            sessions, customer, price, Consumed(settled_at=hours_ago(3), embedding_token_count=700)
-        )
+        acme = Acme(sessions, customer, price)
+        await acme.use_and_rate(Consumed(settled_at=hours_ago(3), embedding_token_count=700))
         await form_batches(sessions)
         second = await Sync(sessions, gateway, False).run()
 
@@ -377,7 +335,4 @@ async def test_a_model_that_embeds_for_nothing_takes_no_part_in_a_subscription_u
     assert [each for each in second if each.startswith("meter")] == [
         f"meter weir_{price.prices.version}_embedding"
     ]
-    async with sessions() as session:
-        assert (
-            await session.execute(text("SELECT token_kind FROM meter_batches"))
-        ).scalars().all() == ["embedding"]
+    assert await fetch_column(sessions, "SELECT token_kind FROM meter_batches") == ["embedding"]

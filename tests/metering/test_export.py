@@ -36,17 +36,16 @@ from metering.export.exporting import (
 from metering.export.stripe_gateway import StripeGateway
 from metering.ledger.ledger import take_posting_lock
 from metering.ledger.rating import rate_customer
-from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions, create_engine, create_sessions
 from tests.metering.exported_usage import (
     check_delivered,
     hours_ago,
     known_to_stripe,
     states,
-    use_and_rate,
 )
 from tests.metering.invariants import check_export
-from tests.metering.usage import Consumed, Customer, add_usage, new_customer, new_price
+from tests.metering.queries import execute, fetch_rows, fetch_value
+from tests.metering.usage import Acme, Consumed, new_customer, new_price
 from tests.metering.workers import wait_until
 from tests.stripe_double.server import KEY, Fault, StripeDouble
 
@@ -71,40 +70,29 @@ def gateway(double: StripeDouble) -> StripeGateway:
     return StripeGateway(StripeSettings(KEY, api_base=double.url))
 
 
-async def ready(
-    sessions: Sessions,
-    double: StripeDouble,
-    customer: Customer,
-    price: ModelPrice,
-    *events: Consumed,
-) -> str:
+async def ready(acme: Acme, double: StripeDouble, *events: Consumed) -> str:
     """Yield batches that wait for their customer at Stripe; return the customer's id there."""
-    async with sessions.begin() as session:
-        stripe_id = await known_to_stripe(session, double.account, customer, price)
-    await use_and_rate(
-        sessions, customer, price, *(events or (Consumed(100, 30, 20, settled_at=hours_ago(3)),))
-    )
-    await form_batches(sessions)
+    async with acme.sessions.begin() as session:
+        stripe_id = await known_to_stripe(session, double.account, acme.customer, acme.price)
+    await acme.use_and_rate(*(events or (Consumed(100, 30, 20, settled_at=hours_ago(3)),)))
+    await form_batches(acme.sessions)
     return stripe_id
 
 
 async def let_time_pass(sessions: Sessions) -> None:
     """Let every wait end."""
-    async with sessions.begin() as session:
-        await session.execute(text("UPDATE meter_batches SET next_attempt_at = now()"))
-        await session.execute(text("UPDATE export_progress SET paused_until = NULL"))
+    await execute(sessions, "UPDATE meter_batches SET next_attempt_at = now()")
+    await execute(sessions, "UPDATE export_progress SET paused_until = NULL")
 
 
-async def test_a_batch_that_a_failover_has_lost_is_counted_once(
-    sessions: Sessions, double: StripeDouble, customer: Customer, price: ModelPrice
-) -> None:
-    stripe_id = await ready(sessions, double, customer, price)
-    await deliver_pending(sessions, gateway(double), budget_s=60)
+async def test_a_batch_lost_by_a_failover_is_counted_once(acme: Acme, double: StripeDouble) -> None:
+    stripe_id = await ready(acme, double)
+    await deliver_pending(acme.sessions, gateway(double), budget_s=60)
     names = (
         "SELECT id, organization_id, price_version_id, token_kind, hour, part FROM meter_batches"
         " ORDER BY token_kind"
     )
-    async with sessions.begin() as session:
+    async with acme.sessions.begin() as session:
         before = (await session.execute(text(names))).all()
         await session.execute(text("ALTER TABLE meter_batches DISABLE TRIGGER USER"))
         await session.execute(text("DELETE FROM meter_batches"))
@@ -112,17 +100,16 @@ async def test_a_batch_that_a_failover_has_lost_is_counted_once(
             text("UPDATE export_progress SET closed_until = closed_until - interval '6 hours'")
         )
 
-    await form_batches(sessions)
-    await deliver_pending(sessions, gateway(double), budget_s=60)
+    await form_batches(acme.sessions)
+    await deliver_pending(acme.sessions, gateway(double), budget_s=60)
 
-    async with sessions() as session:
-        after = (await session.execute(text(names))).all()
+    after = await fetch_rows(acme.sessions, names)
     assert after == before
     assert len(double.account.meter_events) == 3
-    assert await states(sessions) == DELIVERED
+    assert await states(acme.sessions) == DELIVERED
     assert (
         sum(
-            double.account.total(f"weir_{price.prices.version}_{kind}", stripe_id)
+            double.account.total(f"weir_{acme.price.prices.version}_{kind}", stripe_id)
             for kind in TokenKind
         )
         == 120
@@ -130,26 +117,25 @@ async def test_a_batch_that_a_failover_has_lost_is_counted_once(
 
 
 async def test_of_a_lost_batch_that_comes_back_larger_the_biller_keeps_what_it_counted(
-    sessions: Sessions, double: StripeDouble, customer: Customer, price: ModelPrice
+    acme: Acme, double: StripeDouble
 ) -> None:
     """Never more than the usage: `weir reconcile` names the difference."""
-    stripe_id = await ready(sessions, double, customer, price)
-    await deliver_pending(sessions, gateway(double), budget_s=60)
-    async with sessions.begin() as session:
-        await session.execute(text("ALTER TABLE meter_batches DISABLE TRIGGER USER"))
-        await session.execute(text("DELETE FROM meter_batches"))
-        await session.execute(
-            text("UPDATE export_progress SET closed_until = closed_until - interval '6 hours'")
-        )
-    await use_and_rate(sessions, customer, price, Consumed(100, 30, 20, settled_at=hours_ago(3)))
+    stripe_id = await ready(acme, double)
+    await deliver_pending(acme.sessions, gateway(double), budget_s=60)
+    await execute(acme.sessions, "ALTER TABLE meter_batches DISABLE TRIGGER USER")
+    await execute(acme.sessions, "DELETE FROM meter_batches")
+    await execute(
+        acme.sessions, "UPDATE export_progress SET closed_until = closed_until - interval '6 hours'"
+    )
+    await acme.use_and_rate(Consumed(100, 30, 20, settled_at=hours_ago(3)))
 
-    await form_batches(sessions)
-    await deliver_pending(sessions, gateway(double), budget_s=60)
+    await form_batches(acme.sessions)
+    await deliver_pending(acme.sessions, gateway(double), budget_s=60)
 
-    assert await states(sessions) == DELIVERED
+    assert await states(acme.sessions) == DELIVERED
     assert (
         sum(
-            double.account.total(f"weir_{price.prices.version}_{kind}", stripe_id)
+            double.account.total(f"weir_{acme.price.prices.version}_{kind}", stripe_id)
             for kind in TokenKind
         )
         == 120
@@ -157,25 +143,19 @@ async def test_of_a_lost_batch_that_comes_back_larger_the_biller_keeps_what_it_c
 
 
 async def test_an_hour_that_is_over_is_one_batch_per_kind_and_what_comes_late_is_another(
-    sessions: Sessions, customer: Customer, price: ModelPrice, database_url: str
+    acme: Acme, database_url: str
 ) -> None:
     at = hours_ago(3)
-    await use_and_rate(
-        sessions,
-        customer,
-        price,
-        Consumed(100, 30, 20, settled_at=at),
-        Consumed(7, 0, 1, settled_at=at),
-    )
+    await acme.use_and_rate(Consumed(100, 30, 20, settled_at=at), Consumed(7, 0, 1, settled_at=at))
     # Its hour is not over.
-    await use_and_rate(sessions, customer, price, Consumed(5, 0, 5, settled_at=hours_ago(-1)))
+    await acme.use_and_rate(Consumed(5, 0, 5, settled_at=hours_ago(-1)))
 
-    first = await form_batches(sessions)
-    again = await form_batches(sessions)
-    await use_and_rate(sessions, customer, price, Consumed(3, 0, 0, settled_at=at))
-    late = await form_batches(sessions)
+    first = await form_batches(acme.sessions)
+    again = await form_batches(acme.sessions)
+    await acme.use_and_rate(Consumed(3, 0, 0, settled_at=at))
+    late = await form_batches(acme.sessions)
 
-    async with sessions() as session:
+    async with acme.sessions() as session:
         query = text(
             "SELECT token_kind, part, token_count FROM meter_batches ORDER BY token_kind, part"
         )
@@ -186,18 +166,11 @@ async def test_an_hour_that_is_over_is_one_batch_per_kind_and_what_comes_late_is
 
 
 async def test_after_a_time_without_a_worker_each_used_hour_is_a_statement_that_has_time(
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    database_url: str,
-    monkeypatch: pytest.MonkeyPatch,
+    acme: Acme, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A statement over a whole day would exceed its timeout each time."""
-    await use_and_rate(
-        sessions,
-        customer,
-        price,
-        *(Consumed(10, settled_at=hours_ago(hour)) for hour in (900, 800, 30, 3)),
+    await acme.use_and_rate(
+        *(Consumed(10, settled_at=hours_ago(hour)) for hour in (900, 800, 30, 3))
     )
     spans: list[tuple[datetime, timedelta, str]] = []
     real = deliveries.form
@@ -212,7 +185,7 @@ async def test_after_a_time_without_a_worker_each_used_hour_is_a_statement_that_
         return await real(session, begins, ends, of)
 
     monkeypatch.setattr(deliveries, "form", form)
-    await form_batches(sessions)
+    await form_batches(acme.sessions)
 
     # A batch that is 900 hours old is too late now.
     hours = [hours_ago(hour).replace(minute=0) for hour in (800, 30, 3)]
@@ -222,17 +195,15 @@ async def test_after_a_time_without_a_worker_each_used_hour_is_a_statement_that_
     check_export(database_url)
 
 
-async def test_concurrent_formations_make_each_batch_once(
-    sessions: Sessions, customer: Customer, price: ModelPrice, database_url: str
-) -> None:
+async def test_concurrent_formations_make_each_batch_once(acme: Acme, database_url: str) -> None:
     events = [Consumed(10, 1, 2, settled_at=hours_ago(hour)) for hour in range(2, 40)]
-    await use_and_rate(sessions, customer, price, *events)
+    await acme.use_and_rate(*events)
 
-    await asyncio.gather(*(form_batches(sessions) for _ in range(4)))
-    await form_batches(sessions)
+    await asyncio.gather(*(form_batches(acme.sessions) for _ in range(4)))
+    await form_batches(acme.sessions)
 
     check_export(database_url)
-    assert await states(sessions) == {"pending": 3 * 38}
+    assert await states(acme.sessions) == {"pending": 3 * 38}
 
 
 @pytest.mark.parametrize(
@@ -245,31 +216,24 @@ async def test_concurrent_formations_make_each_batch_once(
         "TRUNCATE meter_batches",
     ],
 )
-async def test_no_token_of_a_batch_is_ever_changed_away(
-    statement: str, sessions: Sessions, customer: Customer, price: ModelPrice
-) -> None:
-    await use_and_rate(sessions, customer, price, Consumed(10, 0, 0, settled_at=hours_ago(3)))
-    await form_batches(sessions)
+async def test_no_token_of_a_batch_is_ever_changed_away(statement: str, acme: Acme) -> None:
+    await acme.use_and_rate(Consumed(10, 0, 0, settled_at=hours_ago(3)))
+    await form_batches(acme.sessions)
 
     with pytest.raises(DBAPIError, match=r"never change|cannot change|append-only"):
-        async with sessions.begin() as session:
-            await session.execute(text(statement))
+        await execute(acme.sessions, statement)
 
 
 async def test_stripe_counts_what_was_used_at_a_moment_inside_its_hour(
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    double: StripeDouble,
-    database_url: str,
+    acme: Acme, double: StripeDouble, database_url: str
 ) -> None:
-    stripe_id = await ready(sessions, double, customer, price)
+    stripe_id = await ready(acme, double)
 
-    run = await deliver_pending(sessions, gateway(double))
+    run = await deliver_pending(acme.sessions, gateway(double))
 
     hour = hours_ago(3).replace(minute=0)
     assert run.delivered_count == 3
-    assert double.account.total(f"weir_{price.prices.version}_input", stripe_id) == 70
+    assert double.account.total(f"weir_{acme.price.prices.version}_input", stripe_id) == 70
     assert {each["timestamp"] for each in double.account.meter_events} == {
         int((hour + timedelta(minutes=30)).timestamp())
     }
@@ -279,129 +243,109 @@ async def test_stripe_counts_what_was_used_at_a_moment_inside_its_hour(
 @pytest.mark.faults
 @pytest.mark.parametrize("name", FAULTS)
 async def test_a_call_that_fails_is_repeated_until_it_counts_once(
-    name: str,
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    double: StripeDouble,
-    database_url: str,
+    name: str, acme: Acme, double: StripeDouble, database_url: str
 ) -> None:
     fault, state, _ = FAULTS[name]
-    await ready(sessions, double, customer, price, Consumed(0, 0, 20, settled_at=hours_ago(3)))
+    await ready(acme, double, Consumed(0, 0, 20, settled_at=hours_ago(3)))
     double.faults.append(fault)
 
-    failed = await deliver_pending(sessions, gateway(double))
-    after_failure = await states(sessions)
-    paused = await deliver_pending(sessions, gateway(double))
-    await let_time_pass(sessions)
-    await deliver_pending(sessions, gateway(double))
+    failed = await deliver_pending(acme.sessions, gateway(double))
+    after_failure = await states(acme.sessions)
+    paused = await deliver_pending(acme.sessions, gateway(double))
+    await let_time_pass(acme.sessions)
+    await deliver_pending(acme.sessions, gateway(double))
 
     assert failed.failure is not None
     assert failed.failure.retry_after_s == (7 if "Retry-After" in fault.headers else None)
     assert after_failure == {state: 1}
     assert (paused.delivered_count, paused.failure) == (0, None)
-    assert await states(sessions) == {"delivered": 1}
+    assert await states(acme.sessions) == {"delivered": 1}
     check_delivered(database_url, double.account)
 
 
 @pytest.mark.faults
 async def test_an_answer_that_never_comes_is_waited_for_so_long_and_then_requested_again(
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    double: StripeDouble,
-    database_url: str,
-    monkeypatch: pytest.MonkeyPatch,
+    acme: Acme, double: StripeDouble, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await ready(sessions, double, customer, price, Consumed(0, 0, 20, settled_at=hours_ago(3)))
+    await ready(acme, double, Consumed(0, 0, 20, settled_at=hours_ago(3)))
     answer = threading.Event()
     double.faults.append(Fault(accepted=True, wait=answer))
     with monkeypatch.context() as impatient:
         impatient.setattr(stripe_gateway, "READ_TIMEOUT_S", 0.3)
         hasty = gateway(double)
 
-    failed = await deliver_pending(sessions, hasty)
+    failed = await deliver_pending(acme.sessions, hasty)
     answer.set()
     await asyncio.to_thread(wait_until, lambda: not double.busy, "the double to be done")
-    await let_time_pass(sessions)
-    await deliver_pending(sessions, gateway(double))
+    await let_time_pass(acme.sessions)
+    await deliver_pending(acme.sessions, gateway(double))
 
     assert failed.failure is not None
     assert not failed.failure.certain
-    assert await states(sessions) == {"delivered": 1}
+    assert await states(acme.sessions) == {"delivered": 1}
     check_delivered(database_url, double.account)
 
 
 async def test_a_wrong_key_stops_the_export_with_its_reason_and_loses_nothing(
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    double: StripeDouble,
-    database_url: str,
+    acme: Acme, double: StripeDouble, database_url: str
 ) -> None:
-    await ready(sessions, double, customer, price)
+    await ready(acme, double)
     double.bad_key = True
 
-    run = await deliver_pending(sessions, gateway(double))
+    run = await deliver_pending(acme.sessions, gateway(double))
 
     assert run.failure is not None
     assert run.failure.verdict is Verdict.BLOCKED
     assert "Invalid API Key" in run.failure.reason
     assert KEY not in run.failure.reason
-    assert await states(sessions) == {"pending": 3}
+    assert await states(acme.sessions) == {"pending": 3}
     double.bad_key = False
-    await let_time_pass(sessions)
-    await deliver_pending(sessions, gateway(double))
-    assert await states(sessions) == DELIVERED
+    await let_time_pass(acme.sessions)
+    await deliver_pending(acme.sessions, gateway(double))
+    assert await states(acme.sessions) == DELIVERED
     check_delivered(database_url, double.account)
 
 
-async def test_a_refused_connection_is_known_to_have_counted_nothing(
-    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble
-) -> None:
-    await ready(sessions, double, customer, price)
+async def test_a_refused_connection_counted_nothing(acme: Acme, double: StripeDouble) -> None:
+    await ready(acme, double)
     nobody = StripeGateway(StripeSettings(KEY, api_base="http://127.0.0.1:1"))
 
-    run = await deliver_pending(sessions, nobody)
+    run = await deliver_pending(acme.sessions, nobody)
 
     assert run.failure is not None
     assert run.failure.certain
-    assert await states(sessions) == {"pending": 3}
+    assert await states(acme.sessions) == {"pending": 3}
 
 
 async def test_a_batch_that_stripe_refuses_is_rejected_with_its_message_and_delays_no_other(
-    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble
+    acme: Acme, double: StripeDouble
 ) -> None:
-    await ready(sessions, double, customer, price)
+    await ready(acme, double)
     meters = double.account.of("billing/meters")
     del meters[next(id for id, each in meters.items() if each["event_name"].endswith("_output"))]
 
-    await deliver_pending(sessions, gateway(double))
+    await deliver_pending(acme.sessions, gateway(double))
 
-    async with sessions() as session:
-        error = await session.scalar(
-            text("SELECT last_error FROM meter_batches WHERE state = 'rejected'")
-        )
-    assert await states(sessions) == {"delivered": 2, "rejected": 1}
+    error = await fetch_value(
+        acme.sessions, "SELECT last_error FROM meter_batches WHERE state = 'rejected'"
+    )
+    assert await states(acme.sessions) == {"delivered": 2, "rejected": 1}
     assert "No active meter found" in str(error)
 
 
-async def test_a_batch_in_doubt_for_longer_than_stripe_remembers_is_not_sent_again(
-    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble
-) -> None:
-    await ready(sessions, double, customer, price, Consumed(0, 0, 20, settled_at=hours_ago(3)))
+async def test_a_batch_too_long_in_doubt_is_not_resent(acme: Acme, double: StripeDouble) -> None:
+    await ready(acme, double, Consumed(0, 0, 20, settled_at=hours_ago(3)))
     double.faults.append(Fault(accepted=True))
-    await deliver_pending(sessions, gateway(double))
-    await let_time_pass(sessions)
-    async with sessions.begin() as session:
-        await session.execute(
-            text("UPDATE meter_batches SET sent_at = now() - interval '23 hours 1 second'")
-        )
+    await deliver_pending(acme.sessions, gateway(double))
+    await let_time_pass(acme.sessions)
+    await execute(
+        acme.sessions, "UPDATE meter_batches SET sent_at = now() - interval '23 hours 1 second'"
+    )
 
-    run = await deliver_pending(sessions, gateway(double))
+    run = await deliver_pending(acme.sessions, gateway(double))
 
     assert run.parked_count == 1
-    assert await states(sessions) == {"parked": 1}
+    assert await states(acme.sessions) == {"parked": 1}
     assert double.calls["POST /v1/billing/meter_events"] == 1
 
 
@@ -416,9 +360,7 @@ async def test_a_batch_in_doubt_for_longer_than_stripe_remembers_is_not_sent_aga
         ("sent", Answer(Verdict.BLOCKED), "sent"),
     ],
 )
-def test_doubt_about_one_attempt_outlives_the_answer_of_the_next(
-    was: str, answer: Answer, state: str
-) -> None:
+def test_doubt_about_an_attempt_outlives_the_next(was: str, answer: Answer, state: str) -> None:
     from metering.export.deliveries import state_after
 
     assert state_after(was, answer) is BatchState(state)
@@ -426,14 +368,10 @@ def test_doubt_about_one_attempt_outlives_the_answer_of_the_next(
 
 @pytest.mark.faults
 async def test_many_workers_never_call_twice_at_once_for_one_customer_and_meter(
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    double: StripeDouble,
-    database_url: str,
+    acme: Acme, double: StripeDouble, database_url: str
 ) -> None:
     events = [Consumed(0, 0, 2, settled_at=hours_ago(hour)) for hour in range(2, 12)]
-    await ready(sessions, double, customer, price, *events)
+    await ready(acme, double, *events)
     engine = create_engine(database_url, pool_size=12)
     several, exporter = create_sessions(engine), gateway(double)
     answer = threading.Event()
@@ -444,13 +382,13 @@ async def test_many_workers_never_call_twice_at_once_for_one_customer_and_meter(
         await asyncio.to_thread(wait_until, double.reached.is_set, "a call to be under way")
         others = [await deliver_pending(several, exporter, 30) for _ in range(2)]
         answer.set()
-    await let_time_pass(sessions)
+    await let_time_pass(acme.sessions)
     await asyncio.gather(*(deliver_pending(several, exporter, 30) for _ in range(3)))
 
     await engine.dispose()
     assert [each.delivered_count for each in others] == [0, 0]
     assert double.clashes == 0
-    assert await states(sessions) == {"delivered": 10}
+    assert await states(acme.sessions) == {"delivered": 10}
     check_delivered(database_url, double.account)
 
 
@@ -464,13 +402,9 @@ def exporting(database_url: str, double: StripeDouble) -> subprocess.Popen[bytes
 
 @pytest.mark.faults
 async def test_a_worker_killed_between_the_call_and_its_record_bills_nothing_twice(
-    database_url: str,
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    double: StripeDouble,
+    database_url: str, acme: Acme, double: StripeDouble
 ) -> None:
-    await ready(sessions, double, customer, price)
+    await ready(acme, double)
     answer = threading.Event()
     double.faults.append(Fault(accepted=True, wait=answer))
     first = exporting(database_url, double)
@@ -480,31 +414,33 @@ async def test_a_worker_killed_between_the_call_and_its_record_bills_nothing_twi
     first.kill()
     first.wait()
     answer.set()
-    left = await states(sessions)
+    left = await states(acme.sessions)
     await asyncio.to_thread(wait_until, lambda: not double.busy, "the double to be done")
     next_ones = [exporting(database_url, double) for _ in range(2)]
     statuses = [process.wait(60) for process in next_ones]
 
     assert statuses == [0, 0]
-    assert await states(sessions) == DELIVERED
+    assert await states(acme.sessions) == DELIVERED
     assert left.get("sent", 0) >= 1
     check_export(database_url)
     check_delivered(database_url, double.account)
 
 
-async def test_a_file_holds_each_quantity_once_and_survives_a_torn_line(
-    tmp_path: Path, sessions: Sessions, customer: Customer, price: ModelPrice
-) -> None:
+async def test_a_file_has_each_quantity_once_despite_torn_lines(tmp_path: Path, acme: Acme) -> None:
     path = tmp_path / "usage.jsonl"
-    await use_and_rate(sessions, customer, price, Consumed(100, 30, 20, settled_at=hours_ago(3)))
-    await form_batches(sessions)
+    await acme.use_and_rate(Consumed(100, 30, 20, settled_at=hours_ago(3)))
+    await form_batches(acme.sessions)
     path.write_bytes(b'{"identifier": "torn')
 
-    await deliver_pending(sessions, FileExporter(path))
+    await deliver_pending(acme.sessions, FileExporter(path))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     quantity = Quantity(
         lines[0]["identifier"],
-        Stream(customer.organization_id, price.prices.version, TokenKind(lines[0]["token_kind"])),
+        Stream(
+            acme.organization_id,
+            acme.price.prices.version,
+            TokenKind(lines[0]["token_kind"]),
+        ),
         hours_ago(3),
         lines[0]["token_count"],
         2,
@@ -518,7 +454,7 @@ async def test_a_file_holds_each_quantity_once_and_survives_a_torn_line(
     ]
     assert again.verdict is Verdict.DELIVERED
     assert len(path.read_text().splitlines()) == 3
-    assert await states(sessions) == DELIVERED
+    assert await states(acme.sessions) == DELIVERED
 
 
 class Careless:
@@ -567,12 +503,9 @@ def test_each_token_is_exported_once_for_any_order_of_usage(
         for step in steps:
             match step:
                 case ("use", int(hour), int(tokens), int(output)):
-                    await use_and_rate(
-                        sessions,
-                        customer,
-                        price,
-                        Consumed(tokens, tokens // 2, output, settled_at=hours_ago(hour)),
-                    )
+                    acme = Acme(sessions, customer, price)
+                    at = hours_ago(hour)
+                    await acme.use_and_rate(Consumed(tokens, tokens // 2, output, settled_at=at))
                     used += tokens + output
                 case ("form",):
                     await form_batches(sessions)
@@ -591,17 +524,16 @@ def test_each_token_is_exported_once_for_any_order_of_usage(
 
 
 async def test_usage_rated_by_a_long_close_is_exported(
-    sessions: Sessions, customer: Customer, price: ModelPrice, monkeypatch: pytest.MonkeyPatch
+    acme: Acme, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a margin, every close takes longer than it."""
     monkeypatch.setattr(deliveries, "SCAN_MARGIN", timedelta(0))
-    await form_batches(sessions)
-    async with sessions.begin() as session:
-        await add_usage(session, customer, price, [Consumed(100, 10, 5, settled_at=hours_ago(3))])
+    await form_batches(acme.sessions)
+    await acme.use(Consumed(100, 10, 5, settled_at=hours_ago(3)))
 
-    async with sessions.begin() as closing:
-        await take_posting_lock(closing, customer.organization_id)
-        await rate_customer(closing, customer.organization_id)
-        assert await form_batches(sessions) == 0
+    async with acme.sessions.begin() as closing:
+        await take_posting_lock(closing, acme.organization_id)
+        await rate_customer(closing, acme.organization_id)
+        assert await form_batches(acme.sessions) == 0
 
-    assert await form_batches(sessions) == 3
+    assert await form_batches(acme.sessions) == 3

@@ -18,13 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.core.errors import (
-    HoldEnded,
-    InvariantViolated,
-    KeyInvalid,
-    RequestIdReused,
-    RequestInFlight,
-)
+from metering.core import errors
 from metering.core.models import Outcome, Quota, QuotaDimension, QuotaSubject
 from metering.holds import fast_path, slow_path
 from metering.holds.decide import BatchReads, Decisions, Hold, HoldTerms
@@ -680,7 +674,7 @@ async def test_a_hold_that_has_changed_meanwhile_is_extended_as_it_is(
 
     assert len(read) >= 1
     assert (
-        isinstance(answer, HoldEnded)
+        isinstance(answer, errors.HoldEnded)
         if change in (expired, settled)
         else isinstance(answer, Extended)
     ), answer
@@ -752,7 +746,7 @@ async def test_an_end_and_extensions_of_one_batch_are_each_done_once_in_their_or
     assert [type(answer) for answer in answers] == [
         Extended,
         Settled,
-        HoldEnded,
+        errors.HoldEnded,
         Extended,
         Extended,
     ]
@@ -778,7 +772,7 @@ async def test_a_lease_does_not_grow_by_nothing(
 
     [answer] = await holds.execute([Extend(op.hold_id, 9, 0, wanted)])
 
-    assert isinstance(answer, InvariantViolated)
+    assert isinstance(answer, errors.InvariantViolated)
     assert world.contents() == before
 
 
@@ -837,8 +831,8 @@ def end_raise(world: HoldWorld, payer: Payer) -> None:
 
 
 RULE_CHANGES: list[tuple[Callable[[HoldWorld, Payer], None], type[Exception]]] = [
-    (revoke, KeyInvalid),
-    (expire_key, KeyInvalid),
+    (revoke, errors.KeyInvalid),
+    (expire_key, errors.KeyInvalid),
     (lower, QuotaExceeded),
     (add_quota, QuotaExceeded),
     (fill_elsewhere, QuotaExceeded),
@@ -876,9 +870,7 @@ async def test_a_change_counts_for_the_very_next_admission(
     assert world.hold_count() == 3
 
 
-async def test_a_new_price_counts_for_the_very_next_admission(
-    world: HoldWorld, holds: HoldConnection
-) -> None:
+async def test_a_new_price_counts_at_once(world: HoldWorld, holds: HoldConnection) -> None:
     payer, _ = tenant(world)
     for _ in range(2):
         await one(holds, admit(payer))
@@ -890,9 +882,7 @@ async def test_a_new_price_counts_for_the_very_next_admission(
     assert answer.prices.version == version
 
 
-async def test_a_price_that_was_set_for_later_counts_from_its_time_on(
-    world: HoldWorld, holds: HoldConnection
-) -> None:
+async def test_a_price_set_for_later_counts_then(world: HoldWorld, holds: HoldConnection) -> None:
     payer, _ = tenant(world)
     world.execute(
         "INSERT INTO price_versions (model, currency_code, input_picos_per_token,"
@@ -910,9 +900,7 @@ async def test_a_price_that_was_set_for_later_counts_from_its_time_on(
     assert (before.prices.input_picos_per_token, after.prices.input_picos_per_token) == (3, 5)
 
 
-async def test_another_minute_counts_in_its_own_window(
-    world: HoldWorld, holds: HoldConnection
-) -> None:
+async def test_another_minute_has_its_own_window(world: HoldWorld, holds: HoldConnection) -> None:
     payer, quotas = tenant(world)
     for _ in range(2):
         await one(holds, admit(payer))
@@ -925,9 +913,7 @@ async def test_another_minute_counts_in_its_own_window(
     check_invariants(world.url)
 
 
-async def test_a_request_id_is_taken_once_also_within_one_batch(
-    world: HoldWorld, holds: HoldConnection
-) -> None:
+async def test_a_request_id_is_taken_once_a_batch(world: HoldWorld, holds: HoldConnection) -> None:
     payer, _ = tenant(world)
     op = admit(payer)
     await one(holds, op)
@@ -942,10 +928,10 @@ async def test_a_request_id_is_taken_once_also_within_one_batch(
     )
 
     assert [type(each) for each in answers] == [
-        RequestInFlight,
-        RequestIdReused,
+        errors.RequestInFlight,
+        errors.RequestIdReused,
         Admitted,
-        RequestInFlight,
+        errors.RequestInFlight,
         Admitted,
     ]
     check_invariants(world.url)
@@ -979,7 +965,7 @@ async def test_a_request_repeated_during_its_settlement_neither_waits_nor_blocks
         may_go_on.set()
         [settled] = await settling
 
-    assert isinstance(again, RequestInFlight)
+    assert isinstance(again, errors.RequestInFlight)
     assert isinstance(other, Admitted)
     assert isinstance(settled, Settled)
     check_invariants(world.url)
@@ -1018,9 +1004,7 @@ async def test_a_change_that_is_committed_after_a_later_one_is_seen(
     assert isinstance(await one(holds, admit(first)), QuotaExceeded)
 
 
-async def test_ends_of_a_hold_follow_weights_that_were_changed_while_it_ran(
-    world: HoldWorld, holds: HoldConnection
-) -> None:
+async def test_a_holds_end_follows_changed_weights(world: HoldWorld, holds: HoldConnection) -> None:
     """After a recount: counters rewritten with the new weights while the holds are locked."""
     payer, quotas = tenant(world)
     op = admit(payer)
@@ -1047,7 +1031,7 @@ async def test_an_end_whose_counter_is_gone_takes_no_other_down_with_it(
 
     answers = await holds.execute([Void(op.hold_id) for op in ops])
 
-    assert [type(each) for each in answers] == [InvariantViolated, Ended]
+    assert [type(each) for each in answers] == [errors.InvariantViolated, Ended]
     assert world.hold_count("voided") == 1
 
 
@@ -1127,9 +1111,7 @@ async def test_an_unexpected_error_gives_each_admission_its_own_hold(
     check_invariants(world.url)
 
 
-async def test_keys_that_were_revoked_are_forgotten(
-    world: HoldWorld, holds: HoldConnection
-) -> None:
+async def test_revoked_keys_are_forgotten(world: HoldWorld, holds: HoldConnection) -> None:
     payer, _ = tenant(world)
     for _ in range(3):
         key = replace(payer, api_key_id=world.key(payer.project_id))

@@ -43,9 +43,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-async def test_a_file_that_was_moved_away_and_has_grown_again_is_read_from_its_beginning(
-    tmp_path: Path,
-) -> None:
+async def test_a_file_that_was_moved_and_grew_again_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "usage.jsonl"
     one, other = FileExporter(path), FileExporter(path)
     for number in (1, 9):

@@ -21,7 +21,7 @@ from metering.pricing.prices import ModelPrice, TokenPrices
 from metering.reports.focus import COLUMNS, FocusMonth, UsageCharge, cell, csv_text, focus_csv
 from metering.store.db import Sessions
 from tests.metering.focus_rules import Row, broken_rules, read
-from tests.metering.usage import Consumed, Customer, add_usage, mark_closed
+from tests.metering.usage import Acme, Consumed, Customer, add_usage
 
 FIRST = datetime(2026, 11, 1, tzinfo=UTC)
 CLOSED = Closed(datetime(2026, 12, 2, tzinfo=UTC), "test", "INV-000042")
@@ -93,28 +93,28 @@ async def add_price(
 
 
 @pytest.fixture
-async def used(sessions: Sessions, customer: Customer, price: ModelPrice) -> Sessions:
+async def used(acme: Acme) -> Sessions:
     """A month of `acme` with list and own prices, cancelled and failed requests."""
-    async with sessions.begin() as session:
+    async with acme.sessions.begin() as session:
         await add_price(session, None, factor=2)
-        own = await add_price(session, customer.organization_id)
+        own = await add_price(session, acme.organization_id)
         await add_usage(
             session,
-            customer,
-            price,
+            acme.customer,
+            acme.price,
             [Consumed(n, n // 2, n, "stop", FIRST + timedelta(hours=9 * n)) for n in range(1, 9)],
         )
         await add_usage(
             session,
-            customer,
-            price,
+            acme.customer,
+            acme.price,
             [Consumed(11, 0, 3, "cancelled", FIRST), Consumed(5, 5, 0, "failed", FIRST)],
         )
         await add_usage(
-            session, customer, own, [Consumed(100, 20, 10, "stop", FIRST + timedelta(days=29))]
+            session, acme.customer, own, [Consumed(100, 20, 10, "stop", FIRST + timedelta(days=29))]
         )
-    await rate_all_pending(sessions)
-    return sessions
+    await rate_all_pending(acme.sessions)
+    return acme.sessions
 
 
 async def test_every_row_keeps_the_rules_of_focus(used: Sessions) -> None:
@@ -155,23 +155,14 @@ async def test_each_charge_leads_to_its_line_of_the_invoice(used: Sessions) -> N
         assert billed("", of_line) == Decimal(line.amount_picos).scaleb(-12)
 
 
-async def test_late_usage_is_a_correction(
-    sessions: Sessions, customer: Customer, price: ModelPrice
-) -> None:
-    async with sessions.begin() as session:
-        await mark_closed(session, customer, date(2026, 10, 1))
-        await add_usage(
-            session,
-            customer,
-            price,
-            [
-                Consumed(7, 0, 7, "stop", FIRST - timedelta(days=1)),
-                Consumed(1, 0, 1, "stop", FIRST),
-            ],
-        )
-    await rate_all_pending(sessions)
+async def test_late_usage_is_a_correction(acme: Acme) -> None:
+    await acme.mark_closed(date(2026, 10, 1), FIRST)
+    await acme.use(
+        Consumed(7, 0, 7, "stop", FIRST - timedelta(days=1)), Consumed(1, 0, 1, "stop", FIRST)
+    )
+    await rate_all_pending(acme.sessions)
 
-    file = await file_of(sessions, replace(await report_of(sessions), closed=CLOSED))
+    file = await file_of(acme.sessions, replace(await report_of(acme.sessions), closed=CLOSED))
     rows = read(file)
 
     assert broken_rules(file) == []
@@ -186,22 +177,16 @@ async def test_late_usage_is_a_correction(
     assert {row["BillingPeriodStart"] for row in rows} == {"2026-11-01T00:00:00Z"}
 
 
-async def test_an_own_price_has_its_list_price_beside_it(
-    used: Sessions, customer: Customer
-) -> None:
+async def test_an_own_price_is_beside_its_list_price(used: Sessions, customer: Customer) -> None:
     rows = read(await file_of(used, await report_of(used)))
 
     (own,) = [row for row in rows if row["ContractedUnitPrice"] == "0.075001"]
-    assert (own["ListUnitPrice"], own["ListCost"], own["BilledCost"]) == (
-        "0.150002",
-        "0.00001200016",
-        "0.00000600008",
-    )
-    assert (own["SubAccountName"], own["ResourceId"], own["SkuPriceId"]) == (
-        "search",
-        str(customer.key.id),
-        "large/input/interactive",
-    )
+    assert own["ListUnitPrice"] == "0.150002"
+    assert own["ListCost"] == "0.00001200016"
+    assert own["BilledCost"] == "0.00000600008"
+    assert own["SubAccountName"] == "search"
+    assert own["ResourceId"] == str(customer.key.id)
+    assert own["SkuPriceId"] == "large/input/interactive"
 
 
 async def test_without_an_issuer_the_product_provides_and_an_empty_month_is_a_header(

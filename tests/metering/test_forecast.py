@@ -77,12 +77,10 @@ def test_without_a_complete_day_nothing_is_claimed() -> None:
 def test_a_month_that_is_over_is_what_it_was() -> None:
     seen = forecast({date(2026, 10, 3): 7, date(2026, 11, 3): 9}, date(2026, 10, 1), NOON_16TH)
 
-    assert (seen.month_to_date_picos, seen.expected_picos, seen.low_picos, seen.high_picos) == (
-        7,
-        7,
-        7,
-        7,
-    )
+    assert seen.month_to_date_picos == 7
+    assert seen.expected_picos == 7
+    assert seen.low_picos == 7
+    assert seen.high_picos == 7
 
 
 def test_the_low_end_is_never_below_what_is_used_already() -> None:

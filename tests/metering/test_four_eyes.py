@@ -214,9 +214,7 @@ async def story(sessions: Sessions, database_url: str, customer: Customer) -> St
 
 
 @pytest.mark.parametrize("case", REFUSED)
-async def test_keys_of_the_same_hands_cannot_approve_and_the_one_cause_is_named(
-    story: Story, case: str
-) -> None:
+async def test_keys_of_the_same_hands_cannot_approve_the_change(story: Story, case: str) -> None:
     acts, cause = REFUSED[case]
     await story.emit(*acts.split("; "))
 
@@ -301,9 +299,7 @@ def lock_waits(story: Story) -> int:
     return int(row[0])
 
 
-async def test_the_organization_and_the_holder_are_informed_of_each_change_that_gives_power(
-    story: Story,
-) -> None:
+async def test_organization_and_holder_are_informed_of_new_power(story: Story) -> None:
     await story.emit("ann rotates bob", "ann narrows bob fewer", "ann widens bob scopes")
 
     assert await fire_due_alerts(story.sessions) == 2

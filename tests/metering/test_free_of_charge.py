@@ -154,9 +154,7 @@ async def test_each_kind_of_token_counts_only_if_it_has_a_price(
 
 
 @pytest.mark.parametrize("price", [0, 1])
-async def test_quotes_and_checks_beforehand_say_the_same(
-    world: HoldWorld, holds: HoldConnection, price: int
-) -> None:
+async def test_quotes_and_checks_agree(world: HoldWorld, holds: HoldConnection, price: int) -> None:
     world.set_price(0, 0, price)
     payer = world.tenant()
     quota_id = world.quota(payer, QuotaDimension.COST_PICOS_PER_DAY, LIMIT)

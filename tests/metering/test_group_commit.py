@@ -120,9 +120,7 @@ async def test_operations_that_wait_for_a_batch_form_the_next_one() -> None:
     assert rig.commits.statistics().operation_count == 4
 
 
-async def test_a_small_batch_waits_for_what_the_next_ticks_of_the_loop_bring(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_small_batch_waits_for_the_next_loop_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no longer."""
     monkeypatch.setattr(group_commit, "IDLE_TICK_S", 0.0)  # every turn counts as busy
     async with running() as rig:
@@ -137,9 +135,7 @@ async def test_a_small_batch_waits_for_what_the_next_ticks_of_the_loop_bring(
     assert rig.store.batches == [[0, 2, 4]]
 
 
-async def test_a_small_batch_does_not_wait_for_an_idle_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_small_batch_never_waits_for_an_idle_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_commit, "IDLE_TICK_S", math.inf)  # every turn counts as idle
     async with running() as rig:
         rig.commits.begin(0, None)
@@ -342,9 +338,7 @@ async def test_an_operation_abandoned_before_its_batch_is_left_out_if_it_may_be(
 
 
 @pytest.mark.parametrize("ticks", range(6))
-async def test_an_operation_abandoned_during_or_after_its_batch_is_answered_or_orphaned(
-    ticks: int,
-) -> None:
+async def test_an_operation_abandoned_at_any_time_is_answered_or_orphaned(ticks: int) -> None:
     """After any number of turns of the event loop after the answer: exactly one of both."""
     reported = Reported()
     async with running() as rig:

@@ -56,9 +56,7 @@ async def test_a_rule_is_one_object_until_its_row_changes(connection: Connection
     assert await read(connection, other_id) is other
 
 
-async def test_a_row_that_comes_to_stand_where_another_version_stood_is_not_taken_for_it(
-    connection: Connection,
-) -> None:
+async def test_a_row_at_the_address_of_another_is_not_taken_for_it(connection: Connection) -> None:
     quota_id = await add_quota(connection)
 
     for limit in range(10, 18):
@@ -70,9 +68,7 @@ async def test_a_row_that_comes_to_stand_where_another_version_stood_is_not_take
         assert (await read(connection, quota_id)).limit_value == limit
 
 
-async def test_a_row_that_a_rewrite_moves_is_not_taken_for_one_that_was_written_with_it(
-    connection: Connection,
-) -> None:
+async def test_a_row_that_a_rewrite_moves_is_not_taken_as_written(connection: Connection) -> None:
     """Rows move within a transaction, and when a table is rewritten."""
     async with connection.transaction():
         first, other = await add_quota(connection), await add_quota(connection)

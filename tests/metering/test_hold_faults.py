@@ -109,9 +109,7 @@ async def test_a_request_whose_admission_lost_its_answer_may_be_sent_again_at_on
 
 
 @pytest.mark.parametrize("side", SIDES)
-async def test_a_settlement_cut_at_any_message_is_written_exactly_once(
-    world: HoldWorld, side: Side
-) -> None:
+async def test_a_settlement_cut_anywhere_is_written_once(world: HoldWorld, side: Side) -> None:
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 10**6)
     async with CuttingProxy(world.url).listening() as proxy, running_stores(proxy.url) as [store]:
@@ -165,9 +163,7 @@ async def test_an_extension_cut_at_any_message_is_granted(
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_settlement_whose_caller_leaves_while_the_database_is_away_is_written_later(
-    world: HoldWorld,
-) -> None:
+async def test_an_abandoned_settlement_is_written_after_the_outage(world: HoldWorld) -> None:
     """BerriAI/litellm #34820: a cancelled flush lost entries."""
     op, abandoned = (admit(world.tenant(name)) for name in ("a", "b"))
     async with (
@@ -195,9 +191,7 @@ async def test_a_settlement_whose_caller_leaves_while_the_database_is_away_is_wr
     check_invariants(world.url, all_ended=True)
 
 
-async def test_ends_by_calls_are_tried_until_the_database_answers_or_the_process_ends(
-    world: HoldWorld,
-) -> None:
+async def test_ends_by_calls_are_tried_until_the_database_answers(world: HoldWorld) -> None:
     ops = [admit(world.tenant(name)) for name in "abc"]
     reported: list[object] = []
     async with CuttingProxy(world.url).listening() as proxy:
@@ -332,9 +326,7 @@ async def test_a_batch_that_conflicts_repeatedly_is_refused_eventually(
 
 
 @pytest.mark.parametrize("side", SIDES)
-async def test_a_renewal_cut_at_any_message_keeps_the_hold_and_voids_unknown_ones(
-    world: HoldWorld, side: Side
-) -> None:
+async def test_a_renewal_cut_anywhere_keeps_known_holds_alone(world: HoldWorld, side: Side) -> None:
     payer = world.tenant()
     async with (
         CuttingProxy(world.url).listening() as proxy,
@@ -362,9 +354,7 @@ async def test_a_renewal_cut_at_any_message_keeps_the_hold_and_voids_unknown_one
 
 
 @pytest.mark.parametrize("side", SIDES)
-async def test_a_sweep_cut_at_any_message_is_finished_by_the_next(
-    world: HoldWorld, side: Side
-) -> None:
+async def test_a_sweep_cut_anywhere_is_finished_by_the_next(world: HoldWorld, side: Side) -> None:
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 10**6)
     async with CuttingProxy(world.url).listening() as proxy:
@@ -389,9 +379,7 @@ async def test_a_sweep_cut_at_any_message_is_finished_by_the_next(
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_process_frozen_in_a_batch_releases_the_counters_before_others_time_out(
-    world: HoldWorld,
-) -> None:
+async def test_a_frozen_process_releases_counters_before_any_timeout(world: HoldWorld) -> None:
     """The server ends its transaction; when resumed, the process repeats the batch."""
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 10**6)

@@ -21,195 +21,155 @@ from metering.quotas.quota_admin import SETTABLE
 from metering.quotas.quota_rules import Weights
 from metering.quotas.quotas import QuotaExceeded
 from metering.store.db import Sessions, psycopg_conninfo
-from tests.metering.hold_scenarios import Scenario, run
+from tests.metering.hold_scenarios import Play, Scenario
 from tests.metering.hold_world import HoldWorld, admit, settle
 from tests.metering.invariants import check_invariants
 from tests.metering.test_quota_recount import set_limit
 
 
-async def test_a_hold_leases_a_slice_and_gives_back_the_rest(world: HoldWorld) -> None:
-    await run(
-        world,
-        """
-        quota alice tokens_per_month 100        ok
-        admit alice r1 10+20                    leased 20
-        counter alice tokens_per_month          0/30
-        extend r1 15~4 20                       leased 40
-        counter alice tokens_per_month          25/25
-        settle r1 30~4                          used 10~4+30 cost 232
-        counter alice tokens_per_month          40/0
-        settle r1 30~4                          used 10~4+30 cost 232
-        counter alice tokens_per_month          40/0
-        """,
-    )
+async def test_a_hold_leases_a_slice_and_gives_back_the_rest(play: Play) -> None:
+    await play("""
+    quota alice tokens_per_month 100        ok
+    admit alice r1 10+20                    leased 20
+    counter alice tokens_per_month          0/30
+    extend r1 15~4 20                       leased 40
+    counter alice tokens_per_month          25/25
+    settle r1 30~4                          used 10~4+30 cost 232
+    counter alice tokens_per_month          40/0
+    settle r1 30~4                          used 10~4+30 cost 232
+    counter alice tokens_per_month          40/0
+    """)
 
 
-async def test_a_request_without_max_tokens_takes_what_is_left_and_no_more(
-    world: HoldWorld,
-) -> None:
+async def test_a_request_without_max_tokens_takes_only_what_is_left(play: Play) -> None:
     """Not more than the rest of the budget (LiteLLM #27539)."""
-    await run(
-        world,
-        """
-        quota alice tokens_per_month 100        ok
-        admit alice r1 10+20                    leased 20
-        admit alice r2 10+128                   leased 60
-        admit alice r3 10+20                    refused tokens_per_month
-        extend r2 60 128                        refused tokens_per_month
-        settle r1 5                             used 10+5 cost 65
-        extend r2 60 128                        leased 75
-        extend r2 75 1                          refused tokens_per_month
-        settle r2 75                            used 10+75 cost 555
-        counter alice tokens_per_month          100/0
-        """,
-    )
+    await play("""
+    quota alice tokens_per_month 100        ok
+    admit alice r1 10+20                    leased 20
+    admit alice r2 10+128                   leased 60
+    admit alice r3 10+20                    refused tokens_per_month
+    extend r2 60 128                        refused tokens_per_month
+    settle r1 5                             used 10+5 cost 65
+    extend r2 60 128                        leased 75
+    extend r2 75 1                          refused tokens_per_month
+    settle r2 75                            used 10+75 cost 555
+    counter alice tokens_per_month          100/0
+    """)
 
 
-async def test_a_slice_smaller_than_the_least_is_refused(world: HoldWorld) -> None:
-    await run(
-        world,
-        """
-        quota alice tokens_per_month 100        ok
-        admit alice r1 10+200>91                refused tokens_per_month
-        counter alice tokens_per_month          none
-        admit alice r1 10+200>90                leased 90
-        """,
-    )
+async def test_a_slice_smaller_than_the_least_is_refused(play: Play) -> None:
+    await play("""
+    quota alice tokens_per_month 100        ok
+    admit alice r1 10+200>91                refused tokens_per_month
+    counter alice tokens_per_month          none
+    admit alice r1 10+200>90                leased 90
+    """)
 
 
-async def test_a_request_refused_by_the_concurrency_cap_does_not_consume_requests_per_minute(
-    world: HoldWorld,
-) -> None:
+async def test_a_refusal_by_the_concurrency_cap_uses_no_request_a_minute(play: Play) -> None:
     """LiteLLM #39309."""
-    await run(
-        world,
-        """
-        quota alice concurrent_requests 1       ok
-        quota alice requests_per_minute 3       ok
-        admit alice r1 1+1                      leased 1
-        admit alice r2 1+1                      refused concurrent_requests
-        counter alice requests_per_minute       1/0
-        counter alice concurrent_requests       0/1
-        settle r1 1                             used 1+1 cost 10
-        admit alice r2 1+1                      leased 1
-        counter alice requests_per_minute       2/0
-        """,
-    )
+    await play("""
+    quota alice concurrent_requests 1       ok
+    quota alice requests_per_minute 3       ok
+    admit alice r1 1+1                      leased 1
+    admit alice r2 1+1                      refused concurrent_requests
+    counter alice requests_per_minute       1/0
+    counter alice concurrent_requests       0/1
+    settle r1 1                             used 1+1 cost 10
+    admit alice r2 1+1                      leased 1
+    counter alice requests_per_minute       2/0
+    """)
 
 
-async def test_concurrency_is_given_back_by_every_end(world: HoldWorld) -> None:
+async def test_concurrency_is_given_back_by_every_end(play: Play) -> None:
     """LiteLLM #20256: the key stayed locked after provider time-outs."""
-    await run(
-        world,
-        """
-        quota alice concurrent_requests 1       ok
-        admit alice r1 1+1                      leased 1
-        settle r1 0                             used 1+0 cost 3
-        admit alice r2 1+1                      leased 1
-        void r2                                 done
-        admit alice r3 1+1                      leased 1
-        clock 2026-11-20 12:01:00               ok
-        expire r3                               done
-        admit alice r4 1+1                      leased 1
-        renew server                            done
-        state r4                                voided
-        admit alice r5 1+1                      leased 1
-        """,
-    )
+    await play("""
+    quota alice concurrent_requests 1       ok
+    admit alice r1 1+1                      leased 1
+    settle r1 0                             used 1+0 cost 3
+    admit alice r2 1+1                      leased 1
+    void r2                                 done
+    admit alice r3 1+1                      leased 1
+    clock 2026-11-20 12:01:00               ok
+    expire r3                               done
+    admit alice r4 1+1                      leased 1
+    renew server                            done
+    state r4                                voided
+    admit alice r5 1+1                      leased 1
+    """)
 
 
-async def test_ends_in_a_batch_make_room_for_its_admissions(world: HoldWorld) -> None:
-    await run(
-        world,
-        """
-        quota alice concurrent_requests 1       ok
-        admit alice r1 1+1                      leased 1
-        admit alice r2 1+1 & settle r1 1        leased 1 & used 1+1 cost 10
-        """,
-    )
+async def test_ends_in_a_batch_make_room_for_its_admissions(play: Play) -> None:
+    await play("""
+    quota alice concurrent_requests 1       ok
+    admit alice r1 1+1                      leased 1
+    admit alice r2 1+1 & settle r1 1        leased 1 & used 1+1 cost 10
+    """)
 
 
-async def test_an_extension_posts_to_the_old_window_and_carries_the_rest_into_the_new_one(
-    world: HoldWorld,
-) -> None:
-    await run(
-        world,
-        """
-        clock 2026-10-31 23:59:30               ok
-        quota alice tokens_per_minute 100       ok
-        quota alice tokens_per_day 100          ok
-        quota alice tokens_per_month 100        ok
-        quota alice cost_picos_per_month 1000   ok
-        admit alice r1 10+40                    leased 40
-        counter alice tokens_per_minute         0/50
-        counter alice cost_picos_per_month      0/310
-        clock 2026-11-01 00:00:10               ok
-        extend r1 30 20                         leased 60
-        counter alice tokens_per_minute         40/0 0/30
-        counter alice tokens_per_day            40/0 0/30
-        counter alice tokens_per_month          40/0 0/30
-        counter alice cost_picos_per_month      240/0 0/210
-        settle r1 50                            used 10+50 cost 380
-        counter alice tokens_per_minute         40/0 20/0
-        counter alice tokens_per_month          40/0 20/0
-        counter alice cost_picos_per_month      240/0 140/0
-        """,
-    )
+async def test_an_extension_posts_to_the_old_window_and_holds_in_the_new(play: Play) -> None:
+    await play("""
+    clock 2026-10-31 23:59:30               ok
+    quota alice tokens_per_minute 100       ok
+    quota alice tokens_per_day 100          ok
+    quota alice tokens_per_month 100        ok
+    quota alice cost_picos_per_month 1000   ok
+    admit alice r1 10+40                    leased 40
+    counter alice tokens_per_minute         0/50
+    counter alice cost_picos_per_month      0/310
+    clock 2026-11-01 00:00:10               ok
+    extend r1 30 20                         leased 60
+    counter alice tokens_per_minute         40/0 0/30
+    counter alice tokens_per_day            40/0 0/30
+    counter alice tokens_per_month          40/0 0/30
+    counter alice cost_picos_per_month      240/0 0/210
+    settle r1 50                            used 10+50 cost 380
+    counter alice tokens_per_minute         40/0 20/0
+    counter alice tokens_per_month          40/0 20/0
+    counter alice cost_picos_per_month      240/0 140/0
+    """)
 
 
-async def test_a_refused_extension_leaves_everything_as_it_was_even_over_a_border(
-    world: HoldWorld,
-) -> None:
-    await run(
-        world,
-        """
-        clock 2026-11-20 12:00:30               ok
-        quota alice tokens_per_minute 50        ok
-        quota alice tokens_per_month 1000       ok
-        admit alice r1 10+40                    leased 40
-        clock 2026-11-20 12:01:00               ok
-        admit alice r2 10+40                    leased 40
-        extend r1 30 20                         refused tokens_per_minute
-        counter alice tokens_per_minute         0/50 0/50
-        counter alice tokens_per_month          0/100
-        settle r1 40                            used 10+40 cost 310
-        counter alice tokens_per_minute         50/0 0/50
-        """,
-    )
+async def test_a_refused_extension_changes_nothing_even_over_a_border(play: Play) -> None:
+    await play("""
+    clock 2026-11-20 12:00:30               ok
+    quota alice tokens_per_minute 50        ok
+    quota alice tokens_per_month 1000       ok
+    admit alice r1 10+40                    leased 40
+    clock 2026-11-20 12:01:00               ok
+    admit alice r2 10+40                    leased 40
+    extend r1 30 20                         refused tokens_per_minute
+    counter alice tokens_per_minute         0/50 0/50
+    counter alice tokens_per_month          0/100
+    settle r1 40                            used 10+40 cost 310
+    counter alice tokens_per_minute         50/0 0/50
+    """)
 
 
-async def test_a_window_that_has_passed_limits_nothing_any_more(world: HoldWorld) -> None:
-    await run(
-        world,
-        """
-        clock 2026-11-20 12:00:59.999999        ok
-        quota alice requests_per_minute 1       ok
-        quota alice tokens_per_minute 20        ok
-        admit alice r1 10+10                    leased 10
-        admit alice r2 10+10                    refused requests_per_minute tokens_per_minute
-        clock 2026-11-20 12:01:00               ok
-        admit alice r2 10+10                    leased 10
-        """,
-    )
+async def test_a_window_that_has_passed_limits_nothing_any_more(play: Play) -> None:
+    await play("""
+    clock 2026-11-20 12:00:59.999999        ok
+    quota alice requests_per_minute 1       ok
+    quota alice tokens_per_minute 20        ok
+    admit alice r1 10+10                    leased 10
+    admit alice r2 10+10                    refused requests_per_minute tokens_per_minute
+    clock 2026-11-20 12:01:00               ok
+    admit alice r2 10+10                    leased 10
+    """)
 
 
-async def test_money_runs_out_to_the_last_token_that_it_pays(world: HoldWorld) -> None:
-    await run(
-        world,
-        """
-        quota alice cost_picos_per_month 100    ok
-        admit alice r1 10+128                   leased 10
-        extend r1 10~10 128                     leased 12
-        extend r1 12~10 128                     refused cost_picos_per_month
-        settle r1 12~10                         used 10~10+12 cost 94
-        counter alice cost_picos_per_month      94/0
-        """,
-    )
+async def test_money_runs_out_to_the_last_token_that_it_pays(play: Play) -> None:
+    await play("""
+    quota alice cost_picos_per_month 100    ok
+    admit alice r1 10+128                   leased 10
+    extend r1 10~10 128                     leased 12
+    extend r1 12~10 128                     refused cost_picos_per_month
+    settle r1 12~10                         used 10~10+12 cost 94
+    counter alice cost_picos_per_month      94/0
+    """)
 
 
-async def test_money_is_held_at_the_dearer_input_price_even_if_that_is_the_cached_one(
-    world: HoldWorld,
-) -> None:
+async def test_money_is_held_at_the_dearer_input_price_cached_or_not(world: HoldWorld) -> None:
     world.set_price(input_picos=1, cached_picos=5)
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.COST_PICOS_PER_MONTH, 50 + 7 * 20)
@@ -222,28 +182,21 @@ async def test_money_is_held_at_the_dearer_input_price_even_if_that_is_the_cache
     check_invariants(world.url)
 
 
-async def test_cached_tokens_known_after_the_input_was_posted_lower_the_bill_and_its_windows(
-    world: HoldWorld,
-) -> None:
-    await run(
-        world,
-        """
-        clock 2026-10-31 23:59:30               ok
-        quota alice cost_picos_per_month 1000   ok
-        admit alice r1 100+10                   leased 10
-        extend r1 1 5                           leased 15
-        clock 2026-11-01 00:00:00               ok
-        extend r1 2 5                           leased 20
-        counter alice cost_picos_per_month      314/0 0/126
-        settle r1 3~100                         used 100~100+3 cost 121
-        counter alice cost_picos_per_month      114/0 7/0
-        """,
-    )
+async def test_cached_tokens_known_late_lower_the_bill_and_its_windows(play: Play) -> None:
+    await play("""
+    clock 2026-10-31 23:59:30               ok
+    quota alice cost_picos_per_month 1000   ok
+    admit alice r1 100+10                   leased 10
+    extend r1 1 5                           leased 15
+    clock 2026-11-01 00:00:00               ok
+    extend r1 2 5                           leased 20
+    counter alice cost_picos_per_month      314/0 0/126
+    settle r1 3~100                         used 100~100+3 cost 121
+    counter alice cost_picos_per_month      114/0 7/0
+    """)
 
 
-async def test_a_count_of_cached_tokens_that_comes_late_never_raises_a_charge(
-    world: HoldWorld,
-) -> None:
+async def test_a_late_count_of_cached_tokens_never_raises_a_charge(world: HoldWorld) -> None:
     """Bill posted input as it was posted where cached input is dearer."""
     world.set_price(input_picos=1, cached_picos=5)
     payer = world.tenant()
@@ -291,46 +244,36 @@ async def test_windows_and_credit_equal_the_bill_whenever_the_cached_tokens_are_
     check_invariants(world.url)
 
 
-async def test_an_expired_hold_bills_what_was_known_and_keeps_its_whole_lease(
-    world: HoldWorld,
-) -> None:
-    await run(
-        world,
-        """
-        quota alice tokens_per_month 100        ok
-        admit alice r1 10+20                    leased 20
-        extend r1 15 20                         leased 40
-        clock 2026-11-20 12:00:59               ok
-        expire r1                               nothing
-        clock 2026-11-20 12:01:00               ok
-        expire r1                               done
-        expire r1                               nothing
-        events r1                               10+15
-        counter alice tokens_per_month          50/0
-        """,
-    )
+async def test_an_expired_hold_bills_what_was_known_and_keeps_its_lease(play: Play) -> None:
+    await play("""
+    quota alice tokens_per_month 100        ok
+    admit alice r1 10+20                    leased 20
+    extend r1 15 20                         leased 40
+    clock 2026-11-20 12:00:59               ok
+    expire r1                               nothing
+    clock 2026-11-20 12:01:00               ok
+    expire r1                               done
+    expire r1                               nothing
+    events r1                               10+15
+    counter alice tokens_per_month          50/0
+    """)
 
 
-async def test_a_paused_owner_finds_its_hold_ended_and_its_late_settlement_gives_back_the_rest_once(
-    world: HoldWorld,
-) -> None:
-    await run(
-        world,
-        """
-        quota alice tokens_per_month 100        ok
-        admit alice r1 10+20                    leased 20
-        extend r1 15 20                         leased 40
-        clock 2026-11-20 13:00:00               ok
-        expire r1                               done
-        renew server r1                         done
-        extend r1 20 20                         hold_ended
-        settle r1 33                            used 10+33 cost 261
-        settle r1 33                            used 10+33 cost 261
-        events r1                               10+15 0+18
-        void r1                                 nothing
-        counter alice tokens_per_month          43/0
-        """,
-    )
+async def test_a_paused_owner_settles_late_and_gives_back_the_rest_once(play: Play) -> None:
+    await play("""
+    quota alice tokens_per_month 100        ok
+    admit alice r1 10+20                    leased 20
+    extend r1 15 20                         leased 40
+    clock 2026-11-20 13:00:00               ok
+    expire r1                               done
+    renew server r1                         done
+    extend r1 20 20                         hold_ended
+    settle r1 33                            used 10+33 cost 261
+    settle r1 33                            used 10+33 cost 261
+    events r1                               10+15 0+18
+    void r1                                 nothing
+    counter alice tokens_per_month          43/0
+    """)
 
 
 @pytest.mark.parametrize(
@@ -387,37 +330,31 @@ def late_usage(hold_id: uuid.UUID) -> Settled:
     return Settled(hold_id, 10, 0, 9, 9, 9, 10 * 3 + 9 * 7, "USD", "cancelled", 0, 9)
 
 
-async def test_the_same_request_runs_once(world: HoldWorld) -> None:
-    await run(
-        world,
-        """
-        quota alice requests_per_minute 9                        ok
-        admit alice r1 10+20 x                                   leased 20
-        admit alice r1 10+20 x                                   request_in_flight
-        admit alice r1 10+20 y                                   request_id_reused
-        settle r1 5                                              used 10+5 cost 65
-        admit alice r1 10+20 x                                   request_settled used 10+5 cost 65
-        admit alice r1 10+20 y                                   request_id_reused
-        admit alice r2 10+20 x & admit alice r2 10+20 x          leased 20 & request_in_flight
-        admit bob r1 10+20 x                                     leased 20
-        counter alice requests_per_minute                        2/0
-        """,
-    )
+async def test_the_same_request_runs_once(play: Play) -> None:
+    await play("""
+    quota alice requests_per_minute 9                        ok
+    admit alice r1 10+20 x                                   leased 20
+    admit alice r1 10+20 x                                   request_in_flight
+    admit alice r1 10+20 y                                   request_id_reused
+    settle r1 5                                              used 10+5 cost 65
+    admit alice r1 10+20 x                                   request_settled used 10+5 cost 65
+    admit alice r1 10+20 y                                   request_id_reused
+    admit alice r2 10+20 x & admit alice r2 10+20 x          leased 20 & request_in_flight
+    admit bob r1 10+20 x                                     leased 20
+    counter alice requests_per_minute                        2/0
+    """)
 
 
-async def test_a_voided_request_may_run_again_with_any_payload(world: HoldWorld) -> None:
-    await run(
-        world,
-        """
-        quota alice requests_per_minute 1       ok
-        admit alice r1 10+20 x                  leased 20
-        void r1                                 done
-        counter alice requests_per_minute       0/0
-        admit alice r1 10+20 y                  leased 20
-        void r1                                 done
-        void r1                                 nothing
-        """,
-    )
+async def test_a_voided_request_may_run_again_with_any_payload(play: Play) -> None:
+    await play("""
+    quota alice requests_per_minute 1       ok
+    admit alice r1 10+20 x                  leased 20
+    void r1                                 done
+    counter alice requests_per_minute       0/0
+    admit alice r1 10+20 y                  leased 20
+    void r1                                 done
+    void r1                                 nothing
+    """)
 
 
 async def test_a_refused_request_leaves_no_trace_in_any_table(world: HoldWorld) -> None:
@@ -447,9 +384,7 @@ async def test_a_refused_request_leaves_no_trace_in_any_table(world: HoldWorld) 
     assert world.contents() == before
 
 
-async def test_a_refusal_does_not_leave_empty_counters_beside_an_admission(
-    world: HoldWorld,
-) -> None:
+async def test_a_refusal_leaves_no_empty_counters_beside_an_admission(world: HoldWorld) -> None:
     payer, other = world.tenant(), world.tenant("other")
     refusing = world.quota(payer, QuotaDimension.REQUESTS_PER_MINUTE, 0)
     granting = world.quota(other, QuotaDimension.REQUESTS_PER_MINUTE, 1)
@@ -478,9 +413,7 @@ async def test_a_refusal_names_every_failing_limit_the_first_to_reset_in_front(
     assert len(names) == len(SETTABLE)
 
 
-async def test_a_request_is_checked_against_quotas_of_its_subjects_and_model_only(
-    world: HoldWorld,
-) -> None:
+async def test_a_request_meets_quotas_of_its_subjects_and_model_only(world: HoldWorld) -> None:
     payer, other = world.tenant(), world.tenant("other")
     sibling = replace(payer, api_key_id=world.key(payer.project_id))
     world.quota(other, QuotaDimension.CONCURRENT_REQUESTS, 0)
@@ -492,46 +425,36 @@ async def test_a_request_is_checked_against_quotas_of_its_subjects_and_model_onl
     assert [isinstance(answer, QuotaExceeded) for answer in answers] == [True, True, False]
 
 
-async def test_a_removed_limit_binds_no_request_and_stays_exact_for_the_holds_charged_to_it(
-    world: HoldWorld,
-) -> None:
-    await run(
-        world,
-        """
-        quota alice tokens_per_month 40         ok
-        admit alice r1 10+20                    leased 20
-        drop alice tokens_per_month             ok
-        admit alice r2 10+100                   leased 100
-        extend r1 20 500                        leased 520
-        settle r1 510                           used 10+510 cost 3600
-        counter alice tokens_per_month          520/0
-        settle r2 100                           used 10+100 cost 730
-        counter alice tokens_per_month          520/0
-        """,
-    )
+async def test_a_removed_limit_refuses_nothing_and_stays_exact_for_holds(play: Play) -> None:
+    await play("""
+    quota alice tokens_per_month 40         ok
+    admit alice r1 10+20                    leased 20
+    drop alice tokens_per_month             ok
+    admit alice r2 10+100                   leased 100
+    extend r1 20 500                        leased 520
+    settle r1 510                           used 10+510 cost 3600
+    counter alice tokens_per_month          520/0
+    settle r2 100                           used 10+100 cost 730
+    counter alice tokens_per_month          520/0
+    """)
 
 
-async def test_a_limit_lowered_below_usage_refuses_and_running_requests_finish(
-    world: HoldWorld,
+async def test_a_limit_below_usage_refuses_and_running_requests_finish(
+    world: HoldWorld, play: Play
 ) -> None:
-    scenario = await run(
-        world,
-        """
-        quota alice tokens_per_month 100        ok
-        admit alice r1 10+50                    leased 50
-        """,
-    )
+    played = await play("""
+    quota alice tokens_per_month 100        ok
+    admit alice r1 10+50                    leased 50
+    """)
     world.execute("UPDATE quotas SET limit_value = 5")
 
-    assert await scenario.act(["extend", "r1", "50", "10"]) == "refused tokens_per_month"
-    assert await scenario.act(["admit", "alice", "r2", "1+1"]) == "refused tokens_per_month"
-    assert await scenario.act(["settle", "r1", "50"]) == "used 10+50 cost 380"
-    assert await scenario.act(["counter", "alice", "tokens_per_month"]) == "60/0"
+    assert await played.act(["extend", "r1", "50", "10"]) == "refused tokens_per_month"
+    assert await played.act(["admit", "alice", "r2", "1+1"]) == "refused tokens_per_month"
+    assert await played.act(["settle", "r1", "50"]) == "used 10+50 cost 380"
+    assert await played.act(["counter", "alice", "tokens_per_month"]) == "60/0"
 
 
-async def test_a_renewal_keeps_what_is_named_or_spared_and_voids_the_rest_of_that_owner(
-    world: HoldWorld,
-) -> None:
+async def test_a_renewal_keeps_named_or_spared_holds_and_voids_the_rest(world: HoldWorld) -> None:
     payer, owner, other = world.tenant(), uuid.uuid4(), uuid.uuid4()
     known, spared, lost, foreign = (admit(payer) for _ in range(4))
     await world.run(known, spared, lost, process_id=owner)
@@ -584,153 +507,122 @@ async def test_a_hold_with_delivered_tokens_is_never_voided(world: HoldWorld) ->
     assert world.hold_count() == 1
 
 
-async def test_a_request_that_fails_after_an_extension_but_before_delivery_is_voided(
-    world: HoldWorld,
-) -> None:
+async def test_a_request_extended_and_failed_before_delivery_is_voided(play: Play) -> None:
     """Posted input is reversed; nothing is billed or held."""
-    await run(
-        world,
-        """
-        quota alice concurrent_requests 1       ok
-        quota alice tokens_per_month 100        ok
-        quota alice requests_per_minute 5       ok
-        admit alice r1 10+20                    leased 20
-        extend r1 0 20                          leased 40
-        void r1                                 done
-        counter alice concurrent_requests       0/0
-        counter alice tokens_per_month          0/0
-        counter alice requests_per_minute       0/0
-        events r1                               none
-        """,
-    )
+    await play("""
+    quota alice concurrent_requests 1       ok
+    quota alice tokens_per_month 100        ok
+    quota alice requests_per_minute 5       ok
+    admit alice r1 10+20                    leased 20
+    extend r1 0 20                          leased 40
+    void r1                                 done
+    counter alice concurrent_requests       0/0
+    counter alice tokens_per_month          0/0
+    counter alice requests_per_minute       0/0
+    events r1                               none
+    """)
 
 
-async def test_a_void_takes_back_what_extensions_posted_in_windows_that_have_turned_since(
-    world: HoldWorld,
-) -> None:
+async def test_a_void_takes_back_what_extensions_posted_in_past_windows(play: Play) -> None:
     """Other requests of the same windows keep their usage."""
-    await run(
-        world,
-        """
-        clock 2026-11-30 23:59:30               ok
-        quota alice tokens_per_minute 100       ok
-        quota alice tokens_per_day 100          ok
-        quota alice tokens_per_month 100        ok
-        quota alice cost_picos_per_month 1000   ok
-        quota alice prepaid_credit_picos 1000   ok
-        admit alice r0 10+5                     leased 5
-        settle r0 5                             used 10+5 cost 65
-        admit alice r1 10+10                    leased 10
-        extend r1 0~4 10                        leased 20
-        clock 2026-12-01 00:00:10               ok
-        extend r1 0~4 10                        leased 30
-        clock 2026-12-01 00:01:10               ok
-        extend r1 0~4 10                        leased 40
-        counter alice tokens_per_minute         25/0 0/0 0/40
-        counter alice cost_picos_per_month      87/0 0/280
-        counter alice prepaid_credit_picos      87/280
-        void r1                                 done
-        counter alice tokens_per_minute         15/0 0/0 0/0
-        counter alice tokens_per_day            15/0 0/0
-        counter alice tokens_per_month          15/0 0/0
-        counter alice cost_picos_per_month      65/0 0/0
-        counter alice prepaid_credit_picos      65/0
-        """,
-    )
+    await play("""
+    clock 2026-11-30 23:59:30               ok
+    quota alice tokens_per_minute 100       ok
+    quota alice tokens_per_day 100          ok
+    quota alice tokens_per_month 100        ok
+    quota alice cost_picos_per_month 1000   ok
+    quota alice prepaid_credit_picos 1000   ok
+    admit alice r0 10+5                     leased 5
+    settle r0 5                             used 10+5 cost 65
+    admit alice r1 10+10                    leased 10
+    extend r1 0~4 10                        leased 20
+    clock 2026-12-01 00:00:10               ok
+    extend r1 0~4 10                        leased 30
+    clock 2026-12-01 00:01:10               ok
+    extend r1 0~4 10                        leased 40
+    counter alice tokens_per_minute         25/0 0/0 0/40
+    counter alice cost_picos_per_month      87/0 0/280
+    counter alice prepaid_credit_picos      87/280
+    void r1                                 done
+    counter alice tokens_per_minute         15/0 0/0 0/0
+    counter alice tokens_per_day            15/0 0/0
+    counter alice tokens_per_month          15/0 0/0
+    counter alice cost_picos_per_month      65/0 0/0
+    counter alice prepaid_credit_picos      65/0
+    """)
 
 
-async def test_an_orphan_that_was_extended_leaves_nothing_when_its_owner_renews(
-    world: HoldWorld,
-) -> None:
+async def test_an_extended_orphan_leaves_nothing_when_its_owner_renews(play: Play) -> None:
     """Journal recovery thus ends requests of a dead process without any delivery."""
-    await run(
-        world,
-        """
-        quota alice tokens_per_month 100        ok
-        quota alice prepaid_credit_picos 1000   ok
-        admit alice r1 10+20                    leased 20
-        extend r1 0 10                          leased 30
-        renew server                            done
-        state r1                                voided
-        counter alice tokens_per_month          0/0
-        counter alice prepaid_credit_picos      0/0
-        """,
-    )
+    await play("""
+    quota alice tokens_per_month 100        ok
+    quota alice prepaid_credit_picos 1000   ok
+    admit alice r1 10+20                    leased 20
+    extend r1 0 10                          leased 30
+    renew server                            done
+    state r1                                voided
+    counter alice tokens_per_month          0/0
+    counter alice prepaid_credit_picos      0/0
+    """)
 
 
-async def test_an_expired_hold_keeps_its_lease_in_windows_and_its_bill_in_lifetime_credit(
-    world: HoldWorld,
-) -> None:
+async def test_an_expired_hold_keeps_its_lease_but_bills_lifetime_credit(play: Play) -> None:
     """A window ends; unspent credit would be lost. A late report of the owner is added."""
-    await run(
-        world,
-        """
-        quota alice tokens_per_month 200        ok
-        quota alice prepaid_credit_picos 1000   ok
-        admit alice r1 10+20                    leased 20
-        admit alice r2 10+20                    leased 20
-        admit alice r3 10+20                    leased 20
-        extend r2 0 10                          leased 30
-        extend r3 5 10                          leased 30
-        clock 2026-11-20 12:01:30               ok
-        expire r1 & expire r2 & expire r3       done & done & done
-        counter alice tokens_per_month          110/0
-        counter alice prepaid_credit_picos      65/0
-        events r1                               none
-        events r3                               10+5
-        settle r1 20 recovered                  used 10+20 cost 170
-        settle r2 3 recovered                   used 10+3 cost 51
-        settle r3 7 recovered                   used 10+7 cost 79
-        counter alice tokens_per_month          60/0
-        counter alice prepaid_credit_picos      300/0
-        """,
-    )
+    await play("""
+    quota alice tokens_per_month 200        ok
+    quota alice prepaid_credit_picos 1000   ok
+    admit alice r1 10+20                    leased 20
+    admit alice r2 10+20                    leased 20
+    admit alice r3 10+20                    leased 20
+    extend r2 0 10                          leased 30
+    extend r3 5 10                          leased 30
+    clock 2026-11-20 12:01:30               ok
+    expire r1 & expire r2 & expire r3       done & done & done
+    counter alice tokens_per_month          110/0
+    counter alice prepaid_credit_picos      65/0
+    events r1                               none
+    events r3                               10+5
+    settle r1 20 recovered                  used 10+20 cost 170
+    settle r2 3 recovered                   used 10+3 cost 51
+    settle r3 7 recovered                   used 10+7 cost 79
+    counter alice tokens_per_month          60/0
+    counter alice prepaid_credit_picos      300/0
+    """)
 
 
 @pytest.mark.parametrize("act", ["extend r1 22 5", "extend r1 4 5", "settle r1 41", "settle r1 4"])
-async def test_counts_that_cannot_be_are_refused_without_a_trace(
-    world: HoldWorld, act: str
+async def test_impossible_counts_are_refused_without_a_trace(
+    world: HoldWorld, play: Play, act: str
 ) -> None:
-    scenario = await run(
-        world,
-        """
-        admit alice r1 10+20                    leased 20
-        extend r1 5 1                           leased 21
-        """,
-    )
+    played = await play("""
+    admit alice r1 10+20                    leased 20
+    extend r1 5 1                           leased 21
+    """)
     before = world.contents()
 
-    assert await scenario.act(act.split()) == "invariant_violated"
+    assert await played.act(act.split()) == "invariant_violated"
     assert world.contents() == before
 
 
-async def test_recovery_from_a_journal_that_lost_its_end_bills_what_the_last_extension_knew(
-    world: HoldWorld,
-) -> None:
+async def test_recovery_from_a_cut_journal_bills_what_the_extension_knew(play: Play) -> None:
     """A machine that crashes may lose records that were not yet on disk."""
-    await run(
-        world,
-        """
-        quota alice tokens_per_month 100        ok
-        admit alice r1 10+20                    leased 20
-        extend r1 15 20                         leased 40
-        settle r1 4 recovered                   used 10+15 cost 135
-        counter alice tokens_per_month          25/0
-        """,
-    )
+    await play("""
+    quota alice tokens_per_month 100        ok
+    admit alice r1 10+20                    leased 20
+    extend r1 15 20                         leased 40
+    settle r1 4 recovered                   used 10+15 cost 135
+    counter alice tokens_per_month          25/0
+    """)
 
 
-async def test_a_voided_hold_cannot_be_settled(world: HoldWorld) -> None:
-    await run(
-        world,
-        """
-        admit alice r1 10+20                    leased 20
-        void r1                                 done
-        settle r1 5                             hold_ended
-        extend r1 5 5                           hold_ended
-        events r1                               none
-        """,
-    )
+async def test_a_voided_hold_cannot_be_settled(play: Play) -> None:
+    await play("""
+    admit alice r1 10+20                    leased 20
+    void r1                                 done
+    settle r1 5                             hold_ended
+    extend r1 5 5                           hold_ended
+    events r1                               none
+    """)
 
 
 async def test_an_unknown_hold_has_its_own_error(world: HoldWorld) -> None:
@@ -745,9 +637,7 @@ async def test_an_unknown_hold_has_its_own_error(world: HoldWorld) -> None:
     ]
 
 
-async def test_one_operation_that_breaks_its_batch_does_not_harm_the_others(
-    world: HoldWorld,
-) -> None:
+async def test_an_operation_that_breaks_its_batch_does_not_harm_others(world: HoldWorld) -> None:
     payer = world.tenant()
     poisoned = structs.replace(admit(payer), labels={"a": "\0"})
     fine = [admit(payer), admit(payer)]

@@ -13,7 +13,7 @@ from tests.metering.hostile import hostile
 
 # The same tests as of a friendly database, here with this module's fixtures.
 from tests.metering.test_closing import (
-    test_many_customers_at_once_get_numbers_without_gaps as test_many_customers,
+    test_many_customers_numbers_have_no_gaps as test_many_customers,
 )
 from tests.metering.test_closing import test_two_closers_at_once_issue_one_invoice as test_closers
 from tests.metering.test_rating import (

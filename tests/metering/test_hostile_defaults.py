@@ -32,7 +32,7 @@ from tests.metering.test_hold_concurrency import (
     test_many_tenants_at_once_each_get_exactly_their_own_quota as test_many_tenants,
 )
 from tests.metering.test_hold_concurrency import (
-    test_one_request_sent_to_four_processes_at_once_is_admitted_once as test_one_request,
+    test_one_request_sent_to_four_processes_is_admitted_once as test_one_request,
 )
 
 __all__ = ["test_demand_that_remains", "test_many_tenants", "test_one_request"]

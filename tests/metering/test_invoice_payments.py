@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from sqlalchemy import text
 from typer.testing import CliRunner
 from weir_cli.__main__ import app
 
@@ -24,6 +23,7 @@ from metering.export.stripe_gateway import StripeGateway
 from metering.export.stripe_inbox import handle_events, store_event
 from metering.export.stripe_sync import export_status
 from metering.store.db import Sessions
+from tests.metering.queries import execute
 from tests.metering.usage import Customer, new_customer
 from tests.metering.webhook_double import receiver
 from tests.stripe_double.server import SECRET, signature
@@ -42,15 +42,13 @@ async def billed(sessions: Sessions, customer: Customer) -> Customer:
 
 async def at_stripe(sessions: Sessions, customer: Customer, stripe_id: str) -> None:
     """Create the customer at Stripe."""
-    async with sessions.begin() as session:
-        row = {"ref": str(customer.organization_id), "stripe_id": stripe_id}
-        await session.execute(
-            text(
-                "INSERT INTO stripe_objects (account, kind, ref, stripe_id) VALUES ('test',"
-                " 'customer', :ref, :stripe_id)"
-            ),
-            row,
-        )
+    row = {"ref": str(customer.organization_id), "stripe_id": stripe_id}
+    await execute(
+        sessions,
+        "INSERT INTO stripe_objects (account, kind, ref, stripe_id) VALUES ('test',"
+        " 'customer', :ref, :stripe_id)",
+        row,
+    )
 
 
 def event(

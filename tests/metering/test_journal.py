@@ -83,9 +83,7 @@ def test_a_tail_torn_at_any_byte_costs_the_torn_record_alone(
 
 
 @given(st.lists(ENTRY, min_size=1, max_size=4), st.data())
-def test_any_flipped_bit_is_seen_and_nothing_after_it_is_believed(
-    entries: list[Delivered], data: st.DataObject
-) -> None:
+def test_any_flipped_bit_ends_the_reading(entries: list[Delivered], data: st.DataObject) -> None:
     whole = bytearray(b"".join(map(encode, entries)))
     bit = data.draw(st.integers(0, len(whole) * 8 - 1))
     whole[bit // 8] ^= 1 << bit % 8
@@ -111,9 +109,7 @@ def test_a_journal_of_release_0_1_0_is_recovered_without_reasoning(tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
-def test_the_last_total_of_each_hold_counts_and_settled_ones_are_forgotten_at_rotation(
-    tmp_path: Path,
-) -> None:
+def test_the_last_total_of_a_hold_counts_and_rotation_forgets_ends(tmp_path: Path) -> None:
     journal = UsageJournal(tmp_path, uuid.uuid4(), rotate_bytes=FORMAT.record_size * 5)
     journal.record([entry(0, 1), entry(1, 1)])
     journal.record([entry(0, 2)])
@@ -222,9 +218,7 @@ def disk_with(size_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("room_bytes", range(FORMAT.record_size, 2 * FORMAT.record_size + 1, 5))
-def test_a_full_disk_raises_and_hides_nothing_that_is_written_when_there_is_room_again(
-    tmp_path: Path, room_bytes: int
-) -> None:
+def test_a_full_disk_raises_and_later_records_are_read(tmp_path: Path, room_bytes: int) -> None:
     """Half a record in the middle would end every later recovery there."""
     journal = UsageJournal(tmp_path, uuid.uuid4())
     journal.record([entry(0, 1)])
@@ -238,9 +232,7 @@ def test_a_full_disk_raises_and_hides_nothing_that_is_written_when_there_is_room
     assert recoverable(tmp_path) == {HOLDS[0]: 1, HOLDS[2]: 9}
 
 
-def test_a_rotation_that_fails_stops_nothing_and_is_tried_again_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_rotation_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = UsageJournal(tmp_path, uuid.uuid4(), rotate_bytes=FORMAT.record_size * 2)
     real_open, attempts = os.open, 0
 
@@ -466,9 +458,7 @@ def test_a_kill_before_any_system_call_of_a_rotation_loses_no_token_that_was_sen
 
 
 @pytest.mark.faults
-def test_a_process_killed_while_it_writes_and_rotates_loses_no_reported_tokens(
-    tmp_path: Path,
-) -> None:
+def test_a_process_killed_in_mid_rotation_loses_no_reported_tokens(tmp_path: Path) -> None:
     """The child reports each total over a pipe after recording it."""
     reader, writer = os.pipe()
     directory = tmp_path / "journal"

@@ -28,8 +28,10 @@ from metering.ledger.ledger import (
 )
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
+from tests.metering.queries import execute, fetch_column
 from tests.metering.usage import (
     NOVEMBER,
+    Acme,
     Consumed,
     Customer,
     add_usage,
@@ -92,18 +94,16 @@ async def refused(session: AsyncSession, statement: str) -> str:
 
 
 @pytest.fixture
-async def posted(sessions: Sessions, customer: Customer, price: ModelPrice) -> Customer:
+async def posted(acme: Acme) -> Customer:
     """Customer with one rated event: 100 input tokens, 40 of them cached, 20 output tokens."""
-    async with sessions.begin() as session:
-        await add_usage(session, customer, price, [Consumed(100, 40, 20)])
+    async with acme.sessions.begin() as session:
+        await add_usage(session, acme.customer, acme.price, [Consumed(100, 40, 20)])
         assert await rate_pending(session) == 1
-    return customer
+    return acme.customer
 
 
 @pytest.mark.parametrize("table", APPEND_ONLY)
-async def test_history_cannot_be_changed_deleted_or_emptied(
-    sessions: Sessions, posted: Customer, table: str
-) -> None:
+async def test_history_cannot_be_changed(sessions: Sessions, posted: Customer, table: str) -> None:
     async with sessions() as session:
         for statement in (
             f"UPDATE {table} SET id = DEFAULT",
@@ -124,12 +124,10 @@ async def test_a_rated_event_stays_rated_where_it_is(sessions: Sessions, posted:
             assert "append-only" in await refused(session, f"UPDATE usage_events SET {change}")
 
 
-async def test_nothing_else_of_an_event_changes_when_it_is_rated(
-    sessions: Sessions, customer: Customer, price: ModelPrice
-) -> None:
+async def test_nothing_else_of_an_event_changes_when_it_is_rated(acme: Acme) -> None:
     """Checks all columns: later ones need a new call of `guard_usage_events`."""
-    async with sessions() as session:
-        await add_usage(session, customer, price, [Consumed(1)])
+    async with acme.sessions() as session:
+        await add_usage(session, acme.customer, acme.price, [Consumed(1)])
         columns = await session.execute(
             text(
                 """SELECT column_name, data_type FROM information_schema.columns
@@ -182,9 +180,7 @@ async def test_an_event_points_to_its_own_transaction_that_debits_it(
         assert await rate_pending(session) == 1
 
 
-async def test_a_transaction_that_does_not_sum_to_zero_is_refused(
-    sessions: Sessions, posted: Customer
-) -> None:
+async def test_an_unbalanced_transaction_is_refused(sessions: Sessions, posted: Customer) -> None:
     def insert(*amounts: int) -> str:
         rows = ", ".join(
             "((SELECT max(id) FROM ledger_transactions), (SELECT min(id) FROM ledger_accounts),"
@@ -236,18 +232,14 @@ async def test_a_balanced_transaction_to_an_account_of_another_kind_is_refused(
         assert await balances(session, posted.organization_id) == owed
 
 
-async def test_rating_posts_to_the_accounts_of_usage_only(
-    sessions: Sessions, posted: Customer
-) -> None:
-    async with sessions() as session:
-        kinds = await session.scalars(
-            text(
-                "SELECT DISTINCT a.kind FROM ledger_entries e JOIN ledger_accounts a ON a.id ="
-                " e.account_id JOIN ledger_transactions t ON t.id = e.transaction_id"
-                " WHERE t.kind = 'usage'"
-            )
-        )
-        assert set(kinds) == ACCOUNTS_OF[TransactionKind.USAGE]
+async def test_rating_posts_to_usage_accounts_only(sessions: Sessions, posted: Customer) -> None:
+    kinds = await fetch_column(
+        sessions,
+        "SELECT DISTINCT a.kind FROM ledger_entries e JOIN ledger_accounts a ON a.id ="
+        " e.account_id JOIN ledger_transactions t ON t.id = e.transaction_id"
+        " WHERE t.kind = 'usage'",
+    )
+    assert set(kinds) == ACCOUNTS_OF[TransactionKind.USAGE]
 
 
 async def test_postings_other_than_usage_have_a_source_and_are_made_once(
@@ -298,9 +290,7 @@ async def test_postings_other_than_usage_have_a_source_and_are_made_once(
     }
 
 
-async def test_every_kind_of_account_and_transaction_is_known_to_the_database(
-    sessions: Sessions, customer: Customer
-) -> None:
+async def test_every_kind_is_known_to_the_database(sessions: Sessions, customer: Customer) -> None:
     async with sessions() as session:
         ids = await open_accounts(
             session, {AccountKey(customer.organization_id, kind, "USD") for kind in AccountKind}
@@ -319,8 +309,7 @@ async def test_every_kind_of_account_and_transaction_is_known_to_the_database(
 async def test_a_closed_month_takes_nothing_and_stays_closed(
     sessions: Sessions, posted: Customer, price: ModelPrice
 ) -> None:
-    async with sessions.begin() as session:
-        await session.execute(text(CLOSE.format(posted.organization_id, MONTH)))
+    await execute(sessions, CLOSE.format(posted.organization_id, MONTH))
     async with sessions() as session:
         with pytest.raises(MonthClosed, match="2026-11"):
             await post(session, [adjustment(posted, 1)])
@@ -393,9 +382,7 @@ async def post_in(sessions: Sessions, posting: Posting) -> None:
         await post(session, [posting])
 
 
-async def test_balances_are_what_the_customer_owes_and_what_was_earned(
-    sessions: Sessions, posted: Customer
-) -> None:
+async def test_balances_are_what_is_owed_and_earned(sessions: Sessions, posted: Customer) -> None:
     async with sessions.begin() as session:
         other = await new_customer(session, "bolt")
     async with sessions() as session:

@@ -9,18 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from metering.core import money
 from metering.core.errors import InvalidValue
-from metering.core.money import (
-    MINOR_DIGITS,
-    PICOS_PER_UNIT,
-    checked_currency,
-    exact_text,
-    minor_digits,
-    round_parts,
-    round_to_minor_unit,
-    round_total,
-    to_decimal,
-)
 
 AMOUNTS = st.integers(min_value=-(10**30), max_value=10**30)
 CURRENCIES = st.sampled_from(["USD", "JPY", "KWD", "CLF"])
@@ -34,29 +24,27 @@ MONTHS = st.lists(
 
 def picos_of(amount: Decimal) -> int:
     """Return the exact picos of an amount in units."""
-    picos: Fraction = Fraction(amount) * PICOS_PER_UNIT
+    picos: Fraction = Fraction(amount) * money.PICOS_PER_UNIT
     assert picos.denominator == 1
     return picos.numerator
 
 
 @given(AMOUNTS, CURRENCIES)
 def test_every_way_of_writing_an_amount_leads_back_to_it(amount: int, currency_code: str) -> None:
-    assert picos_of(to_decimal(amount)) == amount
-    assert picos_of(Decimal(exact_text(amount, currency_code))) == amount
+    assert picos_of(money.to_decimal(amount)) == amount
+    assert picos_of(Decimal(money.exact_text(amount, currency_code))) == amount
 
 
 @given(AMOUNTS, CURRENCIES)
-def test_rounding_moves_by_at_most_half_a_minor_unit_and_only_once(
-    amount: int, currency_code: str
-) -> None:
-    minor_unit = PICOS_PER_UNIT // 10 ** minor_digits(currency_code)
+def test_rounding_moves_by_half_a_minor_unit_at_most_once(amount: int, currency_code: str) -> None:
+    minor_unit = money.PICOS_PER_UNIT // 10 ** money.minor_digits(currency_code)
 
-    rounded = round_to_minor_unit(amount, currency_code)
+    rounded = money.round_to_minor_unit(amount, currency_code)
 
     assert rounded % minor_unit == 0
     assert abs(rounded - amount) * 2 <= minor_unit
-    assert round_to_minor_unit(rounded, currency_code) == rounded
-    assert round_to_minor_unit(-amount, currency_code) == -rounded
+    assert money.round_to_minor_unit(rounded, currency_code) == rounded
+    assert money.round_to_minor_unit(-amount, currency_code) == -rounded
 
 
 @pytest.mark.parametrize(
@@ -71,46 +59,44 @@ def test_rounding_moves_by_at_most_half_a_minor_unit_and_only_once(
         ("0", "USD", "0.00"),
     ],
 )
-def test_half_a_minor_unit_is_rounded_up_in_magnitude(
-    amount: str, currency_code: str, rounded: str
-) -> None:
+def test_half_a_unit_rounds_away_from_zero(amount: str, currency_code: str, rounded: str) -> None:
     picos = picos_of(Decimal(amount))
 
-    assert exact_text(round_to_minor_unit(picos, currency_code), currency_code) == rounded
+    assert (
+        money.exact_text(money.round_to_minor_unit(picos, currency_code), currency_code) == rounded
+    )
 
 
 @pytest.mark.parametrize(
     ("picos", "text"),
     [(1, "0.000000000001"), (10**12, "1.00"), (-(10**11), "-0.10"), (123_450_000_000, "0.12345")],
 )
-def test_an_amount_is_written_with_all_its_digits_and_no_more_than_cents_need(
-    picos: int, text: str
-) -> None:
-    assert exact_text(picos, "USD") == text
+def test_an_amount_has_all_its_digits_and_at_least_cents(picos: int, text: str) -> None:
+    assert money.exact_text(picos, "USD") == text
 
 
 def test_a_currency_that_does_not_exist_is_refused() -> None:
-    assert checked_currency("EUR") == "EUR"
+    assert money.checked_currency("EUR") == "EUR"
     for code in ("EURO", "eur", "UDS", ""):
         with pytest.raises(InvalidValue, match="currency_code"):
-            checked_currency(code)
+            money.checked_currency(code)
 
 
 def test_no_currency_is_listed_twice() -> None:
-    assert all(len(code) == 3 for code in MINOR_DIGITS)
-    assert [MINOR_DIGITS[code] for code in ("USD", "JPY", "KWD")] == [2, 0, 3]
+    assert all(len(code) == 3 for code in money.MINOR_DIGITS)
+    assert [money.MINOR_DIGITS[code] for code in ("USD", "JPY", "KWD")] == [2, 0, 3]
 
 
 @given(MONTHS, CURRENCIES)
 def test_rounded_lines_add_up_to_each_months_total_and_nothing_is_lost_over_the_months(
     months: list[list[int]], currency_code: str
 ) -> None:
-    minor_unit = PICOS_PER_UNIT // 10 ** minor_digits(currency_code)
+    minor_unit = money.PICOS_PER_UNIT // 10 ** money.minor_digits(currency_code)
     carried = invoiced = 0
 
     for amounts in months:
-        parts = round_parts(amounts, carried, currency_code)
-        total = round_total(sum(amounts), carried, currency_code)
+        parts = money.round_parts(amounts, carried, currency_code)
+        total = money.round_total(sum(amounts), carried, currency_code)
         left = sum(amounts) + carried - total
 
         assert sum(parts) == total
@@ -120,23 +106,21 @@ def test_rounded_lines_add_up_to_each_months_total_and_nothing_is_lost_over_the_
         )
         assert abs(left) * 2 <= minor_unit
         if sum(amounts):
-            assert sum(parts) == round_to_minor_unit(sum(amounts) + carried, currency_code)
+            assert sum(parts) == money.round_to_minor_unit(sum(amounts) + carried, currency_code)
         carried, invoiced = left, invoiced + sum(parts)
 
     assert invoiced + carried == sum(map(sum, months))
 
 
 @pytest.mark.parametrize("carried", [5 * 10**9, -5 * 10**9])
-def test_a_month_that_owes_nothing_neither_invoices_nor_changes_what_is_carried(
-    carried: int,
-) -> None:
+def test_a_month_that_owes_nothing_has_no_invoice_and_carries_the_same(carried: int) -> None:
     """Otherwise half a cent would move between empty months endlessly."""
-    assert round_total(0, carried, "USD") == 0
-    assert round_parts([], carried, "USD") == ()
-    assert round_parts([0, 0], carried, "USD") == (0, 0)
-    assert sum(round_parts([7, -7], carried, "USD")) == 0
+    assert money.round_total(0, carried, "USD") == 0
+    assert money.round_parts([], carried, "USD") == ()
+    assert money.round_parts([0, 0], carried, "USD") == (0, 0)
+    assert sum(money.round_parts([7, -7], carried, "USD")) == 0
 
 
 def test_many_small_lines_are_rounded_together() -> None:
-    assert round_parts([4 * 10**9] * 3, 0, "USD") == (0, 10**10, 0)
-    assert round_parts([4 * 10**11] * 3, 3 * 10**11, "JPY") == (10**12, 0, 10**12)
+    assert money.round_parts([4 * 10**9] * 3, 0, "USD") == (0, 10**10, 0)
+    assert money.round_parts([4 * 10**11] * 3, 3 * 10**11, "JPY") == (10**12, 0, 10**12)

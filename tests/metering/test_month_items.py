@@ -10,7 +10,6 @@ from decimal import ROUND_DOWN
 from typing import Any
 
 import pytest
-from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
 from metering.core.errors import InvalidValue
@@ -31,9 +30,9 @@ from metering.pricing.prices import ModelPrice
 from metering.proof.check import Moment
 from metering.store.db import Sessions
 from tests.metering.closing_world import ClosingWorld
-from tests.metering.hold_world import HoldWorld
 from tests.metering.invariants import check_invariants
-from tests.metering.test_fsck import unseen
+from tests.metering.planted_faults import faults, unseen
+from tests.metering.queries import execute, execute_unguarded, fetch_rows
 from tests.metering.usage import Consumed, Customer
 from tests.stripe_double.server import StripeDouble, stripe_double
 
@@ -85,12 +84,11 @@ class Billed(ClosingWorld):
 
     async def items(self) -> list[tuple[str, int]]:
         """Return our items, by month and place."""
-        async with self.sessions() as session:
-            query = (
-                "SELECT description, amount_minor FROM stripe_month_items WHERE stripe_id IS NOT"
-                " NULL ORDER BY month, position"
-            )
-            return [(row[0], row[1]) for row in await session.execute(text(query))]
+        query = (
+            "SELECT description, amount_minor FROM stripe_month_items WHERE stripe_id IS NOT"
+            " NULL ORDER BY month, position"
+        )
+        return [(row[0], row[1]) for row in await fetch_rows(self.sessions, query)]
 
     async def unsettled(self, month: str) -> list[Stage]:
         """Return the findings of `weir reconcile` about invoices."""
@@ -124,14 +122,12 @@ async def world(
     )
     assert world.gateway is not None
     await Sync(sessions, world.gateway, False).run()
-    async with sessions.begin() as session:
-        await session.execute(
-            text(
-                "INSERT INTO export_progress (id, closed_until, scanned_until) VALUES (1,"
-                " date_trunc('hour', now()), '2025-01-01')"
-            )
-        )
-        await session.execute(text("UPDATE export_progress SET month_items_since = '2025-01-01'"))
+    await execute(
+        sessions,
+        "INSERT INTO export_progress (id, closed_until, scanned_until) VALUES (1,"
+        " date_trunc('hour', now()), '2025-01-01')",
+    )
+    await execute(sessions, "UPDATE export_progress SET month_items_since = '2025-01-01'")
     return world, price
 
 
@@ -169,9 +165,7 @@ async def test_the_draft_of_a_closed_month_is_held_until_it_comes_to_our_invoice
     check_invariants(database_url)
 
 
-async def test_an_invoice_finalized_before_the_close_is_corrected_on_the_next_one(
-    world: tuple[Billed, ModelPrice],
-) -> None:
+async def test_an_early_final_invoice_is_corrected_later(world: tuple[Billed, ModelPrice]) -> None:
     billed, price = world
     await billed.use(price, *USED)
     [first] = billed.end_of(date(2025, 11, 1))
@@ -200,25 +194,18 @@ async def test_nothing_is_settled_before_all_usage_is_delivered_or_without_an_in
 
     without_invoice = await billed.settle()
     [draft] = billed.end_of(date(2025, 11, 1))
-    async with billed.sessions.begin() as session:
-        # Bypasses the guards.
-        await session.execute(text("SET LOCAL session_replication_role = replica"))
-        await session.execute(
-            text("UPDATE meter_batches SET state = 'parked' WHERE token_kind = 'output'")
-        )
+    await execute_unguarded(
+        billed.sessions, "UPDATE meter_batches SET state = 'parked' WHERE token_kind = 'output'"
+    )
     undelivered = await billed.settle()
 
     assert (without_invoice, undelivered, draft["status"]) == (0, 0, "draft")
     assert await billed.items() == []
-    async with billed.sessions.begin() as session:
-        await session.execute(text("SET LOCAL session_replication_role = replica"))
-        await session.execute(text("UPDATE meter_batches SET state = 'delivered'"))
+    await execute_unguarded(billed.sessions, "UPDATE meter_batches SET state = 'delivered'")
     assert await billed.settle() == 1
 
 
-async def test_the_finalized_draft_is_compared_and_corrected(
-    world: tuple[Billed, ModelPrice],
-) -> None:
+async def test_the_final_draft_is_compared_and_corrected(world: tuple[Billed, ModelPrice]) -> None:
     """Here Stripe rounds its lines in an unexpected way."""
     billed, price = world
     billed.stripe.account.rounding = ROUND_DOWN
@@ -237,9 +224,7 @@ async def test_the_finalized_draft_is_compared_and_corrected(
     ] == "2025-11: rounding, and usage that is invoiced in another month"
 
 
-async def test_an_item_whose_answer_was_lost_is_found_and_not_made_again(
-    world: tuple[Billed, ModelPrice],
-) -> None:
+async def test_an_item_whose_answer_was_lost_is_found(world: tuple[Billed, ModelPrice]) -> None:
     billed, price = world
     await billed.use(price, *USED)
     await billed.deliver()
@@ -270,14 +255,12 @@ async def test_a_draft_of_usage_is_held_as_soon_as_stripe_reports_it(
         "created": 1,
         "data": {"object": {"id": draft["id"]}},
     }
-    async with billed.sessions.begin() as session:
-        await session.execute(
-            text(
-                "INSERT INTO stripe_events (id, type, payload) VALUES ('evt_1', 'invoice.created',"
-                " CAST(:payload AS jsonb))"
-            ),
-            {"payload": json.dumps(event)},
-        )
+    await execute(
+        billed.sessions,
+        "INSERT INTO stripe_events (id, type, payload) VALUES ('evt_1', 'invoice.created',"
+        " CAST(:payload AS jsonb))",
+        {"payload": json.dumps(event)},
+    )
 
     assert await handle_events(billed.sessions, gateway) == 1
 
@@ -317,17 +300,17 @@ async def test_over_months_with_late_items_and_late_closes_all_invoices_together
     await billed.close("2025-10")
     await billed.deliver()
     late = 55_555 * 600_000 // CENT
-    async with billed.sessions.begin() as session:
-        await session.execute(
-            text("""
+    await execute(
+        billed.sessions,
+        """
             INSERT INTO stripe_late_items (organization_id, currency_code, period_start, period_end,
                                            token_count, exact_picos, carried_in_picos, amount_minor,
                                            stripe_id)
             VALUES (:owner, 'USD', '2025-10-01+00', '2025-11-01+00', 55555, 33333000000, 0, :late,
                 'ii_late')
-            """),
-            {"owner": billed.customer.organization_id, "late": late},
-        )
+            """,
+        {"owner": billed.customer.organization_id, "late": late},
+    )
     item = {"customer": billed.customer_id, "amount": late, "currency": "usd"}
     billed.stripe.account.create("invoiceitems", item)
     settled = await billed.settle()
@@ -354,18 +337,13 @@ async def test_over_months_with_late_items_and_late_closes_all_invoices_together
     check_invariants(database_url)
 
 
-FAULTS = [
-    ("UPDATE stripe_month_items SET amount_minor = amount_minor - 1", "is due"),
-    ("UPDATE stripe_month_settlements SET invoiced_minor = invoiced_minor + 1", "is due"),
-    ("UPDATE stripe_month_settlements SET due_picos = due_picos + 1", "the invoice is"),
-    (
-        (
-            "UPDATE billing_months SET state = 'open', closed_at = NULL, closed_by = NULL WHERE"
-            " month = '2025-11-01'"
-        ),
-        "is not closed",
-    ),
-]
+FAULTS = faults("""
+    is due         | UPDATE stripe_month_items SET amount_minor = amount_minor - 1
+    is due         | UPDATE stripe_month_settlements SET invoiced_minor = invoiced_minor + 1
+    the invoice is | UPDATE stripe_month_settlements SET due_picos = due_picos + 1
+    is not closed  | UPDATE billing_months SET state = 'open', closed_at = NULL, closed_by = NULL
+                   | WHERE month = '2025-11-01'
+""")
 
 
 async def test_settled_items_cannot_be_changed_and_each_planted_fault_is_detected(
@@ -387,15 +365,11 @@ async def test_settled_items_cannot_be_changed_and_each_planted_fault_is_detecte
         "TRUNCATE stripe_month_settlements CASCADE",
     ):
         with pytest.raises(DBAPIError, match=r"never changes|append-only"):
-            async with billed.sessions.begin() as session:
-                await session.execute(text(change))
-    with HoldWorld(database_url, now=None, priced=False) as rows:
-        assert unseen(rows, FAULTS, Moment.ALWAYS) == []
-    async with billed.sessions.begin() as session:
-        await session.execute(text("SET LOCAL session_replication_role = replica"))
-        await session.execute(
-            text("UPDATE stripe_month_settlements SET invoiced_minor = invoiced_minor - 1")
-        )
+            await execute(billed.sessions, change)
+    assert unseen(database_url, FAULTS, Moment.ALWAYS) == []
+    await execute_unguarded(
+        billed.sessions, "UPDATE stripe_month_settlements SET invoiced_minor = invoiced_minor - 1"
+    )
     assert await billed.unsettled("2025-11") == [Stage.SETTLEMENT]
 
 
@@ -415,7 +389,5 @@ def test_a_bad_setting_is_refused_by_name() -> None:
         ("ISK", 12 * PICOS_PER_UNIT, 1200),
     ],
 )
-def test_amounts_are_in_the_units_that_stripe_counts_in(
-    currency_code: str, picos: int, units: int
-) -> None:
+def test_amounts_are_in_units_that_stripe_uses(currency_code: str, picos: int, units: int) -> None:
     assert whole_units(picos, currency_code) == units

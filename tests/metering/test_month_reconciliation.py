@@ -6,7 +6,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from sqlalchemy import text
 
 from metering.core.models import TokenKind
 from metering.export.deliveries import deliver_pending, form_batches
@@ -19,11 +18,11 @@ from metering.export.reconciliation import (
     our_month,
     reconcile_locally,
 )
-from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
 from tests.metering.closing_world import ClosingWorld
-from tests.metering.exported_usage import hours_ago, use_and_rate
-from tests.metering.usage import Consumed, Customer, add_usage, new_customer
+from tests.metering.exported_usage import hours_ago
+from tests.metering.queries import execute, execute_unguarded
+from tests.metering.usage import Acme, Consumed, Customer, new_customer
 
 # 600 uncached, 400 cached, 50 output tokens: 126 dollars of picos per million.
 USED = Consumed(1_000, 400, 50, settled_at=hours_ago(3))
@@ -37,14 +36,12 @@ def month() -> str:
 
 
 @pytest.fixture
-async def exported(
-    sessions: Sessions, customer: Customer, price: ModelPrice, tmp_path: Path
-) -> Path:
+async def exported(acme: Acme, tmp_path: Path) -> Path:
     """Return the exporter's file with all usage."""
-    await use_and_rate(sessions, customer, price, USED)
-    await form_batches(sessions)
+    await acme.use_and_rate(USED)
+    await form_batches(acme.sessions)
     file = tmp_path / "usage.jsonl"
-    await deliver_pending(sessions, FileExporter(file))
+    await deliver_pending(acme.sessions, FileExporter(file))
     return file
 
 
@@ -59,14 +56,6 @@ async def reconciled(sessions: Sessions, month: str, file: Path) -> MonthReconci
         for each in ours.sums
     ]
     return conclude(month, ours, here, counts, "file")
-
-
-async def execute(sessions: Sessions, *statements: str) -> None:
-    """Run a statement that bypasses all guards."""
-    async with sessions.begin() as session:
-        await session.execute(text("SET LOCAL session_replication_role = replica"))
-        for statement in statements:
-            await session.execute(text(statement))
 
 
 async def test_a_month_that_is_in_order_has_no_difference_at_any_stage(
@@ -86,14 +75,11 @@ async def test_a_month_that_is_in_order_has_no_difference_at_any_stage(
     assert found.counted == (400, 600, 50)
 
 
-async def test_unrated_usage_is_shown_with_its_age(
-    sessions: Sessions, month: str, exported: Path, customer: Customer, price: ModelPrice
-) -> None:
+async def test_unrated_usage_is_shown_with_its_age(acme: Acme, month: str, exported: Path) -> None:
     late = Consumed(output_token_count=7, settled_at=USED.settled_at + timedelta(minutes=1))
-    async with sessions.begin() as session:
-        await add_usage(session, customer, price, [late])
+    await acme.use(late)
 
-    found = await reconciled(sessions, month, exported)
+    found = await reconciled(acme.sessions, month, exported)
 
     assert [(each.stage, each.token_kind, each.token_count) for each in found.differences] == [
         (Stage.RATING, "output", 7),
@@ -152,7 +138,7 @@ async def test_each_planted_difference_is_reported_at_its_stage_with_a_remedy(
     token_count: int,
     remedy: str,
 ) -> None:
-    await execute(sessions, fault)
+    await execute_unguarded(sessions, fault)
 
     found = await reconciled(sessions, month, exported)
 
@@ -181,7 +167,9 @@ async def test_counted_tokens_are_compared_with_delivered_ones(
 async def test_without_the_biller_everything_is_compared_that_is_kept_here(
     sessions: Sessions, month: str, exported: Path, customer: Customer
 ) -> None:
-    await execute(sessions, "UPDATE meter_batches SET state = 'parked' WHERE token_kind = 'output'")
+    await execute_unguarded(
+        sessions, "UPDATE meter_batches SET state = 'parked' WHERE token_kind = 'output'"
+    )
 
     async with sessions() as session:
         found, is_exported = await reconcile_locally(session, month, customer.organization_id)
@@ -191,17 +179,12 @@ async def test_without_the_biller_everything_is_compared_that_is_kept_here(
     assert found.counted is None
 
 
-async def test_where_nothing_was_ever_exported_nothing_is_missing_in_batches(
-    sessions: Sessions, month: str, customer: Customer, price: ModelPrice
-) -> None:
-    await use_and_rate(sessions, customer, price, USED)
-    async with sessions.begin() as session:
-        await add_usage(
-            session, customer, price, [Consumed(output_token_count=7, settled_at=USED.settled_at)]
-        )
+async def test_without_any_export_nothing_is_missing_in_batches(acme: Acme, month: str) -> None:
+    await acme.use_and_rate(USED)
+    await acme.use(Consumed(output_token_count=7, settled_at=USED.settled_at))
 
-    async with sessions() as session:
-        found, is_exported = await reconcile_locally(session, month, customer.organization_id)
+    async with acme.sessions() as session:
+        found, is_exported = await reconcile_locally(session, month, acme.customer.organization_id)
 
     assert not is_exported
     assert [(each.stage, each.token_kind, each.token_count) for each in found.differences] == [
@@ -224,24 +207,24 @@ async def invoice(
 ) -> None:
     """Insert an invoice of Stripe for the month of the usage."""
     begins = USED.settled_at.replace(day=1, hour=0, minute=0)
-    async with sessions.begin() as session:
-        await session.execute(
-            text("""
+    await execute(
+        sessions,
+        """
             INSERT INTO stripe_invoices (id, organization_id, customer_id, currency_code,
                                          period_start, period_end, amount_due_minor,
                                          amount_paid_minor, finalized_at, last_event_at)
             VALUES (:id, :organization_id, 'cus_1', 'USD', :begins, :ends, :cents, 0, :finalized_at,
                 now())
-            """),
-            {
-                "id": name,
-                "organization_id": customer.organization_id,
-                "begins": begins,
-                "ends": begins + timedelta(days=31),
-                "cents": cents,
-                "finalized_at": finalized_at,
-            },
-        )
+            """,
+        {
+            "id": name,
+            "organization_id": customer.organization_id,
+            "begins": begins,
+            "ends": begins + timedelta(days=31),
+            "cents": cents,
+            "finalized_at": finalized_at,
+        },
+    )
 
 
 async def test_invoices_of_a_period_are_compared_in_sum_up_to_the_rounding_of_their_lines(
@@ -249,7 +232,7 @@ async def test_invoices_of_a_period_are_compared_in_sum_up_to_the_rounding_of_th
 ) -> None:
     later = datetime.now(UTC) + timedelta(hours=1)
     # 1.26 dollars in three lines.
-    await execute(sessions, "UPDATE meter_batches SET token_count = token_count * 10000")
+    await execute_unguarded(sessions, "UPDATE meter_batches SET token_count = token_count * 10000")
     await invoice(sessions, customer, 100, later)
     await invoice(sessions, customer, 27, later, "in_2")
     within = [
@@ -257,7 +240,9 @@ async def test_invoices_of_a_period_are_compared_in_sum_up_to_the_rounding_of_th
         for each in (await reconciled(sessions, month, exported)).differences
         if each.stage is Stage.INVOICE
     ]
-    await execute(sessions, "UPDATE stripe_invoices SET amount_due_minor = 28 WHERE id = 'in_2'")
+    await execute_unguarded(
+        sessions, "UPDATE stripe_invoices SET amount_due_minor = 28 WHERE id = 'in_2'"
+    )
 
     beyond = [
         each
@@ -301,7 +286,7 @@ async def test_invoices_of_closed_months_equal_their_postings(
     await world.close("2025-10")
     async with sessions() as session:
         closed = conclude("2025-09", await our_month(session, "2025-09"))
-    await execute(
+    await execute_unguarded(
         sessions, "UPDATE invoice_lines SET token_count = token_count - 3 WHERE kind = 'late_usage'"
     )
 

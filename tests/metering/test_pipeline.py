@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -17,15 +18,14 @@ import pytest
 import redis
 
 from metering.celery_app import RATE_EVERY_S, VISIBILITY_TIMEOUT_S, configuration
-from metering.pricing.prices import ModelPrice
 from metering.proof.fsck import fsck
 from metering.proof.ledger_checks import LEDGER_CHECKS
 from metering.store import embedded_postgres
-from metering.store.db import Sessions, create_engine, create_sessions
+from metering.store.db import create_engine, create_sessions
 from metering.store.migrations_runner import migrate
 from tests.conftest import ask
-from tests.metering.usage import Consumed, Customer, add_usage, new_customer, new_price
-from tests.metering.workers import redis_server, wait_until, worker
+from tests.metering.usage import Acme, Consumed, add_usage, new_customer, new_price
+from tests.metering.workers import Worker, redis_server, wait_until, worker
 
 Broker = dict[str, str]
 
@@ -51,21 +51,20 @@ def broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
         yield environment
 
 
-async def use(sessions: Sessions, customer: Customer, price: ModelPrice, event_count: int) -> None:
+async def use(acme: Acme, event_count: int) -> None:
     """Write usage events as settlements would."""
-    async with sessions.begin() as session:
-        await add_usage(session, customer, price, [Consumed(1025, 200, 150)] * event_count)
+    await acme.use(*([Consumed(1025, 200, 150)] * event_count))
 
 
 class Ledger:
     """Current state of usage and ledger."""
 
     def __init__(self, database_url: str) -> None:
-        self._url = database_url
+        self.url = database_url
 
     def ask(self, query: str) -> tuple[object, ...]:
         """Return the single row of a query."""
-        [row] = ask(self._url, query)
+        [row] = ask(self.url, query)
         return row
 
     def drained(self) -> bool:
@@ -86,19 +85,14 @@ class Ledger:
 
 
 async def test_a_worker_drains_what_it_finds_and_ends_when_requested(
-    tmp_path: Path,
-    broker: Broker,
-    database_url: str,
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
+    tmp_path: Path, broker: Broker, database_url: str, acme: Acme
 ) -> None:
-    await use(sessions, customer, price, 1_000)
+    await use(acme, 1_000)
     database = Ledger(database_url)
 
     with worker(tmp_path, database_url, broker) as running:
         wait_until(database.drained, "the worker to rate everything")
-        await use(sessions, customer, price, 10)
+        await use(acme, 10)
         wait_until(database.drained, "the worker to come round again")
         began = time.monotonic()
         assert running.stop() == 0
@@ -110,10 +104,10 @@ async def test_a_worker_drains_what_it_finds_and_ends_when_requested(
 
 @pytest.mark.faults
 async def test_a_worker_keeps_its_connection_and_replaces_a_cut_one(
-    tmp_path: Path, database_url: str, sessions: Sessions, customer: Customer, price: ModelPrice
+    tmp_path: Path, database_url: str, acme: Acme
 ) -> None:
     database = Ledger(database_url)
-    await use(sessions, customer, price, 1)
+    await use(acme, 1)
     query = "SELECT pid, state_change FROM pg_stat_activity WHERE application_name = 'weir'"
     others = dict(ask(database_url, query))
 
@@ -135,58 +129,27 @@ async def test_a_worker_keeps_its_connection_and_replaces_a_cut_one(
         )
         for pid in used():
             database.ask(f"SELECT pg_terminate_backend({pid})")
-        await use(sessions, customer, price, 10)
+        await use(acme, 10)
         wait_until(database.drained, "the worker to rate on another connection")
     database.assert_posted_once(11)
 
 
-@pytest.mark.faults
-async def test_a_worker_killed_in_mid_batch_loses_and_doubles_nothing(
-    tmp_path: Path,
-    broker: Broker,
-    database_url: str,
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-) -> None:
-    await use(sessions, customer, price, 300)
-    database = Ledger(database_url)
-    waiting = (
-        "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'ledger_entries'::regclass"
-    )
-
-    with (
-        psycopg.connect(database_url) as blocking,
-        worker(tmp_path, database_url, broker, "killed") as running,
-    ):
-        blocking.execute("LOCK TABLE ledger_entries IN SHARE MODE")
-        wait_until(
-            lambda: database.ask(waiting) != (0,), "the worker to be in the middle of a batch"
-        )
+def kill_at(table: str, database: Ledger, killed: AbstractContextManager[Worker]) -> None:
+    """Kill a worker while it waits in the middle of a batch to write to the table."""
+    waiting = f"SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = '{table}'::regclass"
+    with psycopg.connect(database.url) as blocking, killed as running:
+        blocking.execute(f"LOCK TABLE {table} IN SHARE MODE".encode())
+        wait_until(lambda: database.ask(waiting) != (0,), "the worker to write a batch")
         running.kill()
-    posted = database.ask("SELECT count(*) FROM ledger_transactions")
-    with worker(tmp_path, database_url, broker, "next"):
-        wait_until(database.drained, "the next worker to rate everything")
-
-    assert posted == (0,)
-    database.assert_posted_once(300)
 
 
 @pytest.mark.faults
 async def test_redis_gives_the_task_of_a_killed_worker_to_the_next_and_nothing_is_rated_twice(
-    tmp_path: Path,
-    redis_home: Path,
-    database_url: str,
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
+    tmp_path: Path, redis_home: Path, database_url: str, acme: Acme
 ) -> None:
     """Messages are acknowledged after their tasks: Redis keeps them if the worker is killed."""
-    await use(sessions, customer, price, 300)
+    await use(acme, 300)
     database = Ledger(database_url)
-    waiting = (
-        "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'ledger_entries'::regclass"
-    )
 
     with (
         redis_server(redis_home) as environment,
@@ -194,12 +157,7 @@ async def test_redis_gives_the_task_of_a_killed_worker_to_the_next_and_nothing_i
     ):
         # Without a schedule, the only message is that of the running task.
         killed = worker(tmp_path, database_url, environment, "killed", clock=False)
-        with psycopg.connect(database_url) as blocking, killed as running:
-            blocking.execute("LOCK TABLE ledger_entries IN SHARE MODE")
-            wait_until(
-                lambda: database.ask(waiting) != (0,), "the worker to be in the middle of a batch"
-            )
-            running.kill()
+        kill_at("ledger_entries", database, killed)
         left = {
             tag: json.loads(kept)[0]["headers"]["task"]
             for tag, kept in client.hgetall("unacked").items()
@@ -221,12 +179,7 @@ async def test_redis_gives_the_task_of_a_killed_worker_to_the_next_and_nothing_i
 
 
 async def test_two_workers_at_once_post_each_event_once(
-    tmp_path: Path,
-    broker: Broker,
-    database_url: str,
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
+    tmp_path: Path, broker: Broker, database_url: str, acme: Acme
 ) -> None:
     database = Ledger(database_url)
 
@@ -235,7 +188,7 @@ async def test_two_workers_at_once_post_each_event_once(
         worker(tmp_path, database_url, broker, "two"),
     ):
         for _ in range(3):
-            await use(sessions, customer, price, 500)
+            await use(acme, 500)
             wait_until(database.drained, "the workers to rate everything")
 
     database.assert_posted_once(1_500)
@@ -243,23 +196,18 @@ async def test_two_workers_at_once_post_each_event_once(
 
 @pytest.mark.faults
 async def test_a_redis_that_dies_and_comes_back_empty_holds_up_nothing(
-    tmp_path: Path,
-    redis_home: Path,
-    database_url: str,
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
+    tmp_path: Path, redis_home: Path, database_url: str, acme: Acme
 ) -> None:
     database = Ledger(database_url)
 
     with contextlib.ExitStack() as first_worker:
         environment = first_worker.enter_context(redis_server(redis_home))
         with worker(tmp_path, database_url, environment) as running:
-            await use(sessions, customer, price, 10)
+            await use(acme, 10)
             wait_until(database.drained, "the worker to rate everything")
             first_worker.close()
             with redis_server(redis_home):
-                await use(sessions, customer, price, 10)
+                await use(acme, 10)
                 wait_until(database.drained, "the worker to find Redis and its work again")
                 assert running.stop() == 0
 
@@ -267,31 +215,21 @@ async def test_a_redis_that_dies_and_comes_back_empty_holds_up_nothing(
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("table", ["usage_events", "ledger_transactions", "unrated_usage"])
+@pytest.mark.parametrize(
+    "table", ["usage_events", "ledger_transactions", "ledger_entries", "unrated_usage"]
+)
 async def test_a_worker_killed_at_any_write_of_a_batch_loses_and_doubles_nothing(
-    tmp_path: Path,
-    database_url: str,
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    table: str,
+    tmp_path: Path, database_url: str, acme: Acme, table: str
 ) -> None:
-    await use(sessions, customer, price, 300)
+    await use(acme, 300)
     database = Ledger(database_url)
-    waiting = f"SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = '{table}'::regclass"
 
-    with (
-        psycopg.connect(database_url) as blocking,
-        worker(tmp_path, database_url, {}, "killed") as running,
-    ):
-        blocking.execute(f"LOCK TABLE {table} IN SHARE MODE".encode())
-        wait_until(
-            lambda: database.ask(waiting) != (0,), "the worker to be in the middle of a batch"
-        )
-        running.kill()
+    kill_at(table, database, worker(tmp_path, database_url, {}, "killed"))
+    posted = database.ask("SELECT count(*) FROM ledger_transactions")
     with worker(tmp_path, database_url, {}, "next"):
         wait_until(database.drained, "the next worker to rate everything")
 
+    assert posted == (0,)
     database.assert_posted_once(300)
     assert not [verdict for verdict in fsck(database_url, LEDGER_CHECKS) if verdict.violation_count]
 

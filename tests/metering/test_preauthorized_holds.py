@@ -58,9 +58,7 @@ async def bind(world: HoldWorld, *binds: Bind) -> list[HoldAnswer | Exception]:
         return await holds.bind(binds, Renew(process_id, frozenset()))
 
 
-async def test_binding_shrinks_the_claim_to_that_of_the_request_and_is_done_once(
-    world: HoldWorld,
-) -> None:
+async def test_binding_shrinks_the_charge_to_that_of_the_request_once(world: HoldWorld) -> None:
     payer = world.tenant()
     tokens = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
     cost = world.quota(payer, QuotaDimension.COST_PICOS_PER_MONTH, 10**6)
@@ -83,9 +81,7 @@ async def test_binding_shrinks_the_claim_to_that_of_the_request_and_is_done_once
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_hold_that_expired_before_it_was_bound_gives_back_twice_and_bills_its_request(
-    world: HoldWorld,
-) -> None:
+async def test_a_hold_expired_before_its_request_gives_back_and_bills_it(world: HoldWorld) -> None:
     payer = world.tenant()
     tokens = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
     op = standing(payer)
@@ -180,9 +176,7 @@ async def in_use(store: AwaitedStore, payer: Payer) -> None:
     await store.settle(settle(op.hold_id, 5))
 
 
-async def test_preauthorized_holds_admit_requests_while_the_database_is_unavailable(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_preauthorized_holds_admit_during_an_outage(world: HoldWorld, tmp_path: Path) -> None:
     payer, stranger = world.tenant(), world.tenant("stranger")
     tokens = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
     async with (
@@ -313,9 +307,7 @@ async def test_preauthorized_holds_end_with_their_expiry(world: HoldWorld, tmp_p
             await store.admit(admit(payer))
 
 
-async def test_a_hold_being_preauthorized_during_the_release_is_released_too(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_a_hold_made_during_the_release_is_released(world: HoldWorld, tmp_path: Path) -> None:
     payer = world.tenant()
     with psycopg.connect(psycopg_conninfo(world.url), autocommit=True) as other:
         async with store_with_grace(world.url, tmp_path) as store:
@@ -341,9 +333,7 @@ async def test_a_hold_being_preauthorized_during_the_release_is_released_too(
             assert world.hold_count() == 0
 
 
-async def test_a_request_that_needs_what_is_set_aside_gets_it(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_a_request_that_needs_the_reserve_gets_it(world: HoldWorld, tmp_path: Path) -> None:
     """Pre-authorized holds cause no refusal; only requests beyond the limit are refused."""
     payer = world.tenant()
     world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 900)
@@ -387,9 +377,7 @@ async def test_a_request_that_is_abandoned_while_room_is_made_for_it_takes_none(
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_call_is_never_inside_the_one_that_begins_though_the_database_is_away(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_a_call_never_runs_inside_another_begin(world: HoldWorld, tmp_path: Path) -> None:
     payer = world.tenant()
     answers: list[object] = []
     async with (
@@ -417,9 +405,7 @@ async def test_a_call_is_never_inside_the_one_that_begins_though_the_database_is
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_key_at_half_of_a_limit_has_no_preauthorized_hold(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_a_half_used_key_has_no_preauthorized_hold(world: HoldWorld, tmp_path: Path) -> None:
     payer = world.tenant()
     concurrent = world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 10)
     watching = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1)

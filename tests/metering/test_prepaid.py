@@ -13,10 +13,9 @@ from datetime import UTC, date, datetime, timedelta
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering.core.errors import InvalidValue
-from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
+from metering.core.models import QuotaDimension
 from metering.holds.operations import Admitted, Extend, Extended, Settled, Void
 from metering.holds.recovery import sweep_expired_holds
 from metering.invoicing.closing import close_month
@@ -34,7 +33,7 @@ from metering.plans.prepaid import (
     refresh_for_the_month,
     set_prepaid,
 )
-from metering.quotas.quota_admin import delete_quota, override_quota, set_quota
+from metering.quotas.quota_admin import delete_quota, override_quota
 from metering.quotas.quota_rules import Payer
 from metering.quotas.quota_states import quotas_for
 from metering.quotas.quotas import InsufficientCredit, QuotaExceeded
@@ -42,6 +41,7 @@ from metering.store.db import Sessions
 from tests.metering.closing_world import ISSUER
 from tests.metering.hold_world import NOON, HoldWorld, admit, of_type, settle
 from tests.metering.invariants import check_invariants
+from tests.metering.usage import grant, new_limit
 from tests.metering.workers import wait_until
 
 NOVEMBER, DECEMBER, JANUARY = date(2026, 11, 1), date(2026, 12, 1), date(2027, 1, 1)
@@ -49,49 +49,33 @@ EACH = 10 * 3 + 20 * 7  # price of the request that `admit` makes
 
 
 async def prepaid(
-    sessions_of_acme: Sessions, world: HoldWorld, amount: int, *, last_month: date = DECEMBER
+    sessions: Sessions, world: HoldWorld, amount: int, *, last_month: date = DECEMBER
 ) -> Payer:
     """Create a prepaid organization with credit."""
     payer = world.tenant()
-    async with sessions_of_acme.begin() as session:
+    async with sessions.begin() as session:
         await set_prepaid(session, organization="acme", prepaid=True, actor="test")
         if amount:
             await grant(session, amount, last_month=last_month)
     return payer
 
 
-async def grant(
-    session: AsyncSession, amount: int, *, last_month: date, first_month: date | None = None
-) -> Grant:
-    made = await grant_credit(
-        session,
-        organization="acme",
-        amount_picos=amount,
-        first_month=first_month,
-        last_month=last_month,
-        reason="paid",
-        actor="test",
-    )
-    await refresh(session, made.organization_id, actor="test", granted_picos=made.amount_picos)
-    return made
-
-
-async def available(sessions_of_acme: Sessions) -> int:
-    async with sessions_of_acme() as session:
+async def available(sessions: Sessions) -> int:
+    async with sessions() as session:
         return (await credit_balance(session, organization="acme")).available_picos
 
 
-async def remaining(sessions_of_acme: Sessions, payer: Payer) -> int:
-    async with sessions_of_acme() as session:
+async def remaining(sessions: Sessions, payer: Payer) -> int:
+    async with sessions() as session:
         states = await quotas_for(session, subject_ids=payer.subject_ids)
     [credit] = [each for each in states if each.dimension is QuotaDimension.PREPAID_CREDIT_PICOS]
     return credit.remaining
 
 
 async def test_credit_for_fifty_admits_fifty_of_two_hundred_over_twenty_connections(
-    world: HoldWorld, sessions_of_acme: Sessions
+    world: HoldWorld, sessions: Sessions
 ) -> None:
-    payer = await prepaid(sessions_of_acme, world, 50 * EACH + EACH - 1)
+    payer = await prepaid(sessions, world, 50 * EACH + EACH - 1)
 
     batches = [[admit(payer, least_tokens=20) for _ in range(10)] for _ in range(20)]
     answers = await asyncio.gather(*(world.run(*batch) for batch in batches))
@@ -100,23 +84,23 @@ async def test_credit_for_fifty_admits_fifty_of_two_hundred_over_twenty_connecti
     refused = of_type(InsufficientCredit, [answer for each in answers for answer in each])
     assert (len(admitted), len(refused)) == (50, 150)
     assert not any(each.retry_helps for each in refused)
-    assert await available(sessions_of_acme) == await remaining(sessions_of_acme, payer) == EACH - 1
+    assert await available(sessions) == await remaining(sessions, payer) == EACH - 1
     await world.run(*(settle(each.hold_id, 20) for each in admitted))
     assert isinstance((await world.run(admit(payer, least_tokens=20)))[0], InsufficientCredit)
     check_invariants(world.url)
 
 
 async def test_a_stream_ends_with_the_credit_and_continues_after_a_grant(
-    world: HoldWorld, sessions_of_acme: Sessions
+    world: HoldWorld, sessions: Sessions
 ) -> None:
-    payer = await prepaid(sessions_of_acme, world, EACH + 5 * 7)
+    payer = await prepaid(sessions, world, EACH + 5 * 7)
     [admitted] = await world.run(admit(payer))
     assert isinstance(admitted, Admitted)
 
     extend = Extend(admitted.hold_id, 20, 0, 20)
     [first] = await world.run(extend)
     [refused] = await world.run(Extend(admitted.hold_id, 25, 0, 20))
-    async with sessions_of_acme.begin() as session:
+    async with sessions.begin() as session:
         await grant(session, 2 * 7, last_month=DECEMBER)
     [second] = await world.run(Extend(admitted.hold_id, 25, 0, 20))
     [settled] = await world.run(settle(admitted.hold_id, 26))
@@ -127,14 +111,14 @@ async def test_a_stream_ends_with_the_credit_and_continues_after_a_grant(
     assert isinstance(refused, QuotaExceeded)
     assert second == Extended(27)
     assert isinstance(settled, Settled)
-    assert await available(sessions_of_acme) == 7
+    assert await available(sessions) == 7
     check_invariants(world.url)
 
 
 async def test_no_request_is_admitted_without_credit_and_the_error_has_the_missing_amount(
-    world: HoldWorld, sessions_of_acme: Sessions
+    world: HoldWorld, sessions: Sessions
 ) -> None:
-    payer = await prepaid(sessions_of_acme, world, 0)
+    payer = await prepaid(sessions, world, 0)
     world.quota(payer, QuotaDimension.REQUESTS_PER_MINUTE, 0)
 
     [refused] = await world.run(admit(payer))
@@ -149,13 +133,13 @@ async def test_no_request_is_admitted_without_credit_and_the_error_has_the_missi
 
 
 async def test_earlier_and_running_requests_count_from_the_change_to_prepaid(
-    world: HoldWorld, sessions_of_acme: Sessions
+    world: HoldWorld, sessions: Sessions
 ) -> None:
     """Earlier usage is paid first; running requests hold credit at once."""
     payer = world.tenant()
     [done, runs] = of_type(Admitted, await world.run(admit(payer), admit(payer)))
     await world.run(settle(done.hold_id, 20))
-    async with sessions_of_acme.begin() as session:
+    async with sessions.begin() as session:
         await grant_credit(
             session,
             organization="acme",
@@ -171,75 +155,69 @@ async def test_earlier_and_running_requests_count_from_the_change_to_prepaid(
 
     assert again
     assert [type(each) for each in answers] == [Admitted, InsufficientCredit]
-    await rate_all_pending(sessions_of_acme)
-    assert await available(sessions_of_acme) == await remaining(sessions_of_acme, payer) == 0
+    await rate_all_pending(sessions)
+    assert await available(sessions) == await remaining(sessions, payer) == 0
     await world.run(settle(runs.hold_id, 1))
-    assert await available(sessions_of_acme) == await remaining(sessions_of_acme, payer) == 19 * 7
+    assert await available(sessions) == await remaining(sessions, payer) == 19 * 7
     check_invariants(world.url)
-    async with sessions_of_acme.begin() as session:
+    async with sessions.begin() as session:
         await set_prepaid(session, organization="acme", prepaid=False, actor="test")
     assert of_type(Admitted, await world.run(*(admit(payer) for _ in range(5))))
     check_invariants(world.url)
 
 
 async def test_credit_ends_with_its_month_by_the_clock_and_later_credit_remains(
-    world: HoldWorld, sessions_of_acme: Sessions
+    world: HoldWorld, sessions: Sessions
 ) -> None:
     """Also before a worker has run; requests across the border are paid by the new month."""
-    payer = await prepaid(sessions_of_acme, world, 3 * EACH, last_month=NOVEMBER)
-    async with sessions_of_acme.begin() as session:
+    payer = await prepaid(sessions, world, 3 * EACH, last_month=NOVEMBER)
+    async with sessions.begin() as session:
         await grant(session, EACH, last_month=DECEMBER)
         await grant(session, EACH, first_month=DECEMBER, last_month=JANUARY)
-    assert await remaining(sessions_of_acme, payer) == 4 * EACH
+    assert await remaining(sessions, payer) == 4 * EACH
     [done, runs] = of_type(Admitted, await world.run(admit(payer), admit(payer)))
     await world.run(settle(done.hold_id, 20))
 
     world.set_time(datetime(2026, 12, 1, tzinfo=UTC) + timedelta(microseconds=1))
-    unlooked = await remaining(sessions_of_acme, payer)
-    refreshed = await refresh_for_the_month(sessions_of_acme)
+    unlooked = await remaining(sessions, payer)
+    refreshed = await refresh_for_the_month(sessions)
 
     # Lasting credit, less the used and held amounts; never more than is available.
     assert unlooked == EACH - EACH - EACH
     assert refreshed == 1
-    assert await refresh_for_the_month(sessions_of_acme) == 0
+    assert await refresh_for_the_month(sessions) == 0
     # November owes one request, paid by its own credit; the rest of that credit expires, and the
     # running request holds December's.
-    assert (
-        await available(sessions_of_acme)
-        == await remaining(sessions_of_acme, payer)
-        == 2 * EACH - EACH
-    )
+    assert await available(sessions) == await remaining(sessions, payer) == 2 * EACH - EACH
     await world.run(settle(runs.hold_id, 20))
-    await rate_all_pending(sessions_of_acme)
-    async with sessions_of_acme.begin() as session:
+    await rate_all_pending(sessions)
+    async with sessions.begin() as session:
         await refresh(session, payer.organization_id, actor="test")
-    assert await available(sessions_of_acme) == await remaining(sessions_of_acme, payer) == EACH
+    assert await available(sessions) == await remaining(sessions, payer) == EACH
     check_invariants(world.url)
 
 
 async def test_a_close_changes_nothing_of_what_is_available(
-    world: HoldWorld, sessions_of_acme: Sessions
+    world: HoldWorld, sessions: Sessions
 ) -> None:
     """The open month's preview equals its close; expiring credit is gone before and after."""
-    payer = await prepaid(sessions_of_acme, world, 3 * EACH + 5, last_month=NOVEMBER)
-    async with sessions_of_acme.begin() as session:
+    payer = await prepaid(sessions, world, 3 * EACH + 5, last_month=NOVEMBER)
+    async with sessions.begin() as session:
         await grant(session, 2 * EACH, last_month=DECEMBER)
     for each in of_type(Admitted, await world.run(*(admit(payer) for _ in range(4)))):
         await world.run(settle(each.hold_id, 20))
     world.set_time(datetime(2026, 12, 3, tzinfo=UTC))
-    await refresh_for_the_month(sessions_of_acme)
-    before = await available(sessions_of_acme), await remaining(sessions_of_acme, payer)
+    await refresh_for_the_month(sessions)
+    before = await available(sessions), await remaining(sessions, payer)
 
-    await close_month(
-        sessions_of_acme, organization="acme", month="2026-11", actor="test", issuer=ISSUER
-    )
+    await close_month(sessions, organization="acme", month="2026-11", actor="test", issuer=ISSUER)
 
     assert (
         before
-        == (await available(sessions_of_acme), await remaining(sessions_of_acme, payer))
+        == (await available(sessions), await remaining(sessions, payer))
         == (EACH + 5, EACH + 5)
     )
-    async with sessions_of_acme() as session:
+    async with sessions() as session:
         found = await list_grants(session, organization="acme")
     assert [(each.spent_picos, each.expired_picos, each.remaining_picos) for each in found] == [
         (3 * EACH + 5, 0, 0),
@@ -252,49 +230,47 @@ async def test_a_close_changes_nothing_of_what_is_available(
 
 
 async def test_a_lost_request_takes_credit_only_for_what_is_billed(
-    world: HoldWorld, sessions_of_acme: Sessions
+    world: HoldWorld, sessions: Sessions
 ) -> None:
     """Its lease is unspent credit. The owner's late report is billed, even beyond the credit."""
-    payer = await prepaid(sessions_of_acme, world, EACH)
+    payer = await prepaid(sessions, world, EACH)
     [lost] = of_type(Admitted, await world.run(admit(payer)))
     world.advance(61)
 
     await sweep_expired_holds(world.url)
-    assert await remaining(sessions_of_acme, payer) == EACH
+    assert await remaining(sessions, payer) == EACH
     [admitted] = of_type(Admitted, await world.run(admit(payer)))
     await world.run(settle(admitted.hold_id, 20))
     await world.run(settle(lost.hold_id, 10, recovered=True))
 
-    assert await remaining(sessions_of_acme, payer) == -(10 * 3 + 10 * 7)
+    assert await remaining(sessions, payer) == -(10 * 3 + 10 * 7)
     check_invariants(world.url)
-    await rate_all_pending(sessions_of_acme)
+    await rate_all_pending(sessions)
     check_invariants(world.url)
 
 
-async def test_a_voided_request_gives_all_back(
-    world: HoldWorld, sessions_of_acme: Sessions
-) -> None:
-    payer = await prepaid(sessions_of_acme, world, EACH)
+async def test_a_voided_request_returns_all(world: HoldWorld, sessions: Sessions) -> None:
+    payer = await prepaid(sessions, world, EACH)
     [admitted] = of_type(Admitted, await world.run(admit(payer)))
 
     await world.run(Void(admitted.hold_id))
 
-    assert await remaining(sessions_of_acme, payer) == EACH
+    assert await remaining(sessions, payer) == EACH
 
 
 async def test_a_request_that_is_voided_after_an_extension_leaves_the_credit_as_it_was(
-    world: HoldWorld, sessions_of_acme: Sessions
+    world: HoldWorld, sessions: Sessions
 ) -> None:
     """Its client was told that nothing is billed, so no part may bill it."""
-    payer = await prepaid(sessions_of_acme, world, 2 * EACH)
+    payer = await prepaid(sessions, world, 2 * EACH)
     for _ in range(4):
         [admitted] = of_type(Admitted, await world.run(admit(payer)))
         await world.run(Extend(admitted.hold_id, 0, 0, 10))
         await world.run(Void(admitted.hold_id))
 
-    await rate_all_pending(sessions_of_acme)
+    await rate_all_pending(sessions)
 
-    assert await remaining(sessions_of_acme, payer) == 2 * EACH
+    assert await remaining(sessions, payer) == 2 * EACH
     assert world.counters(world.one("SELECT quota_id FROM prepaid_organizations")) == [(0, 0)]
     assert world.one("SELECT count(*) FROM usage_events") == 0
     assert world.one("SELECT count(*) FROM ledger_transactions WHERE kind = 'usage'") == 0
@@ -302,10 +278,10 @@ async def test_a_request_that_is_voided_after_an_extension_leaves_the_credit_as_
 
 
 async def test_credit_beyond_what_a_limit_can_say_is_refused_and_not_left_unused(
-    world: HoldWorld, sessions_of_acme: Sessions
+    world: HoldWorld, sessions: Sessions
 ) -> None:
-    payer = await prepaid(sessions_of_acme, world, 0)
-    async with sessions_of_acme.begin() as session:
+    payer = await prepaid(sessions, world, 0)
+    async with sessions.begin() as session:
         for _ in range(9):
             await grant(session, 10**18, last_month=DECEMBER)
 
@@ -313,21 +289,19 @@ async def test_credit_beyond_what_a_limit_can_say_is_refused_and_not_left_unused
         with pytest.raises(
             InvalidValue, match=r"must be at most 223,372\.036854775807 USD, got 1,000,000"
         ) as refusal:
-            async with sessions_of_acme.begin() as session:
+            async with sessions.begin() as session:
                 await grant(session, 10**18, first_month=first_month, last_month=DECEMBER)
         assert refusal.value.field == "amount_picos"
 
-    assert (
-        await available(sessions_of_acme) == await remaining(sessions_of_acme, payer) == 9 * 10**18
-    )
+    assert await available(sessions) == await remaining(sessions, payer) == 9 * 10**18
 
 
 async def test_plans_and_limits_by_hand_are_refused_with_the_remedy(
-    world: HoldWorld, sessions_of_acme: Sessions
+    world: HoldWorld, sessions: Sessions
 ) -> None:
-    await prepaid(sessions_of_acme, world, EACH)
+    await prepaid(sessions, world, EACH)
     quota_id = str(world.one("SELECT id FROM quotas"))
-    async with sessions_of_acme.begin() as session:
+    async with sessions.begin() as session:
         await create_plan(
             session, name="some", rules=PlanRules((Allowance(Selector(), 5),)), actor="test"
         )
@@ -342,14 +316,7 @@ async def test_plans_and_limits_by_hand_are_refused_with_the_remedy(
                 session, quota_id=quota_id, limit_value=9, until=NOON, reason="no", actor="test"
             )
         with pytest.raises(InvalidValue, match="grant credit"):
-            await set_quota(
-                session,
-                subject=QuotaSubject.ORGANIZATION,
-                subject_ref="acme",
-                key=QuotaKey(QuotaDimension.PREPAID_CREDIT_PICOS),
-                terms=QuotaTerms(5),
-                actor="test",
-            )
+            await new_limit(session, "acme", QuotaDimension.PREPAID_CREDIT_PICOS, 5)
         await set_prepaid(session, organization="acme", prepaid=False, actor="test")
         await assign_plan(
             session, organization="acme", plan="some", first_month=DECEMBER, actor="test"
@@ -375,9 +342,7 @@ def grants(draw: st.DrawFn) -> list[Grant]:
 
 
 @given(grants(), st.dictionaries(months, st.integers(0, 150)))
-def test_open_months_leave_what_their_closes_will_leave(
-    found: list[Grant], due: dict[date, int]
-) -> None:
+def test_open_months_leave_what_closes_leave(found: list[Grant], due: dict[date, int]) -> None:
     """Closes one after the other, as the ledger sees them; the available credit never grows."""
     now = date(2026, 12, 1)
     left = {each.id: each.amount_picos for each in found}
@@ -400,17 +365,17 @@ def test_open_months_leave_what_their_closes_will_leave(
 
 
 async def test_assigning_a_plan_and_switching_to_prepaid_are_serialized(
-    world: HoldWorld, sessions_of_acme: Sessions
+    world: HoldWorld, sessions: Sessions
 ) -> None:
     world.tenant()
-    async with sessions_of_acme.begin() as session:
+    async with sessions.begin() as session:
         await create_plan(
             session,
             name="free",
             rules=PlanRules(allowances=(Allowance(Selector(), 5),)),
             actor="test",
         )
-    async with sessions_of_acme() as first, sessions_of_acme() as second:
+    async with sessions() as first, sessions() as second:
         await assign_plan(first, organization="acme", plan="free", actor="test")
         pays = asyncio.create_task(
             set_prepaid(second, organization="acme", prepaid=True, actor="test")

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import func, select, text
+from sqlalchemy import func, select
 
 from metering.core.audit import list_audit_entries
 from metering.core.errors import AlreadyExists, InvalidValue, NotFound, PriceMissing
@@ -18,19 +18,18 @@ from metering.core.models import ServiceTier
 from metering.holds.operations import Admitted
 from metering.pricing.prices import (
     ModelPrice,
-    PriceTerms,
     customer_prices,
     multiplied_rates,
     price_history,
     price_in_force,
-    set_price,
     versions_in_force,
     withdraw_price,
 )
 from metering.quotas.quota_rules import Payer
 from metering.store.db import Sessions, create_engine, create_sessions
 from tests.metering.hold_world import MODEL, NOON, HoldWorld, admit
-from tests.metering.usage import Customer, Rates, new_customer
+from tests.metering.queries import execute
+from tests.metering.usage import Customer, Rates, new_customer, new_price
 
 INTERACTIVE, BATCH = ServiceTier.INTERACTIVE, ServiceTier.BATCH
 
@@ -55,40 +54,28 @@ async def paid(
     return found.output_picos_per_token
 
 
-async def test_a_customers_own_price_wins_until_it_is_withdrawn(
-    sessions: Sessions, customer: Customer
-) -> None:
+async def test_an_own_price_wins_until_withdrawn(sessions: Sessions, customer: Customer) -> None:
     """A tier without its own row uses the interactive price."""
     async with sessions.begin() as session:
         other = await new_customer(session, "other")
-        await set_price(session, PriceTerms(model="demo", **rates(8_000)), actor="test")
+        await new_price(session, **rates(8_000))
     assert (await paid(sessions, customer), await paid(sessions, customer, BATCH)) == (8_000, 8_000)
 
     async with sessions.begin() as session:
-        await set_price(
-            session,
-            PriceTerms(model="demo", **rates(10_000), batch_multiplier_milli=500),
-            actor="test",
-        )
-    assert (await paid(sessions, customer), await paid(sessions, customer, BATCH)) == (
-        10_000,
-        5_000,
-    )
+        await new_price(session, **rates(10_000), batch_multiplier_milli=500)
+    assert await paid(sessions, customer) == 10_000
+    assert await paid(sessions, customer, BATCH) == 5_000
 
     async with sessions.begin() as session:
-        await set_price(
-            session, PriceTerms(model="demo", organization="acme", **rates(6_000)), actor="test"
-        )
+        await new_price(session, organization="acme", **rates(6_000))
     # The batch tier's discount is kept: an own price must not raise it unnoticed.
     assert (await paid(sessions, customer), await paid(sessions, customer, BATCH)) == (6_000, 3_000)
     assert (await paid(sessions, other), await paid(sessions, None, BATCH)) == (10_000, 5_000)
 
     async with sessions.begin() as session:
         ended = await withdraw_price(session, model="demo", organization="acme", actor="test")
-    assert (await paid(sessions, customer), await paid(sessions, customer, BATCH)) == (
-        10_000,
-        5_000,
-    )
+    assert await paid(sessions, customer) == 10_000
+    assert await paid(sessions, customer, BATCH) == 5_000
     async with sessions.begin() as session:
         with pytest.raises(NotFound, match="own price"):
             await withdraw_price(session, model="demo", organization="acme", actor="test")
@@ -101,60 +88,33 @@ async def test_a_customers_own_price_wins_until_it_is_withdrawn(
     assert [entry.action for entry in entries] == ["price.withdraw"] * 2 + ["price.set"] * 5
 
 
-async def test_the_past_stays_and_errors_name_field_and_remedy(
-    sessions: Sessions, customer: Customer
-) -> None:
+async def test_the_past_stays_and_errors_are_named(sessions: Sessions, customer: Customer) -> None:
     async with sessions.begin() as session:
         now = (await session.scalars(select(func.now()))).one()
-        first = await set_price(
-            session,
-            PriceTerms(model="demo", **rates(8_000), effective_at=now + timedelta(days=1)),
-            actor="test",
-        )
+        first = await new_price(session, **rates(8_000), effective_at=now + timedelta(days=1))
         with pytest.raises(AlreadyExists, match="choose another time"):
-            await set_price(
-                session,
-                PriceTerms(model="demo", **rates(9_000), effective_at=now + timedelta(days=1)),
-                actor="test",
-            )
+            await new_price(session, **rates(9_000), effective_at=now + timedelta(days=1))
         with pytest.raises(InvalidValue, match="acme is billed in USD"):
-            await set_price(
-                session,
-                PriceTerms(model="demo", organization="acme", currency_code="EUR", **rates(1)),
-                actor="test",
-            )
+            await new_price(session, organization="acme", currency_code="EUR", **rates(1))
         with pytest.raises(NotFound, match="nobody"):
-            await set_price(
-                session, PriceTerms(model="demo", organization="nobody", **rates(1)), actor="test"
-            )
+            await new_price(session, organization="nobody", **rates(1))
         with pytest.raises(InvalidValue, match=r"batch_multiplier_milli: 333 .* use 300 or 400"):
-            await set_price(
-                session,
-                PriceTerms(model="demo", **rates(10), batch_multiplier_milli=333),
-                actor="test",
-            )
+            await new_price(session, **rates(10), batch_multiplier_milli=333)
         with pytest.raises(
             InvalidValue, match="batch_multiplier_milli: must be between 0 and 1000000"
         ):
-            await set_price(
-                session,
-                PriceTerms(model="demo", **rates(10), batch_multiplier_milli=-1),
-                actor="test",
-            )
+            await new_price(session, **rates(10), batch_multiplier_milli=-1)
     for statement in (
         "UPDATE price_versions SET output_picos_per_token = 0",
         "DELETE FROM price_versions",
     ):
         with pytest.raises(Exception, match="append-only"):
-            async with sessions.begin() as session:
-                await session.execute(text(statement))
+            await execute(sessions, statement)
     assert first.effective_at > now
 
 
 @given(st.lists(st.integers(0, 10**13), min_size=1, max_size=4), st.integers(0, 1_000_000))
-def test_a_multiplier_is_exact_or_refused_with_the_nearest_that_are(
-    prices: list[int], milli: int
-) -> None:
+def test_a_multiplier_is_exact_or_refused_with_the_nearest(prices: list[int], milli: int) -> None:
     try:
         multiplied = multiplied_rates(prices, milli)
     except InvalidValue as refused:
@@ -188,9 +148,7 @@ def in_force(
     return None
 
 
-async def test_holds_and_lookups_agree_with_a_model_at_every_time(
-    world: HoldWorld, database_url: str
-) -> None:
+async def test_holds_and_lookups_agree_with_a_model(world: HoldWorld, database_url: str) -> None:
     """Random lists, own prices, withdrawals and tiers at random times."""
     chance = random.Random(20)
     engine = create_engine(database_url)
@@ -209,16 +167,13 @@ async def test_holds_and_lookups_agree_with_a_model_at_every_time(
                         )
                     else:
                         values = rates(chance.randrange(1_000) * 2_000)
-                        await set_price(
+                        await new_price(
                             session,
-                            PriceTerms(
-                                model=MODEL,
-                                organization=owner,
-                                **values,
-                                batch_multiplier_milli=multiplier,
-                                effective_at=at,
-                            ),
-                            actor="test",
+                            MODEL,
+                            organization=owner,
+                            **values,
+                            batch_multiplier_milli=multiplier,
+                            effective_at=at,
                         )
             except (AlreadyExists, NotFound):
                 continue
@@ -264,14 +219,10 @@ def payer_of(customer: Customer) -> Payer:
     return Payer(customer.organization_id, customer.key.project_id, customer.key.id, "USD")
 
 
-async def test_a_customers_own_price_serves_no_other_customer(
-    sessions: Sessions, customer: Customer
-) -> None:
+async def test_an_own_price_serves_nobody_else(sessions: Sessions, customer: Customer) -> None:
     async with sessions.begin() as session:
         other = await new_customer(session, "other")
-        await set_price(
-            session, PriceTerms(model="demo", organization="acme", **rates(6_000)), actor="test"
-        )
+        await new_price(session, organization="acme", **rates(6_000))
 
     assert await paid(sessions, customer, BATCH) == 6_000
     with pytest.raises(PriceMissing):
@@ -284,9 +235,7 @@ async def test_concurrent_price_changes_make_one_version(sessions: Sessions) -> 
 
     async def set_it(output: int) -> None:
         async with sessions.begin() as session:
-            await set_price(
-                session, PriceTerms(model="demo", **rates(output), effective_at=at), actor="test"
-            )
+            await new_price(session, **rates(output), effective_at=at)
 
     done = await asyncio.gather(set_it(1_000), set_it(2_000), return_exceptions=True)
 

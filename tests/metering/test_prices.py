@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from sqlalchemy import func, select
@@ -11,31 +12,21 @@ from metering.core.audit import list_audit_entries
 from metering.core.errors import AlreadyExists, InvalidValue, NotFound, PriceMissing
 from metering.pricing.prices import (
     ModelPrice,
-    PriceTerms,
     get_price,
     list_current_prices,
     price_in_force,
-    set_price,
 )
 from metering.store.db import Sessions
-from tests.metering.usage import Rates
+from tests.metering.usage import new_price, rates_of
 
-RATES = Rates(input_picos_per_token=3, cached_input_picos_per_token=2, output_picos_per_token=5)
+RATES = rates_of(3, 2, 5)
 
 
-async def test_a_later_version_takes_over_at_its_time(
-    sessions: Sessions, price: ModelPrice
-) -> None:
+async def test_a_later_version_starts_at_its_time(sessions: Sessions, price: ModelPrice) -> None:
     async with sessions.begin() as session:
         now = (await session.scalars(select(func.now()))).one()
-        tomorrow = await set_price(
-            session,
-            PriceTerms(model="demo", **RATES, effective_at=now + timedelta(days=1)),
-            actor="test",
-        )
-        euros = await set_price(
-            session, PriceTerms(model="demo", currency_code="EUR", **RATES), actor="test"
-        )
+        tomorrow = await new_price(session, **RATES, effective_at=now + timedelta(days=1))
+        euros = await new_price(session, currency_code="EUR", **RATES)
     async with sessions() as session:
         today = await price_in_force(session, model="demo", currency_code="USD")
         then = await price_in_force(
@@ -68,35 +59,21 @@ async def test_the_past_is_not_repriced(sessions: Sessions) -> None:
     async with sessions.begin() as session:
         now = (await session.scalars(select(func.now()))).one()
         with pytest.raises(InvalidValue, match="effective_time"):
-            await set_price(
-                session,
-                PriceTerms(model="demo", **RATES, effective_at=now - timedelta(microseconds=1)),
-                actor="test",
-            )
-        await set_price(session, PriceTerms(model="demo", **RATES, effective_at=now), actor="test")
+            await new_price(session, **RATES, effective_at=now - timedelta(microseconds=1))
+        await new_price(session, **RATES, effective_at=now)
         with pytest.raises(AlreadyExists):
-            await set_price(
-                session, PriceTerms(model="demo", **RATES, effective_at=now), actor="test"
-            )
+            await new_price(session, **RATES, effective_at=now)
 
 
 async def test_bad_values_are_named(sessions: Sessions) -> None:
     async with sessions.begin() as session:
         for value in (-1, 10**16):
-            for bad, field in (
-                (Rates({**RATES, "input_picos_per_token": value}), "input_picos_per_token"),
-                (
-                    Rates({**RATES, "cached_input_picos_per_token": value}),
-                    "cached_input_picos_per_token",
-                ),
-                (Rates({**RATES, "output_picos_per_token": value}), "output_picos_per_token"),
-            ):
+            for field in RATES:
+                bad: dict[str, Any] = {**RATES, field: value}
                 with pytest.raises(InvalidValue, match=field):
-                    await set_price(session, PriceTerms(model="demo", **bad), actor="test")
+                    await new_price(session, **bad)
         for model in ("", "=1+1", "a b", "m" * 201):
             with pytest.raises(InvalidValue, match="model"):
-                await set_price(session, PriceTerms(model=model, **RATES), actor="test")
+                await new_price(session, model, **RATES)
         with pytest.raises(InvalidValue, match="currency_code"):
-            await set_price(
-                session, PriceTerms(model="demo", currency_code="XXX", **RATES), actor="test"
-            )
+            await new_price(session, currency_code="XXX", **RATES)

@@ -11,33 +11,23 @@ from sqlalchemy import insert, select, text
 
 from metering.core.audit import list_audit_entries
 from metering.core.errors import InvalidValue, NotFound
-from metering.core.models import QuotaCounter, QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
+from metering.core.models import QuotaCounter, QuotaDimension, QuotaSubject
 from metering.quotas.quota_admin import (
     SETTABLE,
     delete_all_past_counters,
     delete_past_counters,
     delete_quota,
-    set_quota,
 )
 from metering.quotas.quota_rules import QuotaState, window_start
 from metering.quotas.quota_states import list_quotas, quotas_for
 from metering.store.db import Sessions
-from tests.metering.usage import Customer, new_customer
+from tests.metering.usage import Customer, new_customer, new_limit
 
 
-async def test_a_limit_set_again_keeps_what_was_used(
-    sessions: Sessions, customer: Customer
-) -> None:
+async def test_a_limit_set_again_keeps_its_usage(sessions: Sessions, customer: Customer) -> None:
     async def set_limit(limit_value: int) -> uuid.UUID:
         async with sessions.begin() as session:
-            state = await set_quota(
-                session,
-                subject=QuotaSubject.ORGANIZATION,
-                subject_ref="acme",
-                key=QuotaKey(QuotaDimension.TOKENS_PER_MONTH),
-                terms=QuotaTerms(limit_value),
-                actor="ann",
-            )
+            state = await new_limit(session, "acme", QuotaDimension.TOKENS_PER_MONTH, limit_value)
         assert (state.limit_value, state.resets_in_s is None) == (limit_value, False)
         return state.quota_id
 
@@ -71,9 +61,7 @@ async def test_a_limit_set_again_keeps_what_was_used(
     ]
 
 
-async def test_limits_of_a_request_are_those_of_its_subjects_and_model(
-    sessions: Sessions, customer: Customer
-) -> None:
+async def test_a_request_has_its_subjects_limits(sessions: Sessions, customer: Customer) -> None:
     async with sessions.begin() as session:
         await new_customer(session, "bolt")
         for subject, ref, model, dimension in (
@@ -83,14 +71,7 @@ async def test_limits_of_a_request_are_those_of_its_subjects_and_model(
             (QuotaSubject.ORGANIZATION, "acme", "", QuotaDimension.REQUESTS_PER_MINUTE),
             (QuotaSubject.ORGANIZATION, "bolt", "", QuotaDimension.REQUESTS_PER_MINUTE),
         ):
-            await set_quota(
-                session,
-                subject=subject,
-                subject_ref=ref,
-                key=QuotaKey(dimension, model),
-                terms=QuotaTerms(9),
-                actor="test",
-            )
+            await new_limit(session, ref, dimension, 9, model=model, subject=subject)
     ids = (customer.organization_id, customer.key.project_id, customer.key.id)
     async with sessions() as session:
         for_demo = await quotas_for(session, subject_ids=ids, model="demo")
@@ -108,18 +89,15 @@ async def test_limits_of_a_request_are_those_of_its_subjects_and_model(
     assert (len(of_acme), len(of_all)) == (4, 5)
 
 
-async def test_a_removed_limit_is_gone_and_setting_it_makes_a_new_one(
-    sessions: Sessions, customer: Customer
-) -> None:
+async def test_a_removed_limit_is_set_as_a_new_one(sessions: Sessions, customer: Customer) -> None:
     async def set_limit() -> uuid.UUID:
         async with sessions.begin() as session:
-            state = await set_quota(
+            state = await new_limit(
                 session,
+                "acme/search",
+                QuotaDimension.TOKENS_PER_DAY,
+                9,
                 subject=QuotaSubject.PROJECT,
-                subject_ref="acme/search",
-                key=QuotaKey(QuotaDimension.TOKENS_PER_DAY),
-                terms=QuotaTerms(9),
-                actor="test",
             )
         return state.quota_id
 
@@ -134,19 +112,10 @@ async def test_a_removed_limit_is_gone_and_setting_it_makes_a_new_one(
     assert await set_limit() != first
 
 
-async def test_two_admins_at_once_make_one_limit_and_an_ordered_log(
-    sessions: Sessions, customer: Customer
-) -> None:
+async def test_two_admins_make_one_limit_in_order(sessions: Sessions, customer: Customer) -> None:
     async def set_limit(limit_value: int) -> None:
         async with sessions.begin() as session:
-            await set_quota(
-                session,
-                subject=QuotaSubject.ORGANIZATION,
-                subject_ref="acme",
-                key=QuotaKey(QuotaDimension.TOKENS_PER_DAY),
-                terms=QuotaTerms(limit_value),
-                actor="test",
-            )
+            await new_limit(session, "acme", QuotaDimension.TOKENS_PER_DAY, limit_value)
 
     await asyncio.gather(*(set_limit(limit_value) for limit_value in range(1, 6)))
 
@@ -166,40 +135,22 @@ async def test_bad_values_are_named(sessions: Sessions, customer: Customer) -> N
     async with sessions.begin() as session:
         for limit_value in (-1, 2**63):
             with pytest.raises(InvalidValue, match="limit_value"):
-                await set_quota(
-                    session,
-                    subject=QuotaSubject.ORGANIZATION,
-                    subject_ref="acme",
-                    key=QuotaKey(QuotaDimension.TOKENS_PER_DAY),
-                    terms=QuotaTerms(limit_value),
-                    actor="test",
-                )
+                await new_limit(session, "acme", QuotaDimension.TOKENS_PER_DAY, limit_value)
         with pytest.raises(NotFound):
-            await set_quota(
+            await new_limit(
                 session,
+                "wk_nothing0",
+                QuotaDimension.TOKENS_PER_DAY,
+                1,
                 subject=QuotaSubject.API_KEY,
-                subject_ref="wk_nothing0",
-                key=QuotaKey(QuotaDimension.TOKENS_PER_DAY),
-                terms=QuotaTerms(1),
-                actor="test",
             )
 
 
-async def test_only_counters_that_nothing_can_touch_any_more_are_deleted(
-    sessions: Sessions, customer: Customer
-) -> None:
+async def test_only_unreachable_counters_are_gone(sessions: Sessions, customer: Customer) -> None:
     now = datetime.now(UTC)
     async with sessions.begin() as session:
         quotas: dict[QuotaDimension, QuotaState] = {
-            dimension: await set_quota(
-                session,
-                subject=QuotaSubject.ORGANIZATION,
-                subject_ref="acme",
-                key=QuotaKey(dimension),
-                terms=QuotaTerms(9),
-                actor="ann",
-            )
-            for dimension in SETTABLE
+            dimension: await new_limit(session, "acme", dimension, 9) for dimension in SETTABLE
         }
         for dimension, age, held in (
             (QuotaDimension.TOKENS_PER_MINUTE, timedelta(days=3), 0),
@@ -251,11 +202,4 @@ async def test_a_limit_of_money_beyond_nine_million_units_is_refused_with_the_gr
             InvalidValue,
             match="which is 9,223,372 units of the organization's currency: leave the limit out",
         ):
-            await set_quota(
-                session,
-                subject=QuotaSubject.ORGANIZATION,
-                subject_ref=customer.name,
-                key=QuotaKey(dimension),
-                terms=QuotaTerms(2**63),
-                actor="test",
-            )
+            await new_limit(session, customer.name, dimension, 2**63)

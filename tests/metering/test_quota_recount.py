@@ -146,9 +146,7 @@ async def test_live_holds_are_held_to_a_new_limit_from_their_next_extension_on(
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_limit_for_one_model_counts_that_model_only(
-    world: HoldWorld, sessions: Sessions
-) -> None:
+async def test_a_models_limit_counts_that_model_only(world: HoldWorld, sessions: Sessions) -> None:
     payer = world.tenant()
     await busy(world, payer)
 
@@ -160,9 +158,7 @@ async def test_a_limit_for_one_model_counts_that_model_only(
     check_invariants(world.url)
 
 
-async def test_a_limit_removed_and_set_again_has_counted_all_along(
-    world: HoldWorld, sessions: Sessions
-) -> None:
+async def test_a_limit_set_again_counted_all_along(world: HoldWorld, sessions: Sessions) -> None:
     payer = world.tenant()
     op, other = admit(payer), admit(payer)
     first = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_DAY, 100)
@@ -179,9 +175,7 @@ async def test_a_limit_removed_and_set_again_has_counted_all_along(
     check_invariants(world.url, all_ended=True)
 
 
-async def test_other_weights_recount_the_usage_of_this_window(
-    world: HoldWorld, sessions: Sessions
-) -> None:
+async def test_other_weights_recount_this_window(world: HoldWorld, sessions: Sessions) -> None:
     payer = world.tenant()
     state = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_MINUTE)
     long = await busy(world, payer)
@@ -361,9 +355,7 @@ async def test_changes_between_the_sums_without_and_with_the_lock_are_counted_on
     check_invariants(world.url)
 
 
-async def test_the_lock_that_admissions_share_is_what_keeps_the_sum_exact(
-    world: HoldWorld, sessions: Sessions
-) -> None:
+async def test_the_shared_lock_keeps_the_sum_exact(world: HoldWorld, sessions: Sessions) -> None:
     """A quota is not counted while an admission without it is under way."""
     payer = world.tenant()
     op = admit(payer)
@@ -410,9 +402,7 @@ async def test_usage_beyond_the_range_of_a_counter_is_settled(
     check_invariants(world.url, over=[state.quota_id])
 
 
-async def test_a_late_settlement_gives_back_to_what_was_made_after_the_expiry_too(
-    world: HoldWorld, sessions: Sessions
-) -> None:
+async def test_late_settlements_reach_newer_limits(world: HoldWorld, sessions: Sessions) -> None:
     """Otherwise the lease of lost prepaid credit would never return."""
     payer, other = world.tenant(), world.tenant("other")
     before = await set_limit(sessions, payer, QuotaDimension.TOKENS_PER_DAY)

@@ -25,11 +25,11 @@ from metering.core.errors import DatabaseUnavailable, InvariantViolated
 from metering.invoicing.month_report import Reconciliation
 from metering.invoicing.months import month_report
 from metering.ledger.rating import rate_all_pending, rate_batch
-from metering.pricing.prices import ModelPrice, PriceTerms, set_price
+from metering.pricing.prices import ModelPrice
 from metering.proof.fsck import fsck
 from metering.proof.ledger_checks import LEDGER_CHECKS
 from metering.store.db import Sessions, create_engine, create_sessions
-from tests.metering.usage import Consumed, Customer, add_usage, new_customer
+from tests.metering.usage import Consumed, Customer, add_usage, new_customer, new_price, rates_of
 
 EXAMPLES = int(os.environ.get("WEIR_RATING_EXAMPLES", "3"))
 NOVEMBER = datetime(2026, 11, 1, tzinfo=UTC)
@@ -120,15 +120,8 @@ async def new_world(sessions: Sessions) -> tuple[list[Customer], list[ModelPrice
     async with sessions.begin() as session:
         customers = [await new_customer(session, f"c{uuid.uuid4().hex}") for _ in range(CUSTOMERS)]
         prices = [
-            await set_price(
-                session,
-                PriceTerms(
-                    model=f"m{uuid.uuid4().hex}",
-                    input_picos_per_token=1_234_567 + number,
-                    cached_input_picos_per_token=7,
-                    output_picos_per_token=99_999_999,
-                ),
-                actor="test",
+            await new_price(
+                session, f"m{uuid.uuid4().hex}", **rates_of(1_234_567 + number, 7, 99_999_999)
             )
             for number in range(PRICES)
         ]

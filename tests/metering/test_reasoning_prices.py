@@ -256,9 +256,7 @@ async def test_a_recovered_request_is_billed_at_both_prices(
     check_invariants(world.url, all_ended=True)
 
 
-async def test_an_expired_request_bills_the_thinking_of_its_last_extension_and_the_rest_later(
-    world: HoldWorld,
-) -> None:
+async def test_an_expired_request_bills_its_thinking_and_the_rest_later(world: HoldWorld) -> None:
     world.set_price(output_picos=7, reasoning_picos=2)
     payer = world.tenant()
     quota_id = world.quota(payer, QuotaDimension.COST_PICOS_PER_MONTH, 10_000)

@@ -134,9 +134,7 @@ def test_a_batch_of_one_has_no_path() -> None:
 
 
 @given(st.lists(hashes, min_size=2, max_size=20, unique=True), st.data())
-def test_a_root_reports_its_leaves_and_their_order(
-    leaves: list[bytes], data: st.DataObject
-) -> None:
+def test_a_root_depends_on_leaves_and_order(leaves: list[bytes], data: st.DataObject) -> None:
     other = data.draw(st.permutations(leaves))
 
     assert (Tree(other).root == Tree(leaves).root) == (other == leaves)
@@ -146,9 +144,7 @@ def test_a_root_reports_its_leaves_and_their_order(
 @given(
     st.lists(receipts, min_size=1, max_size=5, unique_by=lambda receipt: receipt.encoded), st.data()
 )
-def test_any_changed_bit_of_receipt_path_or_signature_is_caught(
-    batch: list[Receipt], data: st.DataObject
-) -> None:
+def test_any_changed_bit_of_a_receipt_is_caught(batch: list[Receipt], data: st.DataObject) -> None:
     encoded = [receipt.encoded for receipt in batch]
     signed = SignedBatch.sign(SIGNER, [hash_of(each) for each in encoded])
     index = data.draw(st.integers(0, len(batch) - 1))

@@ -51,9 +51,7 @@ async def used(world: HoldWorld, payer: Payer, *times: datetime) -> list[IssuedR
     return receipts
 
 
-async def test_the_root_is_over_all_receipts_by_project_and_position(
-    world: HoldWorld, sessions: Sessions
-) -> None:
+async def test_the_root_is_over_all_ordered_receipts(world: HoldWorld, sessions: Sessions) -> None:
     payer, stranger = world.tenant(), world.tenant("stranger")
     project = world.one(
         "INSERT INTO projects (organization_id, name) VALUES (%s, 'other') RETURNING id",
@@ -87,18 +85,14 @@ async def test_the_root_is_over_all_receipts_by_project_and_position(
     )
 
 
-async def test_a_month_without_receipts_has_the_empty_root(
-    world: HoldWorld, sessions: Sessions
-) -> None:
+async def test_no_receipts_make_the_empty_root(world: HoldWorld, sessions: Sessions) -> None:
     async with sessions() as session:
         found = await receipt_month(session, world.tenant().organization_id, NOVEMBER)
 
     assert (found.root, found.receipt_count, found.chains) == (EMPTY_ROOT, 0, [])
 
 
-async def test_pages_hold_each_receipt_once_in_the_order_of_its_chain(
-    world: HoldWorld, sessions: Sessions
-) -> None:
+async def test_pages_hold_each_receipt_once_in_order(world: HoldWorld, sessions: Sessions) -> None:
     """Many have the same time."""
     payer = world.tenant()
     requests = [admit(payer) for _ in range(11)]
@@ -127,9 +121,7 @@ def test_a_forged_page_token_is_refused(token: str) -> None:
             page_values(each, utc_time, uuid.UUID, row_id)
 
 
-async def test_nothing_is_settled_in_a_month_that_is_sealed(
-    world: HoldWorld, sessions: Sessions
-) -> None:
+async def test_a_sealed_month_settles_nothing(world: HoldWorld, sessions: Sessions) -> None:
     """Also not by a transaction that began before the seal and waited."""
     payer, stranger = world.tenant(), world.tenant("stranger")
     late, other = admit(payer), admit(stranger)
@@ -244,9 +236,7 @@ async def test_a_closed_month_has_root_and_sums_of_its_receipts(
     assert difference.startswith("the root of the receipts is ")
 
 
-async def test_a_month_without_receipts_is_closed_without_a_root(
-    world: HoldWorld, sessions: Sessions
-) -> None:
+async def test_a_close_without_receipts_has_no_root(world: HoldWorld, sessions: Sessions) -> None:
     world.tenant()
     world.set_time(NOVEMBER_ENDS + timedelta(days=2))
 

@@ -57,9 +57,7 @@ async def dead_process(
     return requests
 
 
-async def test_delivered_tokens_are_settled_and_other_holds_voided(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_delivered_tokens_are_settled_others_voided(world: HoldWorld, tmp_path: Path) -> None:
     await dead_process(world, tmp_path, delivered=(3, 0, 7))
 
     done = await recover_journals(tmp_path, world.url)
@@ -97,9 +95,7 @@ async def test_tokens_that_no_transport_has_taken_are_not_billed(
     check_invariants(world.url, all_ended=True)
 
 
-async def test_an_admission_that_outlives_its_process_commits_nothing(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_a_late_admission_of_a_dead_process_fails(world: HoldWorld, tmp_path: Path) -> None:
     """The server still runs the batch of a dead process when recovery begins."""
     await dead_process(world, tmp_path, delivered=())
     [process_id] = {uuid.UUID(path.name.partition(".")[0]) for path in files(tmp_path)}
@@ -125,9 +121,7 @@ async def test_an_admission_that_outlives_its_process_commits_nothing(
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_process_that_delivered_nothing_leaves_nothing(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_a_process_without_delivery_leaves_nothing(world: HoldWorld, tmp_path: Path) -> None:
     await dead_process(world, tmp_path, delivered=(0, 0))
 
     assert await recover_journals(tmp_path, world.url) == Recovered(1, 0, 0)
@@ -149,9 +143,7 @@ async def test_recovery_after_recovery_changes_nothing(world: HoldWorld, tmp_pat
     assert world.contents() == before
 
 
-async def test_two_recoveries_and_a_sweeper_at_once_settle_each_hold_once(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_recoveries_and_a_sweeper_settle_each_once(world: HoldWorld, tmp_path: Path) -> None:
     for _ in range(4):
         await dead_process(world, tmp_path, delivered=(3, 0, 5))
     world.advance(61)
@@ -167,9 +159,7 @@ async def test_two_recoveries_and_a_sweeper_at_once_settle_each_hold_once(
     check_invariants(world.url, all_ended=True)
 
 
-async def test_expiry_before_recovery_bills_the_same_tokens_in_two_parts(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_expiry_then_recovery_bills_in_two_parts(world: HoldWorld, tmp_path: Path) -> None:
     [op] = await dead_process(world, tmp_path, delivered=(9,))
     await world.run(Extend(op.hold_id, 6, 4, 10))
     world.advance(61)
@@ -181,9 +171,7 @@ async def test_expiry_before_recovery_bills_the_same_tokens_in_two_parts(
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_hold_that_its_owner_settled_before_it_died_stays_as_it_was(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_a_hold_settled_before_death_stays_so(world: HoldWorld, tmp_path: Path) -> None:
     [op] = await dead_process(world, tmp_path, delivered=(9,))
     await world.run(settle(op.hold_id, 9, cached_tokens=4))
 
@@ -192,9 +180,7 @@ async def test_a_hold_that_its_owner_settled_before_it_died_stays_as_it_was(
     assert world.events() == [(0, 10, 9, "stop")]
 
 
-async def test_an_entry_that_is_refused_is_kept_for_a_person_and_stops_nothing_else(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_a_refused_entry_is_kept_and_stops_no_other(world: HoldWorld, tmp_path: Path) -> None:
     """Other processes must start all the same."""
     await dead_process(world, tmp_path, delivered=(3,))
     broken = UsageJournal(tmp_path, uuid.uuid4())
@@ -215,9 +201,7 @@ async def test_an_entry_that_is_refused_is_kept_for_a_person_and_stops_nothing_e
     assert world.events() == [(0, 10, 3, "failed")]
 
 
-async def test_a_journal_stays_until_the_database_has_answered(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_a_journal_stays_until_it_is_committed(world: HoldWorld, tmp_path: Path) -> None:
     await dead_process(world, tmp_path, delivered=(3,))
     async with CuttingProxy(world.url).listening() as proxy:
         proxy.refusing = True
@@ -250,9 +234,7 @@ async def test_journals_larger_than_one_batch_are_recovered_whole(
 
 
 @pytest.mark.faults
-async def test_a_recovery_killed_anywhere_is_finished_by_the_next(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_a_killed_recovery_is_finished_by_the_next(world: HoldWorld, tmp_path: Path) -> None:
     await dead_process(world, tmp_path, delivered=(3, 5, 0, 7))
     program = (
         "import asyncio, os, sys, pathlib\n"

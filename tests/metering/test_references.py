@@ -30,9 +30,7 @@ def hold_of(world: HoldWorld, name: str = "acme") -> list[object]:
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, 3], ids=["organization", "project", "key", "price"])
-def test_a_hold_of_parts_that_do_not_belong_together_is_refused(
-    world: HoldWorld, index: int
-) -> None:
+def test_a_hold_of_parts_that_do_not_match_is_refused(world: HoldWorld, index: int) -> None:
     own, other = hold_of(world), [*hold_of(world, "other")[:3], 0]
     world.execute(PLANT_HOLD, *own)
 
@@ -48,9 +46,7 @@ def test_a_hold_of_parts_that_do_not_belong_together_is_refused(
         ("price_version_id", "0"),
     ],
 )
-def test_a_usage_event_that_is_not_of_its_hold_is_refused(
-    world: HoldWorld, column: str, value: str
-) -> None:
+def test_a_usage_event_not_of_its_hold_fails(world: HoldWorld, column: str, value: str) -> None:
     world.execute(PLANT_HOLD, *hold_of(world))
     world.execute("UPDATE holds SET state = 'settled', ended_at = now()")
     right = {"hold_id": "id", "project_id": "project_id", "price_version_id": "price_version_id"}

@@ -11,7 +11,6 @@ from decimal import ROUND_DOWN, ROUND_HALF_UP
 from typing import Any
 
 import pytest
-from sqlalchemy import text
 
 from metering.core.errors import InvalidValue
 from metering.export.export_settings import stripe_settings
@@ -27,6 +26,7 @@ from metering.export.stripe_gateway import (
 from metering.export.stripe_sync import Sync, export_status, resend
 from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
+from tests.metering.queries import execute, fetch_column
 from tests.metering.test_month_items import NOW, Billed
 from tests.metering.usage import Consumed, new_customer
 from tests.stripe_double.server import StripeDouble, stripe_double
@@ -55,14 +55,12 @@ async def billed_in(
         datetime(2025, 1, 1, tzinfo=UTC), input_picos=unit // 700 * 10, output_picos=unit // 90
     )
     await Sync(sessions, gateway, False).run()
-    async with sessions.begin() as session:
-        await session.execute(
-            text(
-                "INSERT INTO export_progress (id, closed_until, scanned_until) VALUES (1,"
-                " date_trunc('hour', now()), '2025-01-01')"
-            )
-        )
-        await session.execute(text("UPDATE export_progress SET month_items_since = '2025-01-01'"))
+    await execute(
+        sessions,
+        "INSERT INTO export_progress (id, closed_until, scanned_until) VALUES (1,"
+        " date_trunc('hour', now()), '2025-01-01')",
+    )
+    await execute(sessions, "UPDATE export_progress SET month_items_since = '2025-01-01'")
     return billed, price
 
 
@@ -83,8 +81,7 @@ async def ours_picos(billed: Billed) -> int:
 
 
 async def states(billed: Billed) -> set[str]:
-    async with billed.sessions() as session:
-        return set(await session.scalars(text("SELECT DISTINCT state FROM meter_batches")))
+    return set(await fetch_column(billed.sessions, "SELECT DISTINCT state FROM meter_batches"))
 
 
 async def settled(billed: Billed) -> bool:
@@ -155,9 +152,7 @@ async def test_a_month_without_an_invoice_at_stripe_goes_on_the_next_one(
     assert december["total"] * minor_unit_picos("USD") == await ours_picos(billed) > 0
 
 
-async def test_a_voided_invoice_was_issued_and_is_not_billed_again(
-    sessions: Sessions, double: StripeDouble
-) -> None:
+async def test_a_voided_invoice_is_not_rebilled(sessions: Sessions, double: StripeDouble) -> None:
     billed, price = await billed_in("USD", sessions, double)
     await billed.use(price, Consumed(345_678, 5_678, 34_567, settled_at=NOVEMBER))
     await billed.deliver()

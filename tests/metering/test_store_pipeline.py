@@ -107,9 +107,7 @@ async def test_arrays_arrive_as_they_were(
     assert row == (given_texts, ids, blobs, numbers, times, [True, False])
 
 
-async def test_an_error_is_raised_as_what_it_is_and_nothing_after_it_is_done(
-    connection: Connection,
-) -> None:
+async def test_an_error_is_raised_as_it_is_and_nothing_follows_it(connection: Connection) -> None:
     await connection.execute("CREATE TEMPORARY TABLE kept (n int PRIMARY KEY)")
 
     with pytest.raises(psycopg.errors.UniqueViolation):
@@ -203,9 +201,7 @@ async def test_a_connection_that_is_closed_leaves_no_descriptor(postgres_server:
                 await asyncio.sleep(0.01)
 
 
-async def test_statements_that_fail_again_and_again_leave_nothing_behind_on_the_server(
-    connection: Connection,
-) -> None:
+async def test_failing_statements_are_not_kept_on_the_server(connection: Connection) -> None:
     failing = [("SELECT 1", ()), ("SELECT 1 / %s::int", (0,)), ("SELECT 2", ())]
     for _ in range(5):
         with pytest.raises(psycopg.errors.DivisionByZero):

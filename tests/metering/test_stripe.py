@@ -48,25 +48,22 @@ from metering.export.stripe_inbox import (
     webhook_server,
 )
 from metering.export.stripe_sync import Sync, export_status, payment_method_page, resend, settle
-from metering.pricing.prices import ModelPrice, PriceTerms, set_price, withdraw_price
+from metering.pricing.prices import ModelPrice, withdraw_price
 from metering.store.db import Sessions
 from metering.tenants.billing_profiles import BillingProfile, set_billing_profile
 from metering.tenants.tenants import create_organization
 from tests.growth import HOLD_MAX_S, Call, as_in_service, check_growth, check_hold
-from tests.metering.exported_usage import check_delivered, hours_ago, states, use_and_rate
+from tests.metering.exported_usage import check_delivered, hours_ago, states
 from tests.metering.invariants import check_export
-from tests.metering.usage import Consumed, Customer, Rates, new_customer, new_price
+from tests.metering.queries import execute, fetch_column, fetch_row, fetch_value
+from tests.metering.usage import Acme, Consumed, new_customer, new_price, rates_of
 from tests.stripe_double.account import MISSING_EMAIL
 from tests.stripe_double.form import SCHEMA
 from tests.stripe_double.server import KEY, SECRET, StripeDouble, signature
 
 BILLED = frozenset(MINOR_DIGITS) - {"CLF", "IQD", "LYD", "UYI", "UYW"}
 
-LOWER = Rates(
-    input_picos_per_token=100_000,
-    cached_input_picos_per_token=10_000,
-    output_picos_per_token=500_000,
-)
+LOWER = rates_of(100_000, 10_000, 500_000)
 TO_EVENTS = b"POST /stripe/events HTTP/1.1\r\nHost: here\r\n"
 NO_ANSWER = 0  # status for a sender that has disconnected
 ODD_EVENTS = {
@@ -100,16 +97,15 @@ ODD_SIGNATURES = (
 )
 
 
-async def delivered(
-    sessions: Sessions, gateway: StripeGateway, customer: Customer, price: ModelPrice
-) -> list[uuid.UUID]:
+async def delivered(acme: Acme, gateway: StripeGateway) -> list[uuid.UUID]:
     """Deliver usage of an hour to Stripe; return the batches' ids."""
-    await Sync(sessions, gateway, False).run()
-    await use_and_rate(sessions, customer, price, Consumed(100, 30, 20, settled_at=hours_ago(3)))
-    await form_batches(sessions)
-    await deliver_pending(sessions, gateway)
-    async with sessions() as session:
-        return list(await session.scalars(text("SELECT id FROM meter_batches ORDER BY token_kind")))
+    await Sync(acme.sessions, gateway, False).run()
+    await acme.use_and_rate(Consumed(100, 30, 20, settled_at=hours_ago(3)))
+    await form_batches(acme.sessions)
+    await deliver_pending(acme.sessions, gateway)
+    return list(
+        await fetch_column(acme.sessions, "SELECT id FROM meter_batches ORDER BY token_kind")
+    )
 
 
 def month_of_usage() -> str:
@@ -170,9 +166,7 @@ def test_no_secret_shows_and_no_bad_setting_passes() -> None:
             export_settings({**secret, name: value})
 
 
-def test_nothing_starts_with_a_setting_that_cannot_be(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_nothing_starts_with_a_bad_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WEIR_DATABASE_URL", "postgresql:///weir")
     monkeypatch.setenv("WEIR_EXPORT", "stripe")
     monkeypatch.setenv("STRIPE_API_KEY", "sk_live")
@@ -188,27 +182,22 @@ def test_nothing_starts_with_a_setting_that_cannot_be(
 
 
 async def test_a_sync_creates_what_is_missing_once_and_finds_it_again(
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    double: StripeDouble,
-    gateway: StripeGateway,
+    acme: Acme, double: StripeDouble, gateway: StripeGateway
 ) -> None:
-    planned = await Sync(sessions, gateway, True).run()
+    planned = await Sync(acme.sessions, gateway, True).run()
     before = sum(map(len, double.account.objects.values()))
 
-    created = await Sync(sessions, gateway, False).run()
-    again = await Sync(sessions, gateway, False).run()
-    async with sessions.begin() as session:
-        await session.execute(text("DELETE FROM stripe_objects"))
-    forgotten = await Sync(sessions, gateway, False).run()
+    created = await Sync(acme.sessions, gateway, False).run()
+    again = await Sync(acme.sessions, gateway, False).run()
+    await execute(acme.sessions, "DELETE FROM stripe_objects")
+    forgotten = await Sync(acme.sessions, gateway, False).run()
 
     (subscription,) = double.account.of("subscriptions").values()
     amounts = {
         each["lookup_key"]: each["unit_amount_decimal"]
         for each in double.account.of("prices").values()
     }
-    version = price.prices.version
+    version = acme.price.prices.version
     assert before == 0
     assert len(planned) == len(created) == 1 + 1 + 3 + 3 + 1
     assert (again, forgotten) == ([], [])
@@ -228,18 +217,13 @@ async def nameless(sessions: Sessions, name: str) -> None:
 
 @pytest.mark.parametrize("dry_run", [True, False])
 async def test_a_sync_names_customers_without_an_address_and_sends_nothing(
-    dry_run: bool,
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    double: StripeDouble,
-    gateway: StripeGateway,
+    dry_run: bool, acme: Acme, double: StripeDouble, gateway: StripeGateway
 ) -> None:
-    await nameless(sessions, "bolt")
-    await nameless(sessions, "crane")
+    await nameless(acme.sessions, "bolt")
+    await nameless(acme.sessions, "crane")
 
     with pytest.raises(BillingDetailsMissing) as refused:
-        await Sync(sessions, gateway, dry_run).run()
+        await Sync(acme.sessions, gateway, dry_run).run()
 
     assert [each.split(" ")[0] for each in refused.value.missing] == ["bolt", "crane"]
     assert all(
@@ -272,18 +256,13 @@ async def test_the_command_says_what_is_missing_and_fails(
     ("collection", "days_until_due"), [(Collection.SEND_INVOICE, 30), (Collection.CHARGE, None)]
 )
 async def test_a_new_account_is_set_up_in_either_way_of_collection(
-    collection: Collection,
-    days_until_due: int | None,
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    double: StripeDouble,
+    collection: Collection, days_until_due: int | None, acme: Acme, double: StripeDouble
 ) -> None:
     if collection is Collection.CHARGE:
-        await nameless(sessions, "bolt")  # charging needs no e-mail address
+        await nameless(acme.sessions, "bolt")  # charging needs no e-mail address
     gateway = StripeGateway(StripeSettings(KEY, api_base=double.url, collection=collection))
 
-    sync = Sync(sessions, gateway, False)
+    sync = Sync(acme.sessions, gateway, False)
     await sync.run()
 
     subscriptions = list(double.account.of("subscriptions").values())
@@ -320,13 +299,9 @@ async def set_profile(sessions: Sessions, profile: BillingProfile) -> None:
 
 
 async def test_a_customer_at_stripe_follows_its_billing_profile(
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    double: StripeDouble,
-    gateway: StripeGateway,
+    acme: Acme, double: StripeDouble, gateway: StripeGateway
 ) -> None:
-    await Sync(sessions, gateway, False).run()
+    await Sync(acme.sessions, gateway, False).run()
     whole = BillingProfile(
         emails=("bills@acme.example", "cfo@acme.example"),
         legal_name="Acme GmbH",
@@ -335,16 +310,16 @@ async def test_a_customer_at_stripe_follows_its_billing_profile(
         country="DE",
         language="de",
     )
-    await set_profile(sessions, whole)
+    await set_profile(acme.sessions, whole)
 
-    stale = (await export_status(sessions)).changed_profiles
-    planned = Sync(sessions, gateway, True)
+    stale = (await export_status(acme.sessions)).changed_profiles
+    planned = Sync(acme.sessions, gateway, True)
     await planned.run()
     (at_stripe,) = double.account.of("customers").values()
     before = dict(at_stripe)
-    changed = Sync(sessions, gateway, False)
+    changed = Sync(acme.sessions, gateway, False)
     await changed.run()
-    again = Sync(sessions, gateway, False)
+    again = Sync(acme.sessions, gateway, False)
     await again.run()
 
     assert stale == ("acme",)
@@ -354,22 +329,20 @@ async def test_a_customer_at_stripe_follows_its_billing_profile(
         == ["customer acme: name, email, address, preferred_locales"]
     )
     assert before["email"] == "billing@acme.example"
-    assert (at_stripe["name"], at_stripe["email"], at_stripe["preferred_locales"]) == (
-        "Acme GmbH",
-        "bills@acme.example",
-        ["de"],
-    )
+    assert at_stripe["name"] == "Acme GmbH"
+    assert at_stripe["email"] == "bills@acme.example"
+    assert at_stripe["preferred_locales"] == ["de"]
     assert {part: text for part, text in at_stripe["address"].items() if text} == {
         "line1": "Lindenstraße 1",
         "city": "Berlin",
         "country": "DE",
     }
     assert (again.created, again.updated) == ([], [])
-    assert (await export_status(sessions)).changed_profiles == ()
+    assert (await export_status(acme.sessions)).changed_profiles == ()
 
-    await set_profile(sessions, BillingProfile(emails=("bills@acme.example",)))
-    await Sync(sessions, gateway, False).run()
-    last = Sync(sessions, gateway, False)
+    await set_profile(acme.sessions, BillingProfile(emails=("bills@acme.example",)))
+    await Sync(acme.sessions, gateway, False).run()
+    last = Sync(acme.sessions, gateway, False)
     await last.run()
     assert (at_stripe["name"], at_stripe["address"], last.updated) == ("acme", "", [])
 
@@ -390,13 +363,13 @@ async def test_without_a_profile_what_was_entered_at_stripe_is_left_alone(
 
 
 async def test_customers_that_cannot_be_charged_are_named_until_there_is_a_payment_method(
-    sessions: Sessions, customer: Customer, price: ModelPrice, double: StripeDouble
+    acme: Acme, double: StripeDouble
 ) -> None:
     gateway = StripeGateway(StripeSettings(KEY, api_base=double.url, collection=Collection.CHARGE))
-    first, second = Sync(sessions, gateway, False), Sync(sessions, gateway, False)
+    first, second = Sync(acme.sessions, gateway, False), Sync(acme.sessions, gateway, False)
     await first.run()
-    waiting = (await export_status(sessions)).without_payment_method
-    page = await payment_method_page(sessions, gateway, "acme")
+    waiting = (await export_status(acme.sessions)).without_payment_method
+    page = await payment_method_page(acme.sessions, gateway, "acme")
     (at_stripe,) = double.account.of("customers").values()
     await gateway.call(
         "post",
@@ -407,26 +380,20 @@ async def test_customers_that_cannot_be_charged_are_named_until_there_is_a_payme
 
     assert first.without_payment_method == list(waiting) == ["acme"]
     assert page.startswith("https://")
-    assert (
-        second.without_payment_method,
-        (await export_status(sessions)).without_payment_method,
-    ) == ([], ())
+    assert second.without_payment_method == []
+    assert (await export_status(acme.sessions)).without_payment_method == ()
 
 
 async def test_a_new_price_gets_its_own_meters_and_subscriptions_hold_no_more_than_stripe_allows(
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    double: StripeDouble,
-    gateway: StripeGateway,
+    acme: Acme, double: StripeDouble, gateway: StripeGateway
 ) -> None:
-    await Sync(sessions, gateway, False).run()
-    async with sessions.begin() as session:
+    await Sync(acme.sessions, gateway, False).run()
+    async with acme.sessions.begin() as session:
         for number in range(6):
             await new_price(session, f"model-{number}")
 
-    await Sync(sessions, gateway, False).run()
-    again = await Sync(sessions, gateway, False).run()
+    await Sync(acme.sessions, gateway, False).run()
+    again = await Sync(acme.sessions, gateway, False).run()
 
     items = list(double.account.of("subscription_items").values())
     per_subscription = sorted(
@@ -439,27 +406,17 @@ async def test_a_new_price_gets_its_own_meters_and_subscriptions_hold_no_more_th
 
 
 async def test_a_customers_own_price_is_in_no_other_subscription(
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    double: StripeDouble,
-    gateway: StripeGateway,
+    acme: Acme, double: StripeDouble, gateway: StripeGateway
 ) -> None:
     """Each version and kind has one meter; a withdrawal needs none."""
-    async with sessions.begin() as session:
+    async with acme.sessions.begin() as session:
         await new_customer(session, "other")
-        own = await set_price(
-            session,
-            PriceTerms(model="demo", organization="acme", **LOWER, batch_multiplier_milli=500),
-            actor="test",
-        )
-        ended = await set_price(
-            session, PriceTerms(model="ended", organization="acme", **LOWER), actor="test"
-        )
-    async with sessions.begin() as session:
+        own = await new_price(session, organization="acme", **LOWER, batch_multiplier_milli=500)
+        ended = await new_price(session, "ended", organization="acme", **LOWER)
+    async with acme.sessions.begin() as session:
         await withdraw_price(session, model="ended", organization="acme", actor="test")
 
-    await Sync(sessions, gateway, False).run()
+    await Sync(acme.sessions, gateway, False).run()
 
     names = {each["id"]: each["name"] for each in double.account.of("customers").values()}
     subscriptions = {
@@ -472,7 +429,7 @@ async def test_a_customers_own_price_is_in_no_other_subscription(
     held: dict[str, set[int]] = {"acme": set(), "other": set()}
     for item in double.account.of("subscription_items").values():
         held[subscriptions[item["subscription"]]].add(versions[item["price"]["id"]])
-    listed, first = price.prices.version, own.prices.version
+    listed, first = acme.price.prices.version, own.prices.version
     assert held == {"acme": {listed, first, first + 1}, "other": {listed}}
     nicknames = {
         each["lookup_key"]: each["nickname"] for each in double.account.of("prices").values()
@@ -485,29 +442,23 @@ async def test_a_customers_own_price_is_in_no_other_subscription(
 
 
 async def test_a_price_that_differs_at_stripe_is_reported_and_not_used(
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    double: StripeDouble,
-    gateway: StripeGateway,
+    acme: Acme, double: StripeDouble, gateway: StripeGateway
 ) -> None:
-    await Sync(sessions, gateway, False).run()
+    await Sync(acme.sessions, gateway, False).run()
     next(iter(double.account.of("prices").values()))["unit_amount_decimal"] = "0.000016"
 
     with pytest.raises(AlreadyExists, match=r"0\.000016 usd"):
-        await Sync(sessions, gateway, False).run()
+        await Sync(acme.sessions, gateway, False).run()
 
 
 async def test_sums_agree_until_an_event_is_missing_and_the_command_says_so(
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
+    acme: Acme,
     double: StripeDouble,
     gateway: StripeGateway,
     database_url: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    await delivered(sessions, gateway, customer, price)
+    await delivered(acme, gateway)
     for name, value in {**double.environment, "WEIR_DATABASE_URL": database_url}.items():
         monkeypatch.setenv(name, value)
     command = ["reconcile", month_of_usage(), "--against-stripe", "--json"]
@@ -515,9 +466,9 @@ async def test_sums_agree_until_an_event_is_missing_and_the_command_says_so(
     agreed = await asyncio.to_thread(CliRunner().invoke, app, command)
     double.account.meter_events.pop()
     differs = await asyncio.to_thread(CliRunner().invoke, app, command)
-    async with sessions() as session:
+    async with acme.sessions() as session:
         ours = await our_month(session, month_of_usage())
-    counts = await stripe_counts(sessions, gateway, ours)
+    counts = await stripe_counts(acme.sessions, gateway, ours)
     table = await asyncio.to_thread(CliRunner().invoke, app, command[:-1])
 
     assert (agreed.exit_code, json.loads(agreed.stdout)["balanced"]) == (0, True)
@@ -534,135 +485,110 @@ async def test_sums_agree_until_an_event_is_missing_and_the_command_says_so(
 
 
 async def test_a_delivered_batch_is_cancelled_within_a_day_and_its_tokens_are_sent_again(
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    double: StripeDouble,
-    gateway: StripeGateway,
-    database_url: str,
+    acme: Acme, double: StripeDouble, gateway: StripeGateway, database_url: str
 ) -> None:
-    _, batch, _ = await delivered(sessions, gateway, customer, price)
+    _, batch, _ = await delivered(acme, gateway)
 
-    await resend(sessions, gateway, batch)
+    await resend(acme.sessions, gateway, batch)
     taken_back = len(double.account.meter_events)
-    await deliver_pending(sessions, gateway)
+    await deliver_pending(acme.sessions, gateway)
 
     assert taken_back == 2
-    assert await states(sessions) == {"delivered": 3, "cancelled": 1}
+    assert await states(acme.sessions) == {"delivered": 3, "cancelled": 1}
     check_export(database_url)
     check_delivered(database_url, double.account)
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
 async def test_a_cancellation_whose_answer_is_lost_is_repeated_or_left_to_a_person(
-    forgotten: bool,
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    double: StripeDouble,
-    gateway: StripeGateway,
-    database_url: str,
+    forgotten: bool, acme: Acme, double: StripeDouble, gateway: StripeGateway, database_url: str
 ) -> None:
-    batch, *_ = await delivered(sessions, gateway, customer, price)
+    batch, *_ = await delivered(acme, gateway)
     double.lose_cancellations = 1
     with pytest.raises(StripeFailed, match="not cancelled"):
-        await resend(sessions, gateway, batch)
-    in_between = await states(sessions)
+        await resend(acme.sessions, gateway, batch)
+    in_between = await states(acme.sessions)
     if forgotten:
         double.answered.clear()
 
     if forgotten:
         with pytest.raises(StripeFailed, match="No meter event"):
-            await resend(sessions, gateway, batch)
-        assert await states(sessions) == {"delivered": 2, "parked": 1}
-        await settle(sessions, batch, counted=False)
+            await resend(acme.sessions, gateway, batch)
+        assert await states(acme.sessions) == {"delivered": 2, "parked": 1}
+        await settle(acme.sessions, batch, counted=False)
     else:
-        await resend(sessions, gateway, batch)
-    await deliver_pending(sessions, gateway)
+        await resend(acme.sessions, gateway, batch)
+    await deliver_pending(acme.sessions, gateway)
 
     assert in_between == {"delivered": 2, "cancelling": 1}
-    assert await states(sessions) == {"delivered": 3, "cancelled": 1}
+    assert await states(acme.sessions) == {"delivered": 3, "cancelled": 1}
     check_export(database_url)
     check_delivered(database_url, double.account)
 
 
-async def test_after_a_day_a_batch_stays_and_the_error_says_what_can_be_done(
-    sessions: Sessions, customer: Customer, price: ModelPrice, gateway: StripeGateway
-) -> None:
-    batch, *_ = await delivered(sessions, gateway, customer, price)
-    async with sessions.begin() as session:
-        await session.execute(
-            text("UPDATE meter_batches SET delivered_at = now() - interval '24 hours'")
-        )
+async def test_after_a_day_a_batch_stays_with_a_remedy(acme: Acme, gateway: StripeGateway) -> None:
+    batch, *_ = await delivered(acme, gateway)
+    await execute(
+        acme.sessions, "UPDATE meter_batches SET delivered_at = now() - interval '24 hours'"
+    )
 
     with pytest.raises(InvalidValue, match="credit the customer"):
-        await resend(sessions, gateway, batch)
+        await resend(acme.sessions, gateway, batch)
 
-    assert await states(sessions) == {"delivered": 3}
+    assert await states(acme.sessions) == {"delivered": 3}
 
 
 @pytest.mark.parametrize("counted", [True, False])
 async def test_doubt_about_a_parked_batch_is_settled_by_a_person(
-    counted: bool,
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    gateway: StripeGateway,
-    database_url: str,
+    counted: bool, acme: Acme, gateway: StripeGateway, database_url: str
 ) -> None:
-    await use_and_rate(sessions, customer, price, Consumed(0, 0, 20, settled_at=hours_ago(3)))
-    await form_batches(sessions)
-    async with sessions.begin() as session:
+    await acme.use_and_rate(Consumed(0, 0, 20, settled_at=hours_ago(3)))
+    await form_batches(acme.sessions)
+    async with acme.sessions.begin() as session:
         await session.execute(text("UPDATE meter_batches SET state = 'sent', sent_at = now()"))
         await session.execute(text("UPDATE meter_batches SET state = 'parked'"))
         batch = await session.scalar(text("SELECT id FROM meter_batches"))
 
-    await settle(sessions, batch, counted=counted)
+    await settle(acme.sessions, batch, counted=counted)
 
-    assert await states(sessions) == (
+    assert await states(acme.sessions) == (
         {"delivered": 1} if counted else {"cancelled": 1, "pending": 1}
     )
     check_export(database_url)
 
 
 async def test_a_report_of_meter_errors_rejects_the_batches_that_it_names(
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    double: StripeDouble,
-    gateway: StripeGateway,
-    database_url: str,
+    acme: Acme, double: StripeDouble, gateway: StripeGateway, database_url: str
 ) -> None:
-    await Sync(sessions, gateway, False).run()
+    await Sync(acme.sessions, gateway, False).run()
     (stripe_id,) = double.account.of("customers")
     gone = double.account.of("customers").pop(stripe_id)
-    batch, *_ = await delivered_without_sync(sessions, gateway, customer, price)
+    batch, *_ = await delivered_without_sync(acme, gateway)
     notice = double.account.report_errors()
 
-    answers = [await post(sessions, notice) for _ in range(2)]
-    handled = [await handle_events(sessions, gateway) for _ in range(2)]
-    rejected = await states(sessions)
+    answers = [await post(acme.sessions, notice) for _ in range(2)]
+    handled = [await handle_events(acme.sessions, gateway) for _ in range(2)]
+    rejected = await states(acme.sessions)
     double.account.of("customers")[stripe_id] = gone
-    await resend(sessions, gateway, batch)
-    await deliver_pending(sessions, gateway)
+    await resend(acme.sessions, gateway, batch)
+    await deliver_pending(acme.sessions, gateway)
 
     assert [status for status, _ in answers] == [200, 200]
     assert handled == [1, 0]
     assert rejected == {"rejected": 3}
-    assert await states(sessions) == {"rejected": 2, "cancelled": 1, "delivered": 1}
+    assert await states(acme.sessions) == {"rejected": 2, "cancelled": 1, "delivered": 1}
     check_export(database_url)
     check_delivered(database_url, double.account)
 
 
-async def delivered_without_sync(
-    sessions: Sessions, gateway: StripeGateway, customer: Customer, price: ModelPrice
-) -> list[uuid.UUID]:
+async def delivered_without_sync(acme: Acme, gateway: StripeGateway) -> list[uuid.UUID]:
     """Deliver like `delivered`, with objects that Stripe already has."""
-    await use_and_rate(sessions, customer, price, Consumed(100, 30, 20, settled_at=hours_ago(3)))
-    await form_batches(sessions)
-    await deliver_pending(sessions, gateway)
-    async with sessions() as session:
-        return list(await session.scalars(text("SELECT id FROM meter_batches ORDER BY token_kind")))
+    await acme.use_and_rate(Consumed(100, 30, 20, settled_at=hours_ago(3)))
+    await form_batches(acme.sessions)
+    await deliver_pending(acme.sessions, gateway)
+    return list(
+        await fetch_column(acme.sessions, "SELECT id FROM meter_batches ORDER BY token_kind")
+    )
 
 
 async def raw_post(sessions: Sessions, request: bytes) -> tuple[int, str]:
@@ -696,9 +622,7 @@ async def post(
     return await raw_post(sessions, head.encode() + body)
 
 
-async def test_an_event_is_stored_once_and_only_if_stripe_signed_it_lately(
-    sessions: Sessions,
-) -> None:
+async def test_an_event_is_stored_once_and_only_if_signed_lately(sessions: Sessions) -> None:
     event = invoice_event("invoice.paid", 1_790_000_000)
 
     answers = [
@@ -708,14 +632,12 @@ async def test_an_event_is_stored_once_and_only_if_stripe_signed_it_lately(
         await post(sessions, event),
     ]
 
-    async with sessions() as session:
-        stored = await session.scalar(text("SELECT count(*) FROM stripe_events"))
+    stored = await fetch_value(sessions, "SELECT count(*) FROM stripe_events")
     assert [status for status, _ in answers] == [400, 400, 200, 200]
     assert [word for _, word in answers[2:]] == ["stored", "known"]
     assert stored == 1
     with pytest.raises(DBAPIError, match="never changes"):
-        async with sessions.begin() as session:
-            await session.execute(text("UPDATE stripe_events SET type = 'x'"))
+        await execute(sessions, "UPDATE stripe_events SET type = 'x'")
 
 
 @pytest.mark.parametrize("case", ODD_EVENTS)
@@ -792,8 +714,7 @@ async def test_invalid_events_get_a_status_and_are_not_stored(
 ) -> None:
     assert (await raw_post(sessions, request_bytes))[0] == status
 
-    async with sessions() as session:
-        assert await session.scalar(text("SELECT count(*) FROM stripe_events")) == 0
+    assert await fetch_value(sessions, "SELECT count(*) FROM stripe_events") == 0
 
 
 def invoice_event(kind: str, created: int, paid: int = 0) -> dict[str, Any]:
@@ -828,19 +749,18 @@ async def test_events_of_an_invoice_end_the_same_in_every_order(
             body = json.loads(json.dumps(event).replace("in_1", f"in_{number}"))
             await post(sessions, body | {"id": f"{body['id']}_{number}"})
             await handle_events(sessions, gateway)
-        async with sessions() as session:
-            columns = ", ".join(
-                [
-                    *(INVOICE_TIMES[each["type"]] for each in events),
-                    "amount_due_minor",
-                    "amount_paid_minor",
-                    "last_event_at",
-                ]
-            )
-            row = await session.execute(
-                text(f"SELECT {columns} FROM stripe_invoices WHERE id = 'in_{number}'")
-            )
-            ends.add(tuple(row.one()))
+        columns = ", ".join(
+            [
+                *(INVOICE_TIMES[each["type"]] for each in events),
+                "amount_due_minor",
+                "amount_paid_minor",
+                "last_event_at",
+            ]
+        )
+        row = await fetch_row(
+            sessions, f"SELECT {columns} FROM stripe_invoices WHERE id = 'in_{number}'"
+        )
+        ends.add(tuple(row))
 
     assert len(ends) == 1
     assert None not in next(iter(ends))
@@ -857,16 +777,12 @@ async def test_an_event_of_another_shape_waits_and_holds_up_no_other(
 
 
 async def test_the_status_names_customers_unknown_to_stripe(
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    database_url: str,
-    monkeypatch: pytest.MonkeyPatch,
+    acme: Acme, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with sessions.begin() as session:
+    async with acme.sessions.begin() as session:
         await new_customer(session, "idle")
-    await use_and_rate(sessions, customer, price, Consumed(0, 0, 20, settled_at=hours_ago(3)))
-    await form_batches(sessions)
+    await acme.use_and_rate(Consumed(0, 0, 20, settled_at=hours_ago(3)))
+    await form_batches(acme.sessions)
     monkeypatch.setenv("WEIR_DATABASE_URL", database_url)
 
     reported = await asyncio.to_thread(CliRunner().invoke, app, ["stripe", "status", "--json"])

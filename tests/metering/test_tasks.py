@@ -7,14 +7,13 @@ import uuid
 from datetime import UTC, datetime
 
 import pytest
-from sqlalchemy import insert, text
+from sqlalchemy import insert
 
 from metering import tasks
 from metering.celery_app import app
 from metering.core.models import Hold
-from metering.pricing.prices import ModelPrice
-from metering.store.db import Sessions
-from tests.metering.usage import Consumed, Customer, add_usage
+from tests.metering.queries import fetch_value
+from tests.metering.usage import Acme, Consumed, add_usage
 
 
 def test_everything_scheduled_is_a_task_and_expires() -> None:
@@ -26,25 +25,21 @@ def test_everything_scheduled_is_a_task_and_expires() -> None:
 
 
 async def test_the_sweep_ends_overdue_holds_and_rating_posts_what_they_cost(
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    database_url: str,
-    monkeypatch: pytest.MonkeyPatch,
+    acme: Acme, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WEIR_DATABASE_URL", database_url)
-    async with sessions.begin() as session:
-        await add_usage(session, customer, price, [Consumed(5, 0, 5)])
+    async with acme.sessions.begin() as session:
+        await add_usage(session, acme.customer, acme.price, [Consumed(5, 0, 5)])
         await session.execute(
             insert(Hold).values(
                 id=uuid.uuid4(),
-                organization_id=customer.organization_id,
-                project_id=customer.key.project_id,
-                api_key_id=customer.key.id,
+                organization_id=acme.organization_id,
+                project_id=acme.customer.key.project_id,
+                api_key_id=acme.customer.key.id,
                 request_id=uuid.uuid4(),
                 payload_hash=bytes(32),
                 model="demo",
-                price_version_id=price.prices.version,
+                price_version_id=acme.price.prices.version,
                 labels={},
                 process_id=uuid.uuid4(),
                 input_token_count=10,
@@ -58,13 +53,8 @@ async def test_the_sweep_ends_overdue_holds_and_rating_posts_what_they_cost(
     for task in (tasks.sweep, tasks.rate_pending, tasks.sweep, tasks.rate_pending):
         await asyncio.to_thread(task)
 
-    async with sessions() as session:
-        held = (
-            await session.execute(text("SELECT count(*) FROM holds WHERE state = 'held'"))
-        ).scalar_one()
-        tokens = (
-            await session.execute(text("SELECT sum(token_count) FROM ledger_entries"))
-        ).scalar_one()
+    held = await fetch_value(acme.sessions, "SELECT count(*) FROM holds WHERE state = 'held'")
+    tokens = await fetch_value(acme.sessions, "SELECT sum(token_count) FROM ledger_entries")
     assert held == 0
     assert tokens == 10 + 17
 

@@ -11,10 +11,9 @@ import pytest
 
 from metering.holds import usage_notices
 from metering.holds.usage_notices import CHANNEL, UsageNotices
-from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions, create_engine, create_sessions
 from metering.worker import APPLICATION, TaskRequest, UsageListener
-from tests.metering.usage import Consumed, Customer, add_usage
+from tests.metering.usage import Acme, Consumed
 from tests.metering.workers import wait_until, worker
 
 LISTENING = (
@@ -56,9 +55,7 @@ async def test_many_settlements_are_one_notice(
         running.cancel()
 
 
-async def test_notices_outlive_a_database_that_is_away(
-    sessions: Sessions, database_url: str
-) -> None:
+async def test_notices_survive_a_missing_database(sessions: Sessions, database_url: str) -> None:
     away = create_engine("postgresql://nobody@127.0.0.1:1/weir")
     notices = UsageNotices(create_sessions(away))
     async with asyncio.TaskGroup() as tasks:
@@ -109,14 +106,13 @@ def test_the_listener_comes_back_when_its_connection_breaks(database_url: str) -
 
 @pytest.mark.faults
 async def test_a_worker_without_schedule_rates_announced_and_missed_usage(
-    tmp_path: Path, database_url: str, sessions: Sessions, customer: Customer, price: ModelPrice
+    tmp_path: Path, database_url: str, acme: Acme
 ) -> None:
     """Only the listener sends tasks; missed usage is rated after reconnecting."""
     pending = "SELECT count(*) FROM unrated_usage"
 
     async def use(event_count: int) -> None:
-        async with sessions.begin() as session:
-            await add_usage(session, customer, price, [Consumed(3, 1, 2)] * event_count)
+        await acme.use(*([Consumed(3, 1, 2)] * event_count))
 
     with (
         worker(tmp_path, database_url, {}, clock=False),

@@ -14,10 +14,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from metering import tasks
 from metering.ledger.rating import MONTHS_AHEAD, create_partitions, rate_all_pending
-from metering.pricing.prices import ModelPrice
 from metering.proof.fsck import CHECKS, fsck
 from metering.store.db import Sessions
-from tests.metering.usage import NOVEMBER, Consumed, Customer, add_usage
+from tests.metering.queries import fetch_column
+from tests.metering.usage import NOVEMBER, Acme, Consumed, add_usage
 
 INSTANT = timedelta(microseconds=1)
 WHERE = text("SELECT settled_at, tableoid::regclass::text FROM usage_events ORDER BY id")
@@ -56,49 +56,41 @@ async def refused(session: AsyncSession, statement: str) -> str:
     return str(error.value.orig)
 
 
-async def test_a_month_ends_where_the_next_begins(
-    sessions: Sessions, customer: Customer, price: ModelPrice
-) -> None:
+async def test_a_month_ends_where_the_next_begins(acme: Acme) -> None:
     begins = datetime.now(UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
     following = (begins + timedelta(days=32)).replace(day=1)
-    async with sessions.begin() as session:
-        await add_usage(
-            session,
-            customer,
-            price,
-            [Consumed(1, settled_at=at) for at in (begins, following - INSTANT, following)],
-        )
+    await acme.use(
+        *([Consumed(1, settled_at=at) for at in (begins, following - INSTANT, following)])
+    )
 
-    async with sessions() as session:
+    async with acme.sessions() as session:
         found = [name for _, name in await session.execute(WHERE)]
 
     this, coming = f"usage_events_{begins:%Y_%m}", f"usage_events_{following:%Y_%m}"
     assert found == [this, this, coming]
 
 
-async def test_usage_of_a_month_without_partition_counts_and_is_moved(
-    sessions: Sessions, customer: Customer, price: ModelPrice, database_url: str
-) -> None:
+async def test_usage_without_partition_counts_and_is_moved(acme: Acme, database_url: str) -> None:
     begins = datetime.now(UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
     following = (begins + timedelta(days=32)).replace(day=1)
-    async with sessions.begin() as session:
+    async with acme.sessions.begin() as session:
         for month in (begins, following):
             await forget(session, f"{month:%Y_%m}")
         first = [
             Consumed(3, 1, 2, settled_at=at)
             for at in (begins, begins + timedelta(hours=5), following)
         ]
-        await add_usage(session, customer, price, first)
-    assert await rate_all_pending(sessions) == 3
-    async with sessions.begin() as session:
-        await add_usage(session, customer, price, [Consumed(4, settled_at=begins)])
+        await add_usage(session, acme.customer, acme.price, first)
+    assert await rate_all_pending(acme.sessions) == 3
+    async with acme.sessions.begin() as session:
+        await add_usage(session, acme.customer, acme.price, [Consumed(4, settled_at=begins)])
         before = {name for _, name in await session.execute(WHERE)}
     assert before == {"usage_events_default"}
     assert complaints(database_url) == {"partitions-exist", "all-usage-is-rated"}
 
-    async with sessions.begin() as session:
+    async with acme.sessions.begin() as session:
         made = await create_partitions(session)
-    async with sessions.begin() as session:
+    async with acme.sessions.begin() as session:
         again = await create_partitions(session)
         after = [name for _, name in await session.execute(WHERE)]
 
@@ -106,35 +98,26 @@ async def test_usage_of_a_month_without_partition_counts_and_is_moved(
     assert (made.in_default, again.created, again.in_default) == ({}, (), {})
     this, coming = f"usage_events_{begins:%Y_%m}", f"usage_events_{following:%Y_%m}"
     assert after == [this, this, coming, this]
-    assert await rate_all_pending(sessions) == 1
+    assert await rate_all_pending(acme.sessions) == 1
     assert complaints(database_url) == set()
 
 
 async def test_usage_written_under_a_clock_far_ahead_counts_and_is_reported(
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    database_url: str,
-    caplog: pytest.LogCaptureFixture,
+    acme: Acme, database_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with sessions.begin() as session:
-        await add_usage(
-            session,
-            customer,
-            price,
-            [Consumed(3, 1, 2, settled_at=datetime(2099, 1, 31, 23, tzinfo=UTC))] * 2,
-        )
+    await acme.use(*([Consumed(3, 1, 2, settled_at=datetime(2099, 1, 31, 23, tzinfo=UTC))] * 2))
 
-    assert await rate_all_pending(sessions) == 2
+    assert await rate_all_pending(acme.sessions) == 2
     with caplog.at_level(logging.ERROR):
-        async with sessions.begin() as session:
+        async with acme.sessions.begin() as session:
             kept = await create_partitions(session)
 
     assert kept.in_default == {"2099-01": 2}
     assert "2 of 2099-01" in caplog.text
-    async with sessions() as session:
-        posted = await session.execute(text("SELECT billing_month::text FROM ledger_transactions"))
-        assert list(posted.scalars()) == ["2099-01-01"]
+    posted = await fetch_column(
+        acme.sessions, "SELECT billing_month::text FROM ledger_transactions"
+    )
+    assert posted == ["2099-01-01"]
     assert complaints(database_url) == {"partitions-exist"}
 
 
@@ -170,13 +153,13 @@ async def test_the_worker_makes_them(
         assert await months(session) == expected
 
 
-async def test_a_partition_takes_no_statement_by_its_own_name(
-    sessions: Sessions, customer: Customer, price: ModelPrice
-) -> None:
-    async with sessions.begin() as session:
-        await add_usage(session, customer, price, [Consumed(1, settled_at=datetime.now(UTC))])
+async def test_a_partition_takes_no_statement_by_its_own_name(acme: Acme) -> None:
+    async with acme.sessions.begin() as session:
+        await add_usage(
+            session, acme.customer, acme.price, [Consumed(1, settled_at=datetime.now(UTC))]
+        )
         names = [*await months(session), "usage_events_default"]
-    async with sessions() as session:
+    async with acme.sessions() as session:
         for name in names:
             for statement in (
                 f"UPDATE {name} SET rated_at = now()",
@@ -187,18 +170,10 @@ async def test_a_partition_takes_no_statement_by_its_own_name(
                 assert "write to usage_events" in await refused(session, statement)
 
 
-async def test_a_part_of_a_hold_is_unique_in_all_months(
-    sessions: Sessions, customer: Customer, price: ModelPrice
-) -> None:
+async def test_a_part_of_a_hold_is_unique_in_all_months(acme: Acme) -> None:
     """Also across partitions, which the primary key cannot compare."""
     hold = uuid.uuid4()
-    async with sessions.begin() as session:
-        await add_usage(
-            session,
-            customer,
-            price,
-            [Consumed(1, hold_id=hold), Consumed(0, 0, 2, hold_id=hold, part=1)],
-        )
+    await acme.use(Consumed(1, hold_id=hold), Consumed(0, 0, 2, hold_id=hold, part=1))
     columns = """hold_id, organization_id, project_id, api_key_id, request_id, model, outcome,
         input_token_count, cached_input_token_count, generated_token_count, delivered_token_count,
         billed_token_count, price_version_id, cost_picos, labels, admitted_at"""
@@ -206,7 +181,7 @@ async def test_a_part_of_a_hold_is_unique_in_all_months(
         f"INSERT INTO usage_events (part, settled_at, {columns}) SELECT {{}}, {{}}, {columns} FROM"
         " usage_events WHERE part = 0"
     )
-    async with sessions() as session:
+    async with acme.sessions() as session:
         for part in (0, 1):
             for at in ("settled_at", "settled_at + interval '1 month'", "timestamptz '2099-01-01'"):
                 reported = await refused(session, copy.format(part, at))
@@ -219,11 +194,8 @@ async def test_a_part_of_a_hold_is_unique_in_all_months(
         await session.execute(text(copy.format(2, "settled_at + interval '1 month'")))
 
 
-async def test_an_event_needs_a_hold_that_has_ended_and_is_not_rated_as_it_is_written(
-    sessions: Sessions, customer: Customer, price: ModelPrice
-) -> None:
-    async with sessions.begin() as session:
-        await add_usage(session, customer, price, [Consumed(1, settled_at=NOVEMBER)])
+async def test_an_event_needs_an_ended_hold_and_is_written_unrated(acme: Acme) -> None:
+    await acme.use(Consumed(1, settled_at=NOVEMBER))
     copy = """INSERT INTO usage_events (hold_id, part, organization_id, project_id, api_key_id,
         request_id, model, outcome, input_token_count, cached_input_token_count,
         generated_token_count, delivered_token_count, billed_token_count, price_version_id,
@@ -237,7 +209,7 @@ async def test_an_event_needs_a_hold_that_has_ended_and_is_not_rated_as_it_is_wr
                payload_hash, model, price_version_id, labels, process_id, 1, 1, '{}', now()
         FROM holds
         RETURNING id"""
-    async with sessions() as session:
+    async with acme.sessions() as session:
         hold = (await session.execute(text(live))).scalar_one()
         assert "has not ended" in await refused(
             session, copy.format(hold=f"'{hold}'::uuid", rated="NULL, NULL")

@@ -15,7 +15,6 @@ from metering.core.models import TokenKind
 from metering.core.pages import page_token
 from metering.invoicing.months import month_report
 from metering.ledger.rating import rate_all_pending
-from metering.pricing.prices import ModelPrice
 from metering.reports.usage_reports import (
     Grouping,
     Share,
@@ -30,7 +29,8 @@ from metering.store.db import Sessions
 from metering.tenants.api_keys import create_api_key
 from metering.tenants.key_terms import KeyTerms
 from metering.tenants.tenants import create_project
-from tests.metering.usage import Consumed, Customer, add_usage, mark_closed, new_customer, new_price
+from tests.metering.queries import execute_unguarded
+from tests.metering.usage import Acme, Consumed, Customer, add_usage, new_customer, new_price
 
 DAY = Grouping.DAY
 FIRST, SECOND = datetime(2026, 11, 1, tzinfo=UTC), datetime(2026, 11, 2, 23, 59, 59, tzinfo=UTC)
@@ -67,14 +67,12 @@ async def second_key(session: AsyncSession) -> Customer:
     return Customer(key.organization_id, "acme", key, secret)
 
 
-async def test_a_row_reports_tokens_by_kind_and_the_ways_requests_ended(
-    sessions: Sessions, customer: Customer, price: ModelPrice
-) -> None:
-    async with sessions.begin() as session:
+async def test_a_row_reports_tokens_by_kind_and_the_ways_requests_ended(acme: Acme) -> None:
+    async with acme.sessions.begin() as session:
         await add_usage(
             session,
-            customer,
-            price,
+            acme.customer,
+            acme.price,
             [
                 Consumed(100, 40, 20, "stop", FIRST),
                 Consumed(10, 0, 7, "cancelled", FIRST),
@@ -84,15 +82,12 @@ async def test_a_row_reports_tokens_by_kind_and_the_ways_requests_ended(
             ],
         )
         other = await new_customer(session, "bolt")
-        await add_usage(session, other, price, [Consumed(9_999, 0, 9_999, "stop", FIRST)])
-    await rate_all_pending(sessions)
-    async with sessions.begin() as session:
-        moved = "UPDATE usage_events SET migration_count = 2 WHERE outcome IN ('stop', 'failed')"
-        # Triggers prevent every change of an event.
-        await session.execute(text("SET LOCAL session_replication_role = replica"))
-        await session.execute(text(moved))
+        await add_usage(session, other, acme.price, [Consumed(9_999, 0, 9_999, "stop", FIRST)])
+    await rate_all_pending(acme.sessions)
+    moved = "UPDATE usage_events SET migration_count = 2 WHERE outcome IN ('stop', 'failed')"
+    await execute_unguarded(acme.sessions, moved)  # triggers prevent every change of an event
 
-    (row,) = await rows(sessions, of(customer), DAY)
+    (row,) = await rows(acme.sessions, of(acme.customer), DAY)
 
     assert row.migration_count == 4, "of two requests of this customer"
     assert (row.day, row.request_count) == (date(2026, 11, 1), 5)
@@ -111,13 +106,11 @@ async def test_a_row_reports_tokens_by_kind_and_the_ways_requests_ended(
     assert (row.organization_name, row.currency_code, row.late) == ("acme", "USD", False)
 
 
-async def test_rows_of_every_grouping_add_up_to_the_bill(
-    sessions: Sessions, customer: Customer, price: ModelPrice
-) -> None:
-    async with sessions.begin() as session:
+async def test_rows_of_every_grouping_add_up_to_the_bill(acme: Acme) -> None:
+    async with acme.sessions.begin() as session:
         bot = await second_key(session)
         dearer = await new_price(session, "large")
-        for who, what in ((customer, price), (customer, dearer), (bot, price)):
+        for who, what in ((acme.customer, acme.price), (acme.customer, dearer), (bot, acme.price)):
             await add_usage(
                 session,
                 who,
@@ -127,10 +120,10 @@ async def test_rows_of_every_grouping_add_up_to_the_bill(
                     for n in range(1, 30)
                 ],
             )
-    await rate_all_pending(sessions)
-    async with sessions() as session:
+    await rate_all_pending(acme.sessions)
+    async with acme.sessions() as session:
         bill = await month_report(session, organization="acme", month="2026-11")
-        total = await usage_total(session, of(customer))
+        total = await usage_total(session, of(acme.customer))
 
     for by in (
         (DAY,),
@@ -139,7 +132,7 @@ async def test_rows_of_every_grouping_add_up_to_the_bill(
         (Grouping.API_KEY,),
         (Grouping.REQUEST,),
     ):
-        found = await rows(sessions, of(customer), *by)
+        found = await rows(acme.sessions, of(acme.customer), *by)
         assert sum(row.amount_picos for row in found) == bill.total_picos == total.amount_picos
         assert (
             sum(sum(row.token_counts.values()) for row in found)
@@ -147,36 +140,39 @@ async def test_rows_of_every_grouping_add_up_to_the_bill(
             == sum(total.token_counts.values())
         )
         assert sum(row.request_count for row in found) == 87 == total.request_count
-    projects = await rows(sessions, of(customer), Grouping.PROJECT, Grouping.API_KEY)
+    projects = await rows(acme.sessions, of(acme.customer), Grouping.PROJECT, Grouping.API_KEY)
     assert {(row.project_name, row.api_key_name, row.request_count) for row in projects} == {
         ("search", "all", 58),
         ("chat", "bot", 29),
     }
 
 
-async def test_a_filter_leads_from_the_day_to_the_requests(
-    sessions: Sessions, customer: Customer, price: ModelPrice
-) -> None:
-    async with sessions.begin() as session:
+async def test_a_filter_leads_from_the_day_to_the_requests(acme: Acme) -> None:
+    async with acme.sessions.begin() as session:
         bot = await second_key(session)
         await add_usage(
             session,
-            customer,
-            price,
+            acme.customer,
+            acme.price,
             [Consumed(1, 0, 1, "stop", FIRST), Consumed(2, 0, 2, "stop", SECOND)],
         )
         await add_usage(
             session,
             bot,
-            price,
+            acme.price,
             [Consumed(4, 0, 4, "failed", SECOND), Consumed(8, 0, 8, "stop", SECOND)],
         )
-    await rate_all_pending(sessions)
+    await rate_all_pending(acme.sessions)
 
     key = UsageFilter(
-        "2026-11", customer.organization_id, SECOND.date(), bot.key.project_id, bot.key.id, "demo"
+        "2026-11",
+        acme.organization_id,
+        SECOND.date(),
+        bot.key.project_id,
+        bot.key.id,
+        "demo",
     )
-    found = await rows(sessions, key, Grouping.REQUEST)
+    found = await rows(acme.sessions, key, Grouping.REQUEST)
 
     assert [(row.outcome, row.token_counts[TokenKind.OUTPUT], row.settled_at) for row in found] == [
         ("failed", 4, SECOND),
@@ -186,80 +182,65 @@ async def test_a_filter_leads_from_the_day_to_the_requests(
     assert {row.api_key_prefix for row in found} == {bot.key.prefix}
     assert (
         await rows(
-            sessions, UsageFilter("2026-11", customer.organization_id, date(2026, 11, 3)), DAY
+            acme.sessions,
+            UsageFilter("2026-11", acme.organization_id, date(2026, 11, 3)),
+            DAY,
         )
         == ()
     )
 
 
-async def test_unposted_usage_is_pending_and_late_usage_is_not_a_request(
-    sessions: Sessions, customer: Customer, price: ModelPrice
-) -> None:
+async def test_unposted_usage_is_pending_and_late_usage_is_not_a_request(acme: Acme) -> None:
     hold = uuid.uuid4()
-    async with sessions.begin() as session:
-        await add_usage(
-            session, customer, price, [Consumed(1, 0, 1, "failed", FIRST, hold_id=hold)]
-        )
-    await rate_all_pending(sessions)
-    async with sessions.begin() as session:
-        await add_usage(
-            session, customer, price, [Consumed(0, 0, 2, "failed", FIRST, hold_id=hold, part=1)]
-        )
+    await acme.use(Consumed(1, 0, 1, "failed", FIRST, hold_id=hold))
+    await rate_all_pending(acme.sessions)
+    await acme.use(Consumed(0, 0, 2, "failed", FIRST, hold_id=hold, part=1))
 
-    (row,) = await rows(sessions, of(customer), DAY)
+    (row,) = await rows(acme.sessions, of(acme.customer), DAY)
 
     assert (row.request_count, row.token_counts[TokenKind.OUTPUT]) == (1, 3)
     assert (row.amount_picos, row.pending_picos) == (750_000, 1_200_000)
     assert row.failed == Share(1, 4, 1_950_000)
 
 
-async def test_usage_of_a_closed_month_is_shown_in_the_month_that_charges_it(
-    sessions: Sessions, customer: Customer, price: ModelPrice
-) -> None:
+async def test_usage_of_a_closed_month_is_shown_in_the_month_that_charges_it(acme: Acme) -> None:
     october = datetime(2026, 10, 31, 12, tzinfo=UTC)
-    async with sessions.begin() as session:
-        await add_usage(session, customer, price, [Consumed(1, 0, 1, "stop", october)])
-    await rate_all_pending(sessions)
-    async with sessions.begin() as session:
-        await mark_closed(session, customer, date(2026, 10, 1))
-        await add_usage(
-            session,
-            customer,
-            price,
-            [Consumed(0, 0, 5, "stop", october), Consumed(0, 0, 7, "stop", FIRST)],
-        )
+    await acme.use(Consumed(1, 0, 1, "stop", october))
+    await rate_all_pending(acme.sessions)
+    await acme.mark_closed(date(2026, 10, 1), FIRST)
+    await acme.use(Consumed(0, 0, 5, "stop", october), Consumed(0, 0, 7, "stop", FIRST))
     # Closed months accept no usage.
-    assert [row.pending_picos for row in await rows(sessions, of(customer, "2026-10"), DAY)] == [0]
-    await rate_all_pending(sessions)
+    assert [
+        row.pending_picos for row in await rows(acme.sessions, of(acme.customer, "2026-10"), DAY)
+    ] == [0]
+    await rate_all_pending(acme.sessions)
 
     assert [
         (r.day, r.token_counts[TokenKind.OUTPUT], r.late)
-        for r in await rows(sessions, of(customer, "2026-10"), DAY)
+        for r in await rows(acme.sessions, of(acme.customer, "2026-10"), DAY)
     ] == [(date(2026, 10, 31), 1, False)]
     assert [
         (r.day, r.token_counts[TokenKind.OUTPUT], r.late)
-        for r in await rows(sessions, of(customer), DAY)
+        for r in await rows(acme.sessions, of(acme.customer), DAY)
     ] == [
         (date(2026, 10, 31), 5, True),
         (date(2026, 11, 1), 7, False),
     ]
 
 
-async def test_all_customers_are_separate_with_their_currency(
-    sessions: Sessions, customer: Customer, price: ModelPrice
-) -> None:
-    async with sessions.begin() as session:
+async def test_all_customers_are_separate_with_their_currency(acme: Acme) -> None:
+    async with acme.sessions.begin() as session:
         bolt = await new_customer(session, "bolt")
-        await add_usage(session, customer, price, [Consumed(1, 0, 1, "stop", FIRST)])
+        await add_usage(session, acme.customer, acme.price, [Consumed(1, 0, 1, "stop", FIRST)])
         await add_usage(
             session,
             bolt,
-            price,
+            acme.price,
             [Consumed(2, 0, 2, "stop", FIRST), Consumed(2, 0, 2, "stop", SECOND)],
         )
-    await rate_all_pending(sessions)
+    await rate_all_pending(acme.sessions)
 
-    found = await rows(sessions, UsageFilter("2026-11"), DAY)
+    found = await rows(acme.sessions, UsageFilter("2026-11"), DAY)
 
     assert sorted(
         (row.organization_name, str(row.day), row.token_counts[TokenKind.OUTPUT]) for row in found
@@ -293,28 +274,29 @@ async def test_bad_questions_are_refused_by_name(sessions: Sessions, customer: C
             await usage_page(session, of(customer, "2026-13"), (DAY,))
 
 
-async def test_the_statement_reads_the_index_of_the_customer_and_no_other_time(
-    sessions: Sessions, customer: Customer, price: ModelPrice
-) -> None:
+async def test_the_statement_reads_the_index_of_the_customer_and_no_other_time(acme: Acme) -> None:
     """The plan must bound the scan by customer and time."""
-    async with sessions.begin() as session:
+    async with acme.sessions.begin() as session:
         other = await new_customer(session, "bolt")
         for who, start in (
-            (customer, FIRST),
-            (customer, FIRST - timedelta(days=90)),
+            (acme.customer, FIRST),
+            (acme.customer, FIRST - timedelta(days=90)),
             (other, FIRST),
             (other, SECOND),
         ):
             await add_usage(
                 session,
                 who,
-                price,
+                acme.price,
                 [Consumed(1, 0, 1, "stop", start + timedelta(minutes=n)) for n in range(500)],
             )
-    await rate_all_pending(sessions)
-    async with sessions.begin() as session:
+    await rate_all_pending(acme.sessions)
+    async with acme.sessions.begin() as session:
         await session.execute(text("ANALYZE usage_events"))
-        what, parameters = of(customer), await parameters_of(session, of(customer)) | {"limit": 100}
+        what, parameters = (
+            of(acme.customer),
+            await parameters_of(session, of(acme.customer)) | {"limit": 100},
+        )
         statement = group_statement(what, (DAY,), "", parameters)
         plan = "\n".join((await session.scalars(text("EXPLAIN " + statement), parameters)).all())
 
@@ -326,9 +308,7 @@ async def test_the_statement_reads_the_index_of_the_customer_and_no_other_time(
     assert "settled_at < " in condition
 
 
-async def test_the_last_day_of_the_calendar_has_no_usage(
-    sessions: Sessions, customer: Customer
-) -> None:
+async def test_the_calendars_last_day_has_no_usage(sessions: Sessions, customer: Customer) -> None:
     """No later date exists."""
     async with sessions() as session:
         last = UsageFilter("2026-11", customer.organization_id, day=date(9999, 12, 31))

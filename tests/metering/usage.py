@@ -11,10 +11,23 @@ from typing import Any, TypedDict
 from sqlalchemy import insert, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from metering.core.models import Hold, HoldState, UsageEvent, insertion
+from metering.core.models import (
+    Hold,
+    HoldState,
+    QuotaDimension,
+    QuotaKey,
+    QuotaSubject,
+    QuotaTerms,
+    UsageEvent,
+    insertion,
+)
 from metering.ledger.ledger import AccountKey, AccountKind, MonthState
-from metering.ledger.rating import BATCH_SIZE, rate_batch
+from metering.ledger.rating import BATCH_SIZE, rate_all_pending, rate_batch
+from metering.plans.prepaid import Grant, grant_credit, refresh
 from metering.pricing.prices import ModelPrice, PriceTerms, set_price
+from metering.quotas.quota_admin import set_quota
+from metering.quotas.quota_rules import QuotaState
+from metering.store.db import Sessions
 from metering.tenants.api_keys import KeyRecord, create_api_key
 from metering.tenants.billing_profiles import BillingProfile
 from metering.tenants.key_terms import KeyTerms
@@ -99,18 +112,42 @@ async def new_customer(session: AsyncSession, name: str, currency_code: str = "U
     return Customer(organization.id, name, key, secret)
 
 
-async def new_price(
-    session: AsyncSession,
-    model: str = "demo",
-    picos_per_token: tuple[int, int, int] = (150_000, 15_000, 600_000),
-) -> ModelPrice:
-    """Set a price in picos of a dollar for a token of input, cached input and output."""
-    input_picos, cached_input_picos, output_picos = picos_per_token
-    terms = PriceTerms(
-        model=model,
+def rates_of(input_picos: int, cached_picos: int, output_picos: int) -> Rates:
+    """Return prices of a token."""
+    return Rates(
         input_picos_per_token=input_picos,
-        cached_input_picos_per_token=cached_input_picos,
+        cached_input_picos_per_token=cached_picos,
         output_picos_per_token=output_picos,
+    )
+
+
+async def new_price(session: AsyncSession, model: str = "demo", **terms: Any) -> ModelPrice:
+    """Set picos of a dollar per token: 150,000 input, 15,000 cached, 600,000 output, unless said.
+
+    terms: of `PriceTerms`.
+    """
+    usual: dict[str, Any] = {**rates_of(150_000, 15_000, 600_000)}
+    return await set_price(session, PriceTerms(model=model, **usual | terms), actor="test")
+
+
+async def new_limit(
+    session: AsyncSession,
+    subject_ref: str,
+    dimension: QuotaDimension,
+    limit_value: int,
+    *,
+    subject: QuotaSubject = QuotaSubject.ORGANIZATION,
+    model: str = "",
+    **terms: Any,
+) -> QuotaState:
+    """Set a limit as an admin does. terms: of `QuotaTerms`."""
+    return await set_quota(
+        session,
+        subject=subject,
+        subject_ref=subject_ref,
+        key=QuotaKey(dimension, model),
+        terms=QuotaTerms(limit_value, **terms),
+        actor="test",
     )
     return await set_price(session, terms, actor="test")
 
@@ -189,6 +226,38 @@ async def add_usage(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Acme:
+    """Organization `acme` and the price of the model `demo`, with sessions on their database."""
+
+    sessions: Sessions
+    customer: Customer
+    price: ModelPrice
+
+    @property
+    def organization_id(self) -> uuid.UUID:
+        """Id of the organization."""
+        return self.customer.organization_id
+
+    async def use(self, *events: Consumed, price: ModelPrice | None = None) -> list[int]:
+        """Insert usage, as settlements do; return the ids of the events."""
+        async with self.sessions.begin() as session:
+            return await add_usage(session, self.customer, price or self.price, events)
+
+    async def mark_closed(self, month: date, at: datetime) -> None:
+        """Record that a month is closed, without an invoice."""
+        closed = {"month": month, "state": MonthState.CLOSED, "closed_at": at, "closed_by": "test"}
+        async with self.sessions.begin() as session:
+            await session.execute(
+                insertion("billing_months", closed | {"organization_id": self.organization_id})
+            )
+
+    async def use_and_rate(self, *events: Consumed) -> None:
+        """Insert usage and post it to the ledger."""
+        await self.use(*events)
+        await rate_all_pending(self.sessions)
+
+
 async def rate_pending(session: AsyncSession, limit: int = BATCH_SIZE) -> int:
     """Rate at most `limit` events in the caller's transaction; return their number."""
     return (await rate_batch(session, limit=limit)).rated_count
@@ -206,3 +275,20 @@ async def balances(session: AsyncSession, organization_id: uuid.UUID) -> dict[Ac
         AccountKey(organization_id, AccountKind(kind), currency): int(picos)
         for kind, currency, picos in found
     }
+
+
+async def grant(
+    session: AsyncSession, amount: int, *, last_month: date, first_month: date | None = None
+) -> Grant:
+    """Grant prepaid credit and compute what is left of it."""
+    made = await grant_credit(
+        session,
+        organization="acme",
+        amount_picos=amount,
+        first_month=first_month,
+        last_month=last_month,
+        reason="paid",
+        actor="test",
+    )
+    await refresh(session, made.organization_id, actor="test", granted_picos=made.amount_picos)
+    return made

@@ -15,26 +15,14 @@ import grpc
 import msgspec
 from aiohttp import web
 
+from inference import engine
 from inference.adapters.torch_engine import TorchEngine
-from inference.engine import (
-    EngineFinishReason,
-    EngineTimings,
-    GenerationRequest,
-    GrammarKind,
-    ResponseFormat,
-    SamplingParams,
-    Scheduled,
-    SequenceFinished,
-    StopCriteria,
-    TokenLogprobs,
-    TokensGenerated,
-)
 from tests.remote_servers.backend import Backend
 
 REASONS = {
-    EngineFinishReason.STOP: "stop",
-    EngineFinishReason.LENGTH: "length",
-    EngineFinishReason.CANCELLED: "abort",
+    engine.EngineFinishReason.STOP: "stop",
+    engine.EngineFinishReason.LENGTH: "length",
+    engine.EngineFinishReason.CANCELLED: "abort",
 }
 STATUSES = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -187,7 +175,7 @@ class OpenAiServer:
         http: web.Request,
         response: web.StreamResponse,
         body: dict[str, Any],
-        wanted: GenerationRequest,
+        wanted: engine.GenerationRequest,
     ) -> None:
         faults = self._backend.faults
         request_id = http.headers.get("X-Request-Id") or uuid.uuid4().hex
@@ -205,9 +193,9 @@ class OpenAiServer:
                 if not response.prepared:
                     await response.prepare(http)
                 match event:
-                    case Scheduled():
+                    case engine.Scheduled():
                         cached = event.cached_token_count
-                    case TokensGenerated():
+                    case engine.TokensGenerated():
                         if held is not None:
                             await _send(response, held)
                         sent += len(event.token_ids)
@@ -226,15 +214,15 @@ class OpenAiServer:
                         if "running_cached" in faults:
                             shown = self._backend.running_cached(cached)
                             held["usage"]["prompt_tokens_details"] = {"cached_tokens": shown}
-                    case SequenceFinished() if "generate" in faults:
+                    case engine.SequenceFinished() if "generate" in faults:
                         if held is not None:
                             await _send(response, held)
                             held["meta_info"]["finish_reason"] = REASONS[event.reason]
                             held["meta_info"]["cached_tokens"] = cached
                             await _send(response, held)
                         await response.write(b"data: [DONE]\n\n")
-                    case SequenceFinished():
-                        held = held or self._chunk(body, TokensGenerated((), ""))
+                    case engine.SequenceFinished():
+                        held = held or self._chunk(body, engine.TokensGenerated((), ""))
                         held["choices"][0]["text"] += event.text
                         held["choices"][0]["finish_reason"] = REASONS[event.reason]
                         await _send(response, held)
@@ -262,17 +250,17 @@ class OpenAiServer:
             raise
 
     async def _run(
-        self, request_id: str, wanted: GenerationRequest, body: dict[str, Any]
-    ) -> AsyncIterator[Scheduled | TokensGenerated | SequenceFinished]:
+        self, request_id: str, wanted: engine.GenerationRequest, body: dict[str, Any]
+    ) -> AsyncIterator[engine.Scheduled | engine.TokensGenerated | engine.SequenceFinished]:
         """Yield the events of an output. It ends with the token that completes a stop sequence."""
         stops = [] if "ignore stop" in self._backend.faults else body.get("stop") or []
         text, count, cached = "", 0, 0
         events = self._backend.run(request_id, wanted, Context())  # type: ignore[arg-type]
         async with contextlib.aclosing(events):  # type: ignore[type-var]
             async for event in events:
-                if isinstance(event, Scheduled):
+                if isinstance(event, engine.Scheduled):
                     cached = event.cached_token_count
-                if isinstance(event, TokensGenerated):
+                if isinstance(event, engine.TokensGenerated):
                     before, text, count = text, text + event.text, count + len(event.token_ids)
                     if "early_stop" in self._backend.faults:
                         stops = [stop[:1] for stop in stops]
@@ -281,9 +269,12 @@ class OpenAiServer:
                         end, stop = min(ends)
                         end -= 0 if body.get("include_stop_str_in_output") else len(stop)
                         yield msgspec.structs.replace(event, text=text[len(before) : end])
-                        prompt, timings = len(wanted.prompt_token_ids), EngineTimings(0, 0, 0)
-                        reason = EngineFinishReason.STOP
-                        yield SequenceFinished(reason, "", prompt, cached, count, timings)
+                        prompt, timings = (
+                            len(wanted.prompt_token_ids),
+                            engine.EngineTimings(0, 0, 0),
+                        )
+                        reason = engine.EngineFinishReason.STOP
+                        yield engine.SequenceFinished(reason, "", prompt, cached, count, timings)
                         return
                 yield event
 
@@ -292,7 +283,7 @@ class OpenAiServer:
             "reasoning_parser" not in self._backend.faults
         )
 
-    def _chunk(self, body: dict[str, Any], event: TokensGenerated) -> dict[str, Any]:
+    def _chunk(self, body: dict[str, Any], event: engine.TokensGenerated) -> dict[str, Any]:
         faults = self._backend.faults
         choice: dict[str, Any] = {"index": 0, "text": event.text, "finish_reason": None}
         if event.reasoning and "reasoning_hidden" not in faults:
@@ -311,7 +302,7 @@ class OpenAiServer:
             message["nvext"] = {"completion_token_ids": event.token_ids}
         return message
 
-    def _request(self, body: dict[str, Any]) -> GenerationRequest:
+    def _request(self, body: dict[str, Any]) -> engine.GenerationRequest:
         faults = self._backend.faults
         assert isinstance(self._backend.engine, TorchEngine)
         if body["model"] not in ("tiny", ADAPTER):
@@ -351,14 +342,17 @@ class OpenAiServer:
             raise Refused(400, "texts of tokens are not reported here", "logprobs")
         guides = body.get("structured_outputs") or {}
         response_format = None
-        for name, kind in (("json", GrammarKind.JSON_SCHEMA), ("regex", GrammarKind.REGEX)):
+        for name, kind in (
+            ("json", engine.GrammarKind.JSON_SCHEMA),
+            ("regex", engine.GrammarKind.REGEX),
+        ):
             if name in guides:
-                response_format = ResponseFormat(kind, guides[name])
+                response_format = engine.ResponseFormat(kind, guides[name])
         # With a response format, the engine wants no stop ids beside the model's own, which are all
         # there are then.
         stop_ids = frozenset(body.get("stop_token_ids") or ())
         stop_ids = stop_ids if response_format is None else frozenset()
-        sampling = SamplingParams(
+        sampling = engine.SamplingParams(
             temperature=body.get("temperature", 1.0),
             top_p=body.get("top_p", 1.0),
             top_k=max(body.get("top_k", 0), 0),
@@ -372,10 +366,10 @@ class OpenAiServer:
             ),
             top_logprobs=body.get("logprobs"),
         )
-        made = GenerationRequest(
+        made = engine.GenerationRequest(
             tuple(prompt),
             sampling,
-            StopCriteria(
+            engine.StopCriteria(
                 max_tokens, (), stop_ids, body.get("ignore_eos", False), body.get("min_tokens", 0)
             ),
             "" if "unsalted" in faults else salt or "",
@@ -410,7 +404,7 @@ async def _send(response: web.StreamResponse, message: dict[str, Any]) -> None:
     await response.write(b"data: " + json.dumps(message).encode() + b"\n\n")
 
 
-def _logprobs(reported: tuple[TokenLogprobs, ...]) -> dict[str, Any]:
+def _logprobs(reported: tuple[engine.TokenLogprobs, ...]) -> dict[str, Any]:
     return {
         "tokens": [f"token_id:{each.chosen.token_id}" for each in reported],
         "token_logprobs": [each.chosen.logprob for each in reported],

@@ -9,18 +9,7 @@ from typing import Any
 from google.protobuf.struct_pb2 import Struct
 from smg_grpc_proto.generated import sglang_scheduler_pb2 as pb
 
-from inference.engine import (
-    EngineFinishReason,
-    GenerationRequest,
-    GrammarKind,
-    ResponseFormat,
-    SamplingParams,
-    Scheduled,
-    SequenceFinished,
-    StopCriteria,
-    TokenLogprobs,
-    TokensGenerated,
-)
+from inference import engine
 from tests.remote_servers.backend import BLOCK_TOKENS, Context
 from tests.remote_servers.vllm import REASONS, VllmServicer
 
@@ -51,7 +40,7 @@ class SglangServicer(VllmServicer):
         count = 0
         async for event in self._backend.run(request.request_id, wanted, context):
             match event:
-                case Scheduled():
+                case engine.Scheduled():
                     counts["cached_tokens"] = (
                         len(wanted.prompt_token_ids) + 1
                         if "wrong_cached" in faults
@@ -59,7 +48,7 @@ class SglangServicer(VllmServicer):
                     )
                     cached = self._backend.running_cached(counts["cached_tokens"])
                     running = counts | {"cached_tokens": cached}
-                case TokensGenerated():
+                case engine.TokensGenerated():
                     last = event.token_ids
                     count += len(last)
                     chunk = pb.GenerateStreamChunk(
@@ -69,7 +58,7 @@ class SglangServicer(VllmServicer):
                         **running,
                     )
                     yield pb.GenerateResponse(request_id=request.request_id, chunk=chunk)
-                case SequenceFinished():
+                case engine.SequenceFinished():
                     if request.request_id in self._backend.aborted:
                         await asyncio.Event().wait()  # an aborted sequence never answers
                     complete = pb.GenerateComplete(
@@ -78,7 +67,7 @@ class SglangServicer(VllmServicer):
                         completion_tokens=count,
                         **counts,
                     )
-                    if event.reason is EngineFinishReason.STOP:
+                    if event.reason is engine.EngineFinishReason.STOP:
                         complete.matched_token_id = last[-1]
                     yield pb.GenerateResponse(request_id=request.request_id, complete=complete)
 
@@ -95,13 +84,13 @@ class SglangServicer(VllmServicer):
 
     UnloadLoRAAdapter = ListLoadedLoRAAdapters = LoadLoRAAdapter
 
-    def _request(self, request: Any) -> GenerationRequest:
+    def _request(self, request: Any) -> engine.GenerationRequest:
         params = request.sampling_params
         greedy = params.temperature < 1e-6
         assert request.stream
         assert request.logprob_start_len == -1, "otherwise those of the prompt are computed"
         assert params.repetition_penalty == 1.0, "it ignores the prompt"
-        sampling = SamplingParams(
+        sampling = engine.SamplingParams(
             temperature=params.temperature,
             top_p=params.top_p or 1.0,
             top_k=0 if greedy else max(params.top_k, 0),
@@ -113,14 +102,14 @@ class SglangServicer(VllmServicer):
         )
         kind, response_format = params.WhichOneof("constraint"), None
         if kind is not None:
-            response_format = ResponseFormat(GrammarKind(kind), getattr(params, kind))
+            response_format = engine.ResponseFormat(engine.GrammarKind(kind), getattr(params, kind))
         # It ignores stop tokens with `ignore_eos`. With a response format, the engine accepts only
         # the model's own stop ids, which are all ids here.
         has_stops = response_format is None and not params.ignore_eos
-        made = GenerationRequest(
+        made = engine.GenerationRequest(
             tuple(request.tokenized.input_ids),
             sampling,
-            StopCriteria(
+            engine.StopCriteria(
                 params.max_new_tokens,
                 (),
                 frozenset(params.stop_token_ids) if has_stops else frozenset(),
@@ -134,7 +123,7 @@ class SglangServicer(VllmServicer):
 
 
 def _logprobs(
-    reported: tuple[TokenLogprobs, ...], request: pb.GenerateRequest
+    reported: tuple[engine.TokenLogprobs, ...], request: pb.GenerateRequest
 ) -> pb.OutputLogProbs | None:
     """Return log-probabilities like SGLang: the chosen token, and the top tokens apart."""
     if not request.return_logprob:

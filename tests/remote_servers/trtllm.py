@@ -8,24 +8,13 @@ from typing import Any
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import trtllm_service_pb2 as pb
 
-from inference.engine import (
-    EngineFinishReason,
-    GenerationRequest,
-    GrammarKind,
-    ResponseFormat,
-    SamplingParams,
-    Scheduled,
-    SequenceFinished,
-    StopCriteria,
-    TokenLogprobs,
-    TokensGenerated,
-)
+from inference import engine
 from tests.remote_servers.backend import Backend, Context
 
 REASONS = {
-    EngineFinishReason.STOP: "stop",
-    EngineFinishReason.LENGTH: "length",
-    EngineFinishReason.CANCELLED: "cancelled",
+    engine.EngineFinishReason.STOP: "stop",
+    engine.EngineFinishReason.LENGTH: "length",
+    engine.EngineFinishReason.CANCELLED: "cancelled",
 }
 
 
@@ -46,13 +35,13 @@ class TrtllmServicer:
         cached = last = 0
         async for event in self._backend.run(request.request_id, wanted, context):
             match event:
-                case Scheduled():
+                case engine.Scheduled():
                     cached = (
                         len(wanted.prompt_token_ids) + 1
                         if "wrong_cached" in self._backend.faults
                         else event.cached_token_count
                     )
-                case TokensGenerated():
+                case engine.TokensGenerated():
                     new = [
                         each
                         for each in event.token_ids
@@ -71,7 +60,7 @@ class TrtllmServicer:
                         logprobs=map(_logprob, event.logprobs),
                     )
                     yield pb.GenerateResponse(request_id=request.request_id, chunk=chunk)
-                case SequenceFinished():
+                case engine.SequenceFinished():
                     complete = pb.GenerateComplete(
                         output_token_ids=token_ids,
                         finish_reason=REASONS[event.reason],
@@ -81,7 +70,7 @@ class TrtllmServicer:
                         cached_tokens=cached,
                         logprobs=reported,
                     )
-                    if event.reason is EngineFinishReason.STOP and last != min(ends):
+                    if event.reason is engine.EngineFinishReason.STOP and last != min(ends):
                         # The model's own first end token is not reported.
                         complete.matched_token_id = last
                     yield pb.GenerateResponse(request_id=request.request_id, complete=complete)
@@ -131,9 +120,9 @@ class TrtllmServicer:
             request_id=request.request_id, embedding=vector, prompt_tokens=token_count
         )
 
-    def _request(self, request: pb.GenerateRequest) -> GenerationRequest:
+    def _request(self, request: pb.GenerateRequest) -> engine.GenerationRequest:
         config = request.sampling_config
-        sampling = SamplingParams(
+        sampling = engine.SamplingParams(
             temperature=config.temperature if config.HasField("temperature") else 1.0,
             top_p=config.top_p if config.HasField("top_p") else 1.0,
             top_k=config.top_k if config.HasField("top_k") else 0,
@@ -154,8 +143,9 @@ class TrtllmServicer:
         guide, response_format = request.guided_decoding, None
         if guide.guide:
             is_schema = guide.guide_type == pb.GuidedDecodingParams.GUIDE_TYPE_JSON_SCHEMA
-            response_format = ResponseFormat(
-                GrammarKind.JSON_SCHEMA if is_schema else GrammarKind.REGEX, guide.guide
+            response_format = engine.ResponseFormat(
+                engine.GrammarKind.JSON_SCHEMA if is_schema else engine.GrammarKind.REGEX,
+                guide.guide,
             )
         # With a response format, the engine accepts only the model's own stop ids, which are all
         # ids here.
@@ -165,16 +155,18 @@ class TrtllmServicer:
             if request.HasField("cache_salt_id") and "unsalted" not in self._backend.faults
             else ""
         )
-        return GenerationRequest(
+        return engine.GenerationRequest(
             tuple(request.tokenized.input_token_ids),
             sampling,
-            StopCriteria(request.max_tokens, (), stop_ids, request.ignore_eos, config.min_tokens),
+            engine.StopCriteria(
+                request.max_tokens, (), stop_ids, request.ignore_eos, config.min_tokens
+            ),
             salt,
             response_format,
         )
 
 
-def _logprob(reported: TokenLogprobs) -> pb.TokenLogprob:
+def _logprob(reported: engine.TokenLogprobs) -> pb.TokenLogprob:
     top = {each.token_id: each.logprob for each in (*reported.top, reported.chosen)}
     return pb.TokenLogprob(
         token_id=reported.chosen.token_id,

@@ -9,24 +9,13 @@ from typing import Any
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from inference.engine import (
-    EngineFinishReason,
-    GenerationRequest,
-    GrammarKind,
-    ResponseFormat,
-    SamplingParams,
-    Scheduled,
-    SequenceFinished,
-    StopCriteria,
-    TokenLogprobs,
-    TokensGenerated,
-)
+from inference import engine
 from tests.remote_servers.backend import BLOCK_TOKENS, Backend, Context
 
 REASONS = {
-    EngineFinishReason.STOP: "stop",
-    EngineFinishReason.LENGTH: "length",
-    EngineFinishReason.CANCELLED: "abort",
+    engine.EngineFinishReason.STOP: "stop",
+    engine.EngineFinishReason.LENGTH: "length",
+    engine.EngineFinishReason.CANCELLED: "abort",
 }
 
 
@@ -48,13 +37,13 @@ class VllmServicer:
         cached = 0
         async for event in self._backend.run(request.request_id, wanted, context):
             match event:
-                case Scheduled():
+                case engine.Scheduled():
                     cached = (
                         len(wanted.prompt_token_ids) + 1
                         if "wrong_cached" in self._backend.faults
                         else event.cached_token_count
                     )
-                case TokensGenerated():
+                case engine.TokensGenerated():
                     last = event.token_ids
                     chunk = pb.GenerateStreamChunk(
                         token_ids=last,
@@ -64,8 +53,8 @@ class VllmServicer:
                         output_logprobs=_logprobs(event.logprobs, top_count),
                     )
                     yield pb.GenerateResponse(chunk=chunk)
-                case SequenceFinished():
-                    if event.reason is EngineFinishReason.CANCELLED:
+                case engine.SequenceFinished():
+                    if event.reason is engine.EngineFinishReason.CANCELLED:
                         last = ()
                     complete = pb.GenerateComplete(
                         output_ids=last,
@@ -135,9 +124,9 @@ class VllmServicer:
 
     StartProfile = StopProfile = FlushCache
 
-    def _request(self, request: pb.GenerateRequest) -> GenerationRequest:
+    def _request(self, request: pb.GenerateRequest) -> engine.GenerationRequest:
         params = request.sampling_params
-        sampling = SamplingParams(
+        sampling = engine.SamplingParams(
             temperature=params.temperature if params.HasField("temperature") else 1.0,
             top_p=params.top_p or 1.0,
             top_k=params.top_k,
@@ -151,14 +140,16 @@ class VllmServicer:
         )
         kind, response_format = params.WhichOneof("constraint"), None
         if kind in ("json_schema", "regex"):
-            response_format = ResponseFormat(GrammarKind(kind), getattr(params, kind))
+            response_format = engine.ResponseFormat(engine.GrammarKind(kind), getattr(params, kind))
         # With a response format, the engine accepts only the model's own stop ids, which are all
         # ids here.
         stop_ids = frozenset(params.stop_token_ids) if response_format is None else frozenset()
-        made = GenerationRequest(
+        made = engine.GenerationRequest(
             tuple(request.tokenized.input_ids),
             sampling,
-            StopCriteria(params.max_tokens, (), stop_ids, params.ignore_eos, params.min_tokens),
+            engine.StopCriteria(
+                params.max_tokens, (), stop_ids, params.ignore_eos, params.min_tokens
+            ),
             self._salt(),
             response_format,
         )
@@ -168,7 +159,7 @@ class VllmServicer:
         return "" if "unsalted" in self._backend.faults else uuid.uuid4().hex
 
 
-def _logprobs(reported: Sequence[TokenLogprobs], top_count: int) -> pb.OutputLogProbs | None:
+def _logprobs(reported: Sequence[engine.TokenLogprobs], top_count: int) -> pb.OutputLogProbs | None:
     """Return log-probabilities like vLLM: the chosen token, then top tokens."""
     if not reported:
         return None

@@ -86,9 +86,7 @@ async def test_a_stream_that_breaks_in_the_middle_leaves_an_incomplete_generatio
     assert isinstance(caught.value.__cause__, Unavailable)
 
 
-async def test_a_killed_server_leaves_an_incomplete_generation_and_the_next_one_reconnects() -> (
-    None
-):
+async def test_a_killed_server_leaves_a_partial_answer_and_a_reconnect() -> None:
     async def stall(stream: ServerStream) -> None:
         request_id = (await stream.read_start()).request_id
         await stream.send(scripted.delta(request_id, 1, "Hel"))
@@ -189,9 +187,7 @@ async def test_a_quota_that_frees_itself_soon_is_waited_for() -> None:
     ],
     ids=["later than the bound", "no hint", "larger than the limit"],
 )
-async def test_a_quota_that_does_not_reset_soon_is_raised_at_once(
-    refusal: status_pb2.Status,
-) -> None:
+async def test_a_quota_that_resets_late_is_raised_at_once(refusal: status_pb2.Status) -> None:
     server = ScriptedInference(refuse_first(refusal))
     async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
         with pytest.raises(QuotaExceeded):

@@ -205,9 +205,7 @@ async def test_the_timeout_passes_while_the_caller_is_busy() -> None:
             await generation.wait()
 
 
-async def test_a_cancel_that_the_server_never_confirms_ends_in_bounded_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_unconfirmed_cancel_ends_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempt, "CANCEL_GRACE_S", 0.05)
     async with (
         scripted.serve(ScriptedInference(deaf_to_cancels)) as address,

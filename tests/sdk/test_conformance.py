@@ -128,11 +128,9 @@ async def test_reports_the_exact_bill(client: AsyncClient) -> None:
     )
     recorded = await client.get_generation(result.request_id)
     assert result.cost.picos == picos
-    assert (recorded.usage, recorded.cost, recorded.state) == (
-        usage,
-        result.cost,
-        GenerationState.SETTLED,
-    )
+    assert recorded.usage == usage
+    assert recorded.cost == result.cost
+    assert recorded.state == GenerationState.SETTLED
     assert str(result.cost) == "0.0000078 USD"
 
 
@@ -372,11 +370,9 @@ async def test_looks_up(client: AsyncClient, limited: AsyncClient) -> None:
     assert price is not None
     assert price.output_picos_per_token == OUTPUT_PICOS
     assert (await client.count_tokens(MODEL, text="a pool")).input_token_count > 0
-    assert (quote.input_token_count, quote.max_output_token_count, quote.would_admit) == (
-        4,
-        12,
-        True,
-    )
+    assert quote.input_token_count == 4
+    assert quote.max_output_token_count == 12
+    assert quote.would_admit is True
     assert await client.get_quota() == []
     assert (await limited.get_quota(MODEL))[0].limit_value == 40
     with pytest.raises(NotFound):
@@ -704,10 +700,8 @@ async def test_says_how_it_was_settled(service: Service, client: AsyncClient) ->
             await attached.wait()
         recorded = await one.get_generation(started.request_id)
     assert caught.value.partial is not None
-    assert (caught.value.partial.usage, caught.value.partial.cost) == (
-        recorded.usage,
-        recorded.cost,
-    )
+    assert caught.value.partial.usage == recorded.usage
+    assert caught.value.partial.cost == recorded.cost
     assert isinstance(caught.value.__cause__, AlreadyExists)
 
 
@@ -769,10 +763,8 @@ async def test_changes_limits_while_it_runs(client: AsyncClient) -> None:
         with pytest.raises(InvalidRequest):
             await generation.update(max_output_tokens=100_000)
         limits = await generation.update(max_cost=Money("USD", 5000 * OUTPUT_PICOS))
-        assert (limits.max_output_tokens, limits.max_cost) == (
-            4000,
-            Money("USD", 5000 * OUTPUT_PICOS),
-        )
+        assert limits.max_output_tokens == 4000
+        assert limits.max_cost == Money("USD", 5000 * OUTPUT_PICOS)
         assert (await generation.update(max_output_tokens=1)).max_output_tokens == 1
         result = await generation.wait()
     assert result.finish_reason is FinishReason.LENGTH
@@ -862,10 +854,8 @@ async def test_ends_a_stalled_reader(service: Service, tight: Service) -> None:
 async def test_embeds(client: AsyncClient) -> None:
     quote = await client.quote_embed(ENCODER, ["the garden", [10, 11, 12]])
     result = await client.embed(ENCODER, ["the garden", [10, 11, 12]])
-    assert (quote.would_admit, quote.input_token_count) == (
-        True,
-        result.usage.embedding_token_count,
-    )
+    assert quote.would_admit is True
+    assert quote.input_token_count == result.usage.embedding_token_count
     assert quote.worst_case_cost == result.cost
     [encoder] = [model for model in await client.list_models() if model.name == ENCODER]
     assert [len(each.vector) for each in result.embeddings] == [DIMENSION, DIMENSION]

@@ -55,9 +55,7 @@ def test_only_what_never_leaves_the_machine_is_local(address: str, local: bool) 
         ("https://weir.internal:80", False, False),
     ],
 )
-def test_tls_is_on_unless_the_address_is_local_or_says_otherwise(
-    address: str, tls: bool | None, expected: bool
-) -> None:
+def test_tls_is_on_except_for_local_ones(address: str, tls: bool | None, expected: bool) -> None:
     settings = ConnectionSettings.resolve(address, "key", tls=tls)
 
     assert (settings.tls is not None) is expected

@@ -55,9 +55,7 @@ def refusing(refusal: status_pb2.Status) -> ScriptedInference:
 
 
 @pytest.mark.parametrize(("code", "reason", "kind"), TABLE, ids=[row[0] for row in TABLE])
-async def test_each_code_has_its_class_in_frames_and_in_calls(
-    code: str, reason: str, kind: type[WeirError]
-) -> None:
+async def test_each_code_has_its_one_class(code: str, reason: str, kind: type[WeirError]) -> None:
     refusal = scripted.status(code, "the server's sentence", reason, metadata={"key": "value"})
     server = refusing(refusal)
     server.refusals.append((refusal, True))
@@ -99,10 +97,8 @@ async def test_an_invalid_request_names_its_fields() -> None:
             await client.complete("demo", "Hi", temperature=-1)
 
     violation = caught.value.field_violations[0]
-    assert (violation.field, violation.description) == (
-        "start.sampling.temperature",
-        "must be 0 to 2",
-    )
+    assert violation.field == "start.sampling.temperature"
+    assert violation.description == "must be 0 to 2"
 
 
 async def test_a_quota_error_reports_which_how_much_is_left_and_when_to_return() -> None:
@@ -118,12 +114,10 @@ async def test_a_quota_error_reports_which_how_much_is_left_and_when_to_return()
     assert error.reset_time == datetime(2026, 11, 20, 10, 31, tzinfo=UTC)
     assert error.retry_helps
     assert error.quota is not None
-    assert (error.quota.limit, error.quota.used, error.quota.held, error.quota.requested) == (
-        1000,
-        900,
-        60,
-        125,
-    )
+    assert error.quota.limit == 1000
+    assert error.quota.used == 900
+    assert error.quota.held == 60
+    assert error.quota.requested == 125
     assert error.violations[0].description == "tokens per minute: 40 of 1000 left"
 
 

@@ -105,9 +105,7 @@ def test_the_examples_of_docstrings_are_true(client: weir_client.Client) -> None
     assert not runner.failures, "".join(message)
 
 
-def test_the_examples_of_the_typescript_readme_compile_and_run(
-    built: Path, keys: dict[str, str]
-) -> None:
+def test_the_examples_of_the_readme_compile_and_run(built: Path, keys: dict[str, str]) -> None:
     directory = built / "examples"
     directory.mkdir(exist_ok=True)  # the build is kept while nothing changes
     sources = [

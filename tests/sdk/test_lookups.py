@@ -89,18 +89,14 @@ async def test_models_quotas_counts_and_generations() -> None:
             await client.count_tokens("demo")
 
     assert models[0].price is not None
-    assert (models[0].name, models[0].price.output_picos_per_token, models[1].price) == (
-        "demo",
-        600_000,
-        None,
-    )
+    assert models[0].name == "demo"
+    assert models[0].price.output_picos_per_token == 600_000
+    assert models[1].price is None
     assert (count.input_token_count, raw.context_window_tokens) == (12, 2048)
     assert quotas[0].subject is QuotaSubject.API_KEY
-    assert (quotas[0].dimension, quotas[0].reset_time, quotas[0].reset_delay_s) == (
-        "concurrent-requests",
-        None,
-        None,
-    )
+    assert quotas[0].dimension == "concurrent-requests"
+    assert quotas[0].reset_time is None
+    assert quotas[0].reset_delay_s is None
     assert settled.state is GenerationState.SETTLED
     assert settled.admit_time == datetime(2026, 11, 20, 12, tzinfo=UTC)
     assert (settled.settle_time, settled.timings) == (None, None)
@@ -230,11 +226,9 @@ async def test_admins_manage_organizations_keys_quotas_and_prices() -> None:
     assert "secret" not in repr(created), "a key that is logged by accident is not given away"
     assert created.api_key.scopes == ("inference",)
     assert sent["CreateApiKeyRequest"].lifetime.seconds == 30 * 24 * 3600  # type: ignore[attr-defined]
-    assert (quota.quota_id, quota.subject, [each.version for each in versions]) == (
-        "q1",
-        QuotaSubject.UNSPECIFIED,
-        [4, 5],
-    )
+    assert quota.quota_id == "q1"
+    assert quota.subject == QuotaSubject.UNSPECIFIED
+    assert [each.version for each in versions] == [4, 5]
     assert sent["SetQuotaRequest"] == admin_pb.SetQuotaRequest(
         subject=types_pb2.QUOTA_SUBJECT_PROJECT,
         subject_ref="acme/web",

@@ -85,9 +85,7 @@ def test_the_first_token_takes_ten_lines(address: str, monkeypatch: pytest.Monke
     assert str(stream.result.cost) == "0.00184 USD"
 
 
-def test_many_threads_share_one_client_and_one_stream(
-    address: str, server: ScriptedInference
-) -> None:
+def test_many_threads_share_a_client_and_stream(address: str, server: ScriptedInference) -> None:
     with Client(address, "key") as client, ThreadPoolExecutor(16) as threads:
         questions = [f"question {index} of many" for index in range(64)]
         results = list(threads.map(lambda question: client.complete("demo", question), questions))

@@ -92,9 +92,7 @@ def test_everything_that_a_client_returns_becomes_json(built: Path) -> None:
         ("{timeout: 5}", "there are address, apiKey"),
     ],
 )
-def test_an_option_that_cannot_work_is_refused_by_name(
-    built: Path, options: str, words: str
-) -> None:
+def test_an_impossible_option_is_refused_by_name(built: Path, options: str, words: str) -> None:
     script = f"""
         import {{ WeirClient }} from "{built / "src" / "index.js"}";
         try {{ new WeirClient({{ apiKey: "key", ...{options} }}); }}
@@ -173,7 +171,5 @@ def test_every_test_of_the_typescript_client_is_a_promise(report: dict[str, str]
     assert {name for name in report if not Path(name).suffix} == set(PROMISES)
 
 
-def test_nothing_that_the_typescript_client_leaves_behind_keeps_its_program_alive(
-    output: str,
-) -> None:
+def test_the_typescript_client_does_not_keep_its_program_alive(output: str) -> None:
     assert "STILL ALIVE" not in output

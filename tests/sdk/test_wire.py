@@ -116,9 +116,7 @@ RETURNED = [
 
 
 @pytest.mark.parametrize(("kind", "message", "untold"), PAIRS)
-def test_every_field_of_a_value_has_its_source_in_the_message(
-    kind: Any, message: Any, untold: set[str]
-) -> None:
+def test_each_field_of_a_value_is_in_the_message(kind: Any, message: Any, untold: set[str]) -> None:
     taken = {name for name, _ in wire._takes(kind, message.DESCRIPTOR)}
 
     assert {each.name for each in fields(kind)} - taken == untold
@@ -139,16 +137,12 @@ def test_absent_values_are_none_or_the_default_and_newer_ones_unspecified() -> N
     model = wire.read(weir_client.Model, inference_service_pb2.Model())
 
     assert (key.create_time, key.max_input_tokens, key.scopes) == (None, None, ())
-    assert (month.state, month.total, month.payments) == (
-        weir_client.MonthState.UNSPECIFIED,
-        None,
-        (),
-    )
-    assert (price.tier, model.task, model.price) == (
-        "interactive",
-        weir_client.ModelTask.GENERATE,
-        None,
-    )
+    assert month.state == weir_client.MonthState.UNSPECIFIED
+    assert month.total is None
+    assert month.payments == ()
+    assert price.tier == "interactive"
+    assert model.task == weir_client.ModelTask.GENERATE
+    assert model.price is None
 
 
 def test_times_amounts_durations_and_mappings_are_read_by_their_types() -> None:
@@ -167,20 +161,14 @@ def test_times_amounts_durations_and_mappings_are_read_by_their_types() -> None:
     )
     read_generation = wire.read(weir_client.Generation, generation)
 
-    assert (read_request.age_s, read_request.admit_time, read_request.expire_time) == (
-        1.5,
-        noon,
-        None,
-    )
-    assert (read_plan.name, read_plan.configuration, read_plan.existed) == (
-        "start",
-        {"name": "start"},
-        True,
-    )
-    assert (dict(read_generation.labels), str(read_generation.cost)) == (
-        {"team": "search"},
-        "-1.50 USD",
-    )
+    assert read_request.age_s == 1.5
+    assert read_request.admit_time == noon
+    assert read_request.expire_time is None
+    assert read_plan.name == "start"
+    assert read_plan.configuration == {"name": "start"}
+    assert read_plan.existed is True
+    assert dict(read_generation.labels) == {"team": "search"}
+    assert str(read_generation.cost) == "-1.50 USD"
 
 
 @pytest.mark.parametrize("name", RETURNED)

@@ -14,20 +14,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from inference import engine
 from inference.checkpoint.checkpoint import read_config
 from inference.core.engine_core import EngineCore
 from inference.core.options import EngineOptions
-from inference.engine import (
-    EngineFinishReason,
-    GenerationRequest,
-    GrammarKind,
-    ResponseFormat,
-    Scheduled,
-    SequenceFinished,
-    SequenceRefused,
-    StopCriteria,
-    TokensGenerated,
-)
 from inference.engine import SamplingParams as CoreSampling
 from inference.kv_blocks import KV_BLOCK_TOKENS
 from inference.limits import EngineLimits
@@ -49,10 +39,10 @@ HF_NAMES = {
     "mlp_4h_to_h": "down_proj",
 }
 REASONS = {
-    EngineFinishReason.STOP: "stop",
-    EngineFinishReason.STOP_SEQUENCE: "stop",
-    EngineFinishReason.LENGTH: "length",
-    EngineFinishReason.CANCELLED: "cancelled",
+    engine.EngineFinishReason.STOP: "stop",
+    engine.EngineFinishReason.STOP_SEQUENCE: "stop",
+    engine.EngineFinishReason.LENGTH: "length",
+    engine.EngineFinishReason.CANCELLED: "cancelled",
 }
 
 
@@ -254,7 +244,7 @@ class LLM:
 
     def _request(
         self, result: RequestOutput, sampling: Any, cache_salt: str | None, lora_request: Any
-    ) -> GenerationRequest:
+    ) -> engine.GenerationRequest:
         prompt = result.prompt_token_ids
         limit = self._max_seq_len - len(prompt)
         if limit < 1:
@@ -267,17 +257,19 @@ class LLM:
         if guide is not None:
             assert self.kwargs.get("guided_decoding_backend"), "guided decoding is off"
             kinds = (
-                (GrammarKind.JSON_SCHEMA, guide.json),
-                (GrammarKind.REGEX, guide.regex),
-                (GrammarKind.LARK, guide.grammar),
+                (engine.GrammarKind.JSON_SCHEMA, guide.json),
+                (engine.GrammarKind.REGEX, guide.regex),
+                (engine.GrammarKind.LARK, guide.grammar),
             )
-            response_format = next(ResponseFormat(kind, source) for kind, source in kinds if source)
+            response_format = next(
+                engine.ResponseFormat(kind, source) for kind, source in kinds if source
+            )
         bias = (
             ()
             if sampling.embedding_bias is None
             else tuple(enumerate(map(float, sampling.embedding_bias)))
         )
-        return GenerationRequest(
+        return engine.GenerationRequest(
             tuple(prompt),
             CoreSampling(
                 temperature=0.0 if sampling.is_greedy else float(sampling.temperature),
@@ -287,7 +279,7 @@ class LLM:
                 logit_bias=tuple(pair for pair in bias if pair[1]) + self._adapted(lora_request),
                 top_logprobs=sampling.logprobs,
             ),
-            StopCriteria(
+            engine.StopCriteria(
                 min(sampling.max_tokens, limit),  # clamped, with a warning in the log
                 stop_token_ids=frozenset() if guide else frozenset(end for end in ends if end >= 0),
                 ignore_eos=guide is None,
@@ -340,7 +332,7 @@ class LLM:
                 self._handle(order)
             events = self._core.step()
             generating_count = sum(bool(each.token_ids) for each in self._running.values())
-            ended_count = sum(isinstance(event, SequenceFinished) for _, event in events)
+            ended_count = sum(isinstance(event, engine.SequenceFinished) for _, event in events)
             for number, event in events:
                 if number in self._running:
                     self._emit(number, self._running[number], event)
@@ -360,11 +352,11 @@ class LLM:
     def _emit(self, number: int, running: Running, event: Any) -> None:
         result, prompt = running.result, running.prompt
         match event:
-            case Scheduled():
+            case engine.Scheduled():
                 running.cached_tokens = event.cached_token_count
                 if self._faults.strikes("wedge", prompt):
                     self._wedged = True
-            case TokensGenerated():
+            case engine.TokensGenerated():
                 running.token_ids += event.token_ids
                 for logprobs in event.logprobs:
                     ranked = {
@@ -386,10 +378,10 @@ class LLM:
                             running.token_ids[:-1], running.logprobs[:-1], running.cached_tokens
                         )
                     )
-            case SequenceFinished():
+            case engine.SequenceFinished():
                 del self._running[number]
                 self._finish(running, event)
-            case SequenceRefused():
+            case engine.SequenceRefused():
                 del self._running[number]
                 result.put(Response([], [], 0, error=RequestError(event.message)))
 
@@ -419,15 +411,15 @@ class LLM:
             return True
         return self._faults.strikes("stuck", prompt) and count > 2
 
-    def _finish(self, running: Running, event: SequenceFinished) -> None:
+    def _finish(self, running: Running, event: engine.SequenceFinished) -> None:
         self._store(running)
         sampling, stop_reason = running.sampling, None
         if (
             self._faults.strikes("stuck", running.prompt)
-            and event.reason is not EngineFinishReason.CANCELLED
+            and event.reason is not engine.EngineFinishReason.CANCELLED
         ):
             return
-        if event.reason is EngineFinishReason.STOP and running.token_ids:
+        if event.reason is engine.EngineFinishReason.STOP and running.token_ids:
             last = running.token_ids[-1]
             if last == sampling.end_id:
                 if self._faults.has("end_omitted"):

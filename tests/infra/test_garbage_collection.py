@@ -15,9 +15,7 @@ async def fail() -> int:
     return [1, 2][2] + 1  # an expression that a traceback marks, for which it parses the line
 
 
-def test_a_failed_task_collected_inside_a_parse_does_no_harm(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_task_collected_inside_a_parse_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     source = Path(inspect.__file__).read_text()
     thresholds = gc.get_threshold()
     loop = asyncio.new_event_loop()

@@ -1,8 +1,8 @@
 """Engines under random traffic: each request gets the output that it gets alone.
 
-`WEIR_TEST_SEEDS=41,42,43 pytest tests/inference/test_random_runs.py` runs other seeds. In fp32:
-where two likely tokens are equal to the last bits, the order of additions may decide, so that one
-of very many seeds could differ without a fault.
+`WEIR_TEST_SEEDS=41,42,43 pytest tests/inference/test_request_independence.py` runs other seeds.
+In fp32: where two likely tokens are equal to the last bits, the order of additions may decide, so
+that one of very many seeds could differ without a fault.
 """
 
 from __future__ import annotations
@@ -16,26 +16,15 @@ from pathlib import Path
 
 import pytest
 
+from inference import engine
 from inference.core.engine_core import EngineCore, NumberedEvent
 from inference.core.model_runner import ModelRunner
 from inference.core.scheduler import StepPlan
 from inference.core.sequence import Sequence
-from inference.engine import (
-    ChoiceFinished,
-    EngineFinishReason,
-    GenerationRequest,
-    GrammarKind,
-    ResponseFormat,
-    SamplingParams,
-    Scheduled,
-    SequenceFinished,
-    SequenceRefused,
-    TokensGenerated,
-)
 from inference.sampling.sampler import Chosen, SeenTokens
 from tests.inference.checkpoints import LlamaShape, TinyCheckpoint, make_checkpoint
 from tests.inference.running import check_deeply, make_core, make_request, random_prompt
-from tests.inference.test_equality import WAYS, choose_way
+from tests.inference.test_reference_tokens import WAYS, choose_way
 
 SEEDS = [int(seed) for seed in os.environ.get("WEIR_TEST_SEEDS", "1,2,3,4").split(",")]
 REQUESTS = 30
@@ -56,31 +45,31 @@ class Answer:
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     text: dict[int, str] = field(default_factory=dict)
     logprob_ids: dict[int, list[int]] = field(default_factory=dict)
-    reasons: dict[int, EngineFinishReason] = field(default_factory=dict)
-    finished: SequenceFinished | None = None
+    reasons: dict[int, engine.EngineFinishReason] = field(default_factory=dict)
+    finished: engine.SequenceFinished | None = None
 
     def take(self, event: object) -> None:
         """Add one event, in order."""
         assert self.finished is None, "nothing follows the last event"
-        if isinstance(event, SequenceRefused):
+        if isinstance(event, engine.SequenceRefused):
             raise Differs(event.message)
         match event:
-            case TokensGenerated():
+            case engine.TokensGenerated():
                 index = event.choice_index
                 self.token_ids.setdefault(index, []).extend(event.token_ids)
                 self.text[index] = self.text.get(index, "") + event.text
                 self.logprob_ids.setdefault(index, []).extend(
                     each.chosen.token_id for each in event.logprobs
                 )
-            case ChoiceFinished():
+            case engine.ChoiceFinished():
                 self.text[event.choice_index] = self.text.get(event.choice_index, "") + event.text
                 self.reasons[event.choice_index] = event.reason
-            case SequenceFinished():
+            case engine.SequenceFinished():
                 self.text[0] = self.text.get(0, "") + event.text
                 self.reasons.setdefault(0, event.reason)
                 self.finished = event
             case _:
-                assert isinstance(event, Scheduled)
+                assert isinstance(event, engine.Scheduled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +78,16 @@ class Kind:
 
     preemption_count: int
     cached_token_count: int
-    reasons: Counter[EngineFinishReason]
+    reasons: Counter[engine.EngineFinishReason]
 
 
-def random_request(rng: random.Random, heads: list[list[int]], longest: int) -> GenerationRequest:
+def random_request(
+    rng: random.Random, heads: list[list[int]], longest: int
+) -> engine.GenerationRequest:
     """Return any mixture of request options. heads: beginnings that prompts share."""
     head = rng.choice(heads)[: rng.choice([0, 16, 31, 32, 48])]
     prompt = head + random_prompt(rng, rng.choice([1, 15, 16, 17, 40]))
-    sampling = SamplingParams(
+    sampling = engine.SamplingParams(
         temperature=rng.choice([0.0, 0.0, 0.7, 1.0]),
         top_p=rng.choice([1.0, 0.9]),
         top_k=rng.choice([0, 0, 20]),
@@ -116,7 +107,9 @@ def random_request(rng: random.Random, heads: list[list[int]], longest: int) -> 
         stop_token_ids=frozenset() if formatted else rng.choice([frozenset(), frozenset({30, 31})]),
         ignore_eos=not formatted and rng.random() < 0.5,
         cache_salt=rng.choice(["", "a", "b"]),
-        response_format=ResponseFormat(GrammarKind.REGEX, "[a-f ]{3,60}") if formatted else None,
+        response_format=engine.ResponseFormat(engine.GrammarKind.REGEX, "[a-f ]{3,60}")
+        if formatted
+        else None,
         choice_count=rng.choice([1, 1, 1, 2, 3]),
     )
 
@@ -126,7 +119,7 @@ def take_all(events: list[NumberedEvent], answers: dict[int, Answer]) -> None:
         answers[number].take(event)
 
 
-def answer_alone(core: EngineCore, number: int, request: GenerationRequest) -> Answer:
+def answer_alone(core: EngineCore, number: int, request: engine.GenerationRequest) -> Answer:
     """Return a request's output in an idle engine, under an unused salt."""
     answers = {number: Answer()}
     assert core.add(number, replace(request, cache_salt=f"alone {number}"))
@@ -141,7 +134,8 @@ def begins(partial: Answer, whole: Answer) -> bool:
         whole.token_ids.get(index, [])[: len(ids)] == ids
         and whole.text[index].startswith(partial.text[index].rstrip("\ufffd"))
         for index, ids in partial.token_ids.items()
-        if index not in partial.reasons or partial.reasons[index] is EngineFinishReason.CANCELLED
+        if index not in partial.reasons
+        or partial.reasons[index] is engine.EngineFinishReason.CANCELLED
     )
 
 
@@ -164,7 +158,7 @@ def run(seed: int, directory: Path) -> Kind:
         owed_output_token_count_max=1,
     )
     heads = [random_prompt(rng, 48) for _ in range(2)]
-    requests: list[GenerationRequest] = []
+    requests: list[engine.GenerationRequest] = []
     answers: dict[int, Answer] = {}
     cancelled: set[int] = set()
 
@@ -185,7 +179,7 @@ def run(seed: int, directory: Path) -> Kind:
     for number, request in enumerate(requests):
         expected, got = answer_alone(alone, number, request), answers[number]
         assert got.finished is not None
-        if number in cancelled and EngineFinishReason.CANCELLED in got.reasons.values():
+        if number in cancelled and engine.EngineFinishReason.CANCELLED in got.reasons.values():
             same = begins(got, expected)
         else:
             same = replace(got, finished=None) == replace(expected, finished=None)
@@ -210,7 +204,7 @@ def test_a_request_gets_what_it_gets_alone(
     # The runs had the intended variety.
     assert sum(kind.preemption_count for kind in kinds) > 0
     assert sum(kind.cached_token_count for kind in kinds) > 0
-    assert len(set().union(*(kind.reasons for kind in kinds))) == len(EngineFinishReason), (
+    assert len(set().union(*(kind.reasons for kind in kinds))) == len(engine.EngineFinishReason), (
         "every way to end"
     )
 

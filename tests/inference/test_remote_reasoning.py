@@ -154,9 +154,7 @@ async def test_a_cancelled_thought_is_counted(world: RemoteWorld) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.kind)
-async def test_a_grammar_begins_after_the_thinking_where_the_server_does_so(
-    world: RemoteWorld, form: ResponseFormat
-) -> None:
+async def test_a_grammar_follows_the_thinking(world: RemoteWorld, form: ResponseFormat) -> None:
     """Each choice has its own place: one that is cut while it thinks has no answer."""
     world.server.go_wrong("unsalted", "no_events", "reasoning_parser")
     opening, closing = [id_of(world, each) for each in ("<think>", "</think>")]
@@ -278,9 +276,7 @@ async def test_a_count_of_thinking_that_contradicts_the_output_fails_it(
         splitting.server.go_wrong(*SPLITTING, "reasoning_content")
 
 
-async def test_a_thought_of_a_server_that_splits_is_counted_where_the_output_is_cut(
-    splitting: RemoteWorld,
-) -> None:
+async def test_a_split_thought_is_counted_where_output_is_cut(splitting: RemoteWorld) -> None:
     splitting.server.go_wrong(*SPLITTING, "reasoning_content")
     async with connected(splitting) as engine:
         parts = await parts_of(engine, requested(max_output_tokens=2))

@@ -25,14 +25,14 @@ from metering.holds.recovery import Recovered, recover_journals, sweep_expired_h
 from metering.ledger import rating
 from metering.ledger.rating import rate_all_pending
 from metering.plans import prepaid
-from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions, psycopg_conninfo
 from metering.worker import record_worker_incidents
 from tests.common.test_incidents import Clock
-from tests.metering.exported_usage import hours_ago, states, use_and_rate
+from tests.metering.exported_usage import hours_ago, states
 from tests.metering.hold_world import HoldWorld, admit
+from tests.metering.queries import execute, fetch_column, fetch_value
 from tests.metering.test_recovery import dead_process
-from tests.metering.usage import Consumed, Customer, add_usage, new_customer, new_price
+from tests.metering.usage import Acme, Consumed, Customer, add_usage, new_customer, new_price
 
 
 def with_clock(monkeypatch: pytest.MonkeyPatch, retries: Retries) -> Clock:
@@ -48,12 +48,12 @@ def incident_count(retries: Retries) -> int:
 
 
 async def test_an_event_that_no_statement_can_rate_leaves_the_others_rated(
-    sessions: Sessions, customer: Customer, price: ModelPrice, monkeypatch: pytest.MonkeyPatch
+    acme: Acme, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = with_clock(monkeypatch, rating.retries)
     before = incident_count(rating.retries)
-    async with sessions.begin() as session:
-        ids = await add_usage(session, customer, price, [Consumed(1, 0, 1)] * 25)
+    async with acme.sessions.begin() as session:
+        ids = await add_usage(session, acme.customer, acme.price, [Consumed(1, 0, 1)] * 25)
         bad = ids[12]
         await session.execute(
             text(f"""
@@ -70,17 +70,15 @@ async def test_an_event_that_no_statement_can_rate_leaves_the_others_rated(
         )
     monkeypatch.setattr(rating, "BATCH_SIZE", 10)
 
-    rated = [await rate_all_pending(sessions) for _ in range(3)]
+    rated = [await rate_all_pending(acme.sessions) for _ in range(3)]
 
-    async with sessions() as session:
-        left = list(await session.scalars(text("SELECT event_id FROM unrated_usage")))
+    left = list(await fetch_column(acme.sessions, "SELECT event_id FROM unrated_usage"))
     assert (sum(rated), left) == (24, [bad])
     assert incident_count(rating.retries) == before + 1, "while it rests it is not tried"
-    async with sessions.begin() as session:
-        await session.execute(text("DROP TRIGGER refuse ON usage_events"))
-    assert await rate_all_pending(sessions) == 0
+    await execute(acme.sessions, "DROP TRIGGER refuse ON usage_events")
+    assert await rate_all_pending(acme.sessions) == 0
     clock.now_s += 60.0
-    assert await rate_all_pending(sessions) == 1
+    assert await rate_all_pending(acme.sessions) == 1
 
 
 class RaisingExporter(FileExporter):
@@ -100,34 +98,24 @@ class RaisingExporter(FileExporter):
 
 
 async def test_a_batch_that_breaks_its_exporter_holds_up_no_other(
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    acme: Acme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_clock(monkeypatch, deliveries.retries)
-    await use_and_rate(
-        sessions,
-        customer,
-        price,
-        *(Consumed(9, 3, 5, settled_at=hours_ago(each)) for each in (3, 4, 5)),
-    )
-    await form_batches(sessions)
-    async with sessions() as session:
-        bad = str(
-            await session.scalar(
-                text("SELECT id FROM meter_batches ORDER BY hour, token_kind LIMIT 1")
-            )
+    await acme.use_and_rate(*(Consumed(9, 3, 5, settled_at=hours_ago(each)) for each in (3, 4, 5)))
+    await form_batches(acme.sessions)
+    bad = str(
+        await fetch_value(
+            acme.sessions, "SELECT id FROM meter_batches ORDER BY hour, token_kind LIMIT 1"
         )
+    )
     exporter = RaisingExporter(tmp_path / "out", {bad})
 
-    run = await deliver_pending(sessions, exporter, budget_s=60)
+    run = await deliver_pending(acme.sessions, exporter, budget_s=60)
 
     assert (run.delivered_count, run.failure) == (8, None)
-    assert await states(sessions) == {"delivered": 8, "sent": 1}
+    assert await states(acme.sessions) == {"delivered": 8, "sent": 1}
     assert exporter.requested.count(bad) == 1
-    async with sessions.begin() as session:
+    async with acme.sessions.begin() as session:
         error, rests = (
             await session.execute(
                 text(
@@ -139,20 +127,16 @@ async def test_a_batch_that_breaks_its_exporter_holds_up_no_other(
         await session.execute(text("UPDATE meter_batches SET next_attempt_at = now()"))
     assert (error.startswith("incident "), rests) == (True, True)
     exporter.bad.clear()
-    await deliver_pending(sessions, exporter, budget_s=60)
-    assert await states(sessions) == {"delivered": 9}
+    await deliver_pending(acme.sessions, exporter, budget_s=60)
+    assert await states(acme.sessions) == {"delivered": 9}
 
 
 async def test_a_stage_of_the_export_that_fails_holds_up_no_other(
-    sessions: Sessions,
-    customer: Customer,
-    price: ModelPrice,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    acme: Acme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = with_clock(monkeypatch, deliveries.export_retries)
-    await use_and_rate(sessions, customer, price, Consumed(9, 3, 5, settled_at=hours_ago(3)))
-    await form_batches(sessions)
+    await acme.use_and_rate(Consumed(9, 3, 5, settled_at=hours_ago(3)))
+    await form_batches(acme.sessions)
     attempts = 0
 
     async def fails(sessions: Sessions) -> int:
@@ -163,12 +147,12 @@ async def test_a_stage_of_the_export_that_fails_holds_up_no_other(
     monkeypatch.setattr(deliveries, "form_batches", fails)
     environment = {"WEIR_EXPORT": "file", "WEIR_EXPORT_FILE": str(tmp_path / "out")}
     for _ in range(2):
-        await deliveries.export_usage(sessions, environment)
+        await deliveries.export_usage(acme.sessions, environment)
 
-    assert await states(sessions) == {"delivered": 3}
+    assert await states(acme.sessions) == {"delivered": 3}
     assert attempts == 1, "it rests"
     clock.now_s += 60.0
-    await deliveries.export_usage(sessions, environment)
+    await deliveries.export_usage(acme.sessions, environment)
     assert attempts == 2
 
 
@@ -336,5 +320,4 @@ async def test_events_that_are_misstated_are_an_incident_once_and_not_each_secon
         await asyncio.to_thread(tasks.rate_pending)
 
     assert incident_count(tasks.misstated_retries) == before + 1
-    async with sessions() as session:
-        assert await session.scalar(text("SELECT count(*) FROM unrated_usage")) == 1
+    assert await fetch_value(sessions, "SELECT count(*) FROM unrated_usage") == 1

@@ -39,9 +39,7 @@ def best_of(request: pytest.FixtureRequest) -> Callable[[torch.Tensor], int]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_first_of_the_largest_is_the_best(
-    best_of: Callable[[torch.Tensor], int], size: int
-) -> None:
+def test_the_first_of_the_largest_wins(best_of: Callable[[torch.Tensor], int], size: int) -> None:
     rng = np.random.default_rng(size)
     for _ in range(50):
         # Few values: many ties.

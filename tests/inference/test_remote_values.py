@@ -1,4 +1,4 @@
-"""Parts of remote engines: targets, seeds, salts, archives, cache events, settings."""
+"""Values exchanged with remote engines: targets, seeds, salts, archives, cache events, settings."""
 
 from __future__ import annotations
 
@@ -127,9 +127,7 @@ def test_an_archive_is_read_whole() -> None:
         (b"no archive at all", "not a zip archive"),
     ],
 )
-def test_an_archive_that_is_not_what_it_should_be_is_not_unpacked(
-    data: bytes, message: str
-) -> None:
+def test_an_unexpected_archive_is_not_unpacked(data: bytes, message: str) -> None:
     with pytest.raises(ServerUnfit, match=message):
         received(data).files()
 
@@ -150,9 +148,7 @@ def test_tokenizers_are_compared_by_what_they_mean(tmp_path: Path) -> None:
         check_tokenizer({"tokenizer.json": b'{"model": {"a": 2}}'}, tmp_path)
 
 
-def test_a_model_that_only_its_server_can_run_is_described(
-    tiny: TinyCheckpoint, tmp_path: Path
-) -> None:
+def test_a_model_only_its_server_runs_is_described(tiny: TinyCheckpoint, tmp_path: Path) -> None:
     """Quantized, of an unsupported architecture, with an image encoder."""
     text = {"vocab_size": 400, "max_position_embeddings": 8192, "eos_token_id": [2, 6]}
     config = {
@@ -170,11 +166,9 @@ def test_a_model_that_only_its_server_can_run_is_described(
         capabilities=Capabilities(),
     )
 
-    assert (model.architecture, model.vocabulary_size, model.context_window_tokens) == (
-        "DeepseekV4ForCausalLM",
-        400,
-        4096,
-    )
+    assert model.architecture == "DeepseekV4ForCausalLM"
+    assert model.vocabulary_size == 400
+    assert model.context_window_tokens == 4096
     assert ends == {2, 6}
 
 
@@ -318,15 +312,9 @@ def test_load_records_between_events_are_no_events(upkeep: Upkeep) -> None:
 
     assert upkeep.knows_all_blocks
     reported = upkeep.queue.reported
-    assert (
-        reported.kv_block_count_total,
-        reported.kv_block_count_held,
-        reported.kv_block_count_free,
-    ) == (
-        100,
-        25,
-        75,
-    )
+    assert reported.kv_block_count_total == 100
+    assert reported.kv_block_count_held == 25
+    assert reported.kv_block_count_free == 75
 
 
 def only_engine(settings: Settings) -> Engine:
@@ -385,9 +373,7 @@ async def test_a_model_without_a_directory_gets_its_files_from_its_server(
         ),
     ],
 )
-def test_settings_that_lead_nowhere_are_refused_by_name(
-    changes: dict[str, Any], named: str, tmp_path: Path
-) -> None:
+def test_useless_settings_are_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(SettingInvalid, match=named):
         build_serving(Settings.of(home=tmp_path, engine="remote", **changes))
 
@@ -434,9 +420,7 @@ async def test_the_doctor_finds_a_server_well_and_its_faults(
     assert ill["Does it publish cache events?"].verdict is Verdict.OTHER
 
 
-def test_the_doctor_is_called_from_the_command_line(
-    tiny: TinyCheckpoint, remote_server: ServerProcess
-) -> None:
+def test_the_doctor_has_a_command_line(tiny: TinyCheckpoint, remote_server: ServerProcess) -> None:
     arguments = [
         "remote",
         str(remote_server.target(Service.VLLM)),

@@ -53,9 +53,7 @@ async def applied(
     return work, free
 
 
-async def test_dry_runs_mistakes_and_new_objects_take_no_lock(
-    world: HoldWorld, sessions: Sessions
-) -> None:
+async def test_dry_runs_and_new_objects_take_no_lock(world: HoldWorld, sessions: Sessions) -> None:
     world.tenant("acme")
     acme, new = OrganizationSpec("acme", quotas=LIMITS), limited("new")
     wrong = OrganizationSpec("acme", quotas=LIMITS, projects=(ProjectSpec("No"),))
@@ -72,9 +70,7 @@ async def test_dry_runs_mistakes_and_new_objects_take_no_lock(
     assert not free_for_used, "a limit that counts the past is not counted beside admissions"
 
 
-async def test_limits_that_are_applied_at_once_count_what_was_used_before(
-    world: HoldWorld, sessions: Sessions
-) -> None:
+async def test_limits_applied_at_once_count_usage(world: HoldWorld, sessions: Sessions) -> None:
     payers = [world.tenant(name) for name in ("acme", "bolt")]
     for payer in payers:
         done = admit(payer)

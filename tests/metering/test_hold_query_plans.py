@@ -58,8 +58,6 @@ def test_no_statement_reads_a_whole_table(database_url: str, name: str, sql: str
             assert below.lstrip().startswith("Index Cond"), planned
 
 
-def test_the_statements_are_found_and_would_be_planned_otherwise_without_the_settings(
-    database_url: str,
-) -> None:
+def test_the_statements_are_planned_otherwise_without_the_settings(database_url: str) -> None:
     assert len(ALL) >= 15
     assert any("Seq Scan" in plan(database_url, sql, ()) for _, sql in ALL)

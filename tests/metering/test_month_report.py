@@ -13,9 +13,8 @@ from metering.invoicing.month_report import MonthReport, Reconciliation, ReportL
 from metering.invoicing.months import CANCELLED, COMPLETED, FAILED, LIMITED, month_report
 from metering.ledger.ledger import month_bounds
 from metering.ledger.rating import rate_all_pending
-from metering.pricing.prices import ModelPrice
 from metering.store.db import Sessions
-from tests.metering.usage import Consumed, Customer, add_usage, new_customer, new_price
+from tests.metering import usage
 
 BEGINS, ENDS = datetime(2026, 11, 1, tzinfo=UTC), datetime(2026, 12, 1, tzinfo=UTC)
 INSTANT = timedelta(microseconds=1)
@@ -28,36 +27,34 @@ async def report_of(
         return await month_report(session, organization=organization, month=month)
 
 
-async def test_a_month_is_shown_by_model_price_and_kind_with_cancelled_requests_separate(
-    sessions: Sessions, customer: Customer, price: ModelPrice
-) -> None:
-    async with sessions.begin() as session:
-        dearer = await new_price(session, "demo", (300_000, 30_000, 900_000))
-    async with sessions.begin() as session:
-        other = await new_customer(session, "bolt")
+async def test_a_month_is_shown_by_price_and_kind_with_cancelled_requests(acme: usage.Acme) -> None:
+    async with acme.sessions.begin() as session:
+        dearer = await usage.new_price(session, **usage.rates_of(300_000, 30_000, 900_000))
+    async with acme.sessions.begin() as session:
+        other = await usage.new_customer(session, "bolt")
         hold = uuid.uuid4()
-        await add_usage(
+        await usage.add_usage(
             session,
-            customer,
-            price,
+            acme.customer,
+            acme.price,
             [
-                Consumed(100, 40, 20, "stop", BEGINS),
-                Consumed(100, 0, 7, "cancelled", ENDS - INSTANT),
-                Consumed(50, 50, 0, "deadline"),
-                Consumed(10, 0, 1, "quota_exhausted"),
-                Consumed(10, 0, 1, "failed", hold_id=hold),
-                Consumed(0, 0, 2, "failed", hold_id=hold, part=1),
-                Consumed(1_000, 0, 1_000, "stop", BEGINS - INSTANT),
-                Consumed(1_000, 0, 1_000, "stop", ENDS),
+                usage.Consumed(100, 40, 20, "stop", BEGINS),
+                usage.Consumed(100, 0, 7, "cancelled", ENDS - INSTANT),
+                usage.Consumed(50, 50, 0, "deadline"),
+                usage.Consumed(10, 0, 1, "quota_exhausted"),
+                usage.Consumed(10, 0, 1, "failed", hold_id=hold),
+                usage.Consumed(0, 0, 2, "failed", hold_id=hold, part=1),
+                usage.Consumed(1_000, 0, 1_000, "stop", BEGINS - INSTANT),
+                usage.Consumed(1_000, 0, 1_000, "stop", ENDS),
             ],
         )
-        await add_usage(session, customer, dearer, [Consumed(8, 0, 0, "length")])
-        await add_usage(session, other, price, [Consumed(5_000, 0, 5_000)])
-    await rate_all_pending(sessions)
+        await usage.add_usage(session, acme.customer, dearer, [usage.Consumed(8, 0, 0, "length")])
+        await usage.add_usage(session, other, acme.price, [usage.Consumed(5_000, 0, 5_000)])
+    await rate_all_pending(acme.sessions)
 
-    report = await report_of(sessions)
+    report = await report_of(acme.sessions)
 
-    old, new = price.prices.version, dearer.prices.version
+    old, new = acme.price.prices.version, dearer.prices.version
     assert report.lines == (
         ReportLine("demo", old, TokenKind.INPUT, 4, 180, 100, 150_000, 180 * 150_000),
         ReportLine("demo", old, TokenKind.CACHED_INPUT, 2, 90, 50, 15_000, 90 * 15_000),
@@ -68,24 +65,19 @@ async def test_a_month_is_shown_by_model_price_and_kind_with_cancelled_requests_
     assert report.reconciliation == Reconciliation(309, 309, 0)
     assert report.reconciliation.balanced
     assert report.unrated_event_count == 0
-    assert report == await report_of(sessions, str(customer.organization_id))
+    assert report == await report_of(acme.sessions, str(acme.organization_id))
 
 
-async def test_unrated_usage_is_shown_separately(
-    sessions: Sessions, customer: Customer, price: ModelPrice
-) -> None:
-    async with sessions.begin() as session:
-        await add_usage(session, customer, price, [Consumed(10, 0, 5), Consumed(1, 0, 1)])
+async def test_unrated_usage_is_shown_separately(acme: usage.Acme) -> None:
+    await acme.use(usage.Consumed(10, 0, 5), usage.Consumed(1, 0, 1))
 
-    before = await report_of(sessions)
-    await rate_all_pending(sessions)
-    after = await report_of(sessions)
+    before = await report_of(acme.sessions)
+    await rate_all_pending(acme.sessions)
+    after = await report_of(acme.sessions)
 
-    assert (before.lines, before.unrated_event_count, before.request_counts.total_count) == (
-        (),
-        2,
-        2,
-    )
+    assert before.lines == ()
+    assert before.unrated_event_count == 2
+    assert before.request_counts.total_count == 2
     assert before.reconciliation == Reconciliation(17, 0, 17)
     assert after.reconciliation == Reconciliation(17, 17, 0)
     assert before.reconciliation.balanced
@@ -93,7 +85,7 @@ async def test_unrated_usage_is_shown_separately(
     assert not Reconciliation(17, 15, 1).balanced
 
 
-async def test_an_empty_month_is_a_report_too(sessions: Sessions, customer: Customer) -> None:
+async def test_an_empty_month_is_a_report_too(sessions: Sessions, customer: usage.Customer) -> None:
     report = await report_of(sessions)
 
     assert report.lines == ()
@@ -101,8 +93,8 @@ async def test_an_empty_month_is_a_report_too(sessions: Sessions, customer: Cust
     assert report.total_rounded_picos == 0
 
 
-async def test_a_month_or_customer_that_does_not_exist_is_refused(
-    sessions: Sessions, customer: Customer
+async def test_an_unknown_month_or_customer_fails(
+    sessions: Sessions, customer: usage.Customer
 ) -> None:
     for month in ("", "2026-13", "2026-00", "2026-1", "26-11", "2026-11-01", "9999-12", "２026-11"):
         with pytest.raises(InvalidValue, match="month"):
