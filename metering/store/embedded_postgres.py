@@ -280,11 +280,14 @@ def _server_account() -> pwd.struct_passwd | None:
         return None
     with contextlib.suppress(KeyError):
         return pwd.getpwnam(ROOT_RUNS_AS)
-    subprocess.run(
-        ["useradd", "--system", "--no-create-home", "--shell", "/usr/sbin/nologin", ROOT_RUNS_AS],
-        check=True,
-    )
-    return pwd.getpwnam(ROOT_RUNS_AS)
+    with open("/etc/passwd") as accounts:
+        # Two processes that add it at once would give it two ids, of which one is lost.
+        fcntl.flock(accounts, fcntl.LOCK_EX)
+        with contextlib.suppress(KeyError):
+            return pwd.getpwnam(ROOT_RUNS_AS)
+        add = ["useradd", "--system", "--no-create-home", "--shell", "/usr/sbin/nologin"]
+        subprocess.run([*add, ROOT_RUNS_AS], check=True)
+        return pwd.getpwnam(ROOT_RUNS_AS)
 
 
 def _give_to_server(directory: Path) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import pwd
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psycopg
 import pytest
 
+from metering.store import embedded_postgres
 from metering.store.embedded_postgres import PostgresNotStarted, start
 from metering.store.migrations_runner import migrate
 
@@ -112,3 +116,30 @@ def test_a_directory_that_holds_something_else_is_refused(postgres_home: Path) -
 
     with pytest.raises(PostgresNotStarted, match="not a PostgreSQL cluster"):
         start(postgres_home / "postgres")
+
+
+def test_processes_that_need_the_account_at_once_add_it_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    existing: list[str] = []
+
+    def find(name: str) -> str:
+        if name not in existing:
+            raise KeyError(name)
+        return name
+
+    def add(command: list[str], **options: object) -> None:
+        time.sleep(0.01)  # the others look for it meanwhile
+        existing.append(command[-1])
+
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(pwd, "getpwnam", find)
+    monkeypatch.setattr(subprocess, "run", add)
+
+    with ThreadPoolExecutor(8) as threads:
+        found: list[object] = list(
+            threads.map(lambda _: embedded_postgres._server_account(), range(8))
+        )
+
+    assert existing == ["pgserver"]
+    assert found == ["pgserver"] * 8
