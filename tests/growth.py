@@ -1,12 +1,17 @@
 """Growth of processor time with the size of an input, and the longest block of an event loop.
 
-`check_growth` runs a call at sizes n and 2n and fails if its time more than doubles. `LoopWatch`
-measures the longest block of the running event loop: processor time of one callback, or processor
-time of another thread while the loop could not run, because that thread held the interpreter.
-`longest_hold` measures the same for one call in a thread. All figures are processor time, the least
-of several runs, so other programs on the machine do not change them.
+`check_growth` runs a call at sizes n and 2n. If its time more than doubles, it also runs the call
+at n/4 and n/2, and fails if the time more than doubles in both steps from n/2 to 2n and grows more
+than 16 times from n/4 to 2n: caches, and new pages of memory, make one step of linear work up to
+nine times as long as the step before, but not two steps in a row.
 
-Garbage collection is set as in an api process: objects of the test run are not walked.
+`LoopWatch` measures the longest block of the running event loop: processor time of one callback, or
+processor time of another thread while the loop could not run, because that thread held the
+interpreter. `longest_hold` measures the same for one call in a thread. All figures are processor
+time, the least of several runs, so other programs on the machine do not change them.
+
+Garbage collection is set as in an api process: objects of the test run are not walked. While growth
+is measured it is off: a collection falls on some calls and not on others.
 """
 
 from __future__ import annotations
@@ -21,16 +26,19 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
 from api.serving import COLLECT_AFTER, SWITCH_INTERVAL_S
 
 GROWTH_MAX = 2.3  # time of twice the input, in times of the input
+GROWTH_OF_THREE_MAX = 16.0  # the same of eight times the input; quadratic work takes 64
 BLOCK_MAX_S = 0.020  # of the event loop by Python code of one callback
 HOLD_MAX_S = 0.050  # of the interpreter by one call of a library in C
 RUNS_MIN = 2  # since a disturbed first run could hide growth
 RUNS_MAX = 15  # of a measurement that exceeds its limit
+SMALLER_SIZES = {1: (1,), 4: (4, 2)}  # parts of the size that are measured from this run on
 SHORT_S = 0.010  # below it, fixed costs and the caches of the processor decide
 BEAT_S = 0.001
 
@@ -40,19 +48,25 @@ Prepare = Callable[[int], Call]  # from a size to the call on an input of that s
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Processor seconds of a call with an input, and with one of twice the size."""
+    """Processor seconds of a call by the size of its input, each size twice the one before."""
 
-    one_s: float
-    two_s: float
+    seconds: tuple[float, ...]
     short_s: float = SHORT_S
 
     @property
-    def ratio(self) -> float:
-        return self.two_s / max(self.one_s, self.short_s / GROWTH_MAX)
+    def largest_s(self) -> float:
+        """Seconds of the largest input."""
+        return self.seconds[-1]
 
     @property
     def is_linear(self) -> bool:
-        return self.two_s <= self.short_s or self.ratio <= GROWTH_MAX
+        """Return whether the time is short, doubles at most in a step, or grows little in all."""
+        if self.largest_s <= self.short_s:
+            return True
+        if len(self.seconds) == 4 and self.largest_s <= GROWTH_OF_THREE_MAX * self.seconds[0]:
+            return True
+        seconds = [max(seconds, self.short_s / 8) for seconds in self.seconds[-3:]]
+        return any(two_s <= GROWTH_MAX * one_s for one_s, two_s in pairwise(seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +111,29 @@ def cpu_s(call: Call) -> float:
 
 
 def growth(prepare: Prepare, size: int, short_s: float = SHORT_S) -> Growth:
-    """Measure a call at a size and at twice the size, until it is linear or a few times."""
-    one, two = prepare(size), prepare(2 * size)
-    found = Growth(cpu_s(one), cpu_s(two), short_s)
-    for run in range(2, RUNS_MAX + 1):
-        if found.is_linear and run > RUNS_MIN:
-            break
-        found = Growth(min(found.one_s, cpu_s(one)), min(found.two_s, cpu_s(two)), short_s)
+    """Measure a call at a size and at twice the size, until it is linear or a few times.
+
+    If the time of the larger size is short, that is all there is to measure.
+    """
+    calls = [prepare(2 * size)]
+    with without_collecting():
+        found = Growth((cpu_s(calls[0]),), short_s)
+        if found.is_linear:
+            return found
+        for run in range(1, RUNS_MAX + 1):
+            if run in SMALLER_SIZES:
+                smaller = [prepare(size // part) for part in SMALLER_SIZES[run]]
+                calls = smaller + calls
+                found = replace(found, seconds=(*(math.inf for _ in smaller), *found.seconds))
+            found = replace(
+                found,
+                seconds=tuple(
+                    min(seconds, cpu_s(call))
+                    for seconds, call in zip(found.seconds, calls, strict=True)
+                ),
+            )
+            if run >= RUNS_MIN and found.is_linear:
+                break
     return found
 
 
@@ -113,10 +143,23 @@ def check_growth(name: str, prepare: Prepare, size: int, short_s: float = SHORT_
     short_s: time of twice the size below which the processor's caches decide.
     """
     found = growth(prepare, size, short_s)
-    assert found.is_linear, (
-        f"{name}: {found.one_s * 1e3:.1f} ms for {size}, {found.two_s * 1e3:.1f} ms for {2 * size}"
+    assert found.is_linear, f"{name}: " + ", ".join(
+        f"{seconds * 1e3:.1f} ms for {2 * size // 2**step}"
+        for step, seconds in enumerate(reversed(found.seconds))
     )
     return found
+
+
+@contextlib.contextmanager
+def without_collecting() -> Iterator[None]:
+    """Collect no garbage in the block."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def check_cost(name: str, call: Call, seconds_max: float) -> None:

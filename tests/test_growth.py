@@ -13,6 +13,7 @@ from tests.growth import (
     BLOCK_MAX_S,
     HOLD_MAX_S,
     Call,
+    Growth,
     LoopWatch,
     as_in_service,
     check_growth,
@@ -56,7 +57,7 @@ def test_linear_work_passes() -> None:
 
 def test_quadratic_work_is_found() -> None:
     with as_in_service(), pytest.raises(AssertionError, match="compared one by one"):
-        check_growth("compared one by one", compared_one_by_one, SIZE // 16)
+        check_growth("compared one by one", compared_one_by_one, SIZE // 10)
 
 
 def test_python_code_in_a_thread_lets_others_run() -> None:
@@ -108,3 +109,22 @@ async def test_a_thread_that_shares_the_interpreter_is_no_block() -> None:
         await loop.run_in_executor(threads, busy, 4 * BLOCK_MAX_S)
 
     assert watch.longest.seconds < BLOCK_MAX_S
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "is_linear"),
+    [
+        ((5, 10, 20, 40), True),
+        ((1.2, 2.5, 5.3, 13.2), True),  # the last step leaves the processor's cache
+        ((22, 52, 128, 290), True),  # memory is slower than caches all the way
+        ((0.5, 0.7, 1.8, 16), True),  # from the last step on, memory is new pages
+        ((1.0, 2.3, 9.2, 38.8), False),  # quadratic, but for the smallest size
+        ((1, 4, 16, 64), False),
+        ((0.2, 0.9, 3.6, 14.4), False),
+        ((13, 30, 78, 245), False),  # the square is two thirds of the largest
+    ],
+)
+def test_a_step_that_caches_or_pages_make_longer_is_no_growth(
+    milliseconds: tuple[float, ...], is_linear: bool
+) -> None:
+    assert Growth(tuple(each / 1e3 for each in milliseconds)).is_linear == is_linear

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import grpc
 import pytest
@@ -73,6 +73,7 @@ WATCHED = frozenset(
 )
 
 EARLY = ("the client goes away", "its deadline passes")
+ONLY_OF_STREAMS = ("it does not begin in time", "the client cancels")
 LEAST_SUSPENSIONS = 5  # minimum of any run; fewer mean that tasks were not watched
 
 
@@ -271,8 +272,12 @@ def start_frame(**fields: Any) -> pb.ClientFrame:
 
 @dataclass(slots=True)
 class StreamRun:
-    """Request on a stream of this process."""
+    """Request on a stream of this process.
 
+    not_apart: interruptions that do nothing here, or the same as another one.
+    """
+
+    not_apart: ClassVar[tuple[str, ...]] = ()
     world: World
     frames: tuple[pb.ClientFrame, ...]
     kept: bool = False
@@ -375,8 +380,9 @@ async def embed(world: World, start: ValidEmbed) -> pb.EmbedResponse:
 
 @dataclass(slots=True)
 class EmbedRun:
-    """One `Embed` call."""
+    """One `Embed` call. No frame cancels it, and its start has no time limit."""
 
+    not_apart: ClassVar[tuple[str, ...]] = (*EARLY[1:], *ONLY_OF_STREAMS)
     world: World
     request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
     answering: asyncio.Task[pb.EmbedResponse] | None = None
@@ -433,6 +439,7 @@ class LongEmbedRun(EmbedRun):
 class HttpRun:
     """One chat over HTTP."""
 
+    not_apart: ClassVar[tuple[str, ...]] = EARLY[1:]
     world: World
     streams: bool
     request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
@@ -606,6 +613,8 @@ async def test_a_request_that_is_interrupted_anywhere_is_billed_once_and_leaves_
     world: World, name: str
 ) -> None:
     for kind, interrupt in INTERRUPTIONS.items():
+        if kind in RUNS[name](world).not_apart:
+            continue
         for moment in Moment:
             at = 1
             while await is_met(world, RUNS[name](world), interrupt, at, moment, kind):

@@ -74,6 +74,33 @@ async def open_many(service: Service, method: str, *, open_max: int) -> tuple[li
     return refusals, grown
 
 
+async def test_a_client_that_watches_health_gets_changes_and_frees_its_stream_at_its_end(
+    service: Service,
+) -> None:
+    """First, before calls that are refused make this address wait for the answers of others."""
+    async with service.channel() as channel:
+        watching: Any = channel.unary_stream(
+            "/grpc.health.v1.Health/Watch",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        for _ in range(3):
+            watches = [watching(health_pb2.HealthCheckRequest()) for _ in range(WATCHES_MAX)]
+            for watch in watches:
+                assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            assert (
+                await watching(health_pb2.HealthCheckRequest()).code()
+                is StatusCode.RESOURCE_EXHAUSTED
+            )
+            for watch in watches:
+                watch.cancel()
+            # The server learns of it slightly later.
+            request = health_pb2.HealthCheckRequest()
+            async with asyncio.timeout(PATIENCE_S):
+                while not await is_let_in(watching(request)):  # noqa: ASYNC110  # no notification
+                    await asyncio.sleep(POLL_S)
+
+
 async def test_health_watches_are_bounded_by_connection(service: Service) -> None:
     refusals, grown = await open_many(service, "/grpc.health.v1.Health/Watch", open_max=WATCHES_MAX)
 
@@ -110,29 +137,3 @@ async def test_calls_whose_message_never_comes_are_bounded_by_connection_and_tim
     }
     assert sum(each.reason == "MESSAGE_MISSING" for each in refusals) <= UNREAD_PER_CONNECTION_MAX
     assert grown < GROWN_MIB_MAX
-
-
-async def test_a_client_that_watches_health_gets_changes_and_frees_its_stream_at_its_end(
-    service: Service,
-) -> None:
-    async with service.channel() as channel:
-        watching: Any = channel.unary_stream(
-            "/grpc.health.v1.Health/Watch",
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
-        for _ in range(3):
-            watches = [watching(health_pb2.HealthCheckRequest()) for _ in range(WATCHES_MAX)]
-            for watch in watches:
-                assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-            assert (
-                await watching(health_pb2.HealthCheckRequest()).code()
-                is StatusCode.RESOURCE_EXHAUSTED
-            )
-            for watch in watches:
-                watch.cancel()
-            # The server learns of it slightly later.
-            request = health_pb2.HealthCheckRequest()
-            async with asyncio.timeout(PATIENCE_S):
-                while not await is_let_in(watching(request)):  # noqa: ASYNC110  # no notification
-                    await asyncio.sleep(POLL_S)

@@ -21,6 +21,9 @@ CHAT: dict[str, Any] = {"model": MODEL, "messages": user_message("Hi"), "max_tok
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
 SCHEMA = {"type": "array", "uniqueItems": True}
 
+# Refusals in a row cost the key its share of a slow machine: it retries when it is told to.
+PATIENT_RETRIES = 10
+
 BROKEN_BODIES = (
     b"zz\r\n",
     b"5\r\nhello\r\n-1\r\n",
@@ -225,8 +228,7 @@ WRONG = (
 async def test_every_wrong_parameter_is_named_with_its_remedy(
     service: Service, tenant: Tenant
 ) -> None:
-    # Refusals in a row cost the key its share of a slow machine: it retries when it is told to.
-    with connect(service, tenant.secret, max_retries=10) as client:
+    with connect(service, tenant.secret, max_retries=PATIENT_RETRIES) as client:
         for wrong in WRONG:
             with pytest.raises(openai.BadRequestError) as caught:
                 client.chat.completions.create(**CHAT | wrong.fields)
@@ -283,7 +285,7 @@ async def test_unsupported_parameters_of_responses_and_embeddings_are_refused_by
         "logprobs": 30,
     }
 
-    with connect(service, tenant.secret) as client:
+    with connect(service, tenant.secret, max_retries=PATIENT_RETRIES) as client:
         for name, value in responses.items():
             parameter = re.split(r"[.\[]", name)[0]
             fields: dict[str, Any] = {

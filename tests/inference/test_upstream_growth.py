@@ -253,7 +253,7 @@ def test_time_for_cache_events_grows_with_the_blocks_at_most() -> None:
         change = KvCacheChange(False, blocks, [block for _, block, _ in blocks])
         return lambda: KvEventIndex().apply(change)
 
-    check_growth("cache events", prepare, 2 * SIZE)
+    check_growth("cache events", prepare, SIZE // 2)
     assert BLOCKS_MAX * 16 == 4 << 20, "tokens: as many as are remembered as sent"
 
 
