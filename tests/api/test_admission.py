@@ -105,10 +105,7 @@ async def test_tokens_flow_under_a_lease_that_grows_with_them(
 
 
 async def test_the_lease_is_extended_before_it_is_needed(world: HoldWorld, tmp_path: Path) -> None:
-    async with (
-        running(world, tmp_path) as rig,
-        rig.admitted(request(world.tenant())) as lease,
-    ):
+    async with running(world, tmp_path) as rig, rig.admitted(request(world.tenant())) as lease:
         await rig.generate(lease, 16)
         while world.holds()[0][1] == 20:  # noqa: ASYNC110  # the background task writes it
             await asyncio.sleep(0)

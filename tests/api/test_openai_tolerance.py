@@ -126,10 +126,7 @@ CLIENTS: tuple[tuple[str, dict[str, Any], list[str]], ...] = (
                 },
             },
             "tools": [
-                {
-                    "type": "function",
-                    "function": WEATHER | {"parameters": DRAFT_7 | CITY | CLOSED},
-                }
+                {"type": "function", "function": WEATHER | {"parameters": DRAFT_7 | CITY | CLOSED}}
             ],
             "tool_choice": "auto",
         },
@@ -148,9 +145,7 @@ CLIENTS: tuple[tuple[str, dict[str, Any], list[str]], ...] = (
                     "schema": DRAFT_7 | ANSWER | CLOSED,
                 }
             },
-            "tools": [
-                {"type": "function", **WEATHER, "parameters": DRAFT_7 | CITY | CLOSED},
-            ],
+            "tools": [{"type": "function", **WEATHER, "parameters": DRAFT_7 | CITY | CLOSED}],
             "tool_choice": "auto",
         },
         [],
@@ -177,11 +172,7 @@ CLIENTS: tuple[tuple[str, dict[str, Any], list[str]], ...] = (
             "model": "demo",
             "response_format": {
                 "type": "json_schema",
-                "json_schema": {
-                    "name": "final_output",
-                    "strict": True,
-                    "schema": ANSWER | CLOSED,
-                },
+                "json_schema": {"name": "final_output", "strict": True, "schema": ANSWER | CLOSED},
             },
             "tools": [
                 {
@@ -216,14 +207,7 @@ CLIENTS: tuple[tuple[str, dict[str, Any], list[str]], ...] = (
                     "strict": True,
                 }
             },
-            "tools": [
-                {
-                    **WEATHER,
-                    "parameters": CITY | CLOSED,
-                    "strict": True,
-                    "type": "function",
-                }
-            ],
+            "tools": [{**WEATHER, "parameters": CITY | CLOSED, "strict": True, "type": "function"}],
         },
         [],
     ),

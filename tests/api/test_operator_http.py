@@ -268,11 +268,7 @@ def test_only_those_that_waited_for_an_engine_count_as_cold_starts() -> None:
 
     for cold_start_ms in (0.0, COLD_START_MS_MIN - 0.1, COLD_START_MS_MIN, 2000.0):
         counts.finished(
-            "m",
-            ServiceTier.INTERACTIVE,
-            "stop",
-            TIMINGS | {"cold_start_ms": cold_start_ms},
-            None,
+            "m", ServiceTier.INTERACTIVE, "stop", TIMINGS | {"cold_start_ms": cold_start_ms}, None
         )
 
     cold_starts = counts.times["m", ServiceTier.INTERACTIVE].stages["cold_start"]

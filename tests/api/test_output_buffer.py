@@ -379,13 +379,7 @@ async def test_clients_that_need_no_credit_or_have_left_are_not_awaited() -> Non
     thinks=st.booleans(),
 )
 def test_a_delta_in_bytes_is_the_message(
-    seq: int,
-    choice: int,
-    text: str,
-    ids: list[int],
-    given_id: str,
-    called: bool,
-    thinks: bool,
+    seq: int, choice: int, text: str, ids: list[int], given_id: str, called: bool, thinks: bool
 ) -> None:
     tokens = [TokenLogprob(each, -1.5 * entry) for entry, each in enumerate(ids)]
     values = Delta(

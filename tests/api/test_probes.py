@@ -130,10 +130,9 @@ async def test_each_part_has_a_state_since_a_time_and_a_reason() -> None:
 
     assert before.keys() == {STORE, JOURNAL, "engine/a"}
     assert (before[STORE]["state"], before["engine/a"]["state"]) == ("serving", "not serving")
-    assert longer["engine/a"] == {
-        **before["engine/a"],
-        "reason": "no sign of life for 5 s",
-    }, "a stall that goes on is not a new one"
+    assert longer["engine/a"] == {**before["engine/a"], "reason": "no sign of life for 5 s"}, (
+        "a stall that goes on is not a new one"
+    )
     assert (after["engine/a"]["state"], "reason" in after["engine/a"]) == ("serving", False)
     assert after["engine/a"]["since"] >= before["engine/a"]["since"]
 

@@ -90,12 +90,7 @@ def test_an_override_weights_and_a_shadow_limit_are_shown() -> None:
         reported.base_limit_value,
         reported.remaining_value,
         reported.enforced,
-    ) == (
-        500,
-        100,
-        -200,
-        False,
-    )
+    ) == (500, 100, -200, False)
     assert (reported.override_end_time.ToDatetime(tzinfo=UTC), reported.override_reason) == (
         until,
         "launch",
@@ -104,11 +99,7 @@ def test_an_override_weights_and_a_shadow_limit_are_shown() -> None:
         reported.input_weight_milli,
         reported.cached_input_weight_milli,
         reported.output_weight_milli,
-    ) == (
-        1000,
-        100,
-        4000,
-    )
+    ) == (1000, 100, 4000)
     plain = quota_status(QuotaState(rule(dimension=QuotaDimension.COST_PICOS_PER_DAY), 0, 0, NOW))
     assert (plain.input_weight_milli, plain.enforced, plain.HasField("override_end_time")) == (
         0,

@@ -206,11 +206,7 @@ def test_a_gpu_has_other_defaults() -> None:
     ],
 )
 def test_a_checkpoint_in_bfloat16_is_computed_in_it_by_native_kernels(
-    stored: str,
-    is_native: bool,
-    computed: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    stored: str, is_native: bool, computed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """float16 has more bits of precision than bfloat16."""
     matrix = torch.ones(8, 8, dtype=getattr(torch, stored))

@@ -341,9 +341,7 @@ async def test_connections_persist_and_continue_as_http_says(
     line.writer.close()
 
 
-async def test_a_head_request_has_the_headers_of_the_response_and_no_body(
-    service: Service,
-) -> None:
+async def test_a_head_request_has_the_headers_of_the_response_and_no_body(service: Service) -> None:
     tenant = await service.tenant()
     line = await dial(service)
     requested = f" /v1/models HTTP/1.1\r\nhost: weir\r\nx-api-key: {tenant.secret}\r\n"

@@ -56,10 +56,7 @@ def encoder_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def embedding(
-    serve: Serve,
-    tmp_path_factory: pytest.TempPathFactory,
-    model: Path,
-    encoder_directory: Path,
+    serve: Serve, tmp_path_factory: pytest.TempPathFactory, model: Path, encoder_directory: Path
 ) -> Iterator[Service]:
     """Yield a service with a generating and an embedding model, local and on a remote server."""
     certificates = make_certificates(tmp_path_factory.mktemp("remote") / "certificates")

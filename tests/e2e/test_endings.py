@@ -133,12 +133,7 @@ async def test_credit_below_one_is_refused_and_the_input_is_billed_and_counted(
     assert [
         (event["outcome"], event["input_token_count"], event["billed_token_count"])
         for event in events
-    ] == [
-        ("cancelled", 200, 0),
-        ("cancelled", 200, 0),
-        ("cancelled", 200, 0),
-        ("length", 200, 1),
-    ]
+    ] == [("cancelled", 200, 0), ("cancelled", 200, 0), ("cancelled", 200, 0), ("length", 200, 1)]
     assert again.usage.cached_input_token_count > 0, "computed once, and paid in full then"
     assert counted(service, tenant) == (4, 801, sum(event["cost_picos"] for event in events))
     assert service.database.holds(tenant) == {"settled": 4}

@@ -119,9 +119,7 @@ async def test_the_body_of_each_client_is_answered(
 
     async with httpx2.AsyncClient(base_url=service.openai_url, timeout=60.0) as client:
         response = await client.post(
-            path,
-            json=body | {"model": MODEL},
-            headers={"authorization": f"Bearer {tenant.secret}"},
+            path, json=body | {"model": MODEL}, headers={"authorization": f"Bearer {tenant.secret}"}
         )
 
     assert response.status_code == 200, response.text

@@ -103,9 +103,7 @@ async def test_a_key_that_is_limited_to_a_model_may_call_it_by_all_its_names(
             ).reason == "MODEL_NOT_ALLOWED"
 
 
-async def test_unknown_names_and_regions_are_reported_with_the_known_ones(
-    fleet: Service,
-) -> None:
+async def test_unknown_names_and_regions_are_reported_with_the_known_ones(fleet: Service) -> None:
     tenant = await fleet.tenant()
     async with fleet.stream(tenant.secret) as stream:
         unknown = await stream.failed(await stream.begin(model=f"{MODEL}@v9"))

@@ -496,9 +496,7 @@ async def test_a_pause_of_the_client_is_its_stall_and_not_a_gap_between_tokens(
         tenant.secret, reading=by_credit, options=() if by_credit else SMALL_WINDOWS
     ) as stream:
         request_id = await stream.begin(
-            max_output_tokens=300,
-            top_logprobs=20,
-            initial_credit_tokens=5 if by_credit else None,
+            max_output_tokens=300, top_logprobs=20, initial_credit_tokens=5 if by_credit else None
         )
 
         def stalled_s() -> float:

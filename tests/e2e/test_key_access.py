@@ -282,10 +282,9 @@ async def test_a_key_of_another_organization_gets_nothing_from_any_call(
                     elif isinstance(answer, bytes):
                         assert marks_in(answer, victim) == [], where
                     else:
-                        assert answer.code in (
-                            StatusCode.NOT_FOUND,
-                            StatusCode.INVALID_ARGUMENT,
-                        ), where
+                        assert answer.code in (StatusCode.NOT_FOUND, StatusCode.INVALID_ARGUMENT), (
+                            where
+                        )
 
     assert walked >= 4 * 2 * 50, "a walk that finds nothing proves nothing"
     assert rows_of(service, victim) == before

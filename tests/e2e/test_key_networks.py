@@ -29,17 +29,7 @@ from tests.e2e.openai_clients import connect_async, user_message
 from tests.e2e.test_console import console_url
 from tests.peers import publish
 from tests.scraped import scrape
-from tests.service import (
-    MODEL,
-    PATIENCE_S,
-    Refusal,
-    Service,
-    Tenant,
-    bearer,
-    refused,
-    start,
-    until,
-)
+from tests.service import MODEL, PATIENCE_S, Refusal, Service, Tenant, bearer, refused, start, until
 
 INSIDE, OTHER_INSIDE, OUTSIDE = "203.0.113.5", "2001:db8::7", "198.51.100.9"
 NETWORKS = ["203.0.113.0/24", "2001:db8::/32"]
@@ -60,10 +50,7 @@ def pair(serve: Serve, model: Path) -> tuple[Service, Service]:
         "stream_key_check_s": CHECKED_DAILY_S,
         "key_use_interval_s": 0.1,
     }
-    return (
-        serve(model, is_drained=True, **settings),
-        serve(model, is_drained=True, **settings),
-    )
+    return (serve(model, is_drained=True, **settings), serve(model, is_drained=True, **settings))
 
 
 class Key:

@@ -75,21 +75,11 @@ BODIES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ),
     (
         "embeddings",
-        {
-            "model": ENCODER,
-            "input": ["a hotel"],
-            "encoding_format": "float",
-            "priority": 3,
-        },
+        {"model": ENCODER, "input": ["a hotel"], "encoding_format": "float", "priority": 3},
         "priority",
         "priority",
     ),
-    (
-        "messages",
-        AGENT | {"max_tokens": 2},
-        "system[].cache_control",
-        "system[0].cache_control",
-    ),
+    ("messages", AGENT | {"max_tokens": 2}, "system[].cache_control", "system[0].cache_control"),
     ("messages/count_tokens", AGENT, "system[].cache_control", "system[0].cache_control"),
 )
 
@@ -180,9 +170,7 @@ async def test_a_strict_key_refuses_what_a_lenient_one_ignores_and_names(
     assert keys.service.database.events(keys.strict) == []
 
 
-async def test_a_strict_key_takes_known_parameters_and_no_other_value_of_strict(
-    keys: Keys,
-) -> None:
+async def test_a_strict_key_takes_known_parameters_and_no_other_value_of_strict(keys: Keys) -> None:
     body = {"model": MODEL, "messages": AUTOGEN["messages"][:1], "max_tokens": 2}
 
     answer = await keys.post(keys.strict.secret, "chat/completions", body)

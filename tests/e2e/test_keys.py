@@ -143,12 +143,7 @@ async def test_the_same_call_again_answers_what_it_made_and_makes_nothing(
     assert (rotated_again.secret, rotated_again.overlap_end_time) == ("", rotated.overlap_end_time)
     assert [
         entry.action for entry in (await admin.call("ListAuditEntries", subject=name)).entries
-    ] == [
-        "api_key.rotate",
-        "api_key.create",
-        "project.create",
-        "organization.create",
-    ]
+    ] == ["api_key.rotate", "api_key.create", "project.create", "organization.create"]
     other = await refused(
         admin.call("CreateProject", organization=name, name="other", request_id=ids[1])
     )

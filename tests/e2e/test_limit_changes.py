@@ -86,11 +86,7 @@ async def test_a_raised_limit_gives_the_same_tokens_as_one_set_at_the_start(
         event["input_token_count"],
         event["generated_token_count"],
         event["delivered_token_count"],
-    ) == (
-        10,
-        limits[-1],
-        limits[-1],
-    )
+    ) == (10, limits[-1], limits[-1])
     await service.no_hold_left(tenant)
 
 

@@ -44,7 +44,7 @@ async def test_a_small_message_that_unpacks_to_a_large_one_is_refused(service: S
         refusal = await refused(
             stub.CountTokens(
                 bomb, metadata=bearer(tenant.secret), compression=grpc.Compression.Gzip
-            ),
+            )
         )
 
     assert refusal.code is StatusCode.RESOURCE_EXHAUSTED

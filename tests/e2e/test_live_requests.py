@@ -325,9 +325,7 @@ async def test_a_request_whose_client_reads_nothing_is_killed_as_quickly(
     assert second.database.event(tenant, request_id)["delivered_token_count"] >= counts[-1]
 
 
-async def test_a_revoked_key_ends_what_is_queued_too(
-    pair: tuple[Service, Service],
-) -> None:
+async def test_a_revoked_key_ends_what_is_queued_too(pair: tuple[Service, Service]) -> None:
     """A queued request is billed no tokens, and counts as a request."""
     first, second = pair
     tenant = await second.tenant(

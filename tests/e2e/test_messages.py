@@ -342,8 +342,7 @@ def test_the_thinking_switch_is_that_of_the_conversation() -> None:
 
 def test_a_prompt_is_counted_without_a_limit() -> None:
     requested = decode(
-        msgspec.json.encode({name: BODY[name] for name in ("model", "messages")}),
-        MessageParameters,
+        msgspec.json.encode({name: BODY[name] for name in ("model", "messages")}), MessageParameters
     )
 
     assert parse_counted_message(requested).starts[0].max_output_tokens == 0

@@ -276,12 +276,7 @@ async def test_unsupported_parameters_of_responses_and_embeddings_are_refused_by
         },
     }
     plain: dict[str, Any] = {"model": MODEL, "prompt": "Hi", "max_tokens": 1}
-    completions: dict[str, Any] = {
-        "suffix": "x",
-        "best_of": 3,
-        "prompt": [],
-        "logprobs": 30,
-    }
+    completions: dict[str, Any] = {"suffix": "x", "best_of": 3, "prompt": [], "logprobs": 30}
 
     with connect(service, tenant.secret) as client:
         for name, value in responses.items():

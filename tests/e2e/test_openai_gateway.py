@@ -168,9 +168,7 @@ async def test_counted_input_tokens_are_those_of_the_response(service: Service) 
     assert len(service.database.events(tenant)) == 1, "counting is not billed"
 
 
-async def test_several_choices_of_one_prompt_are_separate_and_billed_once(
-    service: Service,
-) -> None:
+async def test_several_choices_of_one_prompt_are_separate_and_billed_once(service: Service) -> None:
     tenant = await service.tenant()
     requested: dict[str, Any] = {
         "model": MODEL,

@@ -74,9 +74,7 @@ async def test_a_message_of_anthropics_form_continues_a_last_turn_of_the_assista
 
     answer: Any = client.post("/messages", body=body, cast_to=object)
     counted: Any = client.post(
-        "/messages/count_tokens",
-        body={"model": MODEL, "messages": BEGUN},
-        cast_to=object,
+        "/messages/count_tokens", body={"model": MODEL, "messages": BEGUN}, cast_to=object
     )
 
     assert answer["content"][0]["text"] == wanted.choices[0].message.content

@@ -112,10 +112,7 @@ async def test_a_chat_calls_tools_whole_and_streamed_and_continues_with_the_resu
             (call.type, call.function.name, call.function.arguments)
             for call in calls
             if call.type == "function"
-        ] == [
-            ("function", "book", BOOKED),
-            ("function", "quit", "{}"),
-        ]
+        ] == [("function", "book", BOOKED), ("function", "quit", "{}")]
     grown = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
     assert {event.name for event in grown} == {"book", "quit"}
     [event] = service.database.events(streaming)
@@ -158,10 +155,7 @@ async def test_the_client_chooses_which_tools_are_called(service: Service) -> No
 
 async def test_beside_tools_an_answer_has_the_format_or_is_a_call(service: Service) -> None:
     tenant = await priced(service)
-    format: Any = {
-        "type": "json_schema",
-        "json_schema": {"name": "stay", "schema": STAY},
-    }
+    format: Any = {"type": "json_schema", "json_schema": {"name": "stay", "schema": STAY}}
     requested: dict[str, Any] = {
         "model": MODEL,
         "messages": user_message("Book!"),
@@ -184,9 +178,7 @@ async def test_beside_tools_an_answer_has_the_format_or_is_a_call(service: Servi
     assert calls_of(forced)
 
 
-async def test_calls_that_were_cut_off_are_shown_to_the_model_as_they_are(
-    service: Service,
-) -> None:
+async def test_calls_that_were_cut_off_are_shown_to_the_model_as_they_are(service: Service) -> None:
     tenant = await priced(service)
 
     def talk(arguments: str) -> list[Any]:

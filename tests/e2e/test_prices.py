@@ -134,10 +134,7 @@ async def test_many_prices_are_one_document_and_applying_it_twice_changes_nothin
     assert [each["organization"] for each in exported["prices"]] == [tenant.name]
     assert [
         (each.tier, each.source, each.version.output_picos_per_token) for each in now.prices
-    ] == [
-        ("interactive", "organization", 200),
-        ("batch", "organization", 100),
-    ]
+    ] == [("interactive", "organization", 200), ("batch", "organization", 100)]
     assert [(each.tier, each.version.output_picos_per_token) for each in then.prices] == [
         ("interactive", 9_000),
         ("batch", 4_500),

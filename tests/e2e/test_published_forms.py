@@ -356,11 +356,7 @@ async def test_models_are_listed_in_anthropics_form_for_its_clients(service: Ser
     for model in pages[-1]["data"]:
         assert model.keys() >= MODEL_INFO
         TypeAdapter(anthropic.types.ModelInfo).validate_json(json.dumps(model), strict=True)
-    assert [text.partition(":")[0] for text in refused] == [
-        *["limit"] * 3,
-        "after_id",
-        "before_id",
-    ]
+    assert [text.partition(":")[0] for text in refused] == [*["limit"] * 3, "after_id", "before_id"]
 
 
 async def test_the_first_call_of_each_event_is_all_of_a_call_under_load(service: Service) -> None:

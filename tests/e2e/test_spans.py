@@ -22,16 +22,7 @@ from metering.core.models import QuotaDimension
 from tests.e2e.conftest import Serve
 from tests.otlp_receiver import ReceivedSpan, Receiver, receiving
 from tests.scraped import scrape
-from tests.service import (
-    MODEL,
-    Refusal,
-    Service,
-    Stream,
-    bearer,
-    conversation,
-    start,
-    until,
-)
+from tests.service import MODEL, Refusal, Service, Stream, bearer, conversation, start, until
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 OTHER_TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -23,14 +23,7 @@ from tests.inference.tool_checkpoints import (
     make_scripted_checkpoint,
     write_chains,
 )
-from tests.service import (
-    MODEL,
-    Service,
-    Tenant,
-    conversation,
-    price_model,
-    start,
-)
+from tests.service import MODEL, Service, Tenant, conversation, price_model, start
 
 PIECES = ("Uno", "ST", "OP", "Dos")
 WHOLE, CONTROL = "whole", "control"  # further models: STOP is one token; a control token follows
@@ -205,12 +198,7 @@ async def test_each_choice_names_its_own_stop(service: Service, tenant: Tenant) 
     ]
     async with service.client(tenant.secret) as client:
         result = await client.generate(
-            FORKS,
-            text="<|assistant|>",
-            choice_count=8,
-            temperature=1,
-            seed=4,
-            stop=["Left!", "Ri"],
+            FORKS, text="<|assistant|>", choice_count=8, temperature=1, seed=4, stop=["Left!", "Ri"]
         ).wait()
 
     assert {*whole["choices"]} == {"Left!", "Right!"}

@@ -256,11 +256,7 @@ async def test_a_message_goes_on_with_ids_of_other_providers(
     for call, given in zip(calls, ids, strict=True):
         call["id"] = given
     results = [{"type": "tool_result", "tool_use_id": given, "content": "Done"} for given in ids]
-    talk = [
-        USER,
-        {"role": "assistant", "content": first},
-        {"role": "user", "content": results},
-    ]
+    talk = [USER, {"role": "assistant", "content": first}, {"role": "user", "content": results}]
 
     counted = api.post("messages/count_tokens", model=model, tools=MESSAGE_TOOLS, messages=talk)
     second = api.post("messages", **requested, messages=talk)

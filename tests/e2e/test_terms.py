@@ -122,9 +122,7 @@ async def test_credit_beyond_the_greatest_limit_is_refused_with_what_is_left_of_
     assert balance.available.picos == 2**63 - 1
 
 
-async def test_a_prepaid_organization_is_admitted_within_its_credit(
-    service: Service,
-) -> None:
+async def test_a_prepaid_organization_is_admitted_within_its_credit(service: Service) -> None:
     tenant = await service.tenant(scopes=("admin", "inference"))
     request = {"token_ids": list(PROMPT), "max_output_tokens": 4, "ignore_eos": True}
     async with (
@@ -172,12 +170,7 @@ async def test_a_prepaid_organization_is_admitted_within_its_credit(
         balance.remaining.picos,
         balance.unbilled.picos,
         balance.available.picos,
-    ) == (
-        True,
-        5 * COST,
-        COST,
-        4 * COST,
-    )
+    ) == (True, 5 * COST, COST, 4 * COST)
     assert longer.finish_reason == "QUOTA_EXHAUSTED"
     assert 0 <= spent.available.picos < OUTPUT_PICOS
     assert free.cost.picos == COST

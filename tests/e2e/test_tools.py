@@ -221,11 +221,7 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("tools[0].parameters_json_schema", "JSON schema", {"tools": taking("{")}),
     ("tools[0].parameters_json_schema", "JSON schema", {"tools": taking('{"type": "array"}')}),
     ("tools[0].parameters_json_schema", "JSON schema", {"tools": taking('{"d": "\\ud800"}')}),
-    (
-        "tools[0].parameters_json_schema",
-        "64 levels",
-        {"tools": taking(DEEP)},
-    ),
+    ("tools[0].parameters_json_schema", "64 levels", {"tools": taking(DEEP)}),
     (
         "tools",
         "cannot be compiled",
@@ -248,9 +244,7 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-async def test_invalid_tools_are_refused_by_name_and_billed_no_tokens(
-    service: Service,
-) -> None:
+async def test_invalid_tools_are_refused_by_name_and_billed_no_tokens(service: Service) -> None:
     """A schema is compiled after the hold, so an impossible one counts. Others do not."""
     tenant = await priced(service)
     compiled = []

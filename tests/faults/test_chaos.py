@@ -106,11 +106,7 @@ def test_a_request_counts_for_the_first_kill_that_struck_it() -> None:
         None: 1,
     }
     api = rows[Kind.API]
-    assert (api.cut_off, api.unreceived, rows[Kind.POSTGRES].refused) == (
-        1,
-        2,
-        1,
-    )
+    assert (api.cut_off, api.unreceived, rows[Kind.POSTGRES].refused) == (1, 2, 1)
 
 
 def test_every_kind_of_kill_is_drawn() -> None:

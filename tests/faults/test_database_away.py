@@ -311,10 +311,7 @@ async def test_a_disk_that_is_full_stops_streams_before_their_tokens_leave(launc
         refusal = await stream.failed(await stream.begin())
         await until(lambda: not service.serving(), "the health check to report it")
         for each in (ended, refusal):
-            assert (each.code, each.reason) == (
-                grpc.StatusCode.UNAVAILABLE,
-                "JOURNAL_UNAVAILABLE",
-            )
+            assert (each.code, each.reason) == (grpc.StatusCode.UNAVAILABLE, "JOURNAL_UNAVAILABLE")
         received = len(stream.token_ids(running))
         assert ended.frame is not None
         assert ended.frame.usage.delivered_token_count == received

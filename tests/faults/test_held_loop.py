@@ -112,11 +112,7 @@ async def ask(service: Service, secret: str) -> httpx2.Response:
         return await client.post(
             f"{service.openai_url}/chat/completions",
             headers={"authorization": f"Bearer {secret}"},
-            json={
-                "model": MODEL,
-                "messages": [{"role": "user", "content": "a"}],
-                "max_tokens": 2,
-            },
+            json={"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
         )
 
 

@@ -32,14 +32,7 @@ from metering.invoicing.months import month_report
 from metering.ledger.rating import rate_all_pending
 from metering.store.db import create_engine, create_sessions
 from tests.inference.checkpoints import make_checkpoint
-from tests.inference.real_servers import (
-    SHAPE,
-    RealServer,
-    end,
-    free_port,
-    needs,
-    vllm_server,
-)
+from tests.inference.real_servers import SHAPE, RealServer, end, free_port, needs, vllm_server
 from tests.metering.invariants import check_invariants
 from tests.service import MODEL, PLAIN_IDS, Service, Tenant, running, until
 

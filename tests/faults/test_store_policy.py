@@ -79,13 +79,7 @@ async def test_closed_health_says_that_the_quota_store_is_away_and_when_it_is_ba
     assert all(
         map(
             service.serving,
-            (
-                "",
-                "weir.v1.InferenceService",
-                "weir.v1.BillingService",
-                "database",
-                "engine/tiny",
-            ),
+            ("", "weir.v1.InferenceService", "weir.v1.BillingService", "database", "engine/tiny"),
         )
     )
 
