@@ -26,9 +26,7 @@ texts = st.text() | st.sampled_from(
     parts=st.lists(st.tuples(st.integers(0, 2), texts), max_size=6),
     usage=st.booleans(),
 )
-def test_every_piece_of_text_is_a_separate_event(
-    models: str, parts: list[tuple[int, str]], usage: bool
-) -> None:
+def test_each_text_is_its_own_event(models: str, parts: list[tuple[int, str]], usage: bool) -> None:
     parsed = ParsedRequest(
         (pb.StartFrame(),), models, streams=True, includes_usage=usage, names={}, choice_count=3
     )

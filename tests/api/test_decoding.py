@@ -198,9 +198,7 @@ def test_the_end_reaches_the_engine_as_it_is() -> None:
         (pb.ResponseFormat(lark='start: "a"'), GrammarKind.LARK),
     ],
 )
-def test_a_response_format_reaches_the_engine_as_it_is(
-    given: pb.ResponseFormat, kind: GrammarKind
-) -> None:
+def test_a_format_reaches_the_engine_unchanged(given: pb.ResponseFormat, kind: GrammarKind) -> None:
     parsed = parse(response_format=given).response_format
 
     assert parsed == ResponseFormat(kind, getattr(given, kind.value))

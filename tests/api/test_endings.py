@@ -187,9 +187,7 @@ async def test_a_request_with_a_hold_is_charged_as_the_table_says(
 
 
 @pytest.mark.parametrize("cause", Cause)
-async def test_requests_that_end_before_their_hold_leave_no_trace(
-    world: HoldWorld, tmp_path: Path, cause: Cause
-) -> None:
+async def test_no_hold_leaves_no_trace(world: HoldWorld, tmp_path: Path, cause: Cause) -> None:
     payer = limited(world, "acme")
     refused: type[Exception] = QuotaExceeded
     async with running(world, tmp_path) as rig:
@@ -226,9 +224,7 @@ async def test_requests_that_end_before_their_hold_leave_no_trace(
 
 
 @pytest.mark.parametrize("cause", Cause)
-async def test_a_settlement_is_never_changed(
-    world: HoldWorld, tmp_path: Path, cause: Cause
-) -> None:
+async def test_a_settlement_is_final(world: HoldWorld, tmp_path: Path, cause: Cause) -> None:
     """By any second end: of the process, of the recovery of its journal, of the sweep."""
     payer = limited(world, "acme")
     async with running(world, tmp_path) as rig:

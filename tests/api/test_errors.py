@@ -277,9 +277,7 @@ def test_a_status_survives_the_wire() -> None:
     st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=120),
     st.dictionaries(st.text("abc_", min_size=1, max_size=20), TEXTS, max_size=5),
 )
-def test_every_status_fits_the_metadata_that_a_client_reads_by_default(
-    violations: list[tuple[str, str]], facts: dict[str, str]
-) -> None:
+def test_a_status_fits_metadata(violations: list[tuple[str, str]], facts: dict[str, str]) -> None:
     """Else the client reports the size, and neither message nor details."""
     error = errors.InvalidRequest([FieldViolation(*each) for each in violations], **facts)
     obstacles = [Obstacle(ObstacleKind.USAGE_UNRATED, text) for _, text in violations]

@@ -102,9 +102,7 @@ def test_a_flood_of_one_tenant_is_hardly_noticed_by_another_and_costs_no_through
 
 
 @pytest.mark.parametrize(("input_tokens", "output_tokens"), [(20, 5), (300, 30), (1000, 150)])
-def test_the_engine_is_as_busy_as_if_it_were_given_everything(
-    input_tokens: int, output_tokens: int
-) -> None:
+def test_the_queue_keeps_the_engine_busy(input_tokens: int, output_tokens: int) -> None:
     """Many requests enter at one step, or one in several steps: the window adapts."""
     rates = []
     for has_window in (True, False):
@@ -126,9 +124,7 @@ def test_a_tenant_that_is_alone_loses_nothing() -> None:
 
 @pytest.mark.parametrize("tenant_count", [1, 5])
 @pytest.mark.parametrize("cause", ["bounds", "deadlines"])
-def test_clients_that_wait_the_exact_retry_after_are_admitted(
-    tenant_count: int, cause: str
-) -> None:
+def test_clients_that_wait_for_retry_after_are_admitted(tenant_count: int, cause: str) -> None:
     """300 clients for 60 entries, or with 3 s, too short for most; admitted ones start in time.
 
     Holds after some seconds of observing the rate of service; before, it is unknown.

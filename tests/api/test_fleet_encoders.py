@@ -50,9 +50,7 @@ def test_versions_aliases_and_replicas_are_those_of_the_file(router: Router) -> 
     assert router.replicas("search").drained == 1
 
 
-def test_a_request_gets_one_version_by_its_id_and_is_billed_by_the_models_own_name(
-    router: Router,
-) -> None:
+def test_a_version_is_chosen_by_id_and_billed_by_canonical_name(router: Router) -> None:
     routes = {
         name: router.route_encoder(name, "a")
         for name in ("search", "minilm", "search@v2", "next", "far")

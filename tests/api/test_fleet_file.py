@@ -210,9 +210,7 @@ def test_the_pools_of_the_documentation_are_served(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_mistake_is_reported_with_its_location_and_the_remedy(
-    content: str, errors: list[str]
-) -> None:
+def test_a_mistake_is_located_and_its_remedy_named(content: str, errors: list[str]) -> None:
     with pytest.raises(SettingInvalid) as invalid:
         parse(content)
 

@@ -45,9 +45,7 @@ def test_a_deadline_is_distinguished_from_a_cancel(
 
 
 @pytest.mark.parametrize("phase", [Received(), Ended(Cause.CLIENT)])
-def test_a_tick_of_progress_survives_a_request_for_an_unknown_model(
-    phase: Received | Ended,
-) -> None:
+def test_progress_survives_a_request_for_an_unknown_model(phase: Received | Ended) -> None:
     """The tick may come before the model is looked up, and runs in the server's only task group."""
     router = Router({})
     with pytest.raises(ModelUnknown):
@@ -113,9 +111,7 @@ class DeafContext:
         return None
 
 
-async def test_a_client_that_sends_and_never_reads_is_not_read_either(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_client_that_never_reads_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the unread answers would fill the server's memory."""
     for module in ("api.generation.delivery.stream_writer", "api.rpc.client_stream"):
         monkeypatch.setattr(f"{module}.FRAMES_WAITING_MAX", 50)

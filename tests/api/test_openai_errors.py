@@ -87,9 +87,7 @@ def test_a_remedy_uses_the_terms_of_the_api() -> None:
         (RequestField.STOP_TOKEN_IDS, "stop_token_ids"),
     ],
 )
-def test_a_field_that_the_engine_ignores_is_refused_by_the_parameter_s_name(
-    field: RequestField, param: str
-) -> None:
+def test_a_field_ignored_by_the_engine_is_refused_by_name(field: RequestField, param: str) -> None:
     refusal = error_response(
         status_of(RequestImpossible("this model's engine does not honour it", field)), NAMES
     )
@@ -252,9 +250,7 @@ def test_any_json_is_accepted_or_refused_by_parameter(value: object) -> None:
         ("127.0.0.1:8443", "off", None),
     ],
 )
-def test_the_http_api_listens_where_the_settings_say(
-    grpc: str, http: str, address: tuple[str, int] | None
-) -> None:
+def test_the_http_address(grpc: str, http: str, address: tuple[str, int] | None) -> None:
     chosen = Settings().having(listen=grpc, openai_listen=http)
 
     assert chosen.listen.openai_address() == address

@@ -383,9 +383,7 @@ def test_a_part_that_is_text_has_nothing_else(name: str) -> None:
         ),
     ],
 )
-def test_too_many_of_anything_are_refused_before_each_is_read(
-    api: str, fields: dict[str, Any], param: str
-) -> None:
+def test_too_many_are_refused_unread(api: str, fields: dict[str, Any], param: str) -> None:
     """Reporting each would block all other clients for a million of them."""
     assert refused_field(api, BODIES[api] | fields) == param
 

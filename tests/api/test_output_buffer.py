@@ -457,9 +457,7 @@ def test_a_delta_has_one_increment_of_each_call_and_text_only_before_calls() -> 
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_the_gaps_are_those_between_messages_with_tokens(
-    kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gaps_are_between_token_messages(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text without tokens, such as held-back text at the end, is none."""
     journal = Journal()
     writer = StreamWriter(cast(UsageJournal, journal))

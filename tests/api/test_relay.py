@@ -43,9 +43,7 @@ class UnavailableDatabase:
         return SimpleNamespace(one_or_none=lambda: self._owner)
 
 
-async def test_an_owner_and_a_database_that_go_together_end_one_request_and_not_the_process() -> (
-    None
-):
+async def test_losing_owner_and_database_ends_the_request_alone() -> None:
     with socket.socket() as taken:  # bound but not listening: every connection is refused
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"

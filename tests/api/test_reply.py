@@ -134,15 +134,13 @@ async def test_output_of_a_beam_search_waits_for_its_client(journal: UsageJourna
     assert await append_at_once(journal, beam_search=pb.BeamSearch(width=2)) == ([], 500)
 
 
-async def test_a_client_that_reads_slower_than_tokens_arrive_is_stopped(
-    journal: UsageJournal,
-) -> None:
+async def test_a_client_slower_than_its_tokens_is_stopped(journal: UsageJournal) -> None:
     stopped, _ = await append_at_once(journal)
 
     assert set(stopped) == {Outcome.SLOW_CONSUMER}
 
 
-async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_those(
+async def test_a_request_behind_others_that_are_read_is_not_ended(
     journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each message takes most of the stall limit, and this request's output is in the last."""

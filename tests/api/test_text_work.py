@@ -158,9 +158,7 @@ async def test_work_of_a_request_that_was_cancelled_is_never_begun(threads: Thre
     assert threads.began == ["first", "last"]
 
 
-async def test_a_thread_is_taken_until_the_work_of_a_cancelled_request_has_ended(
-    threads: Threads,
-) -> None:
+async def test_cancelled_work_keeps_its_thread_until_it_ends(threads: Threads) -> None:
     work = one_thread()
     running = asyncio.create_task(work.run(A, 10, threads.call("cancelled")))
     await begun(threads, 1)

@@ -101,9 +101,7 @@ async def test_the_command_line_says_what_is_wrong_between_client_and_server(wor
         assert message in explain(refused.value, address)
 
 
-async def test_with_client_authorities_only_their_certificates_are_listened_to(
-    world: World,
-) -> None:
+async def test_client_authorities_exclude_other_certificates(world: World) -> None:
     async with bare_server(
         Settings(), Tls(world.certificate, world.key, world.client_ca)
     ) as address:

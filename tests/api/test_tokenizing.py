@@ -55,9 +55,7 @@ def called(arguments: str, call_id: str = "a") -> ChatMessage:
         (ChatMessage("user", "Hello"), f'{{"description": "{ESCAPED}"}}'),
     ],
 )
-async def test_escaped_text_in_calls_and_tools_is_checked_in_the_form_shown_to_the_model(
-    message: ChatMessage, parameters: str
-) -> None:
+async def test_escapes_in_tools_are_decoded(message: ChatMessage, parameters: str) -> None:
     with pytest.raises(PromptFiltered):
         await check_prompt(CHECKER, NO_TOKENIZER, (message,), [Tool("book", "", parameters)])
 
@@ -71,9 +69,7 @@ async def test_permitted_text_in_calls_and_tools_passes() -> None:
 
 
 @pytest.mark.parametrize(("thinking", "field"), [(True, "thinking"), ("low", "reasoning_effort")])
-async def test_thinking_is_refused_by_its_field_where_the_template_has_no_switch(
-    tmp_path: Path, thinking: Thinking, field: str
-) -> None:
+async def test_thinking_needs_a_template(tmp_path: Path, thinking: Thinking, field: str) -> None:
     make_checkpoint(tmp_path)
     work = cast("TextWork", None)  # a short prompt needs none
     job = TextJob(work, cast("Payer", None), Tokenizer(tmp_path), 100, thinking=thinking)
@@ -145,9 +141,7 @@ def test_it_is_known_what_begins_the_thinking(
         ({"enable_thinking": None}, None),
     ],
 )
-def test_thinking_is_set_by_either_name_that_templates_have_for_it(
-    given: dict[str, bool | None], expected: bool | None
-) -> None:
+def test_both_names_switch_thinking(given: dict[str, bool | None], expected: bool | None) -> None:
     body = {
         "model": "m",
         "messages": [{"role": "user", "content": "x"}],

@@ -196,7 +196,7 @@ def is_unavailable(end: pb.ServerFrame) -> bool:
 
 
 @pytest.mark.parametrize("disk", DISKS)
-async def test_requests_whose_tokens_cannot_be_journalled_are_free_until_the_disk_is_well(
+async def test_requests_that_cannot_be_journalled_are_free(
     world: World, monkeypatch: pytest.MonkeyPatch, disk: str
 ) -> None:
     """Running requests on both wires, streamed, whole and kept; then new ones of every kind."""
@@ -248,9 +248,7 @@ async def test_requests_whose_tokens_cannot_be_journalled_are_free_until_the_dis
     check_invariants(world.database.url, all_ended=True)
 
 
-async def test_what_was_delivered_before_the_disk_was_full_stays_billed(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_earlier_output_stays_billed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exactly the received tokens; the output that could not be journalled is never sent."""
     call = world.begin()
 

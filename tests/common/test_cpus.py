@@ -43,9 +43,7 @@ def test_without_control_groups_the_affinity_mask_counts(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("limit", "count"), [("250000 100000", 2), ("50000 100000", 1), ("1600000 100000", 8)]
 )
-def test_the_quota_of_a_container_is_rounded_down_to_whole_cpus(
-    tmp_path: Path, limit: str, count: int
-) -> None:
+def test_a_containers_quota_is_rounded_down(tmp_path: Path, limit: str, count: int) -> None:
     files = {"sys/fs/cgroup/cpu.max": f"{limit}\n"}
     root = tree(tmp_path, "0::/", V2_MOUNT.format("/"), files)
     assert usable_cpus(root).count == count

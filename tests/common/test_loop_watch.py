@@ -113,7 +113,7 @@ class Clocks:
     [(3.0, 3.0 - BEAT_S), (0.0, 0.0)],
     ids=["computed with the interpreter held", "stopped"],
 )
-def test_time_in_which_the_process_did_not_run_is_no_block(
+def test_a_pause_is_no_block(
     monkeypatch: pytest.MonkeyPatch, used_s: float, longest_s: float
 ) -> None:
     """Either way the watching thread cannot look for three seconds."""

@@ -234,9 +234,7 @@ def later(**delta: float) -> Timestamp:
     return message
 
 
-async def test_a_billing_profile_is_set_as_a_whole_and_listed(
-    service: Service, admin: Admin
-) -> None:
+async def test_a_billing_profile_is_set_and_listed(service: Service, admin: Admin) -> None:
     name = unique("c")
     organization = (await admin.call("CreateOrganization", name=name)).organization
     whole = types_pb2.BillingProfile(
@@ -282,9 +280,7 @@ async def test_a_billing_profile_is_set_as_a_whole_and_listed(
     assert unknown.code is StatusCode.NOT_FOUND
 
 
-async def test_a_customer_from_its_creation_to_its_first_request(
-    service: Service, admin: Admin
-) -> None:
+async def test_a_customer_is_created_and_requests(service: Service, admin: Admin) -> None:
     name = unique("c")
     organization = (await admin.call("CreateOrganization", name=name)).organization
     project = (await admin.call("CreateProject", organization=name, name="search")).project
@@ -397,9 +393,7 @@ async def test_limits_hang_on_projects_and_keys_too(service: Service, admin: Adm
     ]
 
 
-async def test_a_price_holds_from_its_time_on_and_never_before(
-    service: Service, admin: Admin
-) -> None:
+async def test_a_price_applies_from_its_time_on(service: Service, admin: Admin) -> None:
     model = unique("m")
     prices = {
         "input_picos_per_token": 1,

@@ -31,7 +31,7 @@ EXACT = [
 
 
 @pytest.mark.parametrize(("dimension", "each"), EXACT, ids=lambda value: str(value))
-async def test_of_two_hundred_at_once_fifty_fit(
+async def test_of_two_hundred_requests_fifty_fit(
     service: Service, dimension: QuotaDimension, each: int
 ) -> None:
     """All are decided before any ends: each is 60 tokens long and they run 50 at a time."""
@@ -110,9 +110,7 @@ def check_refusal(refusal: Refusal, tenant: Tenant, dimension: QuotaDimension, l
         assert abs((resets_at - datetime.now(UTC)).total_seconds() - refusal.retry_after_s) < 60
 
 
-async def test_a_request_larger_than_the_limit_learns_that_waiting_does_not_help(
-    service: Service,
-) -> None:
+async def test_a_request_above_the_limit_gets_no_retry_after(service: Service) -> None:
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 12})
 
     async with service.stream(tenant.secret) as stream:
@@ -276,9 +274,7 @@ async def spend(stream: Stream, output_tokens: int) -> str | None:
     )
 
 
-async def test_a_thousand_at_once_on_one_stream_are_served_or_sent_away_for_a_while(
-    service: Service,
-) -> None:
+async def test_a_thousand_requests_at_once_are_served_or_retried(service: Service) -> None:
     tenant = await service.tenant()
 
     async with service.stream(tenant.secret) as stream:

@@ -96,9 +96,7 @@ async def test_reflection_streams_are_bounded_by_connection(service: Service) ->
     assert grown < GROWN_MIB_MAX
 
 
-async def test_calls_whose_message_never_comes_are_bounded_by_connection_and_time(
-    service: Service,
-) -> None:
+async def test_calls_without_a_message_are_bounded(service: Service) -> None:
     method = "/weir.v1.InferenceService/GetQuota"
     refusals, grown = await open_many(service, method, open_max=0)
 
@@ -112,9 +110,7 @@ async def test_calls_whose_message_never_comes_are_bounded_by_connection_and_tim
     assert grown < GROWN_MIB_MAX
 
 
-async def test_a_client_that_watches_health_gets_changes_and_frees_its_stream_at_its_end(
-    service: Service,
-) -> None:
+async def test_a_health_watch_reports_changes_and_frees_its_stream(service: Service) -> None:
     async with service.channel() as channel:
         watching: Any = channel.unary_stream(
             "/grpc.health.v1.Health/Watch",

@@ -109,9 +109,7 @@ async def test_a_cancel_at_token_k_settles_what_was_delivered(
     await check_settled(service, tenant, stream, request_id, "cancelled")
 
 
-async def test_nothing_follows_the_last_frame_of_a_cancelled_request(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_nothing_follows_the_end_of_a_cancel(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(max_output_tokens=3000)
         await stream.received(request_id, 1)
@@ -124,9 +122,7 @@ async def test_nothing_follows_the_last_frame_of_a_cancelled_request(
     assert len(stream.ends(request_id)) == 1
 
 
-async def test_a_cancel_in_the_message_of_the_start_ends_the_request(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_cancel_beside_its_start_ends_the_request(service: Service, tenant: Tenant) -> None:
     """Although nothing has begun, exactly one end arrives, and the stream can be closed."""
     frame = start()
     async with service.stream(tenant.secret) as stream:
@@ -140,9 +136,7 @@ async def test_a_cancel_in_the_message_of_the_start_ends_the_request(
     assert service.database.counters(tenant) == {}
 
 
-async def test_a_cancel_at_any_moment_before_the_first_token_bills_no_output(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_cancel_before_a_token_bills_no_output(service: Service, tenant: Tenant) -> None:
     """The client's delay before the cancel sweeps arrival, tokenizing, admission and engine."""
     async with service.stream(tenant.secret) as stream:
         for wait_ms in (0, 0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30):
@@ -169,9 +163,7 @@ async def test_a_cancel_at_any_moment_before_the_first_token_bills_no_output(
     await service.no_hold_left(tenant)
 
 
-async def test_requests_that_have_ended_leave_nothing_to_the_garbage_collector(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_ended_requests_leave_no_garbage(service: Service, tenant: Tenant) -> None:
     """No request leaves reference cycles, however it ends: collecting those stops all streams."""
     async with service.stream(tenant.secret) as stream:
         # Imports and caches of the first request are created before the measurement.
@@ -198,9 +190,7 @@ async def test_requests_that_have_ended_leave_nothing_to_the_garbage_collector(
     assert [kind for kind in garbage if kind.__module__.startswith(("api.", "inference."))] == []
 
 
-async def test_calls_that_are_refused_or_cancelled_leave_no_frame_to_the_garbage_collector(
-    inside: Inside, tenant: Tenant
-) -> None:
+async def test_failed_calls_leave_no_garbage(inside: Inside, tenant: Tenant) -> None:
     """Freeing thousands of frames at once would block all streams for tens of milliseconds."""
     count = 10
     async with inside.service.channel() as channel:
@@ -243,9 +233,7 @@ async def test_calls_that_are_refused_or_cancelled_leave_no_frame_to_the_garbage
     ] == []
 
 
-async def test_a_cancel_in_the_queue_of_the_engine_bills_nothing(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_a_queued_cancel_is_free(inside: Inside, service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         crowd = [start(max_output_tokens=2400) for _ in range(RUNNING_MAX)]
         await stream.send(*crowd)
@@ -341,9 +329,7 @@ async def test_the_log_reports_admissions_refusals_and_what_waits(
     assert all(now != then for then, now in itertools.pairwise(reported))
 
 
-async def test_a_request_that_is_cancelled_before_its_hold_may_come_again(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_request_cancelled_early_may_come_again(service: Service, tenant: Tenant) -> None:
     frame = start()
     async with service.stream(tenant.secret) as stream:
         await stream.send(frame, cancel(frame.request_id))
@@ -374,9 +360,7 @@ async def test_a_client_that_hangs_up_is_settled_with_what_it_got(
     assert service.database.counters(tenant).get("concurrent_requests", (0, 0)) == (0, 0)
 
 
-async def test_a_connection_that_is_closed_ends_its_streams(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_closing_ends_streams(inside: Inside, service: Service, tenant: Tenant) -> None:
     async with asyncio.TaskGroup() as tasks, service.channel() as channel:
         stub = pb_grpc.InferenceServiceStub(channel)
         streams = [Stream(stub.Generate(metadata=bearer(tenant.secret))) for _ in range(3)]
@@ -392,7 +376,7 @@ async def test_a_connection_that_is_closed_ends_its_streams(
         assert delivered[request_id] >= len(stream.token_ids(request_id))
 
 
-async def test_a_client_process_that_is_killed_ends_its_request(
+async def test_a_killed_client_process_ends_its_request(
     inside: Inside, service: Service, tenant: Tenant
 ) -> None:
     frame = start(max_output_tokens=3900)
@@ -426,17 +410,13 @@ async def test_requests_of_a_half_closed_stream_finish(service: Service, tenant:
         assert len(stream.ends(frame.request_id)) == 1
 
 
-async def test_a_stream_without_requests_ends_with_its_half_close(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_half_close_ends_an_idle_stream(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         await stream.half_close()
         assert await stream.closed() is grpc.StatusCode.OK
 
 
-async def test_a_deadline_ends_its_requests_as_such(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_a_deadline_ends_requests(inside: Inside, service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret, timeout=1.0) as stream:
         starts = [start(max_output_tokens=3900) for _ in range(8)]
         await stream.send(*starts)
@@ -453,9 +433,7 @@ async def test_a_deadline_ends_its_requests_as_such(
         )
 
 
-async def test_a_storm_of_cancels_leaves_nothing(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_many_cancels_leave_nothing(inside: Inside, service: Service, tenant: Tenant) -> None:
     """Triton segfaulted and TensorRT-LLM stopped answering under 200 cancels in random order."""
     rng = random.Random(11)
     async with service.stream(tenant.secret) as stream:
@@ -491,9 +469,7 @@ async def test_a_storm_of_cancels_leaves_nothing(
     )
 
 
-async def test_a_client_that_does_not_read_is_dropped_and_delays_no_other(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_a_stalled_client_is_ended(inside: Inside, service: Service, tenant: Tenant) -> None:
     async with (
         service.stream(tenant.secret, reading=False, options=SMALL_WINDOWS) as deaf,
         service.stream(tenant.secret) as other,
@@ -541,9 +517,7 @@ async def test_a_client_that_reads_slowly_gets_everything(service: Service, tena
     assert all(len(slow.token_ids(frame.request_id)) == QUEUED_TOKENS - 50 for frame in frames)
 
 
-async def test_a_full_server_refuses_with_a_hint_and_serves_again(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_a_full_server_refuses(inside: Inside, service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         crowd = [start(max_output_tokens=3000) for _ in range(PERMITS)]
         await stream.send(*crowd)
@@ -559,9 +533,7 @@ async def test_a_full_server_refuses_with_a_hint_and_serves_again(
         assert (await stream.finished(await stream.begin())).usage.delivered_token_count == 20
 
 
-async def test_a_long_answer_is_leased_slice_by_slice(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_leases_come_in_slices(inside: Inside, service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(max_output_tokens=1000)
         await stream.received(request_id, 500)

@@ -180,9 +180,7 @@ async def test_from_nothing_to_tokens_to_nothing_and_again(cold: Service) -> Non
         assert first.HasField("estimated_wait"), "now it is known how long that takes"
 
 
-async def test_a_request_cancelled_while_its_model_loads_ends_at_once_and_costs_nothing(
-    cold: Service,
-) -> None:
+async def test_a_cancel_while_a_model_loads_is_immediate_and_free(cold: Service) -> None:
     """It counts as a request, since it had a hold; the model goes on loading for the next one."""
     await engines_gone(cold)  # of earlier tests
     tenant = await new_tenant(cold)
@@ -227,9 +225,7 @@ async def test_two_models_alternate_where_there_is_memory_for_one(cold: Service)
                 assert "memory" in stages
 
 
-async def test_a_worker_that_is_killed_while_it_loads_reports_to_all_and_the_next_request_is_served(
-    cold: Service,
-) -> None:
+async def test_a_worker_killed_while_loading_is_reported_and_replaced(cold: Service) -> None:
     tenant = await new_tenant(cold)
     await engines_gone(cold)
     weights = Path(cold.settings.models.directories[OTHER]) / "model.safetensors"

@@ -137,9 +137,7 @@ def fields_of(change: pb.ConfigurationChange) -> dict[str, tuple[Any, Any]]:
     return {each.field: (read[2 * n], read[2 * n + 1]) for n, each in enumerate(change.fields)}
 
 
-async def test_a_configuration_is_made_once_and_its_keys_work(
-    service: Service, admin: Admin
-) -> None:
+async def test_a_configuration_is_applied_and_its_keys_work(service: Service, admin: Admin) -> None:
     name = unique()
 
     first = await admin.apply(team(name))
@@ -304,9 +302,7 @@ async def test_changes_are_shown_with_old_and_new_values(admin: Admin) -> None:
     assert (await admin.export(name))["quotas"][0]["limit_value"] == "2000"
 
 
-async def test_thresholds_of_a_limit_change_by_what_the_file_says_and_go_back_to_the_usual_without(
-    admin: Admin,
-) -> None:
+async def test_thresholds_follow_the_file_and_reset_to_the_default(admin: Admin) -> None:
     name = unique()
     brief = []
     for alert_at in (None, [100, 80, 50], [90, 10], [10, 90], [], None):
@@ -331,9 +327,7 @@ async def test_thresholds_of_a_limit_change_by_what_the_file_says_and_go_back_to
     assert "alert_at" not in exported
 
 
-async def test_only_what_a_list_that_is_pruned_does_not_name_is_removed(
-    service: Service, admin: Admin
-) -> None:
+async def test_pruning_removes_what_is_not_listed(service: Service, admin: Admin) -> None:
     """Limits that new keys get by default are in no file: pruning keeps them."""
     name = unique()
     default = {
@@ -383,9 +377,7 @@ async def test_only_what_a_list_that_is_pruned_does_not_name_is_removed(
     assert [quota["limit_value"] for quota in key["quotas"]] == ["7"]
 
 
-async def test_every_mistake_is_reported_with_its_location_and_nothing_is_changed(
-    admin: Admin,
-) -> None:
+async def test_mistakes_are_located_and_change_nothing(admin: Admin) -> None:
     name = unique()
     before = admin.audit_count()
     wrong = team(name)
@@ -525,9 +517,7 @@ async def test_applying_needs_the_scope_of_an_admin(service: Service, admin: Adm
     }
 
 
-async def test_a_caller_waiting_for_a_long_configuration_gets_that_reason(
-    service: Service, admin: Admin
-) -> None:
+async def test_waiting_for_a_configuration_has_a_reason(service: Service, admin: Admin) -> None:
     """A configuration's lock blocks other ones and single changes beyond their lock timeout."""
     document = pb.ApplyConfigurationRequest(
         configuration=ParseDict(

@@ -46,7 +46,7 @@ def locked(service: Service, poll: psycopg.Connection[tuple[int]]) -> Iterator[N
 
 
 @pytest.mark.usefixtures("locked")
-async def test_reports_that_wait_hold_up_neither_revocation_nor_lookups_of_others(
+async def test_reports_delay_no_other(
     service: Service, poll: psycopg.Connection[tuple[int]]
 ) -> None:
     payer, other = await service.tenant(), await service.tenant()

@@ -96,9 +96,7 @@ def body_of(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("api", APIS)
-async def test_a_stream_sends_something_while_its_engine_stands_still(
-    service: Service, api: str
-) -> None:
+async def test_a_stream_sends_while_its_engine_is_stopped(service: Service, api: str) -> None:
     tenant = await service.tenant()
     ping = PINGS.get(api, b": waiting\n\n")
     line = await dial(service)
@@ -113,9 +111,7 @@ async def test_a_stream_sends_something_while_its_engine_stands_still(
     line.writer.close()
 
 
-async def test_a_stream_sends_something_between_two_tokens(
-    inside: Inside, service: Service
-) -> None:
+async def test_a_stream_sends_between_two_tokens(inside: Inside, service: Service) -> None:
     """The kind that no queue explains: text held back, long steps, a replica that restarts."""
     tenant = await service.tenant()
     line = await dial(service)
@@ -130,9 +126,7 @@ async def test_a_stream_sends_something_between_two_tokens(
     line.writer.close()
 
 
-async def test_a_grpc_stream_sends_progress_between_two_tokens(
-    inside: Inside, service: Service
-) -> None:
+async def test_grpc_sends_progress_between_two_tokens(inside: Inside, service: Service) -> None:
     tenant = await service.tenant()
 
     async with service.stream(tenant.secret) as stream:
@@ -161,9 +155,7 @@ async def test_a_whole_answer_is_padded_with_blanks(service: Service, api: str) 
     line.writer.close()
 
 
-async def test_a_whole_answer_that_fails_after_its_padding_has_no_end(
-    inside: Inside, service: Service
-) -> None:
+async def test_an_answer_failed_after_padding_has_no_end(inside: Inside, service: Service) -> None:
     """The status was sent: HTTP clients report a lost connection, and retry."""
     tenant = await service.tenant()
     line = await dial(service)
@@ -181,7 +173,7 @@ async def test_a_whole_answer_that_fails_after_its_padding_has_no_end(
 
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("api", APIS)
-async def test_a_client_that_half_closes_gets_its_whole_answer(
+async def test_a_half_close_gets_the_whole_answer(
     service: Service, api: str, streams: bool
 ) -> None:
     tenant = await service.tenant()
@@ -286,9 +278,7 @@ async def test_a_tracing_header_that_cannot_be_sent_back_is_left_out(service: Se
     line.writer.close()
 
 
-async def test_the_last_response_of_a_draining_server_says_that_it_closes(
-    inside: Inside, service: Service
-) -> None:
+async def test_a_draining_server_closes_after_its_answer(inside: Inside, service: Service) -> None:
     tenant = await service.tenant()
     line = await dial(service)
     models = f"GET /v1/models HTTP/1.1\r\nhost: weir\r\nx-api-key: {tenant.secret}\r\n\r\n".encode()

@@ -90,9 +90,7 @@ async def test_penalties_reach_the_engine(service: Service) -> None:
     )
 
 
-async def test_options_the_model_does_not_support_are_refused_by_field_without_a_hold(
-    service: Service,
-) -> None:
+async def test_unsupported_options_are_refused_without_a_hold(service: Service) -> None:
     tenant = await service.tenant()
 
     async with service.stream(tenant.secret) as stream:
@@ -127,9 +125,7 @@ async def test_an_answer_is_in_the_format_that_was_requested(service: Service) -
     assert answer.usage.billed_token_count == len(answer.token_ids)
 
 
-async def test_a_format_that_cannot_be_compiled_is_refused_by_field_and_billed_no_tokens(
-    service: Service,
-) -> None:
+async def test_a_format_that_cannot_compile_is_refused_and_free(service: Service) -> None:
     tenant = await service.tenant(
         {QuotaDimension.REQUESTS_PER_MINUTE: 1000, QuotaDimension.TOKENS_PER_MONTH: 1000}
     )

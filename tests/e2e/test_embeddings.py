@@ -147,9 +147,7 @@ async def nothing_billed(service: Service, tenant: Tenant) -> None:
     )
 
 
-async def test_a_remote_encoder_gives_the_same_vectors_under_the_same_limits_for_the_same_bill(
-    embedding: Service,
-) -> None:
+async def test_a_remote_encoder_gives_the_same_vectors_and_bill(embedding: Service) -> None:
     """Tokenizer and sizes come from the remote server."""
     tenant = await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MINUTE: 60})
     async with stub_of(embedding) as stub:
@@ -173,9 +171,7 @@ async def test_a_remote_encoder_gives_the_same_vectors_under_the_same_limits_for
     assert [event["model"] for event in embedding.database.events(tenant)] == [ENCODER, FAR]
 
 
-async def test_every_token_is_billed_once_from_the_event_to_the_month(
-    embedding: Service, encoder_directory: Path
-) -> None:
+async def test_tokens_are_billed_once_a_month(embedding: Service, encoder_directory: Path) -> None:
     tenant = await priced_tenant(
         embedding, {QuotaDimension.TOKENS_PER_MINUTE: 10_000}, scopes=("inference", "billing")
     )
@@ -380,9 +376,7 @@ async def test_an_id_is_billed_once(embedding: Service) -> None:
     assert len(embedding.database.events(tenant)) == 1
 
 
-async def test_an_interrupted_embedding_is_billed_for_the_texts_the_encoder_had_begun(
-    embedding: Service,
-) -> None:
+async def test_an_interrupted_embedding_pays_for_texts_begun(embedding: Service) -> None:
     """A call that ends while queued for the encoder only counts, whatever the cause."""
     limits = {QuotaDimension.TOKENS_PER_MINUTE: 1000, QuotaDimension.CONCURRENT_REQUESTS: 3}
     gone, late, revoked, rotated = [await priced_tenant(embedding, limits) for _ in range(4)]
@@ -511,9 +505,7 @@ async def test_openais_client_gets_the_same_vectors_at_the_same_price(embedding:
 
 
 @pytest.mark.faults
-async def test_an_encoder_that_dies_bills_nothing_and_the_same_request_may_come_again(
-    embedding: Service,
-) -> None:
+async def test_a_dead_encoder_bills_nothing_and_allows_a_retry(embedding: Service) -> None:
     tenant = await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MINUTE: 1000})
     request = request_of(*TEXTS)
     async with stub_of(embedding) as stub:
@@ -541,9 +533,7 @@ async def test_an_encoder_that_dies_bills_nothing_and_the_same_request_may_come_
 
 
 @pytest.mark.faults
-async def test_a_server_that_is_killed_before_a_settlement_bills_nothing(
-    embedding: Service,
-) -> None:
+async def test_a_server_killed_before_settlement_bills_nothing(embedding: Service) -> None:
     """At `kill -9` one request waits for the encoder; another one, embedded, is being settled.
 
     The answer follows the settlement, so the clients have received nothing.

@@ -105,9 +105,7 @@ async def running_until(inside: Inside, tenant: Tenant, token_count: int) -> lis
     return found()
 
 
-async def test_credit_below_one_is_refused_and_the_input_is_billed_and_counted(
-    inside: Inside, service: Service
-) -> None:
+async def test_invalid_credit_bills_the_input(inside: Inside, service: Service) -> None:
     """Repeated requests are refused in the end, by the token quota and by the request quota."""
     tenant = await service.tenant(LIMITS)
     prompts = [own_prompt() for _ in range(3)]
@@ -144,9 +142,7 @@ def answered(stream: Stream, request_id: str) -> bool:
     return bool(stream.of(request_id, "admitted") or stream.ends(request_id))
 
 
-async def test_requests_that_end_by_a_wrong_credit_reach_the_limits(
-    inside: Inside, service: Service
-) -> None:
+async def test_requests_with_invalid_credit_count(inside: Inside, service: Service) -> None:
     tenant = await service.tenant(
         {QuotaDimension.TOKENS_PER_MONTH: 500, QuotaDimension.REQUESTS_PER_MINUTE: 1000}
     )
@@ -165,9 +161,7 @@ async def test_requests_that_end_by_a_wrong_credit_reach_the_limits(
     assert reasons == ["FIELD_INVALID", "FIELD_INVALID", "QUOTA_EXCEEDED", "QUOTA_EXCEEDED"]
 
 
-async def test_a_grammar_without_a_first_token_is_refused_before_anything_is_computed(
-    inside: Inside, service: Service
-) -> None:
+async def test_an_empty_grammar_is_refused_first(inside: Inside, service: Service) -> None:
     tenant = await service.tenant(LIMITS)
     before = inside.engine.statistics().prompt_token_count
     async with service.stream(tenant.secret) as stream:
@@ -182,9 +176,7 @@ async def test_a_grammar_without_a_first_token_is_refused_before_anything_is_com
     assert counted(service, tenant) == (1, 0, 0)
 
 
-async def test_a_grammar_that_faults_while_it_is_followed_is_billed_like_a_cancellation(
-    service: Service,
-) -> None:
+async def test_a_fault_in_a_grammar_is_billed_like_a_cancellation(service: Service) -> None:
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(
@@ -201,7 +193,7 @@ async def test_a_grammar_that_faults_while_it_is_followed_is_billed_like_a_cance
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
-async def test_prompts_that_end_because_another_one_was_at_fault_are_billed(
+async def test_prompts_ended_by_the_fault_of_another_are_billed(
     inside: Inside, service: Service, streams: bool
 ) -> None:
     tenant = await service.tenant(LIMITS)
@@ -242,9 +234,7 @@ async def test_prompts_that_end_because_another_one_was_at_fault_are_billed(
     assert counted(service, tenant) == (3, tokens, sum(event["cost_picos"] for event in events))
 
 
-async def test_an_end_by_an_administrator_is_billed_like_a_cancellation(
-    inside: Inside, service: Service
-) -> None:
+async def test_an_administrators_end_is_billed(inside: Inside, service: Service) -> None:
     """In one piece, so that nothing has been delivered."""
     tenant = await service.tenant(LIMITS)
     async with connect_async(service, tenant.secret) as client, asyncio.TaskGroup() as tasks:
@@ -263,9 +253,7 @@ async def test_an_end_by_an_administrator_is_billed_like_a_cancellation(
     assert counted(service, tenant) == (1, event["input_token_count"], event["cost_picos"])
 
 
-async def test_prepaid_credit_is_untouched_by_requests_of_which_nothing_is_billed(
-    inside: Inside, service: Service
-) -> None:
+async def test_a_free_request_costs_no_prepaid_credit(inside: Inside, service: Service) -> None:
     """The engine fails repeatedly after an extension of the lease and before any delivery."""
     tenant = await service.tenant(LIMITS)
     async with service.session() as session:
@@ -315,9 +303,7 @@ async def test_prepaid_credit_is_untouched_by_requests_of_which_nothing_is_bille
         assert connection.execute(query, (tenant.organization_id,)).fetchone() == (0,)
 
 
-async def test_a_request_cancelled_while_it_waits_counts_and_costs_nothing(
-    inside: Inside, service: Service
-) -> None:
+async def test_a_cancel_in_the_queue_is_free(inside: Inside, service: Service) -> None:
     """It counts in the quota on requests, and its id cannot be reused."""
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:

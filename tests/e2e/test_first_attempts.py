@@ -60,9 +60,7 @@ async def test_the_first_structured_outputs_are_valid(service: Service) -> None:
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=["auto", "required", "named"])
-async def test_the_first_tool_call_is_valid_and_its_result_is_answered(
-    service: Service, choice: Any
-) -> None:
+async def test_a_tool_call_is_valid_and_its_result_answered(service: Service, choice: Any) -> None:
     tenant = await service.tenant()
     question = user_message("What is the weather in Paris?")
     requested: dict[str, Any] = {
@@ -95,7 +93,7 @@ async def test_the_first_tool_call_is_valid_and_its_result_is_answered(
 @pytest.mark.parametrize(
     ("body", "names"), [each[1:] for each in CLIENTS], ids=[n for n, *_ in CLIENTS]
 )
-async def test_the_body_of_each_client_is_answered(
+async def test_each_body_is_served(
     service: Service, body: dict[str, Any], names: list[str]
 ) -> None:
     """Most have no maximum of their own, so the key has one."""

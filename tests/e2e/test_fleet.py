@@ -87,9 +87,7 @@ async def test_a_quota_for_a_model_applies_to_its_aliases(fleet: Service) -> Non
     assert refusal.reason == "QUOTA_EXCEEDED"
 
 
-async def test_a_key_that_is_limited_to_a_model_may_call_it_by_all_its_names(
-    fleet: Service,
-) -> None:
+async def test_a_key_limited_to_a_model_may_use_all_its_names(fleet: Service) -> None:
     tenant = await fleet.tenant()
     _, secret = await fleet.new_key(tenant, models=[MODEL])
     _, other = await fleet.new_key(tenant, models=["another"])

@@ -78,9 +78,7 @@ def generated(inside: Inside, tenant: Tenant, request_id: str) -> int:
     return 10**9 if request is None else request.usage.generated_token_count
 
 
-async def test_no_more_is_sent_than_was_granted(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_credit_is_not_exceeded(inside: Inside, service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(max_output_tokens=200, initial_credit_tokens=5)
         for granted, more in ((5, 7), (12, 1), (13, 30), (43, 1000)):
@@ -133,9 +131,7 @@ async def test_an_end_at_any_frame_is_settled_with_what_came_before(
         )
 
 
-async def test_one_stalled_request_slows_none_of_a_hundred_on_its_stream(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_stalled_request_slows_no_other(service: Service, tenant: Tenant) -> None:
     """It is ended after the stall limit and settled with the tokens that its credit allowed."""
     async with service.stream(tenant.secret) as stream:
         stalled = await stream.begin(max_output_tokens=3000, initial_credit_tokens=3)
@@ -246,9 +242,7 @@ async def test_credit_that_needs_none_changes_nothing(service: Service, tenant: 
         assert (await stream.finished(frame.request_id)).usage.delivered_token_count == 30
 
 
-async def test_replayed_output_uses_credit_and_is_billed_once(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_replays_use_credit(inside: Inside, service: Service, tenant: Tenant) -> None:
     frame = start(max_output_tokens=40, initial_credit_tokens=10, keep_on_disconnect=seconds(30))
     async with service.stream(tenant.secret) as stream, service.stream(tenant.secret) as other:
         await stream.send(frame)
@@ -423,9 +417,7 @@ class Crowd:
             await channel.close()
 
 
-async def test_random_clients_leave_one_settlement_each_and_nothing_else(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_random_clients_settle(inside: Inside, service: Service, tenant: Tenant) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}, {STEPS} steps")
     rng = random.Random(seed)
@@ -487,7 +479,7 @@ def check_frames(clients: list[Client], billed: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("how", ["does not read", "grants no credit"])
-async def test_a_pause_of_the_client_is_its_stall_and_not_a_gap_between_tokens(
+async def test_a_pause_of_the_client_is_a_stall_and_no_gap(
     inside: Inside, service: Service, tenant: Tenant, how: str
 ) -> None:
     """Every record of the request has the same figures."""

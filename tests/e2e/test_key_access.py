@@ -255,9 +255,7 @@ def marks_in(answer: bytes, victim: Victim) -> list[str]:
     return [mark for mark in victim.marks if mark.encode() in answer]
 
 
-async def test_a_key_of_another_organization_gets_nothing_from_any_call(
-    service: Service, victim: Victim
-) -> None:
+async def test_a_foreign_key_gets_nothing_by_grpc(service: Service, victim: Victim) -> None:
     stranger = await service.tenant()
     keys = {
         ("inference",): stranger.secret,
@@ -295,9 +293,7 @@ async def test_a_key_of_another_organization_gets_nothing_from_any_call(
     } != {0}
 
 
-async def test_a_key_of_another_organization_gets_nothing_through_the_console(
-    service: Service, victim: Victim
-) -> None:
+async def test_a_foreign_key_gets_nothing_by_console(service: Service, victim: Victim) -> None:
     stranger = await service.tenant()
     keys = {
         ("inference",): stranger.secret,

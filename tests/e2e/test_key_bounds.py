@@ -132,9 +132,7 @@ def by(field: str, limit: int, excess: int) -> tuple[StatusCode, str, list[str],
     return StatusCode.INVALID_ARGUMENT, "KEY_LIMIT_EXCEEDED", [field], str(limit), str(excess)
 
 
-async def test_more_input_than_a_key_may_send_is_refused_by_name_and_number_on_every_way(
-    key: Key,
-) -> None:
+async def test_too_much_input_is_refused_by_name_and_number_everywhere(key: Key) -> None:
     long = start(prompt=PLAIN_IDS[: MOST_IN + 3])
     async with key.service.stream(key.secret) as stream:
         generated = await stream.failed(await stream.begin(prompt=PLAIN_IDS[: MOST_IN + 3]))
@@ -169,9 +167,7 @@ async def test_more_input_than_a_key_may_send_is_refused_by_name_and_number_on_e
     assert len(key.service.database.events(key.tenant)) == 2
 
 
-async def test_more_output_than_a_key_may_have_is_refused_and_the_default_is_below_it(
-    key: Key,
-) -> None:
+async def test_too_much_output_is_refused_and_the_default_is_bounded(key: Key) -> None:
     async with key.service.stream(key.secret) as stream:
         more = await stream.failed(await stream.begin(max_output_tokens=MOST_OUT + 1))
         several = await stream.failed(

@@ -13,9 +13,7 @@ from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from tests.service import Refusal, Service, bearer, cancel, refused
 
 
-async def test_a_message_may_be_as_large_as_the_bound_and_not_a_byte_larger(
-    service: Service,
-) -> None:
+async def test_a_message_may_have_the_bound_and_not_a_byte_more(service: Service) -> None:
     tenant, most = await service.tenant(), service.settings.messages.bytes_max
     request = pb.CountTokensRequest(model="nobody-has-this", text="x")
     # A length of millions takes three bytes more than one of 1.

@@ -156,9 +156,7 @@ async def test_every_process_shows_what_all_of_them_run(pair: tuple[Service, Ser
     assert not (await admin.live()).requests, "what has ended is gone at once"
 
 
-async def test_a_request_of_another_process_is_killed_within_a_tenth_of_a_second(
-    pair: tuple[Service, Service],
-) -> None:
+async def test_a_request_elsewhere_ends_in_a_tenth_second(pair: tuple[Service, Service]) -> None:
     """From command to settlement by the database's clock; the end names its author."""
     first, second = pair
     tenant = await second.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9})
@@ -198,9 +196,7 @@ async def test_a_request_of_another_process_is_killed_within_a_tenth_of_a_second
     await second.no_hold_left(tenant)
 
 
-async def test_killing_again_changes_nothing_and_killing_nothing_is_not_found(
-    pair: tuple[Service, Service],
-) -> None:
+async def test_killing_again_changes_nothing(pair: tuple[Service, Service]) -> None:
     first, second = pair
     tenant = await second.tenant()
     admin = await admin_of(first)
@@ -232,9 +228,7 @@ async def test_killing_again_changes_nothing_and_killing_nothing_is_not_found(
         assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, [wrong])
 
 
-async def test_of_two_projects_with_one_request_id_the_right_one_is_killed(
-    pair: tuple[Service, Service],
-) -> None:
+async def test_a_kill_names_the_project_of_a_shared_id(pair: tuple[Service, Service]) -> None:
     first, second = pair
     ours, theirs = await first.tenant(), await second.tenant()
     admin = await admin_of(first)
@@ -256,9 +250,7 @@ async def test_of_two_projects_with_one_request_id_the_right_one_is_killed(
     assert f"{theirs.name}/main" in unclear.status.message
 
 
-async def test_a_revoked_key_ends_what_runs_with_it_in_every_process(
-    pair: tuple[Service, Service],
-) -> None:
+async def test_a_revoked_key_ends_requests_in_every_process(pair: tuple[Service, Service]) -> None:
     """And no other requests of its project; each ends with its final usage."""
     first, second = pair
     tenant = await first.tenant()
@@ -302,9 +294,7 @@ async def test_a_revoked_key_ends_what_runs_with_it_in_every_process(
     await first.no_hold_left(tenant)
 
 
-async def test_a_request_whose_client_reads_nothing_is_killed_as_quickly(
-    pair: tuple[Service, Service],
-) -> None:
+async def test_a_stalled_request_is_killed_as_quickly(pair: tuple[Service, Service]) -> None:
     """Its tokens wait in the transport, maybe forever; they were counted when handed over."""
     first, second = pair
     tenant = await second.tenant()
@@ -358,9 +348,7 @@ async def test_a_revoked_key_ends_what_is_queued_too(pair: tuple[Service, Servic
     }
 
 
-async def test_a_command_is_applied_without_its_notification_and_after_the_connection_was_cut(
-    pair: tuple[Service, Service],
-) -> None:
+async def test_a_command_needs_no_notification(pair: tuple[Service, Service]) -> None:
     """The command is a row that is polled every second; a reopened connection polls at once."""
     first, second = pair
     tenant = await second.tenant()
@@ -449,9 +437,7 @@ async def test_a_stuck_hold_is_found_and_ended(pair: tuple[Service, Service]) ->
     assert first.database.holds(tenant) == {"expired": 2}
 
 
-async def test_an_admin_looks_up_a_request_of_any_project_running_or_ended(
-    pair: tuple[Service, Service],
-) -> None:
+async def test_an_admin_looks_up_requests_of_any_project(pair: tuple[Service, Service]) -> None:
     service, _ = pair
     tenant, other, request_id = await service.tenant(), await service.tenant(), str(uuid.uuid4())
     admin = await admin_of(service)

@@ -47,9 +47,7 @@ async def one_request(channel: grpc.aio.Channel, tenant: Tenant, **fields: Any) 
     )
 
 
-async def test_more_streams_than_a_connection_may_have_are_refused_with_a_reason(
-    small: Service,
-) -> None:
+async def test_too_many_streams_of_a_connection_are_refused(small: Service) -> None:
     tenant = await small.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9})
     async with grpc.aio.insecure_channel(small.address) as channel:
         ends = await asyncio.gather(*(one_request(channel, tenant) for _ in range(STREAM_COUNT)))

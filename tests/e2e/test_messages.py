@@ -76,9 +76,7 @@ def parse(body: dict[str, Any]) -> tuple[Any, list[str]]:
     return parse_message(requested).starts[0], list(ignored.names)
 
 
-async def test_a_message_is_the_same_whole_and_streamed_and_billed_as_it_says(
-    service: Service,
-) -> None:
+async def test_a_message_is_the_same_whole_and_streamed(service: Service) -> None:
     tenant, streaming = await priced(service), await priced(service)
     requested: dict[str, Any] = {
         "model": MODEL,
@@ -115,9 +113,7 @@ async def test_a_message_is_the_same_whole_and_streamed_and_billed_as_it_says(
     assert answer.model_extra["weir"]["cost"]["picos"] > 0
 
 
-async def test_calls_are_blocks_and_their_results_continue_the_conversation(
-    service: Service,
-) -> None:
+async def test_calls_are_blocks_and_results_continue(service: Service) -> None:
     tenant, streaming = await priced(service), await priced(service)
     requested: dict[str, Any] = {
         "model": SCRIPT,

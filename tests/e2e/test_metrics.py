@@ -22,9 +22,7 @@ def added(before: Scrape, after: Scrape, name: str, **labels: str) -> float:
     return after.value(name, **labels) - before.value(name, **labels)
 
 
-async def test_a_request_is_counted_once_with_its_tokens_and_every_stage_of_its_time(
-    service: Service,
-) -> None:
+async def test_a_request_is_counted_once_with_tokens_and_stages(service: Service) -> None:
     tenant = await service.tenant()
     before = await scrape(service.metrics_url)
 

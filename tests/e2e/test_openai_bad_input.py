@@ -222,9 +222,7 @@ WRONG = (
 )
 
 
-async def test_every_wrong_parameter_is_named_with_its_remedy(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_wrong_parameter_is_named_with_a_remedy(service: Service, tenant: Tenant) -> None:
     # Refusals in a row cost the key its share of a slow machine: it retries when it is told to.
     with connect(service, tenant.secret, max_retries=10) as client:
         for wrong in WRONG:
@@ -237,9 +235,7 @@ async def test_every_wrong_parameter_is_named_with_its_remedy(
 
 
 @pytest.mark.usefixtures("no_incident")
-async def test_a_schema_that_cannot_be_compiled_is_named_and_billed_no_tokens(
-    service: Service,
-) -> None:
+async def test_a_schema_that_cannot_compile_is_named_and_free(service: Service) -> None:
     tenant = await service.tenant(
         {QuotaDimension.REQUESTS_PER_MINUTE: 1000, QuotaDimension.TOKENS_PER_MONTH: 1000}
     )
@@ -260,9 +256,7 @@ async def test_a_schema_that_cannot_be_compiled_is_named_and_billed_no_tokens(
     }
 
 
-async def test_unsupported_parameters_of_responses_and_embeddings_are_refused_by_name(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_unsupported_parameters_are_named(service: Service, tenant: Tenant) -> None:
     responses: dict[str, Any] = {
         "previous_response_id": "resp_1",
         "background": True,
@@ -298,9 +292,7 @@ async def test_unsupported_parameters_of_responses_and_embeddings_are_refused_by
             client.responses.retrieve("resp_1")
 
 
-async def test_bodies_that_are_no_request_are_refused_and_the_connection_stays(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_invalid_bodies_keep_the_connection(service: Service, tenant: Tenant) -> None:
     bodies = {
         b"": "invalid_json",
         b"{": "invalid_json",
@@ -351,9 +343,7 @@ async def test_bodies_that_are_no_request_are_refused_and_the_connection_stays(
     socket.writer.close()
 
 
-async def test_oversized_bodies_are_refused_before_they_are_read(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_oversized_bodies_are_refused_unread(service: Service, tenant: Tenant) -> None:
     too_long = service.settings.messages.bytes_max + 1
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer"
@@ -384,9 +374,7 @@ async def test_oversized_bodies_are_refused_before_they_are_read(
     assert compressed.status == 415
 
 
-async def test_bytes_that_are_not_http_are_answered_once_and_disconnected(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_bytes_that_are_not_http_are_disconnected(service: Service, tenant: Tenant) -> None:
     greeting_of_tls = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n"
     for garbage in (greeting_of_tls, b"HELLO\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\0" * 50_000):
         socket = await dial(service)
@@ -397,9 +385,7 @@ async def test_bytes_that_are_not_http_are_answered_once_and_disconnected(
         socket.writer.close()
 
 
-async def test_a_body_that_can_never_be_complete_is_refused_at_once_and_disconnected(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_broken_body_is_refused_at_once(service: Service, tenant: Tenant) -> None:
     """Each in its own packet while its request waits for its body, also behind another request."""
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer"
@@ -425,9 +411,7 @@ async def test_a_body_that_can_never_be_complete_is_refused_at_once_and_disconne
             socket.writer.close()
 
 
-async def test_headers_that_ask_for_what_does_not_happen_are_refused(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_unsupported_headers_are_refused(service: Service, tenant: Tenant) -> None:
     """A header with two values is refused: a proxy in between may have used the other one."""
     wrong = {
         "authorization: Bearer other": (401, "invalid_api_key"),
@@ -454,9 +438,7 @@ async def test_headers_that_ask_for_what_does_not_happen_are_refused(
     socket.writer.close()
 
 
-async def test_requests_sent_ahead_are_answered_in_their_order(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_pipelined_requests_are_answered_in_order(service: Service, tenant: Tenant) -> None:
     body = json.dumps({"model": "none", "messages": user_message("x")}).encode()
     listing = (
         b"GET /v1/models HTTP/1.1\r\nhost: weir\r\n"

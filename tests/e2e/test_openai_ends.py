@@ -79,9 +79,7 @@ async def dial(service: Service, *, receive_bytes: int | None = None) -> Socket:
 
 
 @pytest.mark.parametrize("k", [1, 24, 100])
-async def test_a_client_that_hangs_up_in_mid_stream_pays_what_was_sent(
-    service: Service, k: int
-) -> None:
+async def test_a_client_that_hangs_up_pays_what_was_sent(service: Service, k: int) -> None:
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9})
 
     async with connect_async(service, tenant.secret) as client:
@@ -108,9 +106,7 @@ async def test_a_client_that_hangs_up_in_mid_stream_pays_what_was_sent(
     assert (used, held) == (event["input_token_count"] + event["delivered_token_count"], 0)
 
 
-async def test_a_client_that_hangs_up_before_its_whole_answer_pays_no_output(
-    inside: Inside, service: Service
-) -> None:
+async def test_hanging_up_early_costs_no_output(inside: Inside, service: Service) -> None:
     tenant = await service.tenant()
     body = json.dumps(
         {"model": MODEL, "messages": user_message("Go"), "max_tokens": 3000} | TO_THE_END
@@ -127,9 +123,7 @@ async def test_a_client_that_hangs_up_before_its_whole_answer_pays_no_output(
     assert event["cost_picos"] == event["input_token_count"] * INPUT_PICOS
 
 
-async def test_a_whole_answer_that_breaks_is_refused_and_free(
-    inside: Inside, service: Service
-) -> None:
+async def test_a_broken_whole_answer_is_free(inside: Inside, service: Service) -> None:
     """Nothing was delivered, so the client may retry."""
     tenant = await service.tenant()
 
@@ -154,9 +148,7 @@ async def test_a_whole_answer_that_breaks_is_refused_and_free(
     assert service.database.events(tenant) == []
 
 
-async def test_a_stream_that_breaks_says_so_and_what_was_sent_is_billed(
-    inside: Inside, service: Service
-) -> None:
+async def test_a_broken_stream_bills_what_was_sent(inside: Inside, service: Service) -> None:
     tenant = await service.tenant()
 
     async with connect_async(service, tenant.secret) as client:
@@ -250,9 +242,7 @@ async def test_a_connection_without_a_complete_request_is_closed(service: Servic
 
 
 @pytest.mark.parametrize("complete_count", [0, 1])
-async def test_a_head_sent_byte_by_byte_keeps_no_connection(
-    service: Service, complete_count: int
-) -> None:
+async def test_a_slow_head_loses_its_connection(service: Service, complete_count: int) -> None:
     """Even after complete requests: only a whole head is progress."""
     line = await dial(service)
     for _ in range(complete_count):
@@ -285,9 +275,7 @@ async def fed(line: Socket, answer: Coroutine[Any, Any, Value]) -> Value:
     return await answered
 
 
-async def test_a_client_that_reads_no_answers_is_disconnected_also_without_a_key(
-    service: Service,
-) -> None:
+async def test_a_client_that_reads_no_answers_is_disconnected(service: Service) -> None:
     """With small answers, each written in one piece."""
     line = await dial(service, receive_bytes=4096)
 
@@ -297,9 +285,7 @@ async def test_a_client_that_reads_no_answers_is_disconnected_also_without_a_key
     line.writer.close()
 
 
-async def test_a_body_without_a_length_ends_with_its_connection_where_nothing_else_says_so(
-    service: Service,
-) -> None:
+async def test_a_body_without_a_length_ends_with_its_connection(service: Service) -> None:
     tenant = await service.tenant()
     chat = {"model": MODEL, "messages": user_message("Go"), "max_tokens": 2}
     body = json.dumps(chat | {"stream": True}).encode()

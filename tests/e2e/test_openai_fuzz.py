@@ -192,9 +192,7 @@ def attack(service: Service) -> Iterator[Callable[[Sequence[Attack]], None]]:
 
 
 @pytest.mark.parametrize("path", APIS)
-def test_every_parameter_in_every_shape_is_taken_or_refused(
-    attack: Callable[[Sequence[Attack]], None], path: str
-) -> None:
+def test_any_parameter_is_answered(attack: Callable[[Sequence[Attack]], None], path: str) -> None:
     shaped = [PLAIN[path] | {name: shape} for name in fields_of(path) for shape in SHAPES]
 
     attack([("/completions", json.dumps(PLAIN["/completions"]).encode(), {})])
@@ -202,9 +200,7 @@ def test_every_parameter_in_every_shape_is_taken_or_refused(
         attack([(path, json.dumps(body).encode(), {}) for body in shaped[first : first + AT_ONCE]])
 
 
-def test_bodies_of_every_kind_are_answered_or_refused(
-    attack: Callable[[Sequence[Attack]], None],
-) -> None:
+def test_bodies_are_answered_or_refused(attack: Callable[[Sequence[Attack]], None]) -> None:
     # Not minimized: a body is small, and each attempt would be another request.
     @settings(
         max_examples=EXAMPLES,

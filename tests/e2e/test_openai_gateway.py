@@ -42,9 +42,7 @@ class Verdict(BaseModel):
     sure: bool
 
 
-async def test_a_chat_has_the_text_and_the_bill_of_the_same_prompt_over_grpc(
-    service: Service,
-) -> None:
+async def test_a_chat_has_the_text_and_the_bill_of_grpc(service: Service) -> None:
     by_grpc, by_http = await service.tenant(), await service.tenant()
     drawn: dict[str, Any] = {"temperature": 0.9, "seed": 7, "top_p": 0.8}
 
@@ -79,9 +77,7 @@ async def test_a_chat_has_the_text_and_the_bill_of_the_same_prompt_over_grpc(
     assert pace["client_stall_ms"] >= 0
 
 
-async def test_a_stream_is_the_whole_answer_in_pieces_and_ends_with_its_usage(
-    service: Service,
-) -> None:
+async def test_a_stream_is_the_whole_answer_and_its_usage(service: Service) -> None:
     whole_tenant, tenant = await service.tenant(), await service.tenant()
     requested: dict[str, Any] = {
         "model": MODEL,
@@ -198,9 +194,7 @@ async def test_several_choices_of_one_prompt_are_separate_and_billed_once(servic
     assert whole.usage.completion_tokens == 36
 
 
-async def test_structured_output_is_parsed_into_the_types_that_were_requested(
-    service: Service,
-) -> None:
+async def test_structured_output_is_parsed_into_types(service: Service) -> None:
     tenant = await service.tenant()
 
     with connect(service, tenant.secret) as client:
@@ -477,9 +471,7 @@ async def test_models_are_listed_and_looked_up(service: Service) -> None:
     assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
 
 
-async def test_a_limit_refuses_with_the_time_to_wait_and_the_client_waits_it_out(
-    service: Service,
-) -> None:
+async def test_the_client_waits_as_long_as_a_limit_says(service: Service) -> None:
     tenant = await service.tenant({QuotaDimension.CONCURRENT_REQUESTS: 1})
     answers: list[tuple[float, httpx2.Response]] = []
 
@@ -622,9 +614,7 @@ async def test_fifty_streams_at_once_are_fifty_answers(service: Service) -> None
     await service.no_hold_left(tenant)
 
 
-async def test_prompts_that_belong_together_fail_together_and_cost_nothing(
-    service: Service,
-) -> None:
+async def test_prompts_of_a_request_fail_together_and_are_free(service: Service) -> None:
     tenant = await service.tenant()
 
     with (

@@ -62,7 +62,7 @@ def test_an_answer_continues_the_last_message(client: openai.OpenAI, mark: str) 
     assert streamed == echoed.choices[0].message.content
 
 
-async def test_a_message_of_anthropics_form_continues_a_last_turn_of_the_assistant(
+async def test_an_anthropic_message_continues_the_last_turn(
     service: Service, client: openai.OpenAI, tenant: Tenant
 ) -> None:
     body = {"model": MODEL, "max_tokens": 6, "temperature": 0, "messages": BEGUN}
@@ -202,9 +202,7 @@ def test_the_log_probabilities_of_a_prompt_are_those_of_its_echo(client: openai.
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 2])
-def test_a_streamed_echo_adds_up_to_the_whole_one(
-    client: openai.OpenAI, logprobs: int | None
-) -> None:
+def test_a_streamed_echo_is_the_whole_one(client: openai.OpenAI, logprobs: int | None) -> None:
     ids = tokens_of(client, prompt="Zoë 🙂 ok")
     requested: Any = REQUESTED | {"prompt": [ids, [5, 6, 7]], "echo": True, "logprobs": logprobs}
 
@@ -227,9 +225,7 @@ def test_a_streamed_echo_adds_up_to_the_whole_one(
                 assert name == "top_logprobs" or joined == column, name
 
 
-def test_texts_become_tokens_and_tokens_texts_in_the_forms_of_other_servers(
-    client: openai.OpenAI, service: Service
-) -> None:
+def test_tokenize_and_detokenize(client: openai.OpenAI, service: Service) -> None:
     def post(path: str, **body: Any) -> Any:
         return client.with_options(base_url=service.openai_url.removesuffix("/v1")).post(
             path, body=body, cast_to=object

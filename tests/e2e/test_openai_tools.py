@@ -47,7 +47,7 @@ def service(
 
 
 @pytest.mark.parametrize("given_ids", [None, ("call_1", "call_2"), ("toolu_01ABCdef", "x" * 40)])
-async def test_a_conversation_goes_on_where_a_template_takes_one_call_and_short_ids(
+async def test_strict_templates_continue(
     given_ids: tuple[str, str] | None, service: Service
 ) -> None:
     """The server accepts what it wrote itself, and ids of other servers."""
@@ -77,9 +77,7 @@ async def test_a_conversation_goes_on_where_a_template_takes_one_call_and_short_
     assert again.usage.prompt_tokens_details.cached_tokens > 0, "ids are the same in each request"
 
 
-async def test_a_chat_calls_tools_whole_and_streamed_and_continues_with_the_results(
-    service: Service,
-) -> None:
+async def test_a_chat_calls_tools_and_continues_with_the_results(service: Service) -> None:
     tenant, streaming = await priced(service), await priced(service)
     requested: dict[str, Any] = {
         "model": SCRIPT,
@@ -213,9 +211,7 @@ class Book(BaseModel):
     nights: int
 
 
-async def test_the_client_parses_the_calls_of_strict_tools_into_its_own_types(
-    service: Service,
-) -> None:
+async def test_calls_of_strict_tools_are_parsed_into_types(service: Service) -> None:
     tenant = await priced(service)
     tools = [openai.pydantic_function_tool(Book, name="book")]
 
@@ -373,9 +369,7 @@ async def test_wrong_tools_and_items_are_refused_by_their_own_names(service: Ser
 
 
 @pytest.mark.parametrize("space", ["mcp__hotel", "mcp__hotel__", "mcp__" + "x" * 59])
-async def test_functions_of_a_namespace_are_called_by_both_names(
-    space: str, service: Service
-) -> None:
+async def test_a_namespaces_functions_have_both_names(space: str, service: Service) -> None:
     """Coding agents send the tools of MCP servers in this form."""
     tenant = await priced(service)
     group: Any = {"type": "namespace", "name": space, "description": "Hotels.", "tools": [TOOLS[1]]}
@@ -413,9 +407,7 @@ async def test_functions_of_a_namespace_are_called_by_both_names(
     assert after.status in ("completed", "incomplete")
 
 
-async def test_wrong_functions_of_a_namespace_are_refused_by_their_own_names(
-    service: Service,
-) -> None:
+async def test_wrong_functions_of_a_namespace_are_named(service: Service) -> None:
     tenant = await priced(service)
     wrong: list[tuple[str, list[Any]]] = [
         ("tools[0].name", [{"type": "namespace", "tools": [TOOLS[1]]}]),

@@ -239,9 +239,7 @@ async def events_of(client: httpx2.AsyncClient, path: str, body: dict[str, Any])
 
 
 @pytest.mark.parametrize(("path", "fields"), REQUESTS)
-async def test_whole_and_streamed_answers_have_their_published_form(
-    service: Service, path: str, fields: dict[str, Any]
-) -> None:
+async def test_answers_have_their_form(service: Service, path: str, fields: dict[str, Any]) -> None:
     tenant = await priced(service)
     body = {"model": MODEL, **fields}
     if path == CHAT:

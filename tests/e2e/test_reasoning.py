@@ -103,9 +103,7 @@ async def test_stops_and_calls_in_the_thinking_are_none(service: Service) -> Non
 
 
 @pytest.mark.parametrize("count", range(1, len(PIECES) + 1))
-async def test_an_output_cut_at_any_token_has_the_beginning_of_the_same_parts(
-    service: Service, count: int
-) -> None:
+async def test_a_cut_output_begins_the_same(service: Service, count: int) -> None:
     tenant = await service.tenant()
 
     async with service.stream(tenant.secret) as stream:
@@ -149,9 +147,7 @@ async def test_kept_output_is_received_again_with_its_parts(service: Service) ->
 
 
 @pytest.mark.parametrize(("budget", "thought"), [(0, ""), (2, "Hm, END"), (40, THOUGHT)])
-async def test_a_budget_ends_the_thinking_and_the_answer_follows(
-    service: Service, budget: int, thought: str
-) -> None:
+async def test_a_budget_ends_the_thinking(service: Service, budget: int, thought: str) -> None:
     tenant = await service.tenant()
 
     async with service.stream(tenant.secret) as stream:
@@ -177,7 +173,7 @@ async def test_a_budget_ends_the_thinking_and_the_answer_follows(
         ({"max_reasoning_tokens": 1, "conversation": None, "text": "a"}, "max_reasoning_tokens"),
     ],
 )
-async def test_a_budget_that_cannot_be_kept_is_refused(
+async def test_a_bad_budget_is_refused(
     service: Service, fields: dict[str, Any], field: str
 ) -> None:
     tenant = await service.tenant()
@@ -215,9 +211,7 @@ async def test_a_begun_answer_goes_on_without_thinking(service: Service) -> None
         ("<think>\nHm.</think>\n\nIt is", ("", ANSWER.removeprefix("It is"))),
     ],
 )
-async def test_a_begun_thought_goes_on_as_a_thought(
-    service: Service, text: str, left: tuple[str, str]
-) -> None:
+async def test_a_thought_continues(service: Service, text: str, left: tuple[str, str]) -> None:
     tenant = await service.tenant()
 
     async with service.stream(tenant.secret) as stream:

@@ -127,9 +127,7 @@ async def test_every_token_costs_the_price_of_its_kind(
 
 
 @pytest.mark.parametrize("price", [DEARER, CHEAPER])
-async def test_a_cancel_in_the_middle_of_the_thinking_bills_reasoning_alone(
-    service: Service, price: int
-) -> None:
+async def test_a_cancel_while_thinking_bills_reasoning(service: Service, price: int) -> None:
     tenant = await tenant_of(service, price)
 
     async with service.stream(tenant.secret) as stream:
@@ -142,9 +140,7 @@ async def test_a_cancel_in_the_middle_of_the_thinking_bills_reasoning_alone(
     assert picos(finished.cost) == cost_at(finished.usage, price)
 
 
-async def test_a_limit_on_money_holds_the_dearer_price_and_is_never_exceeded(
-    service: Service,
-) -> None:
+async def test_a_limit_on_money_is_kept_at_the_dearer_price(service: Service) -> None:
     limit = 30 * DEARER  # of 31 reasoning tokens
     quotas = {QuotaDimension.COST_PICOS_PER_MONTH: limit}
     tenant = await tenant_of(service, DEARER, quotas)
@@ -161,9 +157,7 @@ async def test_a_limit_on_money_holds_the_dearer_price_and_is_never_exceeded(
 
 
 @pytest.mark.parametrize("price", [DEARER, CHEAPER])
-async def test_a_maximum_cost_and_a_quote_count_the_dearer_price(
-    service: Service, price: int
-) -> None:
+async def test_limits_and_quotes_use_the_dearer_price(service: Service, price: int) -> None:
     tenant = await tenant_of(service, price)
     each = max(price, OUTPUT_PICOS)
 
@@ -193,9 +187,7 @@ async def test_a_maximum_cost_and_a_quote_count_the_dearer_price(
     )
 
 
-async def test_chats_keep_the_convention_that_completion_tokens_include_reasoning(
-    service: Service,
-) -> None:
+async def test_completion_tokens_of_chats_include_reasoning(service: Service) -> None:
     tenant = await tenant_of(service, DEARER)
 
     with connect(service, tenant.secret) as client:
@@ -208,9 +200,7 @@ async def test_chats_keep_the_convention_that_completion_tokens_include_reasonin
 
 
 @pytest.mark.parametrize("price", PRICES)
-async def test_the_month_has_a_line_for_reasoning_and_adds_up(
-    service: Service, price: int | None
-) -> None:
+async def test_the_month_has_a_line_for_reasoning(service: Service, price: int | None) -> None:
     tenant = await tenant_of(service, price)
     async with service.stream(tenant.secret) as stream:
         ends = [

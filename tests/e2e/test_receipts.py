@@ -283,9 +283,7 @@ async def test_the_reason_is_precise(month: Month) -> None:
     assert "does not match its id" in refused.stderr
 
 
-async def test_files_that_are_none_are_refused_by_line_and_remedy(
-    month: Month, tmp_path: Path
-) -> None:
+async def test_invalid_files_are_refused_by_line(month: Month, tmp_path: Path) -> None:
     for arguments, stdin, message in (
         (("-", "--keys", str(month.keys)), "\n{}\n", "line 2 is not a receipt: version"),
         ((str(tmp_path / "none"),), "", "none cannot be read"),

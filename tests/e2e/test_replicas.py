@@ -95,9 +95,7 @@ async def admin_of(service: Service) -> Admin:
     return Admin(service, (await service.tenant(scopes=("admin",))).secret)
 
 
-async def test_a_drained_replica_is_out_of_use_in_every_process_until_it_is_put_back(
-    pair: tuple[Service, Service],
-) -> None:
+async def test_a_drained_replica_is_unused_until_put_back(pair: tuple[Service, Service]) -> None:
     first, second = pair
     admin, ours = await admin_of(first), await second.tenant()
     await until_all_are_ready(admin)

@@ -148,9 +148,7 @@ async def check_billed_once(
     assert event["delivered_token_count"] == event["billed_token_count"] == token_count
 
 
-async def test_a_finished_answer_is_sent_again_from_every_seq(
-    here: Service, tenant: Tenant
-) -> None:
+async def test_a_finished_answer_is_replayed_from_any_seq(here: Service, tenant: Tenant) -> None:
     frame = kept(12, usage_interval_tokens=5)
     async with here.stream(tenant.secret) as stream:
         await stream.send(frame)
@@ -242,9 +240,7 @@ async def test_a_running_answer_is_continued_from_another_stream(
     await check_billed_once(here, tenant, frame.request_id, token_count)
 
 
-async def test_the_same_start_receives_what_runs_from_its_beginning(
-    here: Service, beside: Service, tenant: Tenant
-) -> None:
+async def test_the_same_start_attaches(here: Service, beside: Service, tenant: Tenant) -> None:
     expected = await whole(here, tenant, 300)
     frame = kept(300)
     async with (
@@ -275,9 +271,7 @@ async def test_the_same_start_receives_what_runs_from_its_beginning(
     await check_billed_once(here, tenant, frame.request_id, 300)
 
 
-async def test_another_payload_under_an_id_that_runs_is_refused_everywhere(
-    here: Service, beside: Service, tenant: Tenant
-) -> None:
+async def test_another_payload_is_refused(here: Service, beside: Service, tenant: Tenant) -> None:
     frame = kept(600)
     async with (
         here.stream(tenant.secret) as stream,
@@ -297,9 +291,7 @@ async def test_another_payload_under_an_id_that_runs_is_refused_everywhere(
     await check_billed_once(here, tenant, frame.request_id, 600)
 
 
-async def test_a_storm_of_starts_of_one_id_is_billed_once(
-    here: Service, beside: Service, tenant: Tenant
-) -> None:
+async def test_many_starts_are_billed_once(here: Service, beside: Service, tenant: Tenant) -> None:
     """Fifty at once to two processes: each stream gets one end, one gets the whole answer."""
     expected = await whole(here, tenant, 60)
     frame = kept(60)
@@ -345,9 +337,7 @@ async def test_a_client_that_attaches_may_cancel(
     await check_billed_once(here, tenant, frame.request_id, finished.usage.delivered_token_count)
 
 
-async def test_credit_reaches_through_another_process(
-    here: Service, beside: Service, tenant: Tenant
-) -> None:
+async def test_credit_crosses_processes(here: Service, beside: Service, tenant: Tenant) -> None:
     """From an attaching client, and from one whose start finds the request in the other process."""
     frame = kept(200, initial_credit_tokens=4)
     async with (
@@ -374,9 +364,7 @@ async def test_credit_reaches_through_another_process(
     await check_billed_once(here, tenant, frame.request_id, 200)
 
 
-async def test_generation_continues_without_a_client_for_a_limited_time(
-    inside: Inside, here: Service, tenant: Tenant
-) -> None:
+async def test_a_lost_client_may_return(inside: Inside, here: Service, tenant: Tenant) -> None:
     frame = kept(3900, keep_s=0.3)
     async with here.stream(tenant.secret) as stream:
         await stream.send(frame)
@@ -395,9 +383,7 @@ async def test_generation_continues_without_a_client_for_a_limited_time(
     )
 
 
-async def test_kept_output_is_dropped_after_its_time(
-    inside: Inside, here: Service, tenant: Tenant
-) -> None:
+async def test_kept_output_expires(inside: Inside, here: Service, tenant: Tenant) -> None:
     frame = kept(10, keep_s=0.2)
     async with here.stream(tenant.secret) as stream:
         await stream.send(frame)
@@ -415,9 +401,7 @@ async def test_kept_output_is_dropped_after_its_time(
     assert over.frame.HasField("cost")
 
 
-async def test_more_than_may_be_kept_of_an_answer_is_dropped_from_its_beginning(
-    here: Service, tenant: Tenant
-) -> None:
+async def test_too_long_answers_lose_their_beginning(here: Service, tenant: Tenant) -> None:
     frame = kept(700)
     async with here.stream(tenant.secret) as stream:
         await stream.send(frame)
@@ -440,9 +424,7 @@ async def test_more_than_may_be_kept_of_an_answer_is_dropped_from_its_beginning(
     await check_billed_once(here, tenant, frame.request_id, 700)
 
 
-async def test_an_attach_to_nothing_or_beyond_is_refused(
-    here: Service, beside: Service, tenant: Tenant
-) -> None:
+async def test_a_wrong_attach_is_refused(here: Service, beside: Service, tenant: Tenant) -> None:
     stranger = await here.tenant()
     frame = kept(3000)
     async with (
@@ -476,9 +458,7 @@ async def test_an_attach_to_nothing_or_beyond_is_refused(
         await stream.finished(frame.request_id)
 
 
-async def test_without_keep_unsent_output_moves_to_another_stream_and_the_request_ends_there(
-    inside: Inside, here: Service, tenant: Tenant
-) -> None:
+async def test_unkept_output_moves(inside: Inside, here: Service, tenant: Tenant) -> None:
     """Without credit the first stream gets nothing, so the second one gets all."""
     frame = start(max_output_tokens=3000, initial_credit_tokens=0)
     async with here.stream(tenant.secret) as stream, here.stream(tenant.secret) as other:
@@ -498,9 +478,7 @@ async def test_without_keep_unsent_output_moves_to_another_stream_and_the_reques
     assert (event["outcome"], event["delivered_token_count"]) == ("cancelled", 20)
 
 
-async def test_a_request_whose_process_is_killed_is_shown_as_settled(
-    here: Service, beside: Service, tenant: Tenant
-) -> None:
+async def test_a_killed_request_settles(here: Service, beside: Service, tenant: Tenant) -> None:
     """At first its owner is unavailable; later the database has the delivered tokens.
 
     The last message may have been sent, and not marked as taken, when the process died.

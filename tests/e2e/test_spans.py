@@ -94,9 +94,7 @@ async def ask(
         return await stream.end(frame.request_id)
 
 
-async def test_a_clients_trace_gets_a_span_for_each_stage(
-    traced: Service, receiver: Receiver
-) -> None:
+async def test_a_trace_gets_a_span_per_stage(traced: Service, receiver: Receiver) -> None:
     tenant = await traced.tenant()
     frame = start(conversation=conversation(SECRET_WORDS), max_output_tokens=15)
 
@@ -167,9 +165,7 @@ async def test_spans_of_unsampled_traces_are_not_sent(traced: Service, receiver:
     assert metrics.value("weir_traces_dropped_total") == 0
 
 
-async def test_a_request_over_http_and_one_without_a_trace_are_recorded_too(
-    traced: Service, receiver: Receiver
-) -> None:
+async def test_requests_without_a_trace_are_recorded(traced: Service, receiver: Receiver) -> None:
     tenant, request_id, frame = await traced.tenant(), str(uuid.uuid4()), start()
     headers = {
         "authorization": f"Bearer {tenant.secret}",
@@ -195,9 +191,7 @@ async def test_a_request_over_http_and_one_without_a_trace_are_recorded_too(
     assert not alone.span.parent_span_id
 
 
-async def test_requests_of_one_stream_may_belong_to_traces_of_their_own(
-    traced: Service, receiver: Receiver
-) -> None:
+async def test_each_request_may_have_its_own_trace(traced: Service, receiver: Receiver) -> None:
     """Start frames may name traces, which do not change the request; others use the call's."""
     tenant = await traced.tenant()
     own, wrong = start(), start()

@@ -158,9 +158,7 @@ def token(service: Service, text: str) -> int:
     return token_id
 
 
-async def test_a_stop_token_is_named_by_its_id_and_an_end_token_is_not(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_stop_token_is_named_by_its_id(service: Service, tenant: Tenant) -> None:
     two, end = token(service, "Dos"), END_ID
     cases: list[tuple[dict[str, Any], str | int | None]] = [
         ({"stop_token_ids": [two]}, two),

@@ -188,9 +188,7 @@ async def generated(stream: Stream) -> tuple[pb.FinishedFrame, str]:
 
 @pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize("model", [MISTRAL, KIMI])
-async def test_a_chat_goes_on_with_ids_of_other_providers(
-    model: str, ids: tuple[str, str], service: Service
-) -> None:
+async def test_a_chat_keeps_foreign_ids(model: str, ids: tuple[str, str], service: Service) -> None:
     api = Api(service, await priced(service))
     requested: dict[str, Any] = {"model": model, "tools": CHAT_TOOLS, "temperature": 0}
     first = api.post("chat/completions", **requested, messages=[USER])["choices"][0]["message"]
@@ -349,9 +347,7 @@ async def test_a_later_system_message_is_refused_by_its_index(service: Service) 
 # Thinking.
 
 
-async def test_thinking_may_be_off_and_not_on_where_a_template_has_no_switch(
-    service: Service,
-) -> None:
+async def test_without_a_switch_thinking_cannot_be_on(service: Service) -> None:
     api = Api(service, await priced(service))
     chat = {"model": ENDS, "messages": [USER], "max_tokens": 5}
     response = {"model": ENDS, "input": "Hello"}

@@ -27,9 +27,7 @@ def plan(name: str, **rules: object) -> dict[str, object]:
     }
 
 
-async def test_plans_are_versions_and_hang_on_organizations_from_a_month_on(
-    service: Service,
-) -> None:
+async def test_plans_have_versions_and_apply_from_a_month(service: Service) -> None:
     tenant = await service.tenant(scopes=("admin",))
     name = f"p{uuid.uuid4().hex[:8]}"
     steps = [{"up_to_token_count": 100, "price_milli": 900}, {"price_picos": 5}]
@@ -85,9 +83,7 @@ async def test_plans_are_versions_and_hang_on_organizations_from_a_month_on(
     assert [entry.action for entry in entries] == ["plan.assign"] * 2
 
 
-async def test_credit_beyond_the_greatest_limit_is_refused_with_what_is_left_of_it(
-    service: Service,
-) -> None:
+async def test_credit_beyond_the_greatest_limit_is_refused(service: Service) -> None:
     """A currency of small units can reach the limit: 9,223,372 units of total usage."""
     tenant = await service.tenant(scopes=("admin", "inference"))
     async with AsyncAdminClient(service.address, tenant.secret) as admin:

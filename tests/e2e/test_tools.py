@@ -72,9 +72,7 @@ def calls_of(stream: Stream, request_id: str, choice_index: int = 0) -> list[tup
     return [(name, arguments) for name, arguments in calls]
 
 
-async def test_text_and_calls_come_apart_as_they_grow_and_every_token_is_billed(
-    service: Service,
-) -> None:
+async def test_text_and_calls_are_separated_and_billed(service: Service) -> None:
     tenant = await priced(service)
 
     async with service.stream(tenant.secret) as stream:
@@ -132,9 +130,7 @@ async def test_one_call_ends_the_output_where_one_is_wanted(service: Service) ->
     assert finished.usage.billed_token_count < len(PIECES)
 
 
-async def test_tools_that_may_not_be_called_are_not_shown_and_their_markers_are_text(
-    service: Service,
-) -> None:
+async def test_forbidden_tools_are_hidden_and_markers_are_text(service: Service) -> None:
     tenant = await priced(service)
     none = pb.ToolChoice(mode=pb.TOOL_MODE_NONE)
 

@@ -99,9 +99,7 @@ async def test_requests_unfinished_in_time_are_settled_and_get_the_reason(launch
     check_invariants(service.database_url, all_ended=True)
 
 
-async def test_requests_still_queued_at_the_end_of_the_drain_are_refused_and_unbilled(
-    launch: Start,
-) -> None:
+async def test_requests_queued_at_the_end_of_the_drain_are_refused(launch: Start) -> None:
     service = launch(drain_s=0.5)
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
@@ -158,9 +156,7 @@ async def test_new_connections_go_elsewhere_while_old_streams_finish(launch: Sta
     check_invariants(service.database_url, all_ended=True)
 
 
-async def test_a_rolling_restart_of_two_processes_on_one_port_loses_no_request(
-    launch: Start, tmp_path: Path
-) -> None:
+async def test_a_rolling_restart_on_one_port_loses_nothing(launch: Start, tmp_path: Path) -> None:
     first = launch(share_port=True, home=tmp_path / "first")
     first.settings = first.settings.having(listen=first.address)
     second = launch(share_port=True, home=tmp_path / "second", serving=False, listen=first.address)

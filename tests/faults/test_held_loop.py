@@ -85,9 +85,7 @@ async def test_health_answers_while_one_piece_of_work_holds_the_loop(held: HeldS
     assert (await scrape(held.metrics_url)).value(name, since="scrape") < 1.0
 
 
-async def test_a_frame_that_holds_the_loop_is_named_with_its_call_and_key(
-    held: HeldService,
-) -> None:
+async def test_a_frame_that_blocks_the_loop_is_named(held: HeldService) -> None:
     tenant = await held.tenant()
     holding = held.hold(FRAME)
     async with held.stream(tenant.secret) as stream:

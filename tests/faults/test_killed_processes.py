@@ -63,9 +63,7 @@ async def under_load(stream: Stream, count: int, token_count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("with_engine", [False, True], ids=["api", "api and engine"])
-async def test_a_killed_server_bills_what_it_had_sent_and_keeps_no_hold(
-    launch: Start, with_engine: bool
-) -> None:
+async def test_a_killed_server_bills_what_it_had_sent(launch: Start, with_engine: bool) -> None:
     service = launch()
     tenant = await service.tenant(LIMITS)
     worker_pid = service.worker_pid
@@ -251,9 +249,7 @@ async def test_a_request_killed_while_it_thinks_or_answers_is_billed_at_both_pri
         check_invariants(service.database_url, all_ended=True)
 
 
-async def test_a_request_that_died_with_its_server_is_not_run_again_under_its_id(
-    launch: Start,
-) -> None:
+async def test_the_id_of_a_killed_request_is_not_run_again(launch: Start) -> None:
     service = launch()
     tenant = await service.tenant(LIMITS)
     frame = start(max_output_tokens=3500)
@@ -314,9 +310,7 @@ async def test_a_killed_engine_ends_its_requests_settled_and_comes_back(launch: 
     check_invariants(service.database_url, all_ended=True)
 
 
-async def test_an_engine_that_dies_before_the_first_token_bills_nothing_and_allows_a_retry(
-    launch: Start,
-) -> None:
+async def test_an_engine_killed_before_the_first_token_allows_a_retry(launch: Start) -> None:
     service = launch()
     tenant = await service.tenant(LIMITS)
     async with service.stream(tenant.secret) as stream:
@@ -346,9 +340,7 @@ async def test_an_engine_that_dies_before_the_first_token_bills_nothing_and_allo
     check_invariants(service.database_url, all_ended=True)
 
 
-async def test_the_client_library_tries_again_where_an_engine_died_before_the_first_token(
-    launch: Start,
-) -> None:
+async def test_the_client_library_retries_after_an_engines_death(launch: Start) -> None:
     service = launch()
     tenant = await service.tenant(LIMITS)
     worker_pid = service.worker_pid
@@ -374,9 +366,7 @@ async def test_the_client_library_tries_again_where_an_engine_died_before_the_fi
     check_invariants(service.database_url, all_ended=True)
 
 
-async def test_a_server_that_starts_settles_for_one_that_died_elsewhere_on_the_machine(
-    launch: Start,
-) -> None:
+async def test_a_starting_server_settles_for_a_killed_one(launch: Start) -> None:
     """Any server that shares the home recovers a dead one's journal, also while running."""
     first = launch()
     second = launch()
@@ -393,9 +383,7 @@ async def test_a_server_that_starts_settles_for_one_that_died_elsewhere_on_the_m
     check_charged(second, tenant, [Received.of(stream, each) for each in request_ids])
 
 
-async def test_random_kills_under_load_lose_nothing_and_bill_nothing_unreceived(
-    launch: Start, tmp_path: Path
-) -> None:
+async def test_random_kills_lose_nothing(launch: Start, tmp_path: Path) -> None:
     """Servers and engines die at random moments, even while they start or recover."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")

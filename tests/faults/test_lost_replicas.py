@@ -83,7 +83,7 @@ async def check_whole(
     return migration_count
 
 
-async def test_a_killed_worker_is_noticed_by_no_stream_and_on_no_bill(
+async def test_no_stream_notices_a_killed_worker(
     launch: Start, model: Path, tmp_path: Path
 ) -> None:
     """A hundred streams on two workers; one is killed when half of the streams have tokens."""

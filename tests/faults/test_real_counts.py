@@ -179,9 +179,7 @@ async def on_invoices(service: Service, tenants: Sequence[Tenant]) -> Counts:
 
 
 @pytest.mark.timeout(900 + 2 * REQUESTS)
-async def test_the_database_equals_the_counters_of_vllm_and_each_difference_has_a_name(
-    database_url: str, tmp_path: Path
-) -> None:
+async def test_the_database_equals_the_counters_of_vllm(database_url: str, tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "checkpoint", seed=3, shape=SHAPE).directory
     port, option = free_port(), "--enable-prefix-caching"
     heads = Heads(Tokenizer(directory))

@@ -72,9 +72,7 @@ async def refusal_of_a_new_request(service: Service, secret: str) -> Refusal:
                 return Refusal.of(stream.error)
 
 
-async def test_closed_health_says_that_the_quota_store_is_away_and_when_it_is_back(
-    launch: Start, postgres: EmbeddedPostgres
-) -> None:
+async def test_closed_health_reports_an_outage(launch: Start, postgres: EmbeddedPostgres) -> None:
     service = launch(database_url=postgres.url, database_unready_after_s=0.3)
     assert all(
         map(
@@ -104,7 +102,7 @@ async def test_closed_health_says_that_the_quota_store_is_away_and_when_it_is_ba
     await until(service.serving, "health to say that it is back")
 
 
-async def test_preauthorized_holds_admit_requests_and_survive_a_kill(
+async def test_preauthorized_holds_survive_a_kill(
     launch: Start, postgres: EmbeddedPostgres
 ) -> None:
     service = launch(database_url=postgres.url, database_unready_after_s=0.3, **GRACE)
@@ -156,7 +154,7 @@ def files(directory: Path, pattern: str) -> list[Path]:
     return list(directory.glob(pattern))
 
 
-async def test_grace_ends_as_usual_where_the_database_comes_back(
+async def test_grace_ends_when_the_database_is_back(
     launch: Start, postgres: EmbeddedPostgres
 ) -> None:
     service = launch(database_url=postgres.url, **GRACE)
@@ -221,9 +219,7 @@ async def test_a_frozen_database_blocks_no_caller(
     check_invariants(postgres.url, all_ended=True)
 
 
-async def test_a_thousand_clients_in_an_outage_open_no_more_connections_than_one(
-    launch: Start, database_url: str
-) -> None:
+async def test_an_outage_opens_no_more_connections(launch: Start, database_url: str) -> None:
     async with CuttingProxy(database_url).listening() as proxy:
         service = await asyncio.to_thread(launch, database_url=proxy.url, database_connections=POOL)
         service.database = Database(database_url)  # this loop runs the proxy
@@ -274,9 +270,7 @@ def connection_count(service: Service) -> int:
     return int(row["n"])
 
 
-async def test_a_process_paused_at_random_moments_bills_each_token_that_was_received_once(
-    launch: Start,
-) -> None:
+async def test_a_process_paused_at_random_bills_each_token_once(launch: Start) -> None:
     """In any phase, with concurrent sweeps: after the pause it sends nothing under lost holds."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
