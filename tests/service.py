@@ -283,11 +283,16 @@ class Service:
         currency_code: str = "USD",
         lifetime: timedelta | None = None,
     ) -> Tenant:
-        """Create an organization with a project, a key and quotas on the organization."""
+        """Create an organization with a project, a key and quotas on the organization.
+
+        The first call sets prices of all models.
+        """
         name = f"t{uuid.uuid4().hex[:20]}"
         async with self.session() as session:
             if not self._priced:
-                await price_model(session)
+                models = self.settings.models
+                for model in {MODEL, *models.directories, *models.encoders}:
+                    await price_model(session, model)
                 self._priced = True
             organization = await create_organization(
                 session, name=name, currency_code=currency_code, actor="test"

@@ -11,7 +11,7 @@ import pytest
 
 from metering.receipts.signing import KEY_FILE, ensure_key
 from tests.conftest import as_application, new_database
-from tests.service import Service, SharedServices, make_model, running
+from tests.service import Service, SharedServices, Tenant, make_model, running
 
 Serve = Callable[..., Service]
 
@@ -55,6 +55,12 @@ def service(
             yield service
             SHARED.stop()
         assert service.database.held_hold_count() == 0
+
+
+@pytest.fixture
+async def tenant(service: Service) -> Tenant:
+    """Return a new tenant of the service."""
+    return await service.tenant()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from weir.v1 import types_pb2
 from weir_client import FinishReason
 
 from metering.core.models import QuotaDimension
-from tests.service import MODEL, PLAIN_IDS, Service, cost_picos, picos
+from tests.service import MODEL, PLAIN_IDS, Service, Tenant, cost_picos, picos
 
 HOT = pb.Sampling(temperature=1.0, seed=11)
 
@@ -94,9 +94,7 @@ async def test_a_cancel_ends_all_choices_and_bills_what_was_delivered(service: S
     await service.no_hold_left(tenant)
 
 
-async def test_the_sdk_distinguishes_the_choices(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_the_sdk_distinguishes_the_choices(service: Service, tenant: Tenant) -> None:
     async with service.client(tenant.secret) as client:
         result = await client.complete(
             MODEL,

@@ -11,14 +11,12 @@ from weir.v1 import types_pb2
 from weir_client import FinishReason, InvalidRequest
 
 from metering.core.models import QuotaDimension
-from tests.service import MODEL, Service
+from tests.service import MODEL, Service, Tenant
 
 MARK = 42  # token that a strong bias makes certain
 
 
-async def test_a_bias_and_a_stop_id_decide_the_answer(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_a_bias_and_a_stop_id_decide_the_answer(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         biased = pb.Sampling(temperature=1.0, seed=1, logit_bias={MARK: 100.0})
         forced = await stream.begin(max_output_tokens=5, sampling=biased)
@@ -37,9 +35,7 @@ async def test_a_bias_and_a_stop_id_decide_the_answer(service: Service) -> None:
     assert ends[1].usage.billed_token_count == 3, "the id that ended it is counted"
 
 
-async def test_logprobs_come_with_their_tokens(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_logprobs_come_with_their_tokens(service: Service, tenant: Tenant) -> None:
     async with service.client(tenant.secret) as client:
         result = await client.complete(
             MODEL,
@@ -66,10 +62,8 @@ async def test_logprobs_come_with_their_tokens(service: Service) -> None:
         assert each.chosen.logprob <= each.top[0].logprob
 
 
-async def test_penalties_reach_the_engine(service: Service) -> None:
+async def test_penalties_reach_the_engine(service: Service, tenant: Tenant) -> None:
     """If no token may repeat, forty tokens are distinct."""
-    tenant = await service.tenant()
-
     async with service.client(tenant.secret) as client:
         result = await client.complete(
             MODEL,
@@ -147,9 +141,8 @@ async def test_a_format_that_cannot_compile_is_refused_and_free(service: Service
     }
 
 
-async def test_a_large_schema_delays_no_other_stream(service: Service) -> None:
+async def test_a_large_schema_delays_no_other_stream(service: Service, tenant: Tenant) -> None:
     """While the grammar is compiled, other requests stream on, and a cancel is answered."""
-    tenant = await service.tenant()
     branch = {
         "type": "object",
         "properties": {f"field_{index}": {"type": "string"} for index in range(30)},

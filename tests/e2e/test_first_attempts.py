@@ -18,7 +18,7 @@ from tests.api.test_openai_tolerance import CLIENTS
 from tests.e2e.conftest import Serve
 from tests.e2e.openai_clients import connect, user_message
 from tests.probing import probe
-from tests.service import MODEL, Service
+from tests.service import MODEL, Service, Tenant
 
 WEIGHTS = Path(inference.demo_model.__file__).parent / "weights"
 TOOLS: list[Any] = [function.chat() for function in (WEATHER, SEARCH, ADD)]
@@ -35,8 +35,7 @@ def service(serve: Serve) -> Service:
     return serve(WEIGHTS)
 
 
-async def test_the_first_structured_outputs_are_valid(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_the_first_structured_outputs_are_valid(service: Service, tenant: Tenant) -> None:
     formats: tuple[Any, ...] = (
         {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}},
         {"type": "json_object"},
@@ -94,10 +93,9 @@ async def test_a_tool_call_is_valid_and_its_result_answered(service: Service, ch
     ("body", "names"), [each[1:] for each in CLIENTS], ids=[n for n, *_ in CLIENTS]
 )
 async def test_each_body_is_served(
-    service: Service, body: dict[str, Any], names: list[str]
+    service: Service, tenant: Tenant, body: dict[str, Any], names: list[str]
 ) -> None:
     """Most have no maximum of their own, so the key has one."""
-    tenant = await service.tenant()
     async with service.session() as session:
         await update_api_key(
             session,

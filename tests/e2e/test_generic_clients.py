@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_requests.aio import AsyncClient  # type: ignore[import-untyped]
 
 from api.core.endpoint import NOT_STARTED
-from tests.service import MODEL, Service, bearer, health_check
+from tests.service import MODEL, Service, Tenant, bearer, health_check
 
 SERVICES = ("weir.v1.InferenceService", "weir.v1.AdminService", "weir.v1.BillingService")
 
@@ -120,8 +120,7 @@ async def test_health_reports_each_service_to_its_watchers(service: Service) -> 
         call.cancel()
 
 
-async def test_health_stays_good_under_load(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_health_stays_good_under_load(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream, service.channel() as channel:
         ids = [await stream.begin(max_output_tokens=300) for _ in range(30)]
         answers = [

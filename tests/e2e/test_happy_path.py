@@ -22,6 +22,7 @@ from tests.service import (
     PLAIN_IDS,
     Service,
     Stream,
+    Tenant,
     bearer,
     conversation,
     cost_picos,
@@ -82,9 +83,8 @@ async def test_the_usage_event_equals_the_usage_sent_to_the_client(service: Serv
     assert service.database.counters(tenant) == {"tokens_per_month": (50, 0)}
 
 
-async def test_the_price_of_a_cached_prompt_is_exact(service: Service) -> None:
+async def test_the_price_of_a_cached_prompt_is_exact(service: Service, tenant: Tenant) -> None:
     """The engine reports cached tokens, which have their own price."""
-    tenant = await service.tenant()
     prompt = random.Random(1).sample(PLAIN_IDS, 200)
 
     async with service.stream(tenant.secret) as stream:
@@ -103,9 +103,7 @@ async def test_the_price_of_a_cached_prompt_is_exact(service: Service) -> None:
     assert picos(first.cost) - picos(second.cost) == cached * (INPUT_PICOS - CACHED_PICOS)
 
 
-async def test_the_stages_add_up_to_the_total(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_the_stages_add_up_to_the_total(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         timings = (await stream.finished(await stream.begin(max_output_tokens=30))).timings
 
@@ -141,8 +139,7 @@ async def test_the_admitted_frame_counts_this_very_request(service: Service) -> 
     assert tokens.subject_id == str(tenant.organization_id)
 
 
-async def test_a_later_lookup_equals_the_last_frame(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_a_later_lookup_equals_the_last_frame(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(labels={"a": "b"})
         finished = await stream.finished(request_id)
@@ -163,8 +160,7 @@ async def test_a_later_lookup_equals_the_last_frame(service: Service) -> None:
     assert found.admit_time.ToDatetime() < found.settle_time.ToDatetime()
 
 
-async def test_a_request_that_runs_can_be_looked_up(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_a_request_that_runs_can_be_looked_up(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream, service.client(tenant.secret) as client:
         request_id = await stream.begin(max_output_tokens=2000)
         await stream.received(request_id, 1)
@@ -211,8 +207,7 @@ async def test_a_stop_sequence_ends_the_answer_and_is_cut_off(service: Service) 
     assert finished.usage.delivered_token_count == len(stream.token_ids(request_id)) < 80
 
 
-async def test_the_count_is_the_admitted_one(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_the_count_is_the_admitted_one(service: Service, tenant: Tenant) -> None:
     turns = conversation(
         "Which hotel is close to the station?", "The second one.", "And allows dogs? 🙂"
     )
@@ -230,8 +225,7 @@ async def test_the_count_is_the_admitted_one(service: Service) -> None:
             assert counted.context_window_tokens == CONTEXT_WINDOW_TOKENS
 
 
-async def test_models_are_listed_with_their_price(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_models_are_listed_with_their_price(service: Service, tenant: Tenant) -> None:
     foreign = await service.tenant(currency_code="EUR")
     async with service.client(tenant.secret) as client, service.client(foreign.secret) as in_euros:
         [model] = await client.list_models()
@@ -265,9 +259,7 @@ async def test_without_max_tokens_an_answer_ends_with_the_window(service: Servic
     assert service.database.counters(tenant) == {"tokens_per_month": (CONTEXT_WINDOW_TOKENS, 0)}
 
 
-async def test_running_counts_come_at_the_interval(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_running_counts_come_at_the_interval(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(max_output_tokens=50, usage_interval_tokens=20)
         await stream.end(request_id)
@@ -382,9 +374,7 @@ async def test_the_sdk_streams_and_reports_usage_and_cost(service: Service) -> N
     assert quota.held_value == 0
 
 
-async def test_leaving_the_block_of_the_sdk_cancels(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_leaving_the_block_of_the_sdk_cancels(service: Service, tenant: Tenant) -> None:
     async with (
         service.client(tenant.secret) as client,
         client.generate(MODEL, "Tell me more.", max_output_tokens=3000, ignore_eos=True) as answer,

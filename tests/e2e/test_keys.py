@@ -16,7 +16,7 @@ from weir.v1 import inference_service_pb2 as inference_pb
 from weir.v1 import inference_service_pb2_grpc as inference_pb_grpc
 from weir.v1 import types_pb2
 
-from tests.service import MODEL, PATIENCE_S, Service, bearer, refused, start, until
+from tests.service import MODEL, PATIENCE_S, Service, Tenant, bearer, refused, start, until
 
 
 class Admin:
@@ -181,8 +181,7 @@ async def test_allow_existing_accepts_existing_objects(service: Service, admin: 
     assert len((await admin.call("ListApiKeys", organization=name)).api_keys) == 1
 
 
-async def test_a_key_for_other_models_is_refused_by_name(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_a_key_for_other_models_is_refused_by_name(service: Service, tenant: Tenant) -> None:
     key, secret = await service.new_key(tenant, models=["large@7"])
 
     async with service.channel() as channel, service.stream(secret) as stream:

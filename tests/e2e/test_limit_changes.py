@@ -17,6 +17,7 @@ from tests.service import (
     Refusal,
     Service,
     Stream,
+    Tenant,
     cost_picos,
     picos,
     start,
@@ -111,8 +112,7 @@ async def test_a_lowered_limit_ends_it_there(service: Service) -> None:
     await service.no_hold_left(tenant)
 
 
-async def test_a_cost_limit_is_used_up_and_never_exceeded(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_a_cost_limit_is_used_up_and_never_exceeded(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         limit = INPUT_COST + 7 * OUTPUT_PICOS + OUTPUT_PICOS // 2
         request_id = await stream.begin(prompt=PROMPT, max_output_tokens=100, max_cost=usd(limit))

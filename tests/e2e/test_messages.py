@@ -21,8 +21,8 @@ from api.openai.messages import (
 from api.openai.parameters import decode
 from api.openai.tolerance import Notes
 from infra.architecture import ROOT
-from tests.e2e.tool_models import HOTEL, PIECES, SCRIPT, STAY, priced, running_with_tools
-from tests.service import MODEL, Service
+from tests.e2e.tool_models import HOTEL, PIECES, SCRIPT, STAY, running_with_tools
+from tests.service import MODEL, Service, Tenant
 
 anthropic: Any = pytest.importorskip("anthropic")
 
@@ -77,7 +77,7 @@ def parse(body: dict[str, Any]) -> tuple[Any, list[str]]:
 
 
 async def test_a_message_is_the_same_whole_and_streamed(service: Service) -> None:
-    tenant, streaming = await priced(service), await priced(service)
+    tenant, streaming = await service.tenant(), await service.tenant()
     requested: dict[str, Any] = {
         "model": MODEL,
         "max_tokens": 20,
@@ -114,7 +114,7 @@ async def test_a_message_is_the_same_whole_and_streamed(service: Service) -> Non
 
 
 async def test_calls_are_blocks_and_results_continue(service: Service) -> None:
-    tenant, streaming = await priced(service), await priced(service)
+    tenant, streaming = await service.tenant(), await service.tenant()
     requested: dict[str, Any] = {
         "model": SCRIPT,
         "max_tokens": 50,
@@ -169,8 +169,7 @@ async def test_calls_are_blocks_and_results_continue(service: Service) -> None:
     assert cut.content[-1].input == {}
 
 
-async def test_a_format_and_a_forced_tool_are_enforced(service: Service) -> None:
-    tenant = await priced(service)
+async def test_a_format_and_a_forced_tool_are_enforced(service: Service, tenant: Tenant) -> None:
     requested: dict[str, Any] = {
         "model": MODEL,
         "max_tokens": 300,
@@ -190,7 +189,7 @@ async def test_a_format_and_a_forced_tool_are_enforced(service: Service) -> None
 
 
 async def test_errors_have_the_form_and_the_type_of_the_client(service: Service) -> None:
-    tenant = await priced(service)
+    tenant = await service.tenant()
     requested: dict[str, Any] = {"model": MODEL, "max_tokens": 5, "messages": user_message("x")}
 
     with connect(service, "wrong") as client, pytest.raises(anthropic.AuthenticationError) as key:
@@ -224,8 +223,7 @@ async def test_errors_have_the_form_and_the_type_of_the_client(service: Service)
     assert service.database.events(tenant) == []
 
 
-async def test_a_stop_sequence_and_a_bearer_key(service: Service) -> None:
-    tenant = await priced(service)
+async def test_a_stop_sequence_and_a_bearer_key(service: Service, tenant: Tenant) -> None:
     url = service.openai_url.removesuffix("/v1")
 
     with anthropic.Anthropic(base_url=url, auth_token=tenant.secret, max_retries=0) as client:

@@ -11,7 +11,7 @@ from api.observability.observer import COLD_START_MS_MIN
 from api.observability.spans import STAGES
 from metering.core.models import QuotaDimension
 from tests.scraped import Scrape, scrape
-from tests.service import MODEL, Service, kernels_of_this_machine
+from tests.service import MODEL, Service, Tenant, kernels_of_this_machine
 
 OF = {"model": MODEL, "tier": "interactive"}
 ROUNDING_S = 1e-4  # stages have a resolution of a microsecond
@@ -116,9 +116,7 @@ async def test_a_refusal_is_counted_by_what_refused_it(service: Service) -> None
     assert nonsense not in after.text
 
 
-async def test_labels_name_no_caller_and_no_request(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_labels_name_no_caller_and_no_request(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(labels={"team": "marketing-of-acme"})
         await stream.finished(request_id)

@@ -254,8 +254,7 @@ async def test_a_slow_head_loses_its_connection(service: Service, complete_count
     assert await fed(line, line.ended()) == b""
 
 
-async def test_a_body_sent_byte_by_byte_is_refused(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_a_body_sent_byte_by_byte_is_refused(service: Service, tenant: Tenant) -> None:
     line = await dial(service)
 
     await line.append(post(tenant.secret, b" " * 100_000)[:-90_000])
@@ -320,8 +319,7 @@ async def test_a_short_whole_answer_is_sent_at_once_with_its_length(service: Ser
     line.writer.close()
 
 
-async def test_connections_are_bounded_and_come_back(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_connections_are_bounded_and_come_back(service: Service, tenant: Tenant) -> None:
     with capture_logs() as logs:
         lines = [await dial(service) for _ in range(CONNECTIONS + 1)]
         assert await lines[-1].ended() == b""

@@ -30,6 +30,7 @@ from tests.service import (
     OUTPUT_PICOS,
     PLAIN_IDS,
     Service,
+    Tenant,
     conversation,
     until,
 )
@@ -194,9 +195,7 @@ async def test_several_choices_of_one_prompt_are_separate_and_billed_once(servic
     assert whole.usage.completion_tokens == 36
 
 
-async def test_structured_output_is_parsed_into_types(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_structured_output_is_parsed_into_types(service: Service, tenant: Tenant) -> None:
     with connect(service, tenant.secret) as client:
         chat = client.chat.completions.parse(
             model=MODEL, messages=user_message("And?"), response_format=Verdict, max_tokens=400
@@ -326,8 +325,7 @@ async def test_completions_take_prompts_in_every_form_and_answer_each(service: S
     )
 
 
-async def test_logprobs_name_every_token_and_its_bytes(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_logprobs_name_every_token_and_its_bytes(service: Service, tenant: Tenant) -> None:
     requested: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "extra_body": TO_THE_END}
 
     with connect(service, tenant.secret) as client:
@@ -362,9 +360,8 @@ async def test_logprobs_name_every_token_and_its_bytes(service: Service) -> None
     ]
 
 
-async def test_lm_eval_scores_continuations_by_the_echo(service: Service) -> None:
+async def test_lm_eval_scores_continuations_by_the_echo(service: Service, tenant: Tenant) -> None:
     """The body is that of `local-completions`; it reads `token_logprobs[ctxlen:-1]`."""
-    tenant = await service.tenant()
     prompts = [list(PLAIN_IDS[start : start + 30]) for start in (0, 50)]
     requested: dict[str, Any] = {"model": MODEL, "max_tokens": 1, "seed": 1234, "temperature": 0}
 
@@ -438,9 +435,7 @@ async def test_stop_sequences_penalties_and_biases_reach_the_engine(service: Ser
     )
 
 
-async def test_labels_hold_caller_and_reason(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_labels_hold_caller_and_reason(service: Service, tenant: Tenant) -> None:
     with connect(service, tenant.secret) as client:
         answer = client.chat.completions.create(
             model=MODEL,
@@ -456,9 +451,7 @@ async def test_labels_hold_caller_and_reason(service: Service) -> None:
     assert answer.service_tier == "flex"
 
 
-async def test_models_are_listed_and_looked_up(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_models_are_listed_and_looked_up(service: Service, tenant: Tenant) -> None:
     with connect(service, tenant.secret) as client:
         [model] = client.models.list().data
         same = client.models.retrieve(MODEL)
@@ -562,8 +555,7 @@ async def test_a_key_without_permission_is_refused_with_the_reason(service: Serv
     assert forbidden.value.code == "insufficient_permissions"
 
 
-async def test_the_same_idempotency_key_is_billed_once(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_the_same_idempotency_key_is_billed_once(service: Service, tenant: Tenant) -> None:
     request_id = str(uuid.uuid4())
 
     with connect(service, tenant.secret) as client:
@@ -588,9 +580,7 @@ async def test_the_same_idempotency_key_is_billed_once(service: Service) -> None
     assert str(second["request_id"]) == raw.headers["x-request-id"]
 
 
-async def test_fifty_streams_at_once_are_fifty_answers(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_fifty_streams_at_once_are_fifty_answers(service: Service, tenant: Tenant) -> None:
     async with connect_async(service, tenant.secret) as client:
 
         async def ask(index: int) -> tuple[str, int]:

@@ -20,10 +20,9 @@ from tests.e2e.tool_models import (
     STRICT,
     check_arguments,
     ending_bias,
-    priced,
     running_with_tools,
 )
-from tests.service import MODEL, Service
+from tests.service import MODEL, Service, Tenant
 
 BOOK = {"name": "book", "description": "Books a room.", "parameters": HOTEL}
 QUIT = {
@@ -48,10 +47,9 @@ def service(
 
 @pytest.mark.parametrize("given_ids", [None, ("call_1", "call_2"), ("toolu_01ABCdef", "x" * 40)])
 async def test_strict_templates_continue(
-    given_ids: tuple[str, str] | None, service: Service
+    given_ids: tuple[str, str] | None, service: Service, tenant: Tenant
 ) -> None:
     """The server accepts what it wrote itself, and ids of other servers."""
-    tenant = await priced(service)
     requested: dict[str, Any] = {
         "model": STRICT,
         "messages": user_message("Book!"),
@@ -78,7 +76,7 @@ async def test_strict_templates_continue(
 
 
 async def test_a_chat_calls_tools_and_continues_with_the_results(service: Service) -> None:
-    tenant, streaming = await priced(service), await priced(service)
+    tenant, streaming = await service.tenant(), await service.tenant()
     requested: dict[str, Any] = {
         "model": SCRIPT,
         "messages": user_message("Book!"),
@@ -120,8 +118,7 @@ async def test_a_chat_calls_tools_and_continues_with_the_results(service: Servic
     assert after.usage.prompt_tokens > answer.usage.prompt_tokens + 20
 
 
-async def test_the_client_chooses_which_tools_are_called(service: Service) -> None:
-    tenant = await priced(service)
+async def test_the_client_chooses_which_tools_are_called(service: Service, tenant: Tenant) -> None:
     requested: dict[str, Any] = {
         "messages": user_message("Book!"),
         "tools": CHAT_TOOLS,
@@ -152,7 +149,7 @@ async def test_the_client_chooses_which_tools_are_called(service: Service) -> No
 
 
 async def test_beside_tools_an_answer_has_the_format_or_is_a_call(service: Service) -> None:
-    tenant = await priced(service)
+    tenant = await service.tenant()
     format: Any = {"type": "json_schema", "json_schema": {"name": "stay", "schema": STAY}}
     requested: dict[str, Any] = {
         "model": MODEL,
@@ -177,7 +174,7 @@ async def test_beside_tools_an_answer_has_the_format_or_is_a_call(service: Servi
 
 
 async def test_calls_that_were_cut_off_are_shown_to_the_model_as_they_are(service: Service) -> None:
-    tenant = await priced(service)
+    tenant = await service.tenant()
 
     def talk(arguments: str) -> list[Any]:
         call = {"id": "c", "type": "function", "function": {"name": "book", "arguments": arguments}}
@@ -212,7 +209,7 @@ class Book(BaseModel):
 
 
 async def test_calls_of_strict_tools_are_parsed_into_types(service: Service) -> None:
-    tenant = await priced(service)
+    tenant = await service.tenant()
     tools = [openai.pydantic_function_tool(Book, name="book")]
 
     with connect(service, tenant.secret) as client:
@@ -239,8 +236,7 @@ def calls_of(answer: Any) -> list[Any]:
     return calls
 
 
-async def test_a_response_has_calls_as_separate_items(service: Service) -> None:
-    tenant = await priced(service)
+async def test_a_response_has_calls_as_separate_items(service: Service, tenant: Tenant) -> None:
     requested: dict[str, Any] = {"model": SCRIPT, "instructions": "Be brief.", "tools": TOOLS}
 
     with connect(service, tenant.secret) as client:
@@ -297,9 +293,7 @@ def check_events(events: list[Any], output: list[Any]) -> None:
             assert grown == item.content[0].text
 
 
-async def test_a_truncated_call_is_reported_as_truncated(service: Service) -> None:
-    tenant = await priced(service)
-
+async def test_a_truncated_call_is_reported_as_truncated(service: Service, tenant: Tenant) -> None:
     with connect(service, tenant.secret) as client:
         chat = client.chat.completions.create(
             model=SCRIPT, messages=user_message("Book!"), tools=CHAT_TOOLS, max_tokens=6
@@ -322,7 +316,7 @@ async def test_a_truncated_call_is_reported_as_truncated(service: Service) -> No
 
 
 async def test_wrong_tools_and_items_are_refused_by_their_own_names(service: Service) -> None:
-    tenant = await priced(service)
+    tenant = await service.tenant()
     call = {"type": "function_call", "call_id": "c", "name": "book", "arguments": "{}"}
     deep: Any = json.loads('{"a":' * 70 + "1" + "}" * 70)
     large = {"description": "x" * 60_000}
@@ -371,7 +365,7 @@ async def test_wrong_tools_and_items_are_refused_by_their_own_names(service: Ser
 @pytest.mark.parametrize("space", ["mcp__hotel", "mcp__hotel__", "mcp__" + "x" * 59])
 async def test_a_namespaces_functions_have_both_names(space: str, service: Service) -> None:
     """Coding agents send the tools of MCP servers in this form."""
-    tenant = await priced(service)
+    tenant = await service.tenant()
     group: Any = {"type": "namespace", "name": space, "description": "Hotels.", "tools": [TOOLS[1]]}
     requested: dict[str, Any] = {
         "model": SCRIPT,
@@ -407,8 +401,7 @@ async def test_a_namespaces_functions_have_both_names(space: str, service: Servi
     assert after.status in ("completed", "incomplete")
 
 
-async def test_wrong_functions_of_a_namespace_are_named(service: Service) -> None:
-    tenant = await priced(service)
+async def test_wrong_functions_of_a_namespace_are_named(service: Service, tenant: Tenant) -> None:
     wrong: list[tuple[str, list[Any]]] = [
         ("tools[0].name", [{"type": "namespace", "tools": [TOOLS[1]]}]),
         ("tools[1].tools[0].name", [{"name": "a", "tools": [{"type": "function"}]}]),

@@ -23,7 +23,7 @@ from tests.inference.tool_checkpoints import (
     make_scripted_checkpoint,
     write_chains,
 )
-from tests.service import MODEL, Service, Tenant, conversation, price_model, start
+from tests.service import MODEL, Service, Tenant, conversation, start
 
 PIECES = ("Uno", "ST", "OP", "Dos")
 WHOLE, CONTROL = "whole", "control"  # further models: STOP is one token; a control token follows
@@ -76,15 +76,6 @@ def service(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Service:
         FORKS: make_forking_checkpoint(directory / "forks"),
     }
     return serve(made[MODEL], models=made)
-
-
-@pytest.fixture
-async def tenant(service: Service) -> Tenant:
-    tenant = await service.tenant()
-    async with service.session() as session:
-        for model in (WHOLE, CONTROL, FORKS):
-            await price_model(session, model)
-    return tenant
 
 
 async def answered(service: Service, tenant: Tenant, path: str, **fields: Any) -> dict[str, Any]:

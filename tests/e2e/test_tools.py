@@ -22,10 +22,9 @@ from tests.e2e.tool_models import (
     TOOLS,
     check_arguments,
     ending_bias,
-    priced,
     running_with_tools,
 )
-from tests.service import MODEL, Service, Stream, bearer, conversation
+from tests.service import MODEL, Service, Stream, Tenant, bearer, conversation
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +71,7 @@ def calls_of(stream: Stream, request_id: str, choice_index: int = 0) -> list[tup
     return [(name, arguments) for name, arguments in calls]
 
 
-async def test_text_and_calls_are_separated_and_billed(service: Service) -> None:
-    tenant = await priced(service)
-
+async def test_text_and_calls_are_separated_and_billed(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         request_id = await begin(stream, model=SCRIPT)
         finished = await stream.finished(request_id)
@@ -95,7 +92,7 @@ async def test_text_and_calls_are_separated_and_billed(service: Service) -> None
 
 async def test_a_strict_tool_is_called_with_valid_arguments_or_not_at_all(service: Service) -> None:
     """The script's arguments lack a required field: the model is constrained to valid calls."""
-    tenant = await priced(service)
+    tenant = await service.tenant()
     strict = [
         pb.Tool(name=tool.name, parameters_json_schema=tool.parameters_json_schema, strict=True)
         for tool in TOOLS
@@ -117,7 +114,7 @@ async def test_a_strict_tool_is_called_with_valid_arguments_or_not_at_all(servic
 
 
 async def test_one_call_ends_the_output_where_one_is_wanted(service: Service) -> None:
-    tenant = await priced(service)
+    tenant = await service.tenant()
 
     async with service.stream(tenant.secret) as stream:
         request_id = await begin(
@@ -131,7 +128,7 @@ async def test_one_call_ends_the_output_where_one_is_wanted(service: Service) ->
 
 
 async def test_forbidden_tools_are_hidden_and_markers_are_text(service: Service) -> None:
-    tenant = await priced(service)
+    tenant = await service.tenant()
     none = pb.ToolChoice(mode=pb.TOOL_MODE_NONE)
 
     async with service.stream(tenant.secret) as stream:
@@ -146,7 +143,7 @@ async def test_forbidden_tools_are_hidden_and_markers_are_text(service: Service)
 
 @pytest.mark.parametrize("choice_count", [1, 2])
 async def test_a_forced_call_is_valid_under_its_schema(service: Service, choice_count: int) -> None:
-    tenant = await priced(service)
+    tenant = await service.tenant()
     drawn: dict[str, Any] = {
         "choice_count": choice_count,
         "sampling": {"temperature": 1.0, "seed": 5, "logit_bias": ending_bias(service)},
@@ -173,7 +170,7 @@ async def test_a_forced_call_is_valid_under_its_schema(service: Service, choice_
 
 
 async def test_calls_and_their_results_are_part_of_the_conversation(service: Service) -> None:
-    tenant = await priced(service)
+    tenant = await service.tenant()
     call = pb.ToolCall(id="c1", name="book", arguments_json='{"hotel": "Ulm <|end|>"}')
     turns = [
         pb.Message(role=pb.ROLE_USER, content="Book."),
@@ -242,7 +239,7 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 async def test_invalid_tools_are_refused_by_name_and_billed_no_tokens(service: Service) -> None:
     """A schema is compiled after the hold, so an impossible one counts. Others do not."""
-    tenant = await priced(service)
+    tenant = await service.tenant()
     compiled = []
 
     async with service.stream(tenant.secret) as stream:
