@@ -22,6 +22,18 @@ from inference.engine import (
 )
 
 NAN = float("nan")
+BEAM = {"beam_search": pb.BeamSearch(width=2)}
+REGEX = {"response_format": pb.ResponseFormat(regex="a")}
+SCHEMA_FIELD = "response_format.json_schema"
+DEFAULTS = SamplingParams(temperature=0.7, top_p=0.8, top_k=20, min_p=0.05, repetition_penalty=1.05)
+
+
+def schema(text: str) -> dict[str, Any]:
+    return {"response_format": pb.ResponseFormat(json_schema=text)}
+
+
+def beam(**fields: Any) -> dict[str, Any]:
+    return {"beam_search": pb.BeamSearch(**fields)}
 
 
 def parse(sampling: dict[str, Any] | None = None, **fields: Any) -> ValidStart:
@@ -60,76 +72,33 @@ def violations(error: pytest.ExceptionInfo[InvalidRequest]) -> list[str]:
         ({}, {"top_logprobs": 21}, "top_logprobs"),
         ({}, {"top_logprobs": -1}, "top_logprobs"),
         ({}, {"prompt_logprobs": 6}, "prompt_logprobs"),
-        ({}, {"prompt_logprobs": 1, "beam_search": pb.BeamSearch(width=2)}, "prompt_logprobs"),
+        ({}, BEAM | {"prompt_logprobs": 1}, "prompt_logprobs"),
         ({}, {"choice_count": 0}, "choice_count"),
         ({}, {"choice_count": 17}, "choice_count"),
         ({}, {"response_format": pb.ResponseFormat()}, "response_format"),
-        (
-            {},
-            {"response_format": pb.ResponseFormat(json_schema="{")},
-            "response_format.json_schema",
-        ),
-        (
-            {},
-            {"response_format": pb.ResponseFormat(json_schema="[]")},
-            "response_format.json_schema",
-        ),
-        (
-            {},
-            {"response_format": pb.ResponseFormat(json_schema="[" * 60_000)},
-            "response_format.json_schema",
-        ),
-        (
-            {},
-            {"response_format": pb.ResponseFormat(json_schema='{"const": "' + "x" * 65_536 + '"}')},
-            "response_format.json_schema",
-        ),
+        ({}, schema("{"), SCHEMA_FIELD),
+        ({}, schema("[]"), SCHEMA_FIELD),
+        ({}, schema("[" * 60_000), SCHEMA_FIELD),
+        ({}, schema('{"const": "' + "x" * 65_536 + '"}'), SCHEMA_FIELD),
         ({}, {"response_format": pb.ResponseFormat(regex="")}, "response_format.regex"),
         ({}, {"response_format": pb.ResponseFormat(lark="ü" * 32_769)}, "response_format.lark"),
-        ({}, {"beam_search": pb.BeamSearch()}, "beam_search.width"),
-        ({}, {"beam_search": pb.BeamSearch(width=1)}, "beam_search.width"),
-        ({}, {"beam_search": pb.BeamSearch(width=17)}, "beam_search.width"),
-        (
-            {},
-            {"beam_search": pb.BeamSearch(width=2, length_penalty=10.5)},
-            "beam_search.length_penalty",
-        ),
-        (
-            {},
-            {"beam_search": pb.BeamSearch(width=2, length_penalty=NAN)},
-            "beam_search.length_penalty",
-        ),
-        (
-            {},
-            {"beam_search": pb.BeamSearch(width=2, early_stopping=9)},  # type: ignore[arg-type]
-            "beam_search.early_stopping",
-        ),
-        ({}, {"beam_search": pb.BeamSearch(width=2), "choice_count": 3}, "choice_count"),
-        ({}, {"beam_search": pb.BeamSearch(width=2), "stop_sequences": ["x"]}, "stop_sequences"),
-        (
-            {},
-            {
-                "beam_search": pb.BeamSearch(width=2),
-                "response_format": pb.ResponseFormat(regex="a"),
-            },
-            "response_format",
-        ),
-        ({"temperature": 0.5}, {"beam_search": pb.BeamSearch(width=2)}, "sampling.temperature"),
-        ({"top_p": 1.0}, {"beam_search": pb.BeamSearch(width=2)}, "sampling.top_p"),
-        ({"top_k": 0}, {"beam_search": pb.BeamSearch(width=2)}, "sampling.top_k"),
-        ({"min_p": 0.0}, {"beam_search": pb.BeamSearch(width=2)}, "sampling.min_p"),
-        ({"seed": 1}, {"beam_search": pb.BeamSearch(width=2)}, "sampling.seed"),
-        ({}, {"response_format": pb.ResponseFormat(regex="a"), "ignore_eos": True}, "ignore_eos"),
-        (
-            {},
-            {"response_format": pb.ResponseFormat(regex="a"), "min_output_tokens": 1},
-            "min_output_tokens",
-        ),
-        (
-            {},
-            {"response_format": pb.ResponseFormat(regex="a"), "stop_token_ids": [5]},
-            "stop_token_ids",
-        ),
+        ({}, beam(), "beam_search.width"),
+        ({}, beam(width=1), "beam_search.width"),
+        ({}, beam(width=17), "beam_search.width"),
+        ({}, beam(width=2, length_penalty=10.5), "beam_search.length_penalty"),
+        ({}, beam(width=2, length_penalty=NAN), "beam_search.length_penalty"),
+        ({}, beam(width=2, early_stopping=9), "beam_search.early_stopping"),
+        ({}, BEAM | {"choice_count": 3}, "choice_count"),
+        ({}, BEAM | {"stop_sequences": ["x"]}, "stop_sequences"),
+        ({}, BEAM | REGEX, "response_format"),
+        ({"temperature": 0.5}, BEAM, "sampling.temperature"),
+        ({"top_p": 1.0}, BEAM, "sampling.top_p"),
+        ({"top_k": 0}, BEAM, "sampling.top_k"),
+        ({"min_p": 0.0}, BEAM, "sampling.min_p"),
+        ({"seed": 1}, BEAM, "sampling.seed"),
+        ({}, REGEX | {"ignore_eos": True}, "ignore_eos"),
+        ({}, REGEX | {"min_output_tokens": 1}, "min_output_tokens"),
+        ({}, REGEX | {"stop_token_ids": [5]}, "stop_token_ids"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_its_field(
@@ -149,11 +118,7 @@ def test_every_violation_is_reported_at_once() -> None:
 
 
 def test_unset_options_have_the_models_defaults_and_set_ones_win() -> None:
-    defaults = SamplingParams(
-        temperature=0.7, top_p=0.8, top_k=20, min_p=0.05, repetition_penalty=1.05
-    )
-
-    assert parse().sampling.over(defaults) == defaults
+    assert parse().sampling.over(DEFAULTS) == DEFAULTS
     given = {
         "temperature": 0.0,
         "top_k": 0,
@@ -162,20 +127,17 @@ def test_unset_options_have_the_models_defaults_and_set_ones_win() -> None:
         "repetition_penalty": 1.0,
         "logit_bias": {9: 1.5, 3: -100.0},
     }
-    assert parse(given, top_logprobs=0).sampling.over(defaults) == SamplingParams(
+    assert parse(given, top_logprobs=0).sampling.over(DEFAULTS) == SamplingParams(
         temperature=0.0, top_p=0.8, seed=4, logit_bias=((3, -100.0), (9, 1.5)), top_logprobs=0
     )
 
 
 def test_a_beam_search_reaches_the_engine_without_the_models_defaults_of_chance() -> None:
-    defaults = SamplingParams(
-        temperature=0.7, top_p=0.8, top_k=20, min_p=0.05, repetition_penalty=1.05
-    )
     given = pb.BeamSearch(width=4, length_penalty=0.0, early_stopping=pb.EARLY_STOPPING_WHEN_FULL)
 
     parsed = parse(beam_search=given, choice_count=4)
 
-    assert parsed.sampling.over(defaults) == SamplingParams(repetition_penalty=1.05)
+    assert parsed.sampling.over(DEFAULTS) == SamplingParams(repetition_penalty=1.05)
     assert parsed.beam_search == BeamSearchParams(4, 0.0, EarlyStopping.WHEN_FULL)
     assert parse(beam_search=pb.BeamSearch(width=2)).beam_search == BeamSearchParams(
         2, 1.0, EarlyStopping.HEURISTIC

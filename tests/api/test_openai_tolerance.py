@@ -35,13 +35,28 @@ from api.openai.tolerance import (
     encoded,
 )
 from bench.costly_bodies import bodies_of
+from tests.api.openai_bodies import (
+    Part,
+    assistant,
+    call,
+    called,
+    calling,
+    function,
+    input_text,
+    json_format,
+    output,
+    result,
+    text,
+    text_format,
+    tool,
+    user,
+)
 from tests.api.test_growth import HTTP
 
-CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
+CHAT: dict[str, Any] = {"model": "demo", "messages": [user("Hello")]}
 RESPONSE: dict[str, Any] = {"model": "demo", "input": "Hello"}
 COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "Hello"}
-FUNCTION = {"type": "function", "name": "f"}
-QUESTION: list[Any] = [{"role": "user", "content": "Paris?"}]
+QUESTION = user("Paris?")
 BOTH: dict[str, Any] = {"city": {"type": "string"}, "sunny": {"type": "boolean"}}
 ANSWER: dict[str, Any] = {"type": "object", "properties": BOTH, "required": ["city", "sunny"]}
 CITY: dict[str, Any] = {
@@ -51,255 +66,111 @@ CITY: dict[str, Any] = {
 }
 CLOSED: dict[str, Any] = {"additionalProperties": False}
 DRAFT_7: dict[str, Any] = {"$schema": "http://json-schema.org/draft-07/schema#"}
-WEATHER: dict[str, Any] = {"name": "weather", "description": "Weather of a city."}
+ABOUT = "Weather of a city."
+EXTRACTED = "Correctly extracted `Answer`"
+SYSTEM = {"role": "system", "content": "Be nice"}
 SCHEMA = {"type": "object", "properties": {}, "additionalProperties": False}
+CUT_OFF = '{"city": "Par'
 
-CLIENTS: tuple[tuple[str, dict[str, Any], list[str]], ...] = (
-    (
-        "autogen",
-        {
-            "model": "demo",
-            "messages": [
-                {"role": "system", "content": "Be nice"},
-                {"role": "user", "name": "user", "content": "Hello"},
-            ],
-            "stream": False,
-        },
+
+def chat(*messages: Part, **fields: Any) -> dict[str, Any]:
+    return {"model": "demo", "messages": [*messages], **fields}
+
+
+def respond(*items: Part, **fields: Any) -> dict[str, Any]:
+    return {"model": "demo", "input": [*items], **fields}
+
+
+CLIENTS: Mapping[str, tuple[dict[str, Any], list[str]]] = {
+    "autogen": (chat(SYSTEM, user("Hello", name="user"), stream=False), ["messages[].name"]),
+    "semantic kernel": (
+        chat(SYSTEM | {"name": "bot"}, user("Hello"), stream=False),
         ["messages[].name"],
     ),
-    (
-        "semantic kernel",
-        {
-            "model": "demo",
-            "messages": [
-                {"role": "system", "content": "be nice", "name": "bot"},
-                {"role": "user", "content": "Hello"},
-            ],
-            "stream": False,
-        },
+    "langchain agent, second turn": (
+        chat(
+            *(user("Hi"), assistant("Hello", name="helper"), QUESTION),
+            stream=False,
+            tools=[function("weather", description=ABOUT, parameters=CITY)],
+        ),
         ["messages[].name"],
     ),
-    (
-        "langchain agent, second turn",
-        {
-            "model": "demo",
-            "messages": [
-                {"content": "Hi", "role": "user"},
-                {"content": "Hello", "name": "helper", "role": "assistant"},
-                *QUESTION,
-            ],
-            "stream": False,
-            "tools": [{"type": "function", "function": WEATHER | {"parameters": CITY}}],
-        },
+    "langchain agent with a provider's format": (
+        chat(
+            QUESTION,
+            response_format=json_format(ANSWER, "Answer", strict=False),
+            stream=False,
+            tools=[function("weather", description=ABOUT, parameters=CITY | CLOSED, strict=True)],
+        ),
+        [],
+    ),
+    "ai sdk object beside tools": (
+        chat(
+            QUESTION,
+            response_format=json_format(DRAFT_7 | ANSWER | CLOSED, "response", strict=True),
+            tools=[function("weather", description=ABOUT, parameters=DRAFT_7 | CITY | CLOSED)],
+            tool_choice="auto",
+        ),
+        [],
+    ),
+    "ai sdk object beside tools, responses": (
+        respond(
+            user([input_text("Paris?")]),
+            text=text_format(DRAFT_7 | ANSWER | CLOSED, "response", strict=True),
+            tools=[tool("weather", description=ABOUT, parameters=DRAFT_7 | CITY | CLOSED)],
+            tool_choice="auto",
+        ),
+        [],
+    ),
+    "openai agents, after a call that was cut off": (
+        chat(
+            {"content": "Be brief.", "role": "system"},
+            *(QUESTION, calling(call("c", "weather", CUT_OFF)), result("c", "invalid")),
+            response_format=json_format(ANSWER | CLOSED, "final_output", strict=True),
+            tools=[function("weather", description=ABOUT, parameters=CITY | CLOSED, strict=True)],
+        ),
+        [],
+    ),
+    "openai agents, responses after a call that was cut off": (
+        respond(
+            *(QUESTION, called("c", "weather", CUT_OFF), output("c", "invalid")),
+            include=[],
+            instructions="Be brief.",
+            text=text_format(ANSWER | CLOSED, "final_output", strict=True),
+            tools=[tool("weather", description=ABOUT, parameters=CITY | CLOSED, strict=True)],
+        ),
+        [],
+    ),
+    "instructor with a forced tool of the same format": (
+        respond(
+            QUESTION,
+            text=text_format(ANSWER | CLOSED, "Answer", strict=True),
+            tool_choice=tool("Answer"),
+            tools=[tool("Answer", parameters=ANSWER | CLOSED, description=EXTRACTED)],
+        ),
+        [],
+    ),
+    "instructor": (
+        chat(
+            QUESTION,
+            tool_choice=function("Answer"),
+            tools=[function("Answer", description=EXTRACTED, parameters=ANSWER)],
+        ),
+        [],
+    ),
+    "llm with an open schema": (
+        chat(user("A person"), response_format=json_format(ANSWER, "output"), stream=False),
+        [],
+    ),
+    "langchain agent": (
+        chat(
+            user("Hello"),
+            calling(call("c", arguments='{"city":\n'), name="helper"),
+            result("c", name="f"),
+        ),
         ["messages[].name"],
     ),
-    (
-        "langchain agent with a provider's format",
-        {
-            "model": "demo",
-            "messages": QUESTION,
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "Answer", "strict": False, "schema": ANSWER},
-            },
-            "stream": False,
-            "tools": [
-                {
-                    "type": "function",
-                    "function": WEATHER | {"parameters": CITY | CLOSED, "strict": True},
-                }
-            ],
-        },
-        [],
-    ),
-    (
-        "ai sdk object beside tools",
-        {
-            "model": "demo",
-            "messages": QUESTION,
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {
-                    "schema": DRAFT_7 | ANSWER | CLOSED,
-                    "strict": True,
-                    "name": "response",
-                },
-            },
-            "tools": [
-                {"type": "function", "function": WEATHER | {"parameters": DRAFT_7 | CITY | CLOSED}}
-            ],
-            "tool_choice": "auto",
-        },
-        [],
-    ),
-    (
-        "ai sdk object beside tools, responses",
-        {
-            "model": "demo",
-            "input": [{"role": "user", "content": [{"type": "input_text", "text": "Paris?"}]}],
-            "text": {
-                "format": {
-                    "type": "json_schema",
-                    "strict": True,
-                    "name": "response",
-                    "schema": DRAFT_7 | ANSWER | CLOSED,
-                }
-            },
-            "tools": [{"type": "function", **WEATHER, "parameters": DRAFT_7 | CITY | CLOSED}],
-            "tool_choice": "auto",
-        },
-        [],
-    ),
-    (
-        "openai agents, after a call that was cut off",
-        {
-            "messages": [
-                {"content": "Be brief.", "role": "system"},
-                *QUESTION,
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "tool_calls": [
-                        {
-                            "id": "c",
-                            "type": "function",
-                            "function": {"name": "weather", "arguments": '{"city": "Par'},
-                        }
-                    ],
-                },
-                {"role": "tool", "tool_call_id": "c", "content": "invalid"},
-            ],
-            "model": "demo",
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "final_output", "strict": True, "schema": ANSWER | CLOSED},
-            },
-            "tools": [
-                {
-                    "type": "function",
-                    "function": WEATHER | {"parameters": CITY | CLOSED, "strict": True},
-                }
-            ],
-        },
-        [],
-    ),
-    (
-        "openai agents, responses after a call that was cut off",
-        {
-            "include": [],
-            "input": [
-                *QUESTION,
-                {
-                    "type": "function_call",
-                    "call_id": "c",
-                    "name": "weather",
-                    "arguments": '{"city": "Par',
-                },
-                {"type": "function_call_output", "call_id": "c", "output": "invalid"},
-            ],
-            "instructions": "Be brief.",
-            "model": "demo",
-            "text": {
-                "format": {
-                    "type": "json_schema",
-                    "name": "final_output",
-                    "schema": ANSWER | CLOSED,
-                    "strict": True,
-                }
-            },
-            "tools": [{**WEATHER, "parameters": CITY | CLOSED, "strict": True, "type": "function"}],
-        },
-        [],
-    ),
-    (
-        "instructor with a forced tool of the same format",
-        {
-            "input": QUESTION,
-            "model": "demo",
-            "text": {
-                "format": {
-                    "type": "json_schema",
-                    "name": "Answer",
-                    "strict": True,
-                    "schema": ANSWER | CLOSED,
-                }
-            },
-            "tool_choice": {"type": "function", "name": "Answer"},
-            "tools": [
-                {
-                    "type": "function",
-                    "name": "Answer",
-                    "parameters": ANSWER | CLOSED,
-                    "description": "Correctly extracted `Answer`",
-                }
-            ],
-        },
-        [],
-    ),
-    (
-        "instructor",
-        {
-            "messages": QUESTION,
-            "model": "demo",
-            "tool_choice": {"type": "function", "function": {"name": "Answer"}},
-            "tools": [
-                {
-                    "type": "function",
-                    "function": {
-                        "name": "Answer",
-                        "description": "Correctly extracted `Answer`",
-                        "parameters": ANSWER,
-                    },
-                }
-            ],
-        },
-        [],
-    ),
-    (
-        "llm with an open schema",
-        {
-            "messages": [{"role": "user", "content": "A person"}],
-            "model": "demo",
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {
-                    "name": "output",
-                    "schema": {
-                        "type": "object",
-                        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
-                        "required": ["name", "age"],
-                    },
-                },
-            },
-            "stream": False,
-        },
-        [],
-    ),
-    (
-        "langchain agent",
-        {
-            "model": "demo",
-            "messages": [
-                *CHAT["messages"],
-                {
-                    "role": "assistant",
-                    "name": "helper",
-                    "content": None,
-                    "tool_calls": [
-                        {
-                            "id": "c",
-                            "type": "function",
-                            "function": {"name": "f", "arguments": '{"city":\n'},
-                        }
-                    ],
-                },
-                {"role": "tool", "tool_call_id": "c", "name": "f", "content": "x"},
-            ],
-        },
-        ["messages[].name"],
-    ),
-    (
-        "guidellm",
+    "guidellm": (
         CHAT
         | {
             "stream": True,
@@ -309,31 +180,25 @@ CLIENTS: tuple[tuple[str, dict[str, Any], list[str]], ...] = (
         },
         [],
     ),
-    (
-        "guidellm responses",
+    "guidellm responses": (
         RESPONSE | {"stream": True, "stream_options": {"continuous_usage_stats": True}},
         ["stream_options.continuous_usage_stats"],
     ),
-    (
-        "pydantic-ai",
-        CHAT
-        | {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "x", "schema": SCHEMA},
-            },
-            "tool_choice": "auto",
-            "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}],
-        },
+    "pydantic-ai": (
+        chat(
+            user("Hello"),
+            response_format=json_format(SCHEMA),
+            tool_choice="auto",
+            tools=[function(parameters=SCHEMA)],
+        ),
         [],
     ),
-    (
-        "codex",
+    "codex": (
         RESPONSE
         | {
             "tools": [
-                FUNCTION,
-                {"type": "namespace", "name": "multi_agent_v1", "tools": [FUNCTION]},
+                tool(),
+                {"type": "namespace", "name": "multi_agent_v1", "tools": [tool()]},
                 {"type": "web_search", "external_web_access": True},
             ],
             "tool_choice": "auto",
@@ -346,57 +211,36 @@ CLIENTS: tuple[tuple[str, dict[str, Any], list[str]], ...] = (
             "stream": True,
         },
         [
-            "client_metadata",
-            "tools[].external_web_access",
-            "prompt_cache_key",
-            "tools[].web_search",
-            "reasoning.summary",
-            "include[]",
+            *("client_metadata", "tools[].external_web_access", "prompt_cache_key"),
+            *("tools[].web_search", "reasoning.summary", "include[]"),
         ],
     ),
-    (
-        "litellm for anthropic",
-        {
-            "model": "demo",
-            "input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}],
-            "include": ["reasoning.encrypted_content"],
-            "max_output_tokens": 50,
-        },
+    "litellm for anthropic": (
+        respond(
+            user([input_text("Hi")]), include=["reasoning.encrypted_content"], max_output_tokens=50
+        ),
         ["include[]"],
     ),
-    (
-        "earlier reasoning",
-        {
-            "model": "demo",
-            "input": [
-                {"role": "user", "content": "Hi"},
-                {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"},
-                {"role": "user", "content": [{"type": "input_text", "text": "Go on"}]},
-            ],
-            "truncation": "auto",
-        },
+    "earlier reasoning": (
+        respond(
+            user("Hi"),
+            {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"},
+            user([input_text("Go on")]),
+            truncation="auto",
+        ),
         ["input[].encrypted_content"],
     ),
-    (
-        "cached parts and earlier thoughts",
-        {
-            "model": "demo",
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
-                    ],
-                },
-                {"role": "assistant", "content": None, "reasoning_content": "hm"},
-            ],
-        },
+    "cached parts and earlier thoughts": (
+        chat(
+            user([text("x", cache_control={"type": "ephemeral"})]),
+            assistant(reasoning_content="hm"),
+        ),
         ["messages[].content[].cache_control"],
     ),
-    ("lm-eval", COMPLETION | {"echo": True, "logprobs": 1, "suffix": None}, []),
-    ("vllm bench", CHAT | {"repetition_penalty": 1.0, "skip_special_tokens": True}, []),
-    ("hints", CHAT | {"x_client": "a", "priority": 3, "rid": "r"}, ["x_client", "priority", "rid"]),
-)
+    "lm-eval": (COMPLETION | {"echo": True, "logprobs": 1, "suffix": None}, []),
+    "vllm bench": (CHAT | {"repetition_penalty": 1.0, "skip_special_tokens": True}, []),
+    "hints": (CHAT | {"x_client": "a", "priority": 3, "rid": "r"}, ["x_client", "priority", "rid"]),
+}
 MANY: Mapping[str, tuple[Callable[[str], str], bool]] = {
     "unknown parameters": (lambda _: ",".join(f'"p{n:x}":1' for n in range(70_000)), False),
     "an unknown parameter": (lambda _: '"p":[' + "{}," * 40_000 + "{}]", False),
@@ -430,32 +274,26 @@ def parse(body: dict[str, Any], *, strict: bool = False) -> tuple[ParsedRequest,
     return parsed, [] if ignored is None else list(ignored.names)
 
 
-@pytest.mark.parametrize(
-    ("body", "names"), [each[1:] for each in CLIENTS], ids=[n for n, *_ in CLIENTS]
-)
+@pytest.mark.parametrize(("body", "names"), CLIENTS.values(), ids=CLIENTS)
 def test_bodies_of_real_clients_are_accepted(body: dict[str, Any], names: list[str]) -> None:
     assert parse(body)[1] == names
 
 
 def test_a_strict_request_with_an_unknown_parameter_is_refused() -> None:
-    for body in (
-        CHAT | {"x_client": 1},
-        CHAT | {"messages": [CHAT["messages"][0] | {"x_name": "x"}]},
-    ):
+    for body in (CHAT | {"x_client": 1}, chat(user("Hello", x_name="x"))):
         parse(body)
         with pytest.raises(InvalidRequest):
             parse(body, strict=True)
 
 
 def test_parts_that_are_ignored_do_not_reach_the_start_frame() -> None:
-    bodies = {name: body for name, body, _ in CLIENTS}
-
-    codex = parse(bodies["codex"])[0].starts[0]
-    thinking = parse(bodies["earlier reasoning"])[0].starts[0]
+    codex, thinking, thoughts = (
+        parse(CLIENTS[name][0])[0].starts[0]
+        for name in ("codex", "earlier reasoning", "cached parts and earlier thoughts")
+    )
 
     assert [tool.name for tool in codex.tools] == ["f", "multi_agent_v1__f"]
     assert [turn.content for turn in thinking.conversation.messages] == ["Hi", "Go on"]
-    thoughts = parse(bodies["cached parts and earlier thoughts"])[0].starts[0]
     assert [turn.reasoning for turn in thoughts.conversation.messages] == ["", "hm"]
 
 
@@ -463,20 +301,15 @@ def test_earlier_thoughts_belong_to_the_turn_after_them() -> None:
     def thought(text: str) -> dict[str, Any]:
         return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
 
-    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-    result = {"type": "function_call_output", "call_id": "c", "output": "4"}
-    answer = {"role": "assistant", "content": "It is 4."}
-    requested, more = ({"role": "user", "content": text} for text in ("2+2?", "And?"))
-    reply = {"role": "assistant", "content": "I look."}
     encrypted = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
-    items = [requested, thought("Hm"), reply, encrypted, call, result, thought("So"), answer]
-    items += [thought("Cut"), more]
+    before = [user("2+2?"), thought("Hm"), assistant("I look."), encrypted, called("c")]
+    after = [output("c", "4"), thought("So"), assistant("It is 4."), thought("Cut"), user("And?")]
 
-    [start] = parse({"model": "demo", "input": items})[0].starts
+    [start] = parse(respond(*before, *after))[0].starts
 
     turns = [(turn.content, turn.reasoning) for turn in start.conversation.messages]
-    before = [("2+2?", ""), ("I look.", "Hm"), ("4", ""), ("It is 4.", "So")]
-    assert turns == [*before, ("", "Cut"), ("And?", "")]
+    seen = [("2+2?", ""), ("I look.", "Hm"), ("4", ""), ("It is 4.", "So")]
+    assert turns == [*seen, ("", "Cut"), ("And?", "")]
     assert [len(turn.tool_calls) for turn in start.conversation.messages] == [0, 1, 0, 0, 0, 0]
 
 
@@ -485,18 +318,10 @@ def test_earlier_thoughts_belong_to_the_turn_after_them() -> None:
     [
         (CHAT | {"temprature": 0.5}, "temprature", "did you mean temperature?"),
         (CHAT | {"max_output_tokens": 5}, "max_output_tokens", "another API"),
-        (COMPLETION | {"tools": [FUNCTION]}, "tools", "another API"),
-        (CHAT | {"response_format": {"type": "text", "x": 1}}, "response_format.x", "leave it out"),
-        (
-            CHAT | {"chat_template_kwargs": {"bos_token": "x"}},
-            "chat_template_kwargs.bos_token",
-            "leave it out",
-        ),
-        (
-            CHAT | {"messages": [{"role": "assistant", "content": "a", "weight": 0}]},
-            "messages[].weight",
-            "leave it out",
-        ),
+        (COMPLETION | {"tools": [tool()]}, "tools", "another API"),
+        (CHAT | {"response_format": {"type": "text", "x": 1}}, "response_format.x", "leave it"),
+        (CHAT | {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x", "leave it out"),
+        (chat(assistant("a", weight=0)), "messages[].weight", "leave it out"),
         (
             RESPONSE | {"tools": [{"type": "web_search"}], "tool_choice": "required"},
             "tool_choice",
@@ -573,21 +398,16 @@ def test_a_byte_order_mark_before_the_body_is_skipped() -> None:
 
 
 def test_results_without_an_id_answer_the_calls_in_order() -> None:
-    def call(number: int) -> dict[str, Any]:
-        function = {"name": "f", "arguments": "{}"}
-        return {"id": f"c{number}", "type": "function", "function": function}
-
-    def ids(*results: dict[str, Any]) -> list[str]:
-        requested = {"role": "assistant", "tool_calls": [call(1), call(2)]}
-        reply = [{"role": "user", "content": "Hi"}, requested, *results]
-        frame = parse(CHAT | {"messages": reply})[0].starts[0]
+    def ids(*results: Part) -> list[str]:
+        body = chat(user("Hi"), calling(call("c1"), call("c2")), *results)
+        frame = parse(body)[0].starts[0]
         return [turn.tool_call_id for turn in frame.conversation.messages[2:]]
 
-    result = {"role": "tool", "content": "4"}
+    nameless = {"role": "tool", "content": "4"}
 
-    assert ids(result, result) == ["c1", "c2"]
-    assert ids(result | {"tool_call_id": "c2"}, result) == ["c2", "c1"]
-    assert ids(result, result | {"tool_call_id": "c2"}, result) == ["c1", "c2", ""]
+    assert ids(nameless, nameless) == ["c1", "c2"]
+    assert ids(result("c2"), nameless) == ["c2", "c1"]
+    assert ids(nameless, result("c2"), nameless) == ["c1", "c2", ""]
 
 
 @pytest.mark.parametrize(

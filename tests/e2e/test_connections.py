@@ -25,7 +25,7 @@ from tests.e2e.openai_clients import TO_THE_END, user_message
 from tests.e2e.test_openai_bad_input import Socket, dial, post
 from tests.e2e.test_openai_ends import the_event, the_one_running
 from tests.forked_workers import children_of
-from tests.service import MODEL, PATIENCE_S, Inside, Service, until, Tenant
+from tests.service import MODEL, PATIENCE_S, Inside, Service, Tenant, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -173,7 +173,9 @@ async def test_an_answer_failed_after_padding_has_no_end(inside: Inside, service
 
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("api", APIS)
-async def test_a_half_close_gets_the_whole_answer(service: Service, tenant: Tenant, api: str, streams: bool) -> None:
+async def test_a_half_close_gets_the_whole_answer(
+    service: Service, tenant: Tenant, api: str, streams: bool
+) -> None:
     line = await dial(service)
 
     await line.append(requested(tenant.secret, api, stream=streams, token_count=50))
@@ -204,7 +206,9 @@ async def test_every_pipelined_request_before_a_half_close_is_answered(service: 
 
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("half_closes", [True, False])
-async def test_a_client_that_is_gone_is_noticed_whether_it_half_closed_or_not(inside: Inside, service: Service, tenant: Tenant, streams: bool, half_closes: bool) -> None:
+async def test_a_client_that_is_gone_is_noticed_whether_it_half_closed_or_not(
+    inside: Inside, service: Service, tenant: Tenant, streams: bool, half_closes: bool
+) -> None:
     """Also while the engine gives no token that could not be sent."""
     line = await dial(service)
 
@@ -303,7 +307,14 @@ async def test_a_draining_server_closes_after_its_answer(inside: Inside, service
         ("1.0", ("Expect: 100-continue",), False, False),
     ],
 )
-async def test_connections_persist_and_continue_as_http_says(service: Service, tenant: Tenant, version: str, headers: tuple[str, ...], persists: bool, continues: bool) -> None:
+async def test_connections_persist_and_continue_as_http_says(
+    service: Service,
+    tenant: Tenant,
+    version: str,
+    headers: tuple[str, ...],
+    persists: bool,
+    continues: bool,
+) -> None:
     line = await dial(service)
     body = json.dumps({"model": MODEL, "input": "a"}).encode()
     head = post(tenant.secret, body, *headers, path="/v1/responses/input_tokens")
