@@ -476,6 +476,20 @@ class Stream:
         """Send cancel frames."""
         await self.send(*map(cancel, request_ids))
 
+    async def attach(self, request_id: str, after_seq: int = 0) -> None:
+        """Send an attach frame."""
+        await self.send(attach(request_id, after_seq))
+
+    async def update(self, request_id: str, **limits: Any) -> None:
+        """Send an update frame."""
+        await self.send(
+            pb.ClientFrame(request_id=request_id, update=pb.UpdateFrame(**limits))
+        )
+
+    async def credit(self, request_id: str, token_count: int) -> None:
+        """Send a credit frame."""
+        await self.send(credit(request_id, token_count))
+
     async def half_close(self) -> None:
         """Close the sending side."""
         await self.call.done_writing()
@@ -638,6 +652,11 @@ def cancel(request_id: str) -> pb.ClientFrame:
 def credit(request_id: str, token_count: int) -> pb.ClientFrame:
     """Return a credit frame."""
     return pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=token_count))
+
+
+def attach(request_id: str, after_seq: int = 0) -> pb.ClientFrame:
+    """Return an attach frame."""
+    return pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame(after_seq=after_seq))
 
 
 def conversation(*turns: str) -> pb.Conversation:

@@ -25,18 +25,7 @@ from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from tests.e2e.inside import inside_fixtures
 from tests.e2e.openai_clients import TO_THE_END, connect_async
 from tests.metering.invariants import check_invariants
-from tests.service import (
-    MODEL,
-    Inside,
-    Service,
-    Stream,
-    Tenant,
-    cost_picos,
-    credit,
-    picos,
-    start,
-    until,
-)
+from tests.service import MODEL, Inside, Service, Stream, Tenant, cost_picos, picos, start, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -115,7 +104,7 @@ async def test_invalid_credit_bills_the_input(inside: Inside, service: Service) 
                 prompt=prompt, initial_credit_tokens=0, max_output_tokens=100
             )
             await running_until(inside, tenant, 5)
-            await stream.send(credit(request_id, -1))
+            await stream.credit(request_id, -1)
             end = (await stream.end(request_id)).failed
             refusal = await stream.failed(request_id)
             assert (refusal.code, refusal.reason, refusal.fields) == (
@@ -155,7 +144,7 @@ async def test_requests_with_invalid_credit_count(inside: Inside, service: Servi
             await stream.wait(functools.partial(answered, stream, request_id))
             if not stream.ends(request_id):
                 await running_until(inside, tenant, 5)
-                await stream.send(credit(request_id, -1))
+                await stream.credit(request_id, -1)
             reasons.append((await stream.failed(request_id)).reason)
 
     assert reasons == ["FIELD_INVALID", "FIELD_INVALID", "QUOTA_EXCEEDED", "QUOTA_EXCEEDED"]

@@ -33,6 +33,7 @@ from tests.service import (
     Service,
     Stream,
     Tenant,
+    attach,
     bearer,
     cancel,
     credit,
@@ -67,11 +68,6 @@ def less_patience(inside: Inside) -> Iterator[None]:
     object.__setattr__(inside.process.admission.settings.delivery, "stall_max_s", STALL_MAX_S)
 
 
-def attach(request_id: str, after_seq: int = 0) -> pb.ClientFrame:
-    """Return a frame that attaches to a request."""
-    return pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame(after_seq=after_seq))
-
-
 def generated(inside: Inside, tenant: Tenant, request_id: str) -> int:
     """Return the number of generated tokens so far."""
     request = inside.process.find((tenant.project_id, uuid.UUID(request_id)))
@@ -88,7 +84,7 @@ async def test_credit_is_not_exceeded(inside: Inside, service: Service, tenant: 
                 "more to be there",
             )
             assert len(stream.token_ids(request_id)) == granted
-            await stream.send(credit(request_id, more))
+            await stream.credit(request_id, more)
         finished = await stream.finished(request_id)
 
     assert finished.reason == types_pb2.FINISH_REASON_LENGTH
@@ -187,7 +183,7 @@ async def test_grants_by_drip_below_the_least_rate_keep_no_request(
             while not stream.ends(request_id):
                 message_count = len(stream.messages)
                 await asyncio.sleep(DRIP_S)
-                await stream.send(credit(request_id, 1))
+                await stream.credit(request_id, 1)
                 await stream.wait(partial(has_more, stream, message_count))
             finished = await stream.finished(request_id)
     finally:
@@ -208,12 +204,12 @@ async def test_invalid_credit_ends_its_request(
         request_id = await stream.begin(max_output_tokens=3000, initial_credit_tokens=2)
         await stream.received(request_id, 2)
         await until(lambda: generated(inside, tenant, request_id) > 10, "more to be there")
-        await stream.send(credit(request_id, token_count))
+        await stream.credit(request_id, token_count)
         refusal = await stream.failed(request_id)
         # It has ended: nothing happens.
         await stream.send(credit(request_id, 5), cancel(request_id))
         unknown = start().request_id
-        await stream.send(credit(unknown, 5))
+        await stream.credit(unknown, 5)
         assert (await stream.failed(unknown)).code is StatusCode.NOT_FOUND
         assert len(stream.ends(request_id)) == 1
 
@@ -253,7 +249,7 @@ async def test_replays_use_credit(inside: Inside, service: Service, tenant: Tena
         assert other.token_ids(frame.request_id)[:10] == stream.token_ids(frame.request_id)
         assert [delta.seq for delta in other.of(frame.request_id, "delta")] == list(range(1, 16))
         assert not other.ends(frame.request_id)
-        await other.send(credit(frame.request_id, 25))
+        await other.credit(frame.request_id, 25)
         finished = await other.finished(frame.request_id)
     assert finished.usage.delivered_token_count == len(other.token_ids(frame.request_id)) == 40
     assert service.database.event(tenant, frame.request_id)["billed_token_count"] == 40
@@ -498,7 +494,7 @@ async def test_a_pause_of_the_client_is_a_stall_and_no_gap(
         await until(lambda: stalled_s() > 1.0, "a second of stall")
         async with asyncio.TaskGroup() as tasks:
             if by_credit:
-                await stream.send(credit(request_id, 1000))
+                await stream.credit(request_id, 1000)
             else:
                 tasks.create_task(stream.read_all())
             finished = await stream.finished(request_id)

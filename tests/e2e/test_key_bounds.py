@@ -216,14 +216,8 @@ async def test_a_running_request_is_not_raised_beyond_its_key(key: Key) -> None:
         request_id = await stream.begin(max_output_tokens=2900, initial_credit_tokens=1)
         await stream.received(request_id, 1)
         for limit in (3001, 3000, 40):
-            await stream.send(
-                pb.ClientFrame(
-                    request_id=request_id, update=pb.UpdateFrame(max_output_tokens=limit)
-                )
-            )
-        await stream.send(
-            pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=4000))
-        )
+            await stream.update(request_id, max_output_tokens=limit)
+        await stream.credit(request_id, 4000)
         end = await stream.finished(request_id)
         refusal, taken, lowered = stream.of(request_id, "updated")
 

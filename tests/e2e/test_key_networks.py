@@ -236,11 +236,9 @@ async def test_narrowing_ends_requests_outside(pair: tuple[Service, Service], ke
             async for _ in chat:
                 pass
         later = await out.failed(await out.begin())
-        await out.send(pb.ClientFrame(request_id=goes_on, attach=pb.AttachFrame()))
+        await out.attach(goes_on)
         attached = await out.failed(goes_on)
-        await within.send(
-            pb.ClientFrame(request_id=goes_on, credit=pb.CreditFrame(token_count=1000))
-        )
+        await within.credit(goes_on, 1000)
         end = await within.finished(goes_on)
         await key.limit(all_networks=True)
         async with asyncio.timeout(PATIENCE_S):
@@ -277,7 +275,7 @@ async def test_a_rotation_ends_running_requests(pair: tuple[Service, Service], k
         spared = await other.begin(max_output_tokens=4000, **KEPT)
         for each, request_id in ((stream, long), (stream, kept), (other, spared)):
             await each.received(request_id, 1)
-        await relayed.send(pb.ClientFrame(request_id=spared, attach=pb.AttachFrame()))
+        await relayed.attach(spared)
         await relayed.received(spared, 1)
         chunks = await client.chat.completions.create(
             model=MODEL, messages=user_message("a"), stream=True, extra_body={"ignore_eos": True}
@@ -321,13 +319,13 @@ async def test_a_revoked_key_receives_nothing(pair: tuple[Service, Service], key
         taken = [(stream, await owner.begin(max_output_tokens=4000, **KEPT)) for stream in streams]
         for stream, request_id in taken:
             await owner.received(request_id, 1)
-            await stream.send(pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame()))
+            await stream.attach(request_id)
             await stream.received(request_id, 1)
         await key.call("RevokeApiKey", api_key=key.prefix)
         ends = [await stream.failed(request_id) for stream, request_id in taken]
         refusals = [await stream.failed(await stream.begin()) for stream in streams]
         for _, request_id in taken:
-            await owner.send(pb.ClientFrame(request_id=request_id, cancel=pb.CancelFrame()))
+            await owner.cancel(request_id)
 
     assert {(end.code, end.reason) for end in ends} == {(StatusCode.UNAUTHENTICATED, "KEY_REVOKED")}
     assert {refusal.code for refusal in refusals} == {StatusCode.UNAUTHENTICATED}
@@ -341,7 +339,7 @@ async def test_an_expired_secret_raises_no_limit(pair: tuple[Service, Service], 
         kept = await stream.begin(max_output_tokens=100, initial_credit_tokens=5, **KEPT)
         for request_id in (plain, kept):
             await stream.received(request_id, 1)
-        await relayed.send(pb.ClientFrame(request_id=kept, attach=pb.AttachFrame()))
+        await relayed.attach(kept)
         await relayed.first(kept, "attached")
         await key.call("RotateApiKey", api_key=key.prefix, overlap=Duration(nanos=1_000_000))
         for each in (stream, relayed):
@@ -350,12 +348,8 @@ async def test_an_expired_secret_raises_no_limit(pair: tuple[Service, Service], 
             ) != "failed":
                 pass
         for each, request_id in ((stream, plain), (relayed, kept)):
-            await each.send(
-                pb.ClientFrame(request_id=request_id, update=pb.UpdateFrame(max_output_tokens=200))
-            )
-            await each.send(
-                pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=1000))
-            )
+            await each.update(request_id, max_output_tokens=200)
+            await each.credit(request_id, 1000)
         updates = [await stream.first(plain, "updated"), await relayed.first(kept, "updated")]
         ends = [await stream.finished(plain), await relayed.finished(kept)]
 
@@ -409,10 +403,8 @@ async def test_attaching_follows_the_networks(pair: tuple[Service, Service], key
     ):
         request_id = await first.begin(max_output_tokens=300, **KEPT, initial_credit_tokens=5)
         await first.received(request_id, 1)
-        await second.send(pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame()))
-        await second.send(
-            pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=1000))
-        )
+        await second.attach(request_id)
+        await second.credit(request_id, 1000)
         received = await second.finished(request_id)
     [row] = there.database.rows(
         "SELECT peer_address, peer_certificate FROM live_reports r JOIN holds h USING (process_id)"

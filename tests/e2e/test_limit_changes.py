@@ -35,7 +35,7 @@ def usd(amount_picos: int) -> types_pb2.Money:
 async def update(stream: Stream, request_id: str, **limits: Any) -> pb.UpdatedFrame:
     """Change limits; return the answer."""
     count = len(stream.of(request_id, "updated"))
-    await stream.send(pb.ClientFrame(request_id=request_id, update=pb.UpdateFrame(**limits)))
+    await stream.update(request_id, **limits)
     answers: list[pb.UpdatedFrame] = await stream.wait(
         lambda: (
             found

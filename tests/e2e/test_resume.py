@@ -24,7 +24,18 @@ from weir.v1 import types_pb2
 
 from metering.core.models import QuotaDimension
 from tests.conftest import new_database
-from tests.service import Inside, Service, Stream, Tenant, cancel, credit, run_inside, start, until
+from tests.service import (
+    Inside,
+    Service,
+    Stream,
+    Tenant,
+    attach,
+    cancel,
+    credit,
+    run_inside,
+    start,
+    until,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -43,11 +54,6 @@ def seconds(value: float) -> Duration:
 def kept(token_count: int, keep_s: float = 30.0, **fields: Any) -> pb.ClientFrame:
     """Return the start of a request that survives its client."""
     return start(max_output_tokens=token_count, keep_on_disconnect=seconds(keep_s), **fields)
-
-
-def attach(request_id: str, after_seq: int = 0) -> pb.ClientFrame:
-    """Return a frame that attaches to a request."""
-    return pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame(after_seq=after_seq))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -159,7 +165,7 @@ async def test_a_finished_answer_is_replayed_from_any_seq(here: Service, tenant:
     async with here.stream(tenant.secret) as other:
         for after_seq in range(last_seq + 1):
             other.frames.clear()
-            await other.send(attach(frame.request_id, after_seq))
+            await other.attach(frame.request_id, after_seq)
             assert await other.finished(frame.request_id) == finished
             attached = await other.first(frame.request_id, "attached")
             assert attached == pb.AttachedFrame(
@@ -186,7 +192,7 @@ async def test_the_prompts_logprobs_are_sent_again(here: Service, tenant: Tenant
         [admitted] = stream.of(frame.request_id, "admitted")
 
     async with here.stream(tenant.secret) as other:
-        await other.send(attach(frame.request_id))
+        await other.attach(frame.request_id)
         await other.finished(frame.request_id)
 
     assert kinds.index("prompt") < kinds.index("delta")
@@ -228,7 +234,7 @@ async def test_a_running_answer_is_continued_from_another_stream(
                 end = await stream.failed(frame.request_id)
                 assert (end.code, end.reason) == (StatusCode.ABORTED, "ATTACHED_ELSEWHERE")
             stream = following
-        await stream.send(credit(frame.request_id, 1000))
+        await stream.credit(frame.request_id, 1000)
         finished = await stream.finished(frame.request_id)
         tokens += stream.token_ids(frame.request_id)
 
@@ -349,7 +355,7 @@ async def test_credit_crosses_processes(here: Service, beside: Service, tenant: 
         await first.received(frame.request_id, 4)
         await second.send(attach(frame.request_id), credit(frame.request_id, 6))
         await second.received(frame.request_id, 6)
-        await second.send(credit(frame.request_id, 1))
+        await second.credit(frame.request_id, 1)
         await second.received(frame.request_id, 7)
         await third.send(frame)
         await third.received(frame.request_id, 4)
@@ -359,7 +365,7 @@ async def test_credit_crosses_processes(here: Service, beside: Service, tenant: 
             len(second.token_ids(frame.request_id)),
         ) == (4, 7)
         assert len(third.token_ids(frame.request_id)) == 4
-        await third.send(credit(frame.request_id, 1000))
+        await third.credit(frame.request_id, 1000)
         assert (await third.finished(frame.request_id)).usage.delivered_token_count == 200
     await check_billed_once(here, tenant, frame.request_id, 200)
 
@@ -391,7 +397,7 @@ async def test_kept_output_expires(inside: Inside, here: Service, tenant: Tenant
         key = tenant.project_id, uuid.UUID(frame.request_id)
         await until(lambda: inside.process.replays.find(key) is None, "it to be forgotten")
         stream.frames.clear()
-        await stream.send(attach(frame.request_id))
+        await stream.attach(frame.request_id)
         over = await stream.failed(frame.request_id)
 
     assert (over.code, over.reason) == (StatusCode.ALREADY_EXISTS, "REQUEST_SETTLED")
@@ -410,7 +416,7 @@ async def test_too_long_answers_lose_their_beginning(here: Service, tenant: Tena
         await stream.closed()
     await until(lambda: here.database.events(tenant), "the end of the request")
     async with here.stream(tenant.secret) as other:
-        await other.send(attach(frame.request_id))
+        await other.attach(frame.request_id)
         gone = await other.failed(frame.request_id)
         assert (gone.code, gone.reason) == (StatusCode.OUT_OF_RANGE, "OUTPUT_GONE")
         oldest_seq, last_seq = (
@@ -418,7 +424,7 @@ async def test_too_long_answers_lose_their_beginning(here: Service, tenant: Tena
         )
         assert 1 < oldest_seq <= last_seq
         other.frames.clear()
-        await other.send(attach(frame.request_id, oldest_seq - 1))
+        await other.attach(frame.request_id, oldest_seq - 1)
         assert (await other.finished(frame.request_id)).usage.delivered_token_count == 700
         assert seqs(other, frame.request_id) == list(range(oldest_seq, last_seq + 1))
     await check_billed_once(here, tenant, frame.request_id, 700)
@@ -451,7 +457,7 @@ async def test_a_wrong_attach_is_refused(here: Service, beside: Service, tenant:
             assert (refusal.code, refusal.reason) == (code, reason), requested
             assert refusal.frame is not None
             assert not refusal.frame.duplicate_start
-        await stream.send(attach(frame.request_id, 10**6))
+        await stream.attach(frame.request_id, 10**6)
         [refusal] = await stream.wait(lambda: stream.of(frame.request_id, "failed") or None)
         assert refusal.duplicate_start, "the request goes on here"
         await stream.cancel(frame.request_id)
@@ -468,7 +474,7 @@ async def test_unkept_output_moves(inside: Inside, here: Service, tenant: Tenant
         await other.first(frame.request_id, "attached")
         assert (await stream.failed(frame.request_id)).reason == "ATTACHED_ELSEWHERE"
         stream.call.cancel()
-        await other.send(credit(frame.request_id, 20))
+        await other.credit(frame.request_id, 20)
         await other.received(frame.request_id, 20)
         assert seqs(other, frame.request_id)[0] == 1
         other.call.cancel()
@@ -487,7 +493,7 @@ async def test_a_killed_request_settles(here: Service, beside: Service, tenant: 
     async with beside.stream(tenant.secret) as first, here.stream(tenant.secret) as other:
         await first.send(frame)
         await first.received(frame.request_id, 5)
-        await other.send(attach(frame.request_id))
+        await other.attach(frame.request_id)
         await other.received(frame.request_id, 5)
         beside.kill()
         lost = await other.failed(frame.request_id)
@@ -508,7 +514,7 @@ async def attach_until_settled(stream: Stream, request_id: str) -> Any:
     """Retry as a client does after `PROCESS_UNAVAILABLE`."""
     while True:
         stream.frames.clear()
-        await stream.send(attach(request_id))
+        await stream.attach(request_id)
         refusal = await stream.failed(request_id)
         if refusal.reason == "REQUEST_SETTLED":
             return refusal

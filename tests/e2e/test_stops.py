@@ -212,7 +212,7 @@ async def test_a_resumed_stream_names_the_same_stop(service: Service, tenant: Te
         await stream.send(frame)
         first = await stream.finished(request_id)
     async with service.stream(tenant.secret) as stream:
-        await stream.send(pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame()))
+        await stream.attach(request_id)
         again = await stream.finished(request_id)
 
     assert first.stop_sequence == again.stop_sequence == "OP"
