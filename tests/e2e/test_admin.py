@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -13,23 +12,19 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from grpc import StatusCode
-from weir.v1 import admin_service_pb2 as pb
-from weir.v1 import admin_service_pb2_grpc as pb_grpc
-from weir.v1 import billing_service_pb2, billing_service_pb2_grpc, types_pb2
+from weir.v1 import billing_service_pb2, types_pb2
 
 from metering.ledger.rating import rate_all_pending
 from metering.store.db import create_engine, create_sessions
-from tests.service import MODEL, Refusal, Service, Tenant, bearer, picos, refused
+from tests.calls import Calls
+from tests.service import MODEL, Service, Tenant, picos
 
 ORGANIZATION = types_pb2.QUOTA_SUBJECT_ORGANIZATION
 TOKENS = types_pb2.QUOTA_DIMENSION_TOKENS_PER_MONTH
 CENTURY_S = 100 * 366 * 86_400
 
-SOME_PRICE = {
-    "input_picos_per_token": 1,
-    "cached_input_picos_per_token": 1,
-    "output_picos_per_token": 1,
-}
+KINDS = ("input", "cached_input", "output")
+SOME_PRICE = {f"{kind}_picos_per_token": 1 for kind in KINDS}
 NEW_KEY = {"organization": "{tenant}", "project": "main", "name": "k"}
 LIMIT = {"subject": ORGANIZATION, "subject_ref": "{tenant}", "dimension": TOKENS}
 PRICE = {"model": "m", **SOME_PRICE}
@@ -64,6 +59,10 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [  # with the invalid field
     ("ListAuditEntries", {"page_size": -1}, "page_size"),
     ("ListAuditEntries", {"page_size": 1001}, "page_size"),
 ]
+MALFORMED = (
+    *("", "2026", "2026-13", "2026-00", "0000-01", "26-11", "2026-11-01", "2026-1", "٢٠٢٦-١١"),
+    "x\0",
+)
 IMPOSSIBLE: list[tuple[str, dict[str, Any], StatusCode]] = [
     ("CreateOrganization", {"name": "{tenant}"}, StatusCode.ALREADY_EXISTS),
     ("CreateProject", {"organization": "{tenant}", "name": "main"}, StatusCode.ALREADY_EXISTS),
@@ -82,49 +81,41 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], StatusCode]] = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Admin:
-    """Calls of an admin."""
+class Admin(Calls):
+    """Calls of an admin of a tenant."""
 
-    stub: Any
-    tenant: Tenant
-    secret: str
+    def __init__(self, channel: Any, tenant: Tenant, secret: str) -> None:
+        super().__init__(channel, secret)
+        self.tenant, self.secret = tenant, secret
 
-    async def call(self, name: str, /, **fields: Any) -> Any:
-        """Make a call of the admin service."""
-        return await getattr(self.stub, name)(
-            getattr(pb, f"{name}Request")(**fields), metadata=bearer(self.secret)
-        )
-
-    async def refused(self, name: str, /, **fields: Any) -> Refusal:
-        """Make a call that must be refused; return the refusal."""
-        own = {key: self.tenant.name for key, value in fields.items() if value == "{tenant}"}
-        return await refused(self.call(name, **fields | own))
-
-    async def organization(self, name: str) -> types_pb2.Organization:
+    async def organization(self, name: str) -> Any:
         """Return the listed organization of a name."""
-        organizations = (await self.call("ListOrganizations")).organizations
+        organizations = (await self("ListOrganizations")).organizations
         [organization] = [each for each in organizations if each.name == name]
         return organization
 
     async def audit(self, subject_id: str) -> list[Any]:
         """Return the audit entries of an object, oldest first."""
-        entries = (await self.call("ListAuditEntries", page_size=1000)).entries
+        entries = (await self("ListAuditEntries", page_size=1000)).entries
         return [entry for entry in reversed(entries) if entry.subject_id == subject_id]
 
 
 @pytest.fixture
-async def admin(service: Service) -> AsyncIterator[Admin]:
+async def admin(service: Service, tenant: Tenant) -> AsyncIterator[Admin]:
     """Yield an admin of a new tenant."""
-    tenant = await service.tenant()
     _, secret = await service.new_key(tenant, "admin")
     async with service.channel() as channel:
-        yield Admin(pb_grpc.AdminServiceStub(channel), tenant, secret)
+        yield Admin(channel, tenant, secret)
 
 
 def unique(prefix: str) -> str:
     """Return an unused name."""
     return f"{prefix}{uuid.uuid4().hex[:16]}"
+
+
+def of(tenant: Tenant, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields with the tenant's name."""
+    return {key: tenant.name if value == "{tenant}" else value for key, value in fields.items()}
 
 
 def later(**delta: float) -> Timestamp:
@@ -136,7 +127,7 @@ def later(**delta: float) -> Timestamp:
 
 async def test_a_billing_profile_is_set_and_listed(service: Service, admin: Admin) -> None:
     name = unique("c")
-    organization = (await admin.call("CreateOrganization", name=name)).organization
+    organization = (await admin("CreateOrganization", name=name)).organization
     whole = types_pb2.BillingProfile(
         emails=["billing@acme.example"],
         legal_name="Acme GmbH",
@@ -145,9 +136,9 @@ async def test_a_billing_profile_is_set_and_listed(service: Service, admin: Admi
     )
 
     changed = (
-        await admin.call("SetBillingProfile", organization=name, billing_profile=whole)
+        await admin("SetBillingProfile", organization=name, billing_profile=whole)
     ).organization
-    await admin.call("SetBillingProfile", organization=name, billing_profile=whole)
+    await admin("SetBillingProfile", organization=name, billing_profile=whole)
 
     assert not organization.HasField("billing_profile")
     assert changed.billing_profile == (await admin.organization(name)).billing_profile == whole
@@ -176,9 +167,9 @@ async def test_a_billing_profile_is_set_and_listed(service: Service, admin: Admi
 
 async def test_a_customer_is_created_and_requests(service: Service, admin: Admin) -> None:
     name = unique("c")
-    organization = (await admin.call("CreateOrganization", name=name)).organization
-    project = (await admin.call("CreateProject", organization=name, name="search")).project
-    created = await admin.call(
+    organization = (await admin("CreateOrganization", name=name)).organization
+    project = (await admin("CreateProject", organization=name, name="search")).project
+    created = await admin(
         "CreateApiKey",
         organization=name,
         project="search",
@@ -196,15 +187,15 @@ async def test_a_customer_is_created_and_requests(service: Service, admin: Admin
         created.api_key.expire_time.ToDatetime() - created.api_key.create_time.ToDatetime()
         == timedelta(hours=1)
     )
-    assert name in [each.name for each in (await admin.call("ListOrganizations")).organizations]
+    assert name in [each.name for each in (await admin("ListOrganizations")).organizations]
     assert [
         each.name
         for each in (
-            await admin.call("ListProjects", organization=organization.organization_id)
+            await admin("ListProjects", organization=organization.organization_id)
         ).projects
     ] == ["search"]
     assert [
-        each.api_key_id for each in (await admin.call("ListApiKeys", organization=name)).api_keys
+        each.api_key_id for each in (await admin("ListApiKeys", organization=name)).api_keys
     ] == [created.api_key.api_key_id]
     async with service.stream(created.secret) as stream:
         assert (await stream.finished(await stream.begin())).usage.delivered_token_count == 20
@@ -224,8 +215,8 @@ async def test_a_customer_is_created_and_requests(service: Service, admin: Admin
 async def test_a_key_is_revoked_once(service: Service, admin: Admin) -> None:
     key, secret = await service.new_key(admin.tenant)
 
-    first = (await admin.call("RevokeApiKey", api_key=key.prefix)).api_key
-    second = (await admin.call("RevokeApiKey", api_key=str(key.id))).api_key
+    first = (await admin("RevokeApiKey", api_key=key.prefix)).api_key
+    second = (await admin("RevokeApiKey", api_key=str(key.id))).api_key
 
     assert first == second
     assert first.HasField("revoke_time")
@@ -241,13 +232,13 @@ async def test_a_limit_is_set_changed_and_removed(service: Service, admin: Admin
     tenant = admin.tenant
     fields = {"subject": ORGANIZATION, "subject_ref": tenant.name, "dimension": TOKENS}
 
-    quota = (await admin.call("SetQuota", **fields, limit_value=25)).quota
+    quota = (await admin("SetQuota", **fields, limit_value=25)).quota
     async with service.stream(tenant.secret) as stream:
         refusal = await stream.failed(await stream.begin(max_output_tokens=20))
-        raised = (await admin.call("SetQuota", **fields, limit_value=100)).quota
+        raised = (await admin("SetQuota", **fields, limit_value=100)).quota
         await stream.finished(await stream.begin(max_output_tokens=20))
-        [listed] = (await admin.call("ListQuotas", organization=tenant.name)).quotas
-        deleted = await admin.call("DeleteQuota", quota_id=quota.quota_id)
+        [listed] = (await admin("ListQuotas", organization=tenant.name)).quotas
+        deleted = await admin("DeleteQuota", quota_id=quota.quota_id)
         await stream.finished(await stream.begin(max_output_tokens=200))
 
     assert refusal.info.metadata["limit"] == "25"
@@ -258,7 +249,7 @@ async def test_a_limit_is_set_changed_and_removed(service: Service, admin: Admin
     ).code is StatusCode.NOT_FOUND
     assert deleted.deleted
     for missing in (quota.quota_id, "abc"):
-        assert not (await admin.call("DeleteQuota", quota_id=missing, allow_missing=True)).deleted
+        assert not (await admin("DeleteQuota", quota_id=missing, allow_missing=True)).deleted
     actions = [entry.action for entry in await admin.audit(quota.quota_id)]
     assert actions == ["quota.set", "quota.set", "quota.delete"]
 
@@ -269,7 +260,7 @@ async def test_limits_hang_on_projects_and_keys_too(service: Service, admin: Adm
         (types_pb2.QUOTA_SUBJECT_PROJECT, f"{tenant.name}/main"),
         (types_pb2.QUOTA_SUBJECT_API_KEY, tenant.key.prefix),
     ):
-        await admin.call(
+        await admin(
             "SetQuota",
             subject=subject,
             subject_ref=ref,
@@ -289,16 +280,10 @@ async def test_limits_hang_on_projects_and_keys_too(service: Service, admin: Adm
 
 async def test_a_price_applies_from_its_time_on(service: Service, admin: Admin) -> None:
     model = unique("m")
-    prices = {
-        "input_picos_per_token": 1,
-        "cached_input_picos_per_token": 0,
-        "output_picos_per_token": 2,
-    }
+    prices = SOME_PRICE | {"output_picos_per_token": 2}
 
-    first = (await admin.call("SetPrice", model=model, **prices)).version
-    second = (
-        await admin.call("SetPrice", model=model, **prices, effective_time=later(days=1))
-    ).version
+    first = (await admin("SetPrice", model=model, **prices)).version
+    second = (await admin("SetPrice", model=model, **prices, effective_time=later(days=1))).version
     passed = await admin.refused(
         "SetPrice", model=model, **prices, effective_time=later(seconds=-1)
     )
@@ -310,27 +295,27 @@ async def test_a_price_applies_from_its_time_on(service: Service, admin: Admin) 
 
 
 async def test_an_invalid_call_names_its_field_and_changes_nothing(admin: Admin) -> None:
-    before = await admin.call("ListAuditEntries", page_size=1)
+    before = await admin("ListAuditEntries", page_size=1)
 
     for call, fields, wrong in INVALID:
-        refusal = await admin.refused(call, **fields)
+        refusal = await admin.refused(call, **of(admin.tenant, fields))
         assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, [wrong]), fields
         assert refusal.reason
     for call, fields, code in IMPOSSIBLE:
-        refusal = await admin.refused(call, **fields)
+        refusal = await admin.refused(call, **of(admin.tenant, fields))
         assert (refusal.code, refusal.fields) == (code, []), (call, fields)
         assert refusal.reason
 
-    assert await admin.call("ListAuditEntries", page_size=1) == before
+    assert await admin("ListAuditEntries", page_size=1) == before
 
 
 async def test_the_audit_log_is_read_page_by_page(admin: Admin) -> None:
     for _ in range(3):
-        await admin.call("CreateOrganization", name=unique("p"))
+        await admin("CreateOrganization", name=unique("p"))
 
-    first = (await admin.call("ListAuditEntries", page_size=2)).entries
+    first = (await admin("ListAuditEntries", page_size=2)).entries
     second = (
-        await admin.call("ListAuditEntries", page_size=2, before_entry_id=first[-1].entry_id)
+        await admin("ListAuditEntries", page_size=2, before_entry_id=first[-1].entry_id)
     ).entries
 
     ids = [entry.entry_id for entry in (*first, *second)]
@@ -349,14 +334,11 @@ async def test_a_month_report_explains_every_token(service: Service, admin: Admi
         await stream.cancel(cancelled)
         finished.append(await stream.finished(cancelled))
     month = f"{datetime.now(UTC):%Y-%m}"
-    async with service.channel() as channel:
-        stub = billing_service_pb2_grpc.BillingServiceStub(channel)
-        request = billing_service_pb2.GetMonthReportRequest(organization=tenant.name, month=month)
-        unrated = await stub.GetMonthReport(request, metadata=bearer(admin.secret))
-        engine = create_engine(service.database_url, pool_size=1)
-        await rate_all_pending(create_sessions(engine))
-        await engine.dispose()
-        report = await stub.GetMonthReport(request, metadata=bearer(admin.secret))
+    unrated = await admin("GetMonthReport", organization=tenant.name, month=month)
+    engine = create_engine(service.database_url, pool_size=1)
+    await rate_all_pending(create_sessions(engine))
+    await engine.dispose()
+    report = await admin("GetMonthReport", organization=tenant.name, month=month)
 
     assert (unrated.unrated_event_count, list(unrated.lines)) == (4, [])
     assert unrated.reconciliation.balanced
@@ -380,27 +362,8 @@ async def test_a_month_report_explains_every_token(service: Service, admin: Admi
     assert (counts.total_count, counts.completed_count, counts.cancelled_count) == (4, 3, 1)
 
 
-@pytest.mark.parametrize(
-    "month",
-    [
-        "",
-        "2026",
-        "2026-13",
-        "2026-00",
-        "0000-01",
-        "26-11",
-        "2026-11-01",
-        "2026-1",
-        "٢٠٢٦-١١",
-        "x\0",
-    ],
-)
-async def test_a_malformed_month_is_refused(service: Service, admin: Admin, month: str) -> None:
-    async with service.channel() as channel:
-        request = billing_service_pb2.GetMonthReportRequest(
-            organization=admin.tenant.name, month=month
-        )
-        stub = billing_service_pb2_grpc.BillingServiceStub(channel)
-        refusal = await refused(stub.GetMonthReport(request, metadata=bearer(admin.secret)))
+@pytest.mark.parametrize("month", MALFORMED)
+async def test_a_malformed_month_is_refused(admin: Admin, month: str) -> None:
+    refusal = await admin.refused("GetMonthReport", organization=admin.tenant.name, month=month)
 
     assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, ["month"])
