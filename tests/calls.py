@@ -37,6 +37,7 @@ class Calls:
         self, channel: grpc.aio.Channel, secret: str | None, *metadata: tuple[str, str]
     ) -> None:
         self._channel = channel
+        self.secret = secret or ""
         self._metadata = (*bearer(secret), *metadata)
 
     async def __call__(self, name: str, request: Any = None, /, **fields: Any) -> Any:

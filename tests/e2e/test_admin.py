@@ -86,7 +86,7 @@ class Admin(Calls):
 
     def __init__(self, channel: Any, tenant: Tenant, secret: str) -> None:
         super().__init__(channel, secret)
-        self.tenant, self.secret = tenant, secret
+        self.tenant = tenant
 
     async def organization(self, name: str) -> Any:
         """Return the listed organization of a name."""

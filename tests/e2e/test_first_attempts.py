@@ -14,7 +14,7 @@ import pytest
 import inference.demo_model
 from demo.first_attempts import ADD, PERSON, SEARCH, WEATHER
 from metering.tenants.api_keys import update_api_key
-from tests.api.test_openai_tolerance import CLIENTS
+from tests.api.test_tolerance import CLIENTS
 from tests.e2e.conftest import Serve
 from tests.e2e.openai_clients import connect, user_message
 from tests.probing import probe
@@ -89,9 +89,7 @@ async def test_a_tool_call_is_valid_and_its_result_answered(service: Service, ch
     assert "21" in (answer.choices[0].message.content or "")
 
 
-@pytest.mark.parametrize(
-    ("body", "names"), [each[1:] for each in CLIENTS], ids=[n for n, *_ in CLIENTS]
-)
+@pytest.mark.parametrize(("body", "names"), CLIENTS.values(), ids=CLIENTS)
 async def test_each_body_is_served(
     service: Service, tenant: Tenant, body: dict[str, Any], names: list[str]
 ) -> None:

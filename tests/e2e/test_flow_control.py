@@ -25,6 +25,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
+from tests.calls import calls
 from tests.e2e.inside import inside_fixtures
 from tests.metering.invariants import check_invariants
 from tests.service import (
@@ -499,10 +500,8 @@ async def test_a_pause_of_the_client_is_a_stall_and_no_gap(
                 tasks.create_task(stream.read_all())
             finished = await stream.finished(request_id)
             stream.call.cancel()
-    async with service.channel() as channel:
-        request = pb.GetGenerationRequest(request_id=request_id)
-        stub = pb_grpc.InferenceServiceStub(channel)
-        found = (await stub.GetGeneration(request, metadata=bearer(tenant.secret))).generation
+    async with calls(service, tenant.secret) as call:
+        found = (await call("GetGeneration", request_id=request_id)).generation
 
     timings = finished.timings
     assert finished.usage.billed_token_count == 300

@@ -20,7 +20,7 @@ import grpc
 import pytest
 
 from metering.core.models import QuotaDimension
-from tests.api.test_body_fuzz import SEED, fuzzed
+from tests.api.test_fuzzed_bodies import SEED, fuzzed
 from tests.api.test_growth import HTTP
 from tests.service import MODEL, Service, Tenant, log_events, running
 

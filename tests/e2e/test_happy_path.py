@@ -13,6 +13,7 @@ from weir.v1 import types_pb2
 from weir_client import FinishReason, GenerationState
 
 from metering.core.models import QuotaDimension
+from tests.calls import calls
 from tests.service import (
     CACHED_PICOS,
     CONTEXT_WINDOW_TOKENS,
@@ -31,15 +32,8 @@ from tests.service import (
 )
 
 STAGES = (
-    "auth",
-    "tokenize",
-    "admission",
-    "queue",
-    "cold_start",
-    "prefill",
-    "decode",
-    "client_stall",
-    "settle",
+    *("auth", "tokenize", "admission", "queue", "cold_start"),
+    *("prefill", "decode", "client_stall", "settle"),
 )
 UNACCOUNTED_MS = 1.0  # no waiting between two stages
 
@@ -126,10 +120,8 @@ async def test_the_admitted_frame_counts_this_very_request(service: Service) -> 
         await stream.end(request_id)
 
     concurrent, tokens = admitted.quotas
-    assert (concurrent.dimension, concurrent.limit_value) == (
-        types_pb2.QUOTA_DIMENSION_CONCURRENT_REQUESTS,
-        7,
-    )
+    assert concurrent.dimension == types_pb2.QUOTA_DIMENSION_CONCURRENT_REQUESTS
+    assert concurrent.limit_value == 7
     assert (concurrent.used_value, concurrent.held_value, concurrent.remaining_value) == (0, 1, 6)
     assert not concurrent.HasField("reset_time")
     assert tokens.dimension == types_pb2.QUOTA_DIMENSION_TOKENS_PER_MONTH
@@ -144,10 +136,8 @@ async def test_a_later_lookup_equals_the_last_frame(service: Service, tenant: Te
         request_id = await stream.begin(labels={"a": "b"})
         finished = await stream.finished(request_id)
 
-    async with service.channel() as channel:
-        stub = pb_grpc.InferenceServiceStub(channel)
-        request = pb.GetGenerationRequest(request_id=request_id)
-        found = (await stub.GetGeneration(request, metadata=bearer(tenant.secret))).generation
+    async with calls(service, tenant.secret) as call:
+        found = (await call("GetGeneration", request_id=request_id)).generation
 
     assert found.state == pb.Generation.STATE_SETTLED
     assert (found.request_id, found.model, dict(found.labels)) == (request_id, MODEL, {"a": "b"})
@@ -211,12 +201,9 @@ async def test_the_count_is_the_admitted_one(service: Service, tenant: Tenant) -
     turns = conversation(
         "Which hotel is close to the station?", "The second one.", "And allows dogs? 🙂"
     )
-    async with service.channel() as channel, service.stream(tenant.secret) as stream:
-        stub = pb_grpc.InferenceServiceStub(channel)
+    async with calls(service, tenant.secret) as call, service.stream(tenant.secret) as stream:
         for prompt in ({"conversation": turns}, {"text": "A weir regulates a stream. " * 30}):
-            counted = await stub.CountTokens(
-                pb.CountTokensRequest(model=MODEL, **prompt), metadata=bearer(tenant.secret)
-            )
+            counted = await call("CountTokens", model=MODEL, **prompt)
 
             request_id = await stream.begin(**prompt)
             admitted = await stream.first(request_id, "admitted")
@@ -231,17 +218,11 @@ async def test_models_are_listed_with_their_price(service: Service, tenant: Tena
         [model] = await client.list_models()
         [unpriced] = await in_euros.list_models()
 
-    assert (model.name, model.engine, model.context_window_tokens, model.vocabulary_size) == (
-        MODEL,
-        "torch",
-        CONTEXT_WINDOW_TOKENS,
-        400,
-    )
+    assert (model.name, model.engine) == (MODEL, "torch")
+    assert (model.context_window_tokens, model.vocabulary_size) == (CONTEXT_WINDOW_TOKENS, 400)
     assert model.price is not None
-    assert (model.price.input_picos_per_token, model.price.output_picos_per_token) == (
-        INPUT_PICOS,
-        OUTPUT_PICOS,
-    )
+    assert model.price.input_picos_per_token == INPUT_PICOS
+    assert model.price.output_picos_per_token == OUTPUT_PICOS
     assert unpriced.price is None
 
 
@@ -341,10 +322,8 @@ async def test_streams_of_one_connection_do_not_disturb_each_other(service: Serv
             await stream.half_close()
 
     await service.no_hold_left(tenant)
-    assert sorted(event["outcome"] for event in service.database.events(tenant)) == [
-        "cancelled",
-        *["length"] * 5,
-    ]
+    outcomes = sorted(event["outcome"] for event in service.database.events(tenant))
+    assert outcomes == ["cancelled", *["length"] * 5]
 
 
 async def test_the_sdk_streams_and_reports_usage_and_cost(service: Service) -> None:
@@ -362,12 +341,9 @@ async def test_the_sdk_streams_and_reports_usage_and_cost(service: Service) -> N
     assert "".join(pieces) == result.text
     assert result.finish_reason is FinishReason.LENGTH
     assert result.usage.delivered_token_count == len(result.token_ids) == 24
-    uncached = result.usage.input_token_count - result.usage.cached_input_token_count
-    cost = (
-        uncached * INPUT_PICOS
-        + result.usage.cached_input_token_count * CACHED_PICOS
-        + 24 * OUTPUT_PICOS
-    )
+    cached = result.usage.cached_input_token_count
+    uncached = result.usage.input_token_count - cached
+    cost = uncached * INPUT_PICOS + cached * CACHED_PICOS + 24 * OUTPUT_PICOS
     assert (result.cost.currency_code, result.cost.picos) == ("USD", cost)
     assert recorded.cost == result.cost
     assert quota.used_value == result.usage.input_token_count + 24

@@ -17,13 +17,12 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from grpc import StatusCode
 from weir.v1 import admin_service_pb2 as admin_pb
-from weir.v1 import admin_service_pb2_grpc as admin_pb_grpc
-from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from api.generation.request.peers import VOUCHER, Peer, make_identity
 from metering.tenants.api_keys import update_api_key
 from metering.tenants.networks import parse_address
+from tests.calls import Calls, calls
 from tests.e2e.conftest import Serve
 from tests.e2e.openai_clients import connect_async, user_message
 from tests.e2e.test_console import console_url
@@ -34,6 +33,7 @@ from tests.service import MODEL, PATIENCE_S, Refusal, Service, Tenant, bearer, r
 INSIDE, OTHER_INSIDE, OUTSIDE = "203.0.113.5", "2001:db8::7", "198.51.100.9"
 NETWORKS = ["203.0.113.0/24", "2001:db8::/32"]
 KEPT: dict[str, Any] = {"keep_on_disconnect": {"seconds": 60}}
+Pair = tuple[Service, Service]
 CHECKED_DAILY_S = 86_400.0  # so that open streams notice changes by a notification
 
 
@@ -43,7 +43,7 @@ def behind_proxy(address: str) -> tuple[tuple[str, str], ...]:
 
 
 @pytest.fixture(scope="module")
-def pair(serve: Serve, model: Path) -> tuple[Service, Service]:
+def pair(serve: Serve, model: Path) -> Pair:
     """Return two api processes on one database, behind a proxy on this machine."""
     settings = {
         "trusted_proxies": "127.0.0.0/8",
@@ -54,32 +54,26 @@ def pair(serve: Serve, model: Path) -> tuple[Service, Service]:
 
 
 class Key:
-    """Key of a tenant, and an admin who changes it through one process."""
+    """Key of a tenant, and calls of an admin who changes it through one process."""
 
-    def __init__(self, tenant: Tenant, stub: Any, admin_secret: str) -> None:
+    def __init__(self, tenant: Tenant, admin: Calls) -> None:
         self.tenant, self.secret, self.prefix = tenant, tenant.secret, tenant.key.prefix
-        self._stub, self._admin_secret = stub, admin_secret
-
-    async def call(self, name: str, /, **fields: Any) -> Any:
-        """Make a call of the admin."""
-        request = getattr(admin_pb, f"{name}Request")(**fields)
-        return await getattr(self._stub, name)(request, metadata=bearer(self._admin_secret))
+        self.admin = admin
 
     async def limit(self, networks: Sequence[str] = (), **fields: Any) -> admin_pb.ApiKey:
         """Restrict the key to these networks."""
-        answer = await self.call(
-            "UpdateApiKey", api_key=self.prefix, allowed_networks=networks, **fields
-        )
+        limits = {"allowed_networks": networks, **fields}
+        answer = await self.admin("UpdateApiKey", api_key=self.prefix, **limits)
         return answer.api_key  # type: ignore[no-any-return]
 
 
 @pytest.fixture
-async def key(pair: tuple[Service, Service]) -> AsyncIterator[Key]:
+async def key(pair: Pair) -> AsyncIterator[Key]:
     """Yield a key without limits, changed through the first process."""
     here, _ = pair
     tenant, admin = await here.tenant(), await here.tenant(scopes=("admin",))
-    async with here.channel() as channel:
-        yield Key(tenant, admin_pb_grpc.AdminServiceStub(channel), admin.secret)
+    async with calls(here, admin.secret) as call:
+        yield Key(tenant, call)
 
 
 def is_outside(refusal: Refusal, address: str) -> bool:
@@ -97,25 +91,22 @@ async def on_every_call(
     service: Service, secret: str, metadata: Sequence[tuple[str, str]]
 ) -> list[Refusal]:
     """Return the refusals of each kind of gRPC call."""
-    who = (*bearer(secret), *metadata)
-    async with service.channel() as channel, service.stream(secret, metadata=metadata) as stream:
-        stub = pb_grpc.InferenceServiceStub(channel)
+    async with (
+        calls(service, secret, *metadata) as call,
+        service.stream(secret, metadata=metadata) as stream,
+    ):
         await until(lambda: stream.over, "the stream to be refused")
         assert stream.error is not None
         return [
             Refusal.of(stream.error),
-            await refused(
-                stub.Embed(pb.EmbedRequest(request_id=str(uuid.uuid4()), model=MODEL), metadata=who)
-            ),
-            await refused(
-                stub.CountTokens(pb.CountTokensRequest(model=MODEL, text="a"), metadata=who)
-            ),
-            await refused(stub.Quote(pb.QuoteRequest(start=start().start), metadata=who)),
-            await refused(stub.ListModels(pb.ListModelsRequest(), metadata=who)),
+            await call.refused("Embed", request_id=str(uuid.uuid4()), model=MODEL),
+            await call.refused("CountTokens", model=MODEL, text="a"),
+            await call.refused("Quote", start=start().start),
+            await call.refused("ListModels"),
         ]
 
 
-async def test_other_networks_are_refused(pair: tuple[Service, Service], key: Key) -> None:
+async def test_other_networks_are_refused(pair: Pair, key: Key) -> None:
     _, there = pair
     await key.limit(NETWORKS)
     before = await scrape(there.metrics_url)
@@ -138,7 +129,7 @@ async def test_other_networks_are_refused(pair: tuple[Service, Service], key: Ke
             )
     after = await scrape(there.metrics_url)
     billing = await there.new_key(key.tenant, "billing")
-    await key.call("UpdateApiKey", api_key=billing[0].prefix, allowed_networks=tuple(NETWORKS))
+    await key.admin("UpdateApiKey", api_key=billing[0].prefix, allowed_networks=tuple(NETWORKS))
     async with aiohttp.ClientSession() as http:
         for address, status in ((OUTSIDE, 403), (INSIDE, 200), (f"{INSIDE}, {OUTSIDE}", 403)):
             seen = {"authorization": f"Bearer {billing[1]}", "x-forwarded-for": address}
@@ -175,7 +166,7 @@ async def test_other_networks_are_refused(pair: tuple[Service, Service], key: Ke
 
 
 async def test_an_address_in_the_clients_headers_is_ignored(
-    service: Service, pair: tuple[Service, Service], key: Key
+    service: Service, pair: Pair, key: Key
 ) -> None:
     """Without a trusted proxy no header counts; behind one, only the part that it added."""
     direct = await service.tenant()
@@ -208,7 +199,7 @@ async def test_an_address_in_the_clients_headers_is_ignored(
         await stream.finished(await stream.begin())
 
 
-async def test_narrowing_ends_requests_outside(pair: tuple[Service, Service], key: Key) -> None:
+async def test_narrowing_ends_requests_outside(pair: Pair, key: Key) -> None:
     """The other process has cached the key, and checks its streams once a day only."""
     _, there = pair
     outside, inside = behind_proxy(OUTSIDE), behind_proxy(INSIDE)
@@ -257,10 +248,10 @@ async def test_narrowing_ends_requests_outside(pair: tuple[Service, Service], ke
     assert outcomes.count("cancelled") == 3
 
 
-async def test_a_rotation_ends_running_requests(pair: tuple[Service, Service], key: Key) -> None:
+async def test_a_rotation_ends_running_requests(pair: Pair, key: Key) -> None:
     """On streams, kept requests, relays and HTTP; requests with the new secret go on."""
     here, there = pair
-    first = await key.call("RotateApiKey", api_key=key.prefix)
+    first = await key.admin("RotateApiKey", api_key=key.prefix)
     old, new = key.secret, first.secret
     async with (
         there.stream(old) as stream,
@@ -285,7 +276,7 @@ async def test_a_rotation_ends_running_requests(pair: tuple[Service, Service], k
         begun = await other.begin(max_output_tokens=4000, **KEPT)
         await other.received(begun, 1)
 
-        newest = await key.call("RotateApiKey", api_key=key.prefix, overlap=Duration())
+        newest = await key.admin("RotateApiKey", api_key=key.prefix, overlap=Duration())
         ends = [
             await stream.failed(long),
             await stream.failed(kept),
@@ -306,7 +297,7 @@ async def test_a_rotation_ends_running_requests(pair: tuple[Service, Service], k
     assert all(event["delivered_token_count"] < 4000 for event in events)
 
 
-async def test_a_revoked_key_receives_nothing(pair: tuple[Service, Service], key: Key) -> None:
+async def test_a_revoked_key_receives_nothing(pair: Pair, key: Key) -> None:
     """Its streams are attached to them, in their process and through another one."""
     here, there = pair
     _, owner_secret = await here.new_key(key.tenant)
@@ -321,7 +312,7 @@ async def test_a_revoked_key_receives_nothing(pair: tuple[Service, Service], key
             await owner.received(request_id, 1)
             await stream.attach(request_id)
             await stream.received(request_id, 1)
-        await key.call("RevokeApiKey", api_key=key.prefix)
+        await key.admin("RevokeApiKey", api_key=key.prefix)
         ends = [await stream.failed(request_id) for stream, request_id in taken]
         refusals = [await stream.failed(await stream.begin()) for stream in streams]
         for _, request_id in taken:
@@ -331,7 +322,7 @@ async def test_a_revoked_key_receives_nothing(pair: tuple[Service, Service], key
     assert {refusal.code for refusal in refusals} == {StatusCode.UNAUTHENTICATED}
 
 
-async def test_an_expired_secret_raises_no_limit(pair: tuple[Service, Service], key: Key) -> None:
+async def test_an_expired_secret_raises_no_limit(pair: Pair, key: Key) -> None:
     """Running requests go on within their earlier limits."""
     here, there = pair
     async with there.stream(key.secret) as stream, here.stream(key.secret) as relayed:
@@ -341,7 +332,7 @@ async def test_an_expired_secret_raises_no_limit(pair: tuple[Service, Service], 
             await stream.received(request_id, 1)
         await relayed.attach(kept)
         await relayed.first(kept, "attached")
-        await key.call("RotateApiKey", api_key=key.prefix, overlap=Duration(nanos=1_000_000))
+        await key.admin("RotateApiKey", api_key=key.prefix, overlap=Duration(nanos=1_000_000))
         for each in (stream, relayed):
             while (await each.end(await each.begin(max_output_tokens=1))).WhichOneof(
                 "kind"
@@ -359,7 +350,7 @@ async def test_an_expired_secret_raises_no_limit(pair: tuple[Service, Service], 
 
 @pytest.mark.parametrize(("change", "status"), [("narrowed", 403), ("rotated", 401)])
 async def test_a_request_whose_key_ends_before_its_body_arrives_is_refused(
-    pair: tuple[Service, Service], key: Key, change: str, status: int
+    pair: Pair, key: Key, change: str, status: int
 ) -> None:
     """The key was valid when its headers arrived."""
     _, there = pair
@@ -379,7 +370,7 @@ async def test_a_request_whose_key_ends_before_its_body_arrives_is_refused(
         await (
             key.limit(NETWORKS)
             if change == "narrowed"
-            else key.call("RotateApiKey", api_key=key.prefix, overlap=Duration())
+            else key.admin("RotateApiKey", api_key=key.prefix, overlap=Duration())
         )
         while (await stream.end(await stream.begin(max_output_tokens=1))).WhichOneof(
             "kind"
@@ -392,7 +383,7 @@ async def test_a_request_whose_key_ends_before_its_body_arrives_is_refused(
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
 
 
-async def test_attaching_follows_the_networks(pair: tuple[Service, Service], key: Key) -> None:
+async def test_attaching_follows_the_networks(pair: Pair, key: Key) -> None:
     """The relaying process reports the client's address, which is trusted only from peers."""
     here, there = pair
     await key.limit(NETWORKS)
@@ -435,49 +426,32 @@ async def test_attaching_follows_the_networks(pair: tuple[Service, Service], key
     assert [is_outside(refusal, "an unknown address") for refusal in refusals] == [True] * 4
 
 
-async def test_networks_are_set_and_shown(pair: tuple[Service, Service], key: Key) -> None:
+async def test_networks_are_set_and_shown(pair: Pair, key: Key) -> None:
     _, there = pair
     limited = await key.limit(["203.0.113.7", *NETWORKS, "203.0.113.7/32"])
-    rotated = await key.call("RotateApiKey", api_key=key.prefix)
-    created = await key.call(
-        "CreateApiKey",
-        organization=key.tenant.name,
-        project="main",
-        name="bot",
-        allowed_networks=NETWORKS,
-    )
-    standing = {
-        "organization": key.tenant.name,
-        "project": "main",
-        "name": "bot",
-        "allow_existing": True,
-    }
-    other = await refused(key.call("CreateApiKey", **standing))
+    rotated = await key.admin("RotateApiKey", api_key=key.prefix)
+    named = {"organization": key.tenant.name, "project": "main", "name": "bot"}
+    created = await key.admin("CreateApiKey", **named, allowed_networks=NETWORKS)
+    other = await key.admin.refused("CreateApiKey", **named, allow_existing=True)
     wrong = await refused(key.limit(["10.0.0.1/8"]))
     both = await refused(key.limit(NETWORKS, all_networks=True))
-    own = key._admin_secret[:11]
-    revoke = await refused(key.call("UpdateApiKey", api_key=own, allowed_networks=tuple(NETWORKS)))
-    async with there.channel() as channel:
-        stub = pb_grpc.InferenceServiceStub(channel)
-        kept = await refused(
-            stub.GetQuota(
-                pb.GetQuotaRequest(), metadata=(*bearer(rotated.secret), *behind_proxy(OUTSIDE))
-            )
-        )
-        reported = await stub.GetQuota(
-            pb.GetQuotaRequest(), metadata=(*bearer(rotated.secret), *behind_proxy(INSIDE))
-        )
+    own = key.admin.secret[:11]
+    revoke = await key.admin.refused("UpdateApiKey", api_key=own, allowed_networks=tuple(NETWORKS))
+    async with calls(there, rotated.secret, *behind_proxy(OUTSIDE)) as call:
+        kept = await call.refused("GetQuota")
+    async with calls(there, rotated.secret, *behind_proxy(INSIDE)) as call:
+        reported = await call("GetQuota")
 
     async def is_noted() -> bool:
-        [found] = (await key.call("ListApiKeys", api_key=key.prefix)).api_keys
+        [found] = (await key.admin("ListApiKeys", api_key=key.prefix)).api_keys
         return bool(found.HasField("last_use_time"))
 
     async with asyncio.timeout(PATIENCE_S):
         while not await is_noted():
             pass
-    [unused] = (await key.call("ListApiKeys", api_key=created.api_key.prefix)).api_keys
+    [unused] = (await key.admin("ListApiKeys", api_key=created.api_key.prefix)).api_keys
     entries = (
-        await key.call("ListAuditEntries", subject=key.prefix, action_prefix="api_key.update")
+        await key.admin("ListAuditEntries", subject=key.prefix, action_prefix="api_key.update")
     ).entries
 
     assert (
@@ -487,11 +461,8 @@ async def test_networks_are_set_and_shown(pair: tuple[Service, Service], key: Ke
     )
     assert is_outside(kept, OUTSIDE)
     assert list(reported.restrictions.allowed_networks) == list(limited.allowed_networks)
-    assert (other.code, wrong.fields, both.fields) == (
-        StatusCode.ALREADY_EXISTS,
-        ["allowed_networks"],
-        ["all_networks"],
-    )
+    assert other.code is StatusCode.ALREADY_EXISTS
+    assert (wrong.fields, both.fields) == (["allowed_networks"], ["all_networks"])
     assert (revoke.code, revoke.fields) == (StatusCode.INVALID_ARGUMENT, ["allowed_networks"])
     assert "127.0.0.1" in revoke.status.message
     assert not unused.HasField("last_use_time")

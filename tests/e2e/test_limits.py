@@ -10,6 +10,7 @@ from grpc import StatusCode
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
+from tests.calls import Calls
 from tests.service import Refusal, Service, bearer, cancel, refused
 
 
@@ -21,10 +22,10 @@ async def test_a_message_may_have_the_bound_and_not_a_byte_more(service: Service
     assert request.ByteSize() == most
 
     async with service.channel(("grpc.max_send_message_length", -1)) as channel:
-        stub, who = pb_grpc.InferenceServiceStub(channel), bearer(tenant.secret)
-        within = await refused(stub.CountTokens(request, metadata=who))
+        call = Calls(channel, tenant.secret)
+        within = await call.refused("CountTokens", request)
         request.text += "x"
-        beyond = await refused(stub.CountTokens(request, metadata=who))
+        beyond = await call.refused("CountTokens", request)
 
     assert (within.code, within.reason) == (StatusCode.NOT_FOUND, "MODEL_UNKNOWN"), "it was read"
     assert beyond.code is StatusCode.RESOURCE_EXHAUSTED

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from google.rpc import error_details_pb2
 from weir.v1 import inference_service_pb2 as pb
-from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
+from tests.calls import calls
 from tests.e2e.conftest import Serve
 from tests.e2e.openai_clients import check_billed, connect, user_message
 from tests.inference.tool_checkpoints import ASSISTANT_ID, make_scripted_checkpoint
-from tests.service import MODEL, Service, Stream, Tenant, bearer, conversation
+from tests.service import MODEL, Service, Stream, Tenant, conversation
 
 # A thought that looks like what ends or is an answer, and an answer that spells a mark.
 PIECES = (
@@ -61,10 +61,8 @@ async def test_thinking_is_sent_apart_and_counted_in_every_record(service: Servi
     async with service.stream(tenant.secret) as stream:
         request_id = await begin(stream)
         finished = await stream.finished(request_id)
-    async with service.channel() as channel:
-        found = await pb_grpc.InferenceServiceStub(channel).GetGeneration(
-            pb.GetGenerationRequest(request_id=request_id), metadata=bearer(tenant.secret)
-        )
+    async with calls(service, tenant.secret) as call:
+        found = await call("GetGeneration", request_id=request_id)
 
     assert (reasoning(stream, request_id), stream.text(request_id)) == (THOUGHT, ANSWER)
     assert finished.reason == types_pb2.FINISH_REASON_STOP

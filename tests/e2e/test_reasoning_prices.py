@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from weir.v1 import inference_service_pb2 as pb
-from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 from weir_client import AsyncBillingClient, UsageGrouping
 
 from metering.core.models import QuotaDimension
 from metering.pricing.prices import PriceTerms, set_price
+from tests.calls import calls
 from tests.e2e.conftest import Serve
 from tests.e2e.openai_clients import connect, user_message
 from tests.faults.billed import rate
@@ -26,7 +26,6 @@ from tests.service import (
     Service,
     Stream,
     Tenant,
-    bearer,
     conversation,
     picos,
 )
@@ -167,10 +166,8 @@ async def test_limits_and_quotes_use_the_dearer_price(service: Service, price: i
         )
         finished = await stream.finished(request_id)
     start = pb.StartFrame(model=MODEL, conversation=conversation("2+2?"), max_output_tokens=60)
-    async with service.channel() as channel:
-        quoted = await pb_grpc.InferenceServiceStub(channel).Quote(
-            pb.QuoteRequest(start=start), metadata=bearer(tenant.secret)
-        )
+    async with calls(service, tenant.secret) as call:
+        quoted = await call("Quote", start=start)
 
     assert picos(finished.cost) <= 40 * DEARER
     worst = quoted.input_token_count * INPUT_PICOS + quoted.max_output_token_count * each

@@ -11,10 +11,10 @@ import openai
 import pytest
 from google.rpc import error_details_pb2
 from weir.v1 import inference_service_pb2 as pb
-from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
+from tests.calls import calls
 from tests.inference.tensorrt_engines import tensorrt_service
-from tests.service import MODEL, Service, Tenant, bearer
+from tests.service import MODEL, Service, Tenant
 
 NO_VALUES = ""
 REFUSED = {
@@ -101,9 +101,8 @@ def mapped_files(pid: int) -> str:
 
 
 async def test_the_fields_are_listed_over_grpc_and_http(service: Service, tenant: Tenant) -> None:
-    async with service.channel() as channel:
-        stub = pb_grpc.InferenceServiceStub(channel)
-        listed = await stub.ListModels(pb.ListModelsRequest(), metadata=bearer(tenant.secret))
+    async with calls(service, tenant.secret) as call:
+        listed = await call("ListModels")
     with openai.OpenAI(base_url=service.openai_url, api_key=tenant.secret) as client:
         facts: dict[str, Any] = client.models.retrieve(MODEL).model_extra["weir"]  # type: ignore[index]
     [model] = listed.models

@@ -19,6 +19,7 @@ from weir_client import wire
 from weir_client.receipts import content_hash
 
 from metering.core.models import QuotaDimension
+from tests.calls import calls
 from tests.e2e.conftest import Serve
 from tests.otlp_receiver import ReceivedSpan, Receiver, receiving
 from tests.scraped import scrape
@@ -270,10 +271,8 @@ async def test_every_record_of_a_request_has_the_same_pace(
         [sent] = end.finished.receipts
     else:
         request_id, reported = await answered(traced, tenant.secret, path, streams)
-    async with traced.channel() as channel:
-        request = pb.GetGenerationRequest(request_id=request_id)
-        stub = pb_grpc.InferenceServiceStub(channel)
-        found = (await stub.GetGeneration(request, metadata=bearer(tenant.secret))).generation
+    async with calls(traced, tenant.secret) as call:
+        found = (await call("GetGeneration", request_id=request_id)).generation
     root, _ = await spans_of(receiver, request_id)
 
     [receipt] = found.receipts

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2
 from weir.v1 import inference_service_pb2 as pb
-from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
+from tests.calls import calls
 from tests.e2e.tool_models import (
     DEEP,
     PIECES,
@@ -24,7 +25,7 @@ from tests.e2e.tool_models import (
     ending_bias,
     running_with_tools,
 )
-from tests.service import MODEL, Service, Stream, Tenant, bearer, conversation
+from tests.service import MODEL, Service, Stream, Tenant, conversation
 
 
 @pytest.fixture(scope="module")
@@ -184,20 +185,14 @@ async def test_calls_and_their_results_are_part_of_the_conversation(service: Ser
     )
     encode = service.tokenizer.encode
 
-    async with service.channel() as channel:
-        count = pb_grpc.InferenceServiceStub(channel).CountTokens
-        key = bearer(tenant.secret)
-        without = await count(pb.CountTokensRequest(model=MODEL, conversation=talk), metadata=key)
-        shown = await count(
-            pb.CountTokensRequest(model=MODEL, conversation=talk, tools=TOOLS), metadata=key
-        )
+    async with calls(service, tenant.secret) as caller:
+        count: Callable[..., Any] = partial(caller, "CountTokens")
+        without = await count(model=MODEL, conversation=talk)
+        shown = await count(model=MODEL, conversation=talk, tools=TOOLS)
         with pytest.raises(grpc.aio.AioRpcError, match="'plain' does not support tools"):
-            await count(
-                pb.CountTokensRequest(model=PLAIN, conversation=conversation("x"), tools=TOOLS),
-                metadata=key,
-            )
+            await count(model=PLAIN, conversation=conversation("x"), tools=TOOLS)
         with pytest.raises(grpc.aio.AioRpcError, match="no place for tool calls"):
-            await count(pb.CountTokensRequest(model=PLAIN, conversation=talk), metadata=key)
+            await count(model=PLAIN, conversation=talk)
 
     # Spelled out, the call is text although it looks like a control token: more than the one token.
     as_control = sum(len(encode(part, add_special_tokens=False)) for part in parts) + 1
