@@ -16,9 +16,7 @@ from api.openai.parameters import ParsedRequest
 from inference.engine import SamplingParams
 
 MARK = CONTENT.decode()
-texts = st.text() | st.sampled_from(
-    [MARK, f'"{MARK}"', "\u2028\u0085\u2029", '"}],"usage":', "\x00"]
-)
+texts = st.text() | st.sampled_from([MARK, f'"{MARK}"', "\u2028\u0085\u2029", '"}],"usage":', "\0"])
 
 
 @given(
@@ -43,8 +41,8 @@ def test_each_text_is_its_own_event(models: str, parts: list[tuple[int, str]], u
         choice = {
             "index": index,
             "delta": {"content": text},
-            "logprobs": None,
             "finish_reason": None,
+            "logprobs": None,
         }
         assert (reported["choices"], reported["model"], reported["object"]) == (
             [choice],

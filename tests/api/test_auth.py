@@ -107,11 +107,7 @@ async def test_a_replaced_secret_ends_with_its_overlap(monkeypatch: pytest.Monke
 async def test_a_maximum_age_excludes_older_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     world.principal = replace(ALICE, secret_lifetime_s=2.5)
-    peer: dict[str, Any] = {
-        "method": METHOD.get(),
-        "origin": Origin("unix:", None),
-        "age_max_s": 1.0,
-    }
+    peer: Any = {"method": METHOD.get(), "origin": Origin("unix:", None), "age_max_s": 1.0}
     await world.call()
     changed = world.principal = replace(
         ALICE, scopes=frozenset({"inference", "billing"}), secret_lifetime_s=1.5

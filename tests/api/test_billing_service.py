@@ -105,7 +105,7 @@ async def test_pages_follow_each_other_and_the_first_has_the_total(desk: Desk) -
             page async for page in client.get_usage(MONTH, [DAY], organization="acme", page_size=3)
         ]
 
-    assert [row.day for row in (*first.rows, *second.rows)] == [
+    assert [each.day for each in [*first.rows, *second.rows]] == [
         f"2026-09-0{n}" for n in range(1, 6)
     ]
     assert (first.has_more, second.has_more) == (True, False)
@@ -259,9 +259,8 @@ async def test_the_files_of_a_month_come_whole(desk: Desk) -> None:
 
     async with desk.client() as client:
         focus = await client.export_month(MONTH, MonthExportFormat.FOCUS_CSV, organization="acme")
-        invoice = await client.export_month(
-            MONTH, MonthExportFormat.INVOICE_PDF, organization="acme"
-        )
+        pdf = MonthExportFormat.INVOICE_PDF
+        invoice = await client.export_month(MONTH, pdf, organization="acme")
 
     assert (focus.file_name, focus.media_type) == (
         "focus-1.4-acme-2026-09.csv",

@@ -146,9 +146,8 @@ async def test_a_client_that_never_reads_is_not_read(monkeypatch: pytest.MonkeyP
     )
     key = StreamKey(principal, cast(Any, None), 60.0)  # which it has no time to read
     async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(
-            ClientStream(process, key, 0.0).serve(messages(), cast(Any, context))
-        )
+        stream = ClientStream(process, key, 0.0)
+        serving = tasks.create_task(stream.serve(messages(), cast(Any, context)))
         for _ in range(1000):
             await asyncio.sleep(0)
         assert 5 <= taken <= 8, "what waits, and what is being written"

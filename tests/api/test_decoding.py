@@ -37,9 +37,8 @@ def beam(**fields: Any) -> dict[str, Any]:
 
 
 def parse(sampling: dict[str, Any] | None = None, **fields: Any) -> ValidStart:
-    start = pb.StartFrame(
-        model="tiny", text="Hi", sampling=pb.Sampling(**(sampling or {})), **fields
-    )
+    fields["sampling"] = pb.Sampling(**(sampling or {}))
+    start = pb.StartFrame(model="tiny", text="Hi", **fields)
     return parse_start(str(uuid.uuid4()), start)
 
 
@@ -182,9 +181,8 @@ def test_options_that_do_not_fit_the_model_are_refused_by_field(
 
     def request(room_tokens: int, choice_count: int = 1) -> GenerationRequest:
         sampling = start.sampling.over(SamplingParams(temperature=1.0))
-        return GenerationRequest(
-            (1,), sampling, start.stop.within(room_tokens), choice_count=choice_count
-        )
+        stop = start.stop.within(room_tokens)
+        return GenerationRequest((1,), sampling, stop, choice_count=choice_count)
 
     with pytest.raises(InvalidRequest) as caught:
         check_against_model(request(50, start.choice_count), vocabulary_size=400)

@@ -275,6 +275,4 @@ def test_every_error_of_an_engine_is_some_way_to_end() -> None:
         if issubclass(error, EngineError) and not issubclass(error, known)
     }
 
-    assert unknown == {"CheckpointInvalid", "InvariantViolated"}, (
-        "these stop an engine, not a request"
-    )
+    assert unknown == {"CheckpointInvalid", "InvariantViolated"}, "they stop an engine"

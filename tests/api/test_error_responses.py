@@ -92,11 +92,8 @@ def test_a_field_ignored_by_the_engine_is_refused_by_name(field: RequestField, p
         status_of(RequestImpossible("this model's engine does not honour it", field)), NAMES
     )
 
-    assert (refusal.http_status, refusal.kind, refusal.param) == (
-        400,
-        "invalid_request_error",
-        param,
-    )
+    assert (refusal.http_status, refusal.param) == (400, param)
+    assert refusal.kind == "invalid_request_error"
 
 
 def test_a_retry_after_is_sent_in_every_form_that_clients_read() -> None:
@@ -104,10 +101,8 @@ def test_a_retry_after_is_sent_in_every_form_that_clients_read() -> None:
 
     assert refusal.http_status == 503
     assert refusal.headers == {"retry-after": "3", "retry-after-ms": "2001"}
-    assert refusal.body()["error"]["weir"] == {
-        "reason": "STARTS_TOO_LATE",
-        "estimated_wait_s": "3.000",
-    }
+    facts = {"reason": "STARTS_TOO_LATE", "estimated_wait_s": "3.000"}
+    assert refusal.body()["error"]["weir"] == facts
 
 
 def test_too_many_messages_are_refused_before_any_is_read() -> None:
@@ -136,11 +131,8 @@ def test_no_client_is_let_to_wait_for_what_is_too_far_away() -> None:
 def test_an_internal_error_reports_its_incident_and_nothing_else() -> None:
     refusal = error_response(status_of(RuntimeError("the secret of the house")))
 
-    assert (refusal.http_status, refusal.kind, refusal.code) == (
-        500,
-        "server_error",
-        "server_error",
-    )
+    assert refusal.http_status == 500
+    assert refusal.kind == refusal.code == "server_error"
     assert "secret" not in json.dumps(refusal.body())
     assert refusal.facts["incident_id"] in refusal.message
 

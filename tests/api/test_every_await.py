@@ -116,7 +116,7 @@ class World:
                 left.pop("journalled holds", None)
             tasks = asyncio.all_tasks() - self.begun_tasks
             left["tasks"] = [
-                task for task in tasks if not qualified_name(task).startswith("AioServer.")
+                each for each in tasks if not qualified_name(each).startswith("AioServer")
             ]
             left["timers"] = [
                 timer for timer in timers_of("api.") if "PeerChannels" not in timer

@@ -166,9 +166,7 @@ def test_clients_that_wait_for_retry_after_are_admitted(tenant_count: int, cause
     assert len(returns) > 300
     assert sum(returns) >= 0.95 * len(returns)
     if timeout_s is not None:
-        observed = [
-            each for each in requests if each.joined_at is not None and each.joined_at > 5.0
-        ]
+        observed = [each for each in requests if each.joined_at is not None and each.joined_at > 5]
         waits = [
             each.begun_at - each.joined_at
             for each in observed
@@ -299,17 +297,10 @@ def test_reservations_are_forgotten_when_their_grace_is_over() -> None:
 
     reservations.drop(keys[0])
     reservations.forget_expired(11.9)
-    assert (len(reservations), reservations.count(keys[1][0]), reservations.cost(keys[1][0])) == (
-        1,
-        1,
-        5.0,
-    )
+    own = keys[1][0]
+    assert (len(reservations), reservations.count(own), reservations.cost(own)) == (1, 1, 5.0)
     reservations.forget_expired(12.0)
-    assert (len(reservations), reservations.count(keys[1][0]), reservations.cost(keys[1][0])) == (
-        0,
-        0,
-        0.0,
-    )
+    assert (len(reservations), reservations.count(own), reservations.cost(own)) == (0, 0, 0.0)
 
 
 def test_batch_runs_only_where_nothing_interactive_waits() -> None:
@@ -320,9 +311,7 @@ def test_batch_runs_only_where_nothing_interactive_waits() -> None:
         world.at(0.0, functools.partial(world.send_stubbornly, each))
     world.run(60.0)
 
-    last_interactive = max(
-        each.dispatched_at for each in interactive if each.dispatched_at is not None
-    )
+    last_interactive = max(each.dispatched_at or 0.0 for each in interactive)
     later = [
         each
         for each in batch
@@ -335,9 +324,8 @@ def test_batch_runs_only_where_nothing_interactive_waits() -> None:
 def test_batch_is_served_within_its_bound_however_much_interactive_work_comes() -> None:
     """A batch request starts every `batch_wait_s_max`, plus the time until there is room."""
     world = World(QueueSettings(batch_wait_max_s=2.0), SMALL)
-    world.keep_busy(
-        "a", 200, agent("a", random.Random(0), input_tokens=100, output_tokens=20), until=40.0
-    )
+    busy = agent("a", random.Random(0), input_tokens=100, output_tokens=20)
+    world.keep_busy("a", 200, busy, until=40.0)
     world.run(1.0)
     batch = [Request("b", 100, 20, 1.0, tier=ServiceTier.BATCH) for _ in range(10)]
     for each in batch:
@@ -427,9 +415,8 @@ def test_after_any_operations_on_entries_the_counts_agree(seed: int) -> None:
         dispatched = [entry for entry in alive if entry.state is State.DISPATCHED]
         statistics = queue.statistics()
         assert statistics.waiting_count == len(waiting) <= 40
-        assert statistics.engine_pending_count == sum(
-            entry.arrival.sequence_count for entry in dispatched
-        )
+        sequence_count = sum(entry.arrival.sequence_count for entry in dispatched)
+        assert statistics.engine_pending_count == sequence_count
         if [entry for entry in alive if entry.state is State.WAITING]:
             assert any(entry.state in (State.DISPATCHED, State.RUNNING) for entry in alive), (
                 "the engine idles while something waits"

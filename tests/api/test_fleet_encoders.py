@@ -64,10 +64,8 @@ def test_a_version_is_chosen_by_id_and_billed_by_canonical_name(router: Router) 
     assert routes["search"] == routes["minilm"]
     served = [router.route_encoder("search", str(number)).served for number in range(400)]
     assert 250 < served.count("search@v1") < 350
-    assert (router.canonical_name("next"), router.canonical_name("search@v9")) == (
-        "search",
-        "search@v9",
-    )
+    assert router.canonical_name("next") == "search"
+    assert router.canonical_name("search@v9") == "search@v9"
     router.check_canonical_name("search")
     with pytest.raises(ModelMismatch, match="serves Embed"):
         router.route("minilm", "a")

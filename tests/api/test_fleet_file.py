@@ -120,10 +120,7 @@ def test_the_example_of_the_documentation_is_read() -> None:
     fleet = parse_fleet(example, BASE / "fleet.yaml")
 
     chat, code = fleet.models
-    assert [(version.version, version.weight) for version in chat.versions] == [
-        ("v1", 95.0),
-        ("v2", 5.0),
-    ]
+    assert [(each.version, each.weight) for each in chat.versions] == [("v1", 95.0), ("v2", 5.0)]
     assert (chat.versions[0].replica_count_min, chat.versions[0].replica_count_max) == (1, 4)
     assert chat.versions[0].memory_bytes == 24 * 2**30
     assert code.versions[0].targets == (

@@ -33,7 +33,7 @@ from metering.tenants.authentication import Principal
 from tests.api.small_process import Call, SmallProcess
 from tests.inference.checkpoints import make_checkpoint
 from tests.metering.hold_world import HoldWorld
-from tests.service import PATIENCE_S, until
+from tests.service import PATIENCE_S, attach, credit, until
 
 TOKENS = 20
 
@@ -160,9 +160,7 @@ async def test_other_requests_run_during_a_large_message(
                 share_count += 1
                 await asyncio.sleep(0)
         world.small.engine.gate.set()
-        call.send(
-            pb.ClientFrame(request_id=start.request_id, credit=pb.CreditFrame(token_count=TOKENS))
-        )
+        call.send(credit(start.request_id, TOKENS))
         call.half_close()
 
     assert share_count >= world.frames_max // 4
@@ -193,9 +191,7 @@ async def test_a_request_moved_a_thousand_times_ends_once_per_stream(world: Worl
             await sent(taker, "attached", number // 2 + 1)
         world.small.engine.gate.set()
         last = calls[rounds % 2]
-        last.send(
-            pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=2 * TOKENS))
-        )
+        last.send(credit(request_id, 2 * TOKENS))
         await sent(last, "finished")
         for call in calls:
             call.half_close()
@@ -236,9 +232,8 @@ async def test_a_flood_delays_no_other(world: World, monkeypatch: pytest.MonkeyP
     )
     pace_for_ever(world, monkeypatch)
 
-    flood = await answered(
-        world, flooding, *[hostile("unknown", "") for _ in range(world.frames_max)]
-    )
+    frames = [hostile("unknown", "") for _ in range(world.frames_max)]
+    flood = await answered(world, flooding, *frames)
     quiet, start = Call(), start_frame()
     start.start.initial_credit_tokens = TOKENS
     start.start.ClearField("keep_on_disconnect")
@@ -258,9 +253,7 @@ async def test_a_flood_delays_no_other(world: World, monkeypatch: pytest.MonkeyP
 async def test_database_attaches_end_a_slice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a message of such frames would run at once, and its key then wait for minutes."""
     monkeypatch.setattr(generation, "LOOKUP_COST_S", 1e6)
-    attaches = [
-        pb.ClientFrame(request_id=str(uuid.uuid4()), attach=pb.AttachFrame()) for _ in range(3)
-    ]
+    attaches = [attach(str(uuid.uuid4())) for _ in range(3)]
 
     call = await answered(world, world.principal, *attaches)
 

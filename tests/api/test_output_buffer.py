@@ -468,9 +468,8 @@ def test_gaps_are_between_token_messages(kept: bool, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(observer, "monotonic", partial(float, 50 + at_ms / 1000))
         output.append(0, "a", token_ids)
 
-    assert output.gaps.facts() == pytest.approx(
-        {"itl_p50_ms": 30, "itl_p99_ms": 150, "itl_max_ms": 150}
-    )
+    facts = {"itl_p50_ms": 30, "itl_p99_ms": 150, "itl_max_ms": 150}
+    assert output.gaps.facts() == pytest.approx(facts)
 
 
 def test_thinking_that_follows_text_is_not_taken_with_it() -> None:

@@ -67,9 +67,8 @@ async def test_a_token_whose_text_is_still_to_come_waits_for_it(tmp_path: Path) 
 async def test_nothing_of_a_match_leaves_and_nothing_after_it(tmp_path: Path) -> None:
     output = opened(tmp_path)
 
-    released = await push_all(
-        output, token(1, "my "), token(2, "sec"), token(3, "ret"), token(4, " is")
-    )
+    tokens = [token(index, text) for index, text in enumerate(("my ", "sec", "ret", " is"), 1)]
+    released = await push_all(output, *tokens)
 
     assert released[0] == [1]
     assert released[1:] == [[], [], []]

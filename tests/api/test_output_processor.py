@@ -114,9 +114,8 @@ async def append_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Out
     async def write(data: bytes) -> None:
         nonlocal sent
         await asyncio.sleep(0)
-        sent += sum(
-            len(frame.delta.token_ids) for frame in pb.GenerateResponse.FromString(data).frames
-        )
+        frames = pb.GenerateResponse.FromString(data).frames
+        sent += sum(len(frame.delta.token_ids) for frame in frames)
 
     writer = StreamWriter(journal)
     settings = DeliverySettings(unread_tokens_max=QUEUED_TOKENS, stall_max_s=60.0)

@@ -252,10 +252,7 @@ def test_the_documented_table_of_parameters_is_correct(api: str) -> None:
     for name, mark in reported.items():
         if mark == "no":
             for shape in (*SHAPES, *([RIGHT[name]] if name in RIGHT else [])):
-                assert refused_field(api, BODIES[api] | {name: shape}).startswith(name), (
-                    name,
-                    shape,
-                )
+                assert refused_field(api, BODIES[api] | {name: shape}).startswith(name), shape
             continue
         right = RIGHT.get(
             f"{api} {name}",

@@ -8,7 +8,7 @@ import uuid
 from types import SimpleNamespace
 from typing import Any, cast
 
-import grpc
+from grpc import StatusCode
 from sqlalchemy.exc import OperationalError
 from weir.v1 import inference_service_pb2 as pb
 
@@ -17,6 +17,8 @@ from api.generation.request.peers import make_certificate
 from api.generation.request.relay import FRAMES_UNWRITTEN_MAX, Relays
 from metering.holds.journal import UsageJournal
 from metering.store.db import Sessions
+
+UNAVAILABLE = StatusCode.UNAVAILABLE.value[0]
 
 
 class UnavailableDatabase:
@@ -70,9 +72,7 @@ async def test_losing_owner_and_database_ends_the_request_alone() -> None:
                 await ended.wait()
             await relays.close()
     assert database.call_count == 2
-    assert [frame.failed.status.code for frame in reported] == [
-        grpc.StatusCode.UNAVAILABLE.value[0]
-    ]
+    assert [frame.failed.status.code for frame in reported] == [UNAVAILABLE]
 
 
 async def test_a_client_that_says_more_than_the_other_process_reads_is_ended() -> None:
@@ -93,9 +93,7 @@ async def test_a_client_that_says_more_than_the_other_process_reads_is_ended() -
         assert ended.is_set()
         assert relays.running_count == 0
         await relays.close()
-    assert [frame.failed.status.code for frame in reported] == [
-        grpc.StatusCode.UNAVAILABLE.value[0]
-    ]
+    assert [frame.failed.status.code for frame in reported] == [UNAVAILABLE]
 
 
 async def test_a_client_relayed_through_an_ending_process_gets_the_reason() -> None:
@@ -109,6 +107,4 @@ async def test_a_client_relayed_through_an_ending_process_gets_the_reason() -> N
             subscription, (uuid.uuid4(), uuid.uuid4()), "secret", after_seq=0, credit_token_count=0
         )
         await relays.close()
-    assert [frame.failed.status.code for frame in reported] == [
-        grpc.StatusCode.UNAVAILABLE.value[0]
-    ]
+    assert [frame.failed.status.code for frame in reported] == [UNAVAILABLE]

@@ -235,7 +235,7 @@ def test_a_simulated_engine_is_requested_by_name_and_announced() -> None:
 
     assert plain.simulation is None
     assert simulated.simulation.time_scale == 0
-    assert [(line["event"], line["log_level"]) for line in logs] == [
+    assert [(each["event"], each["log_level"]) for each in logs] == [
         ("engine_simulated", "warning")
     ]
 

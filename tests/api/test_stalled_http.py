@@ -22,6 +22,7 @@ from api.openai.gateway import Gateway
 from api.openai.listener import Connection, HttpServer, Listener
 from metering.store.db import Sessions
 from metering.tenants.api_keys import create_api_key
+from tests.api.openai_bodies import user
 from tests.api.small_process import SmallProcess
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.metering.hold_world import HoldWorld
@@ -64,17 +65,11 @@ class World:
     @property
     def requests(self) -> list[LiveRequest]:
         """Running requests."""
-        return [
-            request for request in self.small.process.running() if isinstance(request, LiveRequest)
-        ]
+        return [each for each in self.small.process.running() if isinstance(each, LiveRequest)]
 
     async def ask(self, path: str = "/chat/completions", **fields: object) -> socket.socket:
         """Start another request whose client reads nothing, by default a chat."""
-        chat = {
-            "messages": [{"role": "user", "content": "Go"}],
-            "max_tokens": 1500,
-            "ignore_eos": True,
-        }
+        chat = {"messages": [user("Go")], "max_tokens": 1500, "ignore_eos": True}
         body = json.dumps({"model": "demo", "stream": True} | (fields or chat)).encode()
         head = f"POST /v1{path} HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer {self.secret}\r\n"
         connection = socket.socket()
@@ -83,9 +78,8 @@ class World:
         self.sockets.append(connection)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(connection, ("127.0.0.1", self.port))
-        await loop.sock_sendall(
-            connection, f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
-        )
+        head += f"content-length: {len(body)}\r\n\r\n"
+        await loop.sock_sendall(connection, head.encode() + body)
         return connection
 
     def last_event(self) -> tuple[str, int]:

@@ -174,7 +174,7 @@ async def test_an_unwritable_journal_fails_only_requests_with_tokens(
         await writer.write_all(write)
 
     assert [frame.WhichOneof("kind") for frame in sent] == ["admitted", "progress"]
-    assert [(end.outcome, type(end.error)) for end in ends] == [
+    assert [(each.outcome, type(each.error)) for each in ends] == [
         (Outcome.FAILED, JournalUnavailable)
     ]
     usage = one.usage
@@ -281,7 +281,7 @@ def test_any_order_of_acts_delivers_what_was_appended(acts: list[tuple[str, int,
             def record(self, entries: Sequence[Delivered]) -> None:
                 for entry in entries:
                     assert entry.delivered_token_count > records.get(entry.hold_id, 0), (
-                        "totals only grow"
+                        "totals grow"
                     )
                     records[entry.hold_id] = entry.delivered_token_count
 
@@ -337,9 +337,8 @@ async def test_a_discarded_request_sends_its_admission_first(journal: UsageJourn
     assert subscription is not None
 
     async def write(data: bytes) -> None:
-        kinds.extend(
-            str(frame.WhichOneof("kind")) for frame in pb.GenerateResponse.FromString(data).frames
-        )
+        frames = pb.GenerateResponse.FromString(data).frames
+        kinds.extend(str(frame.WhichOneof("kind")) for frame in frames)
 
     request.push(pb.ServerFrame(admitted=pb.AdmittedFrame()))
     append(request, 1, 2)

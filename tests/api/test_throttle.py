@@ -59,9 +59,8 @@ class Throttled:
     async def authenticate(self, secret: str, peer: str = HOME) -> type[Exception] | None:
         """Authenticate; return None, or the type of the refusal."""
         try:
-            await self.authenticator.principal_of(
-                secret, method=METHOD, origin=Proxies().origin(peer, ())
-            )
+            origin = Proxies().origin(peer, ())
+            await self.authenticator.principal_of(secret, method=METHOD, origin=origin)
         except (KeyInvalid, AuthenticationThrottled, DatabaseUnavailable) as refusal:
             return type(refusal)
         return None
@@ -151,9 +150,7 @@ async def test_valid_keys_pass_and_few_wrong_ones_are_tried(
     throttled = Throttled(monkeypatch, good=[f"good {number}" for number in range(100)])
     throttled.held = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        good = [
-            tasks.create_task(throttled.authenticate(secret)) for secret in sorted(throttled.good)
-        ]
+        good = [tasks.create_task(throttled.authenticate(each)) for each in sorted(throttled.good)]
         for _ in range(10):
             await asyncio.sleep(0)
         assert len(throttled.secrets) == MOST, "no more at a time than may fail"
@@ -162,9 +159,7 @@ async def test_valid_keys_pass_and_few_wrong_ones_are_tried(
 
     throttled.secrets.clear()
     async with asyncio.TaskGroup() as tasks:
-        wrong = [
-            tasks.create_task(throttled.authenticate(f"wrong {number}")) for number in range(100)
-        ]
+        wrong = [tasks.create_task(throttled.authenticate(f"wrong {n}")) for n in range(100)]
     results = [task.result() for task in wrong]
     assert (results.count(KeyInvalid), results.count(AuthenticationThrottled)) == (MOST, 100 - MOST)
     assert len(throttled.secrets) == MOST
@@ -242,9 +237,7 @@ async def test_a_waiting_caller_may_leave(monkeypatch: pytest.MonkeyPatch) -> No
     throttled = Throttled(monkeypatch, good=[f"good {number}" for number in range(3 * MOST)])
     throttled.held = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        calls = [
-            tasks.create_task(throttled.authenticate(secret)) for secret in sorted(throttled.good)
-        ]
+        calls = [tasks.create_task(throttled.authenticate(each)) for each in sorted(throttled.good)]
         for _ in range(10):
             await asyncio.sleep(0)
         for call in calls[::2]:  # some that are looked up and some that wait

@@ -165,9 +165,8 @@ async def test_other_servers_of_the_process_take_the_same_certificate(world: Wor
         writer.close()
         return data, connection_.getpeercert(binary_form=True), connection_.selected_alpn_protocol()
 
-    server = await asyncio.start_server(
-        answer, "127.0.0.1", 0, ssl=tls.ssl_context(("h2", "http/1.1"))
-    )
+    secured = tls.ssl_context(("h2", "http/1.1"))
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=secured)
     async with bare_server(Settings(), tls) as address, server:
         port = server.sockets[0].getsockname()[1]
         first = ssl.PEM_cert_to_DER_cert(world.certificate.read_text())

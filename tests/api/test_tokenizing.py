@@ -26,6 +26,7 @@ from inference.sequences import ThinkingStart
 from inference.text.tokenizer import ChatMessage, Thinking, Tokenizer
 from inference.text.tools import Tool, ToolCall
 from metering.quotas.quota_rules import Payer
+from tests.api.openai_bodies import user
 from tests.inference.checkpoints import make_checkpoint
 
 NO_TOKENIZER = cast("Tokenizer", None)  # a conversation is checked as text
@@ -63,9 +64,8 @@ async def test_escapes_in_tools_are_decoded(message: ChatMessage, parameters: st
 async def test_permitted_text_in_calls_and_tools_passes() -> None:
     turn = called(r'{"forbidden": "a\nquiet topic"}')
 
-    await check_prompt(
-        CHECKER, NO_TOKENIZER, (turn,), [Tool("book", "", '{"description": "a topic"}')]
-    )
+    book = Tool("book", "", '{"description": "a topic"}')
+    await check_prompt(CHECKER, NO_TOKENIZER, (turn,), [book])
 
 
 @pytest.mark.parametrize(("thinking", "field"), [(True, "thinking"), ("low", "reasoning_effort")])
@@ -142,11 +142,7 @@ def test_it_is_known_what_begins_the_thinking(
     ],
 )
 def test_both_names_switch_thinking(given: dict[str, bool | None], expected: bool | None) -> None:
-    body = {
-        "model": "m",
-        "messages": [{"role": "user", "content": "x"}],
-        "chat_template_kwargs": given,
-    }
+    body = {"model": "m", "messages": [user("x")], "chat_template_kwargs": given}
 
     (start,) = parse_chat(decode(json.dumps(body).encode(), ChatParameters)).starts
 
@@ -171,11 +167,7 @@ def test_thinking_is_also_a_parameter_of_its_own_and_sent_once() -> None:
     [{"enable_thinking": True, "thinking": True}, {"bos_token": "x"}, {"enable_thinking": 1}],
 )
 def test_no_other_variable_of_a_template_can_be_set(given: dict[str, object]) -> None:
-    body = {
-        "model": "m",
-        "messages": [{"role": "user", "content": "x"}],
-        "chat_template_kwargs": given,
-    }
+    body = {"model": "m", "messages": [user("x")], "chat_template_kwargs": given}
 
     with pytest.raises(InvalidRequest) as refused:
         parse_chat(decode(json.dumps(body).encode(), ChatParameters))

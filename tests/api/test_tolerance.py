@@ -59,11 +59,8 @@ COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "Hello"}
 QUESTION = user("Paris?")
 BOTH: dict[str, Any] = {"city": {"type": "string"}, "sunny": {"type": "boolean"}}
 ANSWER: dict[str, Any] = {"type": "object", "properties": BOTH, "required": ["city", "sunny"]}
-CITY: dict[str, Any] = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}},
-    "required": ["city"],
-}
+NAMED = {"city": {"type": "string"}}
+CITY: dict[str, Any] = {"type": "object", "properties": NAMED, "required": ["city"]}
 CLOSED: dict[str, Any] = {"additionalProperties": False}
 DRAFT_7: dict[str, Any] = {"$schema": "http://json-schema.org/draft-07/schema#"}
 ABOUT = "Weather of a city."

@@ -222,9 +222,7 @@ async def test_requests_that_cannot_be_journalled_are_free(
         answers = [await answer for answer in requested]
         assert not journal.can_write()
         refused = await world.end_of(world.begin())
-        refusals = [
-            await world.ask(path, model="demo", **fields) for path, fields in ANSWERS.values()
-        ]
+        refusals = [await world.ask(path, model="demo", **more) for path, more in ANSWERS.values()]
         embedding = await world.ask("/embeddings", model=ENCODER, input="Go")
         parts = {"database": True, JOURNAL: journal.can_write(), "engine/demo": True}
         assert not services(parts, may_admit_without_store=True)[""]
@@ -281,10 +279,9 @@ async def test_a_fault_of_the_writer_is_not_the_clients_and_is_free(world: World
     call = BrokenCall()
     frame = pb.StartFrame(model="demo", token_ids=pb.TokenIds(ids=PROMPT), max_output_tokens=5)
     call.send(pb.ClientFrame(request_id=str(uuid.uuid4()), start=frame))
+    stream = world.small.stream(world.principal, world.secret)
     with pytest.raises(ExceptionGroup, match="unhandled"):
-        await world.small.stream(world.principal, world.secret).serve(
-            call.requests(), cast(Any, call)
-        )
+        await stream.serve(call.requests(), cast(Any, call))
     async with asyncio.timeout(PATIENCE_S):
         await until(lambda: world.database.hold_count("voided") == 1, "the hold to be voided")
 

@@ -135,13 +135,15 @@ async def test_a_billing_profile_is_set_and_listed(service: Service, admin: Admi
         country="DE",
     )
 
-    changed = (
-        await admin("SetBillingProfile", organization=name, billing_profile=whole)
-    ).organization
+    changed = await admin("SetBillingProfile", organization=name, billing_profile=whole)
     await admin("SetBillingProfile", organization=name, billing_profile=whole)
 
     assert not organization.HasField("billing_profile")
-    assert changed.billing_profile == (await admin.organization(name)).billing_profile == whole
+    assert (
+        changed.organization.billing_profile
+        == (await admin.organization(name)).billing_profile
+        == whole
+    )
     entries = [
         each
         for each in await admin.audit(organization.organization_id)
@@ -159,9 +161,7 @@ async def test_a_billing_profile_is_set_and_listed(service: Service, admin: Admi
     assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, ["address_line1"])
     assert "no font shows 東 (U+6771), 京 (U+4EAC): set WEIR_INVOICE_FONT" in refusal.status.message
     assert (await admin.organization(name)).billing_profile == whole
-    unknown = await admin.refused(
-        "SetBillingProfile", organization="nobody-at-all", billing_profile=whole
-    )
+    unknown = await admin.refused("SetBillingProfile", organization="nobody", billing_profile=whole)
     assert unknown.code is StatusCode.NOT_FOUND
 
 
@@ -178,9 +178,8 @@ async def test_a_customer_is_created_and_requests(service: Service, admin: Admin
     )
 
     assert (organization.name, organization.currency_code) == (name, "USD")
-    assert (
-        project.organization_id == organization.organization_id == created.api_key.organization_id
-    )
+    organization_id = organization.organization_id
+    assert project.organization_id == organization_id == created.api_key.organization_id
     assert created.api_key.scopes == ["inference"]
     assert created.secret.startswith(created.api_key.prefix + "_")
     assert (
@@ -244,9 +243,8 @@ async def test_a_limit_is_set_changed_and_removed(service: Service, admin: Admin
     assert refusal.info.metadata["limit"] == "25"
     assert (raised.quota_id, raised.limit_value) == (quota.quota_id, 100)
     assert (listed.used_value, listed.held_value, listed.remaining_value) == (30, 0, 70)
-    assert (
-        await admin.refused("DeleteQuota", quota_id=quota.quota_id)
-    ).code is StatusCode.NOT_FOUND
+    missing_quota = await admin.refused("DeleteQuota", quota_id=quota.quota_id)
+    assert missing_quota.code is StatusCode.NOT_FOUND
     assert deleted.deleted
     for missing in (quota.quota_id, "abc"):
         assert not (await admin("DeleteQuota", quota_id=missing, allow_missing=True)).deleted
@@ -284,9 +282,8 @@ async def test_a_price_applies_from_its_time_on(service: Service, admin: Admin) 
 
     first = (await admin("SetPrice", model=model, **prices)).version
     second = (await admin("SetPrice", model=model, **prices, effective_time=later(days=1))).version
-    passed = await admin.refused(
-        "SetPrice", model=model, **prices, effective_time=later(seconds=-1)
-    )
+    past = later(seconds=-1)
+    passed = await admin.refused("SetPrice", model=model, **prices, effective_time=past)
 
     assert second > first
     assert (passed.code, passed.fields) == (StatusCode.INVALID_ARGUMENT, ["effective_time"])
@@ -314,9 +311,8 @@ async def test_the_audit_log_is_read_page_by_page(admin: Admin) -> None:
         await admin("CreateOrganization", name=unique("p"))
 
     first = (await admin("ListAuditEntries", page_size=2)).entries
-    second = (
-        await admin("ListAuditEntries", page_size=2, before_entry_id=first[-1].entry_id)
-    ).entries
+    last_id = first[-1].entry_id
+    second = (await admin("ListAuditEntries", page_size=2, before_entry_id=last_id)).entries
 
     ids = [entry.entry_id for entry in (*first, *second)]
     assert len(ids) == 4
@@ -326,9 +322,8 @@ async def test_the_audit_log_is_read_page_by_page(admin: Admin) -> None:
 async def test_a_month_report_explains_every_token(service: Service, admin: Admin) -> None:
     tenant = admin.tenant
     async with service.stream(tenant.secret) as stream:
-        finished = [
-            await stream.finished(await stream.begin(max_output_tokens=n)) for n in (10, 20, 30)
-        ]
+        begun = [await stream.begin(max_output_tokens=n) for n in (10, 20, 30)]
+        finished = [await stream.finished(each) for each in begun]
         cancelled = await stream.begin(max_output_tokens=3000)
         await stream.received(cancelled, 5)
         await stream.cancel(cancelled)
@@ -349,15 +344,13 @@ async def test_a_month_report_explains_every_token(service: Service, admin: Admi
         == sum(picos(each.cost) for each in finished)
         == sum(picos(line.amount) for line in report.lines)
     )
-    output = [
-        line for line in report.lines if line.token_kind == billing_service_pb2.TOKEN_KIND_OUTPUT
-    ]
+    kind = billing_service_pb2.TOKEN_KIND_OUTPUT
+    output = [line for line in report.lines if line.token_kind == kind]
     assert sum(line.token_count for line in output) == sum(
         each.usage.billed_token_count for each in finished
     )
-    assert (
-        sum(line.cancelled_token_count for line in output) == finished[-1].usage.billed_token_count
-    )
+    cut = sum(line.cancelled_token_count for line in output)
+    assert cut == finished[-1].usage.billed_token_count
     counts = report.request_counts
     assert (counts.total_count, counts.completed_count, counts.cancelled_count) == (4, 3, 1)
 

@@ -181,9 +181,8 @@ async def test_money_ends_a_stream_before_the_first_token_beyond_it(service: Ser
 
     assert finished.reason == types_pb2.FINISH_REASON_QUOTA_EXHAUSTED
     assert finished.usage.delivered_token_count == 200
-    assert service.database.counters(tenant) == {
-        "cost_picos_per_month": (budget - OUTPUT_PICOS + 1, 0)
-    }
+    used = budget - OUTPUT_PICOS + 1
+    assert service.database.counters(tenant) == {"cost_picos_per_month": (used, 0)}
 
 
 async def test_streams_that_share_a_limit_use_it_up_together(service: Service) -> None:
@@ -199,9 +198,7 @@ async def test_streams_that_share_a_limit_use_it_up_together(service: Service) -
     used, held = service.database.counters(tenant)["tokens_per_month"]
     assert held == 0
     assert used == received + 10 * sum(end.HasField("finished") for end in ends) <= limit
-    assert limit - used < 6 * 16, (
-        "what nobody could lease any more is less than the least slice of each"
-    )
+    assert limit - used < 6 * 16, "less than the least slice of each is left"
 
 
 async def test_a_raised_limit_counts_at_once(service: Service) -> None:
@@ -269,9 +266,8 @@ async def test_two_keys_draw_on_the_limit_of_their_organization(service: Service
 
 async def spend(stream: Stream, output_tokens: int) -> str | None:
     """Return the kind of the end of a request with this many tokens."""
-    return (await stream.end(await stream.begin(max_output_tokens=output_tokens))).WhichOneof(
-        "kind"
-    )
+    end = await stream.end(await stream.begin(max_output_tokens=output_tokens))
+    return end.WhichOneof("kind")
 
 
 async def test_a_thousand_requests_at_once_are_served_or_retried(service: Service) -> None:

@@ -121,10 +121,8 @@ async def test_a_health_watch_reports_changes_and_frees_its_stream(service: Serv
             watches = [watching(health_pb2.HealthCheckRequest()) for _ in range(WATCHES_MAX)]
             for watch in watches:
                 assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-            assert (
-                await watching(health_pb2.HealthCheckRequest()).code()
-                is StatusCode.RESOURCE_EXHAUSTED
-            )
+            refused = watching(health_pb2.HealthCheckRequest())
+            assert await refused.code() is StatusCode.RESOURCE_EXHAUSTED
             for watch in watches:
                 watch.cancel()
             # The server learns of it slightly later.

@@ -13,6 +13,7 @@ from metering.core.models import QuotaDimension
 from tests.service import MODEL, PLAIN_IDS, Service, Tenant, cost_picos, picos
 
 HOT = pb.Sampling(temperature=1.0, seed=11)
+FOUR = {"choice_count": 4, "sampling": HOT}
 
 
 def tokens_by_choice(deltas: Sequence[pb.DeltaFrame]) -> dict[int, list[int]]:
@@ -27,9 +28,7 @@ async def test_the_input_is_billed_once_and_the_output_of_all(service: Service) 
     prompt = list(PLAIN_IDS[:70])
 
     async with service.stream(tenant.secret) as stream:
-        request_id = await stream.begin(
-            prompt=prompt, choice_count=4, max_output_tokens=30, sampling=HOT
-        )
+        request_id = await stream.begin(prompt=prompt, max_output_tokens=30, **FOUR)
         finished = await stream.finished(request_id)
         single = await stream.begin(prompt=prompt, max_output_tokens=30, sampling=HOT)
         await stream.finished(single)
@@ -105,14 +104,10 @@ async def test_the_sdk_distinguishes_the_choices(service: Service, tenant: Tenan
             seed=2,
             top_logprobs=1,
         )
-        single = await client.complete(
-            MODEL, "Hello", max_output_tokens=12, temperature=1.0, seed=2
-        )
+        single = await client.complete(MODEL, "Hello", max_output_tokens=12, temperature=1, seed=2)
 
     assert [choice.index for choice in result.choices] == [0, 1, 2]
-    assert result.usage.billed_token_count == sum(
-        len(choice.token_ids) for choice in result.choices
-    )
+    assert result.usage.billed_token_count == sum(len(each.token_ids) for each in result.choices)
     assert (result.text, result.token_ids, result.finish_reason) == (
         single.text,
         single.token_ids,

@@ -120,10 +120,8 @@ async def test_errors_of_the_command_line_name_flags(locked: Locked) -> None:
     requested = ("models", "--address", locked.service.address, "--api-key", tenant.secret)
 
     served = await weir(*trusting, *showing, *requested)
-    hidden, halved = (
-        await weir(*trusting, *requested),
-        await weir(*trusting, *showing[:2], *requested),
-    )
+    hidden = await weir(*trusting, *requested)
+    halved = await weir(*trusting, *showing[:2], *requested)
 
     assert (served.returncode, MODEL in served.stdout) == (0, True), served.stderr
     assert hidden.returncode == halved.returncode == 1

@@ -289,10 +289,8 @@ async def test_the_session_lists_the_calls(service: Service, http: aiohttp.Clien
     assert text["keyPrefix"] == key.prefix
     assert text["organizationId"] == str(tenant.organization_id)
     assert text["scopes"] == ["billing"]
-    assert {name.partition("/")[0] for name in text["calls"]} == {
-        "BillingService",
-        "ReceiptService",
-    }
+    services = {name.partition("/")[0] for name in text["calls"]}
+    assert services == {"BillingService", "ReceiptService"}
 
 
 async def test_an_end_by_an_admin_is_audited(service: Service, http: aiohttp.ClientSession) -> None:
@@ -317,9 +315,8 @@ async def test_an_end_by_an_admin_is_audited(service: Service, http: aiohttp.Cli
     assert (own_status, reason_of(own)) == (403, "PERMISSION_DENIED")
     assert (status, text["result"]) == (200, "RESULT_ENDED")
     assert failed.reason == "CANCELLED_BY_ADMIN"
-    [entry] = service.database.rows(
-        "SELECT actor, action FROM audit_log WHERE subject_id = %s", request_id
-    )
+    query = "SELECT actor, action FROM audit_log WHERE subject_id = %s"
+    [entry] = service.database.rows(query, request_id)
     assert (entry["actor"], entry["action"]) == (admin.key.prefix, "request.kill")
 
 
@@ -341,14 +338,10 @@ async def test_bodies_have_bounds_and_a_type(service: Service, http: aiohttp.Cli
 
     assert await refusal(b" " * (BODY_BYTES_MAX + 1), as_json) == (413, "REQUEST_TOO_LARGE")
     assert await refusal(pieces(), as_json) == (413, "REQUEST_TOO_LARGE")
-    assert await refusal(b"{}", key | {"content-type": "text/plain"}) == (
-        415,
-        "UNSUPPORTED_MEDIA_TYPE",
-    )
-    assert await refusal(b"{}", as_json | {"content-encoding": "gzip"}) == (
-        415,
-        "UNSUPPORTED_ENCODING",
-    )
+    as_text = key | {"content-type": "text/plain"}
+    assert await refusal(b"{}", as_text) == (415, "UNSUPPORTED_MEDIA_TYPE")
+    packed = as_json | {"content-encoding": "gzip"}
+    assert await refusal(b"{}", packed) == (415, "UNSUPPORTED_ENCODING")
     assert await refusal(b'{"nothing": 1}', as_json) == (400, "MESSAGE_UNREADABLE")
     assert await refusal(b"[" * BODY_BYTES_MAX, as_json) == (400, "MESSAGE_UNREADABLE")
 

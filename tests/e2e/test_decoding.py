@@ -28,10 +28,8 @@ async def test_a_bias_and_a_stop_id_decide_the_answer(service: Service, tenant: 
     assert stream.token_ids(forced) == [MARK] * 5
     assert stream.token_ids(stopped)[2:] == [MARK]
     assert MARK not in stream.token_ids(stopped)[:2]
-    assert [end.reason for end in ends] == [
-        types_pb2.FINISH_REASON_LENGTH,
-        types_pb2.FINISH_REASON_STOP,
-    ]
+    reasons = [types_pb2.FINISH_REASON_LENGTH, types_pb2.FINISH_REASON_STOP]
+    assert [end.reason for end in ends] == reasons
     assert ends[1].usage.billed_token_count == 3, "the id that ended it is counted"
 
 
@@ -126,9 +124,7 @@ async def test_a_format_that_cannot_compile_is_refused_and_free(service: Service
 
     async with service.client(tenant.secret) as client:
         with pytest.raises(InvalidRequest, match="uniqueItems") as caught:
-            await client.complete(
-                MODEL, "Hello", json_schema={"type": "array", "uniqueItems": True}
-            )
+            await client.complete(MODEL, "Hi", json_schema={"type": "array", "uniqueItems": True})
 
     assert [violation.field for violation in caught.value.details.field_violations] == [
         "response_format.json_schema"

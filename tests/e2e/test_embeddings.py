@@ -167,9 +167,8 @@ async def test_tokens_are_billed_once_a_month(embedding: Service, encoder_direct
     assert all(len(each.vector) == DIMENSION and not each.truncated for each in answer.embeddings)
     for one, other in zip(answer.embeddings, reversed(again.embeddings), strict=True):
         assert list(one.vector) == pytest.approx(list(other.vector), abs=1e-5)
-    assert sum(number * number for number in answer.embeddings[0].vector) == pytest.approx(
-        1.0, abs=1e-5
-    )
+    length = sum(number * number for number in answer.embeddings[0].vector)
+    assert length == pytest.approx(1.0, abs=1e-5)
     assert answer.usage.embedding_token_count == total
     assert answer.usage.input_token_count == answer.usage.billed_token_count == 0
     assert (answer.cost.currency_code, answer.cost.picos) == ("USD", total * PICOS)
@@ -404,9 +403,8 @@ async def test_openais_client_gets_the_same_vectors_at_the_same_price(embedding:
             client.embeddings.create(model=ENCODER, input=TEXTS[0], dimensions=DIMENSION - 1)
         with pytest.raises(openai.BadRequestError) as long:
             client.embeddings.create(model=ENCODER, input=[TEXTS[0], LONG])
-        cut = client.embeddings.create(
-            model=ENCODER, input=LONG, extra_body={"truncate_prompt_tokens": -1}
-        )
+        cutting = {"truncate_prompt_tokens": -1}
+        cut = client.embeddings.create(model=ENCODER, input=LONG, extra_body=cutting)
         with pytest.raises(openai.BadRequestError) as talkative:
             client.chat.completions.create(model=ENCODER, messages=user_message("Hi"))
 
@@ -419,10 +417,8 @@ async def test_openais_client_gets_the_same_vectors_at_the_same_price(embedding:
     assert "set truncate to cut its end off" in long.value.message
     assert len(cut.data) == 1
     assert talkative.value.code == "model_mismatch"
-    [there], [here, other, _] = (
-        embedding.database.events(tenant),
-        embedding.database.events(by_http),
-    )
+    [there] = embedding.database.events(tenant)
+    [here, other, _] = embedding.database.events(by_http)
     assert (here["embedding_token_count"], here["cost_picos"]) == (
         there["embedding_token_count"],
         there["cost_picos"],

@@ -100,9 +100,8 @@ async def test_invalid_credit_bills_the_input(inside: Inside, service: Service) 
     prompts = [own_prompt() for _ in range(3)]
     async with service.stream(tenant.secret) as stream:
         for prompt in prompts:
-            request_id = await stream.begin(
-                prompt=prompt, initial_credit_tokens=0, max_output_tokens=100
-            )
+            limits = {"initial_credit_tokens": 0, "max_output_tokens": 100}
+            request_id = await stream.begin(prompt=prompt, **limits)
             await running_until(inside, tenant, 5)
             await stream.credit(request_id, -1)
             end = (await stream.end(request_id)).failed
@@ -215,9 +214,8 @@ async def test_prompts_ended_by_the_fault_of_another_are_billed(
     assert error.code == "invalid_value"
     await until(lambda: service.database.holds(tenant) == {"settled": 3}, "all to be settled")
     events = service.database.events(tenant)
-    assert all(
-        event["input_token_count"] > 0 and event["outcome"] == "cancelled" for event in events
-    )
+    assert {event["outcome"] for event in events} == {"cancelled"}
+    assert all(event["input_token_count"] > 0 for event in events)
     assert all(event["billed_token_count"] == 0 for event in events if not streams)
     tokens = sum(event["input_token_count"] + event["billed_token_count"] for event in events)
     assert counted(service, tenant) == (3, tokens, sum(event["cost_picos"] for event in events))
@@ -311,9 +309,6 @@ async def test_a_cancel_in_the_queue_is_free(inside: Inside, service: Service) -
 
     event = service.database.event(tenant, waiting.request_id)
     assert (finished.usage.input_token_count, picos(finished.cost)) == (0, 0)
-    assert (event["outcome"], event["input_token_count"], event["cost_picos"]) == (
-        "cancelled",
-        0,
-        0,
-    )
+    assert (event["input_token_count"], event["cost_picos"]) == (0, 0)
+    assert event["outcome"] == "cancelled"
     assert counted(service, tenant)[0] == 65

@@ -62,12 +62,7 @@ async def test_the_first_structured_outputs_are_valid(service: Service, tenant: 
 async def test_a_tool_call_is_valid_and_its_result_answered(service: Service, choice: Any) -> None:
     tenant = await service.tenant()
     question = user_message("What is the weather in Paris?")
-    requested: dict[str, Any] = {
-        "model": MODEL,
-        "tools": TOOLS,
-        "max_tokens": 200,
-        "temperature": 0,
-    }
+    requested: Any = {"model": MODEL, "tools": TOOLS, "max_tokens": 200, "temperature": 0}
 
     with connect(service, tenant.secret) as client:
         message: Any = (

@@ -84,9 +84,8 @@ async def test_a_key_limited_to_a_model_may_use_all_its_names(fleet: Service) ->
             await stream.finished(await stream.begin(model=name, max_output_tokens=1))
     async with fleet.stream(other) as stream:
         for name in (MODEL, "latest", f"{MODEL}@v2"):
-            assert (
-                await stream.failed(await stream.begin(model=name))
-            ).reason == "MODEL_NOT_ALLOWED"
+            refusal = await stream.failed(await stream.begin(model=name))
+            assert refusal.reason == "MODEL_NOT_ALLOWED"
 
 
 async def test_unknown_names_and_regions_are_reported_with_the_known_ones(fleet: Service) -> None:

@@ -136,19 +136,16 @@ async def test_a_stalled_request_slows_no_other(service: Service, tenant: Tenant
         others = [start(max_output_tokens=40) for _ in range(99)]
         await stream.send(*others)
         for frame in others:
-            assert (
-                await stream.finished(frame.request_id)
-            ).reason == types_pb2.FINISH_REASON_LENGTH
+            finished = await stream.finished(frame.request_id)
+            assert finished.reason == types_pb2.FINISH_REASON_LENGTH
         finished = await stream.finished(stalled)
 
     assert finished.reason == types_pb2.FINISH_REASON_SLOW_CONSUMER
     assert len(stream.token_ids(stalled)) == finished.usage.billed_token_count == 3
     event = service.database.event(tenant, stalled)
     assert (event["outcome"], event["delivered_token_count"]) == ("slow_consumer", 3)
-    assert {event["outcome"] for event in service.database.events(tenant)} == {
-        "slow_consumer",
-        "length",
-    }
+    outcomes = {event["outcome"] for event in service.database.events(tenant)}
+    assert outcomes == {"slow_consumer", "length"}
 
 
 @pytest.mark.parametrize("token_count", [50, 3000], ids=["has ended", "runs"])
@@ -226,10 +223,8 @@ async def test_invalid_credit_ends_its_request(
 async def test_initial_credit_below_zero_is_refused(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         refusal = await stream.failed(await stream.begin(initial_credit_tokens=-1))
-    assert (refusal.code, refusal.fields) == (
-        StatusCode.INVALID_ARGUMENT,
-        ["initial_credit_tokens"],
-    )
+    assert refusal.code is StatusCode.INVALID_ARGUMENT
+    assert refusal.fields == ["initial_credit_tokens"]
 
 
 async def test_credit_that_needs_none_changes_nothing(service: Service, tenant: Tenant) -> None:
@@ -459,9 +454,7 @@ def check_frames(clients: list[Client], billed: dict[str, int]) -> None:
                     case "admitted":
                         expected = expected or 1
                     case "delta":
-                        assert frame.delta.seq == expected, (
-                            "no gap, no repetition, nothing after the end"
-                        )
+                        assert frame.delta.seq == expected, "no gap, no repetition"
                         expected += 1
                         assert (
                             deltas[request_id].setdefault(frame.delta.seq, frame.delta)

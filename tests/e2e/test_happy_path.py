@@ -61,9 +61,8 @@ async def test_the_usage_event_equals_the_usage_sent_to_the_client(service: Serv
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10_000})
 
     async with service.stream(tenant.secret) as stream:
-        request_id = await stream.begin(
-            max_output_tokens=40, labels={"team": "search", "ünïcode": "✓"}
-        )
+        labels = {"team": "search", "ünïcode": "✓"}
+        request_id = await stream.begin(max_output_tokens=40, labels=labels)
         finished = await stream.finished(request_id)
         [admitted] = stream.of(request_id, "admitted")
 
@@ -90,10 +89,8 @@ async def test_the_price_of_a_cached_prompt_is_exact(service: Service, tenant: T
     assert first.usage.cached_input_token_count == 0
     assert 0 < cached < 200
     assert stream.of(second_id, "admitted")[0].predicted_cached_token_count == cached
-    assert (
-        picos(second.cost)
-        == (200 - cached) * INPUT_PICOS + cached * CACHED_PICOS + 20 * OUTPUT_PICOS
-    )
+    cost = (200 - cached) * INPUT_PICOS + cached * CACHED_PICOS + 20 * OUTPUT_PICOS
+    assert picos(second.cost) == cost
     assert picos(first.cost) - picos(second.cost) == cached * (INPUT_PICOS - CACHED_PICOS)
 
 
@@ -198,9 +195,7 @@ async def test_a_stop_sequence_ends_the_answer_and_is_cut_off(service: Service) 
 
 
 async def test_the_count_is_the_admitted_one(service: Service, tenant: Tenant) -> None:
-    turns = conversation(
-        "Which hotel is close to the station?", "The second one.", "And allows dogs? 🙂"
-    )
+    turns = conversation("Which hotel is near the sea?", "The second one.", "And allows dogs? 🙂")
     async with calls(service, tenant.secret) as call, service.stream(tenant.secret) as stream:
         for prompt in ({"conversation": turns}, {"text": "A weir regulates a stream. " * 30}):
             counted = await call("CountTokens", model=MODEL, **prompt)

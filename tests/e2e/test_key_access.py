@@ -118,9 +118,8 @@ async def victim(service: Service) -> Victim:
     async with service.session() as session:
         price = await new_price(session, f"m-{uuid.uuid4()}")
         customer = Customer(tenant.organization_id, tenant.name, tenant.key, tenant.secret)
-        await add_usage(
-            session, customer, price, [Consumed(1_000_003, 1_000, 10_007, "stop", PAST)]
-        )
+        used = Consumed(1_000_003, 1_000, 10_007, "stop", PAST)
+        await add_usage(session, customer, price, [used])
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(labels={"team": label})
         await stream.finished(request_id)
@@ -141,9 +140,8 @@ async def victim(service: Service) -> Victim:
         proposed = (await billing.CreateCreditNote(less, metadata=who)).credit_note
         approval = months_pb2.ApproveAdjustmentRequest(adjustment_id=proposed.adjustment_id)
         note = (await billing.ApproveAdjustment(approval, metadata=bearer(other))).adjustment
-    [quota] = service.database.rows(
-        "SELECT id FROM quotas WHERE subject_id = %s", tenant.organization_id
-    )
+    query = "SELECT id FROM quotas WHERE subject_id = %s"
+    [quota] = service.database.rows(query, tenant.organization_id)
     async with service.session() as session:
         alert = {
             "organization_id": tenant.organization_id,
@@ -257,10 +255,8 @@ def marks_in(answer: bytes, victim: Victim) -> list[str]:
 
 async def test_a_foreign_key_gets_nothing_by_grpc(service: Service, victim: Victim) -> None:
     stranger = await service.tenant()
-    keys = {
-        ("inference",): stranger.secret,
-        ("billing",): (await service.new_key(stranger, "billing"))[1],
-    }
+    _, finance = await service.new_key(stranger, "billing")
+    keys = {("inference",): stranger.secret, ("billing",): finance}
     before = rows_of(service, victim)
     walked = 0
 
@@ -295,10 +291,8 @@ async def test_a_foreign_key_gets_nothing_by_grpc(service: Service, victim: Vict
 
 async def test_a_foreign_key_gets_nothing_by_console(service: Service, victim: Victim) -> None:
     stranger = await service.tenant()
-    keys = {
-        ("inference",): stranger.secret,
-        ("billing",): (await service.new_key(stranger, "billing"))[1],
-    }
+    _, finance = await service.new_key(stranger, "billing")
+    keys = {("inference",): stranger.secret, ("billing",): finance}
     before = rows_of(service, victim)
     offered = [
         each for each in methods() if f"{each.containing_service.name}/{each.name}" in set(NAMES)
@@ -306,9 +300,7 @@ async def test_a_foreign_key_gets_nothing_by_console(service: Service, victim: V
     shown: set[str] = set()
 
     async with aiohttp.ClientSession(service.openai_url.removesuffix("v1")) as http:
-        requested = [
-            (method, request) for method in offered for request in requests_for(method, victim)
-        ]
+        requested = [(each, request) for each in offered for request in requests_for(each, victim)]
         for method, request in requested:
             for scopes, secret in keys.items():
                 status, body = await ask_console(http, method, request, secret)

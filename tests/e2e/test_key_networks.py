@@ -123,10 +123,8 @@ async def test_other_networks_are_refused(pair: Pair, key: Key) -> None:
         ):
             with pytest.raises(openai.PermissionDeniedError) as raised:
                 await attempt
-            assert (raised.value.code, OUTSIDE in str(raised.value)) == (
-                "address_not_allowed",
-                True,
-            )
+            assert raised.value.code == "address_not_allowed"
+            assert OUTSIDE in str(raised.value)
     after = await scrape(there.metrics_url)
     billing = await there.new_key(key.tenant, "billing")
     await key.admin("UpdateApiKey", api_key=billing[0].prefix, allowed_networks=tuple(NETWORKS))
@@ -414,9 +412,8 @@ async def test_attaching_follows_the_networks(pair: Pair, key: Key) -> None:
         ((VOUCHER, "nonsense"),),
     ):
         async with Peer(row["peer_address"], row["peer_certificate"]).channel(other) as channel:
-            call = pb_grpc.InferenceServiceStub(channel).Generate(
-                metadata=(*bearer(key.secret), *forged)
-            )
+            metadata = (*bearer(key.secret), *forged)
+            call = pb_grpc.InferenceServiceStub(channel).Generate(metadata=metadata)
             try:
                 await call.read()
             except grpc.aio.AioRpcError as error:

@@ -162,16 +162,13 @@ async def test_strictness_is_set_shown_kept_by_other_changes_and_recorded(keys: 
     relaxed = (await keys.admin("UpdateApiKey", api_key=prefix, strict_parameters=False)).api_key
     while (taken := await keys.post(rotated.secret, path, body)).status_code != 200:
         assert taken.status_code == 400
-    entries = (
-        await keys.admin("ListAuditEntries", subject=prefix, action_prefix="api_key.update")
-    ).entries
+    changes = {"subject": prefix, "action_prefix": "api_key.update"}
+    entries = (await keys.admin("ListAuditEntries", **changes)).entries
 
     assert (renamed.strict_parameters, rotated.api_key.strict_parameters) == (True, True)
     assert (own.restrictions.strict_parameters, kept.status_code) == (True, 400)
-    assert (relaxed.strict_parameters, taken.headers[IGNORED]) == (
-        False,
-        "x_agent, messages[].name",
-    )
+    assert not relaxed.strict_parameters
+    assert taken.headers[IGNORED] == "x_agent, messages[].name"
     before, after = (json.loads(text) for text in (entries[0].before_json, entries[0].after_json))
     assert (before["strict_parameters"], after["strict_parameters"]) == (True, False)
 

@@ -86,9 +86,8 @@ async def test_a_repeated_call_gets_the_first_answer(service: Service, admin: Ca
         for n, (call, fields) in enumerate(requested)
     ]
     key = first[2].api_key.prefix
-    rotated, rotated_again = [
-        await admin("RotateApiKey", api_key=key, request_id=ids[4]) for _ in range(2)
-    ]
+    rotate = {"api_key": key, "request_id": ids[4]}
+    rotated, rotated_again = [await admin("RotateApiKey", **rotate) for _ in range(2)]
 
     assert [answer.organization.organization_id for answer in (first[0], again[0])] == [
         first[0].organization.organization_id

@@ -108,10 +108,7 @@ async def test_every_process_shows_what_all_of_them_run(pair: Pair) -> None:
     ours, theirs = await first.tenant(), await second.tenant()
     admin = await admin_of(first)
     async with first.stream(ours.secret) as here, second.stream(theirs.secret) as there:
-        mine, other = (
-            await here.begin(max_output_tokens=3000),
-            await there.begin(max_output_tokens=3000),
-        )
+        mine, other = [await each.begin(max_output_tokens=3000) for each in (here, there)]
         await here.received(mine, 20)
         await there.received(other, 20)
 

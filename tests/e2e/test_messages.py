@@ -156,9 +156,7 @@ async def test_calls_are_blocks_and_results_continue(service: Service) -> None:
     assert calls == [("book", BOOKED), ("quit", {})]
     assert "".join(block.text for block in answer.content if block.type == "text") == TEXT
     assert answer.stop_reason == final.stop_reason == "tool_use"
-    assert [
-        (block.name, block.input) for block in final.content if block.type == "tool_use"
-    ] == calls
+    assert [(each.name, each.input) for each in final.content if each.type == "tool_use"] == calls
     assert "".join(block.text for block in final.content if block.type == "text") == TEXT
     assert kinds.count("input_json") >= 2
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") >= 3
@@ -170,11 +168,7 @@ async def test_calls_are_blocks_and_results_continue(service: Service) -> None:
 
 
 async def test_a_format_and_a_forced_tool_are_enforced(service: Service, tenant: Tenant) -> None:
-    requested: dict[str, Any] = {
-        "model": MODEL,
-        "max_tokens": 300,
-        "messages": user_message("Book!"),
-    }
+    requested: Any = {"model": MODEL, "max_tokens": 300, "messages": user_message("Book!")}
 
     with connect(service, tenant.secret) as client:
         formatted = client.messages.create(

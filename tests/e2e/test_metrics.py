@@ -109,10 +109,8 @@ async def test_a_refusal_is_counted_by_what_refused_it(service: Service) -> None
     for reason in ("MODEL_UNKNOWN", "FIELD_INVALID"):
         labels = {"model": "", "reason": reason, "dimension": "", "subject": ""}
         assert added(before, after, "weir_refusals_total", **labels) == 1, reason
-    assert (
-        added(before, after, "weir_failed_calls_total", call="Generate", reason="UNAUTHENTICATED")
-        == 1
-    )
+    labels = {"call": "Generate", "reason": "UNAUTHENTICATED"}
+    assert added(before, after, "weir_failed_calls_total", **labels) == 1
     assert nonsense not in after.text
 
 

@@ -200,9 +200,8 @@ async def test_an_answer_that_a_quota_cuts_is_whole_as_far_as_it_goes(service: S
     assert answer.usage.total_tokens <= 100
     assert answer.choices[0].logprobs is not None
     assert len(answer.choices[0].logprobs.content or []) == answer.usage.completion_tokens
-    assert (await the_event(service, tenant))[
-        "delivered_token_count"
-    ] == answer.usage.completion_tokens
+    event = await the_event(service, tenant)
+    assert event["delivered_token_count"] == answer.usage.completion_tokens
 
 
 async def test_a_client_that_does_not_read_is_given_up(inside: Inside, service: Service) -> None:

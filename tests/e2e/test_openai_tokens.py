@@ -45,9 +45,8 @@ def test_an_answer_continues_the_last_message(client: openai.OpenAI, mark: str) 
     by_ids = client.completions.create(**REQUESTED, prompt=ids)
 
     whole = client.chat.completions.create(**REQUESTED, messages=talk, extra_body=more)
-    echoed = client.chat.completions.create(
-        **REQUESTED, messages=talk, extra_body=more | {"echo": True}
-    )
+    more = more | {"echo": True}
+    echoed = client.chat.completions.create(**REQUESTED, messages=talk, extra_body=more)
     chunks = [
         *client.chat.completions.create(
             **REQUESTED, messages=talk, extra_body=more | {"echo": True}, stream=True

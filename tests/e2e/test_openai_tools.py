@@ -50,11 +50,7 @@ async def test_strict_templates_continue(
     given_ids: tuple[str, str] | None, service: Service, tenant: Tenant
 ) -> None:
     """The server accepts what it wrote itself, and ids of other servers."""
-    requested: dict[str, Any] = {
-        "model": STRICT,
-        "messages": user_message("Book!"),
-        "tools": CHAT_TOOLS,
-    }
+    requested: Any = {"model": STRICT, "messages": user_message("Book!"), "tools": CHAT_TOOLS}
 
     with connect(service, tenant.secret) as client:
         first: Any = client.chat.completions.create(**requested).choices[0].message
@@ -77,11 +73,7 @@ async def test_strict_templates_continue(
 
 async def test_a_chat_calls_tools_and_continues_with_the_results(service: Service) -> None:
     tenant, streaming = await service.tenant(), await service.tenant()
-    requested: dict[str, Any] = {
-        "model": SCRIPT,
-        "messages": user_message("Book!"),
-        "tools": CHAT_TOOLS,
-    }
+    requested: Any = {"model": SCRIPT, "messages": user_message("Book!"), "tools": CHAT_TOOLS}
 
     with connect(service, tenant.secret) as client:
         answer: Any = client.chat.completions.create(**requested)
@@ -256,11 +248,8 @@ async def test_a_response_has_calls_as_separate_items(service: Service, tenant: 
     for reported in (response, final, gathered):
         assert reported.status == "completed"
         assert reported.output_text == TEXT
-        assert [item.type for item in reported.output] == [
-            "message",
-            "function_call",
-            "function_call",
-        ]
+        types = [item.type for item in reported.output]
+        assert types == ["message", "function_call", "function_call"]
         assert [(item.name, item.arguments) for item in reported.output[1:]] == [
             ("book", BOOKED),
             ("quit", "{}"),

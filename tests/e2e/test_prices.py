@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from weir_client import AsyncAdminClient, InvalidRequest, NotFound
@@ -12,6 +12,7 @@ from weir_client import AsyncAdminClient, InvalidRequest, NotFound
 from tests.metering.usage import Rates
 from tests.service import INPUT_PICOS, MODEL, OUTPUT_PICOS, PLAIN_IDS, Service
 
+TIERS: tuple[Literal["interactive", "batch"], ...] = ("interactive", "batch")
 PROMPT = tuple(PLAIN_IDS[:10])
 OWN = Rates(input_picos_per_token=100, cached_input_picos_per_token=100, output_picos_per_token=200)
 
@@ -29,12 +30,8 @@ async def test_a_customer_pays_its_own_price_in_each_tier(service: Service) -> N
         [model], [model_of_other] = await client.list_models(), await others.list_models()
         listed = await admin.list_prices(tenant.name, model=MODEL)
         request: dict[str, Any] = {"token_ids": PROMPT, "max_output_tokens": 4, "ignore_eos": True}
-        quoted = [
-            await client.quote(MODEL, tier=tier, **request) for tier in ("interactive", "batch")
-        ]
-        ran = [
-            await client.complete(MODEL, tier=tier, **request) for tier in ("interactive", "batch")
-        ]
+        quoted = [await client.quote(MODEL, tier=tier, **request) for tier in TIERS]
+        ran = [await client.complete(MODEL, tier=tier, **request) for tier in TIERS]
         of_other = await others.complete(
             MODEL, token_ids=PROMPT, max_output_tokens=4, ignore_eos=True
         )
@@ -118,9 +115,7 @@ async def test_a_document_of_prices_applies_once(service: Service) -> None:
             {"prices": [dear | {"organization": "nobody"}, dear | {"batch_multiplier_milli": -1}]}
         )
 
-    assert [change.path for change in applied.changes] == [
-        change.path for change in planned.changes
-    ]
+    assert [each.path for each in applied.changes] == [each.path for each in planned.changes]
     assert [change.path for change in applied.changes] == [
         f"{model} in USD",
         f"{model} in USD of {tenant.name}",

@@ -72,7 +72,7 @@ async def test_waiting_requests_get_their_position(service: Service, tenant: Ten
 
         def reported() -> pb.ProgressFrame | None:
             frames = [
-                frame for frame in stream.of(last, "progress") if frame.HasField("estimated_wait")
+                each for each in stream.of(last, "progress") if each.HasField("estimated_wait")
             ]
             return frames[-1] if frames else None
 
@@ -105,9 +105,7 @@ async def test_a_full_queue_refuses(inside: Inside, service: Service, tenant: Te
         )
         assert not {str(row["request_id"]) for row in known} & set(refused)
         assert (await others.first(await others.begin(), "admitted")).input_token_count == 10
-        await stream.cancel(
-            *(frame.request_id for frame in extra if frame.request_id not in refused)
-        )
+        await stream.cancel(*({frame.request_id for frame in extra} - set(refused)))
         for frame in extra:
             await stream.end(frame.request_id)
 

@@ -32,10 +32,8 @@ async def test_a_quote_is_what_the_request_then_is(service: Service) -> None:
         later = await client.quote(MODEL, token_ids=PROMPT, max_output_tokens=100)
 
     assert quote.would_admit
-    assert (quote.input_token_count, quote.max_output_token_count) == (
-        result.usage.input_token_count,
-        24,
-    )
+    assert quote.input_token_count == result.usage.input_token_count
+    assert quote.max_output_token_count == 24
     assert quote.expected_output_token_count == 24  # the worst case, as nothing is known yet
     assert result.cost <= quote.worst_case_cost
     assert result.admitted is not None
@@ -55,9 +53,8 @@ async def test_a_quote_names_the_limits_and_leaves_no_trace(service: Service) ->
         quotas = await client.get_quota()
 
     assert not refused.would_admit
-    assert [each.dimension for each in refused.failing_quotas] == [
-        QuotaDimension.CONCURRENT_REQUESTS
-    ]
+    [failing] = refused.failing_quotas
+    assert failing.dimension == QuotaDimension.CONCURRENT_REQUESTS
     assert (refused.retry_helps, refused.retry_after_s) == (False, None)
     assert not caught.value.retry_helps
     assert [(each.used_value, each.held_value) for each in quotas] == [(0, 0), (0, 0)]
@@ -115,11 +112,8 @@ async def test_an_admin_raises_watches_and_sees_what_binds(service: Service) -> 
         ended = await admin.end_quota_override(organization.quota_id)
 
     assert of_key.narrowed_by_quota_id == organization.quota_id
-    assert (raised.limit_value, raised.base_limit_value, raised.override_reason) == (
-        100,
-        20,
-        "a launch",
-    )
+    assert (raised.limit_value, raised.base_limit_value) == (100, 20)
+    assert raised.override_reason == "a launch"
     assert result.usage.billed_token_count == 40
     assert (
         set(met)

@@ -70,14 +70,10 @@ async def test_a_result_has_a_receipt_that_verifies(service: Service) -> None:
     assert receipt.input_token_count == result.usage.input_token_count
     assert receipt.cached_input_token_count == result.usage.cached_input_token_count
     assert receipt.billed_token_count == result.usage.billed_token_count == 8
-    assert (receipt.currency_code, receipt.cost_picos) == (
-        result.cost.currency_code,
-        result.cost.picos,
-    )
-    assert (receipt.admit_time, receipt.settle_time) == (
-        generation.admit_time,
-        generation.settle_time,
-    )
+    assert receipt.currency_code == result.cost.currency_code
+    assert receipt.cost_picos == result.cost.picos
+    assert receipt.admit_time == generation.admit_time
+    assert receipt.settle_time == generation.settle_time
     assert generation.receipts == (receipt,)
 
 

@@ -115,9 +115,7 @@ async def test_a_drained_replica_is_unused_until_put_back(pair: Pair) -> None:
 
         assert again.drain == drained.drain
         assert (drained.drain.reason, drained.drain.HasField("move_after")) == ("new disks", False)
-        assert [each.drained for each in drained.replicas] == [True, True], (
-            "who answers has taken it"
-        )
+        assert [each.drained for each in drained.replicas] == [True, True], "both apply it"
         assert {each.state for each in drained.replicas} == {pb.REPLICA_STATE_DRAINING}
         later = await stream.begin(max_output_tokens=5)
         await stream.finished(later)
@@ -136,9 +134,7 @@ async def test_a_drained_replica_is_unused_until_put_back(pair: Pair) -> None:
             await stream.cancel(request_id)
         ends = [await stream.finished(request_id) for request_id in request_ids]
         assert sorted(end.migration_count for end in ends) == [0, 1]
-        stayed, moved = sorted(
-            (stream.token_ids(request_id) for request_id in request_ids), key=len
-        )
+        stayed, moved = sorted((stream.token_ids(each) for each in request_ids), key=len)
         assert stayed == moved[: len(stayed)], (
             "with one seed and one prompt both are the same, wherever they ran"
         )

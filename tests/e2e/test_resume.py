@@ -289,10 +289,8 @@ async def test_another_payload_is_refused(here: Service, beside: Service, tenant
         for other in (near, far):
             await other.send(kept(601, request_id=frame.request_id))
             refusal = await other.failed(frame.request_id)
-            assert (refusal.code, refusal.reason) == (
-                StatusCode.ALREADY_EXISTS,
-                "REQUEST_ID_REUSED",
-            )
+            assert refusal.code is StatusCode.ALREADY_EXISTS
+            assert refusal.reason == "REQUEST_ID_REUSED"
         assert (await stream.finished(frame.request_id)).usage.delivered_token_count == 600
     await check_billed_once(here, tenant, frame.request_id, 600)
 
@@ -308,9 +306,8 @@ async def test_many_starts_are_billed_once(here: Service, beside: Service, tenan
         ]
         await asyncio.gather(*(stream.send(frame) for stream in streams))
         ends = await asyncio.gather(*(stream.end(frame.request_id) for stream in streams))
-        finished = [
-            stream for stream, end in zip(streams, ends, strict=True) if end.HasField("finished")
-        ]
+        pairs = list(zip(streams, ends, strict=True))
+        finished = [stream for stream, end in pairs if end.HasField("finished")]
         for stream, end in zip(streams, ends, strict=True):
             assert len(stream.ends(frame.request_id)) == 1
             if end.HasField("failed"):
@@ -318,9 +315,8 @@ async def test_many_starts_are_billed_once(here: Service, beside: Service, tenan
                     StatusCode.ABORTED.value[0],
                     StatusCode.ALREADY_EXISTS.value[0],
                 ), end
-        assert [stream.token_ids(frame.request_id) for stream in finished] == [expected] * len(
-            finished
-        )
+        answers = [stream.token_ids(frame.request_id) for stream in finished]
+        assert answers == [expected] * len(finished)
     await check_billed_once(here, tenant, frame.request_id, 60)
     assert here.database.counters(tenant)["concurrent_requests"] == (0, 0)
 
@@ -360,10 +356,8 @@ async def test_credit_crosses_processes(here: Service, beside: Service, tenant: 
         await third.send(frame)
         await third.received(frame.request_id, 4)
         assert (await second.failed(frame.request_id)).reason == "ATTACHED_ELSEWHERE"
-        assert (
-            len(first.token_ids(frame.request_id)),
-            len(second.token_ids(frame.request_id)),
-        ) == (4, 7)
+        received = [len(each.token_ids(frame.request_id)) for each in (first, second)]
+        assert received == [4, 7]
         assert len(third.token_ids(frame.request_id)) == 4
         await third.credit(frame.request_id, 1000)
         assert (await third.finished(frame.request_id)).usage.delivered_token_count == 200
@@ -384,9 +378,7 @@ async def test_a_lost_client_may_return(inside: Inside, here: Service, tenant: T
     assert event["outcome"] == "cancelled"
     assert event["delivered_token_count"] == event["billed_token_count"] < 3900
     key = tenant.project_id, uuid.UUID(frame.request_id)
-    await until(
-        lambda: inside.process.replays.find(key) is None, "what is kept of it to be forgotten"
-    )
+    await until(lambda: inside.process.replays.find(key) is None, "it to be forgotten")
 
 
 async def test_kept_output_expires(inside: Inside, here: Service, tenant: Tenant) -> None:
@@ -419,9 +411,8 @@ async def test_too_long_answers_lose_their_beginning(here: Service, tenant: Tena
         await other.attach(frame.request_id)
         gone = await other.failed(frame.request_id)
         assert (gone.code, gone.reason) == (StatusCode.OUT_OF_RANGE, "OUTPUT_GONE")
-        oldest_seq, last_seq = (
-            int(gone.info.metadata[name]) for name in ("oldest_seq", "last_seq")
-        )
+        facts = gone.info.metadata
+        oldest_seq, last_seq = int(facts["oldest_seq"]), int(facts["last_seq"])
         assert 1 < oldest_seq <= last_seq
         other.frames.clear()
         await other.attach(frame.request_id, oldest_seq - 1)

@@ -196,11 +196,8 @@ async def test_without_a_classification_outputs_end_with_the_reason(guarded: Ser
     assert broken.retry_after_s is not None
     delivered = len(stream.token_ids(request_id))
     assert broken.frame is not None
-    assert (
-        broken.frame.usage.delivered_token_count
-        == broken.frame.usage.billed_token_count
-        == delivered
-    )
+    usage = broken.frame.usage
+    assert usage.delivered_token_count == usage.billed_token_count == delivered
     event = guarded.database.event(tenant, request_id)
     assert (event["outcome"], event["delivered_token_count"]) == ("failed", delivered)
 

@@ -39,9 +39,8 @@ async def test_plans_have_versions_and_apply_from_a_month(service: Service) -> N
     async with AsyncAdminClient(service.address, tenant.secret) as admin:
         first = await admin.create_plan(plan(name))
         same = await admin.create_plan(plan(name))
-        second = await admin.create_plan(
-            plan(name, tiered_prices=[tiered], commitment_picos=10**12)
-        )
+        changed = plan(name, tiered_prices=[tiered], commitment_picos=10**12)
+        second = await admin.create_plan(changed)
         assigned = await admin.assign_plan(tenant.name, name, version=1)
         again = await admin.assign_plan(tenant.name, name, version=1)
         later = await admin.assign_plan(tenant.name, name, first_month=NEXT_MONTH)
@@ -193,9 +192,8 @@ async def test_a_simulation_rates_the_month_again_and_changes_nothing(service: S
 
         async def simulated(**proposal: object) -> tuple[int, int]:
             [customer] = await admin.simulate_prices(THIS_MONTH, proposal, organization=tenant.name)
-            assert (
-                customer.difference.picos == customer.new_amount.picos - customer.old_amount.picos
-            )
+            difference = customer.new_amount.picos - customer.old_amount.picos
+            assert customer.difference.picos == difference
             return customer.old_amount.picos, customer.new_amount.picos
 
         old, cheap = COST + 1_800 + 900, 10 * 2 + 4 * 4
@@ -208,17 +206,13 @@ async def test_a_simulation_rates_the_month_again_and_changes_nothing(service: S
             old,
             2 * cheap + cheap // 2,
         )
-        assert await simulated(plans=[plan("tryout") | {"commitment_picos": 10**12}]) == (
-            old,
-            10**12,
-        )
+        committed = plan("tryout", commitment_picos=10**12)
+        assert await simulated(plans=[committed]) == (old, 10**12)
         # Of three free output tokens two go to the interactive requests, and one to the batch
         # request.
         free = 2 * OUTPUT_PICOS + 100
-        assert await simulated(plans=[plan("tryout", organizations=[tenant.name])]) == (
-            old,
-            old - free,
-        )
+        tried = plan("tryout", organizations=[tenant.name])
+        assert await simulated(plans=[tried]) == (old, old - free)
         with pytest.raises(InvalidRequest, match="month"):
             await admin.simulate_prices("2026", {})
         with pytest.raises(NotFound):

@@ -114,12 +114,7 @@ def service(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Service:
 
 async def test_the_first_word_of_a_completion_keeps_its_blank(service: Service) -> None:
     tenant = await service.tenant()
-    requested: dict[str, Any] = {
-        "model": LLAMA,
-        "prompt": PROMPT,
-        "max_tokens": 2,
-        "temperature": 0,
-    }
+    requested: Any = {"model": LLAMA, "prompt": PROMPT, "max_tokens": 2, "temperature": 0}
     with connect(service, tenant.secret) as client:
         create = client.completions.create
         [whole] = create(**requested, logprobs=0).choices
@@ -175,12 +170,7 @@ async def test_offsets_are_those_of_the_text_that_is_sent(service: Service, tena
     prompt = "Zoë 🙂 ok"
     with connect(service, tenant.secret) as client:
         create = client.completions.create
-        requested: dict[str, Any] = {
-            "model": MODEL,
-            "max_tokens": 3,
-            "temperature": 0,
-            "logprobs": 1,
-        }
+        requested: Any = {"model": MODEL, "max_tokens": 3, "temperature": 0, "logprobs": 1}
         [choice] = create(
             **requested, prompt=prompt, echo=True, extra_body={"ignore_eos": True}
         ).choices

@@ -79,10 +79,8 @@ async def test_text_and_calls_are_separated_and_billed(service: Service, tenant:
 
     assert finished.reason == types_pb2.FINISH_REASON_TOOL_CALLS
     assert stream.text(request_id) == "Let me see.\n Bye"
-    assert calls_of(stream, request_id) == [
-        ("book", '{"hotel": "Ulm", "nights": 2}'),
-        ("quit", "{}"),
-    ]
+    booked = ("book", '{"hotel": "Ulm", "nights": 2}')
+    assert calls_of(stream, request_id) == [booked, ("quit", "{}")]
     for frame in stream.frames[request_id]:
         indices = [piece.index for piece in frame.delta.tool_calls]
         assert len(indices) == len(set(indices)), "a frame has one increment of each call"
@@ -102,9 +100,8 @@ async def test_a_strict_tool_is_called_with_valid_arguments_or_not_at_all(servic
     async with service.stream(tenant.secret) as stream:
         one = pb.ToolChoice(mode=pb.TOOL_MODE_AUTO, single=True)
         request_id = await begin(stream, model=SCRIPT, tools=strict, max_output_tokens=1000)
-        single_id = await begin(
-            stream, model=SCRIPT, tools=strict, tool_choice=one, max_output_tokens=1000
-        )
+        fields = {"tools": strict, "tool_choice": one, "max_output_tokens": 1000}
+        single_id = await begin(stream, model=SCRIPT, **fields)
         ends = [await stream.finished(each) for each in (request_id, single_id)]
 
     assert stream.text(request_id).startswith("Let me see.")

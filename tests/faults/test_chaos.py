@@ -85,9 +85,8 @@ def test_the_audit_classifies_the_outcome_of_a_request(
 
 
 def test_a_request_counts_for_the_first_kill_that_struck_it() -> None:
-    report = Report(
-        kills=[Kill(Kind.API, 5.0, api=1), Kill(Kind.WORKER, 6.0), Kill(Kind.POSTGRES, 7.0)]
-    )
+    kills = [Kill(Kind.API, 5.0, api=1), Kill(Kind.WORKER, 6.0), Kill(Kind.POSTGRES, 7.0)]
+    report = Report(kills=kills)
     report.outcomes = [
         Outcome(SentRequest("other process", 0, 4.0, 6.5, 3, 3), 3),
         Outcome(SentRequest("same process", 1, 4.0, 6.5, 2, None), 4),

@@ -53,9 +53,8 @@ async def test_running_requests_finish_and_new_ones_are_sent_away(launch: Start)
         assert (refused.value.status_code, refused.value.code) == (503, "draining")
         assert refused.value.response.headers["connection"] == "close"
         for frame in starts:
-            assert (
-                await stream.finished(frame.request_id)
-            ).reason == types_pb2.FINISH_REASON_LENGTH
+            finished = await stream.finished(frame.request_id)
+            assert finished.reason == types_pb2.FINISH_REASON_LENGTH
             assert len(stream.token_ids(frame.request_id)) == 500
         assert await asyncio.to_thread(service.wait_ended) == 0
     assert not alive(worker_pid)
@@ -90,10 +89,8 @@ async def test_requests_unfinished_in_time_are_settled_and_get_the_reason(launch
             assert refusal.frame is not None
             received = len(stream.token_ids(frame.request_id))
             assert refusal.frame.usage.delivered_token_count == received
-            assert (
-                service.database.event(tenant, frame.request_id)["delivered_token_count"]
-                == received
-            )
+            event = service.database.event(tenant, frame.request_id)
+            assert event["delivered_token_count"] == received
         assert await asyncio.to_thread(service.wait_ended) == 0
     assert service.database.holds(tenant) == {"settled": 40}
     check_invariants(service.database_url, all_ended=True)

@@ -59,9 +59,7 @@ async def test_health_answers_while_one_piece_of_work_holds_the_loop(held: HeldS
         for _ in range(3):
             assert probe(held.metrics_url, "/livez") == LIVE
             assert parts_of(held.metrics_url)["database"]["state"] == "serving"
-        await until(
-            lambda: probe(held.metrics_url, "/readyz")[0] == 503, "requests to be sent elsewhere"
-        )
+        await until(lambda: probe(held.metrics_url, "/readyz")[0] == 503, "its refusal")
         _, reported = probe(held.metrics_url, "/readyz")
         assert reported is not None
         assert "the event loop has not answered for" in reported["reasons"][0]
@@ -127,9 +125,7 @@ async def incidents(service: Service) -> list[dict[str, object]]:
 
     def found() -> list[dict[str, object]]:
         return [
-            event
-            for event in log_events(service.log, "incident")
-            if event["source"] == "event_loop"
+            each for each in log_events(service.log, "incident") if each["source"] == "event_loop"
         ]
 
     await until(found, "the incident")

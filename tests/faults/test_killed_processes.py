@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import grpc
 import pytest
+from grpc import StatusCode
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
@@ -75,7 +75,7 @@ async def test_a_killed_server_bills_what_it_had_sent(launch: Start, with_engine
             os.kill(worker_pid, signal.SIGKILL)
         service.kill()
 
-        assert await stream.closed() is grpc.StatusCode.UNAVAILABLE
+        assert await stream.closed() is StatusCode.UNAVAILABLE
     await until(lambda: not alive(worker_pid), "the engine worker to follow its parent")
     assert service.database.holds(tenant) == {"held": 12}, "nobody is there to end them yet"
 
@@ -232,9 +232,8 @@ async def test_a_request_killed_while_it_thinks_or_answers_is_billed_at_both_pri
                 lambda: journalled_and_taken(service) == (sent * choices,) * 2,
                 "the transport to take all that was granted",
             )
-            reported = sum(
-                each.delta.reasoning_token_count for each in stream.frames[frame.request_id]
-            )
+            frames = stream.frames[frame.request_id]
+            reported = sum(each.delta.reasoning_token_count for each in frames)
             service.kill()
             await stream.closed()
         service.start()
@@ -264,7 +263,7 @@ async def test_the_id_of_a_killed_request_is_not_run_again(launch: Start) -> Non
         await again.send(frame)
         refusal = await again.failed(frame.request_id)
 
-    assert (refusal.code, refusal.reason) == (grpc.StatusCode.ALREADY_EXISTS, "REQUEST_SETTLED")
+    assert (refusal.code, refusal.reason) == (StatusCode.ALREADY_EXISTS, "REQUEST_SETTLED")
     assert refusal.frame is not None
     [event] = service.database.events(tenant)
     assert refusal.frame.usage.delivered_token_count == event["delivered_token_count"]
@@ -283,14 +282,10 @@ async def test_a_killed_engine_ends_its_requests_settled_and_comes_back(launch: 
 
         for request_id in request_ids:
             refusal = await stream.failed(request_id)
-            assert (refusal.code, refusal.reason) == (
-                grpc.StatusCode.ABORTED,
-                "ENGINE_FAILED_MIDWAY",
-            )
+            assert (refusal.code, refusal.reason) == (StatusCode.ABORTED, "ENGINE_FAILED_MIDWAY")
             assert refusal.info.metadata["retry_with"] == "new_request_id"
-            assert refusal.info.metadata["delivered_token_count"] == str(
-                len(stream.token_ids(request_id))
-            )
+            received = len(stream.token_ids(request_id))
+            assert refusal.info.metadata["delivered_token_count"] == str(received)
             assert refusal.frame is not None
             assert refusal.frame.usage.delivered_token_count == len(stream.token_ids(request_id))
             event = service.database.event(tenant, request_id)
@@ -326,7 +321,7 @@ async def test_an_engine_killed_before_the_first_token_allows_a_retry(launch: St
 
         for frame in started:
             refusal = await stream.failed(frame.request_id)
-            assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_FAILED")
+            assert (refusal.code, refusal.reason) == (StatusCode.UNAVAILABLE, "ENGINE_FAILED")
             assert refusal.info.metadata["retry_with"] == "same_request_id"
             assert refusal.retry_after_s is not None
             assert refusal.retry_after_s > 0
@@ -376,9 +371,7 @@ async def test_a_starting_server_settles_for_a_killed_one(launch: Start) -> None
         first.kill()
         await stream.closed()
 
-    await until(
-        lambda: first.database.holds(tenant) == {"settled": 3}, "the other server to settle"
-    )
+    await until(lambda: first.database.holds(tenant) == {"settled": 3}, "the settlements")
 
     check_charged(second, tenant, [Received.of(stream, each) for each in request_ids])
 

@@ -193,9 +193,8 @@ async def test_a_kill_bills_known_cached_tokens(launch: Start, model: Path, tmp_
         prompt = list(PLAIN_IDS[:100])
         async with service.stream(tenant.secret) as stream:
             await stream.finished(await stream.begin(prompt=prompt, max_output_tokens=20))
-            whole_id = await stream.begin(
-                prompt=prompt, max_output_tokens=20, initial_credit_tokens=5
-            )
+            limits = {"max_output_tokens": 20, "initial_credit_tokens": 5}
+            whole_id = await stream.begin(prompt=prompt, **limits)
             await stream.received(whole_id, 5)
             await until(lambda: server.idle, "the engine to end the output")
             running_id = await stream.begin(prompt=prompt, max_output_tokens=3000)

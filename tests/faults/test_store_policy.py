@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc import StatusCode
 from weir.v1 import inference_service_pb2 as pb
 
 from chaos.rounds import crash_postgres
@@ -87,9 +88,7 @@ async def test_closed_health_reports_an_outage(launch: Start, postgres: Embedded
 
     await until(lambda: not service.serving(), "health to say so, though nobody asked for anything")
     away = {"status": "not ready", "reasons": ["the database does not answer"]}
-    await until(
-        lambda: probe(service.metrics_url, "/readyz") == (503, away), "the probe to say the same"
-    )
+    await until(lambda: probe(service.metrics_url, "/readyz") == (503, away), "the probe")
     assert probe(service.openai_url, "/health") == (503, away)
     assert probe(service.metrics_url, "/livez") == (200, {"status": "live"})
     assert not any(
@@ -122,14 +121,9 @@ async def test_preauthorized_holds_survive_a_kill(
         for frame in frames:
             await stream.received(frame.request_id, 20)
         refusal = await stream.failed(await stream.begin())
-        assert (refusal.code, refusal.reason) == (
-            grpc.StatusCode.UNAVAILABLE,
-            "DATABASE_UNAVAILABLE",
-        )
+        assert (refusal.code, refusal.reason) == (StatusCode.UNAVAILABLE, "DATABASE_UNAVAILABLE")
         assert refusal.retry_after_s is not None
-        await until(
-            lambda: not service.serving(), "health to say that nothing is left to let anybody in"
-        )
+        await until(lambda: not service.serving(), "health to report that no hold is left")
         assert (
             await refusal_of_a_new_request(service, "wk_abcdefgh_" + "x" * 43)
         ).reason == "DATABASE_UNAVAILABLE"
