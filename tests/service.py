@@ -494,6 +494,11 @@ class Stream:
         """Close the sending side."""
         await self.call.done_writing()
 
+    async def hang_up(self) -> None:
+        """Cancel the call, and wait for its end."""
+        self.call.cancel()
+        await self.closed()
+
     async def wait(self, condition: Callable[[], Value | None], what: str = "frames") -> Value:
         """Wait until the condition is true of the received frames; return its value."""
         async with asyncio.timeout(PATIENCE_S):

@@ -127,7 +127,7 @@ async def test_a_maximum_age_excludes_older_answers(monkeypatch: pytest.MonkeyPa
     world.now += 0.5
     world.principal = changed
     assert await world.authenticator.principal_of(SECRET, **peer) == changed, (
-        "the secret that was known has ended"
+        "the known secret has ended"
     )
     world.authenticator.changed(ALICE.api_key_id)
     world.principal = ALICE

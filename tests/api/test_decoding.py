@@ -138,9 +138,8 @@ def test_a_beam_search_reaches_the_engine_without_the_models_defaults_of_chance(
 
     assert parsed.sampling.over(DEFAULTS) == SamplingParams(repetition_penalty=1.05)
     assert parsed.beam_search == BeamSearchParams(4, 0.0, EarlyStopping.WHEN_FULL)
-    assert parse(beam_search=pb.BeamSearch(width=2)).beam_search == BeamSearchParams(
-        2, 1.0, EarlyStopping.HEURISTIC
-    )
+    usual = BeamSearchParams(2, 1.0, EarlyStopping.HEURISTIC)
+    assert parse(beam_search=pb.BeamSearch(width=2)).beam_search == usual
     assert parse().beam_search is None
 
 

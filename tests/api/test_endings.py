@@ -233,9 +233,8 @@ async def test_a_settlement_is_final(world: HoldWorld, tmp_path: Path, cause: Ca
         before = world.contents()
 
         outcome = OUTCOMES[cause]
-        again = await world.run(
-            Settle(hold_id, 10, 4, 25, 25, outcome, recovered=True), Void(hold_id), Expire(hold_id)
-        )
+        settled = Settle(hold_id, 10, 4, 25, 25, outcome, recovered=True)
+        again = await world.run(settled, Void(hold_id), Expire(hold_id))
         await sweep_expired_holds(world.url)
 
         assert charge_of(EndPhase.SETTLED, cause) == EndCharge(Action.UNCHANGED)

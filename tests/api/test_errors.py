@@ -136,10 +136,8 @@ def test_a_violation_names_its_field() -> None:
     too_long = Refusal(status_of(errors.KeepTooLong(30.0, 20.5)))
 
     assert Refusal(status_of(invalid)).fields == ["a", "c[0]"]
-    assert (too_long.fields, too_long.info.metadata["keep_on_disconnect_max_s"]) == (
-        ["keep_on_disconnect"],
-        "20.5",
-    )
+    assert too_long.fields == ["keep_on_disconnect"]
+    assert too_long.info.metadata["keep_on_disconnect_max_s"] == "20.5"
     assert Refusal(status_of(InvalidValue("name", "give one"))).fields == ["name"]
 
 
@@ -223,10 +221,8 @@ def test_a_quota_is_returned_with_all_its_numbers() -> None:
 
 
 def test_every_exceeded_limit_is_reported() -> None:
-    states = [
-        quota(QuotaDimension.TOKENS_PER_MINUTE, limit=10),
-        quota(QuotaDimension.TOKENS_PER_MONTH, limit=10),
-    ]
+    dimensions = QuotaDimension.TOKENS_PER_MINUTE, QuotaDimension.TOKENS_PER_MONTH
+    states = [quota(each, limit=10) for each in dimensions]
 
     failure = Refusal(status_of(QuotaExceeded(states, [5, 5]))).detail(
         error_details_pb2.QuotaFailure
@@ -247,9 +243,8 @@ def test_the_wait_is_that_for_the_last_limit_in_the_way() -> None:
 
 
 def test_a_lowered_limit_has_nothing_left_rather_than_less() -> None:
-    refusal = Refusal(
-        status_of(QuotaExceeded([quota(QuotaDimension.TOKENS_PER_DAY, limit=10, used=50)], [5]))
-    )
+    state = quota(QuotaDimension.TOKENS_PER_DAY, limit=10, used=50)
+    refusal = Refusal(status_of(QuotaExceeded([state], [5])))
 
     assert refusal.info.metadata["remaining"] == "0"
 

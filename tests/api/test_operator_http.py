@@ -194,9 +194,7 @@ def test_a_copy_of_the_counts_does_not_change() -> None:
 
     assert copied.ends["m", "batch", "stop"] == 1
     assert sum(copied.times["m", ServiceTier.BATCH].total.counts) == 1
-    assert counts.refusals == {("", "DATABASE_UNAVAILABLE", "", ""): 1}, (
-        "what a client calls a model is no label"
-    )
+    assert counts.refusals == {("", "DATABASE_UNAVAILABLE", "", ""): 1}, "no model of a client"
 
 
 def test_a_fault_in_counting_is_logged_and_breaks_no_request() -> None:

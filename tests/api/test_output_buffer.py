@@ -210,9 +210,7 @@ class World:
         """Check the invariants of every moment."""
         for end in self.ends:
             seqs = [delta.seq for delta in end.deltas]
-            assert seqs == list(range(end.after_seq + 1, end.after_seq + 1 + len(seqs))), (
-                "no gap, no repetition"
-            )
+            assert seqs == list(range(end.after_seq + 1, end.after_seq + 1 + len(seqs))), "no gap"
             assert end.credit is None or end.token_count <= end.credit, "never more than granted"
             assert len([frame for frame in end.frames if frame.HasField("finished")]) <= 1
         by_seq: dict[int, pb.DeltaFrame] = {}
@@ -229,7 +227,7 @@ class World:
                 assert ids == self.appended[choice][: len(ids)], "in order"
                 text = "".join(delta.text for delta in reported)
                 assert "".join(f"<{index}>" for index in ids).startswith(text), (
-                    "text never runs ahead of its tokens"
+                    "text follows tokens"
                 )
                 assert (
                     "".join(call.arguments_json for delta in reported for call in delta.tool_calls)
@@ -252,7 +250,7 @@ class World:
             assert thinking == self.appended_thinking
         else:
             assert journalled == sum(end.token_count for end in self.ends), (
-                "journalled is what was handed over, once"
+                "each is journalled once"
             )
             assert delivered == usage.taken_token_count == journalled - in_flight
             assert thinking == usage.taken_reasoning_token_count
@@ -416,9 +414,8 @@ def test_a_delta_in_bytes_is_the_message(
 
     for token_id in ids[:3]:
         frame = token_frame(head, seq, text, token_id)
-        one = pb.ServerFrame(
-            request_id=given_id, delta=pb.DeltaFrame(seq=seq, text=text, token_ids=[token_id])
-        )
+        whole = pb.DeltaFrame(seq=seq, text=text, token_ids=[token_id])
+        one = pb.ServerFrame(request_id=given_id, delta=whole)
         assert pb.GenerateResponse.FromString(frame * 2).frames == [one] * 2
 
 

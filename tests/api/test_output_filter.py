@@ -55,12 +55,8 @@ async def test_a_token_whose_text_is_still_to_come_waits_for_it(tmp_path: Path) 
     """Half an emoji, or text that the engine withholds for a stop sequence."""
     output = opened(tmp_path)
 
-    assert await push_all(output, token(1, "a"), token(2, ""), token(3, "🙂"), token(4, "")) == [
-        [1],
-        [],
-        [2, 3],
-        [],
-    ]
+    tokens = token(1, "a"), token(2, ""), token(3, "🙂"), token(4, "")
+    assert await push_all(output, *tokens) == [[1], [], [2, 3], []]
     assert [part.token_ids for part in await output.finish("")] == [(4,)]
 
 

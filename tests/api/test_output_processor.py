@@ -190,9 +190,8 @@ async def test_rules_read_escapes_in_what_clients_will_parse_and_in_nothing_else
 ) -> None:
     """Token by token, as a model writes it."""
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", **fields))
-    rules = RuleChecker(
-        [Rule("topic", regex.compile(r".*forbidden\s+topic"), in_prompt=False, in_output=True)]
-    )
+    pattern = regex.compile(r".*forbidden\s+topic")
+    rules = RuleChecker([Rule("topic", pattern, in_prompt=False, in_output=True)])
     settings = DeliverySettings(unread_tokens_max=1000, stall_max_s=60.0)
     ends: list[Outcome] = []
     writer = StreamWriter(journal)

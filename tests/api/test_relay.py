@@ -61,13 +61,8 @@ async def test_losing_owner_and_database_ends_the_request_alone() -> None:
         cast(Any, subscription).push = reported.append
         async with asyncio.TaskGroup() as process_tasks:
             relays = Relays(cast(Sessions, database), uuid.uuid4(), process_tasks)
-            relays.begin(
-                subscription,
-                (uuid.uuid4(), uuid.uuid4()),
-                "secret",
-                after_seq=0,
-                credit_token_count=0,
-            )
+            key = uuid.uuid4(), uuid.uuid4()
+            relays.begin(subscription, key, "secret", after_seq=0, credit_token_count=0)
             async with asyncio.timeout(60):
                 await ended.wait()
             await relays.close()
@@ -84,9 +79,8 @@ async def test_a_client_that_says_more_than_the_other_process_reads_is_ended() -
     cast(Any, subscription).push = reported.append
     async with asyncio.TaskGroup() as process_tasks:
         relays = Relays(cast(Sessions, UnavailableDatabase(owner)), uuid.uuid4(), process_tasks)
-        relays.begin(
-            subscription, (uuid.uuid4(), uuid.uuid4()), "secret", after_seq=0, credit_token_count=0
-        )
+        key = uuid.uuid4(), uuid.uuid4()
+        relays.begin(subscription, key, "secret", after_seq=0, credit_token_count=0)
         for _ in range(FRAMES_UNWRITTEN_MAX):
             assert not ended.is_set()
             subscription.source.update(pb.UpdateFrame(max_output_tokens=1))
@@ -103,8 +97,7 @@ async def test_a_client_relayed_through_an_ending_process_gets_the_reason() -> N
     cast(Any, subscription).push = reported.append
     async with asyncio.TaskGroup() as process_tasks:
         relays = Relays(cast(Sessions, UnavailableDatabase(owner)), uuid.uuid4(), process_tasks)
-        relays.begin(
-            subscription, (uuid.uuid4(), uuid.uuid4()), "secret", after_seq=0, credit_token_count=0
-        )
+        key = uuid.uuid4(), uuid.uuid4()
+        relays.begin(subscription, key, "secret", after_seq=0, credit_token_count=0)
         await relays.close()
     assert [frame.failed.status.code for frame in reported] == [UNAVAILABLE]

@@ -76,10 +76,8 @@ async def test_a_connection_is_encrypted_and_trusts_its_authority_alone(world: W
 
 async def test_the_command_line_says_what_is_wrong_between_client_and_server(world: World) -> None:
     """By real handshakes: the words are gRPC's, and may change with it."""
-    tls, mutual = (
-        Tls(world.certificate, world.key, None),
-        Tls(world.certificate, world.key, world.client_ca),
-    )
+    tls = Tls(world.certificate, world.key, None)
+    mutual = Tls(world.certificate, world.key, world.client_ca)
     other = new_certificate("server", world.authority, hosts=("weir.internal",)).write(
         world.directory, "other"
     )

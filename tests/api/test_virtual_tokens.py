@@ -64,9 +64,8 @@ class NaiveLine:
         self.ranks[item.number] = self.rank(item.tenant, items)
         self.leave(item)
         self.dispatched.append(item)
-        self.owed[item.number] = (
-            INPUT_TOKEN_COST * item.input_token_count + OUTPUT_TOKEN_COST * output_tokens
-        )
+        input_cost = INPUT_TOKEN_COST * item.input_token_count
+        self.owed[item.number] = input_cost + OUTPUT_TOKEN_COST * output_tokens
 
     def leave(self, item: Item) -> None:
         self.waiting.remove(item)

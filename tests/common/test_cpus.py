@@ -66,12 +66,8 @@ def test_a_mount_that_shows_only_the_own_group_is_read_at_its_top(tmp_path: Path
 
 
 def test_a_group_outside_the_mount_is_read_at_the_mount(tmp_path: Path) -> None:
-    root = tree(
-        tmp_path,
-        "0::/../outside",
-        V2_MOUNT.format("/x"),
-        {"sys/fs/cgroup/cpu.max": "200000 100000"},
-    )
+    files = {"sys/fs/cgroup/cpu.max": "200000 100000"}
+    root = tree(tmp_path, "0::/../outside", V2_MOUNT.format("/x"), files)
     assert usable_cpus(root).count == 2
 
 

@@ -139,16 +139,10 @@ async def test_a_billing_profile_is_set_and_listed(service: Service, admin: Admi
     await admin("SetBillingProfile", organization=name, billing_profile=whole)
 
     assert not organization.HasField("billing_profile")
-    assert (
-        changed.organization.billing_profile
-        == (await admin.organization(name)).billing_profile
-        == whole
-    )
-    entries = [
-        each
-        for each in await admin.audit(organization.organization_id)
-        if each.action == "billing_profile.set"
-    ]
+    listed = await admin.organization(name)
+    assert changed.organization.billing_profile == listed.billing_profile == whole
+    audit = await admin.audit(organization.organization_id)
+    entries = [each for each in audit if each.action == "billing_profile.set"]
     assert [json.loads(each.after_json)["country"] for each in entries] == ["DE"]
     wrong = types_pb2.BillingProfile(legal_name="a\x00b")
     assert (
@@ -182,10 +176,8 @@ async def test_a_customer_is_created_and_requests(service: Service, admin: Admin
     assert project.organization_id == organization_id == created.api_key.organization_id
     assert created.api_key.scopes == ["inference"]
     assert created.secret.startswith(created.api_key.prefix + "_")
-    assert (
-        created.api_key.expire_time.ToDatetime() - created.api_key.create_time.ToDatetime()
-        == timedelta(hours=1)
-    )
+    key = created.api_key
+    assert key.expire_time.ToDatetime() - key.create_time.ToDatetime() == timedelta(hours=1)
     assert name in [each.name for each in (await admin("ListOrganizations")).organizations]
     assert [
         each.name
@@ -219,10 +211,8 @@ async def test_a_key_is_revoked_once(service: Service, admin: Admin) -> None:
 
     assert first == second
     assert first.HasField("revoke_time")
-    assert [entry.action for entry in await admin.audit(str(key.id))] == [
-        "api_key.create",
-        "api_key.revoke",
-    ]
+    actions = [entry.action for entry in await admin.audit(str(key.id))]
+    assert actions == ["api_key.create", "api_key.revoke"]
     async with service.stream(secret) as stream:
         assert await stream.closed() is StatusCode.UNAUTHENTICATED
 
@@ -258,22 +248,14 @@ async def test_limits_hang_on_projects_and_keys_too(service: Service, admin: Adm
         (types_pb2.QUOTA_SUBJECT_PROJECT, f"{tenant.name}/main"),
         (types_pb2.QUOTA_SUBJECT_API_KEY, tenant.key.prefix),
     ):
-        await admin(
-            "SetQuota",
-            subject=subject,
-            subject_ref=ref,
-            dimension=TOKENS,
-            model=MODEL,
-            limit_value=1000,
-        )
+        limit = {"dimension": TOKENS, "model": MODEL, "limit_value": 1000}
+        await admin("SetQuota", subject=subject, subject_ref=ref, **limit)
 
     async with service.client(tenant.secret) as client:
         quotas = await client.get_quota(MODEL)
 
-    assert [(str(quota.subject), quota.model) for quota in quotas] == [
-        ("project", MODEL),
-        ("api-key", MODEL),
-    ]
+    limited = [(str(quota.subject), quota.model) for quota in quotas]
+    assert limited == [("project", MODEL), ("api-key", MODEL)]
 
 
 async def test_a_price_applies_from_its_time_on(service: Service, admin: Admin) -> None:

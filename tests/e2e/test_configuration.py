@@ -32,13 +32,8 @@ class Admin:
     def __init__(
         self, service: Service, stub: Any, tenant: Tenant, secret: str, prefix: str
     ) -> None:
-        self.service, self.stub, self.tenant, self.secret, self.prefix = (
-            service,
-            stub,
-            tenant,
-            secret,
-            prefix,
-        )
+        self.service, self.stub, self.tenant = service, stub, tenant
+        self.secret, self.prefix = secret, prefix
 
     async def apply(
         self, *organizations: dict[str, Any], dry_run: bool = False, **parts: Any
@@ -190,11 +185,8 @@ async def test_an_exported_configuration_applies_without_a_change(admin: Admin) 
     assert not again.kept
     assert not again.violations
     keys = exported["projects"][0]["keys"]
-    assert [(key["name"], "prefix" in key) for key in keys] == [
-        ("copilot", False),
-        ("nightly", True),
-        ("nightly", True),
-    ]
+    shown = [(key["name"], "prefix" in key) for key in keys]
+    assert shown == [("copilot", False), ("nightly", True), ("nightly", True)]
 
 
 async def test_a_billing_profile_is_applied_as_a_whole_and_exported(admin: Admin) -> None:
@@ -255,9 +247,7 @@ async def test_a_dry_run_reports_the_same_and_changes_nothing(admin: Admin) -> N
     )
     done = await admin.apply(team(name))
     assert brief(planned.changes) == brief(done.changes)
-    assert [fields_of(change) for change in planned.changes] == [
-        fields_of(change) for change in done.changes
-    ]
+    assert list(map(fields_of, planned.changes)) == list(map(fields_of, done.changes))
 
 
 async def test_changes_are_shown_with_old_and_new_values(admin: Admin) -> None:
@@ -304,13 +294,8 @@ async def test_thresholds_follow_the_file_and_reset_to_the_default(admin: Admin)
     for alert_at in (None, [100, 80, 50], [90, 10], [10, 90], [], None):
         wanted = team(name)
         wanted["quotas"][0] |= {} if alert_at is None else {"alert_at": {"values": alert_at}}
-        brief.append(
-            [
-                fields_of(change)
-                for change in (await admin.apply(wanted)).changes
-                if change.kind == "quota"
-            ]
-        )
+        applied = await admin.apply(wanted)
+        brief.append([fields_of(each) for each in applied.changes if each.kind == "quota"])
         exported = (await admin.export(name))["quotas"][0]
 
     assert brief[1:] == [
@@ -332,11 +317,8 @@ async def test_pruning_removes_what_is_not_listed(service: Service, admin: Admin
         "for_new_keys": True,
     }
     first = await admin.apply(team(name, quotas=[*team(name)["quotas"], default]))
-    [copilot] = [
-        change
-        for change in first.changes
-        if change.path.endswith("copilot") and change.kind == "key"
-    ]
+    keys = [change for change in first.changes if change.kind == "key"]
+    [copilot] = [change for change in keys if change.path.endswith("copilot")]
     nightly = {
         "name": "nightly",
         "scopes": ["billing", "inference"],
@@ -359,9 +341,10 @@ async def test_pruning_removes_what_is_not_listed(service: Service, admin: Admin
         ("keep", "quota", f"{name}/search"),
         ("keep", "key", f"{name}/search/copilot"),
     ]
+    search = f"{name}/search"
     assert brief(pruned.changes) == [
-        ("delete", "quota", f"{name}/search"),
-        ("delete", "key", f"{name}/search/copilot"),
+        ("delete", "quota", search),
+        ("delete", "key", f"{search}/copilot"),
     ]
     assert brief(pruned.kept) == [("keep", "quota", name)], "it is not pruned"
     async with service.stream(copilot.secret) as stream:
@@ -469,10 +452,8 @@ async def test_admins_cannot_remove_their_own_access(admin: Admin) -> None:
     own = admin.tenant.name
     project = {"name": "main", "prune_keys": True}
     without_scope = {"name": "main", "keys": [{"name": "more", "scopes": ["inference"]}]}
-    past = {
-        "name": "main",
-        "keys": [{"name": "more", "scopes": ["admin"], "expire_time": "2020-01-01T00:00:00Z"}],
-    }
+    ended = {"name": "more", "scopes": ["admin"], "expire_time": "2020-01-01T00:00:00Z"}
+    past = {"name": "main", "keys": [ended]}
 
     for wanted in (project, without_scope, past):
         answer = await admin.apply({"name": own, "projects": [wanted]})

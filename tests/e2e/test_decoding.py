@@ -48,11 +48,8 @@ async def test_logprobs_come_with_their_tokens(service: Service, tenant: Tenant)
             MODEL, "Hello", max_output_tokens=12, ignore_eos=True, temperature=1.0, seed=3
         )
 
-    assert (
-        [each.chosen.token_id for each in result.logprobs]
-        == list(result.token_ids)
-        == list(plain.token_ids)
-    )
+    chosen = [each.chosen.token_id for each in result.logprobs]
+    assert chosen == list(result.token_ids) == list(plain.token_ids)
     assert plain.logprobs == ()
     for each in result.logprobs:
         assert len(each.top) == 4
@@ -118,17 +115,15 @@ async def test_an_answer_is_in_the_format_that_was_requested(service: Service) -
 
 
 async def test_a_format_that_cannot_compile_is_refused_and_free(service: Service) -> None:
-    tenant = await service.tenant(
-        {QuotaDimension.REQUESTS_PER_MINUTE: 1000, QuotaDimension.TOKENS_PER_MONTH: 1000}
-    )
+    dimensions = QuotaDimension.REQUESTS_PER_MINUTE, QuotaDimension.TOKENS_PER_MONTH
+    tenant = await service.tenant(dict.fromkeys(dimensions, 1000))
 
     async with service.client(tenant.secret) as client:
         with pytest.raises(InvalidRequest, match="uniqueItems") as caught:
             await client.complete(MODEL, "Hi", json_schema={"type": "array", "uniqueItems": True})
 
-    assert [violation.field for violation in caught.value.details.field_violations] == [
-        "response_format.json_schema"
-    ]
+    [violation] = caught.value.details.field_violations
+    assert violation.field == "response_format.json_schema"
     await service.no_hold_left(tenant)
     assert list(service.database.billed(tenant).values()) == [{}]
     assert service.database.counters(tenant) == {

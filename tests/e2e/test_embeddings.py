@@ -216,9 +216,8 @@ async def test_invalid_embedding_requests_are_refused_by_field_and_free(embeddin
     assert (unknown.code, unknown.reason) == (StatusCode.NOT_FOUND, "MODEL_UNKNOWN")
     [embedded] = cut.embeddings
     assert (embedded.token_count, embedded.truncated) == (INPUT_TOKENS_MAX, True)
-    assert [event["embedding_token_count"] for event in embedding.database.events(tenant)] == [
-        INPUT_TOKENS_MAX
-    ]
+    [event] = embedding.database.events(tenant)
+    assert event["embedding_token_count"] == INPUT_TOKENS_MAX
 
 
 async def test_each_model_says_which_call_it_serves(embedding: Service) -> None:
@@ -239,10 +238,8 @@ async def test_each_model_says_which_call_it_serves(embedding: Service) -> None:
         (FAR, pb.MODEL_TASK_EMBED, DIMENSION, 2048),
         (MODEL, pb.MODEL_TASK_GENERATE, 0, 0),
     ]
-    assert (models[0].context_window_tokens, models[0].price.embedding_picos_per_token) == (
-        INPUT_TOKENS_MAX,
-        PICOS,
-    )
+    assert models[0].context_window_tokens == INPUT_TOKENS_MAX
+    assert models[0].price.embedding_picos_per_token == PICOS
     assert counted.input_token_count == 4
 
 
@@ -261,10 +258,8 @@ async def test_a_quote_is_what_the_call_then_is_and_leaves_no_trace(embedding: S
         undecided = await call.refused("Quote", start=start, embed=request_of(*TEXTS))
 
     assert quote.would_admit
-    assert (quote.input_token_count, quote.max_output_token_count) == (
-        result.usage.embedding_token_count,
-        0,
-    )
+    assert quote.input_token_count == result.usage.embedding_token_count
+    assert quote.max_output_token_count == 0
     assert quote.worst_case_cost == quote.expected_cost == result.cost
     assert not refused_one.would_admit
     assert [each.dimension.value for each in refused_one.failing_quotas] == ["tokens-per-minute"]

@@ -153,9 +153,8 @@ async def test_an_empty_grammar_is_refused_first(inside: Inside, service: Servic
     tenant = await service.tenant(LIMITS)
     before = inside.engine.statistics().prompt_token_count
     async with service.stream(tenant.secret) as stream:
-        refusal = await stream.failed(
-            await stream.begin(response_format=LOOPING, ignore_eos=None, prompt=own_prompt())
-        )
+        fields = {"response_format": LOOPING, "ignore_eos": None, "prompt": own_prompt()}
+        refusal = await stream.failed(await stream.begin(**fields))
 
     assert (refusal.code, refusal.reason) == (StatusCode.INVALID_ARGUMENT, "REQUEST_IMPOSSIBLE")
     assert refusal.fields == ["response_format.lark"]
@@ -278,9 +277,8 @@ async def test_a_free_request_costs_no_prepaid_credit(inside: Inside, service: S
         sessions = create_sessions(engine)
         await rate_all_pending(sessions)
         async with sessions() as session:
-            assert (
-                await credit_balance(session, organization=tenant.name)
-            ).available_picos == PICOS_OF_CREDIT
+            balance = await credit_balance(session, organization=tenant.name)
+            assert balance.available_picos == PICOS_OF_CREDIT
     finally:
         await engine.dispose()
     with psycopg.connect(psycopg_conninfo(service.database_url)) as connection:

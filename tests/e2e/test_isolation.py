@@ -81,10 +81,7 @@ async def test_long_reports_keep_no_request_from_being_admitted(service: Service
             reports = [tasks.create_task(refused(report())) for _ in range(REPORTS)]
             await until(lambda: waiting_count(service) == RUNNING_MAX, "reports to run")
             refused_count = REPORTS - RUNNING_MAX - WAITING_MAX
-            await until(
-                lambda: sum(each.done() for each in reports) == refused_count,
-                "the rest to be refused",
-            )
+            await until(lambda: sum(each.done() for each in reports) == refused_count, "refusals")
             refusals = [each.result() for each in reports if each.done()]
             async with service.stream(other.secret) as stream:
                 finished = await stream.finished(await stream.begin())
@@ -153,6 +150,4 @@ async def test_finance_of_one_customer_sees_no_other_customer(service: Service) 
 
     assert own.organization_name == one.name
     assert [refusal.code for refusal in refusals] == [StatusCode.NOT_FOUND] * 3
-    assert {refusal.reason for refusal in refusals} == {"NOT_FOUND"}, (
-        "an unknown one and another's look alike"
-    )
+    assert {refusal.reason for refusal in refusals} == {"NOT_FOUND"}, "both look alike"

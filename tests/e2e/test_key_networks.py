@@ -140,9 +140,8 @@ async def test_other_networks_are_refused(pair: Pair, key: Key) -> None:
 
     assert all(is_outside(refusal, OUTSIDE) for refusal in refusals)
     assert all(is_outside(refusal, "127.0.0.1") for refusal in unforwarded)
-    assert {(refusal.code, refusal.reason) for refusal in wrong} == {
-        (StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
-    }
+    assert {each.code for each in wrong} == {StatusCode.UNAUTHENTICATED}
+    assert {each.reason for each in wrong} == {"UNAUTHENTICATED"}
     for address in (INSIDE, OTHER_INSIDE):
         async with there.stream(key.secret, metadata=behind_proxy(address)) as stream:
             await stream.finished(await stream.begin())
@@ -206,10 +205,8 @@ async def test_narrowing_ends_requests_outside(pair: Pair, key: Key) -> None:
         there.stream(key.secret, metadata=inside) as within,
         connect_async(there, key.secret, default_headers=dict(outside)) as client,
     ):
-        long, kept = (
-            await out.begin(max_output_tokens=4000),
-            await out.begin(max_output_tokens=4000, **KEPT),
-        )
+        long = await out.begin(max_output_tokens=4000)
+        kept = await out.begin(max_output_tokens=4000, **KEPT)
         goes_on = await within.begin(max_output_tokens=400, initial_credit_tokens=5)
         for stream, request_id in ((out, long), (out, kept), (within, goes_on)):
             await stream.received(request_id, 1)
@@ -237,10 +234,7 @@ async def test_narrowing_ends_requests_outside(pair: Pair, key: Key) -> None:
                 pass
 
     assert all(is_outside(refusal, OUTSIDE) for refusal in (*ends, later, attached))
-    assert all(
-        refusal.frame is not None and refusal.frame.usage.delivered_token_count > 0
-        for refusal in ends
-    )
+    assert all(each.frame and each.frame.usage.delivered_token_count > 0 for each in ends)
     assert end.usage.delivered_token_count == 400
     outcomes = sorted(event["outcome"] for event in there.database.events(key.tenant))
     assert outcomes.count("cancelled") == 3
@@ -257,10 +251,8 @@ async def test_a_rotation_ends_running_requests(pair: Pair, key: Key) -> None:
         here.stream(old) as relayed,
         connect_async(there, old) as client,
     ):
-        long, kept = (
-            await stream.begin(max_output_tokens=4000),
-            await stream.begin(max_output_tokens=4000, **KEPT),
-        )
+        long = await stream.begin(max_output_tokens=4000)
+        kept = await stream.begin(max_output_tokens=4000, **KEPT)
         spared = await other.begin(max_output_tokens=4000, **KEPT)
         for each, request_id in ((stream, long), (stream, kept), (other, spared)):
             await each.received(request_id, 1)
@@ -354,9 +346,8 @@ async def test_a_request_whose_key_ends_before_its_body_arrives_is_refused(
     _, there = pair
     host, port = there.openai_url.removeprefix("http://").removesuffix("/v1").rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
-    body = json.dumps(
-        {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
-    ).encode()
+    requested = {"model": MODEL, "messages": user_message("a"), "max_tokens": 3}
+    body = json.dumps(requested).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer"
         f" {key.secret}\r\ncontent-length: {len(body)}\r\n"

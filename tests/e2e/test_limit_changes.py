@@ -75,10 +75,8 @@ async def test_a_raised_limit_gives_the_same_tokens_as_one_set_at_the_start(
         finished = await stream.finished(request_id)
 
     assert stream.token_ids(request_id) == expected
-    assert (finished.reason, finished.usage.delivered_token_count) == (
-        types_pb2.FINISH_REASON_LENGTH,
-        limits[-1],
-    )
+    assert finished.reason == types_pb2.FINISH_REASON_LENGTH
+    assert finished.usage.delivered_token_count == limits[-1]
     assert len(stream.of(request_id, "admitted")) == 1
     assert picos(finished.cost) == cost_picos(finished.usage)
     event = service.database.event(tenant, request_id)
@@ -127,10 +125,8 @@ async def test_a_cost_limit_is_used_up_and_never_exceeded(service: Service, tena
         await update(stream, raised, max_cost=usd(10**12 - 1))
         whole = await stream.finished(raised)
 
-    assert (finished.reason, finished.usage.delivered_token_count) == (
-        types_pb2.FINISH_REASON_COST_LIMIT,
-        7,
-    )
+    assert finished.reason == types_pb2.FINISH_REASON_COST_LIMIT
+    assert finished.usage.delivered_token_count == 7
     assert picos(finished.cost) == INPUT_COST + 7 * OUTPUT_PICOS
     assert picos(answer.max_cost) == INPUT_COST + 900 * OUTPUT_PICOS
     assert lowered.reason == types_pb2.FINISH_REASON_COST_LIMIT
@@ -235,8 +231,6 @@ async def test_a_raise_beyond_the_quota_ends_where_the_quota_does(service: Servi
         await update(stream, request_id, max_output_tokens=3000)
         finished = await stream.finished(request_id)
 
-    assert (finished.reason, finished.usage.delivered_token_count) == (
-        types_pb2.FINISH_REASON_QUOTA_EXHAUSTED,
-        400,
-    )
+    assert finished.reason == types_pb2.FINISH_REASON_QUOTA_EXHAUSTED
+    assert finished.usage.delivered_token_count == 400
     assert service.database.counters(tenant)["tokens_per_month"] == (410, 0)

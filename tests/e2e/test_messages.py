@@ -100,10 +100,8 @@ async def test_a_message_is_the_same_whole_and_streamed(service: Service) -> Non
 
     assert [block.type for block in answer.content] == ["text"]
     assert final.content[0].text == answer.content[0].text
-    assert (final.stop_reason, final.usage.output_tokens) == (
-        answer.stop_reason,
-        answer.usage.output_tokens,
-    )
+    assert final.stop_reason == answer.stop_reason
+    assert final.usage.output_tokens == answer.usage.output_tokens
     assert answer.stop_reason in ("max_tokens", "end_turn")
     assert (answer.role, answer.model, answer.id[:4]) == ("assistant", MODEL, "msg_")
     assert counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
@@ -141,9 +139,8 @@ async def test_calls_are_blocks_and_results_continue(service: Service) -> None:
             }
         )
         free = client.messages.create(**requested, tool_choice={"type": "none"})
-        single = client.messages.create(
-            **requested, tool_choice={"type": "auto", "disable_parallel_tool_use": True}
-        )
+        one_call: Any = {"type": "auto", "disable_parallel_tool_use": True}
+        single = client.messages.create(**requested, tool_choice=one_call)
         cut = client.messages.create(**requested | {"max_tokens": 6})
     with (
         connect(service, streaming.secret) as client,

@@ -121,6 +121,12 @@ def post(secret: str, body: bytes, *headers: str, path: str = "/v1/chat/completi
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
+def head_of(tenant: Tenant) -> str:
+    """Return the beginning of a chat's headers."""
+    key = f"authorization: Bearer {tenant.secret}"
+    return f"POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\n{key}\r\n"
+
+
 @dataclass(frozen=True, slots=True)
 class Wrong:
     """Invalid fields of a chat, and the expected error."""
@@ -236,9 +242,8 @@ async def test_a_wrong_parameter_is_named_with_a_remedy(service: Service, tenant
 
 @pytest.mark.usefixtures("no_incident")
 async def test_a_schema_that_cannot_compile_is_named_and_free(service: Service) -> None:
-    tenant = await service.tenant(
-        {QuotaDimension.REQUESTS_PER_MINUTE: 1000, QuotaDimension.TOKENS_PER_MONTH: 1000}
-    )
+    dimensions = QuotaDimension.REQUESTS_PER_MINUTE, QuotaDimension.TOKENS_PER_MONTH
+    tenant = await service.tenant(dict.fromkeys(dimensions, 1000))
     wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     with (
         connect(service, tenant.secret) as client,
@@ -343,10 +348,7 @@ async def test_invalid_bodies_keep_the_connection(service: Service, tenant: Tena
 
 async def test_oversized_bodies_are_refused_unread(service: Service, tenant: Tenant) -> None:
     too_long = service.settings.messages.bytes_max + 1
-    head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer"
-        f" {tenant.secret}\r\n"
-    )
+    head = head_of(tenant)
 
     socket = await dial(service)
     await socket.append(f"{head}content-length: {too_long}\r\n\r\n".encode())
@@ -385,10 +387,7 @@ async def test_bytes_that_are_not_http_are_disconnected(service: Service, tenant
 
 async def test_a_broken_body_is_refused_at_once(service: Service, tenant: Tenant) -> None:
     """Each in its own packet while its request waits for its body, also behind another request."""
-    head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer"
-        f" {tenant.secret}\r\n"
-    )
+    head = head_of(tenant)
     chunked = f"{head}transfer-encoding: chunked\r\n".encode()
 
     for broken in BROKEN_BODIES:
@@ -424,10 +423,7 @@ async def test_unsupported_headers_are_refused(service: Service, tenant: Tenant)
         assert (response.status, response.error["code"]) == (status, code)
         socket.writer.close()
     socket = await dial(service)
-    head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer"
-        f" {tenant.secret}\r\n"
-    )
+    head = head_of(tenant)
     await socket.append(
         f"{head}transfer-encoding: gzip, chunked\r\n\r\n2\r\n{{}}\r\n0\r\n\r\n".encode()
     )

@@ -70,10 +70,8 @@ async def test_a_chat_has_the_text_and_the_bill_of_grpc(service: Service) -> Non
         assert here[f"{name}_token_count"] == there[f"{name}_token_count"], name
     for name in ("cost_picos", "price_version_id", "outcome", "model"):
         assert here[name] == there[name], name
-    assert (
-        extension(answer)["cost"]["amount"]
-        == f"{Decimal(there['cost_picos']).scaleb(-12).normalize():f}"
-    )
+    amount = Decimal(there["cost_picos"]).scaleb(-12).normalize()
+    assert extension(answer)["cost"]["amount"] == f"{amount:f}"
     [pace] = extension(answer)["timings"]
     assert 0 < pace["itl_p50_ms"] <= pace["itl_p99_ms"] <= pace["itl_max_ms"] < pace["total_ms"]
     assert pace["ttft_ms"] > 0 < pace["tokens_per_second"]
@@ -335,10 +333,8 @@ async def test_logprobs_name_every_token_and_its_bytes(service: Service, tenant:
     assert chat.choices[0].logprobs is not None
     tokens = chat.choices[0].logprobs.content or []
     assert len(tokens) == 12
-    assert all(
-        len(token.top_logprobs) == 3 and token.top_logprobs[0].token == token.token
-        for token in tokens
-    ), "greedy"
+    assert all(len(each.top_logprobs) == 3 for each in tokens)
+    assert all(each.top_logprobs[0].token == each.token for each in tokens), "greedy"
     data = b"".join(bytes(token.bytes or []) for token in tokens)
     assert data.decode(errors="replace") == chat.choices[0].message.content
     columns = plain.choices[0].logprobs
@@ -415,9 +411,7 @@ async def test_stop_sequences_penalties_and_biases_reach_the_engine(service: Ser
     assert stopped.choices[0].finish_reason == "stop"
     assert extension(stopped)["finish_reasons"] == ["STOP_SEQUENCE"]
     assert biased.choices[0].message.content == service.tokenizer.decode([11] * 20)
-    assert penalised.choices[0].message.content == biased.choices[0].message.content, (
-        "a bias of 100 outweighs both"
-    )
+    assert penalised.choices[0].message.content == biased.choices[0].message.content, "outweighed"
 
 
 async def test_labels_hold_caller_and_reason(service: Service, tenant: Tenant) -> None:

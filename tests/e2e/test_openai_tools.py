@@ -250,10 +250,8 @@ async def test_a_response_has_calls_as_separate_items(service: Service, tenant: 
         assert reported.output_text == TEXT
         types = [item.type for item in reported.output]
         assert types == ["message", "function_call", "function_call"]
-        assert [(item.name, item.arguments) for item in reported.output[1:]] == [
-            ("book", BOOKED),
-            ("quit", "{}"),
-        ]
+        calls = [(item.name, item.arguments) for item in reported.output[1:]]
+        assert calls == [("book", BOOKED), ("quit", "{}")]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     check_events(events, final.output)
     assert response.tool_choice == "auto"
@@ -365,9 +363,8 @@ async def test_a_namespaces_functions_have_both_names(space: str, service: Servi
 
     with connect(service, tenant.secret) as client:
         response: Any = client.responses.create(**requested)
-        by_name: Any = client.responses.create(
-            **requested | {"tool_choice": {"type": "function", "name": "quit"}}
-        )
+        chosen = {"tool_choice": {"type": "function", "name": "quit"}}
+        by_name: Any = client.responses.create(**requested | chosen)
         events: list[Any] = list(client.responses.create(stream=True, **requested))
         [call] = [item for item in response.output if item.type == "function_call"]
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}

@@ -57,14 +57,10 @@ async def test_a_customer_pays_its_own_price_in_each_tier(service: Service) -> N
         ("batch", "organization", batch.version),
     ]
     assert [each.price_version for each in quoted] == [interactive.version, batch.version]
-    assert [each.worst_case_cost.picos for each in quoted] == [
-        10 * 100 + 4 * 200,
-        (10 * 100 + 4 * 200) // 2,
-    ]
-    assert [each.admitted and each.admitted.price_version for each in ran] == [
-        interactive.version,
-        batch.version,
-    ]
+    worst = 10 * 100 + 4 * 200
+    assert [each.worst_case_cost.picos for each in quoted] == [worst, worst // 2]
+    versions = [each.admitted and each.admitted.price_version for each in ran]
+    assert versions == [interactive.version, batch.version]
     assert [each.cost.picos for each in ran] == [1_800, 900]
     assert of_other.cost.picos == afterwards.cost.picos == 10 * INPUT_PICOS + 4 * OUTPUT_PICOS
     assert (ended.withdrawn, ended.organization_name) == (True, tenant.name)
@@ -130,7 +126,5 @@ async def test_a_document_of_prices_applies_once(service: Service) -> None:
         ("interactive", 9_000),
         ("batch", 4_500),
     ]
-    assert [error.field for error in wrong.violations] == [
-        "prices[0].organization",
-        "prices[1].batch_multiplier_milli",
-    ]
+    fields = [error.field for error in wrong.violations]
+    assert fields == ["prices[0].organization", "prices[1].batch_multiplier_milli"]

@@ -112,10 +112,9 @@ async def test_a_full_queue_refuses(inside: Inside, service: Service, tenant: Te
 
 async def test_a_late_start_gets_the_expected_wait(service: Service, tenant: Tenant) -> None:
     async with crowded(service, tenant, 20) as (stream, waiting):
+        last = waiting[-1]
         await stream.wait(
-            lambda: any(
-                frame.HasField("estimated_wait") for frame in stream.of(waiting[-1], "progress")
-            )
+            lambda: any(each.HasField("estimated_wait") for each in stream.of(last, "progress"))
         )
 
         refusal = await stream.failed(await stream.begin(start_timeout=timeout_of(0.001)))

@@ -115,11 +115,8 @@ async def test_an_admin_raises_watches_and_sees_what_binds(service: Service) -> 
     assert (raised.limit_value, raised.base_limit_value) == (100, 20)
     assert raised.override_reason == "a launch"
     assert result.usage.billed_token_count == 40
-    assert (
-        set(met)
-        == {organization.quota_id, of_key.quota_id, watching.quota_id}
-        == {each.quota_id for each in own}
-    )
+    ids = {organization.quota_id, of_key.quota_id, watching.quota_id}
+    assert set(met) == ids == {each.quota_id for each in own}
     assert met[watching.quota_id].would_refuse_count == 1
     assert [each.quota_id for each in met.values() if each.binding] == [of_key.quota_id]
     # during the hour in which the organization has 100

@@ -135,9 +135,7 @@ async def test_a_drained_replica_is_unused_until_put_back(pair: Pair) -> None:
         ends = [await stream.finished(request_id) for request_id in request_ids]
         assert sorted(end.migration_count for end in ends) == [0, 1]
         stayed, moved = sorted((stream.token_ids(each) for each in request_ids), key=len)
-        assert stayed == moved[: len(stayed)], (
-            "with one seed and one prompt both are the same, wherever they ran"
-        )
+        assert stayed == moved[: len(stayed)], "one seed, one answer"
         async with second.client(ours.secret) as client:
             recorded = [await client.get_generation(request_id) for request_id in request_ids]
         assert [each.migration_count for each in recorded] == [end.migration_count for end in ends]
@@ -146,21 +144,15 @@ async def test_a_drained_replica_is_unused_until_put_back(pair: Pair) -> None:
     second.start()
     wait_for(lambda: second.serving(f"engine/{MODEL}"), "the engines")
     restarted = await admin.replicas()
-    assert [each.drained for each in restarted[FIRST]] == [True, True], (
-        "one that starts later finds the order"
-    )
+    assert [each.drained for each in restarted[FIRST]] == [True, True], "also in a later one"
 
     assert (await admin.undrain()).undrained
     assert not (await admin.undrain()).undrained
-    assert [
-        each.drained for reported in (await admin.replicas()).values() for each in reported
-    ] == [False] * 4
+    replicas = (await admin.replicas()).values()
+    assert [each.drained for reported in replicas for each in reported] == [False] * 4
     entries = (await admin.call(admin_pb.ListAuditEntriesRequest(action_prefix="replica."))).entries
-    assert [each.action for each in reversed(entries)] == [
-        "replica.drain",
-        "replica.drain",
-        "replica.undrain",
-    ]
+    actions = [each.action for each in reversed(entries)]
+    assert actions == ["replica.drain", "replica.drain", "replica.undrain"]
     assert '"move_after_ms": 0' in entries[0].before_json
 
 

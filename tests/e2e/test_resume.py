@@ -174,10 +174,8 @@ async def test_a_finished_answer_is_replayed_from_any_seq(here: Service, tenant:
             assert seqs(other, frame.request_id) == list(range(after_seq + 1, last_seq + 1))
             if not after_seq:
                 assert other.token_ids(frame.request_id) == tokens
-                assert [
-                    update.usage.delivered_token_count
-                    for update in other.of(frame.request_id, "usage")
-                ] == [5, 10]
+                updates = other.of(frame.request_id, "usage")
+                assert [each.usage.delivered_token_count for each in updates] == [5, 10]
                 assert len(other.of(frame.request_id, "admitted")) == 1
     await check_billed_once(here, tenant, frame.request_id, 12)
 
@@ -219,12 +217,10 @@ async def test_a_running_answer_is_continued_from_another_stream(
         for turn in range(10):
             await stream.received(frame.request_id, 10)
             services = [here] if on == "the same process" else [beside, here]
-            following = await stack.enter_async_context(
-                services[turn % len(services)].stream(tenant.secret)
-            )
+            next_stream = services[turn % len(services)].stream(tenant.secret)
+            following = await stack.enter_async_context(next_stream)
             if goes == "hangs up":
-                stream.call.cancel()
-                await stream.closed()
+                await stream.hang_up()
             has = seqs(stream, frame.request_id)[-1]
             tokens += stream.token_ids(frame.request_id)
             await following.send(attach(frame.request_id, has), credit(frame.request_id, 60))
@@ -263,10 +259,8 @@ async def test_the_same_start_attaches(here: Service, beside: Service, tenant: T
         await third.finished(frame.request_id)
         assert (await second.failed(frame.request_id)).reason == "ATTACHED_ELSEWHERE"
         assert third.token_ids(frame.request_id) == expected
-        assert [kind.WhichOneof("kind") for kind in third.frames[frame.request_id][:2]] == [
-            "attached",
-            "admitted",
-        ]
+        kinds = [each.WhichOneof("kind") for each in third.frames[frame.request_id]]
+        assert kinds[:2] == ["attached", "admitted"]
 
         third.frames.clear()
         await third.send(frame)
@@ -311,10 +305,8 @@ async def test_many_starts_are_billed_once(here: Service, beside: Service, tenan
         for stream, end in zip(streams, ends, strict=True):
             assert len(stream.ends(frame.request_id)) == 1
             if end.HasField("failed"):
-                assert end.failed.status.code in (
-                    StatusCode.ABORTED.value[0],
-                    StatusCode.ALREADY_EXISTS.value[0],
-                ), end
+                codes = StatusCode.ABORTED.value[0], StatusCode.ALREADY_EXISTS.value[0]
+                assert end.failed.status.code in codes, end
         answers = [stream.token_ids(frame.request_id) for stream in finished]
         assert answers == [expected] * len(finished)
     await check_billed_once(here, tenant, frame.request_id, 60)
@@ -329,8 +321,7 @@ async def test_a_client_that_attaches_may_cancel(
     async with here.stream(tenant.secret) as stream:
         await stream.send(frame)
         await stream.received(frame.request_id, 3)
-        stream.call.cancel()
-        await stream.closed()
+        await stream.hang_up()
     async with (here if through == "here" else beside).stream(tenant.secret) as other:
         await other.send(attach(frame.request_id), cancel(frame.request_id))
         finished = await other.finished(frame.request_id)
@@ -369,8 +360,7 @@ async def test_a_lost_client_may_return(inside: Inside, here: Service, tenant: T
     async with here.stream(tenant.secret) as stream:
         await stream.send(frame)
         await stream.received(frame.request_id, 3)
-        stream.call.cancel()
-        await stream.closed()
+        await stream.hang_up()
     assert inside.left_over(), "it runs on"
     await inside.check_empty()
 
@@ -404,8 +394,7 @@ async def test_too_long_answers_lose_their_beginning(here: Service, tenant: Tena
     async with here.stream(tenant.secret) as stream:
         await stream.send(frame)
         await stream.received(frame.request_id, 1)
-        stream.call.cancel()
-        await stream.closed()
+        await stream.hang_up()
     await until(lambda: here.database.events(tenant), "the end of the request")
     async with here.stream(tenant.secret) as other:
         await other.attach(frame.request_id)
@@ -468,8 +457,7 @@ async def test_unkept_output_moves(inside: Inside, here: Service, tenant: Tenant
         await other.credit(frame.request_id, 20)
         await other.received(frame.request_id, 20)
         assert seqs(other, frame.request_id)[0] == 1
-        other.call.cancel()
-        await other.closed()
+        await other.hang_up()
         await inside.check_empty()
     event = here.database.event(tenant, frame.request_id)
     assert (event["outcome"], event["delivered_token_count"]) == ("cancelled", 20)
