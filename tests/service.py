@@ -284,11 +284,16 @@ class Service:
         currency_code: str = "USD",
         lifetime: timedelta | None = None,
     ) -> Tenant:
-        """Create an organization with a project, a key and quotas on the organization."""
+        """Create an organization with a project, a key and quotas on the organization.
+
+        The first call sets prices of all models.
+        """
         name = f"t{uuid.uuid4().hex[:20]}"
         async with self.session() as session:
             if not self._priced:
-                await price_model(session)
+                models = self.settings.models
+                for model in {MODEL, *models.directories, *models.encoders}:
+                    await price_model(session, model)
                 self._priced = True
             organization = await create_organization(
                 session, name=name, currency_code=currency_code, actor="test"
@@ -472,9 +477,26 @@ class Stream:
         """Send cancel frames."""
         await self.send(*map(cancel, request_ids))
 
+    async def attach(self, request_id: str, after_seq: int = 0) -> None:
+        """Send an attach frame."""
+        await self.send(attach(request_id, after_seq))
+
+    async def update(self, request_id: str, **limits: Any) -> None:
+        """Send an update frame."""
+        await self.send(pb.ClientFrame(request_id=request_id, update=pb.UpdateFrame(**limits)))
+
+    async def credit(self, request_id: str, token_count: int) -> None:
+        """Send a credit frame."""
+        await self.send(credit(request_id, token_count))
+
     async def half_close(self) -> None:
         """Close the sending side."""
         await self.call.done_writing()
+
+    async def hang_up(self) -> None:
+        """Cancel the call, and wait for its end."""
+        self.call.cancel()
+        await self.closed()
 
     async def wait(self, condition: Callable[[], Value | None], what: str = "frames") -> Value:
         """Wait until the condition is true of the received frames; return its value."""
@@ -634,6 +656,11 @@ def cancel(request_id: str) -> pb.ClientFrame:
 def credit(request_id: str, token_count: int) -> pb.ClientFrame:
     """Return a credit frame."""
     return pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=token_count))
+
+
+def attach(request_id: str, after_seq: int = 0) -> pb.ClientFrame:
+    """Return an attach frame."""
+    return pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame(after_seq=after_seq))
 
 
 def conversation(*turns: str) -> pb.Conversation:

@@ -26,9 +26,5 @@ def ending(
     payer = Payer(uuid.uuid4(), uuid.uuid4(), uuid.uuid4(), "USD")
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="m", text="a secret of theirs"))
     caller = Caller(payer, 0.0, time.monotonic(), trace=trace)
-    usual: dict[str, Any] = {
-        "outcome": Outcome.STOP,
-        "broken": None,
-        "settled": None,
-    }
+    usual: dict[str, Any] = {"outcome": Outcome.STOP, "broken": None, "settled": None}
     return Ending(caller, start, timings=timings, **(usual | values))

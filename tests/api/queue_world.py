@@ -99,8 +99,9 @@ class World:
         self.ended: list[Request] = []
         self.output_tokens = 0
         waiting_max = 256 if has_window else 1 << 20
+        engine = self.engine
         bounds = EngineLimits(
-            1 << 20, self.engine.step_tokens_max, None, self.engine.running_max, waiting_max
+            1 << 20, engine.step_tokens_max, None, engine.running_max, waiting_max
         )
         self.scheduler = Scheduler(BlockPool(self.engine.kv_block_count), bounds)
         self._inbox: list[Request] = []
@@ -153,10 +154,8 @@ class World:
     ) -> None:
         """Retry each time after exactly the announced time."""
         if not self.send(request, on_end):
-            self.at(
-                self.now + request.refusals[-1].retry_after_s,
-                lambda: self.send_stubbornly(request, on_end),
-            )
+            retry_at = self.now + request.refusals[-1].retry_after_s
+            self.at(retry_at, lambda: self.send_stubbornly(request, on_end))
 
     def keep_busy(
         self, tenant: str, agent_count: int, make: Callable[[], Request], until: float

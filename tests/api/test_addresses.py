@@ -123,9 +123,7 @@ def test_a_voucher_is_good_for_one_secret_of_one_process_for_a_while() -> None:
     )
 
 
-def test_a_key_that_has_changed_since_a_look_up_began_is_known_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_key_changed_during_its_look_up_is_known_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("api.access.auth.KEYS_MAX", 2)
     changes, alice, bob = KeyChanges(), uuid.uuid4(), uuid.uuid4()
     begun = changes.count

@@ -83,9 +83,7 @@ def request(payer: Payer) -> Admit:
     return Admit(new_hold_id(), payer, uuid.uuid4(), bytes(32), "demo", 10, first, least)
 
 
-async def test_tokens_flow_under_a_lease_that_grows_with_them(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_a_lease_grows_with_the_output(world: HoldWorld, tmp_path: Path) -> None:
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
     async with running(world, tmp_path) as rig:
@@ -106,10 +104,7 @@ async def test_tokens_flow_under_a_lease_that_grows_with_them(
 
 
 async def test_the_lease_is_extended_before_it_is_needed(world: HoldWorld, tmp_path: Path) -> None:
-    async with (
-        running(world, tmp_path) as rig,
-        rig.admitted(request(world.tenant())) as lease,
-    ):
+    async with running(world, tmp_path) as rig, rig.admitted(request(world.tenant())) as lease:
         await rig.generate(lease, 16)
         while world.holds()[0][1] == 20:  # noqa: ASYNC110  # the background task writes it
             await asyncio.sleep(0)
@@ -126,9 +121,7 @@ async def test_no_more_is_leased_than_the_request_allows(world: HoldWorld, tmp_p
         assert world.holds() == [("settled", 33, 33)]
 
 
-async def test_a_quota_that_runs_out_in_mid_stream_stops_at_its_last_token(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_an_exhausted_quota_ends_the_stream(world: HoldWorld, tmp_path: Path) -> None:
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 57)
     async with running(world, tmp_path) as rig:
@@ -143,9 +136,7 @@ async def test_a_quota_that_runs_out_in_mid_stream_stops_at_its_last_token(
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_step_of_many_tokens_is_covered_whole_or_refused(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_a_step_is_covered_whole_or_refused(world: HoldWorld, tmp_path: Path) -> None:
     payer = world.tenant()
     world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 60)
     async with running(world, tmp_path) as rig, rig.admitted(request(payer)) as lease:
@@ -184,9 +175,7 @@ async def test_every_exit_ends_the_hold_with_exactly_what_was_delivered(
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_cancelled_request_pays_its_input_if_the_engine_had_begun_with_it(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_a_cancelled_request_pays_its_prefill(world: HoldWorld, tmp_path: Path) -> None:
     async with running(world, tmp_path) as rig:
         for input_tokens in (10, 0):
             async with rig.admitted(request(world.tenant(f"t{input_tokens}"))) as lease:
@@ -197,9 +186,7 @@ async def test_a_cancelled_request_pays_its_input_if_the_engine_had_begun_with_i
     assert world.hold_count("settled") == 2
 
 
-async def test_a_failure_after_an_extension_but_before_delivery_bills_nothing(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_a_failure_before_delivery_bills_nothing(world: HoldWorld, tmp_path: Path) -> None:
     """A slow client may have many pending tokens and none delivered when the engine fails."""
     async with running(world, tmp_path) as rig:
         async with rig.admitted(request(world.tenant())) as lease:
@@ -212,9 +199,7 @@ async def test_a_failure_after_an_extension_but_before_delivery_bills_nothing(
     check_invariants(world.url, all_ended=True)
 
 
-async def test_overload_is_shed_before_the_database_is_touched(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_overload_is_refused_without_the_database(world: HoldWorld, tmp_path: Path) -> None:
     payer = world.tenant()
     async with running(world, tmp_path, permits=1) as rig:
         async with rig.admitted(request(payer)):
@@ -232,9 +217,7 @@ async def test_overload_is_shed_before_the_database_is_touched(
         assert rig.capacity.taken_count == 0
 
 
-async def test_a_refused_request_gives_its_permit_back_and_leaves_no_trace(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_a_refused_request_returns_its_permit(world: HoldWorld, tmp_path: Path) -> None:
     payer = world.tenant()
     world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 1)
     requested = request(payer)
@@ -250,9 +233,7 @@ async def test_a_refused_request_gives_its_permit_back_and_leaves_no_trace(
 
 
 @pytest.mark.parametrize("ticks", range(0, 24, 2))
-async def test_a_caller_cancelled_while_it_enters_leaves_neither_permit_nor_hold(
-    world: HoldWorld, tmp_path: Path, ticks: int
-) -> None:
+async def test_a_cancel_leaves_no_hold(world: HoldWorld, tmp_path: Path, ticks: int) -> None:
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.CONCURRENT_REQUESTS, 10)
 
@@ -273,9 +254,7 @@ async def test_a_caller_cancelled_while_it_enters_leaves_neither_permit_nor_hold
     check_invariants(world.url, all_ended=True)
 
 
-async def test_a_process_that_wakes_up_after_its_holds_expired_stops_and_records_the_rest(
-    world: HoldWorld, tmp_path: Path
-) -> None:
+async def test_a_process_paused_past_expiry_stops(world: HoldWorld, tmp_path: Path) -> None:
     payer = world.tenant()
     quota = world.quota(payer, QuotaDimension.TOKENS_PER_MONTH, 1_000)
     settings = SETTINGS.having(lease_margin_tokens=0)

@@ -61,9 +61,7 @@ class World:
         return await self.authenticator.principal(context)
 
 
-async def test_a_known_key_is_good_for_the_grace_and_no_longer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_known_key_is_valid_for_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     await world.call()
     world.principal = None
@@ -93,9 +91,7 @@ async def test_a_revoked_key_is_forgotten_at_once(monkeypatch: pytest.MonkeyPatc
         await world.call()
 
 
-async def test_a_replaced_secret_is_not_good_beyond_its_overlap(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_replaced_secret_ends_with_its_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     world.principal = replace(ALICE, secret_lifetime_s=30.0)
     await world.call()
@@ -108,16 +104,10 @@ async def test_a_replaced_secret_is_not_good_beyond_its_overlap(
         await world.call()
 
 
-async def test_a_caller_with_a_maximum_age_gets_no_older_or_revoked_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_maximum_age_excludes_older_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     world.principal = replace(ALICE, secret_lifetime_s=2.5)
-    peer: dict[str, Any] = {
-        "method": METHOD.get(),
-        "origin": Origin("unix:", None),
-        "age_max_s": 1.0,
-    }
+    peer: Any = {"method": METHOD.get(), "origin": Origin("unix:", None), "age_max_s": 1.0}
     await world.call()
     changed = world.principal = replace(
         ALICE, scopes=frozenset({"inference", "billing"}), secret_lifetime_s=1.5
@@ -137,7 +127,7 @@ async def test_a_caller_with_a_maximum_age_gets_no_older_or_revoked_answer(
     world.now += 0.5
     world.principal = changed
     assert await world.authenticator.principal_of(SECRET, **peer) == changed, (
-        "the secret that was known has ended"
+        "the known secret has ended"
     )
     world.authenticator.changed(ALICE.api_key_id)
     world.principal = ALICE
@@ -181,9 +171,7 @@ class SlowKeys:
             await asyncio.sleep(0)
 
 
-async def test_each_call_has_the_address_that_it_comes_from_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_each_call_has_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     near, far = (
         Origin(f"ipv4:{host}:1", parse_address(host)) for host in ("192.0.2.1", "198.51.100.7")
@@ -216,9 +204,7 @@ async def test_calls_that_come_at_once_share_one_check(monkeypatch: pytest.Monke
     assert not len(keys.authenticator._lookups)
 
 
-async def test_a_call_after_the_revocation_is_refused_despite_a_pending_check(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_revocation_beats_a_pending_check(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = SlowKeys(monkeypatch)
     async with asyncio.TaskGroup() as tasks:
         before = keys.call(tasks)

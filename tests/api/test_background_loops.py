@@ -32,9 +32,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(incidents.Retries, "wait_s", lambda self, item=None: 0.0)
 
 
-async def test_each_loop_that_raises_is_started_again_and_the_others_run_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_loop_that_raises_is_restarted_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = MagicMock()
     running: dict[str, int] = dict.fromkeys([*LOOPS, "holds", *OTHERS], 0)
     started_again = asyncio.Event()

@@ -251,9 +251,7 @@ def test_the_gaps_are_those_of_the_engine(
     in_time(run())
 
 
-def test_only_the_stall_after_the_last_token_is_a_stage_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_the_stall_after_the_last_token_is_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest of it is in the decode time, too."""
     now_s = 100.0
     monkeypatch.setattr("api.generation.state.time.monotonic_ns", lambda: round(now_s * 1e9))

@@ -144,8 +144,7 @@ def test_every_module_parses(module: Path) -> None:
     if (node := shutil.which("node")) is None:
         pytest.skip("Node.js is not installed")
 
-    done = subprocess.run(
-        [node, "--check", module], capture_output=True, text=True, timeout=NODE_WAIT_S
-    )
+    check = [node, "--check", str(module)]
+    done = subprocess.run(check, capture_output=True, text=True, timeout=NODE_WAIT_S)
 
     assert done.returncode == 0, done.stderr

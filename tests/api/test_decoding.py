@@ -22,12 +22,23 @@ from inference.engine import (
 )
 
 NAN = float("nan")
+BEAM = {"beam_search": pb.BeamSearch(width=2)}
+REGEX = {"response_format": pb.ResponseFormat(regex="a")}
+SCHEMA_FIELD = "response_format.json_schema"
+DEFAULTS = SamplingParams(temperature=0.7, top_p=0.8, top_k=20, min_p=0.05, repetition_penalty=1.05)
+
+
+def schema(text: str) -> dict[str, Any]:
+    return {"response_format": pb.ResponseFormat(json_schema=text)}
+
+
+def beam(**fields: Any) -> dict[str, Any]:
+    return {"beam_search": pb.BeamSearch(**fields)}
 
 
 def parse(sampling: dict[str, Any] | None = None, **fields: Any) -> ValidStart:
-    start = pb.StartFrame(
-        model="tiny", text="Hi", sampling=pb.Sampling(**(sampling or {})), **fields
-    )
+    fields["sampling"] = pb.Sampling(**(sampling or {}))
+    start = pb.StartFrame(model="tiny", text="Hi", **fields)
     return parse_start(str(uuid.uuid4()), start)
 
 
@@ -60,76 +71,33 @@ def violations(error: pytest.ExceptionInfo[InvalidRequest]) -> list[str]:
         ({}, {"top_logprobs": 21}, "top_logprobs"),
         ({}, {"top_logprobs": -1}, "top_logprobs"),
         ({}, {"prompt_logprobs": 6}, "prompt_logprobs"),
-        ({}, {"prompt_logprobs": 1, "beam_search": pb.BeamSearch(width=2)}, "prompt_logprobs"),
+        ({}, BEAM | {"prompt_logprobs": 1}, "prompt_logprobs"),
         ({}, {"choice_count": 0}, "choice_count"),
         ({}, {"choice_count": 17}, "choice_count"),
         ({}, {"response_format": pb.ResponseFormat()}, "response_format"),
-        (
-            {},
-            {"response_format": pb.ResponseFormat(json_schema="{")},
-            "response_format.json_schema",
-        ),
-        (
-            {},
-            {"response_format": pb.ResponseFormat(json_schema="[]")},
-            "response_format.json_schema",
-        ),
-        (
-            {},
-            {"response_format": pb.ResponseFormat(json_schema="[" * 60_000)},
-            "response_format.json_schema",
-        ),
-        (
-            {},
-            {"response_format": pb.ResponseFormat(json_schema='{"const": "' + "x" * 65_536 + '"}')},
-            "response_format.json_schema",
-        ),
+        ({}, schema("{"), SCHEMA_FIELD),
+        ({}, schema("[]"), SCHEMA_FIELD),
+        ({}, schema("[" * 60_000), SCHEMA_FIELD),
+        ({}, schema('{"const": "' + "x" * 65_536 + '"}'), SCHEMA_FIELD),
         ({}, {"response_format": pb.ResponseFormat(regex="")}, "response_format.regex"),
         ({}, {"response_format": pb.ResponseFormat(lark="ü" * 32_769)}, "response_format.lark"),
-        ({}, {"beam_search": pb.BeamSearch()}, "beam_search.width"),
-        ({}, {"beam_search": pb.BeamSearch(width=1)}, "beam_search.width"),
-        ({}, {"beam_search": pb.BeamSearch(width=17)}, "beam_search.width"),
-        (
-            {},
-            {"beam_search": pb.BeamSearch(width=2, length_penalty=10.5)},
-            "beam_search.length_penalty",
-        ),
-        (
-            {},
-            {"beam_search": pb.BeamSearch(width=2, length_penalty=NAN)},
-            "beam_search.length_penalty",
-        ),
-        (
-            {},
-            {"beam_search": pb.BeamSearch(width=2, early_stopping=9)},  # type: ignore[arg-type]
-            "beam_search.early_stopping",
-        ),
-        ({}, {"beam_search": pb.BeamSearch(width=2), "choice_count": 3}, "choice_count"),
-        ({}, {"beam_search": pb.BeamSearch(width=2), "stop_sequences": ["x"]}, "stop_sequences"),
-        (
-            {},
-            {
-                "beam_search": pb.BeamSearch(width=2),
-                "response_format": pb.ResponseFormat(regex="a"),
-            },
-            "response_format",
-        ),
-        ({"temperature": 0.5}, {"beam_search": pb.BeamSearch(width=2)}, "sampling.temperature"),
-        ({"top_p": 1.0}, {"beam_search": pb.BeamSearch(width=2)}, "sampling.top_p"),
-        ({"top_k": 0}, {"beam_search": pb.BeamSearch(width=2)}, "sampling.top_k"),
-        ({"min_p": 0.0}, {"beam_search": pb.BeamSearch(width=2)}, "sampling.min_p"),
-        ({"seed": 1}, {"beam_search": pb.BeamSearch(width=2)}, "sampling.seed"),
-        ({}, {"response_format": pb.ResponseFormat(regex="a"), "ignore_eos": True}, "ignore_eos"),
-        (
-            {},
-            {"response_format": pb.ResponseFormat(regex="a"), "min_output_tokens": 1},
-            "min_output_tokens",
-        ),
-        (
-            {},
-            {"response_format": pb.ResponseFormat(regex="a"), "stop_token_ids": [5]},
-            "stop_token_ids",
-        ),
+        ({}, beam(), "beam_search.width"),
+        ({}, beam(width=1), "beam_search.width"),
+        ({}, beam(width=17), "beam_search.width"),
+        ({}, beam(width=2, length_penalty=10.5), "beam_search.length_penalty"),
+        ({}, beam(width=2, length_penalty=NAN), "beam_search.length_penalty"),
+        ({}, beam(width=2, early_stopping=9), "beam_search.early_stopping"),
+        ({}, BEAM | {"choice_count": 3}, "choice_count"),
+        ({}, BEAM | {"stop_sequences": ["x"]}, "stop_sequences"),
+        ({}, BEAM | REGEX, "response_format"),
+        ({"temperature": 0.5}, BEAM, "sampling.temperature"),
+        ({"top_p": 1.0}, BEAM, "sampling.top_p"),
+        ({"top_k": 0}, BEAM, "sampling.top_k"),
+        ({"min_p": 0.0}, BEAM, "sampling.min_p"),
+        ({"seed": 1}, BEAM, "sampling.seed"),
+        ({}, REGEX | {"ignore_eos": True}, "ignore_eos"),
+        ({}, REGEX | {"min_output_tokens": 1}, "min_output_tokens"),
+        ({}, REGEX | {"stop_token_ids": [5]}, "stop_token_ids"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_its_field(
@@ -149,11 +117,7 @@ def test_every_violation_is_reported_at_once() -> None:
 
 
 def test_unset_options_have_the_models_defaults_and_set_ones_win() -> None:
-    defaults = SamplingParams(
-        temperature=0.7, top_p=0.8, top_k=20, min_p=0.05, repetition_penalty=1.05
-    )
-
-    assert parse().sampling.over(defaults) == defaults
+    assert parse().sampling.over(DEFAULTS) == DEFAULTS
     given = {
         "temperature": 0.0,
         "top_k": 0,
@@ -162,24 +126,20 @@ def test_unset_options_have_the_models_defaults_and_set_ones_win() -> None:
         "repetition_penalty": 1.0,
         "logit_bias": {9: 1.5, 3: -100.0},
     }
-    assert parse(given, top_logprobs=0).sampling.over(defaults) == SamplingParams(
+    assert parse(given, top_logprobs=0).sampling.over(DEFAULTS) == SamplingParams(
         temperature=0.0, top_p=0.8, seed=4, logit_bias=((3, -100.0), (9, 1.5)), top_logprobs=0
     )
 
 
 def test_a_beam_search_reaches_the_engine_without_the_models_defaults_of_chance() -> None:
-    defaults = SamplingParams(
-        temperature=0.7, top_p=0.8, top_k=20, min_p=0.05, repetition_penalty=1.05
-    )
     given = pb.BeamSearch(width=4, length_penalty=0.0, early_stopping=pb.EARLY_STOPPING_WHEN_FULL)
 
     parsed = parse(beam_search=given, choice_count=4)
 
-    assert parsed.sampling.over(defaults) == SamplingParams(repetition_penalty=1.05)
+    assert parsed.sampling.over(DEFAULTS) == SamplingParams(repetition_penalty=1.05)
     assert parsed.beam_search == BeamSearchParams(4, 0.0, EarlyStopping.WHEN_FULL)
-    assert parse(beam_search=pb.BeamSearch(width=2)).beam_search == BeamSearchParams(
-        2, 1.0, EarlyStopping.HEURISTIC
-    )
+    usual = BeamSearchParams(2, 1.0, EarlyStopping.HEURISTIC)
+    assert parse(beam_search=pb.BeamSearch(width=2)).beam_search == usual
     assert parse().beam_search is None
 
 
@@ -198,9 +158,7 @@ def test_the_end_reaches_the_engine_as_it_is() -> None:
         (pb.ResponseFormat(lark='start: "a"'), GrammarKind.LARK),
     ],
 )
-def test_a_response_format_reaches_the_engine_as_it_is(
-    given: pb.ResponseFormat, kind: GrammarKind
-) -> None:
+def test_a_format_reaches_the_engine_unchanged(given: pb.ResponseFormat, kind: GrammarKind) -> None:
     parsed = parse(response_format=given).response_format
 
     assert parsed == ResponseFormat(kind, getattr(given, kind.value))
@@ -222,9 +180,8 @@ def test_options_that_do_not_fit_the_model_are_refused_by_field(
 
     def request(room_tokens: int, choice_count: int = 1) -> GenerationRequest:
         sampling = start.sampling.over(SamplingParams(temperature=1.0))
-        return GenerationRequest(
-            (1,), sampling, start.stop.within(room_tokens), choice_count=choice_count
-        )
+        stop = start.stop.within(room_tokens)
+        return GenerationRequest((1,), sampling, stop, choice_count=choice_count)
 
     with pytest.raises(InvalidRequest) as caught:
         check_against_model(request(50, start.choice_count), vocabulary_size=400)

@@ -39,9 +39,7 @@ def test_a_vector_arrives_as_it_was_computed(floats: list[float]) -> None:
 
 
 @given(st.lists(st.integers(1, 40), max_size=60), st.integers(1, 100))
-def test_parts_are_the_texts_in_order_and_within_bounds(
-    lengths: list[int], token_count_max: int
-) -> None:
+def test_parts_keep_order_and_bounds(lengths: list[int], token_count_max: int) -> None:
     texts = [tuple([index] * length) for index, length in enumerate(lengths)]
 
     parts = parts_of(texts, token_count_max)

@@ -187,9 +187,7 @@ async def test_a_request_with_a_hold_is_charged_as_the_table_says(
 
 
 @pytest.mark.parametrize("cause", Cause)
-async def test_requests_that_end_before_their_hold_leave_no_trace(
-    world: HoldWorld, tmp_path: Path, cause: Cause
-) -> None:
+async def test_no_hold_leaves_no_trace(world: HoldWorld, tmp_path: Path, cause: Cause) -> None:
     payer = limited(world, "acme")
     refused: type[Exception] = QuotaExceeded
     async with running(world, tmp_path) as rig:
@@ -226,9 +224,7 @@ async def test_requests_that_end_before_their_hold_leave_no_trace(
 
 
 @pytest.mark.parametrize("cause", Cause)
-async def test_a_settlement_is_never_changed(
-    world: HoldWorld, tmp_path: Path, cause: Cause
-) -> None:
+async def test_a_settlement_is_final(world: HoldWorld, tmp_path: Path, cause: Cause) -> None:
     """By any second end: of the process, of the recovery of its journal, of the sweep."""
     payer = limited(world, "acme")
     async with running(world, tmp_path) as rig:
@@ -237,9 +233,8 @@ async def test_a_settlement_is_never_changed(
         before = world.contents()
 
         outcome = OUTCOMES[cause]
-        again = await world.run(
-            Settle(hold_id, 10, 4, 25, 25, outcome, recovered=True), Void(hold_id), Expire(hold_id)
-        )
+        settled = Settle(hold_id, 10, 4, 25, 25, outcome, recovered=True)
+        again = await world.run(settled, Void(hold_id), Expire(hold_id))
         await sweep_expired_holds(world.url)
 
         assert charge_of(EndPhase.SETTLED, cause) == EndCharge(Action.UNCHANGED)
@@ -279,7 +274,4 @@ def test_every_error_of_an_engine_is_some_way_to_end() -> None:
         if issubclass(error, EngineError) and not issubclass(error, known)
     }
 
-    assert unknown == {
-        "CheckpointInvalid",
-        "InvariantViolated",
-    }, "these stop an engine, not a request"
+    assert unknown == {"CheckpointInvalid", "InvariantViolated"}, "they stop an engine"

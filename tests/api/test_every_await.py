@@ -120,7 +120,7 @@ class World:
                 left.pop("journalled holds", None)
             tasks = asyncio.all_tasks() - self.begun_tasks
             left["tasks"] = [
-                task for task in tasks if not qualified_name(task).startswith("AioServer.")
+                each for each in tasks if not qualified_name(each).startswith("AioServer")
             ]
             left["timers"] = [
                 timer for timer in timers_of("api.") if "PeerChannels" not in timer
@@ -609,9 +609,7 @@ INTERRUPTIONS: dict[str, Interrupt] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-async def test_a_request_that_is_interrupted_anywhere_is_billed_once_and_leaves_nothing(
-    world: World, name: str
-) -> None:
+async def test_an_interruption_anywhere_is_billed_once(world: World, name: str) -> None:
     for kind, interrupt in INTERRUPTIONS.items():
         if kind in RUNS[name](world).not_apart:
             continue

@@ -19,6 +19,84 @@ from tests.inference.encoder_checkpoints import make_random_encoder
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "reference" / "fleet.md"
 BASE = Path("/srv/weir")
 
+# A file, in which \n ends a line, and below it the errors that it gets.
+MISTAKES = r"""
+(empty)
+    line 1: the file: write a mapping with the keys models,
+    models: is missing
+models:
+    models: write a mapping
+models: {}
+    models: is empty: name a model
+models: [chat]
+    models: write a mapping
+modles: {chat: {directory: d}}
+    modles: unknown key: did you mean `models`?
+    models: is missing
+models:\n  chat: {directory: d}\n  chat: {directory: e}
+    line 3: models.chat: written before, in line 2: give it once
+models: {chat: {}}
+    models.chat.directory: is missing
+models: {chat@v1: {directory: d}}
+    models.chat@v1: cannot be the name of a model
+models: {chat: {directory: d, weight: 1}}
+    models.chat.weight: unknown key
+models: {chat: {directory: d, engine: vllm}}
+    engine: must be one of torch, tensorrt, remote, encoder, remote-encoder, simulated, not 'vllm'
+models: {chat: {directory: d, replicas: 2}}
+    models.chat.replicas: write a mapping
+models: {chat: {directory: d, replicas: {min: 3, max: 2}}}
+    models.chat.replicas: must have a max of at least its min, which is 3
+models: {chat: {directory: d, replicas: {max: 0}}}
+    models.chat.replicas.max: must be a whole number from 1 to 256, not '0'
+models: {chat: {directory: d, policy: fastest}}
+    models.chat.policy: must be one of prefix_aware, least_loaded, round_robin
+models: {chat: {directory: d, memory_bytes: 3 apples}}
+    memory_bytes: must be a number of bytes, such as 24GiB
+models: {chat: {directory: d, idle_timeout_s: nan}}
+    idle_timeout_s: must be a number from 0 to 604800, not 'nan'
+models: {chat: {directory: d, share_prefixes: true}}
+    models.chat.share_prefixes: is for remote engines
+models: {chat: {directory: d, targets: [a:1]}}
+    models.chat.targets: is for remote engines
+models: {chat: {directory: d, engine: remote}}
+    models.chat.targets: is missing
+models: {chat: {directory: d, engine: remote, targets: ['vllm://a:1', 'vllm://a:1']}}
+    targets: must name each address once
+models: {chat: {directory: d, engine: remote, targets: [nowhere]}}
+    targets[0]: must be trtllm://host:port
+models: {chat: {directory: d, engine: remote, targets: ['vllm://a:1'], replicas: {max: 2}}}
+    models.chat.replicas: is for engines that Weir starts itself
+models: {chat: {directory: d, region: eu}}
+    models.chat.region: 'eu' is not a region of this file: list the regions
+regions: {eu: [mars]}\nmodels: {chat: {directory: d}}
+    regions.eu[0]: 'mars' is not a region of this file: the regions are eu
+regions: {eu: [eu]}\nmodels: {chat: {directory: d}}
+    regions.eu: must name other regions, each once
+models: {chat: {versions: {v1: {directory: d, weight: 0}}}}
+    must have at least one version with a weight above 0
+models: {chat: {versions: {v1: {directory: d, weight: -1}}}}
+    models.chat.versions.v1.weight: must be a number from 0
+models: {chat: {versions: {v1: {directory: d}}, directory: e}}
+    models.chat.directory: unknown key
+models: {chat: {directory: d}}\naliases: {latest: chta}
+    aliases.latest: must name a model
+    did you mean 'chat'?
+models: {chat: {directory: d}}\naliases: {latest: chat@v2}
+    aliases.latest: must name a model, or a version
+models: {chat: {directory: d}}\naliases: {chat: chat}
+    aliases.chat: is the name of a model
+models: {chat: [
+    not valid YAML
+models: {e: {engine: encoder, directory: d, policy: least_loaded}}
+    models.e.policy: is for models that generate
+models: {e: {engine: remote-encoder, directory: d}}
+    models.e.targets: is missing
+regions: {eu: []}\nmodels: {e: {engine: encoder, directory: d, region: eu}}
+    models.e.region: is for models that generate
+models: {e: {versions: {a: {engine: encoder, directory: d}, b: {directory: d}}}}
+    models.e: must have versions that all generate, or that all embed
+"""
 RECIPE = {"max_batch_size": 720, "moe_config": {"backend": "TRTLLM"}}
 
 
@@ -42,10 +120,7 @@ def test_the_example_of_the_documentation_is_read() -> None:
     fleet = parse_fleet(example, BASE / "fleet.yaml")
 
     chat, code = fleet.models
-    assert [(version.version, version.weight) for version in chat.versions] == [
-        ("v1", 95.0),
-        ("v2", 5.0),
-    ]
+    assert [(each.version, each.weight) for each in chat.versions] == [("v1", 95.0), ("v2", 5.0)]
     assert (chat.versions[0].replica_count_min, chat.versions[0].replica_count_max) == (1, 4)
     assert chat.versions[0].memory_bytes == 24 * 2**30
     assert code.versions[0].targets == (
@@ -88,137 +163,16 @@ def test_the_pools_of_the_documentation_are_served(tmp_path: Path) -> None:
     assert serving.catalog.canonical_name("chat") == "large"
 
 
-@pytest.mark.parametrize(
-    ("content", "errors"),
-    [
-        ("", ["line 1: the file: write a mapping with the keys models,", "models: is missing"]),
-        ("models:", ["models: write a mapping"]),
-        ("models: {}", ["models: is empty: name a model"]),
-        ("models: [chat]", ["models: write a mapping"]),
-        (
-            "modles: {chat: {directory: d}}",
-            ["modles: unknown key: did you mean `models`?", "models: is missing"],
-        ),
-        (
-            "models:\n  chat: {directory: d}\n  chat: {directory: e}",
-            ["line 3: models.chat: written before, in line 2: give it once"],
-        ),
-        ("models: {chat: {}}", ["models.chat.directory: is missing"]),
-        ("models: {chat@v1: {directory: d}}", ["models.chat@v1: cannot be the name of a model"]),
-        ("models: {chat: {directory: d, weight: 1}}", ["models.chat.weight: unknown key"]),
-        (
-            "models: {chat: {directory: d, engine: vllm}}",
-            [
-                "engine: must be one of torch, tensorrt, remote, encoder, remote-encoder,"
-                " simulated, not 'vllm'"
-            ],
-        ),
-        ("models: {chat: {directory: d, replicas: 2}}", ["models.chat.replicas: write a mapping"]),
-        (
-            "models: {chat: {directory: d, replicas: {min: 3, max: 2}}}",
-            ["models.chat.replicas: must have a max of at least its min, which is 3"],
-        ),
-        (
-            "models: {chat: {directory: d, replicas: {max: 0}}}",
-            ["models.chat.replicas.max: must be a whole number from 1 to 256, not '0'"],
-        ),
-        (
-            "models: {chat: {directory: d, policy: fastest}}",
-            ["models.chat.policy: must be one of prefix_aware, least_loaded, round_robin"],
-        ),
-        (
-            "models: {chat: {directory: d, memory_bytes: 3 apples}}",
-            ["memory_bytes: must be a number of bytes, such as 24GiB"],
-        ),
-        (
-            "models: {chat: {directory: d, idle_timeout_s: nan}}",
-            ["idle_timeout_s: must be a number from 0 to 604800, not 'nan'"],
-        ),
-        (
-            "models: {chat: {directory: d, share_prefixes: true}}",
-            ["models.chat.share_prefixes: is for remote engines"],
-        ),
-        (
-            "models: {chat: {directory: d, targets: [a:1]}}",
-            ["models.chat.targets: is for remote engines"],
-        ),
-        ("models: {chat: {directory: d, engine: remote}}", ["models.chat.targets: is missing"]),
-        (
-            "models: {chat: {directory: d, engine: remote, targets: ['vllm://a:1', 'vllm://a:1']}}",
-            ["targets: must name each address once"],
-        ),
-        (
-            "models: {chat: {directory: d, engine: remote, targets: [nowhere]}}",
-            ["targets[0]: must be trtllm://host:port, "],
-        ),
-        (
-            (
-                "models: {chat: {directory: d, engine: remote, targets: ['vllm://a:1'], replicas:"
-                " {max: 2}}}"
-            ),
-            ["models.chat.replicas: is for engines that Weir starts itself"],
-        ),
-        (
-            "models: {chat: {directory: d, region: eu}}",
-            ["models.chat.region: 'eu' is not a region of this file: list the regions"],
-        ),
-        (
-            "regions: {eu: [mars]}\nmodels: {chat: {directory: d}}",
-            ["regions.eu[0]: 'mars' is not a region of this file: the regions are eu"],
-        ),
-        (
-            "regions: {eu: [eu]}\nmodels: {chat: {directory: d}}",
-            ["regions.eu: must name other regions, each once"],
-        ),
-        (
-            "models: {chat: {versions: {v1: {directory: d, weight: 0}}}}",
-            ["must have at least one version with a weight above 0"],
-        ),
-        (
-            "models: {chat: {versions: {v1: {directory: d, weight: -1}}}}",
-            ["models.chat.versions.v1.weight: must be a number from 0"],
-        ),
-        (
-            "models: {chat: {versions: {v1: {directory: d}}, directory: e}}",
-            ["models.chat.directory: unknown key"],
-        ),
-        (
-            "models: {chat: {directory: d}}\naliases: {latest: chta}",
-            ["aliases.latest: must name a model", "did you mean 'chat'?"],
-        ),
-        (
-            "models: {chat: {directory: d}}\naliases: {latest: chat@v2}",
-            ["aliases.latest: must name a model, or a version"],
-        ),
-        (
-            "models: {chat: {directory: d}}\naliases: {chat: chat}",
-            ["aliases.chat: is the name of a model"],
-        ),
-        ("models: {chat: [", ["not valid YAML"]),
-        (
-            "models: {e: {engine: encoder, directory: d, policy: least_loaded}}",
-            ["models.e.policy: is for models that generate"],
-        ),
-        ("models: {e: {engine: remote-encoder, directory: d}}", ["models.e.targets: is missing"]),
-        (
-            "regions: {eu: []}\nmodels: {e: {engine: encoder, directory: d, region: eu}}",
-            ["models.e.region: is for models that generate"],
-        ),
-        (
-            "models: {e: {versions: {a: {engine: encoder, directory: d}, b: {directory: d}}}}",
-            ["models.e: must have versions that all generate, or that all embed"],
-        ),
-    ],
-)
-def test_a_mistake_is_reported_with_its_location_and_the_remedy(
-    content: str, errors: list[str]
-) -> None:
+@pytest.mark.parametrize("mistake", re.split(r"\n(?! )", MISTAKES.strip()))
+def test_a_mistake_is_located_and_its_remedy_named(mistake: str) -> None:
+    content, *errors = mistake.splitlines()
+
     with pytest.raises(SettingInvalid) as invalid:
-        parse(content)
+        parse(content.replace("(empty)", "").replace("\\n", "\n"))
 
     assert "WEIR_FLEET=" in str(invalid.value)
     for error in errors:
-        assert error in str(invalid.value)
+        assert error.strip() in str(invalid.value)
 
 
 def test_all_mistakes_are_reported_at_once_in_order() -> None:

@@ -25,13 +25,7 @@ from weir.v1.configuration_pb2 import ApplyConfigurationRequest
 
 from api.admin.configuration_calls import Parsing
 from api.console.console import BODY_BYTES_MAX, read_message
-from api.core.interceptor import (
-    LARGE_MESSAGES,
-    MESSAGE_BYTES_MAX,
-    checked,
-    is_costly,
-    tolerant,
-)
+from api.core.interceptor import LARGE_MESSAGES, MESSAGE_BYTES_MAX, checked, is_costly, tolerant
 from api.core.interceptor import SHORT_BYTES_MAX as MESSAGE_SHORT_BYTES_MAX
 from api.generation.parsing.embed_request import parse_embed
 from api.generation.parsing.start_frame import parse_count_tokens
@@ -174,10 +168,7 @@ def quoted(message: pb.QuoteRequest) -> object:
 def calling(path: str, method: MethodDescriptor) -> Entry:
     """Return what the server does with a message before the handler of the call."""
     kind: Any = GetMessageClass(method.input_type)
-    read = tolerant(
-        kind.FromString,
-        None if path in LARGE_MESSAGES else MESSAGE_BYTES_MAX,
-    )
+    read = tolerant(kind.FromString, None if path in LARGE_MESSAGES else MESSAGE_BYTES_MAX)
     assert read is not None
     parse: Callable[[Any], object] = PARSERS.get(path, checked)
 

@@ -14,39 +14,49 @@ from api.core.texts import Violations
 from api.generation.parsing.conversation import CALL_ID_CHARS_MAX, check_messages
 from api.openai.apis import Api, parsed_body
 from api.openai.gateway import CHAT, MESSAGES, RESPONSES
+from tests.api.openai_bodies import (
+    Part,
+    assistant,
+    call,
+    called,
+    calling,
+    function,
+    input_text,
+    output,
+    text,
+    tool,
+    user,
+)
 
 APIS: dict[str, tuple[Api, str, dict[str, Any]]] = {
     "chat": (CHAT, "messages", {"model": "m"}),
     "responses": (RESPONSES, "input", {"model": "m"}),
     "messages": (MESSAGES, "messages", {"model": "m", "max_tokens": 9}),
 }
-USER = {"role": "user", "content": "Hi"}
+USER = user("Hi")
 Turn = tuple[str, str, str]  # role, calls or the id of the result's call, text after its thinking
 
 F = {"name": "f", "arguments": "{}"}
 ANSWERED = [("assistant", "c=f{}", ""), ("tool", "c", "ok")]
-TEXT_OF_A = {"type": "text", "media_type": "text/plain", "data": "d"}
+PLAIN = {"type": "text", "media_type": "text/plain", "data": "d"}
+BLOCKS = {"type": "content", "content": [text("d")]}
+FOUND = {"source": "u", "title": "T", "content": [text("d")], "citations": {"enabled": True}}
 USER_BLOCKS: dict[str, tuple[dict[str, Any], str]] = {
-    "document": ({"type": "document", "title": "T", "source": TEXT_OF_A}, "T\nd"),
-    "document of blocks": (
-        {
-            "type": "document",
-            "source": {"type": "content", "content": [{"type": "text", "text": "d"}]},
-        },
-        "d",
-    ),
-    "search result": (
-        {
-            "type": "search_result",
-            "source": "u",
-            "title": "T",
-            "content": [{"type": "text", "text": "d"}],
-            "citations": {"enabled": True},
-        },
-        "T\nu\nd",
-    ),
+    "document": ({"type": "document", "title": "T", "source": PLAIN}, "T\nd"),
+    "document of blocks": ({"type": "document", "source": BLOCKS}, "d"),
+    "search result": ({"type": "search_result", **FOUND}, "T\nu\nd"),
     "compaction": ({"type": "compaction", "content": "d"}, "d"),
 }
+FIRST = "messages[0].content[0]"
+NULLS = ("function_call", "tool_calls", "refusal", "audio", "reasoning")
+REFUSED = {"type": "refusal", "refusal": "No."}
+
+
+def used(call_id: str, content: Any) -> list[Part]:
+    """Return a use of a tool and its result in the form of Anthropic's API."""
+    use = {"type": "tool_use", "id": call_id, "name": "f", "input": {}}
+    answer = {"type": "tool_result", "tool_use_id": call_id, "content": content}
+    return [assistant([use]), user([answer])]
 
 
 def conversation(api: str, turns: list[Any], **more: Any) -> tuple[pb.Conversation, str]:
@@ -75,49 +85,41 @@ def shown(api: str, turns: list[Any]) -> list[Turn]:
     ]
 
 
-def call(**members: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": None, "tool_calls": [members]}
-
-
-def result(**members: Any) -> dict[str, Any]:
+def replied(**members: Any) -> Part:
+    """Return a result as other servers write it."""
     return {"role": "tool", "content": "ok", **members}
 
 
 @pytest.mark.parametrize(
     "form",
     [
-        call(id="c", function=F),
-        call(id="c", type=None, function=F),
-        call(id="c", type="function", function=F | {"arguments": {}}),
-        call(id="c", type="function", function=F) | {"content": []},
-        call(index=0, id="c", type="function", function=F),
+        calling({"id": "c", "function": F}),
+        calling({"id": "c", "type": None, "function": F}),
+        calling({"id": "c", "type": "function", "function": F | {"arguments": {}}}),
+        calling(call("c"), content=[]),
+        calling(call("c") | {"index": 0}),
     ],
     ids=["no type", "type null", "arguments as an object", "content as a list", "index"],
 )
 def test_forms_of_a_call_are_one_call(form: dict[str, Any]) -> None:
-    assert shown("chat", [form, result(tool_call_id="c")]) == ANSWERED
+    assert shown("chat", [form, replied(tool_call_id="c")]) == ANSWERED
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("arguments", "written"),
     [(None, ""), ("", ""), ({"a": "ü"}, '{"a": "ü"}'), ([1], "[1]"), ('{"a', '{"a')],
 )
-def test_arguments_of_any_form_are_text(arguments: Any, text: str) -> None:
-    [turn] = shown("chat", [call(id="c", function={"name": "f", "arguments": arguments})])
+def test_arguments_of_any_form_are_text(arguments: Any, written: str) -> None:
+    [turn] = shown("chat", [calling(call("c", arguments=arguments))])
 
-    assert turn[1] == f"c=f{text}"
+    assert turn[1] == f"c=f{written}"
 
 
 @pytest.mark.parametrize("given", ["1", "toolu_x", "a|b", "日本", " ", "x" * CALL_ID_CHARS_MAX])
 def test_ids_of_any_form_belong_together_on_all_apis(given: str) -> None:
-    chat = [call(id=given, type="function", function=F), result(tool_call_id=given)]
-    items = [
-        {"type": "function_call", "call_id": given, **F},
-        {"type": "function_call_output", "call_id": given, "output": "ok"},
-    ]
-    use = {"type": "tool_use", "id": given, "name": "f", "input": {}}
-    answer = {"type": "tool_result", "tool_use_id": given, "content": "ok"}
-    blocks = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [answer]}]
+    chat = [calling(call(given)), replied(tool_call_id=given)]
+    items = [called(given), output(given, "ok")]
+    blocks = used(given, "ok")
 
     for api, turns in (("chat", chat), ("responses", items), ("messages", blocks)):
         assert shown(api, turns) == [("assistant", f"{given}=f{{}}", ""), ("tool", given, "ok")]
@@ -137,110 +139,73 @@ def test_results_without_ids_answer_the_first_open_call(
     absent: Any, names: list[str], sent: list[str | None], answered: list[str]
 ) -> None:
     calls = [{"id": absent, "function": {"name": name, "arguments": "{}"}} for name in names]
-    results = [result(tool_call_id=absent, name=name) for name in sent]
+    results = [replied(tool_call_id=absent, name=name) for name in sent]
 
-    turns = shown("chat", [{"role": "assistant", "tool_calls": calls}, *results])
+    turns = shown("chat", [calling(*calls), *results])
 
     assert [turn[1] for turn in turns[1:]] == answered
 
 
 def test_equal_ids_of_a_message_are_distinguished_in_their_order() -> None:
-    calls = [{"id": "c", "type": "function", "function": F | {"name": name}} for name in "fgh"]
+    calls = [call("c", name) for name in "fgh"]
 
-    turns = shown(
-        "chat", [{"role": "assistant", "tool_calls": calls}, *[result(tool_call_id="c")] * 4]
-    )
+    turns = shown("chat", [calling(*calls), *[replied(tool_call_id="c")] * 4])
 
     assert turns[0][1] == "c=f{} c_1=g{} c_2=h{}"
     assert [turn[1] for turn in turns[1:]] == ["c", "c_1", "c_2", "c_2"]
 
 
 def test_a_result_without_an_open_call_is_refused() -> None:
-    for turns in ([result()], [call(id="", function=F), result(), result()]):
+    for turns in ([replied()], [calling(call("")), replied(), replied()]):
         with pytest.raises(InvalidRequest, match="earlier message"):
             shown("chat", turns)
 
 
 def test_thousands_of_results_are_paired_in_linear_steps() -> None:
     calls = [{"id": "", "function": F | {"name": "fg"[number % 2]}} for number in range(4000)]
-    results = [result(name="gf"[number % 2]) for number in range(90)]
+    results = [replied(name="gf"[number % 2]) for number in range(90)]
 
-    turns = shown("chat", [{"role": "assistant", "tool_calls": calls}, *results])
+    turns = shown("chat", [calling(*calls), *results])
 
     assert turns[-1][1] == "call_88"
 
 
 CHAT_FORMS: dict[str, tuple[list[Any], list[Turn]]] = {
     "legacy call": (
-        [
-            {"role": "assistant", "content": None, "function_call": F},
-            {"role": "function", "name": "f", "content": "ok"},
-        ],
+        [assistant(function_call=F), {"role": "function", "name": "f", "content": "ok"}],
         [("assistant", "call_0=f{}", ""), ("tool", "call_0", "ok")],
     ),
-    "nulls": (
-        [
-            {
-                "role": "assistant",
-                "content": "a",
-                "function_call": None,
-                "tool_calls": None,
-                "refusal": None,
-                "audio": None,
-                "annotations": [],
-                "reasoning": None,
-            }
-        ],
-        [("assistant", "", "a")],
-    ),
+    "nulls": ([assistant("a", **dict.fromkeys(NULLS), annotations=[])], [("assistant", "", "a")]),
     "custom call": (
         [
-            call(id="c", type="custom", custom={"name": "patch", "input": "*** x"}),
-            result(tool_call_id="c"),
+            calling({"id": "c", "type": "custom", "custom": {"name": "patch", "input": "*** x"}}),
+            replied(tool_call_id="c"),
         ],
         [("assistant", 'c=patch{"input": "*** x"}', ""), ("tool", "c", "ok")],
     ),
     "null result": (
-        [call(id="c", function=F), result(tool_call_id="c", content=None)],
+        [calling(call("c")), replied(tool_call_id="c", content=None)],
         [("assistant", "c=f{}", ""), ("tool", "c", "")],
     ),
-    "refusal": (
-        [{"role": "assistant", "content": None, "refusal": "No."}],
-        [("assistant", "", "No.")],
-    ),
-    "refusal as a part": (
-        [{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}],
-        [("assistant", "", "No.")],
-    ),
+    "refusal": ([assistant(refusal="No.")], [("assistant", "", "No.")]),
+    "refusal as a part": ([assistant([REFUSED])], [("assistant", "", "No.")]),
     "thinking of Mistral": (
-        [
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "thinking", "thinking": [{"type": "text", "text": "t"}]},
-                    {"type": "text", "text": "a"},
-                ],
-            }
-        ],
+        [assistant([{"type": "thinking", "thinking": [text("t")]}, text("a")])],
         [("assistant", "", "<t>a")],
     ),
     "thinking of Anthropic": (
         [
-            {
-                "role": "assistant",
-                "content": [
+            assistant(
+                [
                     {"type": "thinking", "thinking": "t", "signature": "s"},
                     {"type": "redacted_thinking", "data": "x"},
-                    {"type": "text", "text": "a"},
-                ],
-            }
+                    text("a"),
+                ]
+            )
         ],
         [("assistant", "", "<t>a")],
     ),
-    "thinking of Ollama": (
-        [{"role": "assistant", "content": "a", "thinking": "t"}],
-        [("assistant", "", "<t>a")],
-    ),
+    "thinking of Ollama": ([assistant("a", thinking="t")], [("assistant", "", "<t>a")]),
 }
 
 
@@ -251,7 +216,7 @@ def test_messages_of_other_servers_are_shown(form: str) -> None:
     assert shown("chat", turns) == seen
 
 
-def called(kind: str, output: Any, given: dict[str, Any], **ids: Any) -> list[dict[str, Any]]:
+def answered(kind: str, output: Any, given: dict[str, Any], **ids: Any) -> list[dict[str, Any]]:
     return [
         {"type": kind, "status": "completed", "call_id": "c", **given},
         {"type": f"{kind}_output", "output": output, **(ids or {"call_id": "c"})},
@@ -260,19 +225,19 @@ def called(kind: str, output: Any, given: dict[str, Any], **ids: Any) -> list[di
 
 ITEM_FORMS: dict[str, tuple[list[Any], list[Turn]]] = {
     "custom": (
-        called("custom_tool_call", "ok", {"name": "patch", "input": "*** x"}),
+        answered("custom_tool_call", "ok", {"name": "patch", "input": "*** x"}),
         [("assistant", 'c=patch{"input": "*** x"}', ""), ("tool", "c", "ok")],
     ),
     "local shell": (
-        called("local_shell_call", "ok", {"action": {"command": ["ls"]}}, id="c"),
+        answered("local_shell_call", "ok", {"action": {"command": ["ls"]}}, id="c"),
         [("assistant", 'c=local_shell{"command": ["ls"]}', ""), ("tool", "c", "ok")],
     ),
     "shell": (
-        called("shell_call", [{"stdout": "a"}], {"action": {"commands": ["ls"]}}),
+        answered("shell_call", [{"stdout": "a"}], {"action": {"commands": ["ls"]}}),
         [("assistant", 'c=shell{"commands": ["ls"]}', ""), ("tool", "c", '[{"stdout": "a"}]')],
     ),
     "patch": (
-        called("apply_patch_call", None, {"operation": {"path": "a"}}),
+        answered("apply_patch_call", None, {"operation": {"path": "a"}}),
         [("assistant", 'c=apply_patch{"path": "a"}', ""), ("tool", "c", "")],
     ),
     "tool search": (
@@ -282,34 +247,21 @@ ITEM_FORMS: dict[str, tuple[list[Any], list[Turn]]] = {
         ],
         [("assistant", 'c=tool_search{"q": "a"}', ""), ("tool", "c", '[{"name": "f"}]')],
     ),
-    "refusal": (
-        [{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}],
-        [("assistant", "", "No.")],
-    ),
+    "refusal": ([assistant([REFUSED])], [("assistant", "", "No.")]),
     "null content": (
         [{"type": "message", "role": "assistant", "content": None, "id": "m"}],
         [("assistant", "", "")],
     ),
     "thinking as text": (
-        [
-            {"type": "reasoning", "summary": [], "content": [{"type": "text", "text": "t"}]},
-            {"role": "assistant", "content": "a"},
-        ],
+        [{"type": "reasoning", "summary": [], "content": [text("t")]}, assistant("a")],
         [("assistant", "", "<t>a")],
     ),
     "call of a namespace": (
-        [{"type": "function_call", "call_id": "c", **F, "namespace": "n", "caller": {"type": "x"}}],
+        [called("c", namespace="n", caller={"type": "x"})],
         [("assistant", "c=f{}", "")],
     ),
     "parts of a result": (
-        [
-            {"type": "function_call", "call_id": "c", **F},
-            {
-                "type": "custom_tool_call_output",
-                "call_id": "c",
-                "output": [{"type": "input_text", "text": "ok"}],
-            },
-        ],
+        [called("c"), output("c", [input_text("ok")]) | {"type": "custom_tool_call_output"}],
         ANSWERED,
     ),
 }
@@ -327,7 +279,7 @@ def test_items_of_tools_that_a_server_runs_are_left_out_and_named() -> None:
         {"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "other"}},
         {"type": "mcp_list_tools", "server_label": "s", "tools": []},
         {"type": "tool_search_call", "execution": "server", "call_id": None, "arguments": {}},
-        {"role": "assistant", "content": "a"},
+        assistant("a"),
     ]
 
     assert shown("responses", items) == [("assistant", "", "a")]
@@ -355,15 +307,10 @@ def test_items_that_nothing_replaces_are_refused_with_a_remedy(kind: str, remedy
 
 @pytest.mark.parametrize("form", USER_BLOCKS)
 def test_blocks_of_text_are_text_also_in_results(form: str) -> None:
-    block, text = USER_BLOCKS[form]
-    use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
-    answer = {"type": "tool_result", "tool_use_id": "c", "content": [block]}
-    turns = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [answer]}]
+    block, seen = USER_BLOCKS[form]
 
-    assert shown("messages", turns)[-1] == ("tool", "c", text)
-    assert shown("messages", [{"role": "assistant", "content": "a"}, USER | {"content": [block]}])[
-        -1
-    ] == ("user", "", text)
+    assert shown("messages", used("c", [block]))[-1] == ("tool", "c", seen)
+    assert shown("messages", [assistant("a"), user([block])])[-1] == ("user", "", seen)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +324,7 @@ def test_blocks_of_text_are_text_also_in_results(form: str) -> None:
 @pytest.mark.parametrize("content", [[], "x", {"type": "error"}, [{"type": "web_search_result"}]])
 def test_blocks_of_tools_that_a_server_runs_are_left_out_and_named(kind: str, content: Any) -> None:
     block = {"type": kind, "id": "s", "tool_use_id": "s", "name": "n", "content": content}
-    turn = {"role": "assistant", "content": [block, {"type": "text", "text": "a"}]}
+    turn = assistant([block, text("a")])
 
     assert shown("messages", [turn, USER]) == [("assistant", "", "a"), ("user", "", "Hi")]
     assert conversation("messages", [USER, turn, USER])[1] == f"messages[].content[].{kind}"
@@ -386,13 +333,10 @@ def test_blocks_of_tools_that_a_server_runs_are_left_out_and_named(kind: str, co
 @pytest.mark.parametrize(
     ("block", "field"),
     [
-        ({"type": "image", "source": {}}, "messages[0].content[0]"),
-        ({"type": "document", "source": {"type": "base64"}}, "messages[0].content[0].source"),
-        ({"type": "container_upload", "file_id": "f"}, "messages[0].content[0]"),
-        (
-            {"type": "tool_result", "content": [{"type": "image"}]},
-            "messages[0].content[0].content[0]",
-        ),
+        ({"type": "image", "source": {}}, FIRST),
+        ({"type": "document", "source": {"type": "base64"}}, f"{FIRST}.source"),
+        ({"type": "container_upload", "file_id": "f"}, FIRST),
+        ({"type": "tool_result", "content": [{"type": "image"}]}, f"{FIRST}.content[0]"),
     ],
 )
 def test_blocks_that_the_model_cannot_read_are_refused(block: dict[str, Any], field: str) -> None:
@@ -405,21 +349,15 @@ def test_blocks_that_the_model_cannot_read_are_refused(block: dict[str, Any], fi
 @pytest.mark.parametrize("mode", ["auto", "required"])
 @pytest.mark.parametrize("api", ["chat", "responses"])
 def test_allowed_tools_are_the_only_ones_that_are_offered(api: str, mode: str) -> None:
-    def tool(name: str) -> dict[str, Any]:
-        wrapped = {"type": "function", "function": {"name": name}}
-        return wrapped if api == "chat" else {"type": "function", "name": name}
-
-    members = {"mode": mode, "tools": [tool("g")]}
+    make = function if api == "chat" else tool
+    members = {"mode": mode, "tools": [make("g")]}
     choice = {"allowed_tools": members} if api == "chat" else members
     kind, name, body = APIS[api]
 
     def start(names: str) -> pb.StartFrame:
-        fields = {
-            **body,
-            name: [USER],
-            "tools": [tool(each) for each in names],
-            "tool_choice": {"type": "allowed_tools", **choice},
-        }
+        tools = [make(each) for each in names]
+        allowed = {"type": "allowed_tools", **choice}
+        fields = {**body, name: [USER], "tools": tools, "tool_choice": allowed}
         return parsed_body(msgspec.json.encode(fields), kind, strict=True)[0].starts[0]
 
     assert [each.name for each in start("fgh").tools] == ["g"]

@@ -199,7 +199,7 @@ def test_attaching_again_renews_no_allowance(journal: UsageJournal) -> None:
 
 
 @pytest.mark.parametrize(("waiting", "ended_s"), [(100, 160.0), (1000, 1060.0)])
-def test_what_waits_at_the_end_is_taken_in_time_whatever_else_the_stream_carries(
+def test_the_rest_of_an_output_must_be_taken_in_time(
     journal: UsageJournal, waiting: int, ended_s: float
 ) -> None:
     """Frames of other requests, and credit, delay the end of this one for a bounded time."""
@@ -220,9 +220,7 @@ def test_what_waits_at_the_end_is_taken_in_time_whatever_else_the_stream_carries
     in_virtual_time(scenario())
 
 
-def test_a_message_that_waits_for_a_stalled_client_is_billed_when_its_request_ends(
-    journal: UsageJournal,
-) -> None:
+def test_a_message_for_a_stalled_client_is_billed_at_the_end(journal: UsageJournal) -> None:
     """It cannot be recalled: otherwise a client could stall, and read it free of charge later."""
 
     async def scenario() -> None:

@@ -55,9 +55,7 @@ from tests.service import until
         ({"WEIR_METRICS_LISTEN": "[::1]:9100"}, ("::1", 9100)),
     ],
 )
-def test_metrics_are_on_this_machine_alone_unless_it_is_set_otherwise(
-    given: dict[str, str], address: tuple[str, int] | None
-) -> None:
+def test_the_address_of_the_metrics(given: dict[str, str], address: tuple[str, int] | None) -> None:
     assert Settings.from_environment(given).listen.metrics_address() == address
 
 
@@ -76,9 +74,7 @@ async def test_a_taken_port_is_refused_with_the_setting_that_names_another() -> 
         MetricsListener(("127.0.0.1", port_of(first)))
 
 
-async def test_a_client_that_reads_no_answer_blocks_no_scrape(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_client_that_never_reads_blocks_no_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scrape, "IDLE_MAX_S", 0.2)
     asks = b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n"
 
@@ -116,9 +112,7 @@ async def test_without_an_address_nothing_listens() -> None:
 
 
 @given(st.lists(st.floats(0, 1000), max_size=50))
-def test_a_histogram_counts_each_value_in_every_bucket_that_it_does_not_exceed(
-    values: list[float],
-) -> None:
+def test_a_histogram_counts_a_value_in_each_bucket_above_it(values: list[float]) -> None:
     bounds = (1, 10, 100)
     histogram = Histogram(bounds)
 
@@ -200,9 +194,7 @@ def test_a_copy_of_the_counts_does_not_change() -> None:
 
     assert copied.ends["m", "batch", "stop"] == 1
     assert sum(copied.times["m", ServiceTier.BATCH].total.counts) == 1
-    assert counts.refusals == {("", "DATABASE_UNAVAILABLE", "", ""): 1}, (
-        "what a client calls a model is no label"
-    )
+    assert counts.refusals == {("", "DATABASE_UNAVAILABLE", "", ""): 1}, "no model of a client"
 
 
 def test_a_fault_in_counting_is_logged_and_breaks_no_request() -> None:
@@ -268,11 +260,7 @@ def test_only_those_that_waited_for_an_engine_count_as_cold_starts() -> None:
 
     for cold_start_ms in (0.0, COLD_START_MS_MIN - 0.1, COLD_START_MS_MIN, 2000.0):
         counts.finished(
-            "m",
-            ServiceTier.INTERACTIVE,
-            "stop",
-            TIMINGS | {"cold_start_ms": cold_start_ms},
-            None,
+            "m", ServiceTier.INTERACTIVE, "stop", TIMINGS | {"cold_start_ms": cold_start_ms}, None
         )
 
     cold_starts = counts.times["m", ServiceTier.INTERACTIVE].stages["cold_start"]

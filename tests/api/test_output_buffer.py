@@ -210,9 +210,7 @@ class World:
         """Check the invariants of every moment."""
         for end in self.ends:
             seqs = [delta.seq for delta in end.deltas]
-            assert seqs == list(range(end.after_seq + 1, end.after_seq + 1 + len(seqs))), (
-                "no gap, no repetition"
-            )
+            assert seqs == list(range(end.after_seq + 1, end.after_seq + 1 + len(seqs))), "no gap"
             assert end.credit is None or end.token_count <= end.credit, "never more than granted"
             assert len([frame for frame in end.frames if frame.HasField("finished")]) <= 1
         by_seq: dict[int, pb.DeltaFrame] = {}
@@ -229,7 +227,7 @@ class World:
                 assert ids == self.appended[choice][: len(ids)], "in order"
                 text = "".join(delta.text for delta in reported)
                 assert "".join(f"<{index}>" for index in ids).startswith(text), (
-                    "text never runs ahead of its tokens"
+                    "text follows tokens"
                 )
                 assert (
                     "".join(call.arguments_json for delta in reported for call in delta.tool_calls)
@@ -252,7 +250,7 @@ class World:
             assert thinking == self.appended_thinking
         else:
             assert journalled == sum(end.token_count for end in self.ends), (
-                "journalled is what was handed over, once"
+                "each is journalled once"
             )
             assert delivered == usage.taken_token_count == journalled - in_flight
             assert thinking == usage.taken_reasoning_token_count
@@ -379,13 +377,7 @@ async def test_clients_that_need_no_credit_or_have_left_are_not_awaited() -> Non
     thinks=st.booleans(),
 )
 def test_a_delta_in_bytes_is_the_message(
-    seq: int,
-    choice: int,
-    text: str,
-    ids: list[int],
-    given_id: str,
-    called: bool,
-    thinks: bool,
+    seq: int, choice: int, text: str, ids: list[int], given_id: str, called: bool, thinks: bool
 ) -> None:
     tokens = [TokenLogprob(each, -1.5 * entry) for entry, each in enumerate(ids)]
     values = Delta(
@@ -422,9 +414,8 @@ def test_a_delta_in_bytes_is_the_message(
 
     for token_id in ids[:3]:
         frame = token_frame(head, seq, text, token_id)
-        one = pb.ServerFrame(
-            request_id=given_id, delta=pb.DeltaFrame(seq=seq, text=text, token_ids=[token_id])
-        )
+        whole = pb.DeltaFrame(seq=seq, text=text, token_ids=[token_id])
+        one = pb.ServerFrame(request_id=given_id, delta=whole)
         assert pb.GenerateResponse.FromString(frame * 2).frames == [one] * 2
 
 
@@ -463,9 +454,7 @@ def test_a_delta_has_one_increment_of_each_call_and_text_only_before_calls() -> 
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_the_gaps_are_those_between_messages_with_tokens(
-    kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gaps_are_between_token_messages(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text without tokens, such as held-back text at the end, is none."""
     journal = Journal()
     writer = StreamWriter(cast(UsageJournal, journal))
@@ -476,9 +465,8 @@ def test_the_gaps_are_those_between_messages_with_tokens(
         monkeypatch.setattr(observer, "monotonic", partial(float, 50 + at_ms / 1000))
         output.append(0, "a", token_ids)
 
-    assert output.gaps.facts() == pytest.approx(
-        {"itl_p50_ms": 30, "itl_p99_ms": 150, "itl_max_ms": 150}
-    )
+    facts = {"itl_p50_ms": 30, "itl_p99_ms": 150, "itl_max_ms": 150}
+    assert output.gaps.facts() == pytest.approx(facts)
 
 
 def test_thinking_that_follows_text_is_not_taken_with_it() -> None:

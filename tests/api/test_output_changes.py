@@ -37,9 +37,7 @@ def test_output_is_raised_only_if_the_engine_continues_the_same_sequence() -> No
 
 
 @pytest.mark.parametrize("cached_picos", [0, 2, 3, 9])
-def test_a_cost_limit_holds_whatever_cached_tokens_the_engine_reports_at_the_end(
-    cached_picos: int,
-) -> None:
+def test_a_cost_limit_holds_for_any_cached_tokens_reported(cached_picos: int) -> None:
     prices = TokenPrices(1, "USD", 3, cached_picos, 7)
     limits = OutputLimits(prices, 1000, Cost("USD", 500))
     limits.begun(40, None)

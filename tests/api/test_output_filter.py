@@ -55,21 +55,16 @@ async def test_a_token_whose_text_is_still_to_come_waits_for_it(tmp_path: Path) 
     """Half an emoji, or text that the engine withholds for a stop sequence."""
     output = opened(tmp_path)
 
-    assert await push_all(output, token(1, "a"), token(2, ""), token(3, "🙂"), token(4, "")) == [
-        [1],
-        [],
-        [2, 3],
-        [],
-    ]
+    tokens = token(1, "a"), token(2, ""), token(3, "🙂"), token(4, "")
+    assert await push_all(output, *tokens) == [[1], [], [2, 3], []]
     assert [part.token_ids for part in await output.finish("")] == [(4,)]
 
 
 async def test_nothing_of_a_match_leaves_and_nothing_after_it(tmp_path: Path) -> None:
     output = opened(tmp_path)
 
-    released = await push_all(
-        output, token(1, "my "), token(2, "sec"), token(3, "ret"), token(4, " is")
-    )
+    tokens = [token(index, text) for index, text in enumerate(("my ", "sec", "ret", " is"), 1)]
+    released = await push_all(output, *tokens)
 
     assert released[0] == [1]
     assert released[1:] == [[], [], []]

@@ -30,9 +30,7 @@ def peer(port: int) -> Peer:
     return Peer(f"127.0.0.1:{port}", CERTIFICATE)
 
 
-async def test_those_that_use_a_connection_share_it_and_those_that_come_soon_after_find_it() -> (
-    None
-):
+async def test_users_share_a_connection_and_later_users_find_it() -> None:
     async with open_channels(3600.0) as channels:
         with channels.use(peer(1)) as first, channels.use(peer(1)) as second:
             assert first is second
@@ -54,9 +52,7 @@ async def test_an_unused_connection_is_closed_and_a_used_one_is_not() -> None:
             assert anew is not used
 
 
-async def test_a_peer_that_restarts_again_and_again_leaves_a_bounded_number_of_connections(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_restarting_peer_leaves_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_channels, "IDLE_COUNT_MAX", 3)
     async with open_channels(3600.0) as channels:
         for port in range(1, 10):

@@ -100,9 +100,7 @@ async def test_probes_are_answered_while_the_loop_is_held() -> None:
 @pytest.mark.parametrize(
     ("silence_s", "live", "ready"), [(0.1, 200, 200), (20.0, 200, 503), (61.0, 503, 503)]
 )
-async def test_a_held_loop_takes_no_requests_and_one_that_never_comes_back_is_dead(
-    silence_s: float, live: int, ready: int
-) -> None:
+async def test_a_blocked_loop_fails_both_probes(silence_s: float, live: int, ready: int) -> None:
     health = Health()
     health.reasons = ()
     async with answering(health, SilentLoop(silence_s)) as url:
@@ -130,10 +128,9 @@ async def test_each_part_has_a_state_since_a_time_and_a_reason() -> None:
 
     assert before.keys() == {STORE, JOURNAL, "engine/a"}
     assert (before[STORE]["state"], before["engine/a"]["state"]) == ("serving", "not serving")
-    assert longer["engine/a"] == {
-        **before["engine/a"],
-        "reason": "no sign of life for 5 s",
-    }, "a stall that goes on is not a new one"
+    assert longer["engine/a"] == {**before["engine/a"], "reason": "no sign of life for 5 s"}, (
+        "a stall that goes on is not a new one"
+    )
     assert (after["engine/a"]["state"], "reason" in after["engine/a"]) == ("serving", False)
     assert after["engine/a"]["since"] >= before["engine/a"]["since"]
 
@@ -160,9 +157,7 @@ def test_reasons_name_what_is_missing_and_no_model(
     assert reasons(parts, services(parts, may_admit_without_store)[""]) == reported
 
 
-async def test_connections_that_ask_for_nothing_keep_no_probe_from_its_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_silent_connections_block_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     async with answering(Health()) as url:
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
         silent = [socket.create_connection(address) for _ in range(CONNECTIONS_MAX)]
@@ -172,9 +167,7 @@ async def test_connections_that_ask_for_nothing_keep_no_probe_from_its_answer(
             each.close()
 
 
-async def test_a_connection_to_the_metrics_must_ask_for_something_soon(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_metrics_connection_must_send_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scrape, "FIRST_REQUEST_MAX_S", 0.1)
     server = MetricsServer(nothing_here)
     listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)

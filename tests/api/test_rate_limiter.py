@@ -98,9 +98,7 @@ def test_one_long_stall_costs_more_than_the_same_time_in_small_pieces() -> None:
     assert waits == pytest.approx([10, 4, 100 * rate_limiter.STALL_FACTOR_MAX])
 
 
-async def test_the_time_that_a_message_takes_to_be_parsed_is_known_to_the_task_that_reads_it() -> (
-    None
-):
+async def test_the_parsing_time_of_a_message_is_known_to_its_reader() -> None:
     def parse(data: bytes) -> bytes:
         end_s = time.thread_time() + 0.002
         while time.thread_time() < end_s:
@@ -201,9 +199,7 @@ async def test_an_address_pays_until_a_key_is_known_and_an_administrator_does_no
         assert grew == [owner is None, owner is not None and not is_free]
 
 
-async def test_the_time_of_each_step_of_a_coroutine_is_counted_and_not_the_time_that_it_waits() -> (
-    None
-):
+async def test_the_steps_of_a_coroutine_are_counted_without_its_waits() -> None:
     async def work() -> str:
         busy(0.01)
         await asyncio.sleep(0.05)
@@ -225,9 +221,7 @@ def busy(for_s: float) -> None:
         pass
 
 
-def test_short_work_is_measured_without_reading_the_processor_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_short_work_does_not_read_the_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
     readings: list[float] = []
 
     def read() -> float:
@@ -249,9 +243,7 @@ def test_work_that_waits_for_the_processor_costs_at_most_a_millisecond_more() ->
     assert 0.002 <= work_s(started) < 0.002 + 0.01
 
 
-async def test_refusals_of_a_flooding_client_wait_and_those_above_the_limit_do_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_refusals_of_a_flooding_client_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rate_limiter, "REFUSALS_WAITING_MAX", 3)
     paced, address = RateLimiter(0.25), "192.0.2.1"
     await paced.refusal(address)  # owes nothing

@@ -8,7 +8,7 @@ import uuid
 from types import SimpleNamespace
 from typing import Any, cast
 
-import grpc
+from grpc import StatusCode
 from sqlalchemy.exc import OperationalError
 from weir.v1 import inference_service_pb2 as pb
 
@@ -17,6 +17,8 @@ from api.generation.request.peers import make_certificate
 from api.generation.request.relay import FRAMES_UNWRITTEN_MAX, Relays
 from metering.holds.journal import UsageJournal
 from metering.store.db import Sessions
+
+UNAVAILABLE = StatusCode.UNAVAILABLE.value[0]
 
 
 class UnavailableDatabase:
@@ -43,9 +45,7 @@ class UnavailableDatabase:
         return SimpleNamespace(one_or_none=lambda: self._owner)
 
 
-async def test_an_owner_and_a_database_that_go_together_end_one_request_and_not_the_process() -> (
-    None
-):
+async def test_losing_owner_and_database_ends_the_request_alone() -> None:
     with socket.socket() as taken:  # bound but not listening: every connection is refused
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -61,20 +61,13 @@ async def test_an_owner_and_a_database_that_go_together_end_one_request_and_not_
         cast(Any, subscription).push = reported.append
         async with asyncio.TaskGroup() as process_tasks:
             relays = Relays(cast(Sessions, database), uuid.uuid4(), process_tasks)
-            relays.begin(
-                subscription,
-                (uuid.uuid4(), uuid.uuid4()),
-                "secret",
-                after_seq=0,
-                credit_token_count=0,
-            )
+            key = uuid.uuid4(), uuid.uuid4()
+            relays.begin(subscription, key, "secret", after_seq=0, credit_token_count=0)
             async with asyncio.timeout(60):
                 await ended.wait()
             await relays.close()
     assert database.call_count == 2
-    assert [frame.failed.status.code for frame in reported] == [
-        grpc.StatusCode.UNAVAILABLE.value[0]
-    ]
+    assert [frame.failed.status.code for frame in reported] == [UNAVAILABLE]
 
 
 async def test_a_client_that_says_more_than_the_other_process_reads_is_ended() -> None:
@@ -86,18 +79,15 @@ async def test_a_client_that_says_more_than_the_other_process_reads_is_ended() -
     cast(Any, subscription).push = reported.append
     async with asyncio.TaskGroup() as process_tasks:
         relays = Relays(cast(Sessions, UnavailableDatabase(owner)), uuid.uuid4(), process_tasks)
-        relays.begin(
-            subscription, (uuid.uuid4(), uuid.uuid4()), "secret", after_seq=0, credit_token_count=0
-        )
+        key = uuid.uuid4(), uuid.uuid4()
+        relays.begin(subscription, key, "secret", after_seq=0, credit_token_count=0)
         for _ in range(FRAMES_UNWRITTEN_MAX):
             assert not ended.is_set()
             subscription.source.update(pb.UpdateFrame(max_output_tokens=1))
         assert ended.is_set()
         assert relays.running_count == 0
         await relays.close()
-    assert [frame.failed.status.code for frame in reported] == [
-        grpc.StatusCode.UNAVAILABLE.value[0]
-    ]
+    assert [frame.failed.status.code for frame in reported] == [UNAVAILABLE]
 
 
 async def test_a_client_relayed_through_an_ending_process_gets_the_reason() -> None:
@@ -107,10 +97,7 @@ async def test_a_client_relayed_through_an_ending_process_gets_the_reason() -> N
     cast(Any, subscription).push = reported.append
     async with asyncio.TaskGroup() as process_tasks:
         relays = Relays(cast(Sessions, UnavailableDatabase(owner)), uuid.uuid4(), process_tasks)
-        relays.begin(
-            subscription, (uuid.uuid4(), uuid.uuid4()), "secret", after_seq=0, credit_token_count=0
-        )
+        key = uuid.uuid4(), uuid.uuid4()
+        relays.begin(subscription, key, "secret", after_seq=0, credit_token_count=0)
         await relays.close()
-    assert [frame.failed.status.code for frame in reported] == [
-        grpc.StatusCode.UNAVAILABLE.value[0]
-    ]
+    assert [frame.failed.status.code for frame in reported] == [UNAVAILABLE]

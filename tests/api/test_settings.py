@@ -206,11 +206,7 @@ def test_a_gpu_has_other_defaults() -> None:
     ],
 )
 def test_a_checkpoint_in_bfloat16_is_computed_in_it_by_native_kernels(
-    stored: str,
-    is_native: bool,
-    computed: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    stored: str, is_native: bool, computed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """float16 has more bits of precision than bfloat16."""
     matrix = torch.ones(8, 8, dtype=getattr(torch, stored))
@@ -239,7 +235,7 @@ def test_a_simulated_engine_is_requested_by_name_and_announced() -> None:
 
     assert plain.simulation is None
     assert simulated.simulation.time_scale == 0
-    assert [(line["event"], line["log_level"]) for line in logs] == [
+    assert [(each["event"], each["log_level"]) for each in logs] == [
         ("engine_simulated", "warning")
     ]
 
@@ -257,11 +253,8 @@ def test_tensorrt_gets_its_sizes() -> None:
     settings = Settings.from_environment(environment)
     options = built(settings).options
 
-    assert (options.tensor_parallel_size, options.expert_parallel_size, options.abort_running) == (
-        8,
-        4,
-        False,
-    )
+    assert (options.tensor_parallel_size, options.expert_parallel_size) == (8, 4)
+    assert not options.abort_running
 
 
 @pytest.mark.parametrize("values", CASES)

@@ -22,6 +22,7 @@ from api.openai.gateway import Gateway
 from api.openai.listener import Connection, HttpServer, Listener
 from metering.store.db import Sessions
 from metering.tenants.api_keys import create_api_key
+from tests.api.openai_bodies import user
 from tests.api.small_process import SmallProcess
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.metering.hold_world import HoldWorld
@@ -64,17 +65,11 @@ class World:
     @property
     def requests(self) -> list[LiveRequest]:
         """Running requests."""
-        return [
-            request for request in self.small.process.running() if isinstance(request, LiveRequest)
-        ]
+        return [each for each in self.small.process.running() if isinstance(each, LiveRequest)]
 
     async def ask(self, path: str = "/chat/completions", **fields: object) -> socket.socket:
         """Start another request whose client reads nothing, by default a chat."""
-        chat = {
-            "messages": [{"role": "user", "content": "Go"}],
-            "max_tokens": 1500,
-            "ignore_eos": True,
-        }
+        chat = {"messages": [user("Go")], "max_tokens": 1500, "ignore_eos": True}
         body = json.dumps({"model": "demo", "stream": True} | (fields or chat)).encode()
         head = f"POST /v1{path} HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer {self.secret}\r\n"
         connection = socket.socket()
@@ -83,9 +78,8 @@ class World:
         self.sockets.append(connection)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(connection, ("127.0.0.1", self.port))
-        await loop.sock_sendall(
-            connection, f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
-        )
+        head += f"content-length: {len(body)}\r\n\r\n"
+        await loop.sock_sendall(connection, head.encode() + body)
         return connection
 
     def last_event(self) -> tuple[str, int]:
@@ -158,9 +152,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="tells memory by Linux's /proc")
-async def test_two_hundred_stalled_chats_keep_memory_flat_and_end_as_slow_consumers(
-    world: World,
-) -> None:
+async def test_two_hundred_stalled_chats_keep_memory_flat(world: World) -> None:
     world.small.engine.gate.clear()
     for _ in range(CHATS):
         await world.ask()
@@ -206,9 +198,7 @@ async def sipped(connection: socket.socket) -> bytes:
     indirect=True,
     ids=["200 kB per second"],
 )
-async def test_a_stream_that_is_read_by_sips_below_the_least_rate_ends_and_says_why(
-    world: World, path: str
-) -> None:
+async def test_a_stream_read_too_slowly_ends_with_its_reason(world: World, path: str) -> None:
     """Every sip is a sign of life, and none restarts the time."""
     outcome = ""
     while outcome in ("", "stop"):  # a short answer fits into the buffers of the kernel
@@ -226,9 +216,7 @@ async def test_a_stream_that_is_read_by_sips_below_the_least_rate_ends_and_says_
 
 
 @pytest.mark.parametrize("path", STREAMS)
-async def test_a_stream_that_is_read_by_sips_above_the_least_rate_is_whole(
-    world: World, path: str
-) -> None:
+async def test_a_stream_read_above_the_least_rate_is_whole(world: World, path: str) -> None:
     received = await sipped(await world.ask(path, **STREAMS[path]))
     await until(lambda: not world.small.process.running(), "its end")
 
@@ -240,9 +228,7 @@ async def test_a_stream_that_is_read_by_sips_above_the_least_rate_is_whole(
 @pytest.mark.parametrize(
     "unsent", [[400_000, 300_000, 300_000, 200_000, 200_000, 190_000], [20_000, 20_000]]
 )
-async def test_a_client_that_reads_slowly_is_waited_for_as_long_as_it_reads(
-    unsent: list[int],
-) -> None:
+async def test_a_slow_client_has_time_while_it_reads(unsent: list[int]) -> None:
     """A single response may be large: progress at the least rate counts, not its end."""
 
     class Slow(asyncio.Transport):
@@ -268,9 +254,7 @@ async def test_a_client_that_reads_slowly_is_waited_for_as_long_as_it_reads(
 
 
 @pytest.mark.parametrize("path", WIDE)
-async def test_a_pause_in_the_middle_of_a_stream_is_the_clients_stall(
-    world: World, path: str
-) -> None:
+async def test_a_pause_in_a_stream_is_the_clients_stall(world: World, path: str) -> None:
     """The engine finishes meanwhile, so no gap between tokens includes the pause."""
     connection = await world.ask(path, **STREAMS[path] | WIDE[path] | {"temperature": 0})
 

@@ -68,9 +68,7 @@ def append(outputs: Sequence[OutputBuffer], token_count: int) -> None:
 @pytest.mark.parametrize(
     "credit", [None, 0], ids=["nobody reads the stream", "nobody grants credit"]
 )
-async def test_a_thousand_stalled_requests_take_some_bytes_a_token(
-    journal: UsageJournal, credit: int | None
-) -> None:
+async def test_stalled_requests_are_small(journal: UsageJournal, credit: int | None) -> None:
     writer = StreamWriter(journal)
     outputs = [live(writer, credit, str(uuid.uuid4())) for _ in range(REQUEST_COUNT)]
 
@@ -88,9 +86,7 @@ async def test_a_thousand_stalled_requests_take_some_bytes_a_token(
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="tells memory by Linux's /proc")
-async def test_log_probabilities_that_wait_take_little_more_than_their_message(
-    journal: UsageJournal,
-) -> None:
+async def test_waiting_log_probabilities_take_little_memory(journal: UsageJournal) -> None:
     """Twenty alternatives for each token took three kilobytes as objects."""
     alternatives = [TokenLogprob(100 + entry, -float(entry)) for entry in range(20)]
     reported = TokenLogprobs(alternatives[0], tuple(alternatives))
@@ -140,9 +136,7 @@ def answered(
     return key
 
 
-async def test_a_flood_of_answers_of_one_customer_evicts_its_own_and_not_those_of_another(
-    journal: UsageJournal,
-) -> None:
+async def test_answers_of_a_customer_evict_its_own(journal: UsageJournal) -> None:
     replays = ReplayBuffers[ReplayableBuffer](
         journal, bytes_max=65_536, bytes_per_request_max=65_536
     )
@@ -165,9 +159,7 @@ async def test_a_flood_of_answers_of_one_customer_evicts_its_own_and_not_those_o
     assert replays.byte_count == replays.live_count == replays.ended_count == 0
 
 
-async def test_an_organization_above_its_equal_share_makes_room_for_others(
-    journal: UsageJournal,
-) -> None:
+async def test_an_organization_above_its_share_is_evicted(journal: UsageJournal) -> None:
     replays = ReplayBuffers[ReplayableBuffer](
         journal, bytes_max=65_536, bytes_per_request_max=65_536
     )

@@ -209,9 +209,7 @@ async def test_a_burst_is_split_at_the_bound_of_a_message(
     assert [output.usage.delivered_token_count for output in outputs] == [1] * 5
 
 
-async def test_a_request_with_much_output_does_not_delay_the_others_of_its_stream(
-    journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_requests_take_turns(journal: UsageJournal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StreamWriter, "token_max", 100)
     writer, transport = StreamWriter(journal), Transport()
     much, little = output_on(writer), output_on(writer)
@@ -240,7 +238,7 @@ async def test_the_journal_has_a_token_before_the_transport_gets_it(journal: Usa
     assert seen == [3]
 
 
-async def test_an_unwritable_journal_fails_the_requests_with_tokens_and_sends_the_rest(
+async def test_an_unwritable_journal_fails_only_requests_with_tokens(
     journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, sent = StreamWriter(journal), list[pb.ServerFrame]()
@@ -263,7 +261,7 @@ async def test_an_unwritable_journal_fails_the_requests_with_tokens_and_sends_th
         await writer.write_all(write)
 
     assert [frame.WhichOneof("kind") for frame in sent] == ["admitted", "progress"]
-    assert [(end.outcome, type(end.error)) for end in ends] == [
+    assert [(each.outcome, type(each.error)) for each in ends] == [
         (Outcome.FAILED, JournalUnavailable)
     ]
     usage = one.usage
@@ -273,9 +271,7 @@ async def test_an_unwritable_journal_fails_the_requests_with_tokens_and_sends_th
         await all_taken(one)
 
 
-async def test_an_output_that_breaks_breaks_its_own_stream_and_no_other(
-    journal: UsageJournal,
-) -> None:
+async def test_a_broken_output_breaks_its_own_stream_alone(journal: UsageJournal) -> None:
     transport, broken, whole = Transport(), StreamWriter(journal), StreamWriter(journal)
     bad, good = output_on(broken), output_on(whole)
     bad.hold_id = None  # tokens without a hold
@@ -308,9 +304,7 @@ async def test_frames_without_tokens_do_not_touch_the_journal(
     assert transport.messages == [[]]
 
 
-async def test_discarded_output_is_not_delivered_and_written_output_is(
-    journal: UsageJournal,
-) -> None:
+async def test_only_written_output_is_delivered(journal: UsageJournal) -> None:
     """A cancel at token k settles exactly the tokens that were handed to the transport."""
     writer, transport = StreamWriter(journal), Transport(flowing=False)
     one, other = output_on(writer), output_on(writer)
@@ -337,9 +331,7 @@ async def test_discarded_output_is_not_delivered_and_written_output_is(
     assert one.usage.delivered_token_count == 2
 
 
-async def test_abandoning_releases_every_waiter_and_drops_later_frames(
-    journal: UsageJournal,
-) -> None:
+async def test_abandoning_releases_waiters_and_drops_frames(journal: UsageJournal) -> None:
     writer, transport = StreamWriter(journal), Transport(flowing=False)
     sending, waiting = output_on(writer), output_on(writer)
     async with asyncio.TaskGroup() as tasks:
@@ -378,7 +370,7 @@ def test_any_order_of_acts_delivers_no_more_than_was_appended_and_frees_every_wa
             def record(self, entries: Sequence[Delivered]) -> None:
                 for entry in entries:
                     assert entry.delivered_token_count > records.get(entry.hold_id, 0), (
-                        "totals only grow"
+                        "totals grow"
                     )
                     records[entry.hold_id] = entry.delivered_token_count
 
@@ -431,9 +423,7 @@ def test_any_order_of_acts_delivers_no_more_than_was_appended_and_frees_every_wa
     asyncio.run(scenario())
 
 
-async def test_a_discarded_request_keeps_its_admission_before_its_end(
-    journal: UsageJournal,
-) -> None:
+async def test_a_discarded_request_sends_its_admission_first(journal: UsageJournal) -> None:
     """Otherwise the client would see the end of an unknown request."""
     writer = StreamWriter(journal)
     request, kinds = output_on(writer), list[str]()
@@ -441,9 +431,8 @@ async def test_a_discarded_request_keeps_its_admission_before_its_end(
     assert subscription is not None
 
     async def write(data: bytes) -> None:
-        kinds.extend(
-            str(frame.WhichOneof("kind")) for frame in pb.GenerateResponse.FromString(data).frames
-        )
+        frames = pb.GenerateResponse.FromString(data).frames
+        kinds.extend(str(frame.WhichOneof("kind")) for frame in frames)
 
     request.push(pb.ServerFrame(admitted=pb.AdmittedFrame()))
     append(request, 1, 2)

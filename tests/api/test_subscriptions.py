@@ -43,9 +43,7 @@ class World:
         return FrameSubscription(StreamWriter(self.journal), "r", self.ended.append)
 
 
-async def test_without_keep_the_request_ends_with_the_stream_that_receives_it(
-    journal: UsageJournal,
-) -> None:
+async def test_without_keep_a_request_ends_with_its_stream(journal: UsageJournal) -> None:
     world = World(journal, None)
 
     world.output.leave(world.first, Outcome.DEADLINE)
@@ -66,9 +64,7 @@ async def test_a_stream_that_received_it_before_has_no_say_in_it(journal: UsageJ
     assert world.output.subscription is second
 
 
-async def test_a_client_that_returns_in_time_finds_its_request_running(
-    journal: UsageJournal,
-) -> None:
+async def test_a_client_that_returns_in_time_continues(journal: UsageJournal) -> None:
     world = World(journal, 3600.0)
     world.output.leave(world.first, Outcome.CANCELLED)
     timer = world.output._unattended
@@ -90,9 +86,7 @@ async def test_a_client_that_returns_in_time_finds_its_request_running(
     assert world.ended == [second]
 
 
-async def test_a_request_that_is_being_ended_is_no_ones_to_take_over_unless_it_is_kept(
-    journal: UsageJournal,
-) -> None:
+async def test_an_ending_request_is_attached_only_if_kept(journal: UsageJournal) -> None:
     plain, kept = World(journal, None), World(journal, 3600.0)
     for world in (plain, kept):
         world.request_state.stop(Outcome.CANCELLED)

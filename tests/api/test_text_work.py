@@ -121,10 +121,8 @@ def test_keys_of_one_organization_take_no_more_than_they_leave_free() -> None:
 def test_each_part_of_a_conversation_counts() -> None:
     call = ToolCall("a", "name", '{"x": 1}')
     messages = [ChatMessage("user", "abc"), ChatMessage("assistant", "", (call,))]
-    assert conversation_size(messages, [Tool("t", "of", "{}", strict=False)]) == (
-        3 + 4 + 8 + 1 + 2 + 2,
-        4,
-    )
+    tools = [Tool("t", "of", "{}", strict=False)]
+    assert conversation_size(messages, tools) == (3 + 4 + 8 + 1 + 2 + 2, 4)
 
 
 async def test_the_organization_that_had_least_done_is_next(threads: Threads) -> None:
@@ -158,9 +156,7 @@ async def test_work_of_a_request_that_was_cancelled_is_never_begun(threads: Thre
     assert threads.began == ["first", "last"]
 
 
-async def test_a_thread_is_taken_until_the_work_of_a_cancelled_request_has_ended(
-    threads: Threads,
-) -> None:
+async def test_cancelled_work_keeps_its_thread_until_it_ends(threads: Threads) -> None:
     work = one_thread()
     running = asyncio.create_task(work.run(A, 10, threads.call("cancelled")))
     await begun(threads, 1)
@@ -202,9 +198,8 @@ def test_nothing_of_tenants_goes_to_the_executor_that_all_share(package: str) ->
 
 async def test_a_thread_pauses_after_a_long_call_only() -> None:
     """The loop has the interpreter for a multiple of each long call."""
-    work = TextWork(
-        PreparationSettings(chars_max=10**9, chars_per_key_max=10**9, thread_count=1), rest=4.0
-    )
+    settings = PreparationSettings(chars_max=10**9, chars_per_key_max=10**9, thread_count=1)
+    work = TextWork(settings, rest=4.0)
     spans: list[tuple[float, float]] = []
 
     def busy(seconds: float) -> Callable[[], None]:

@@ -135,9 +135,8 @@ def test_no_short_text_of_any_call_is_longer_than_its_bound() -> None:
         check_texts(message_with(kind, path, "é" * most))
         with pytest.raises(InvalidRequest) as refusal:
             check_texts(message_with(kind, path, "é" * (most + 1)))
-        assert (
-            f"at most {most} characters, got {most + 1}" in refusal.value.violations[0].description
-        ), name
+        description = refusal.value.violations[0].description
+        assert f"at most {most} characters, got {most + 1}" in description, name
 
 
 def test_a_field_is_named_with_its_location() -> None:

@@ -59,9 +59,8 @@ class Throttled:
     async def authenticate(self, secret: str, peer: str = HOME) -> type[Exception] | None:
         """Authenticate; return None, or the type of the refusal."""
         try:
-            await self.authenticator.principal_of(
-                secret, method=METHOD, origin=Proxies().origin(peer, ())
-            )
+            origin = Proxies().origin(peer, ())
+            await self.authenticator.principal_of(secret, method=METHOD, origin=origin)
         except (KeyInvalid, AuthenticationThrottled, DatabaseUnavailable) as refusal:
             return type(refusal)
         return None
@@ -72,9 +71,7 @@ class Throttled:
             assert await self.authenticate(f"wrong {number}", peer) is KeyInvalid
 
 
-async def test_beyond_its_failures_an_address_reaches_the_database_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_throttled_address_needs_no_database(monkeypatch: pytest.MonkeyPatch) -> None:
     throttled = Throttled(monkeypatch)
     await throttled.exhaust()
 
@@ -83,15 +80,11 @@ async def test_beyond_its_failures_an_address_reaches_the_database_no_more(
 
     assert refusals == [AuthenticationThrottled] * 5
     assert len(throttled.secrets) == MOST
-    assert [line["event"] for line in logs] == ["authentication_throttled"], (
-        "told once, and not by each attempt"
-    )
+    assert [line["event"] for line in logs] == ["authentication_throttled"], "once"
     assert await throttled.authenticate("wrong", ELSEWHERE) is KeyInvalid, "others are others"
 
 
-async def test_a_request_that_returns_on_time_is_considered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_retry_in_time_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     throttled = Throttled(monkeypatch, good=["new"])
     await throttled.exhaust()
     with pytest.raises(AuthenticationThrottled) as refused:
@@ -107,9 +100,7 @@ async def test_a_request_that_returns_on_time_is_considered(
     assert await throttled.authenticate("wrong") is AuthenticationThrottled
 
 
-async def test_a_known_key_passes_despite_failures_of_its_address(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_known_key_passes_a_throttled_address(monkeypatch: pytest.MonkeyPatch) -> None:
     throttled = Throttled(monkeypatch, good=["good", "unseen"])
     assert await throttled.authenticate("good", ELSEWHERE) is None, "wherever it was good"
     await throttled.exhaust()
@@ -121,9 +112,7 @@ async def test_a_known_key_passes_despite_failures_of_its_address(
     assert await throttled.authenticate("good") is AuthenticationThrottled, "and was good no longer"
 
 
-async def test_a_changed_key_passes_despite_failures_of_its_address(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_changed_key_passes_a_throttled_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rotated key or a new limit needs a query, which failures at its address do not block."""
     throttled = Throttled(monkeypatch, good=["good"])
     assert await throttled.authenticate("good") is None
@@ -139,31 +128,26 @@ async def test_a_changed_key_passes_despite_failures_of_its_address(
     assert await throttled.authenticate("good") is AuthenticationThrottled
 
 
-async def test_success_and_an_absent_database_count_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_only_failures_count(monkeypatch: pytest.MonkeyPatch) -> None:
     throttled = Throttled(monkeypatch, good=[f"good {number}" for number in range(3 * MOST)])
     assert {await throttled.authenticate(secret) for secret in sorted(throttled.good)} == {None}
     throttled.away = True
-    assert {await throttled.authenticate(f"any {number}") for number in range(3 * MOST)} == {
-        DatabaseUnavailable
-    }
+    refusals = {await throttled.authenticate(f"any {number}") for number in range(3 * MOST)}
+    assert refusals == {DatabaseUnavailable}
     throttled.away = False
 
     await throttled.exhaust()
     assert await throttled.authenticate("wrong") is AuthenticationThrottled
 
 
-async def test_many_good_keys_at_once_all_pass_and_many_wrong_ones_are_not_all_tried(
+async def test_valid_keys_pass_and_few_wrong_ones_are_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a new server concurrent attempts wait for one another, and no good key is refused."""
     throttled = Throttled(monkeypatch, good=[f"good {number}" for number in range(100)])
     throttled.held = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        good = [
-            tasks.create_task(throttled.authenticate(secret)) for secret in sorted(throttled.good)
-        ]
+        good = [tasks.create_task(throttled.authenticate(each)) for each in sorted(throttled.good)]
         for _ in range(10):
             await asyncio.sleep(0)
         assert len(throttled.secrets) == MOST, "no more at a time than may fail"
@@ -172,17 +156,13 @@ async def test_many_good_keys_at_once_all_pass_and_many_wrong_ones_are_not_all_t
 
     throttled.secrets.clear()
     async with asyncio.TaskGroup() as tasks:
-        wrong = [
-            tasks.create_task(throttled.authenticate(f"wrong {number}")) for number in range(100)
-        ]
+        wrong = [tasks.create_task(throttled.authenticate(f"wrong {n}")) for n in range(100)]
     results = [task.result() for task in wrong]
     assert (results.count(KeyInvalid), results.count(AuthenticationThrottled)) == (MOST, 100 - MOST)
     assert len(throttled.secrets) == MOST
 
 
-async def test_one_new_key_on_many_streams_is_not_held_up_behind_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_new_key_does_not_wait_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     throttled = Throttled(monkeypatch, good=["good"])
     async with asyncio.TaskGroup() as tasks:
         calls = [tasks.create_task(throttled.authenticate("good")) for _ in range(1000)]
@@ -192,9 +172,7 @@ async def test_one_new_key_on_many_streams_is_not_held_up_behind_itself(
     assert not len(throttled.throttle), "an address without failures costs nothing"
 
 
-async def test_known_keys_that_come_and_go_make_no_failure_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_known_keys_do_not_erase_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls with a good key overlap; wrong keys come before the second one ends."""
     throttled = Throttled(monkeypatch, good=["good"])
     assert await throttled.authenticate("good") is None
@@ -217,9 +195,7 @@ async def test_known_keys_that_come_and_go_make_no_failure_forgotten(
     assert len(throttled.secrets) == MOST + 1
 
 
-async def test_waiting_behind_good_keys_causes_no_more_failures(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_waiting_causes_no_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     """All running attempts succeed, and many that waited for them or come later are wrong."""
     throttled = Throttled(monkeypatch, good=[f"good {number}" for number in range(MOST)])
     throttled.held = asyncio.Event()
@@ -240,9 +216,7 @@ async def test_waiting_behind_good_keys_causes_no_more_failures(
     assert len(throttled.secrets) == 2 * MOST
 
 
-async def test_an_address_that_was_refused_counts_as_such_until_it_is_quiet(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_refused_address_counts_until_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if it never comes again."""
     throttled = Throttled(monkeypatch)
     await throttled.exhaust()
@@ -260,9 +234,7 @@ async def test_a_waiting_caller_may_leave(monkeypatch: pytest.MonkeyPatch) -> No
     throttled = Throttled(monkeypatch, good=[f"good {number}" for number in range(3 * MOST)])
     throttled.held = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        calls = [
-            tasks.create_task(throttled.authenticate(secret)) for secret in sorted(throttled.good)
-        ]
+        calls = [tasks.create_task(throttled.authenticate(each)) for each in sorted(throttled.good)]
         for _ in range(10):
             await asyncio.sleep(0)
         for call in calls[::2]:  # some that are looked up and some that wait
@@ -273,9 +245,7 @@ async def test_a_waiting_caller_may_leave(monkeypatch: pytest.MonkeyPatch) -> No
     assert not len(throttled.throttle)
 
 
-async def test_addresses_beyond_the_bound_are_forgotten_the_oldest_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_oldest_addresses_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throttle, "ADDRESSES_MAX", 3)
     throttled = Throttled(monkeypatch)
     await throttled.exhaust("ipv4:10.0.0.0:1")
@@ -287,9 +257,7 @@ async def test_addresses_beyond_the_bound_are_forgotten_the_oldest_first(
     assert ADDRESSES_MAX == 10_000
 
 
-async def test_good_keys_of_many_addresses_make_no_failure_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_many_addresses_do_not_erase_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only failing addresses are remembered, and only as many other failing addresses evict one."""
     monkeypatch.setattr(throttle, "ADDRESSES_MAX", 3)
     good = [f"good {number}" for number in range(20)]
@@ -301,9 +269,7 @@ async def test_good_keys_of_many_addresses_make_no_failure_forgotten(
     assert await throttled.authenticate("wrong", "ipv4:10.0.0.0:1") is AuthenticationThrottled
 
 
-async def test_connected_processes_share_the_count_of_an_address(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_processes_share_the_count_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = Throttled(monkeypatch), Throttled(monkeypatch)
     shared = [SharedFailures(throttled.throttle, uuid.uuid4()) for throttled in (here, there)]
     for number in range(MOST - 1):
@@ -333,9 +299,7 @@ async def test_connected_processes_share_the_count_of_an_address(
     ]
 
 
-async def test_failures_of_many_addresses_are_broadcast_worst_first_in_valid_texts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_failures_are_broadcast_worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
     throttled = Throttled(monkeypatch)
     shared, reported = SharedFailures(throttled.throttle, uuid.uuid4()), []
     for number in range(3 * ADDRESSES_AT_ONCE):

@@ -76,10 +76,8 @@ async def test_a_connection_is_encrypted_and_trusts_its_authority_alone(world: W
 
 async def test_the_command_line_says_what_is_wrong_between_client_and_server(world: World) -> None:
     """By real handshakes: the words are gRPC's, and may change with it."""
-    tls, mutual = (
-        Tls(world.certificate, world.key, None),
-        Tls(world.certificate, world.key, world.client_ca),
-    )
+    tls = Tls(world.certificate, world.key, None)
+    mutual = Tls(world.certificate, world.key, world.client_ca)
     other = new_certificate("server", world.authority, hosts=("weir.internal",)).write(
         world.directory, "other"
     )
@@ -101,9 +99,7 @@ async def test_the_command_line_says_what_is_wrong_between_client_and_server(wor
         assert message in explain(refused.value, address)
 
 
-async def test_with_client_authorities_only_their_certificates_are_listened_to(
-    world: World,
-) -> None:
+async def test_client_authorities_exclude_other_certificates(world: World) -> None:
     async with bare_server(
         Settings(), Tls(world.certificate, world.key, world.client_ca)
     ) as address:
@@ -167,9 +163,8 @@ async def test_other_servers_of_the_process_take_the_same_certificate(world: Wor
         writer.close()
         return data, connection_.getpeercert(binary_form=True), connection_.selected_alpn_protocol()
 
-    server = await asyncio.start_server(
-        answer, "127.0.0.1", 0, ssl=tls.ssl_context(("h2", "http/1.1"))
-    )
+    secured = tls.ssl_context(("h2", "http/1.1"))
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=secured)
     async with bare_server(Settings(), tls) as address, server:
         port = server.sockets[0].getsockname()[1]
         first = ssl.PEM_cert_to_DER_cert(world.certificate.read_text())

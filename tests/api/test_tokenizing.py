@@ -26,6 +26,7 @@ from inference.sequences import ThinkingStart
 from inference.text.tokenizer import ChatMessage, Thinking, Tokenizer
 from inference.text.tools import Tool, ToolCall
 from metering.quotas.quota_rules import Payer
+from tests.api.openai_bodies import user
 from tests.inference.checkpoints import make_checkpoint
 
 NO_TOKENIZER = cast("Tokenizer", None)  # a conversation is checked as text
@@ -55,9 +56,7 @@ def called(arguments: str, call_id: str = "a") -> ChatMessage:
         (ChatMessage("user", "Hello"), f'{{"description": "{ESCAPED}"}}'),
     ],
 )
-async def test_escaped_text_in_calls_and_tools_is_checked_in_the_form_shown_to_the_model(
-    message: ChatMessage, parameters: str
-) -> None:
+async def test_escapes_in_tools_are_decoded(message: ChatMessage, parameters: str) -> None:
     with pytest.raises(PromptFiltered):
         await check_prompt(CHECKER, NO_TOKENIZER, (message,), [Tool("book", "", parameters)])
 
@@ -65,15 +64,12 @@ async def test_escaped_text_in_calls_and_tools_is_checked_in_the_form_shown_to_t
 async def test_permitted_text_in_calls_and_tools_passes() -> None:
     turn = called(r'{"forbidden": "a\nquiet topic"}')
 
-    await check_prompt(
-        CHECKER, NO_TOKENIZER, (turn,), [Tool("book", "", '{"description": "a topic"}')]
-    )
+    book = Tool("book", "", '{"description": "a topic"}')
+    await check_prompt(CHECKER, NO_TOKENIZER, (turn,), [book])
 
 
 @pytest.mark.parametrize(("thinking", "field"), [(True, "thinking"), ("low", "reasoning_effort")])
-async def test_thinking_is_refused_by_its_field_where_the_template_has_no_switch(
-    tmp_path: Path, thinking: Thinking, field: str
-) -> None:
+async def test_thinking_needs_a_template(tmp_path: Path, thinking: Thinking, field: str) -> None:
     make_checkpoint(tmp_path)
     work = cast("TextWork", None)  # a short prompt needs none
     job = TextJob(work, cast("Payer", None), Tokenizer(tmp_path), 100, thinking=thinking)
@@ -145,14 +141,8 @@ def test_it_is_known_what_begins_the_thinking(
         ({"enable_thinking": None}, None),
     ],
 )
-def test_thinking_is_set_by_either_name_that_templates_have_for_it(
-    given: dict[str, bool | None], expected: bool | None
-) -> None:
-    body = {
-        "model": "m",
-        "messages": [{"role": "user", "content": "x"}],
-        "chat_template_kwargs": given,
-    }
+def test_both_names_switch_thinking(given: dict[str, bool | None], expected: bool | None) -> None:
+    body = {"model": "m", "messages": [user("x")], "chat_template_kwargs": given}
 
     (start,) = parse_chat(decode(json.dumps(body).encode(), ChatParameters)).starts
 
@@ -177,11 +167,7 @@ def test_thinking_is_also_a_parameter_of_its_own_and_sent_once() -> None:
     [{"enable_thinking": True, "thinking": True}, {"bos_token": "x"}, {"enable_thinking": 1}],
 )
 def test_no_other_variable_of_a_template_can_be_set(given: dict[str, object]) -> None:
-    body = {
-        "model": "m",
-        "messages": [{"role": "user", "content": "x"}],
-        "chat_template_kwargs": given,
-    }
+    body = {"model": "m", "messages": [user("x")], "chat_template_kwargs": given}
 
     with pytest.raises(InvalidRequest) as refused:
         parse_chat(decode(json.dumps(body).encode(), ChatParameters))

@@ -100,9 +100,7 @@ async def greeted(address: str) -> tuple[bool, asyncio.StreamWriter]:
             return False, writer
 
 
-async def test_a_connection_too_many_is_closed_and_there_is_room_again_when_another_one_ends() -> (
-    None
-):
+async def test_connections_are_limited_and_an_end_makes_room() -> None:
     async with bare_server(Settings.of(connections_max=3)) as address:
         there = [await greeted(address) for _ in range(3)]
         refused, lost = await greeted(address)

@@ -196,7 +196,7 @@ def is_unavailable(end: pb.ServerFrame) -> bool:
 
 
 @pytest.mark.parametrize("disk", DISKS)
-async def test_requests_whose_tokens_cannot_be_journalled_are_free_until_the_disk_is_well(
+async def test_requests_that_cannot_be_journalled_are_free(
     world: World, monkeypatch: pytest.MonkeyPatch, disk: str
 ) -> None:
     """Running requests on both wires, streamed, whole and kept; then new ones of every kind."""
@@ -222,9 +222,7 @@ async def test_requests_whose_tokens_cannot_be_journalled_are_free_until_the_dis
         answers = [await answer for answer in requested]
         assert not journal.can_write()
         refused = await world.end_of(world.begin())
-        refusals = [
-            await world.ask(path, model="demo", **fields) for path, fields in ANSWERS.values()
-        ]
+        refusals = [await world.ask(path, model="demo", **more) for path, more in ANSWERS.values()]
         embedding = await world.ask("/embeddings", model=ENCODER, input="Go")
         parts = {"database": True, JOURNAL: journal.can_write(), "engine/demo": True}
         assert not services(parts, may_admit_without_store=True)[""]
@@ -248,9 +246,7 @@ async def test_requests_whose_tokens_cannot_be_journalled_are_free_until_the_dis
     check_invariants(world.database.url, all_ended=True)
 
 
-async def test_what_was_delivered_before_the_disk_was_full_stays_billed(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_earlier_output_stays_billed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exactly the received tokens; the output that could not be journalled is never sent."""
     call = world.begin()
 
@@ -283,10 +279,9 @@ async def test_a_fault_of_the_writer_is_not_the_clients_and_is_free(world: World
     call = BrokenCall()
     frame = pb.StartFrame(model="demo", token_ids=pb.TokenIds(ids=PROMPT), max_output_tokens=5)
     call.send(pb.ClientFrame(request_id=str(uuid.uuid4()), start=frame))
+    stream = world.small.stream(world.principal, world.secret)
     with pytest.raises(ExceptionGroup, match="unhandled"):
-        await world.small.stream(world.principal, world.secret).serve(
-            call.requests(), cast(Any, call)
-        )
+        await stream.serve(call.requests(), cast(Any, call))
     async with asyncio.timeout(PATIENCE_S):
         await until(lambda: world.database.hold_count("voided") == 1, "the hold to be voided")
 

@@ -64,9 +64,8 @@ class NaiveLine:
         self.ranks[item.number] = self.rank(item.tenant, items)
         self.leave(item)
         self.dispatched.append(item)
-        self.owed[item.number] = (
-            INPUT_TOKEN_COST * item.input_token_count + OUTPUT_TOKEN_COST * output_tokens
-        )
+        input_cost = INPUT_TOKEN_COST * item.input_token_count
+        self.owed[item.number] = input_cost + OUTPUT_TOKEN_COST * output_tokens
 
     def leave(self, item: Item) -> None:
         self.waiting.remove(item)
@@ -201,9 +200,7 @@ def test_memory_follows_the_tenants_that_are_active() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("weight_f", "weight_g"), [(1.0, 1.0), (2.0, 1.0)])
-def test_the_service_of_two_waiting_tenants_differs_by_no_more_than_the_bound(
-    seed: int, weight_f: float, weight_g: float
-) -> None:
+def test_two_waiting_tenants_get_equal_turns(seed: int, weight_f: float, weight_g: float) -> None:
     """Sheng et al., OSDI 2024, theorem 4.4: |W_f - W_g| <= 2 max(w_in L_in, w_out M) over any
     interval in which both always wait.
 

@@ -60,9 +60,7 @@ async def ticks() -> None:
         await asyncio.sleep(0)
 
 
-async def test_all_requests_go_out_together_in_one_message_and_their_ends_after_it(
-    half: Half,
-) -> None:
+async def test_all_requests_share_a_message_and_end_after_it(half: Half) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(half.writer.write_all(half.write))
         for _ in range(MANY):
@@ -88,9 +86,7 @@ async def test_all_requests_go_out_together_in_one_message_and_their_ends_after_
     assert half.messages[1:] == [["finished"]]
 
 
-async def test_a_failure_is_sent_at_once_and_discarded_output_is_not_delivered(
-    half: Half,
-) -> None:
+async def test_a_failure_is_sent_at_once_and_discarded_output_is_not_delivered(half: Half) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(half.writer.write_all(half.write))
         half.one.append(0, "x", (1,))

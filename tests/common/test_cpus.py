@@ -43,9 +43,7 @@ def test_without_control_groups_the_affinity_mask_counts(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("limit", "count"), [("250000 100000", 2), ("50000 100000", 1), ("1600000 100000", 8)]
 )
-def test_the_quota_of_a_container_is_rounded_down_to_whole_cpus(
-    tmp_path: Path, limit: str, count: int
-) -> None:
+def test_a_containers_quota_is_rounded_down(tmp_path: Path, limit: str, count: int) -> None:
     files = {"sys/fs/cgroup/cpu.max": f"{limit}\n"}
     root = tree(tmp_path, "0::/", V2_MOUNT.format("/"), files)
     assert usable_cpus(root).count == count
@@ -68,12 +66,8 @@ def test_a_mount_that_shows_only_the_own_group_is_read_at_its_top(tmp_path: Path
 
 
 def test_a_group_outside_the_mount_is_read_at_the_mount(tmp_path: Path) -> None:
-    root = tree(
-        tmp_path,
-        "0::/../outside",
-        V2_MOUNT.format("/x"),
-        {"sys/fs/cgroup/cpu.max": "200000 100000"},
-    )
+    files = {"sys/fs/cgroup/cpu.max": "200000 100000"}
+    root = tree(tmp_path, "0::/../outside", V2_MOUNT.format("/x"), files)
     assert usable_cpus(root).count == 2
 
 

@@ -72,11 +72,8 @@ async def test_who_holds_the_loop_is_named_with_path_key_stage_and_stack(watch: 
         await until(lambda: INCIDENT_COUNTS[SOURCE] > before, "the incident")
 
     [incident] = [entry for entry in logs if entry["event"] == "incident"]
-    assert (incident["path"], incident["api_key_id"], incident["stage"]) == (
-        "/v1/chat/completions",
-        "k-1",
-        "parse",
-    )
+    assert incident["path"] == "/v1/chat/completions"
+    assert (incident["api_key_id"], incident["stage"]) == ("k-1", "parse")
     assert "hold_loop" in incident["stack"]
     assert incident["blocked_ms"] > BLOCK_S * 1000
     assert watch.longest_s == watch.take_longest_s() > BLOCK_S
@@ -113,7 +110,7 @@ class Clocks:
     [(3.0, 3.0 - BEAT_S), (0.0, 0.0)],
     ids=["computed with the interpreter held", "stopped"],
 )
-def test_time_in_which_the_process_did_not_run_is_no_block(
+def test_a_pause_is_no_block(
     monkeypatch: pytest.MonkeyPatch, used_s: float, longest_s: float
 ) -> None:
     """Either way the watching thread cannot look for three seconds."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from metering.receipts.signing import KEY_FILE, ensure_key
+from tests.calls import Calls, calls
 from tests.conftest import as_application, new_database
-from tests.service import Service, SharedServices, make_model, running
+from tests.service import Service, SharedServices, Tenant, make_model, running
 
 Serve = Callable[..., Service]
 
@@ -55,6 +56,20 @@ def service(
             yield service
             SHARED.stop()
         assert service.database.held_hold_count() == 0
+
+
+@pytest.fixture
+async def tenant(service: Service) -> Tenant:
+    """Return a new tenant of the service."""
+    return await service.tenant()
+
+
+@pytest.fixture
+async def admin(service: Service) -> AsyncIterator[Calls]:
+    """Yield calls with the admin key of a new tenant."""
+    tenant = await service.tenant(scopes=("admin",))
+    async with calls(service, tenant.secret) as admin:
+        yield admin
 
 
 @pytest.fixture(scope="module")

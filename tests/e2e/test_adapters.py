@@ -9,13 +9,12 @@ from pathlib import Path
 
 import openai
 import pytest
-from weir.v1 import inference_service_pb2 as pb
-from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir_client import AsyncAdminClient
 
+from tests.calls import calls
 from tests.inference.tensorrt_adapters import write_adapter, write_report
 from tests.inference.tensorrt_engines import tensorrt_service
-from tests.service import MODEL, PLAIN_IDS, Service, Tenant, bearer
+from tests.service import MODEL, PLAIN_IDS, Service, Tenant
 
 ADAPTERS = (f"{MODEL}:formal", f"{MODEL}:terse")
 
@@ -55,9 +54,8 @@ async def priced_tenant(service: Service) -> Tenant:
 async def test_adapters_are_models_with_prices_of_their_own(service: Service) -> None:
     tenant = await priced_tenant(service)
     prompt = random.Random(1).sample(PLAIN_IDS, 200)
-    async with service.channel() as channel:
-        stub = pb_grpc.InferenceServiceStub(channel)
-        listed = await stub.ListModels(pb.ListModelsRequest(), metadata=bearer(tenant.secret))
+    async with calls(service, tenant.secret) as call:
+        listed = await call("ListModels")
 
     async with service.stream(tenant.secret) as stream:
         names = (MODEL, *ADAPTERS)

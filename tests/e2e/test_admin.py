@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -13,218 +12,110 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from grpc import StatusCode
-from weir.v1 import admin_service_pb2 as pb
-from weir.v1 import admin_service_pb2_grpc as pb_grpc
-from weir.v1 import billing_service_pb2, billing_service_pb2_grpc, types_pb2
+from weir.v1 import billing_service_pb2, types_pb2
 
 from metering.ledger.rating import rate_all_pending
 from metering.store.db import create_engine, create_sessions
-from tests.service import MODEL, Refusal, Service, Tenant, bearer, picos, refused
+from tests.calls import Calls
+from tests.service import MODEL, Service, Tenant, picos
 
 ORGANIZATION = types_pb2.QUOTA_SUBJECT_ORGANIZATION
 TOKENS = types_pb2.QUOTA_DIMENSION_TOKENS_PER_MONTH
 CENTURY_S = 100 * 366 * 86_400
 
-SOME_PRICE = {
-    "input_picos_per_token": 1,
-    "cached_input_picos_per_token": 1,
-    "output_picos_per_token": 1,
-}
-WRONG: list[tuple[str, dict[str, Any], StatusCode, list[str]]] = [
-    ("CreateOrganization", {"name": ""}, StatusCode.INVALID_ARGUMENT, ["name"]),
-    ("CreateOrganization", {"name": "Caps"}, StatusCode.INVALID_ARGUMENT, ["name"]),
-    ("CreateOrganization", {"name": "a" * 64}, StatusCode.INVALID_ARGUMENT, ["name"]),
-    ("CreateOrganization", {"name": "a\0b"}, StatusCode.INVALID_ARGUMENT, ["name"]),
-    (
-        "CreateOrganization",
-        {"name": "fine", "currency_code": "usd"},
-        StatusCode.INVALID_ARGUMENT,
-        ["currency_code"],
-    ),
-    (
-        "CreateOrganization",
-        {"name": "fine", "currency_code": "XXY"},
-        StatusCode.INVALID_ARGUMENT,
-        ["currency_code"],
-    ),
-    ("CreateOrganization", {"name": "{tenant}"}, StatusCode.ALREADY_EXISTS, []),
-    ("CreateProject", {"organization": "nobody", "name": "p"}, StatusCode.NOT_FOUND, []),
-    ("CreateProject", {"organization": "", "name": "p"}, StatusCode.NOT_FOUND, []),
-    (
-        "CreateProject",
-        {"organization": "{tenant}", "name": "P"},
-        StatusCode.INVALID_ARGUMENT,
-        ["name"],
-    ),
-    ("CreateProject", {"organization": "{tenant}", "name": "main"}, StatusCode.ALREADY_EXISTS, []),
-    ("ListProjects", {"organization": "nobody"}, StatusCode.NOT_FOUND, []),
-    (
-        "CreateApiKey",
-        {"organization": "{tenant}", "project": "no", "name": "k"},
-        StatusCode.NOT_FOUND,
-        [],
-    ),
-    (
-        "CreateApiKey",
-        {"organization": "{tenant}", "project": "main", "name": ""},
-        StatusCode.INVALID_ARGUMENT,
-        ["name"],
-    ),
-    (
-        "CreateApiKey",
-        {"organization": "{tenant}", "project": "main", "name": "k" * 101},
-        StatusCode.INVALID_ARGUMENT,
-        ["name"],
-    ),
-    (
-        "CreateApiKey",
-        {"organization": "{tenant}", "project": "main", "name": "k", "scopes": ["root"]},
-        StatusCode.INVALID_ARGUMENT,
-        ["scopes"],
-    ),
+KINDS = ("input", "cached_input", "output")
+SOME_PRICE = {f"{kind}_picos_per_token": 1 for kind in KINDS}
+NEW_KEY = {"organization": "{tenant}", "project": "main", "name": "k"}
+LIMIT = {"subject": ORGANIZATION, "subject_ref": "{tenant}", "dimension": TOKENS}
+PRICE = {"model": "m", **SOME_PRICE}
+LIFETIMES_S = (0, -1, CENTURY_S, 2**63 - 1, -(2**63))
+TIMES = ({"seconds": 2**62}, {"seconds": -(2**62)}, {"seconds": 1, "nanos": -5}, {"seconds": 0})
+INVALID: list[tuple[str, dict[str, Any], str]] = [  # with the invalid field
+    ("CreateOrganization", {"name": ""}, "name"),
+    ("CreateOrganization", {"name": "Caps"}, "name"),
+    ("CreateOrganization", {"name": "a" * 64}, "name"),
+    ("CreateOrganization", {"name": "a\0b"}, "name"),
+    ("CreateOrganization", {"name": "fine", "currency_code": "usd"}, "currency_code"),
+    ("CreateOrganization", {"name": "fine", "currency_code": "XXY"}, "currency_code"),
+    ("CreateProject", {"organization": "{tenant}", "name": "P"}, "name"),
+    ("CreateApiKey", NEW_KEY | {"name": ""}, "name"),
+    ("CreateApiKey", NEW_KEY | {"name": "k" * 101}, "name"),
+    ("CreateApiKey", NEW_KEY | {"scopes": ["root"]}, "scopes"),
     *(
-        (
-            "CreateApiKey",
-            {
-                "organization": "{tenant}",
-                "project": "main",
-                "name": "k",
-                "lifetime": Duration(seconds=seconds),
-            },
-            StatusCode.INVALID_ARGUMENT,
-            ["lifetime"],
-        )
-        for seconds in (0, -1, CENTURY_S, 2**63 - 1, -(2**63))
+        ("CreateApiKey", NEW_KEY | {"lifetime": Duration(seconds=seconds)}, "lifetime")
+        for seconds in LIFETIMES_S
     ),
-    ("RevokeApiKey", {"api_key": ""}, StatusCode.NOT_FOUND, []),
-    ("RevokeApiKey", {"api_key": "wk_aaaaaaaa"}, StatusCode.NOT_FOUND, []),
-    ("RevokeApiKey", {"api_key": "wk_aaaaaaaa\0"}, StatusCode.INVALID_ARGUMENT, ["api_key"]),
-    ("ListApiKeys", {"organization": "nobody"}, StatusCode.NOT_FOUND, []),
-    (
-        "SetQuota",
-        {"subject_ref": "{tenant}", "dimension": TOKENS},
-        StatusCode.INVALID_ARGUMENT,
-        ["subject"],
-    ),
-    (
-        "SetQuota",
-        {"subject": ORGANIZATION, "subject_ref": "{tenant}"},
-        StatusCode.INVALID_ARGUMENT,
-        ["dimension"],
-    ),
-    (
-        "SetQuota",
-        {"subject": 99, "subject_ref": "{tenant}", "dimension": 99},
-        StatusCode.INVALID_ARGUMENT,
-        ["subject"],
-    ),
-    (
-        "SetQuota",
-        {"subject": ORGANIZATION, "subject_ref": "nobody", "dimension": TOKENS},
-        StatusCode.NOT_FOUND,
-        [],
-    ),
-    (
-        "SetQuota",
-        {
-            "subject": ORGANIZATION,
-            "subject_ref": "{tenant}",
-            "dimension": TOKENS,
-            "limit_value": -1,
-        },
-        StatusCode.INVALID_ARGUMENT,
-        ["limit_value"],
-    ),
-    (
-        "SetQuota",
-        {
-            "subject": ORGANIZATION,
-            "subject_ref": "{tenant}",
-            "dimension": TOKENS,
-            "model": "gpt",
-            "limit_value": 1,
-        },
-        StatusCode.NOT_FOUND,
-        [],
-    ),
-    ("DeleteQuota", {"quota_id": "x"}, StatusCode.NOT_FOUND, []),
-    ("DeleteQuota", {"quota_id": str(uuid.uuid4())}, StatusCode.NOT_FOUND, []),
-    ("ListQuotas", {"organization": "nobody"}, StatusCode.NOT_FOUND, []),
-    ("SetPrice", {"model": "", **SOME_PRICE}, StatusCode.INVALID_ARGUMENT, ["model"]),
-    ("SetPrice", {"model": "a b", **SOME_PRICE}, StatusCode.INVALID_ARGUMENT, ["model"]),
-    (
-        "SetPrice",
-        {"model": "m", "currency_code": "$", **SOME_PRICE},
-        StatusCode.INVALID_ARGUMENT,
-        ["currency_code"],
-    ),
-    (
-        "SetPrice",
-        {"model": "m", **SOME_PRICE, "output_picos_per_token": -1},
-        StatusCode.INVALID_ARGUMENT,
-        ["output_picos_per_token"],
-    ),
-    (
-        "SetPrice",
-        {"model": "m", **SOME_PRICE, "input_picos_per_token": 2**63 - 1},
-        StatusCode.INVALID_ARGUMENT,
-        ["input_picos_per_token"],
-    ),
-    *(
-        (
-            "SetPrice",
-            {"model": "m", **SOME_PRICE, "effective_time": Timestamp(**at)},
-            StatusCode.INVALID_ARGUMENT,
-            ["effective_time"],
-        )
-        for at in (
-            {"seconds": 2**62},
-            {"seconds": -(2**62)},
-            {"seconds": 1, "nanos": -5},
-            {"seconds": 0},
-        )
-    ),
-    ("ListAuditEntries", {"page_size": -1}, StatusCode.INVALID_ARGUMENT, ["page_size"]),
-    ("ListAuditEntries", {"page_size": 1001}, StatusCode.INVALID_ARGUMENT, ["page_size"]),
+    ("RevokeApiKey", {"api_key": "wk_aaaaaaaa\0"}, "api_key"),
+    ("SetQuota", {"subject_ref": "{tenant}", "dimension": TOKENS}, "subject"),
+    ("SetQuota", {"subject": ORGANIZATION, "subject_ref": "{tenant}"}, "dimension"),
+    ("SetQuota", LIMIT | {"subject": 99, "dimension": 99}, "subject"),
+    ("SetQuota", LIMIT | {"limit_value": -1}, "limit_value"),
+    ("SetPrice", PRICE | {"model": ""}, "model"),
+    ("SetPrice", PRICE | {"model": "a b"}, "model"),
+    ("SetPrice", PRICE | {"currency_code": "$"}, "currency_code"),
+    ("SetPrice", PRICE | {"output_picos_per_token": -1}, "output_picos_per_token"),
+    ("SetPrice", PRICE | {"input_picos_per_token": 2**63 - 1}, "input_picos_per_token"),
+    *(("SetPrice", PRICE | {"effective_time": Timestamp(**at)}, "effective_time") for at in TIMES),
+    ("ListAuditEntries", {"page_size": -1}, "page_size"),
+    ("ListAuditEntries", {"page_size": 1001}, "page_size"),
+]
+MALFORMED = (
+    *("", "2026", "2026-13", "2026-00", "0000-01", "26-11", "2026-11-01", "2026-1", "٢٠٢٦-١١"),
+    "x\0",
+)
+IMPOSSIBLE: list[tuple[str, dict[str, Any], StatusCode]] = [
+    ("CreateOrganization", {"name": "{tenant}"}, StatusCode.ALREADY_EXISTS),
+    ("CreateProject", {"organization": "{tenant}", "name": "main"}, StatusCode.ALREADY_EXISTS),
+    ("CreateProject", {"organization": "nobody", "name": "p"}, StatusCode.NOT_FOUND),
+    ("CreateProject", {"organization": "", "name": "p"}, StatusCode.NOT_FOUND),
+    ("ListProjects", {"organization": "nobody"}, StatusCode.NOT_FOUND),
+    ("CreateApiKey", NEW_KEY | {"project": "no"}, StatusCode.NOT_FOUND),
+    ("RevokeApiKey", {"api_key": ""}, StatusCode.NOT_FOUND),
+    ("RevokeApiKey", {"api_key": "wk_aaaaaaaa"}, StatusCode.NOT_FOUND),
+    ("ListApiKeys", {"organization": "nobody"}, StatusCode.NOT_FOUND),
+    ("SetQuota", LIMIT | {"subject_ref": "nobody"}, StatusCode.NOT_FOUND),
+    ("SetQuota", LIMIT | {"model": "gpt", "limit_value": 1}, StatusCode.NOT_FOUND),
+    ("DeleteQuota", {"quota_id": "x"}, StatusCode.NOT_FOUND),
+    ("DeleteQuota", {"quota_id": str(uuid.uuid4())}, StatusCode.NOT_FOUND),
+    ("ListQuotas", {"organization": "nobody"}, StatusCode.NOT_FOUND),
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Admin:
-    """Calls of an admin."""
+class Admin(Calls):
+    """Calls of an admin of a tenant."""
 
-    stub: Any
-    tenant: Tenant
-    secret: str
+    def __init__(self, channel: Any, tenant: Tenant, secret: str) -> None:
+        super().__init__(channel, secret)
+        self.tenant = tenant
 
-    async def call(self, name: str, /, **fields: Any) -> Any:
-        """Make a call of the admin service."""
-        return await getattr(self.stub, name)(
-            getattr(pb, f"{name}Request")(**fields), metadata=bearer(self.secret)
-        )
-
-    async def refused(self, name: str, /, **fields: Any) -> Refusal:
-        """Make a call that must be refused; return the refusal."""
-        return await refused(self.call(name, **fields))
+    async def organization(self, name: str) -> Any:
+        """Return the listed organization of a name."""
+        organizations = (await self("ListOrganizations")).organizations
+        [organization] = [each for each in organizations if each.name == name]
+        return organization
 
     async def audit(self, subject_id: str) -> list[Any]:
         """Return the audit entries of an object, oldest first."""
-        entries = (await self.call("ListAuditEntries", page_size=1000)).entries
+        entries = (await self("ListAuditEntries", page_size=1000)).entries
         return [entry for entry in reversed(entries) if entry.subject_id == subject_id]
 
 
 @pytest.fixture
-async def admin(service: Service) -> AsyncIterator[Admin]:
+async def admin(service: Service, tenant: Tenant) -> AsyncIterator[Admin]:
     """Yield an admin of a new tenant."""
-    tenant = await service.tenant()
     _, secret = await service.new_key(tenant, "admin")
     async with service.channel() as channel:
-        yield Admin(pb_grpc.AdminServiceStub(channel), tenant, secret)
+        yield Admin(channel, tenant, secret)
 
 
 def unique(prefix: str) -> str:
     """Return an unused name."""
     return f"{prefix}{uuid.uuid4().hex[:16]}"
+
+
+def of(tenant: Tenant, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields with the tenant's name."""
+    return {key: tenant.name if value == "{tenant}" else value for key, value in fields.items()}
 
 
 def later(**delta: float) -> Timestamp:
@@ -234,11 +125,9 @@ def later(**delta: float) -> Timestamp:
     return message
 
 
-async def test_a_billing_profile_is_set_as_a_whole_and_listed(
-    service: Service, admin: Admin
-) -> None:
+async def test_a_billing_profile_is_set_and_listed(service: Service, admin: Admin) -> None:
     name = unique("c")
-    organization = (await admin.call("CreateOrganization", name=name)).organization
+    organization = (await admin("CreateOrganization", name=name)).organization
     whole = types_pb2.BillingProfile(
         emails=["billing@acme.example"],
         legal_name="Acme GmbH",
@@ -246,21 +135,14 @@ async def test_a_billing_profile_is_set_as_a_whole_and_listed(
         country="DE",
     )
 
-    changed = (
-        await admin.call("SetBillingProfile", organization=name, billing_profile=whole)
-    ).organization
-    await admin.call("SetBillingProfile", organization=name, billing_profile=whole)
-    [listed] = [
-        each for each in (await admin.call("ListOrganizations")).organizations if each.name == name
-    ]
+    changed = await admin("SetBillingProfile", organization=name, billing_profile=whole)
+    await admin("SetBillingProfile", organization=name, billing_profile=whole)
 
     assert not organization.HasField("billing_profile")
-    assert changed.billing_profile == listed.billing_profile == whole
-    entries = [
-        each
-        for each in await admin.audit(organization.organization_id)
-        if each.action == "billing_profile.set"
-    ]
+    listed = await admin.organization(name)
+    assert changed.organization.billing_profile == listed.billing_profile == whole
+    audit = await admin.audit(organization.organization_id)
+    entries = [each for each in audit if each.action == "billing_profile.set"]
     assert [json.loads(each.after_json)["country"] for each in entries] == ["DE"]
     wrong = types_pb2.BillingProfile(legal_name="a\x00b")
     assert (
@@ -272,23 +154,16 @@ async def test_a_billing_profile_is_set_as_a_whole_and_listed(
     )
     assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, ["address_line1"])
     assert "no font shows 東 (U+6771), 京 (U+4EAC): set WEIR_INVOICE_FONT" in refusal.status.message
-    [kept] = [
-        each for each in (await admin.call("ListOrganizations")).organizations if each.name == name
-    ]
-    assert kept.billing_profile == whole
-    unknown = await admin.refused(
-        "SetBillingProfile", organization="nobody-at-all", billing_profile=whole
-    )
+    assert (await admin.organization(name)).billing_profile == whole
+    unknown = await admin.refused("SetBillingProfile", organization="nobody", billing_profile=whole)
     assert unknown.code is StatusCode.NOT_FOUND
 
 
-async def test_a_customer_from_its_creation_to_its_first_request(
-    service: Service, admin: Admin
-) -> None:
+async def test_a_customer_is_created_and_requests(service: Service, admin: Admin) -> None:
     name = unique("c")
-    organization = (await admin.call("CreateOrganization", name=name)).organization
-    project = (await admin.call("CreateProject", organization=name, name="search")).project
-    created = await admin.call(
+    organization = (await admin("CreateOrganization", name=name)).organization
+    project = (await admin("CreateProject", organization=name, name="search")).project
+    created = await admin(
         "CreateApiKey",
         organization=name,
         project="search",
@@ -297,24 +172,21 @@ async def test_a_customer_from_its_creation_to_its_first_request(
     )
 
     assert (organization.name, organization.currency_code) == (name, "USD")
-    assert (
-        project.organization_id == organization.organization_id == created.api_key.organization_id
-    )
+    organization_id = organization.organization_id
+    assert project.organization_id == organization_id == created.api_key.organization_id
     assert created.api_key.scopes == ["inference"]
     assert created.secret.startswith(created.api_key.prefix + "_")
-    assert (
-        created.api_key.expire_time.ToDatetime() - created.api_key.create_time.ToDatetime()
-        == timedelta(hours=1)
-    )
-    assert name in [each.name for each in (await admin.call("ListOrganizations")).organizations]
+    key = created.api_key
+    assert key.expire_time.ToDatetime() - key.create_time.ToDatetime() == timedelta(hours=1)
+    assert name in [each.name for each in (await admin("ListOrganizations")).organizations]
     assert [
         each.name
         for each in (
-            await admin.call("ListProjects", organization=organization.organization_id)
+            await admin("ListProjects", organization=organization.organization_id)
         ).projects
     ] == ["search"]
     assert [
-        each.api_key_id for each in (await admin.call("ListApiKeys", organization=name)).api_keys
+        each.api_key_id for each in (await admin("ListApiKeys", organization=name)).api_keys
     ] == [created.api_key.api_key_id]
     async with service.stream(created.secret) as stream:
         assert (await stream.finished(await stream.begin())).usage.delivered_token_count == 20
@@ -334,15 +206,13 @@ async def test_a_customer_from_its_creation_to_its_first_request(
 async def test_a_key_is_revoked_once(service: Service, admin: Admin) -> None:
     key, secret = await service.new_key(admin.tenant)
 
-    first = (await admin.call("RevokeApiKey", api_key=key.prefix)).api_key
-    second = (await admin.call("RevokeApiKey", api_key=str(key.id))).api_key
+    first = (await admin("RevokeApiKey", api_key=key.prefix)).api_key
+    second = (await admin("RevokeApiKey", api_key=str(key.id))).api_key
 
     assert first == second
     assert first.HasField("revoke_time")
-    assert [entry.action for entry in await admin.audit(str(key.id))] == [
-        "api_key.create",
-        "api_key.revoke",
-    ]
+    actions = [entry.action for entry in await admin.audit(str(key.id))]
+    assert actions == ["api_key.create", "api_key.revoke"]
     async with service.stream(secret) as stream:
         assert await stream.closed() is StatusCode.UNAUTHENTICATED
 
@@ -351,24 +221,23 @@ async def test_a_limit_is_set_changed_and_removed(service: Service, admin: Admin
     tenant = admin.tenant
     fields = {"subject": ORGANIZATION, "subject_ref": tenant.name, "dimension": TOKENS}
 
-    quota = (await admin.call("SetQuota", **fields, limit_value=25)).quota
+    quota = (await admin("SetQuota", **fields, limit_value=25)).quota
     async with service.stream(tenant.secret) as stream:
         refusal = await stream.failed(await stream.begin(max_output_tokens=20))
-        raised = (await admin.call("SetQuota", **fields, limit_value=100)).quota
+        raised = (await admin("SetQuota", **fields, limit_value=100)).quota
         await stream.finished(await stream.begin(max_output_tokens=20))
-        [listed] = (await admin.call("ListQuotas", organization=tenant.name)).quotas
-        deleted = await admin.call("DeleteQuota", quota_id=quota.quota_id)
+        [listed] = (await admin("ListQuotas", organization=tenant.name)).quotas
+        deleted = await admin("DeleteQuota", quota_id=quota.quota_id)
         await stream.finished(await stream.begin(max_output_tokens=200))
 
     assert refusal.info.metadata["limit"] == "25"
     assert (raised.quota_id, raised.limit_value) == (quota.quota_id, 100)
     assert (listed.used_value, listed.held_value, listed.remaining_value) == (30, 0, 70)
-    assert (
-        await admin.refused("DeleteQuota", quota_id=quota.quota_id)
-    ).code is StatusCode.NOT_FOUND
+    missing_quota = await admin.refused("DeleteQuota", quota_id=quota.quota_id)
+    assert missing_quota.code is StatusCode.NOT_FOUND
     assert deleted.deleted
     for missing in (quota.quota_id, "abc"):
-        assert not (await admin.call("DeleteQuota", quota_id=missing, allow_missing=True)).deleted
+        assert not (await admin("DeleteQuota", quota_id=missing, allow_missing=True)).deleted
     actions = [entry.action for entry in await admin.audit(quota.quota_id)]
     assert actions == ["quota.set", "quota.set", "quota.delete"]
 
@@ -379,41 +248,24 @@ async def test_limits_hang_on_projects_and_keys_too(service: Service, admin: Adm
         (types_pb2.QUOTA_SUBJECT_PROJECT, f"{tenant.name}/main"),
         (types_pb2.QUOTA_SUBJECT_API_KEY, tenant.key.prefix),
     ):
-        await admin.call(
-            "SetQuota",
-            subject=subject,
-            subject_ref=ref,
-            dimension=TOKENS,
-            model=MODEL,
-            limit_value=1000,
-        )
+        limit = {"dimension": TOKENS, "model": MODEL, "limit_value": 1000}
+        await admin("SetQuota", subject=subject, subject_ref=ref, **limit)
 
     async with service.client(tenant.secret) as client:
         quotas = await client.get_quota(MODEL)
 
-    assert [(str(quota.subject), quota.model) for quota in quotas] == [
-        ("project", MODEL),
-        ("api-key", MODEL),
-    ]
+    limited = [(str(quota.subject), quota.model) for quota in quotas]
+    assert limited == [("project", MODEL), ("api-key", MODEL)]
 
 
-async def test_a_price_holds_from_its_time_on_and_never_before(
-    service: Service, admin: Admin
-) -> None:
+async def test_a_price_applies_from_its_time_on(service: Service, admin: Admin) -> None:
     model = unique("m")
-    prices = {
-        "input_picos_per_token": 1,
-        "cached_input_picos_per_token": 0,
-        "output_picos_per_token": 2,
-    }
+    prices = SOME_PRICE | {"output_picos_per_token": 2}
 
-    first = (await admin.call("SetPrice", model=model, **prices)).version
-    second = (
-        await admin.call("SetPrice", model=model, **prices, effective_time=later(days=1))
-    ).version
-    passed = await admin.refused(
-        "SetPrice", model=model, **prices, effective_time=later(seconds=-1)
-    )
+    first = (await admin("SetPrice", model=model, **prices)).version
+    second = (await admin("SetPrice", model=model, **prices, effective_time=later(days=1))).version
+    past = later(seconds=-1)
+    passed = await admin.refused("SetPrice", model=model, **prices, effective_time=past)
 
     assert second > first
     assert (passed.code, passed.fields) == (StatusCode.INVALID_ARGUMENT, ["effective_time"])
@@ -421,39 +273,28 @@ async def test_a_price_holds_from_its_time_on_and_never_before(
     assert (entry.action, json.loads(entry.after_json)["model"]) == ("price.set", model)
 
 
-@pytest.mark.parametrize(
-    ("call", "fields", "code", "wrong"),
-    WRONG,
-    ids=[f"{call}-{n}" for n, (call, *_) in enumerate(WRONG)],
-)
-async def test_an_invalid_call_gets_the_reason_and_changes_nothing(
-    service: Service,
-    admin: Admin,
-    call: str,
-    fields: dict[str, Any],
-    code: StatusCode,
-    wrong: list[str],
-) -> None:
-    sent = {
-        name: admin.tenant.name if value == "{tenant}" else value for name, value in fields.items()
-    }
-    before = service.database.rows("SELECT count(*) AS n FROM audit_log")
+async def test_an_invalid_call_names_its_field_and_changes_nothing(admin: Admin) -> None:
+    before = await admin("ListAuditEntries", page_size=1)
 
-    refusal = await admin.refused(call, **sent)
+    for call, fields, wrong in INVALID:
+        refusal = await admin.refused(call, **of(admin.tenant, fields))
+        assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, [wrong]), fields
+        assert refusal.reason
+    for call, fields, code in IMPOSSIBLE:
+        refusal = await admin.refused(call, **of(admin.tenant, fields))
+        assert (refusal.code, refusal.fields) == (code, []), (call, fields)
+        assert refusal.reason
 
-    assert (refusal.code, refusal.fields) == (code, wrong)
-    assert refusal.reason
-    assert service.database.rows("SELECT count(*) AS n FROM audit_log") == before
+    assert await admin("ListAuditEntries", page_size=1) == before
 
 
 async def test_the_audit_log_is_read_page_by_page(admin: Admin) -> None:
     for _ in range(3):
-        await admin.call("CreateOrganization", name=unique("p"))
+        await admin("CreateOrganization", name=unique("p"))
 
-    first = (await admin.call("ListAuditEntries", page_size=2)).entries
-    second = (
-        await admin.call("ListAuditEntries", page_size=2, before_entry_id=first[-1].entry_id)
-    ).entries
+    first = (await admin("ListAuditEntries", page_size=2)).entries
+    last_id = first[-1].entry_id
+    second = (await admin("ListAuditEntries", page_size=2, before_entry_id=last_id)).entries
 
     ids = [entry.entry_id for entry in (*first, *second)]
     assert len(ids) == 4
@@ -463,22 +304,18 @@ async def test_the_audit_log_is_read_page_by_page(admin: Admin) -> None:
 async def test_a_month_report_explains_every_token(service: Service, admin: Admin) -> None:
     tenant = admin.tenant
     async with service.stream(tenant.secret) as stream:
-        finished = [
-            await stream.finished(await stream.begin(max_output_tokens=n)) for n in (10, 20, 30)
-        ]
+        begun = [await stream.begin(max_output_tokens=n) for n in (10, 20, 30)]
+        finished = [await stream.finished(each) for each in begun]
         cancelled = await stream.begin(max_output_tokens=3000)
         await stream.received(cancelled, 5)
         await stream.cancel(cancelled)
         finished.append(await stream.finished(cancelled))
     month = f"{datetime.now(UTC):%Y-%m}"
-    async with service.channel() as channel:
-        stub = billing_service_pb2_grpc.BillingServiceStub(channel)
-        request = billing_service_pb2.GetMonthReportRequest(organization=tenant.name, month=month)
-        unrated = await stub.GetMonthReport(request, metadata=bearer(admin.secret))
-        engine = create_engine(service.database_url, pool_size=1)
-        await rate_all_pending(create_sessions(engine))
-        await engine.dispose()
-        report = await stub.GetMonthReport(request, metadata=bearer(admin.secret))
+    unrated = await admin("GetMonthReport", organization=tenant.name, month=month)
+    engine = create_engine(service.database_url, pool_size=1)
+    await rate_all_pending(create_sessions(engine))
+    await engine.dispose()
+    report = await admin("GetMonthReport", organization=tenant.name, month=month)
 
     assert (unrated.unrated_event_count, list(unrated.lines)) == (4, [])
     assert unrated.reconciliation.balanced
@@ -489,40 +326,19 @@ async def test_a_month_report_explains_every_token(service: Service, admin: Admi
         == sum(picos(each.cost) for each in finished)
         == sum(picos(line.amount) for line in report.lines)
     )
-    output = [
-        line for line in report.lines if line.token_kind == billing_service_pb2.TOKEN_KIND_OUTPUT
-    ]
+    kind = billing_service_pb2.TOKEN_KIND_OUTPUT
+    output = [line for line in report.lines if line.token_kind == kind]
     assert sum(line.token_count for line in output) == sum(
         each.usage.billed_token_count for each in finished
     )
-    assert (
-        sum(line.cancelled_token_count for line in output) == finished[-1].usage.billed_token_count
-    )
+    cut = sum(line.cancelled_token_count for line in output)
+    assert cut == finished[-1].usage.billed_token_count
     counts = report.request_counts
     assert (counts.total_count, counts.completed_count, counts.cancelled_count) == (4, 3, 1)
 
 
-@pytest.mark.parametrize(
-    "month",
-    [
-        "",
-        "2026",
-        "2026-13",
-        "2026-00",
-        "0000-01",
-        "26-11",
-        "2026-11-01",
-        "2026-1",
-        "٢٠٢٦-١١",
-        "x\0",
-    ],
-)
-async def test_a_malformed_month_is_refused(service: Service, admin: Admin, month: str) -> None:
-    async with service.channel() as channel:
-        request = billing_service_pb2.GetMonthReportRequest(
-            organization=admin.tenant.name, month=month
-        )
-        stub = billing_service_pb2_grpc.BillingServiceStub(channel)
-        refusal = await refused(stub.GetMonthReport(request, metadata=bearer(admin.secret)))
+@pytest.mark.parametrize("month", MALFORMED)
+async def test_a_malformed_month_is_refused(admin: Admin, month: str) -> None:
+    refusal = await admin.refused("GetMonthReport", organization=admin.tenant.name, month=month)
 
     assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, ["month"])

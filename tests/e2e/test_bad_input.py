@@ -219,9 +219,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
-async def test_a_bad_start_is_refused_and_the_stream_continues(
-    service: Service, tenant: Tenant, bad: Bad
-) -> None:
+async def test_a_bad_start_is_refused_alone(service: Service, tenant: Tenant, bad: Bad) -> None:
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(**bad.fields)
         refusal = await stream.failed(request_id)
@@ -235,9 +233,7 @@ async def test_a_bad_start_is_refused_and_the_stream_continues(
     assert service.database.holds(tenant) == {"settled": 1}, "only the good one was ever held"
 
 
-async def test_names_that_no_database_takes_do_no_harm_while_an_admin_reads(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_unstorable_names_do_no_harm_to_an_admin(service: Service, tenant: Tenant) -> None:
     """Admins see running requests, which once included the model's name as sent by the client."""
     admin = await service.tenant(scopes=("admin",))
     hostile = [start(model=f"x\0{number}", text="hello") for number in range(200)]
@@ -270,9 +266,7 @@ async def test_admins_see_unrouted_requests_without_a_model() -> None:
 
 
 @pytest.mark.parametrize("name", UNREAL)
-async def test_a_finance_key_with_an_impossible_query_gets_the_invalid_field(
-    service: Service, tenant: Tenant, name: str
-) -> None:
+async def test_a_bad_query_names_its_field(service: Service, tenant: Tenant, name: str) -> None:
     _, secret = await service.new_key(tenant, "billing")
     requested, call, field = UNREAL[name]
     async with service.channel() as channel:
@@ -282,9 +276,7 @@ async def test_a_finance_key_with_an_impossible_query_gets_the_invalid_field(
     assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, [field])
 
 
-async def test_a_message_that_is_larger_than_its_call_needs_is_refused_by_its_size(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_message_above_its_calls_bound_is_refused(service: Service, tenant: Tenant) -> None:
     _, secret = await service.new_key(tenant, "billing")
     async with service.channel() as channel:
         stub = billing_pb_grpc.BillingServiceStub(channel)
@@ -310,9 +302,7 @@ async def test_the_last_day_of_the_calendar_is_a_day(service: Service, tenant: T
     assert not answer.rows
 
 
-async def test_an_overlong_prompt_is_refused_with_the_excess(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_the_excess_of_a_long_prompt_is_named(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         refusal = await stream.failed(
             await stream.begin(text="word " * CONTEXT_WINDOW_TOKENS, max_output_tokens=None)
@@ -402,9 +392,7 @@ async def test_the_scheme_may_be_written_in_any_case(service: Service, tenant: T
     assert [model.name for model in models.models] == [MODEL]
 
 
-async def test_a_revoked_key_is_refused_also_on_an_open_stream(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_revoked_key_is_refused_on_an_open_stream(service: Service, tenant: Tenant) -> None:
     key, secret = await service.new_key(tenant)
     async with service.stream(secret) as stream:
         await stream.end(await stream.begin())
@@ -433,9 +421,7 @@ async def test_an_expired_key_is_refused(service: Service, tenant: Tenant) -> No
         assert await stream.closed() is StatusCode.UNAUTHENTICATED
 
 
-async def test_a_key_that_expires_on_an_open_stream_starts_nothing_more(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_an_expired_key_starts_nothing_more(service: Service, tenant: Tenant) -> None:
     key, secret = await service.new_key(tenant)
     async with service.stream(secret) as stream:
         await stream.end(await stream.begin())
@@ -445,9 +431,7 @@ async def test_a_key_that_expires_on_an_open_stream_starts_nothing_more(
         assert (await stream.failed(await stream.begin())).code is StatusCode.UNAUTHENTICATED
 
 
-async def test_a_key_without_the_scope_gets_the_missing_scope(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_missing_scope_is_named(service: Service, tenant: Tenant) -> None:
     record, secret = await service.new_key(tenant, "billing")
 
     async with service.stream(secret) as stream:
@@ -505,9 +489,7 @@ async def test_the_same_start_twice_is_answered_once(service: Service, tenant: T
     assert len(service.database.events(tenant)) == 1
 
 
-async def test_another_payload_for_a_running_id_is_refused_and_the_running_request_continues(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_running_id_refuses_another_payload(service: Service, tenant: Tenant) -> None:
     frame = start(max_output_tokens=600)
     other = start(frame.request_id, max_output_tokens=5)
     invalid = start(frame.request_id, max_output_tokens=0)
@@ -528,9 +510,7 @@ async def test_another_payload_for_a_running_id_is_refused_and_the_running_reque
     assert service.database.event(tenant, frame.request_id)["delivered_token_count"] == 600
 
 
-async def test_a_running_id_whose_beginning_is_gone_is_refused_on_another_stream(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_running_id_without_replay_is_refused(service: Service, tenant: Tenant) -> None:
     """Without a replay buffer a second stream would get a part; the first keeps the request."""
     frame = start(max_output_tokens=3000)
     async with service.stream(tenant.secret) as stream, service.stream(tenant.secret) as other:
@@ -598,9 +578,7 @@ async def test_a_cancel_of_an_unknown_request_is_refused(service: Service, tenan
         await check_serves(stream)
 
 
-async def test_a_cancel_of_an_ended_request_changes_nothing(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_cancel_after_the_end_changes_nothing(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin()
         await stream.finished(request_id)
@@ -629,7 +607,7 @@ async def test_an_invalid_message_ends_the_stream(
     assert event["delivered_token_count"] >= len(stream.token_ids(running))
 
 
-async def test_a_stream_ended_in_the_middle_of_an_answer_gets_the_reason(
+async def test_a_stream_ended_during_an_answer_has_a_reason(
     service: Service, tenant: Tenant
 ) -> None:
     """The violation is read while the answer to the previous message is being written."""
@@ -641,9 +619,7 @@ async def test_a_stream_ended_in_the_middle_of_an_answer_gets_the_reason(
             assert await stream.closed() is StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_message_of_100_mb_ends_its_stream_and_no_other(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_message_of_100_mb_ends_its_own_stream(service: Service, tenant: Tenant) -> None:
     """The server refuses an oversized message by its length, without reading it."""
     async with (
         service.stream(tenant.secret) as other,
@@ -760,9 +736,7 @@ async def test_lookups_refuse_what_is_malformed(service: Service, tenant: Tenant
     assert (quota.code, quota.reason) == (StatusCode.NOT_FOUND, "MODEL_UNKNOWN")
 
 
-async def test_a_flood_of_bad_frames_is_answered_frame_by_frame(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_each_bad_frame_of_a_flood_is_answered(service: Service, tenant: Tenant) -> None:
     """Especially for unknown models, whose requests end between two ticks of the progress clock."""
     async with service.stream(tenant.secret) as stream:
         ids = []
@@ -796,9 +770,7 @@ async def check_serves(stream: Stream) -> None:
 
 
 @pytest.mark.parametrize("value", ["x" * 300, "é" * 300])
-async def test_a_client_with_default_limits_reads_any_number_of_violations(
-    service: Service, value: str
-) -> None:
+async def test_a_client_reads_any_number_of_violations(service: Service, value: str) -> None:
     """gRPC refuses metadata above 8 KiB as a whole, with the error in it."""
     tenant = await service.tenant()
     labels = {f"{index:03}{'k' * 60}": value for index in range(100)}

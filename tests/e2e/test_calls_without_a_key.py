@@ -63,10 +63,7 @@ async def open_many(service: Service, method: str, *, open_max: int) -> tuple[li
             calls.append(call(method)(b"") if method.endswith("Watch") else call(method)())
             if index % 100 == 0:
                 await asyncio.sleep(0.01)
-        await until(
-            lambda: sum(each.done() for each in calls) >= COUNT - open_max,
-            "those too many to be refused",
-        )
+        await until(lambda: sum(each.done() for each in calls) >= COUNT - open_max, "refusals")
         refusals, grown = await ended(calls), resident_mib(service.pid) - before
         for each in calls:
             each.cancel()
@@ -105,9 +102,8 @@ async def test_health_watches_are_bounded_by_connection(service: Service) -> Non
     refusals, grown = await open_many(service, "/grpc.health.v1.Health/Watch", open_max=WATCHES_MAX)
 
     assert len(refusals) > COUNT / 2
-    assert {(each.code, each.reason) for each in refusals} == {
-        (StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS")
-    }
+    assert {each.code for each in refusals} == {StatusCode.RESOURCE_EXHAUSTED}
+    assert {each.reason for each in refusals} == {"TOO_MANY_STREAMS"}
     assert "8" in refusals[0].status.message
     assert grown < GROWN_MIB_MAX
 
@@ -117,15 +113,12 @@ async def test_reflection_streams_are_bounded_by_connection(service: Service) ->
     refusals, grown = await open_many(service, method, open_max=WATCHES_MAX)
 
     assert len(refusals) > COUNT / 2
-    assert {(each.code, each.reason) for each in refusals} == {
-        (StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS")
-    }
+    assert {each.code for each in refusals} == {StatusCode.RESOURCE_EXHAUSTED}
+    assert {each.reason for each in refusals} == {"TOO_MANY_STREAMS"}
     assert grown < GROWN_MIB_MAX
 
 
-async def test_calls_whose_message_never_comes_are_bounded_by_connection_and_time(
-    service: Service,
-) -> None:
+async def test_calls_without_a_message_are_bounded(service: Service) -> None:
     method = "/weir.v1.InferenceService/GetQuota"
     refusals, grown = await open_many(service, method, open_max=0)
 

@@ -82,11 +82,8 @@ async def check_settled(
     finished = await stream.finished(request_id)
     event = service.database.event(tenant, request_id)
     assert event["outcome"] == outcome
-    assert (
-        event["delivered_token_count"]
-        == finished.usage.delivered_token_count
-        == len(stream.token_ids(request_id))
-    )
+    delivered = event["delivered_token_count"]
+    assert delivered == finished.usage.delivered_token_count == len(stream.token_ids(request_id))
     assert event["generated_token_count"] >= event["delivered_token_count"]
     assert event["billed_token_count"] == event["delivered_token_count"]
 
@@ -109,9 +106,7 @@ async def test_a_cancel_at_token_k_settles_what_was_delivered(
     await check_settled(service, tenant, stream, request_id, "cancelled")
 
 
-async def test_nothing_follows_the_last_frame_of_a_cancelled_request(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_nothing_follows_the_end_of_a_cancel(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(max_output_tokens=3000)
         await stream.received(request_id, 1)
@@ -124,9 +119,7 @@ async def test_nothing_follows_the_last_frame_of_a_cancelled_request(
     assert len(stream.ends(request_id)) == 1
 
 
-async def test_a_cancel_in_the_message_of_the_start_ends_the_request(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_cancel_beside_its_start_ends_the_request(service: Service, tenant: Tenant) -> None:
     """Although nothing has begun, exactly one end arrives, and the stream can be closed."""
     frame = start()
     async with service.stream(tenant.secret) as stream:
@@ -140,9 +133,7 @@ async def test_a_cancel_in_the_message_of_the_start_ends_the_request(
     assert service.database.counters(tenant) == {}
 
 
-async def test_a_cancel_at_any_moment_before_the_first_token_bills_no_output(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_cancel_before_a_token_bills_no_output(service: Service, tenant: Tenant) -> None:
     """The client's delay before the cancel sweeps arrival, tokenizing, admission and engine."""
     async with service.stream(tenant.secret) as stream:
         for wait_ms in (0, 0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30):
@@ -169,9 +160,7 @@ async def test_a_cancel_at_any_moment_before_the_first_token_bills_no_output(
     await service.no_hold_left(tenant)
 
 
-async def test_requests_that_have_ended_leave_nothing_to_the_garbage_collector(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_ended_requests_leave_no_garbage(service: Service, tenant: Tenant) -> None:
     """No request leaves reference cycles, however it ends: collecting those stops all streams."""
     async with service.stream(tenant.secret) as stream:
         # Imports and caches of the first request are created before the measurement.
@@ -198,9 +187,7 @@ async def test_requests_that_have_ended_leave_nothing_to_the_garbage_collector(
     assert [kind for kind in garbage if kind.__module__.startswith(("api.", "inference."))] == []
 
 
-async def test_calls_that_are_refused_or_cancelled_leave_no_frame_to_the_garbage_collector(
-    inside: Inside, tenant: Tenant
-) -> None:
+async def test_failed_calls_leave_no_garbage(inside: Inside, tenant: Tenant) -> None:
     """Freeing thousands of frames at once would block all streams for tens of milliseconds."""
     count = 10
     async with inside.service.channel() as channel:
@@ -243,9 +230,7 @@ async def test_calls_that_are_refused_or_cancelled_leave_no_frame_to_the_garbage
     ] == []
 
 
-async def test_a_cancel_in_the_queue_of_the_engine_bills_nothing(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_a_queued_cancel_is_free(inside: Inside, service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         crowd = [start(max_output_tokens=2400) for _ in range(RUNNING_MAX)]
         await stream.send(*crowd)
@@ -267,15 +252,10 @@ async def test_a_cancel_in_the_queue_of_the_engine_bills_nothing(
         for frame in crowd:
             await stream.finished(frame.request_id)
 
-    billed = {
-        str(event["request_id"])
-        for event in service.database.events(tenant)
-        if event["input_token_count"]
-    }
+    events = service.database.events(tenant)
+    billed = {str(event["request_id"]) for event in events if event["input_token_count"]}
     assert billed == {frame.request_id for frame in crowd}
-    assert service.database.holds(tenant) == {"settled": len(crowd) + 5}, (
-        "those that waited count as requests"
-    )
+    assert service.database.holds(tenant) == {"settled": len(crowd) + 5}, "all count"
 
 
 async def test_waiting_requests_do_not_begin_after_their_holds_lapsed_in_a_pause(
@@ -341,9 +321,7 @@ async def test_the_log_reports_admissions_refusals_and_what_waits(
     assert all(now != then for then, now in itertools.pairwise(reported))
 
 
-async def test_a_request_that_is_cancelled_before_its_hold_may_come_again(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_request_cancelled_early_may_come_again(service: Service, tenant: Tenant) -> None:
     frame = start()
     async with service.stream(tenant.secret) as stream:
         await stream.send(frame, cancel(frame.request_id))
@@ -363,8 +341,7 @@ async def test_a_client_that_hangs_up_is_settled_with_what_it_got(
         await stream.send(*starts)
         for frame in starts:
             await stream.received(frame.request_id, token_count)
-        stream.call.cancel()
-        await stream.closed()
+        await stream.hang_up()
     await inside.check_empty()
 
     delivered = service.database.delivered(tenant)
@@ -374,9 +351,7 @@ async def test_a_client_that_hangs_up_is_settled_with_what_it_got(
     assert service.database.counters(tenant).get("concurrent_requests", (0, 0)) == (0, 0)
 
 
-async def test_a_connection_that_is_closed_ends_its_streams(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_closing_ends_streams(inside: Inside, service: Service, tenant: Tenant) -> None:
     async with asyncio.TaskGroup() as tasks, service.channel() as channel:
         stub = pb_grpc.InferenceServiceStub(channel)
         streams = [Stream(stub.Generate(metadata=bearer(tenant.secret))) for _ in range(3)]
@@ -392,7 +367,7 @@ async def test_a_connection_that_is_closed_ends_its_streams(
         assert delivered[request_id] >= len(stream.token_ids(request_id))
 
 
-async def test_a_client_process_that_is_killed_ends_its_request(
+async def test_a_killed_client_process_ends_its_request(
     inside: Inside, service: Service, tenant: Tenant
 ) -> None:
     frame = start(max_output_tokens=3900)
@@ -426,17 +401,13 @@ async def test_requests_of_a_half_closed_stream_finish(service: Service, tenant:
         assert len(stream.ends(frame.request_id)) == 1
 
 
-async def test_a_stream_without_requests_ends_with_its_half_close(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_half_close_ends_an_idle_stream(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         await stream.half_close()
         assert await stream.closed() is grpc.StatusCode.OK
 
 
-async def test_a_deadline_ends_its_requests_as_such(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_a_deadline_ends_requests(inside: Inside, service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret, timeout=1.0) as stream:
         starts = [start(max_output_tokens=3900) for _ in range(8)]
         await stream.send(*starts)
@@ -446,16 +417,11 @@ async def test_a_deadline_ends_its_requests_as_such(
     events = {str(event["request_id"]): event for event in service.database.events(tenant)}
     for frame in starts:
         assert events[frame.request_id]["outcome"] == "deadline"
-        assert (
-            events[frame.request_id]["delivered_token_count"]
-            >= len(stream.token_ids(frame.request_id))
-            > 0
-        )
+        received = len(stream.token_ids(frame.request_id))
+        assert events[frame.request_id]["delivered_token_count"] >= received > 0
 
 
-async def test_a_storm_of_cancels_leaves_nothing(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_many_cancels_leave_nothing(inside: Inside, service: Service, tenant: Tenant) -> None:
     """Triton segfaulted and TensorRT-LLM stopped answering under 200 cancels in random order."""
     rng = random.Random(11)
     async with service.stream(tenant.secret) as stream:
@@ -485,15 +451,11 @@ async def test_a_storm_of_cancels_leaves_nothing(
     assert service.database.counters(tenant)["concurrent_requests"] == (0, 0)
     used, held = service.database.counters(tenant)["tokens_per_month"]
     events = service.database.events(tenant)
-    assert (used, held) == (
-        sum(e["input_token_count"] + e["delivered_token_count"] for e in events),
-        0,
-    )
+    total = sum(e["input_token_count"] + e["delivered_token_count"] for e in events)
+    assert (used, held) == (total, 0)
 
 
-async def test_a_client_that_does_not_read_is_dropped_and_delays_no_other(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_a_stalled_client_is_ended(inside: Inside, service: Service, tenant: Tenant) -> None:
     async with (
         service.stream(tenant.secret, reading=False, options=SMALL_WINDOWS) as deaf,
         service.stream(tenant.secret) as other,
@@ -504,18 +466,14 @@ async def test_a_client_that_does_not_read_is_dropped_and_delays_no_other(
         assert len(other.token_ids(beside)) < 300
         finished = await other.finished(beside)
         assert finished.reason == types_pb2.FINISH_REASON_LENGTH
-        await until(
-            lambda: len(service.database.events(tenant)) == 7,
-            "the deaf client's requests to be settled",
-        )
+        await until(lambda: len(service.database.events(tenant)) == 7, "the settlements")
         assert inside.engine.statistics().kv_block_count_held == 0
 
         async with asyncio.TaskGroup() as tasks:  # the client reads at last
             tasks.create_task(deaf.read_all())
             for frame in starts:
-                assert (
-                    await deaf.finished(frame.request_id)
-                ).reason == types_pb2.FINISH_REASON_SLOW_CONSUMER
+                finished = await deaf.finished(frame.request_id)
+                assert finished.reason == types_pb2.FINISH_REASON_SLOW_CONSUMER
                 await check_settled(service, tenant, deaf, frame.request_id, "slow_consumer")
             again = await deaf.begin()
             await deaf.finished(again)
@@ -541,9 +499,7 @@ async def test_a_client_that_reads_slowly_gets_everything(service: Service, tena
     assert all(len(slow.token_ids(frame.request_id)) == QUEUED_TOKENS - 50 for frame in frames)
 
 
-async def test_a_full_server_refuses_with_a_hint_and_serves_again(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_a_full_server_refuses(inside: Inside, service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         crowd = [start(max_output_tokens=3000) for _ in range(PERMITS)]
         await stream.send(*crowd)
@@ -559,9 +515,7 @@ async def test_a_full_server_refuses_with_a_hint_and_serves_again(
         assert (await stream.finished(await stream.begin())).usage.delivered_token_count == 20
 
 
-async def test_a_long_answer_is_leased_slice_by_slice(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_leases_come_in_slices(inside: Inside, service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(max_output_tokens=1000)
         await stream.received(request_id, 500)
@@ -569,7 +523,5 @@ async def test_a_long_answer_is_leased_slice_by_slice(
         assert held < 10 + 3 * SLICE_TOKENS, "never far more than the slice that is being used"
         await stream.finished(request_id)
 
-    assert service.database.counters(tenant) == {
-        "tokens_per_month": (1010, 0),
-        "concurrent_requests": (0, 0),
-    }
+    counted = {"tokens_per_month": (1010, 0), "concurrent_requests": (0, 0)}
+    assert service.database.counters(tenant) == counted

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
+from grpc import StatusCode
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
@@ -162,12 +162,7 @@ async def test_from_nothing_to_tokens_to_nothing_and_again(cold: Service) -> Non
             loading = loading_of(request_id)
             fractions = [frame.loading_fraction for frame in loading]
             assert fractions == sorted(fractions)
-            assert {frame.loading_stage for frame in loading} <= {
-                "",
-                "process",
-                "import",
-                "weights",
-            }
+            assert {each.loading_stage for each in loading} <= {"", "process", "import", "weights"}
             waited_ms = finished.timings.ttft_ms - finished.timings.cold_start_ms
             assert 0 < waited_ms < finished.timings.ttft_ms
 
@@ -180,9 +175,7 @@ async def test_from_nothing_to_tokens_to_nothing_and_again(cold: Service) -> Non
         assert first.HasField("estimated_wait"), "now it is known how long that takes"
 
 
-async def test_a_request_cancelled_while_its_model_loads_ends_at_once_and_costs_nothing(
-    cold: Service,
-) -> None:
+async def test_a_cancel_while_a_model_loads_is_immediate_and_free(cold: Service) -> None:
     """It counts as a request, since it had a hold; the model goes on loading for the next one."""
     await engines_gone(cold)  # of earlier tests
     tenant = await new_tenant(cold)
@@ -227,9 +220,7 @@ async def test_two_models_alternate_where_there_is_memory_for_one(cold: Service)
                 assert "memory" in stages
 
 
-async def test_a_worker_that_is_killed_while_it_loads_reports_to_all_and_the_next_request_is_served(
-    cold: Service,
-) -> None:
+async def test_a_worker_killed_while_loading_is_reported_and_replaced(cold: Service) -> None:
     tenant = await new_tenant(cold)
     await engines_gone(cold)
     weights = Path(cold.settings.models.directories[OTHER]) / "model.safetensors"
@@ -248,10 +239,7 @@ async def test_a_worker_that_is_killed_while_it_loads_reports_to_all_and_the_nex
 
         for request_id in request_ids:
             refusal = await stream.failed(request_id)
-            assert (refusal.code, refusal.reason) == (
-                grpc.StatusCode.UNAVAILABLE,
-                "ENGINE_START_FAILED",
-            )
+            assert (refusal.code, refusal.reason) == (StatusCode.UNAVAILABLE, "ENGINE_START_FAILED")
             assert "was killed" in refusal.status.message
             assert refusal.retry_after_s is not None
         assert cold.database.holds(tenant) == {"voided": 20}
@@ -274,10 +262,7 @@ async def test_a_missing_checkpoint_is_reported_to_all_waiting_callers(broken: S
 
         for request_id in request_ids:
             refusal = await stream.failed(request_id)
-            assert (refusal.code, refusal.reason) == (
-                grpc.StatusCode.UNAVAILABLE,
-                "ENGINE_START_FAILED",
-            )
+            assert (refusal.code, refusal.reason) == (StatusCode.UNAVAILABLE, "ENGINE_START_FAILED")
             assert str(directory) in refusal.status.message
             assert refusal.retry_after_s is not None
         assert broken.database.holds(tenant) == {"voided": 20}

@@ -9,18 +9,11 @@ from collections.abc import Iterator
 import grpc
 import psycopg
 import pytest
-from weir.v1 import (
-    admin_service_pb2,
-    admin_service_pb2_grpc,
-    billing_service_pb2,
-    billing_service_pb2_grpc,
-)
-from weir.v1 import inference_service_pb2 as pb
-from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from api.admin.billing_service import WAITING_PER_KEY_MAX
 from metering.store.db import psycopg_conninfo
-from tests.service import Refusal, Service, bearer, refused, until
+from tests.calls import Calls
+from tests.service import Refusal, Service, until
 
 REPORTS = 40  # twice as many as may run and wait
 WAITING = (
@@ -46,7 +39,7 @@ def locked(service: Service, poll: psycopg.Connection[tuple[int]]) -> Iterator[N
 
 
 @pytest.mark.usefixtures("locked")
-async def test_reports_that_wait_hold_up_neither_revocation_nor_lookups_of_others(
+async def test_reports_delay_no_other(
     service: Service, poll: psycopg.Connection[tuple[int]]
 ) -> None:
     payer, other = await service.tenant(), await service.tenant()
@@ -66,26 +59,19 @@ async def test_reports_that_wait_hold_up_neither_revocation_nor_lookups_of_other
         service.channel() as acting,
         asyncio.TaskGroup() as tasks,
     ):
-        billing = billing_service_pb2_grpc.BillingServiceStub(reading)
-        request = billing_service_pb2.GetMonthReportRequest(
-            organization=payer.name, month="2026-01"
-        )
+        billing = Calls(reading, finance)
 
         async def report() -> None:
             refusals.append(
-                await refused(billing.GetMonthReport(request, metadata=bearer(finance)))
+                await billing.refused("GetMonthReport", organization=payer.name, month="2026-01")
             )
 
         reports = [tasks.create_task(report()) for _ in range(REPORTS)]
         await until(lambda: waiting_count() == running_max, "the reports to wait")
         await until(lambda: len(refusals) == refused_count, "the others to be refused")
 
-        revoke = admin_service_pb2.RevokeApiKeyRequest(api_key=str(doomed.id))
-        await admin_service_pb2_grpc.AdminServiceStub(acting).RevokeApiKey(
-            revoke, metadata=bearer(admin)
-        )
-        inference = pb_grpc.InferenceServiceStub(acting)
-        models = await inference.ListModels(pb.ListModelsRequest(), metadata=bearer(other.secret))
+        await Calls(acting, admin)("RevokeApiKey", api_key=str(doomed.id))
+        models = await Calls(acting, other.secret)("ListModels")
         with await asyncio.to_thread(urllib.request.urlopen, service.metrics_url) as scraped:
             metrics = scraped.read().decode()
 

@@ -25,7 +25,7 @@ from tests.e2e.openai_clients import TO_THE_END, user_message
 from tests.e2e.test_openai_bad_input import Socket, dial, post
 from tests.e2e.test_openai_ends import the_event, the_one_running
 from tests.forked_workers import children_of
-from tests.service import MODEL, PATIENCE_S, Inside, Service, until
+from tests.service import MODEL, PATIENCE_S, Inside, Service, Tenant, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -96,9 +96,7 @@ def body_of(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("api", APIS)
-async def test_a_stream_sends_something_while_its_engine_stands_still(
-    service: Service, api: str
-) -> None:
+async def test_a_stream_sends_while_its_engine_is_stopped(service: Service, api: str) -> None:
     tenant = await service.tenant()
     ping = PINGS.get(api, b": waiting\n\n")
     line = await dial(service)
@@ -113,9 +111,7 @@ async def test_a_stream_sends_something_while_its_engine_stands_still(
     line.writer.close()
 
 
-async def test_a_stream_sends_something_between_two_tokens(
-    inside: Inside, service: Service
-) -> None:
+async def test_a_stream_sends_between_two_tokens(inside: Inside, service: Service) -> None:
     """The kind that no queue explains: text held back, long steps, a replica that restarts."""
     tenant = await service.tenant()
     line = await dial(service)
@@ -130,9 +126,7 @@ async def test_a_stream_sends_something_between_two_tokens(
     line.writer.close()
 
 
-async def test_a_grpc_stream_sends_progress_between_two_tokens(
-    inside: Inside, service: Service
-) -> None:
+async def test_grpc_sends_progress_between_two_tokens(inside: Inside, service: Service) -> None:
     tenant = await service.tenant()
 
     async with service.stream(tenant.secret) as stream:
@@ -161,9 +155,7 @@ async def test_a_whole_answer_is_padded_with_blanks(service: Service, api: str) 
     line.writer.close()
 
 
-async def test_a_whole_answer_that_fails_after_its_padding_has_no_end(
-    inside: Inside, service: Service
-) -> None:
+async def test_an_answer_failed_after_padding_has_no_end(inside: Inside, service: Service) -> None:
     """The status was sent: HTTP clients report a lost connection, and retry."""
     tenant = await service.tenant()
     line = await dial(service)
@@ -181,10 +173,9 @@ async def test_a_whole_answer_that_fails_after_its_padding_has_no_end(
 
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("api", APIS)
-async def test_a_client_that_half_closes_gets_its_whole_answer(
-    service: Service, api: str, streams: bool
+async def test_a_half_close_gets_the_whole_answer(
+    service: Service, tenant: Tenant, api: str, streams: bool
 ) -> None:
-    tenant = await service.tenant()
     line = await dial(service)
 
     await line.append(requested(tenant.secret, api, stream=streams, token_count=50))
@@ -216,10 +207,9 @@ async def test_every_pipelined_request_before_a_half_close_is_answered(service: 
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("half_closes", [True, False])
 async def test_a_client_that_is_gone_is_noticed_whether_it_half_closed_or_not(
-    inside: Inside, service: Service, streams: bool, half_closes: bool
+    inside: Inside, service: Service, tenant: Tenant, streams: bool, half_closes: bool
 ) -> None:
     """Also while the engine gives no token that could not be sent."""
-    tenant = await service.tenant()
     line = await dial(service)
 
     await line.append(
@@ -286,9 +276,7 @@ async def test_a_tracing_header_that_cannot_be_sent_back_is_left_out(service: Se
     line.writer.close()
 
 
-async def test_the_last_response_of_a_draining_server_says_that_it_closes(
-    inside: Inside, service: Service
-) -> None:
+async def test_a_draining_server_closes_after_its_answer(inside: Inside, service: Service) -> None:
     tenant = await service.tenant()
     line = await dial(service)
     models = f"GET /v1/models HTTP/1.1\r\nhost: weir\r\nx-api-key: {tenant.secret}\r\n\r\n".encode()
@@ -320,9 +308,13 @@ async def test_the_last_response_of_a_draining_server_says_that_it_closes(
     ],
 )
 async def test_connections_persist_and_continue_as_http_says(
-    service: Service, version: str, headers: tuple[str, ...], persists: bool, continues: bool
+    service: Service,
+    tenant: Tenant,
+    version: str,
+    headers: tuple[str, ...],
+    persists: bool,
+    continues: bool,
 ) -> None:
-    tenant = await service.tenant()
     line = await dial(service)
     body = json.dumps({"model": MODEL, "input": "a"}).encode()
     head = post(tenant.secret, body, *headers, path="/v1/responses/input_tokens")
@@ -341,9 +333,7 @@ async def test_connections_persist_and_continue_as_http_says(
     line.writer.close()
 
 
-async def test_a_head_request_has_the_headers_of_the_response_and_no_body(
-    service: Service,
-) -> None:
+async def test_a_head_request_has_the_headers_of_the_response_and_no_body(service: Service) -> None:
     tenant = await service.tenant()
     line = await dial(service)
     requested = f" /v1/models HTTP/1.1\r\nhost: weir\r\nx-api-key: {tenant.secret}\r\n"

@@ -83,9 +83,7 @@ def reason_of(text: Any) -> str:
     return info.reason
 
 
-async def test_every_file_comes_with_headers_that_keep_a_browser_to_this_server(
-    service: Service, http: aiohttp.ClientSession
-) -> None:
+async def test_files_have_security_headers(service: Service, http: aiohttp.ClientSession) -> None:
     for name, file in read_files().items():
         async with http.get(console_url(service, name)) as response:
             content, found = await response.read(), response.headers
@@ -120,9 +118,7 @@ async def test_every_file_comes_with_headers_that_keep_a_browser_to_this_server(
     assert "unsafe" not in HEADERS["content-security-policy"]
 
 
-async def test_the_address_without_its_slash_leads_to_the_page(
-    service: Service, http: aiohttp.ClientSession
-) -> None:
+async def test_a_missing_slash_redirects(service: Service, http: aiohttp.ClientSession) -> None:
     async with http.get(console_url(service).removesuffix("/"), allow_redirects=False) as response:
         assert (response.status, response.headers["location"]) == (307, "console/")
         assert missing_headers(response.headers) == {}
@@ -160,9 +156,7 @@ async def test_unknown_paths_and_methods_get_a_status_in_json(
             assert reason_of(text)
 
 
-async def test_without_a_good_key_nothing_is_answered_and_the_key_is_never_taken_from_elsewhere(
-    service: Service, http: aiohttp.ClientSession
-) -> None:
+async def test_a_valid_key_is_required(service: Service, http: aiohttp.ClientSession) -> None:
     tenant = await service.tenant(scopes=("admin", "billing", "inference"))
     for name in NAMES:
         for secret in (None, "", "nonsense"):
@@ -201,9 +195,7 @@ async def test_only_calls_of_the_list_are_offered_and_all_but_one_of_them_read()
     )
 
 
-async def test_a_call_that_is_not_offered_is_refused_to_every_key(
-    service: Service, http: aiohttp.ClientSession
-) -> None:
+async def test_other_calls_are_refused(service: Service, http: aiohttp.ClientSession) -> None:
     tenant = await service.tenant(scopes=("admin", "billing", "inference"))
     offered = set(NAMES)
     before = service.database.rows("SELECT count(*) AS n FROM audit_log")
@@ -217,9 +209,7 @@ async def test_a_call_that_is_not_offered_is_refused_to_every_key(
     assert service.database.rows("SELECT count(*) AS n FROM audit_log") == before
 
 
-async def test_every_offered_call_answers_what_grpc_answers(
-    service: Service, http: aiohttp.ClientSession
-) -> None:
+async def test_calls_answer_like_grpc(service: Service, http: aiohttp.ClientSession) -> None:
     """Equal bytes or refusals, except for calls whose answer changes with time."""
     tenant = await service.tenant(
         {QuotaDimension.TOKENS_PER_MONTH: 1000}, scopes=("admin", "billing", "inference")
@@ -287,9 +277,7 @@ async def test_every_offered_call_answers_what_grpc_answers(
                 json_format.ParseDict(text, message_of(method.output_type))
 
 
-async def test_the_session_reports_what_the_key_may_fetch(
-    service: Service, http: aiohttp.ClientSession
-) -> None:
+async def test_the_session_lists_the_calls(service: Service, http: aiohttp.ClientSession) -> None:
     tenant = await service.tenant()
     key, secret = await service.new_key(tenant, "billing")
 
@@ -301,15 +289,11 @@ async def test_the_session_reports_what_the_key_may_fetch(
     assert text["keyPrefix"] == key.prefix
     assert text["organizationId"] == str(tenant.organization_id)
     assert text["scopes"] == ["billing"]
-    assert {name.partition("/")[0] for name in text["calls"]} == {
-        "BillingService",
-        "ReceiptService",
-    }
+    services = {name.partition("/")[0] for name in text["calls"]}
+    assert services == {"BillingService", "ReceiptService"}
 
 
-async def test_an_admin_ends_a_request_and_the_audit_log_says_who(
-    service: Service, http: aiohttp.ClientSession
-) -> None:
+async def test_an_end_by_an_admin_is_audited(service: Service, http: aiohttp.ClientSession) -> None:
     tenant = await service.tenant()
     admin = await service.tenant(scopes=("admin",))
     async with service.stream(tenant.secret) as stream:
@@ -331,9 +315,8 @@ async def test_an_admin_ends_a_request_and_the_audit_log_says_who(
     assert (own_status, reason_of(own)) == (403, "PERMISSION_DENIED")
     assert (status, text["result"]) == (200, "RESULT_ENDED")
     assert failed.reason == "CANCELLED_BY_ADMIN"
-    [entry] = service.database.rows(
-        "SELECT actor, action FROM audit_log WHERE subject_id = %s", request_id
-    )
+    query = "SELECT actor, action FROM audit_log WHERE subject_id = %s"
+    [entry] = service.database.rows(query, request_id)
     assert (entry["actor"], entry["action"]) == (admin.key.prefix, "request.kill")
 
 
@@ -355,14 +338,10 @@ async def test_bodies_have_bounds_and_a_type(service: Service, http: aiohttp.Cli
 
     assert await refusal(b" " * (BODY_BYTES_MAX + 1), as_json) == (413, "REQUEST_TOO_LARGE")
     assert await refusal(pieces(), as_json) == (413, "REQUEST_TOO_LARGE")
-    assert await refusal(b"{}", key | {"content-type": "text/plain"}) == (
-        415,
-        "UNSUPPORTED_MEDIA_TYPE",
-    )
-    assert await refusal(b"{}", as_json | {"content-encoding": "gzip"}) == (
-        415,
-        "UNSUPPORTED_ENCODING",
-    )
+    as_text = key | {"content-type": "text/plain"}
+    assert await refusal(b"{}", as_text) == (415, "UNSUPPORTED_MEDIA_TYPE")
+    packed = as_json | {"content-encoding": "gzip"}
+    assert await refusal(b"{}", packed) == (415, "UNSUPPORTED_ENCODING")
     assert await refusal(b'{"nothing": 1}', as_json) == (400, "MESSAGE_UNREADABLE")
     assert await refusal(b"[" * BODY_BYTES_MAX, as_json) == (400, "MESSAGE_UNREADABLE")
 

@@ -11,14 +11,12 @@ from weir.v1 import types_pb2
 from weir_client import FinishReason, InvalidRequest
 
 from metering.core.models import QuotaDimension
-from tests.service import MODEL, Service
+from tests.service import MODEL, Service, Tenant
 
 MARK = 42  # token that a strong bias makes certain
 
 
-async def test_a_bias_and_a_stop_id_decide_the_answer(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_a_bias_and_a_stop_id_decide_the_answer(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         biased = pb.Sampling(temperature=1.0, seed=1, logit_bias={MARK: 100.0})
         forced = await stream.begin(max_output_tokens=5, sampling=biased)
@@ -30,16 +28,12 @@ async def test_a_bias_and_a_stop_id_decide_the_answer(service: Service) -> None:
     assert stream.token_ids(forced) == [MARK] * 5
     assert stream.token_ids(stopped)[2:] == [MARK]
     assert MARK not in stream.token_ids(stopped)[:2]
-    assert [end.reason for end in ends] == [
-        types_pb2.FINISH_REASON_LENGTH,
-        types_pb2.FINISH_REASON_STOP,
-    ]
+    reasons = [types_pb2.FINISH_REASON_LENGTH, types_pb2.FINISH_REASON_STOP]
+    assert [end.reason for end in ends] == reasons
     assert ends[1].usage.billed_token_count == 3, "the id that ended it is counted"
 
 
-async def test_logprobs_come_with_their_tokens(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_logprobs_come_with_their_tokens(service: Service, tenant: Tenant) -> None:
     async with service.client(tenant.secret) as client:
         result = await client.complete(
             MODEL,
@@ -54,11 +48,8 @@ async def test_logprobs_come_with_their_tokens(service: Service) -> None:
             MODEL, "Hello", max_output_tokens=12, ignore_eos=True, temperature=1.0, seed=3
         )
 
-    assert (
-        [each.chosen.token_id for each in result.logprobs]
-        == list(result.token_ids)
-        == list(plain.token_ids)
-    )
+    chosen = [each.chosen.token_id for each in result.logprobs]
+    assert chosen == list(result.token_ids) == list(plain.token_ids)
     assert plain.logprobs == ()
     for each in result.logprobs:
         assert len(each.top) == 4
@@ -66,10 +57,8 @@ async def test_logprobs_come_with_their_tokens(service: Service) -> None:
         assert each.chosen.logprob <= each.top[0].logprob
 
 
-async def test_penalties_reach_the_engine(service: Service) -> None:
+async def test_penalties_reach_the_engine(service: Service, tenant: Tenant) -> None:
     """If no token may repeat, forty tokens are distinct."""
-    tenant = await service.tenant()
-
     async with service.client(tenant.secret) as client:
         result = await client.complete(
             MODEL,
@@ -90,9 +79,7 @@ async def test_penalties_reach_the_engine(service: Service) -> None:
     )
 
 
-async def test_options_the_model_does_not_support_are_refused_by_field_without_a_hold(
-    service: Service,
-) -> None:
+async def test_unsupported_options_are_refused_without_a_hold(service: Service) -> None:
     tenant = await service.tenant()
 
     async with service.stream(tenant.secret) as stream:
@@ -127,22 +114,16 @@ async def test_an_answer_is_in_the_format_that_was_requested(service: Service) -
     assert answer.usage.billed_token_count == len(answer.token_ids)
 
 
-async def test_a_format_that_cannot_be_compiled_is_refused_by_field_and_billed_no_tokens(
-    service: Service,
-) -> None:
-    tenant = await service.tenant(
-        {QuotaDimension.REQUESTS_PER_MINUTE: 1000, QuotaDimension.TOKENS_PER_MONTH: 1000}
-    )
+async def test_a_format_that_cannot_compile_is_refused_and_free(service: Service) -> None:
+    dimensions = QuotaDimension.REQUESTS_PER_MINUTE, QuotaDimension.TOKENS_PER_MONTH
+    tenant = await service.tenant(dict.fromkeys(dimensions, 1000))
 
     async with service.client(tenant.secret) as client:
         with pytest.raises(InvalidRequest, match="uniqueItems") as caught:
-            await client.complete(
-                MODEL, "Hello", json_schema={"type": "array", "uniqueItems": True}
-            )
+            await client.complete(MODEL, "Hi", json_schema={"type": "array", "uniqueItems": True})
 
-    assert [violation.field for violation in caught.value.details.field_violations] == [
-        "response_format.json_schema"
-    ]
+    [violation] = caught.value.details.field_violations
+    assert violation.field == "response_format.json_schema"
     await service.no_hold_left(tenant)
     assert list(service.database.billed(tenant).values()) == [{}]
     assert service.database.counters(tenant) == {
@@ -151,9 +132,8 @@ async def test_a_format_that_cannot_be_compiled_is_refused_by_field_and_billed_n
     }
 
 
-async def test_a_large_schema_delays_no_other_stream(service: Service) -> None:
+async def test_a_large_schema_delays_no_other_stream(service: Service, tenant: Tenant) -> None:
     """While the grammar is compiled, other requests stream on, and a cancel is answered."""
-    tenant = await service.tenant()
     branch = {
         "type": "object",
         "properties": {f"field_{index}": {"type": "string"} for index in range(30)},

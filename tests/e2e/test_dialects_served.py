@@ -79,9 +79,7 @@ async def test_formats_of_other_servers_are_enforced(
 
 
 @pytest.mark.parametrize("schema", [{"const": "42"}, {"enum": ["a", "b"]}])
-async def test_the_schema_of_a_json_object_is_enforced(
-    http: httpx2.AsyncClient, schema: dict[str, Any]
-) -> None:
+async def test_a_json_schema_is_enforced(http: httpx2.AsyncClient, schema: dict[str, Any]) -> None:
     for stream in (False, True):
         requested = {"type": "json_object", "schema": schema}
         text = await ask(http, "chat", response_format=requested, stream=stream)
@@ -89,9 +87,7 @@ async def test_the_schema_of_a_json_object_is_enforced(
 
 
 @pytest.mark.parametrize("api", PATHS)
-async def test_neutral_values_give_the_same_answer_whole_and_streamed(
-    http: httpx2.AsyncClient, api: str
-) -> None:
+async def test_neutral_values_give_the_same_answer(http: httpx2.AsyncClient, api: str) -> None:
     neutral = NEUTRAL_OF_ALL | OWN_NEUTRAL[api]
     plain = await ask(http, api)
 

@@ -7,17 +7,17 @@ import contextlib
 import os
 import signal
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import grpc
 import openai
 import psycopg
 import pytest
 from google.rpc import error_details_pb2
-from weir.v1 import billing_service_pb2, billing_service_pb2_grpc
+from grpc import StatusCode
+from weir.v1 import billing_service_pb2
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir_client import AlreadyExists, Client, InvalidRequest, ModelTask
@@ -26,10 +26,11 @@ from inference.adapters.remote_settings import Service as RemoteService
 from inference.text.tokenizer import Tokenizer
 from metering.core.models import QuotaDimension
 from metering.ledger.rating import rate_all_pending
-from metering.pricing.prices import PriceTerms, set_price
 from metering.store.db import create_engine, create_sessions, psycopg_conninfo
 from metering.tenants.api_keys import rotate_api_key
+from tests.calls import Calls, calls
 from tests.e2e.conftest import Serve
+from tests.e2e.encoders import ENCODER, PICOS, price_encoders
 from tests.e2e.openai_clients import connect, extension, user_message
 from tests.forked_workers import children_of
 from tests.inference.encoder_checkpoints import (
@@ -42,10 +43,9 @@ from tests.remote_servers.certificates import make_certificates
 from tests.remote_servers.serving import server_process
 from tests.service import MODEL, Service, Tenant, bearer, refused, until, wait_for
 
-ENCODER = "encoder"
 FAR = "far"  # same checkpoint, on a remote server
-PICOS = 20_000
 TEXTS = ("the garden is near the sea", "a hotel with breakfast", "poison")
+REASONS = {"model": "MODEL_MISMATCH", "inputs[1]": "CONTEXT_EXCEEDED"}  # of an invalid field
 LONG = "the garden " * INPUT_TOKENS_MAX
 
 
@@ -56,10 +56,7 @@ def encoder_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def embedding(
-    serve: Serve,
-    tmp_path_factory: pytest.TempPathFactory,
-    model: Path,
-    encoder_directory: Path,
+    serve: Serve, tmp_path_factory: pytest.TempPathFactory, model: Path, encoder_directory: Path
 ) -> Iterator[Service]:
     """Yield a service with a generating and an embedding model, local and on a remote server."""
     certificates = make_certificates(tmp_path_factory.mktemp("remote") / "certificates")
@@ -80,31 +77,12 @@ def embedding(
         assert service.database.held_hold_count() == 0
 
 
-@contextlib.asynccontextmanager
-async def stub_of(service: Service) -> AsyncIterator[Any]:
-    """Return the generated client; the stubs declare it as blocking."""
-    async with service.channel() as channel:
-        yield pb_grpc.InferenceServiceStub(channel)
-
-
 async def priced_tenant(
     service: Service, quotas: dict[QuotaDimension, int] | None = None, **options: Any
 ) -> Tenant:
     """Return a tenant with a price for the encoder."""
     tenant = await service.tenant(quotas, **options)
-    async with service.session() as session:
-        for name in (ENCODER, FAR):
-            await set_price(
-                session,
-                PriceTerms(
-                    model=name,
-                    input_picos_per_token=0,
-                    cached_input_picos_per_token=0,
-                    output_picos_per_token=0,
-                    embedding_picos_per_token=PICOS,
-                ),
-                actor="test",
-            )
+    await price_encoders(service, ENCODER, FAR)
     return tenant
 
 
@@ -150,65 +128,47 @@ async def nothing_billed(service: Service, tenant: Tenant) -> None:
     )
 
 
-async def test_a_remote_encoder_gives_the_same_vectors_under_the_same_limits_for_the_same_bill(
-    embedding: Service,
-) -> None:
+async def test_a_remote_encoder_gives_the_same_vectors_and_bill(embedding: Service) -> None:
     """Tokenizer and sizes come from the remote server."""
     tenant = await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MINUTE: 60})
-    async with stub_of(embedding) as stub:
-        here, far = [
-            await stub.Embed(request_of(*TEXTS, model=name), metadata=bearer(tenant.secret))
-            for name in (ENCODER, FAR)
-        ]
-        too_much = await refused(
-            stub.Embed(request_of(*TEXTS * 5, model=FAR), metadata=bearer(tenant.secret))
-        )
-        too_long = await refused(
-            stub.Embed(request_of(LONG, model=FAR), metadata=bearer(tenant.secret))
-        )
+    async with calls(embedding, tenant.secret) as call:
+        here, far = [await call("Embed", request_of(*TEXTS, model=name)) for name in (ENCODER, FAR)]
+        too_much = await call.refused("Embed", request_of(*TEXTS * 5, model=FAR))
+        too_long = await call.refused("Embed", request_of(LONG, model=FAR))
 
     assert (far.usage, far.cost, far.price_version > 0) == (here.usage, here.cost, True)
     for reported, true in zip(far.embeddings, here.embeddings, strict=True):
         assert reported.token_count == true.token_count
         assert max(abs(a - b) for a, b in zip(reported.vector, true.vector, strict=True)) < 1e-5
     assert too_much.reason == "QUOTA_EXCEEDED"
-    assert (too_long.code, too_long.fields) == (grpc.StatusCode.INVALID_ARGUMENT, ["inputs[0]"])
+    assert (too_long.code, too_long.fields) == (StatusCode.INVALID_ARGUMENT, ["inputs[0]"])
     assert [event["model"] for event in embedding.database.events(tenant)] == [ENCODER, FAR]
 
 
-async def test_every_token_is_billed_once_from_the_event_to_the_month(
-    embedding: Service, encoder_directory: Path
-) -> None:
+async def test_tokens_are_billed_once_a_month(embedding: Service, encoder_directory: Path) -> None:
     tenant = await priced_tenant(
         embedding, {QuotaDimension.TOKENS_PER_MINUTE: 10_000}, scopes=("inference", "billing")
     )
     tokenizer = Tokenizer(encoder_directory)
     expected = [len(tokenizer.encode(text)) for text in TEXTS]
-    async with embedding.channel() as channel:
-        stub: Any = pb_grpc.InferenceServiceStub(channel)
+    async with calls(embedding, tenant.secret) as call:
         request = request_of(*TEXTS, labels={"job": "index"})
-        answer = await stub.Embed(request, metadata=bearer(tenant.secret))
-        again = await stub.Embed(request_of(*TEXTS[::-1]), metadata=bearer(tenant.secret))
+        answer = await call("Embed", request)
+        again = await call("Embed", request_of(*TEXTS[::-1]))
         engine = create_engine(embedding.database_url, pool_size=1)
         await rate_all_pending(create_sessions(engine))
         await engine.dispose()
-        month = billing_service_pb2.GetMonthReportRequest(
-            organization=tenant.name, month=f"{datetime.now(UTC):%Y-%m}"
-        )
-        billing: Any = billing_service_pb2_grpc.BillingServiceStub(channel)
-        report = await billing.GetMonthReport(month, metadata=bearer(tenant.secret))
-        found = await stub.GetGeneration(
-            pb.GetGenerationRequest(request_id=request.request_id), metadata=bearer(tenant.secret)
-        )
+        month = f"{datetime.now(UTC):%Y-%m}"
+        report = await call("GetMonthReport", organization=tenant.name, month=month)
+        found = await call("GetGeneration", request_id=request.request_id)
 
     total = sum(expected)
     assert [each.token_count for each in answer.embeddings] == expected
     assert all(len(each.vector) == DIMENSION and not each.truncated for each in answer.embeddings)
     for one, other in zip(answer.embeddings, reversed(again.embeddings), strict=True):
         assert list(one.vector) == pytest.approx(list(other.vector), abs=1e-5)
-    assert sum(number * number for number in answer.embeddings[0].vector) == pytest.approx(
-        1.0, abs=1e-5
-    )
+    length = sum(number * number for number in answer.embeddings[0].vector)
+    assert length == pytest.approx(1.0, abs=1e-5)
     assert answer.usage.embedding_token_count == total
     assert answer.usage.input_token_count == answer.usage.billed_token_count == 0
     assert (answer.cost.currency_code, answer.cost.picos) == ("USD", total * PICOS)
@@ -230,81 +190,45 @@ async def test_every_token_is_billed_once_from_the_event_to_the_month(
 async def test_invalid_embedding_requests_are_refused_by_field_and_free(embedding: Service) -> None:
     tenant = await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MINUTE: 10_000})
     wrong = [
-        (request_of("a", model="nobody"), grpc.StatusCode.NOT_FOUND, "MODEL_UNKNOWN", None),
-        (request_of("a", model=MODEL), grpc.StatusCode.INVALID_ARGUMENT, "MODEL_MISMATCH", "model"),
-        (
-            request_of("a", request_id="x"),
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "FIELD_INVALID",
-            "request_id",
-        ),
-        (request_of(), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "inputs"),
-        (request_of("a", ""), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "inputs[1].text"),
-        (
-            request_of("a", []),
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "FIELD_INVALID",
-            "inputs[1].token_ids.ids",
-        ),
-        (
-            request_of([10_000]),
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "FIELD_INVALID",
-            "inputs[0].token_ids.ids",
-        ),
-        (
-            request_of(inputs=[pb.EmbedInput()]),
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "FIELD_INVALID",
-            "inputs[0]",
-        ),
-        (request_of("a", LONG), grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_EXCEEDED", "inputs[1]"),
-        (
-            request_of("a", truncation=7),
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "FIELD_INVALID",
-            "truncation",
-        ),
-        (request_of("a", tier=7), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "tier"),
-        (request_of(*["a"] * 2049), grpc.StatusCode.INVALID_ARGUMENT, "FIELD_INVALID", "inputs"),
+        (request_of("a", model=MODEL), "model"),
+        (request_of("a", request_id="x"), "request_id"),
+        (request_of(), "inputs"),
+        (request_of("a", ""), "inputs[1].text"),
+        (request_of("a", []), "inputs[1].token_ids.ids"),
+        (request_of([10_000]), "inputs[0].token_ids.ids"),
+        (request_of(inputs=[pb.EmbedInput()]), "inputs[0]"),
+        (request_of("a", LONG), "inputs[1]"),
+        (request_of("a", truncation=7), "truncation"),
+        (request_of("a", tier=7), "tier"),
+        (request_of(*["a"] * 2049), "inputs"),
     ]
-    async with stub_of(embedding) as stub:
-        for request, code, reason, field in wrong:
-            refusal = await refused(stub.Embed(request, metadata=bearer(tenant.secret)))
-
-            assert (refusal.code, refusal.info.reason) == (code, reason)
-            violations = refusal.detail(error_details_pb2.BadRequest)
-            assert (violations.field_violations[0].field if violations else None) == field
+    async with calls(embedding, tenant.secret) as call:
+        unknown = await call.refused("Embed", request_of("a", model="nobody"))
+        for request, field in wrong:
+            refusal = await call.refused("Embed", request)
+            reason = REASONS.get(field, "FIELD_INVALID")
+            assert (refusal.code, refusal.reason) == (StatusCode.INVALID_ARGUMENT, reason)
+            assert refusal.fields[0] == field
         assert refusal.status.message.startswith("inputs: this model takes at most 2048")
 
-        cut = await stub.Embed(
-            request_of(LONG, truncation=pb.TRUNCATION_END), metadata=bearer(tenant.secret)
-        )
+        cut = await call("Embed", request_of(LONG, truncation=pb.TRUNCATION_END))
 
-    assert [(each.token_count, each.truncated) for each in cut.embeddings] == [
-        (INPUT_TOKENS_MAX, True)
-    ]
-    assert [event["embedding_token_count"] for event in embedding.database.events(tenant)] == [
-        INPUT_TOKENS_MAX
-    ]
+    assert (unknown.code, unknown.reason) == (StatusCode.NOT_FOUND, "MODEL_UNKNOWN")
+    [embedded] = cut.embeddings
+    assert (embedded.token_count, embedded.truncated) == (INPUT_TOKENS_MAX, True)
+    [event] = embedding.database.events(tenant)
+    assert event["embedding_token_count"] == INPUT_TOKENS_MAX
 
 
 async def test_each_model_says_which_call_it_serves(embedding: Service) -> None:
     tenant = await priced_tenant(embedding)
     async with embedding.stream(tenant.secret) as stream:
         refusal = await stream.failed(await stream.begin(model=ENCODER))
-    async with stub_of(embedding) as stub:
-        models = (
-            await stub.ListModels(pb.ListModelsRequest(), metadata=bearer(tenant.secret))
-        ).models
-        counted = await stub.CountTokens(
-            pb.CountTokensRequest(model=ENCODER, text="the sea"), metadata=bearer(tenant.secret)
-        )
+    async with calls(embedding, tenant.secret) as call:
+        models = (await call("ListModels")).models
+        counted = await call("CountTokens", model=ENCODER, text="the sea")
 
-    assert (refusal.code, refusal.info.reason) == (
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "MODEL_MISMATCH",
-    )
+    assert (refusal.code, refusal.reason) == (StatusCode.INVALID_ARGUMENT, "MODEL_MISMATCH")
     assert "serves Embed" in refusal.status.message
     assert [
         (each.name, each.task, each.embedding_dimension, each.embedding_input_count_max)
@@ -314,10 +238,8 @@ async def test_each_model_says_which_call_it_serves(embedding: Service) -> None:
         (FAR, pb.MODEL_TASK_EMBED, DIMENSION, 2048),
         (MODEL, pb.MODEL_TASK_GENERATE, 0, 0),
     ]
-    assert (models[0].context_window_tokens, models[0].price.embedding_picos_per_token) == (
-        INPUT_TOKENS_MAX,
-        PICOS,
-    )
+    assert models[0].context_window_tokens == INPUT_TOKENS_MAX
+    assert models[0].price.embedding_picos_per_token == PICOS
     assert counted.input_token_count == 4
 
 
@@ -331,34 +253,29 @@ async def test_a_quote_is_what_the_call_then_is_and_leaves_no_trace(embedding: S
             await client.quote_embed(ENCODER, LONG)
         assert embedding.database.holds(tenant) == {}
         result = await client.embed(ENCODER, TEXTS)
-    async with stub_of(embedding) as stub:
-        both = pb.QuoteRequest(start=pb.StartFrame(model=MODEL), embed=request_of(*TEXTS))
-        undecided = await refused(stub.Quote(both, metadata=bearer(tenant.secret)))
+    async with calls(embedding, tenant.secret) as call:
+        start = pb.StartFrame(model=MODEL)
+        undecided = await call.refused("Quote", start=start, embed=request_of(*TEXTS))
 
     assert quote.would_admit
-    assert (quote.input_token_count, quote.max_output_token_count) == (
-        result.usage.embedding_token_count,
-        0,
-    )
+    assert quote.input_token_count == result.usage.embedding_token_count
+    assert quote.max_output_token_count == 0
     assert quote.worst_case_cost == quote.expected_cost == result.cost
     assert not refused_one.would_admit
     assert [each.dimension.value for each in refused_one.failing_quotas] == ["tokens-per-minute"]
     assert (cut.input_token_count, cut.would_admit) == (INPUT_TOKENS_MAX, False)
     assert [violation.field for violation in long.value.field_violations] == ["inputs[0]"]
-    assert (undecided.code, undecided.fields) == (grpc.StatusCode.INVALID_ARGUMENT, ["embed"])
+    assert (undecided.code, undecided.fields) == (StatusCode.INVALID_ARGUMENT, ["embed"])
 
 
 async def test_a_quota_without_room_refuses_and_leaves_no_trace(embedding: Service) -> None:
     tenant = await priced_tenant(
         embedding, {QuotaDimension.TOKENS_PER_MINUTE: 6, QuotaDimension.REQUESTS_PER_MINUTE: 5}
     )
-    async with stub_of(embedding) as stub:
-        refusal = await refused(stub.Embed(request_of(*TEXTS), metadata=bearer(tenant.secret)))
+    async with calls(embedding, tenant.secret) as call:
+        refusal = await call.refused("Embed", request_of(*TEXTS))
 
-    assert (refusal.code, refusal.info.reason) == (
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        "QUOTA_EXCEEDED",
-    )
+    assert (refusal.code, refusal.reason) == (StatusCode.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED")
     assert refusal.info.metadata["dimension"] == "tokens-per-minute"
     assert refusal.detail(error_details_pb2.QuotaFailure) is not None
     assert embedding.database.holds(tenant) == {}
@@ -369,27 +286,23 @@ async def test_an_id_is_billed_once(embedding: Service) -> None:
     tenant = await priced_tenant(embedding)
     request = request_of(*TEXTS)
     other = request_of("another", request_id=request.request_id)
-    async with stub_of(embedding) as stub:
-        answer = await stub.Embed(request, metadata=bearer(tenant.secret))
-        again = await refused(stub.Embed(request, metadata=bearer(tenant.secret)))
-        reused = await refused(stub.Embed(other, metadata=bearer(tenant.secret)))
+    async with calls(embedding, tenant.secret) as call:
+        answer = await call("Embed", request)
+        again = await call.refused("Embed", request)
+        reused = await call.refused("Embed", other)
 
-    assert (again.code, again.info.reason) == (grpc.StatusCode.ALREADY_EXISTS, "REQUEST_SETTLED")
+    assert (again.code, again.reason) == (StatusCode.ALREADY_EXISTS, "REQUEST_SETTLED")
     assert again.info.metadata["embedding_token_count"] == str(answer.usage.embedding_token_count)
-    assert (reused.code, reused.info.reason) == (
-        grpc.StatusCode.ALREADY_EXISTS,
-        "REQUEST_ID_REUSED",
-    )
+    assert (reused.code, reused.reason) == (StatusCode.ALREADY_EXISTS, "REQUEST_ID_REUSED")
     assert len(embedding.database.events(tenant)) == 1
 
 
-async def test_an_interrupted_embedding_is_billed_for_the_texts_the_encoder_had_begun(
-    embedding: Service,
-) -> None:
+async def test_an_interrupted_embedding_pays_for_texts_begun(embedding: Service) -> None:
     """A call that ends while queued for the encoder only counts, whatever the cause."""
     limits = {QuotaDimension.TOKENS_PER_MINUTE: 1000, QuotaDimension.CONCURRENT_REQUESTS: 3}
     gone, late, revoked, rotated = [await priced_tenant(embedding, limits) for _ in range(4)]
-    async with stub_of(embedding) as stub:
+    async with embedding.channel() as channel:
+        stub: Any = pb_grpc.InferenceServiceStub(channel)
         with stopped(embedding):
             hanging_up = stub.Embed(request_of(*TEXTS), metadata=bearer(gone.secret))
             timing_out = stub.Embed(request_of(*TEXTS), metadata=bearer(late.secret), timeout=2.0)
@@ -414,9 +327,9 @@ async def test_an_interrupted_embedding_is_billed_for_the_texts_the_encoder_had_
             for event in embedding.database.events(tenant)
         ]
         assert [event["outcome"] for event in events] == ["cancelled"] * 4
-        assert out_of_time.code is grpc.StatusCode.DEADLINE_EXCEEDED
-        reported = {(refusal.code, refusal.info.reason) for refusal in of_ended_keys}
-        assert reported == {(grpc.StatusCode.UNAUTHENTICATED, "KEY_REVOKED")}
+        assert out_of_time.code is StatusCode.DEADLINE_EXCEEDED
+        reported = {(refusal.code, refusal.reason) for refusal in of_ended_keys}
+        assert reported == {(StatusCode.UNAUTHENTICATED, "KEY_REVOKED")}
         answer = await stub.Embed(request_of(*TEXTS), metadata=bearer(gone.secret))
     whole = answer.usage.embedding_token_count
     billed = [event["embedding_token_count"] for event in events]
@@ -463,8 +376,8 @@ async def test_openais_client_gets_the_same_vectors_at_the_same_price(embedding:
         await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MONTH: 1000}),
     )
 
-    async with stub_of(embedding) as stub:
-        answer = await stub.Embed(request_of(*TEXTS), metadata=bearer(tenant.secret))
+    async with calls(embedding, tenant.secret) as call:
+        answer = await call("Embed", request_of(*TEXTS))
     with connect(embedding, by_http.secret) as client:
         # As base64.
         packed = client.embeddings.with_raw_response.create(
@@ -485,9 +398,8 @@ async def test_openais_client_gets_the_same_vectors_at_the_same_price(embedding:
             client.embeddings.create(model=ENCODER, input=TEXTS[0], dimensions=DIMENSION - 1)
         with pytest.raises(openai.BadRequestError) as long:
             client.embeddings.create(model=ENCODER, input=[TEXTS[0], LONG])
-        cut = client.embeddings.create(
-            model=ENCODER, input=LONG, extra_body={"truncate_prompt_tokens": -1}
-        )
+        cutting = {"truncate_prompt_tokens": -1}
+        cut = client.embeddings.create(model=ENCODER, input=LONG, extra_body=cutting)
         with pytest.raises(openai.BadRequestError) as talkative:
             client.chat.completions.create(model=ENCODER, messages=user_message("Hi"))
 
@@ -500,10 +412,8 @@ async def test_openais_client_gets_the_same_vectors_at_the_same_price(embedding:
     assert "set truncate to cut its end off" in long.value.message
     assert len(cut.data) == 1
     assert talkative.value.code == "model_mismatch"
-    [there], [here, other, _] = (
-        embedding.database.events(tenant),
-        embedding.database.events(by_http),
-    )
+    [there] = embedding.database.events(tenant)
+    [here, other, _] = embedding.database.events(by_http)
     assert (here["embedding_token_count"], here["cost_picos"]) == (
         there["embedding_token_count"],
         there["cost_picos"],
@@ -514,28 +424,24 @@ async def test_openais_client_gets_the_same_vectors_at_the_same_price(embedding:
 
 
 @pytest.mark.faults
-async def test_an_encoder_that_dies_bills_nothing_and_the_same_request_may_come_again(
-    embedding: Service,
-) -> None:
+async def test_a_dead_encoder_bills_nothing_and_allows_a_retry(embedding: Service) -> None:
     tenant = await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MINUTE: 1000})
     request = request_of(*TEXTS)
-    async with stub_of(embedding) as stub:
+    async with calls(embedding, tenant.secret) as call:
         async with asyncio.TaskGroup() as tasks:
             with stopped(embedding) as pid:
-                call = tasks.create_task(
-                    refused(stub.Embed(request, metadata=bearer(tenant.secret)))
-                )
+                embedded = tasks.create_task(call.refused("Embed", request))
                 await held(embedding, tenant)
                 os.kill(pid, signal.SIGKILL)
-        refusal = call.result()
+        refusal = embedded.result()
 
-        assert (refusal.code, refusal.info.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_FAILED")
+        assert (refusal.code, refusal.reason) == (StatusCode.UNAVAILABLE, "ENGINE_FAILED")
         assert refusal.info.metadata["retry_with"] == "same_request_id"
         assert refusal.detail(error_details_pb2.RetryInfo) is not None
         await nothing_billed(embedding, tenant)
 
         # Waits for the restarted encoder.
-        answer = await stub.Embed(request, metadata=bearer(tenant.secret))
+        answer = await call("Embed", request)
 
     assert [event["embedding_token_count"] for event in embedding.database.events(tenant)] == [
         answer.usage.embedding_token_count
@@ -544,9 +450,7 @@ async def test_an_encoder_that_dies_bills_nothing_and_the_same_request_may_come_
 
 
 @pytest.mark.faults
-async def test_a_server_that_is_killed_before_a_settlement_bills_nothing(
-    embedding: Service,
-) -> None:
+async def test_a_server_killed_before_settlement_bills_nothing(embedding: Service) -> None:
     """At `kill -9` one request waits for the encoder; another one, embedded, is being settled.
 
     The answer follows the settlement, so the clients have received nothing.
@@ -554,11 +458,10 @@ async def test_a_server_that_is_killed_before_a_settlement_bills_nothing(
     waits, leaves = [
         await priced_tenant(embedding, {QuotaDimension.TOKENS_PER_MINUTE: 1000}) for _ in range(2)
     ]
-    async with stub_of(embedding) as stub, asyncio.TaskGroup() as tasks:
+    async with embedding.channel() as channel, asyncio.TaskGroup() as tasks:
         with stopped(embedding):
-            first = tasks.create_task(
-                refused(stub.Embed(request_of(*TEXTS), metadata=bearer(leaves.secret)))
-            )
+            call = Calls(channel, leaves.secret)
+            first = tasks.create_task(call.refused("Embed", request_of(*TEXTS)))
             await held(embedding, leaves)
             # It settles nothing while its hold is locked.
             with psycopg.connect(psycopg_conninfo(embedding.database_url)) as other:
@@ -575,12 +478,11 @@ async def test_a_server_that_is_killed_before_a_settlement_bills_nothing(
                     "the settlement to wait for the lock",
                 )
                 os.kill(wait_for(lambda: encoder_pid(embedding), "the encoder"), signal.SIGSTOP)
-                second = tasks.create_task(
-                    refused(stub.Embed(request_of(*TEXTS), metadata=bearer(waits.secret)))
-                )
+                call = Calls(channel, waits.secret)
+                second = tasks.create_task(call.refused("Embed", request_of(*TEXTS)))
                 await held(embedding, waits)
                 embedding.kill()
-            assert {(await first).code, (await second).code} == {grpc.StatusCode.UNAVAILABLE}
+            assert {(await first).code, (await second).code} == {StatusCode.UNAVAILABLE}
     embedding.start()
     wait_for(lambda: embedding.serving(f"engine/{ENCODER}"), "the encoder to be loaded")
 

@@ -14,11 +14,11 @@ import pytest
 import inference.demo_model
 from demo.first_attempts import ADD, PERSON, SEARCH, WEATHER
 from metering.tenants.api_keys import update_api_key
-from tests.api.test_openai_tolerance import CLIENTS
+from tests.api.test_tolerance import CLIENTS
 from tests.e2e.conftest import Serve
 from tests.e2e.openai_clients import connect, user_message
 from tests.probing import probe
-from tests.service import MODEL, Service
+from tests.service import MODEL, Service, Tenant
 
 WEIGHTS = Path(inference.demo_model.__file__).parent / "weights"
 TOOLS: list[Any] = [function.chat() for function in (WEATHER, SEARCH, ADD)]
@@ -35,8 +35,7 @@ def service(serve: Serve) -> Service:
     return serve(WEIGHTS)
 
 
-async def test_the_first_structured_outputs_are_valid(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_the_first_structured_outputs_are_valid(service: Service, tenant: Tenant) -> None:
     formats: tuple[Any, ...] = (
         {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}},
         {"type": "json_object"},
@@ -60,17 +59,10 @@ async def test_the_first_structured_outputs_are_valid(service: Service) -> None:
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=["auto", "required", "named"])
-async def test_the_first_tool_call_is_valid_and_its_result_is_answered(
-    service: Service, choice: Any
-) -> None:
+async def test_a_tool_call_is_valid_and_its_result_answered(service: Service, choice: Any) -> None:
     tenant = await service.tenant()
     question = user_message("What is the weather in Paris?")
-    requested: dict[str, Any] = {
-        "model": MODEL,
-        "tools": TOOLS,
-        "max_tokens": 200,
-        "temperature": 0,
-    }
+    requested: Any = {"model": MODEL, "tools": TOOLS, "max_tokens": 200, "temperature": 0}
 
     with connect(service, tenant.secret) as client:
         message: Any = (
@@ -92,14 +84,11 @@ async def test_the_first_tool_call_is_valid_and_its_result_is_answered(
     assert "21" in (answer.choices[0].message.content or "")
 
 
-@pytest.mark.parametrize(
-    ("body", "names"), [each[1:] for each in CLIENTS], ids=[n for n, *_ in CLIENTS]
-)
-async def test_the_body_of_each_client_is_answered(
-    service: Service, body: dict[str, Any], names: list[str]
+@pytest.mark.parametrize(("body", "names"), CLIENTS.values(), ids=CLIENTS)
+async def test_each_body_is_served(
+    service: Service, tenant: Tenant, body: dict[str, Any], names: list[str]
 ) -> None:
     """Most have no maximum of their own, so the key has one."""
-    tenant = await service.tenant()
     async with service.session() as session:
         await update_api_key(
             session,
@@ -119,9 +108,7 @@ async def test_the_body_of_each_client_is_answered(
 
     async with httpx2.AsyncClient(base_url=service.openai_url, timeout=60.0) as client:
         response = await client.post(
-            path,
-            json=body | {"model": MODEL},
-            headers={"authorization": f"Bearer {tenant.secret}"},
+            path, json=body | {"model": MODEL}, headers={"authorization": f"Bearer {tenant.secret}"}
         )
 
     assert response.status_code == 200, response.text

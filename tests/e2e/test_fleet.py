@@ -8,22 +8,13 @@ from urllib.parse import quote
 import grpc
 import httpx2
 import pytest
-from weir.v1 import inference_service_pb2 as pb
-from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
 from api.core.settings import bundled_models
 from metering.core.models import QuotaDimension, QuotaKey, QuotaSubject, QuotaTerms
 from metering.quotas.quota_admin import set_quota
+from tests.calls import calls
 from tests.e2e.conftest import Serve
-from tests.service import (
-    MODEL,
-    Service,
-    bearer,
-    cost_picos,
-    kernels_of_this_machine,
-    picos,
-    wait_for,
-)
+from tests.service import MODEL, Service, cost_picos, kernels_of_this_machine, picos, wait_for
 
 FLEET = """
 regions: {{eu: [us], us: []}}
@@ -56,11 +47,8 @@ async def test_a_request_by_an_alias_is_billed_as_the_model(fleet: Service, name
         request_id = await stream.begin(model=name)
         finished = await stream.finished(request_id)
         count = len(stream.token_ids(request_id))
-    async with fleet.channel() as channel:
-        requested = pb.GetGenerationRequest(request_id=request_id)
-        answer = await pb_grpc.InferenceServiceStub(channel).GetGeneration(
-            requested, metadata=bearer(tenant.secret)
-        )
+    async with calls(fleet, tenant.secret) as call:
+        answer = await call("GetGeneration", request_id=request_id)
 
     assert answer.generation.model == MODEL
     assert fleet.database.event(tenant, request_id)["model"] == MODEL
@@ -87,9 +75,7 @@ async def test_a_quota_for_a_model_applies_to_its_aliases(fleet: Service) -> Non
     assert refusal.reason == "QUOTA_EXCEEDED"
 
 
-async def test_a_key_that_is_limited_to_a_model_may_call_it_by_all_its_names(
-    fleet: Service,
-) -> None:
+async def test_a_key_limited_to_a_model_may_use_all_its_names(fleet: Service) -> None:
     tenant = await fleet.tenant()
     _, secret = await fleet.new_key(tenant, models=[MODEL])
     _, other = await fleet.new_key(tenant, models=["another"])
@@ -98,14 +84,11 @@ async def test_a_key_that_is_limited_to_a_model_may_call_it_by_all_its_names(
             await stream.finished(await stream.begin(model=name, max_output_tokens=1))
     async with fleet.stream(other) as stream:
         for name in (MODEL, "latest", f"{MODEL}@v2"):
-            assert (
-                await stream.failed(await stream.begin(model=name))
-            ).reason == "MODEL_NOT_ALLOWED"
+            refusal = await stream.failed(await stream.begin(model=name))
+            assert refusal.reason == "MODEL_NOT_ALLOWED"
 
 
-async def test_unknown_names_and_regions_are_reported_with_the_known_ones(
-    fleet: Service,
-) -> None:
+async def test_unknown_names_and_regions_are_reported_with_the_known_ones(fleet: Service) -> None:
     tenant = await fleet.tenant()
     async with fleet.stream(tenant.secret) as stream:
         unknown = await stream.failed(await stream.begin(model=f"{MODEL}@v9"))

@@ -25,6 +25,7 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
+from tests.calls import calls
 from tests.e2e.inside import inside_fixtures
 from tests.metering.invariants import check_invariants
 from tests.service import (
@@ -33,6 +34,7 @@ from tests.service import (
     Service,
     Stream,
     Tenant,
+    attach,
     bearer,
     cancel,
     credit,
@@ -67,20 +69,13 @@ def less_patience(inside: Inside) -> Iterator[None]:
     object.__setattr__(inside.process.admission.settings.delivery, "stall_max_s", STALL_MAX_S)
 
 
-def attach(request_id: str, after_seq: int = 0) -> pb.ClientFrame:
-    """Return a frame that attaches to a request."""
-    return pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame(after_seq=after_seq))
-
-
 def generated(inside: Inside, tenant: Tenant, request_id: str) -> int:
     """Return the number of generated tokens so far."""
     request = inside.process.find((tenant.project_id, uuid.UUID(request_id)))
     return 10**9 if request is None else request.usage.generated_token_count
 
 
-async def test_no_more_is_sent_than_was_granted(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_credit_is_not_exceeded(inside: Inside, service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(max_output_tokens=200, initial_credit_tokens=5)
         for granted, more in ((5, 7), (12, 1), (13, 30), (43, 1000)):
@@ -90,7 +85,7 @@ async def test_no_more_is_sent_than_was_granted(
                 "more to be there",
             )
             assert len(stream.token_ids(request_id)) == granted
-            await stream.send(credit(request_id, more))
+            await stream.credit(request_id, more)
         finished = await stream.finished(request_id)
 
     assert finished.reason == types_pb2.FINISH_REASON_LENGTH
@@ -120,8 +115,7 @@ async def test_an_end_at_any_frame_is_settled_with_what_came_before(
             for frame in frames:
                 await stream.finished(frame.request_id)
         else:
-            stream.call.cancel()
-            await stream.closed()
+            await stream.hang_up()
     await inside.check_empty()
 
     for index, frame in enumerate(frames):
@@ -133,9 +127,7 @@ async def test_an_end_at_any_frame_is_settled_with_what_came_before(
         )
 
 
-async def test_one_stalled_request_slows_none_of_a_hundred_on_its_stream(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_stalled_request_slows_no_other(service: Service, tenant: Tenant) -> None:
     """It is ended after the stall limit and settled with the tokens that its credit allowed."""
     async with service.stream(tenant.secret) as stream:
         stalled = await stream.begin(max_output_tokens=3000, initial_credit_tokens=3)
@@ -143,19 +135,16 @@ async def test_one_stalled_request_slows_none_of_a_hundred_on_its_stream(
         others = [start(max_output_tokens=40) for _ in range(99)]
         await stream.send(*others)
         for frame in others:
-            assert (
-                await stream.finished(frame.request_id)
-            ).reason == types_pb2.FINISH_REASON_LENGTH
+            finished = await stream.finished(frame.request_id)
+            assert finished.reason == types_pb2.FINISH_REASON_LENGTH
         finished = await stream.finished(stalled)
 
     assert finished.reason == types_pb2.FINISH_REASON_SLOW_CONSUMER
     assert len(stream.token_ids(stalled)) == finished.usage.billed_token_count == 3
     event = service.database.event(tenant, stalled)
     assert (event["outcome"], event["delivered_token_count"]) == ("slow_consumer", 3)
-    assert {event["outcome"] for event in service.database.events(tenant)} == {
-        "slow_consumer",
-        "length",
-    }
+    outcomes = {event["outcome"] for event in service.database.events(tenant)}
+    assert outcomes == {"slow_consumer", "length"}
 
 
 @pytest.mark.parametrize("token_count", [50, 3000], ids=["has ended", "runs"])
@@ -167,10 +156,8 @@ async def test_a_client_without_credit_grants_is_stopped_after_the_stall_time(
         request_id = await stream.begin(max_output_tokens=token_count, initial_credit_tokens=4)
         finished = await stream.finished(request_id)
 
-    assert (finished.reason, finished.usage.billed_token_count) == (
-        types_pb2.FINISH_REASON_SLOW_CONSUMER,
-        4,
-    )
+    assert finished.reason == types_pb2.FINISH_REASON_SLOW_CONSUMER
+    assert finished.usage.billed_token_count == 4
 
 
 def has_more(stream: Stream, message_count: int) -> bool:
@@ -191,7 +178,7 @@ async def test_grants_by_drip_below_the_least_rate_keep_no_request(
             while not stream.ends(request_id):
                 message_count = len(stream.messages)
                 await asyncio.sleep(DRIP_S)
-                await stream.send(credit(request_id, 1))
+                await stream.credit(request_id, 1)
                 await stream.wait(partial(has_more, stream, message_count))
             finished = await stream.finished(request_id)
     finally:
@@ -212,12 +199,12 @@ async def test_invalid_credit_ends_its_request(
         request_id = await stream.begin(max_output_tokens=3000, initial_credit_tokens=2)
         await stream.received(request_id, 2)
         await until(lambda: generated(inside, tenant, request_id) > 10, "more to be there")
-        await stream.send(credit(request_id, token_count))
+        await stream.credit(request_id, token_count)
         refusal = await stream.failed(request_id)
         # It has ended: nothing happens.
         await stream.send(credit(request_id, 5), cancel(request_id))
         unknown = start().request_id
-        await stream.send(credit(unknown, 5))
+        await stream.credit(unknown, 5)
         assert (await stream.failed(unknown)).code is StatusCode.NOT_FOUND
         assert len(stream.ends(request_id)) == 1
 
@@ -233,10 +220,8 @@ async def test_invalid_credit_ends_its_request(
 async def test_initial_credit_below_zero_is_refused(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         refusal = await stream.failed(await stream.begin(initial_credit_tokens=-1))
-    assert (refusal.code, refusal.fields) == (
-        StatusCode.INVALID_ARGUMENT,
-        ["initial_credit_tokens"],
-    )
+    assert refusal.code is StatusCode.INVALID_ARGUMENT
+    assert refusal.fields == ["initial_credit_tokens"]
 
 
 async def test_credit_that_needs_none_changes_nothing(service: Service, tenant: Tenant) -> None:
@@ -246,9 +231,7 @@ async def test_credit_that_needs_none_changes_nothing(service: Service, tenant: 
         assert (await stream.finished(frame.request_id)).usage.delivered_token_count == 30
 
 
-async def test_replayed_output_uses_credit_and_is_billed_once(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_replays_use_credit(inside: Inside, service: Service, tenant: Tenant) -> None:
     frame = start(max_output_tokens=40, initial_credit_tokens=10, keep_on_disconnect=seconds(30))
     async with service.stream(tenant.secret) as stream, service.stream(tenant.secret) as other:
         await stream.send(frame)
@@ -259,7 +242,7 @@ async def test_replayed_output_uses_credit_and_is_billed_once(
         assert other.token_ids(frame.request_id)[:10] == stream.token_ids(frame.request_id)
         assert [delta.seq for delta in other.of(frame.request_id, "delta")] == list(range(1, 16))
         assert not other.ends(frame.request_id)
-        await other.send(credit(frame.request_id, 25))
+        await other.credit(frame.request_id, 25)
         finished = await other.finished(frame.request_id)
     assert finished.usage.delivered_token_count == len(other.token_ids(frame.request_id)) == 40
     assert service.database.event(tenant, frame.request_id)["billed_token_count"] == 40
@@ -423,9 +406,7 @@ class Crowd:
             await channel.close()
 
 
-async def test_random_clients_leave_one_settlement_each_and_nothing_else(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_random_clients_settle(inside: Inside, service: Service, tenant: Tenant) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}, {STEPS} steps")
     rng = random.Random(seed)
@@ -446,10 +427,8 @@ async def test_random_clients_leave_one_settlement_each_and_nothing_else(
     assert len(billed) == len(events), "one settlement each"
     check_frames(crowd.all, billed)
     used, held = service.database.counters(tenant)["tokens_per_month"]
-    assert (used, held) == (
-        sum(event["input_token_count"] + event["delivered_token_count"] for event in events),
-        0,
-    )
+    total = sum(each["input_token_count"] + each["delivered_token_count"] for each in events)
+    assert (used, held) == (total, 0)
     check_invariants(service.database_url, all_ended=True)
     print(
         dict(crowd.counts),
@@ -470,9 +449,7 @@ def check_frames(clients: list[Client], billed: dict[str, int]) -> None:
                     case "admitted":
                         expected = expected or 1
                     case "delta":
-                        assert frame.delta.seq == expected, (
-                            "no gap, no repetition, nothing after the end"
-                        )
+                        assert frame.delta.seq == expected, "no gap, no repetition"
                         expected += 1
                         assert (
                             deltas[request_id].setdefault(frame.delta.seq, frame.delta)
@@ -482,12 +459,12 @@ def check_frames(clients: list[Client], billed: dict[str, int]) -> None:
                         expected = 0
     for request_id, by_seq in deltas.items():
         assert sum(len(delta.token_ids) for delta in by_seq.values()) <= billed[request_id], (
-            "what came was billed"
+            "billed"
         )
 
 
 @pytest.mark.parametrize("how", ["does not read", "grants no credit"])
-async def test_a_pause_of_the_client_is_its_stall_and_not_a_gap_between_tokens(
+async def test_a_pause_of_the_client_is_a_stall_and_no_gap(
     inside: Inside, service: Service, tenant: Tenant, how: str
 ) -> None:
     """Every record of the request has the same figures."""
@@ -496,9 +473,7 @@ async def test_a_pause_of_the_client_is_its_stall_and_not_a_gap_between_tokens(
         tenant.secret, reading=by_credit, options=() if by_credit else SMALL_WINDOWS
     ) as stream:
         request_id = await stream.begin(
-            max_output_tokens=300,
-            top_logprobs=20,
-            initial_credit_tokens=5 if by_credit else None,
+            max_output_tokens=300, top_logprobs=20, initial_credit_tokens=5 if by_credit else None
         )
 
         def stalled_s() -> float:
@@ -508,15 +483,13 @@ async def test_a_pause_of_the_client_is_its_stall_and_not_a_gap_between_tokens(
         await until(lambda: stalled_s() > 1.0, "a second of stall")
         async with asyncio.TaskGroup() as tasks:
             if by_credit:
-                await stream.send(credit(request_id, 1000))
+                await stream.credit(request_id, 1000)
             else:
                 tasks.create_task(stream.read_all())
             finished = await stream.finished(request_id)
             stream.call.cancel()
-    async with service.channel() as channel:
-        request = pb.GetGenerationRequest(request_id=request_id)
-        stub = pb_grpc.InferenceServiceStub(channel)
-        found = (await stub.GetGeneration(request, metadata=bearer(tenant.secret))).generation
+    async with calls(service, tenant.secret) as call:
+        found = (await call("GetGeneration", request_id=request_id)).generation
 
     timings = finished.timings
     assert finished.usage.billed_token_count == 300

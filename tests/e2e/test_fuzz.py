@@ -100,8 +100,7 @@ async def play(
             started |= {frame.request_id for frame in frames if frame.HasField("start")}
             await stream.send(*frames)
         if hang_up:
-            stream.call.cancel()
-            await stream.closed()
+            await stream.hang_up()
         else:
             if started:
                 # Ends long requests; ended ones ignore it.

@@ -20,9 +20,9 @@ import grpc
 import pytest
 
 from metering.core.models import QuotaDimension
-from tests.api.test_body_fuzz import SEED, fuzzed
+from tests.api.test_fuzzed_bodies import SEED, fuzzed
 from tests.api.test_growth import HTTP
-from tests.service import Service, running
+from tests.service import MODEL, Service, Tenant, log_events, running
 
 COUNT = int(os.environ.get("WEIR_FUZZ_SENT", "600"))
 THREADS = 4
@@ -32,6 +32,13 @@ ANSWER_S = 2.0  # a stream may wait for the client without an answer
 WARM_SHARE = 5  # of the bodies are sent before the memory is measured
 MEMORY_MIB_MAX = 48.0
 OF_OURS = frozenset({"INTERNAL", "UNKNOWN", "DATA_LOSS", "UNIMPLEMENTED"})
+SHAPES: list[Any] = [True, -1, 2**63, 0.5, "x", [], ["x"], {"x": 1}]
+LIMITS = {  # of parameters, so that a body with any shape of another one is answered soon
+    "/v1/chat/completions": {"max_tokens": 2},
+    "/v1/completions": {"max_tokens": 2},
+    "/v1/responses": {"max_output_tokens": 2},
+}
+FORMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 
 
 class Client:
@@ -63,10 +70,11 @@ class Client:
         assert 200 <= response.status < 500, (response.status, text[:500])
         if response.getheader("content-type") == "application/json":
             answer = json.loads(text)
-            assert response.status < 400 or answer["error"]["message"], text[:500]
+            if response.status >= 400:
+                check_error(path, answer)
         else:
             assert response.status == 200, text[:500]
-            assert text.startswith((b"data: ", b"event: ")), text[:500]
+            check_events(path, text)
         return str(response.status)
 
     def _call(self, path: str, message: bytes, secret: str) -> str:
@@ -82,6 +90,33 @@ class Client:
         finally:
             answers.cancel()
         return "OK"
+
+
+def check_error(path: str, answer: dict[str, Any]) -> None:
+    """Check that an error has all fields that clients read."""
+    error = answer["error"]
+    assert error["message"], answer
+    assert isinstance(error["type"], str)
+    if path in FORMED:
+        assert isinstance(error["code"], str)
+        assert error["param"] is None or isinstance(error["param"], str)
+
+
+def check_events(path: str, text: bytes) -> None:
+    """Check that a stream ends with its end event, or with an error."""
+    lines = [line[6:] for line in text.split(b"\n") if line.startswith(b"data: ")]
+    events = [json.loads(line) for line in lines if line != b"[DONE]"]
+    assert events, text[:500]
+    if events[-1].get("error") is not None:
+        check_error(path, events[-1])
+    elif lines[-1] != b"[DONE]":
+        kind = events[-1]["type"].removeprefix("response.")
+        assert kind in ("completed", "incomplete", "failed", "message_stop")
+
+
+def incident_count(service: Service) -> int:
+    """Return the number of errors of the service itself."""
+    return sum(len(log_events(service.log, name)) for name in ("incident", "http_handler_failed"))
 
 
 def resident_mib(service: Service) -> float:
@@ -130,4 +165,33 @@ async def test_a_server_answers_random_bodies_and_stays_as_large(own_service: Se
     print(dict(ends), f"{before_mib:.0f} to {resident_mib(own_service):.0f} MiB")
     assert resident_mib(own_service) - before_mib <= MEMORY_MIB_MAX
     assert "Traceback" not in own_service.log
+    assert incident_count(own_service) == 0
+    for each in tenants:
+        await own_service.no_hold_left(each)
+    assert {"200", "400"} <= ends.keys()
     assert ends["200"] + ends["OK"] > COUNT // 20
+
+
+@pytest.mark.parametrize("path", FORMED)
+async def test_any_shape_of_a_parameter_is_answered(
+    service: Service, tenant: Tenant, path: str
+) -> None:
+    _, kind, plain = HTTP[path]
+    completion = {"model": MODEL, "prompt": "Hi", "max_tokens": 2}
+    incidents = incident_count(service)
+
+    def send_all() -> Counter[str]:
+        ends = Counter[str]()
+        with Client(service, [tenant.secret]) as client:
+            ends[client.send("/v1/completions", json.dumps(completion).encode())] += 1
+            for name, shape in itertools.product(kind.__struct_encode_fields__, SHAPES):
+                body = {**plain, **LIMITS.get(path, {}), name: shape}
+                ends[client.send(path, json.dumps(body).encode())] += 1
+        return ends
+
+    ends = await asyncio.to_thread(send_all)
+    await service.no_hold_left(tenant)
+
+    assert {"200", "400"} <= ends.keys() <= {"200", "400", "404", "409", "429"}
+    assert ends["429"] < 10, "the pace of a key on a slow machine"
+    assert incident_count(service) == incidents

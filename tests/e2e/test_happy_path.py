@@ -13,6 +13,7 @@ from weir.v1 import types_pb2
 from weir_client import FinishReason, GenerationState
 
 from metering.core.models import QuotaDimension
+from tests.calls import calls
 from tests.service import (
     CACHED_PICOS,
     CONTEXT_WINDOW_TOKENS,
@@ -22,6 +23,7 @@ from tests.service import (
     PLAIN_IDS,
     Service,
     Stream,
+    Tenant,
     bearer,
     conversation,
     cost_picos,
@@ -30,15 +32,8 @@ from tests.service import (
 )
 
 STAGES = (
-    "auth",
-    "tokenize",
-    "admission",
-    "queue",
-    "cold_start",
-    "prefill",
-    "decode",
-    "client_stall",
-    "settle",
+    *("auth", "tokenize", "admission", "queue", "cold_start"),
+    *("prefill", "decode", "client_stall", "settle"),
 )
 UNACCOUNTED_MS = 1.0  # no waiting between two stages
 
@@ -66,9 +61,8 @@ async def test_the_usage_event_equals_the_usage_sent_to_the_client(service: Serv
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10_000})
 
     async with service.stream(tenant.secret) as stream:
-        request_id = await stream.begin(
-            max_output_tokens=40, labels={"team": "search", "ünïcode": "✓"}
-        )
+        labels = {"team": "search", "ünïcode": "✓"}
+        request_id = await stream.begin(max_output_tokens=40, labels=labels)
         finished = await stream.finished(request_id)
         [admitted] = stream.of(request_id, "admitted")
 
@@ -82,9 +76,8 @@ async def test_the_usage_event_equals_the_usage_sent_to_the_client(service: Serv
     assert service.database.counters(tenant) == {"tokens_per_month": (50, 0)}
 
 
-async def test_the_price_of_a_cached_prompt_is_exact(service: Service) -> None:
+async def test_the_price_of_a_cached_prompt_is_exact(service: Service, tenant: Tenant) -> None:
     """The engine reports cached tokens, which have their own price."""
-    tenant = await service.tenant()
     prompt = random.Random(1).sample(PLAIN_IDS, 200)
 
     async with service.stream(tenant.secret) as stream:
@@ -96,16 +89,12 @@ async def test_the_price_of_a_cached_prompt_is_exact(service: Service) -> None:
     assert first.usage.cached_input_token_count == 0
     assert 0 < cached < 200
     assert stream.of(second_id, "admitted")[0].predicted_cached_token_count == cached
-    assert (
-        picos(second.cost)
-        == (200 - cached) * INPUT_PICOS + cached * CACHED_PICOS + 20 * OUTPUT_PICOS
-    )
+    cost = (200 - cached) * INPUT_PICOS + cached * CACHED_PICOS + 20 * OUTPUT_PICOS
+    assert picos(second.cost) == cost
     assert picos(first.cost) - picos(second.cost) == cached * (INPUT_PICOS - CACHED_PICOS)
 
 
-async def test_the_stages_add_up_to_the_total(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_the_stages_add_up_to_the_total(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         timings = (await stream.finished(await stream.begin(max_output_tokens=30))).timings
 
@@ -128,10 +117,8 @@ async def test_the_admitted_frame_counts_this_very_request(service: Service) -> 
         await stream.end(request_id)
 
     concurrent, tokens = admitted.quotas
-    assert (concurrent.dimension, concurrent.limit_value) == (
-        types_pb2.QUOTA_DIMENSION_CONCURRENT_REQUESTS,
-        7,
-    )
+    assert concurrent.dimension == types_pb2.QUOTA_DIMENSION_CONCURRENT_REQUESTS
+    assert concurrent.limit_value == 7
     assert (concurrent.used_value, concurrent.held_value, concurrent.remaining_value) == (0, 1, 6)
     assert not concurrent.HasField("reset_time")
     assert tokens.dimension == types_pb2.QUOTA_DIMENSION_TOKENS_PER_MONTH
@@ -141,16 +128,13 @@ async def test_the_admitted_frame_counts_this_very_request(service: Service) -> 
     assert tokens.subject_id == str(tenant.organization_id)
 
 
-async def test_a_later_lookup_equals_the_last_frame(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_a_later_lookup_equals_the_last_frame(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(labels={"a": "b"})
         finished = await stream.finished(request_id)
 
-    async with service.channel() as channel:
-        stub = pb_grpc.InferenceServiceStub(channel)
-        request = pb.GetGenerationRequest(request_id=request_id)
-        found = (await stub.GetGeneration(request, metadata=bearer(tenant.secret))).generation
+    async with calls(service, tenant.secret) as call:
+        found = (await call("GetGeneration", request_id=request_id)).generation
 
     assert found.state == pb.Generation.STATE_SETTLED
     assert (found.request_id, found.model, dict(found.labels)) == (request_id, MODEL, {"a": "b"})
@@ -163,8 +147,7 @@ async def test_a_later_lookup_equals_the_last_frame(service: Service) -> None:
     assert found.admit_time.ToDatetime() < found.settle_time.ToDatetime()
 
 
-async def test_a_request_that_runs_can_be_looked_up(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_a_request_that_runs_can_be_looked_up(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream, service.client(tenant.secret) as client:
         request_id = await stream.begin(max_output_tokens=2000)
         await stream.received(request_id, 1)
@@ -211,17 +194,11 @@ async def test_a_stop_sequence_ends_the_answer_and_is_cut_off(service: Service) 
     assert finished.usage.delivered_token_count == len(stream.token_ids(request_id)) < 80
 
 
-async def test_the_count_is_the_admitted_one(service: Service) -> None:
-    tenant = await service.tenant()
-    turns = conversation(
-        "Which hotel is close to the station?", "The second one.", "And allows dogs? 🙂"
-    )
-    async with service.channel() as channel, service.stream(tenant.secret) as stream:
-        stub = pb_grpc.InferenceServiceStub(channel)
+async def test_the_count_is_the_admitted_one(service: Service, tenant: Tenant) -> None:
+    turns = conversation("Which hotel is near the sea?", "The second one.", "And allows dogs? 🙂")
+    async with calls(service, tenant.secret) as call, service.stream(tenant.secret) as stream:
         for prompt in ({"conversation": turns}, {"text": "A weir regulates a stream. " * 30}):
-            counted = await stub.CountTokens(
-                pb.CountTokensRequest(model=MODEL, **prompt), metadata=bearer(tenant.secret)
-            )
+            counted = await call("CountTokens", model=MODEL, **prompt)
 
             request_id = await stream.begin(**prompt)
             admitted = await stream.first(request_id, "admitted")
@@ -230,24 +207,17 @@ async def test_the_count_is_the_admitted_one(service: Service) -> None:
             assert counted.context_window_tokens == CONTEXT_WINDOW_TOKENS
 
 
-async def test_models_are_listed_with_their_price(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_models_are_listed_with_their_price(service: Service, tenant: Tenant) -> None:
     foreign = await service.tenant(currency_code="EUR")
     async with service.client(tenant.secret) as client, service.client(foreign.secret) as in_euros:
         [model] = await client.list_models()
         [unpriced] = await in_euros.list_models()
 
-    assert (model.name, model.engine, model.context_window_tokens, model.vocabulary_size) == (
-        MODEL,
-        "torch",
-        CONTEXT_WINDOW_TOKENS,
-        400,
-    )
+    assert (model.name, model.engine) == (MODEL, "torch")
+    assert (model.context_window_tokens, model.vocabulary_size) == (CONTEXT_WINDOW_TOKENS, 400)
     assert model.price is not None
-    assert (model.price.input_picos_per_token, model.price.output_picos_per_token) == (
-        INPUT_PICOS,
-        OUTPUT_PICOS,
-    )
+    assert model.price.input_picos_per_token == INPUT_PICOS
+    assert model.price.output_picos_per_token == OUTPUT_PICOS
     assert unpriced.price is None
 
 
@@ -265,9 +235,7 @@ async def test_without_max_tokens_an_answer_ends_with_the_window(service: Servic
     assert service.database.counters(tenant) == {"tokens_per_month": (CONTEXT_WINDOW_TOKENS, 0)}
 
 
-async def test_running_counts_come_at_the_interval(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_running_counts_come_at_the_interval(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(max_output_tokens=50, usage_interval_tokens=20)
         await stream.end(request_id)
@@ -349,10 +317,8 @@ async def test_streams_of_one_connection_do_not_disturb_each_other(service: Serv
             await stream.half_close()
 
     await service.no_hold_left(tenant)
-    assert sorted(event["outcome"] for event in service.database.events(tenant)) == [
-        "cancelled",
-        *["length"] * 5,
-    ]
+    outcomes = sorted(event["outcome"] for event in service.database.events(tenant))
+    assert outcomes == ["cancelled", *["length"] * 5]
 
 
 async def test_the_sdk_streams_and_reports_usage_and_cost(service: Service) -> None:
@@ -370,21 +336,16 @@ async def test_the_sdk_streams_and_reports_usage_and_cost(service: Service) -> N
     assert "".join(pieces) == result.text
     assert result.finish_reason is FinishReason.LENGTH
     assert result.usage.delivered_token_count == len(result.token_ids) == 24
-    uncached = result.usage.input_token_count - result.usage.cached_input_token_count
-    cost = (
-        uncached * INPUT_PICOS
-        + result.usage.cached_input_token_count * CACHED_PICOS
-        + 24 * OUTPUT_PICOS
-    )
+    cached = result.usage.cached_input_token_count
+    uncached = result.usage.input_token_count - cached
+    cost = uncached * INPUT_PICOS + cached * CACHED_PICOS + 24 * OUTPUT_PICOS
     assert (result.cost.currency_code, result.cost.picos) == ("USD", cost)
     assert recorded.cost == result.cost
     assert quota.used_value == result.usage.input_token_count + 24
     assert quota.held_value == 0
 
 
-async def test_leaving_the_block_of_the_sdk_cancels(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_leaving_the_block_of_the_sdk_cancels(service: Service, tenant: Tenant) -> None:
     async with (
         service.client(tenant.secret) as client,
         client.generate(MODEL, "Tell me more.", max_output_tokens=3000, ignore_eos=True) as answer,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from datetime import UTC, datetime
+from functools import partial
 
 import psycopg
 from grpc import StatusCode
-from weir.v1 import billing_service_pb2, billing_service_pb2_grpc, inference_service_pb2_grpc
-from weir.v1 import inference_service_pb2 as pb
 
 from metering.core.models import QuotaDimension
 from metering.store.db import psycopg_conninfo
-from tests.service import PLAIN_IDS, Service, bearer, refused, start, until
+from tests.calls import calls
+from tests.service import PLAIN_IDS, Service, refused, start, until
 
 RUNNING_MAX = 2  # reports of one key: `report_connections` less the one reserved for other keys
 WAITING_MAX = 16  # more of them
@@ -25,15 +26,9 @@ async def test_requests_of_others_do_not_exist(service: Service) -> None:
         request_id = await stream.begin()
         await stream.finished(request_id)
 
-    async with service.channel() as channel:
-        stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
-        request = pb.GetGenerationRequest(request_id=request_id)
-        refusal = await refused(stub.GetGeneration(request, metadata=bearer(other.secret)))
-        unknown = await refused(
-            stub.GetGeneration(
-                pb.GetGenerationRequest(request_id="0" * 32), metadata=bearer(other.secret)
-            )
-        )
+    async with calls(service, other.secret) as call:
+        refusal = await call.refused("GetGeneration", request_id=request_id)
+        unknown = await call.refused("GetGeneration", request_id="0" * 32)
 
     assert refusal.code is unknown.code is StatusCode.NOT_FOUND
     assert refusal.reason == unknown.reason
@@ -81,27 +76,18 @@ async def test_long_reports_keep_no_request_from_being_admitted(service: Service
 
     with psycopg.connect(psycopg_conninfo(service.database_url)) as slow:
         slow.execute("LOCK TABLE ledger_entries IN ACCESS EXCLUSIVE MODE")
-        async with service.channel() as channel:
-            stub = billing_service_pb2_grpc.BillingServiceStub(channel)
-            request = billing_service_pb2.GetMonthReportRequest(organization=one.name, month=month)
-            reports = [
-                stub.GetMonthReport(request, metadata=bearer(one.secret)) for _ in range(REPORTS)
-            ]
-            await until(
-                lambda: waiting_count(service) == RUNNING_MAX, "as many reports to run as may"
-            )
-            await until(
-                lambda: (
-                    sum(report.done() for report in reports) == REPORTS - RUNNING_MAX - WAITING_MAX
-                ),
-                "the rest to be refused",
-            )
-            refusals = [await refused(report) for report in reports if report.done()]
+        async with calls(service, one.secret) as call, asyncio.TaskGroup() as tasks:
+            report = partial(call, "GetMonthReport", organization=one.name, month=month)
+            reports = [tasks.create_task(refused(report())) for _ in range(REPORTS)]
+            await until(lambda: waiting_count(service) == RUNNING_MAX, "reports to run")
+            refused_count = REPORTS - RUNNING_MAX - WAITING_MAX
+            await until(lambda: sum(each.done() for each in reports) == refused_count, "refusals")
+            refusals = [each.result() for each in reports if each.done()]
             async with service.stream(other.secret) as stream:
                 finished = await stream.finished(await stream.begin())
             still_waiting = waiting_count(service)
-            for report in reports:
-                report.cancel()
+            for each in reports:
+                each.cancel()
 
     assert (finished.usage.delivered_token_count, still_waiting) == (20, RUNNING_MAX)
     assert {refusal.reason for refusal in refusals} == {"TOO_MANY_REPORTS"}
@@ -156,23 +142,12 @@ async def test_the_same_answer_comes_to_both_and_is_billed_to_each(service: Serv
 async def test_finance_of_one_customer_sees_no_other_customer(service: Service) -> None:
     one, other = await service.tenant(), await service.tenant()
     _, secret = await service.new_key(one, "billing")
-    async with service.channel() as channel:
-        stub = billing_service_pb2_grpc.BillingServiceStub(channel)
-
-        def report(organization: str) -> object:
-            request = billing_service_pb2.GetMonthReportRequest(
-                organization=organization, month="2026-11"
-            )
-            return stub.GetMonthReport(request, metadata=bearer(secret))
-
-        refusals = [
-            await refused(report(ref))  # type: ignore[arg-type]
-            for ref in (other.name, str(other.organization_id), "nobody")
-        ]
-        own = await report(one.name)  # type: ignore[misc]
+    others = (other.name, str(other.organization_id), "nobody")
+    async with calls(service, secret) as call:
+        report = partial(call, "GetMonthReport", month="2026-11")
+        refusals = [await refused(report(organization=each)) for each in others]
+        own = await report(organization=one.name)
 
     assert own.organization_name == one.name
     assert [refusal.code for refusal in refusals] == [StatusCode.NOT_FOUND] * 3
-    assert {refusal.reason for refusal in refusals} == {"NOT_FOUND"}, (
-        "an unknown one and another's look alike"
-    )
+    assert {refusal.reason for refusal in refusals} == {"NOT_FOUND"}, "both look alike"

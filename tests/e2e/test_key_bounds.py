@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +12,16 @@ import openai
 import pytest
 from grpc import StatusCode
 from weir.v1 import admin_service_pb2 as admin_pb
-from weir.v1 import admin_service_pb2_grpc as admin_pb_grpc
 from weir.v1 import inference_service_pb2 as pb
-from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
-from metering.pricing.prices import PriceTerms, set_price
+from tests.calls import Calls
 from tests.conftest import new_database
+from tests.e2e.encoders import ENCODER, price_encoders
 from tests.e2e.openai_clients import TO_THE_END, connect_async, user_message
-from tests.e2e.test_embeddings import ENCODER, PICOS
 from tests.inference.encoder_checkpoints import PLAIN_IDS as ENCODER_IDS
 from tests.inference.encoder_checkpoints import make_random_encoder
-from tests.service import (
-    MODEL,
-    PLAIN_IDS,
-    Refusal,
-    Service,
-    Tenant,
-    bearer,
-    refused,
-    running,
-    start,
-)
+from tests.service import MODEL, PLAIN_IDS, Refusal, Service, Tenant, refused, running, start
 
 MOST_IN, MOST_OUT = 12, 30
 
@@ -71,37 +60,30 @@ def bounded(
 async def key(bounded: Service) -> AsyncIterator[Key]:
     """Yield a key with both limits, and an admin."""
     tenant, admin = await bounded.tenant(), await bounded.tenant(scopes=("admin",))
-    async with bounded.session() as session:
-        await set_price(
-            session,
-            PriceTerms(
-                model=ENCODER,
-                input_picos_per_token=0,
-                cached_input_picos_per_token=0,
-                output_picos_per_token=0,
-                embedding_picos_per_token=PICOS,
-            ),
-            actor="test",
-        )
+    await price_encoders(bounded, ENCODER)
     async with bounded.channel() as channel:
-        made = Key(bounded, tenant, admin.secret, channel)
+        made = Key(bounded, tenant, Calls(channel, tenant.secret), Calls(channel, admin.secret))
         await made.update(max_input_tokens=MOST_IN, max_output_tokens=MOST_OUT)
         yield made
 
 
+@dataclass(frozen=True, slots=True)
 class Key:
-    """Key, and calls with it."""
+    """Key of a tenant, calls with it, and calls of an admin."""
 
-    def __init__(self, service: Service, tenant: Tenant, admin_secret: str, channel: Any) -> None:
-        self.service, self.tenant, self.secret = service, tenant, tenant.secret
-        self._admin, self._admin_secret = admin_pb_grpc.AdminServiceStub(channel), admin_secret
-        self.stub = pb_grpc.InferenceServiceStub(channel)
+    service: Service
+    tenant: Tenant
+    call: Calls
+    admin: Calls
+
+    @property
+    def secret(self) -> str:
+        return self.tenant.secret
 
     async def update(self, **fields: Any) -> admin_pb.ApiKey:
         """Change the key, as an admin."""
-        request = admin_pb.UpdateApiKeyRequest(api_key=self.tenant.key.prefix, **fields)
-        response = await self._admin.UpdateApiKey(request, metadata=bearer(self._admin_secret))
-        return response.api_key  # type: ignore[no-any-return]
+        answer = await self.admin("UpdateApiKey", api_key=self.tenant.key.prefix, **fields)
+        return answer.api_key  # type: ignore[no-any-return]
 
     def embed(self, *lengths: int) -> Any:
         """Embed texts of this many tokens."""
@@ -110,21 +92,12 @@ class Key:
         ]
         return pb.EmbedRequest(request_id=str(uuid.uuid4()), model=ENCODER, inputs=inputs)
 
-    async def refusal(self, call: str, request: Any) -> Refusal:
-        """Return the error of a call with the key, which must fail."""
-        return await refused(getattr(self.stub, call)(request, metadata=bearer(self.secret)))
-
 
 def facts(refusal: Refusal) -> tuple[StatusCode, str, list[str], str, str]:
     """Return the facts of a refusal that a client reads."""
     values = refusal.info.metadata
-    return (
-        refusal.code,
-        refusal.reason,
-        refusal.fields,
-        values["limit"],
-        values["excess_token_count"],
-    )
+    bounds = values["limit"], values["excess_token_count"]
+    return (refusal.code, refusal.reason, refusal.fields, *bounds)
 
 
 def by(field: str, limit: int, excess: int) -> tuple[StatusCode, str, list[str], str, str]:
@@ -132,26 +105,20 @@ def by(field: str, limit: int, excess: int) -> tuple[StatusCode, str, list[str],
     return StatusCode.INVALID_ARGUMENT, "KEY_LIMIT_EXCEEDED", [field], str(limit), str(excess)
 
 
-async def test_more_input_than_a_key_may_send_is_refused_by_name_and_number_on_every_way(
-    key: Key,
-) -> None:
+async def test_too_much_input_is_refused_by_name_and_number_everywhere(key: Key) -> None:
     long = start(prompt=PLAIN_IDS[: MOST_IN + 3])
     async with key.service.stream(key.secret) as stream:
         generated = await stream.failed(await stream.begin(prompt=PLAIN_IDS[: MOST_IN + 3]))
         await stream.finished(await stream.begin(prompt=PLAIN_IDS[:MOST_IN]))
-    embedded = await key.refusal("Embed", key.embed(8, 8))
-    quoted = await key.refusal("Quote", pb.QuoteRequest(start=long.start))
-    quoted_embed = await key.refusal("Quote", pb.QuoteRequest(embed=key.embed(8, 8)))
-    who = bearer(key.secret)
-    fits = await key.stub.Embed(key.embed(6, 6), metadata=who)
-    counted = await key.stub.CountTokens(
-        pb.CountTokensRequest(model=MODEL, text="one two three " * 10), metadata=who
-    )
+    embedded = await key.call.refused("Embed", key.embed(8, 8))
+    quoted = await key.call.refused("Quote", start=long.start)
+    quoted_embed = await key.call.refused("Quote", embed=key.embed(8, 8))
+    fits = await key.call("Embed", key.embed(6, 6))
+    counted = await key.call("CountTokens", model=MODEL, text="one two three " * 10)
     async with connect_async(key.service, key.secret) as client:
         with pytest.raises(openai.BadRequestError) as chat:
             await client.chat.completions.create(
-                model=MODEL,
-                messages=user_message("one two three four five six seven eight nine ten " * 3),
+                model=MODEL, messages=user_message("one two " * 15)
             )
         with pytest.raises(openai.BadRequestError) as list_of_texts:
             await client.embeddings.create(
@@ -169,24 +136,18 @@ async def test_more_input_than_a_key_may_send_is_refused_by_name_and_number_on_e
     assert len(key.service.database.events(key.tenant)) == 2
 
 
-async def test_more_output_than_a_key_may_have_is_refused_and_the_default_is_below_it(
-    key: Key,
-) -> None:
+async def test_too_much_output_is_refused_and_the_default_is_bounded(key: Key) -> None:
     async with key.service.stream(key.secret) as stream:
         more = await stream.failed(await stream.begin(max_output_tokens=MOST_OUT + 1))
-        several = await stream.failed(
-            await stream.begin(max_output_tokens=11, choice_count=3, sampling=HOT)
-        )
+        three = await stream.begin(max_output_tokens=11, choice_count=3, sampling=HOT)
+        several = await stream.failed(three)
         many = await stream.begin(max_output_tokens=None)
         exact = await stream.begin(max_output_tokens=MOST_OUT)
         shared = await stream.begin(max_output_tokens=None, choice_count=4, sampling=HOT)
         ends = [await stream.finished(each) for each in (many, exact, shared)]
         admitted = [stream.of(each, "admitted")[0] for each in (many, exact, shared)]
-    quoted = await key.refusal(
-        "Quote", pb.QuoteRequest(start=start(max_output_tokens=MOST_OUT + 1).start)
-    )
-    unsaid = pb.QuoteRequest(start=start(max_output_tokens=None).start)
-    quote = await key.stub.Quote(unsaid, metadata=bearer(key.secret))
+    quoted = await key.call.refused("Quote", start=start(max_output_tokens=MOST_OUT + 1).start)
+    quote = await key.call("Quote", start=start(max_output_tokens=None).start)
     async with connect_async(key.service, key.secret) as client:
         with pytest.raises(openai.BadRequestError) as chat:
             await client.chat.completions.create(
@@ -207,10 +168,9 @@ async def test_more_output_than_a_key_may_have_is_refused_and_the_default_is_bel
     ]
     assert quote.max_output_token_count == MOST_OUT
     assert (chat.value.code, chat.value.param) == ("key_limit_exceeded", "max_tokens")
-    assert (answer.choices[0].finish_reason, answer.usage and answer.usage.completion_tokens) == (
-        "length",
-        MOST_OUT,
-    )
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == MOST_OUT
 
 
 async def test_a_running_request_is_not_raised_beyond_its_key(key: Key) -> None:
@@ -220,14 +180,8 @@ async def test_a_running_request_is_not_raised_beyond_its_key(key: Key) -> None:
         request_id = await stream.begin(max_output_tokens=2900, initial_credit_tokens=1)
         await stream.received(request_id, 1)
         for limit in (3001, 3000, 40):
-            await stream.send(
-                pb.ClientFrame(
-                    request_id=request_id, update=pb.UpdateFrame(max_output_tokens=limit)
-                )
-            )
-        await stream.send(
-            pb.ClientFrame(request_id=request_id, credit=pb.CreditFrame(token_count=4000))
-        )
+            await stream.update(request_id, max_output_tokens=limit)
+        await stream.credit(request_id, 4000)
         end = await stream.finished(request_id)
         refusal, taken, lowered = stream.of(request_id, "updated")
 
@@ -237,28 +191,20 @@ async def test_a_running_request_is_not_raised_beyond_its_key(key: Key) -> None:
 
 
 async def test_a_key_knows_its_bounds_a_rotation_keeps_them_and_zero_lifts_them(key: Key) -> None:
-    who = bearer(key.secret)
-    own = (await key.stub.GetQuota(pb.GetQuotaRequest(), metadata=who)).restrictions
-    rotate = admin_pb.RotateApiKeyRequest(api_key=key.tenant.key.prefix)
-    rotated = await key._admin.RotateApiKey(rotate, metadata=bearer(key._admin_secret))
+    prefix = key.tenant.key.prefix
+    own = (await key.call("GetQuota")).restrictions
+    rotated = await key.admin("RotateApiKey", api_key=prefix)
     async with key.service.stream(rotated.secret) as stream:
         kept = await stream.failed(await stream.begin(max_output_tokens=MOST_OUT + 1))
     lifted = await key.update(max_output_tokens=0)
     wrong = await refused(key.update(max_input_tokens=-1))
     async with key.service.stream(rotated.secret) as stream:
         await stream.finished(await stream.begin(max_output_tokens=MOST_OUT + 1))
-    entries = admin_pb.ListAuditEntriesRequest(
-        subject=key.tenant.key.prefix, action_prefix="api_key.update"
-    )
-    [entry, *_] = (
-        await key._admin.ListAuditEntries(entries, metadata=bearer(key._admin_secret))
-    ).entries
+    changes = await key.admin("ListAuditEntries", subject=prefix, action_prefix="api_key.update")
+    [entry, *_] = changes.entries
 
-    assert (own.prefix, own.max_input_tokens, own.max_output_tokens) == (
-        key.tenant.key.prefix,
-        MOST_IN,
-        MOST_OUT,
-    )
+    assert own.prefix == prefix
+    assert (own.max_input_tokens, own.max_output_tokens) == (MOST_IN, MOST_OUT)
     assert facts(kept) == by("max_output_tokens", MOST_OUT, 1)
     assert (lifted.max_input_tokens, lifted.max_output_tokens) == (MOST_IN, 0)
     assert (wrong.code, wrong.fields) == (StatusCode.INVALID_ARGUMENT, ["max_input_tokens"])

@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from grpc import StatusCode
-from weir.v1 import admin_service_pb2 as admin_pb
-from weir.v1 import admin_service_pb2_grpc as admin_pb_grpc
-from weir.v1 import inference_service_pb2 as pb
-from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
-from metering.pricing.prices import PriceTerms, set_price
+from tests.calls import Calls, calls
 from tests.e2e.conftest import Serve
-from tests.e2e.test_embeddings import ENCODER, PICOS
+from tests.e2e.encoders import ENCODER, price_encoders
 from tests.inference.encoder_checkpoints import make_random_encoder
-from tests.service import MODEL, Service, Tenant, bearer, refused
+from tests.service import MODEL, Service, Tenant
 
 IGNORED = "weir-ignored-parameters"
 AUTOGEN: dict[str, Any] = {
@@ -75,21 +72,11 @@ BODIES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ),
     (
         "embeddings",
-        {
-            "model": ENCODER,
-            "input": ["a hotel"],
-            "encoding_format": "float",
-            "priority": 3,
-        },
+        {"model": ENCODER, "input": ["a hotel"], "encoding_format": "float", "priority": 3},
         "priority",
         "priority",
     ),
-    (
-        "messages",
-        AGENT | {"max_tokens": 2},
-        "system[].cache_control",
-        "system[0].cache_control",
-    ),
+    ("messages", AGENT | {"max_tokens": 2}, "system[].cache_control", "system[0].cache_control"),
     ("messages/count_tokens", AGENT, "system[].cache_control", "system[0].cache_control"),
 )
 
@@ -102,58 +89,31 @@ def service(serve: Serve, tmp_path_factory: pytest.TempPathFactory, model: Path)
 
 
 @pytest.fixture
-async def keys(service: Service) -> AsyncIterator[Keys]:
+async def keys(service: Service, admin: Calls) -> AsyncIterator[Keys]:
     """Yield a lenient and a strict key, and an admin."""
-    async with service.session() as session:
-        await set_price(
-            session,
-            PriceTerms(
-                model=ENCODER,
-                input_picos_per_token=0,
-                cached_input_picos_per_token=0,
-                output_picos_per_token=0,
-                embedding_picos_per_token=PICOS,
-            ),
-            actor="test",
-        )
+    await price_encoders(service, ENCODER)
     lenient, strict = await service.tenant(), await service.tenant()
-    admin = await service.tenant(scopes=("admin",))
-    async with (
-        service.channel() as channel,
-        httpx2.AsyncClient(base_url=service.openai_url, timeout=60.0) as http,
-    ):
-        made = Keys(service, lenient, strict, admin.secret, channel, http)
-        await made.call("UpdateApiKey", api_key=strict.key.prefix, strict_parameters=True)
+    async with httpx2.AsyncClient(base_url=service.openai_url, timeout=60.0) as http:
+        made = Keys(service, lenient, strict, admin, http)
+        await made.admin("UpdateApiKey", api_key=strict.key.prefix, strict_parameters=True)
         yield made
 
 
+@dataclass(frozen=True, slots=True)
 class Keys:
     """Two tenants' keys, calls of an admin, and requests over HTTP."""
 
-    def __init__(
-        self,
-        service: Service,
-        lenient: Tenant,
-        strict: Tenant,
-        admin_secret: str,
-        channel: Any,
-        http: httpx2.AsyncClient,
-    ) -> None:
-        self.service, self.lenient, self.strict = service, lenient, strict
-        self._admin, self._admin_secret = admin_pb_grpc.AdminServiceStub(channel), admin_secret
-        self.stub = pb_grpc.InferenceServiceStub(channel)
-        self._http = http
-
-    async def call(self, name: str, /, **fields: Any) -> Any:
-        """Make a call of the admin."""
-        request = getattr(admin_pb, f"{name}Request")(**fields)
-        return await getattr(self._admin, name)(request, metadata=bearer(self._admin_secret))
+    service: Service
+    lenient: Tenant
+    strict: Tenant
+    admin: Calls
+    http: httpx2.AsyncClient
 
     async def post(
         self, secret: str, path: str, body: dict[str, Any], query: str = ""
     ) -> httpx2.Response:
         """Send a body and return the whole response."""
-        return await self._http.post(
+        return await self.http.post(
             f"{path}{query}", json=body, headers={"authorization": f"Bearer {secret}"}
         )
 
@@ -180,9 +140,7 @@ async def test_a_strict_key_refuses_what_a_lenient_one_ignores_and_names(
     assert keys.service.database.events(keys.strict) == []
 
 
-async def test_a_strict_key_takes_known_parameters_and_no_other_value_of_strict(
-    keys: Keys,
-) -> None:
+async def test_a_strict_key_takes_known_parameters_and_no_other_value_of_strict(keys: Keys) -> None:
     body = {"model": MODEL, "messages": AUTOGEN["messages"][:1], "max_tokens": 2}
 
     answer = await keys.post(keys.strict.secret, "chat/completions", body)
@@ -196,23 +154,21 @@ async def test_a_strict_key_takes_known_parameters_and_no_other_value_of_strict(
 async def test_strictness_is_set_shown_kept_by_other_changes_and_recorded(keys: Keys) -> None:
     prefix, path = keys.strict.key.prefix, "chat/completions"
     body = AUTOGEN | {"max_tokens": 2}
-    renamed = (await keys.call("UpdateApiKey", api_key=prefix, name="renamed")).api_key
-    rotated = await keys.call("RotateApiKey", api_key=prefix)
-    own = await keys.stub.GetQuota(pb.GetQuotaRequest(), metadata=bearer(rotated.secret))
+    renamed = (await keys.admin("UpdateApiKey", api_key=prefix, name="renamed")).api_key
+    rotated = await keys.admin("RotateApiKey", api_key=prefix)
+    async with calls(keys.service, rotated.secret) as call:
+        own = await call("GetQuota")
     kept = await keys.post(rotated.secret, path, body)
-    relaxed = (await keys.call("UpdateApiKey", api_key=prefix, strict_parameters=False)).api_key
+    relaxed = (await keys.admin("UpdateApiKey", api_key=prefix, strict_parameters=False)).api_key
     while (taken := await keys.post(rotated.secret, path, body)).status_code != 200:
         assert taken.status_code == 400
-    entries = (
-        await keys.call("ListAuditEntries", subject=prefix, action_prefix="api_key.update")
-    ).entries
+    changes = {"subject": prefix, "action_prefix": "api_key.update"}
+    entries = (await keys.admin("ListAuditEntries", **changes)).entries
 
     assert (renamed.strict_parameters, rotated.api_key.strict_parameters) == (True, True)
     assert (own.restrictions.strict_parameters, kept.status_code) == (True, 400)
-    assert (relaxed.strict_parameters, taken.headers[IGNORED]) == (
-        False,
-        "x_agent, messages[].name",
-    )
+    assert not relaxed.strict_parameters
+    assert taken.headers[IGNORED] == "x_agent, messages[].name"
     before, after = (json.loads(text) for text in (entries[0].before_json, entries[0].after_json))
     assert (before["strict_parameters"], after["strict_parameters"]) == (True, False)
 
@@ -225,10 +181,10 @@ async def test_a_key_is_created_strict_and_found_again_only_as_such(keys: Keys) 
         "allow_existing": True,
     }
 
-    made = await keys.call("CreateApiKey", **named, strict_parameters=True)
-    again = await keys.call("CreateApiKey", **named, strict_parameters=True)
-    other = await refused(keys.call("CreateApiKey", **named))
-    [listed] = (await keys.call("ListApiKeys", api_key=made.api_key.prefix)).api_keys
+    made = await keys.admin("CreateApiKey", **named, strict_parameters=True)
+    again = await keys.admin("CreateApiKey", **named, strict_parameters=True)
+    other = await keys.admin.refused("CreateApiKey", **named)
+    [listed] = (await keys.admin("ListApiKeys", api_key=made.api_key.prefix)).api_keys
     answer = await keys.post(made.secret, "chat/completions", AUTOGEN)
 
     assert (made.existed, again.existed, listed.strict_parameters) == (False, True, True)

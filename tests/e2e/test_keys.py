@@ -4,55 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
 from typing import Any
 
-import pytest
 from google.protobuf.duration_pb2 import Duration
 from grpc import StatusCode
-from weir.v1 import admin_service_pb2 as pb
-from weir.v1 import admin_service_pb2_grpc as pb_grpc
-from weir.v1 import inference_service_pb2 as inference_pb
-from weir.v1 import inference_service_pb2_grpc as inference_pb_grpc
 from weir.v1 import types_pb2
 
-from tests.service import MODEL, PATIENCE_S, Service, bearer, refused, start, until
+from tests.calls import Calls, calls
+from tests.service import MODEL, PATIENCE_S, Service, Tenant, start, until
 
 
-class Admin:
-    """Calls of an admin."""
-
-    def __init__(self, stub: Any, secret: str) -> None:
-        self._stub = stub
-        self._secret = secret
-
-    async def call(self, name: str, /, **fields: Any) -> Any:
-        """Make a call of the admin service."""
-        return await getattr(self._stub, name)(
-            getattr(pb, f"{name}Request")(**fields), metadata=bearer(self._secret)
-        )
-
-
-@pytest.fixture
-async def admin(service: Service) -> AsyncIterator[Admin]:
-    """Yield a tenant with an admin key."""
-    tenant = await service.tenant(scopes=("admin",))
-    async with service.channel() as channel:
-        yield Admin(pb_grpc.AdminServiceStub(channel), tenant.secret)
-
-
-async def test_both_secrets_of_a_rotated_key_spend_one_quota(
-    service: Service, admin: Admin
-) -> None:
+async def test_both_secrets_of_a_key_spend_one_quota(service: Service, admin: Calls) -> None:
     tenant = await service.tenant()
-    await admin.call(
+    await admin(
         "SetQuota",
         subject=types_pb2.QUOTA_SUBJECT_API_KEY,
         subject_ref=tenant.key.prefix,
         dimension=types_pb2.QUOTA_DIMENSION_TOKENS_PER_MONTH,
         limit_value=60,
     )
-    rotated = await admin.call("RotateApiKey", api_key=tenant.key.prefix)
+    rotated = await admin("RotateApiKey", api_key=tenant.key.prefix)
 
     async with service.stream(tenant.secret) as old, service.stream(rotated.secret) as new:
         await old.finished(await old.begin(max_output_tokens=20))
@@ -65,14 +36,10 @@ async def test_both_secrets_of_a_rotated_key_spend_one_quota(
     assert rotated.api_key.overlap_end_time == rotated.overlap_end_time
 
 
-async def test_a_replaced_secret_ends_on_open_streams_and_running_requests_continue(
-    service: Service, admin: Admin
-) -> None:
+async def test_a_replaced_secret_starts_nothing_more(service: Service, admin: Calls) -> None:
     """Without further checks an old secret would live as long as its stream."""
     tenant = await service.tenant()
-    rotated = await admin.call(
-        "RotateApiKey", api_key=tenant.key.prefix, overlap=Duration(seconds=2)
-    )
+    rotated = await admin("RotateApiKey", api_key=tenant.key.prefix, overlap=Duration(seconds=2))
 
     async with service.stream(tenant.secret) as old:
         long = await old.begin(max_output_tokens=4000)
@@ -100,34 +67,27 @@ async def test_a_replaced_secret_ends_on_open_streams_and_running_requests_conti
     assert await closed.call.code() is StatusCode.UNAUTHENTICATED
 
 
-async def test_the_same_call_again_answers_what_it_made_and_makes_nothing(
-    service: Service, admin: Admin
-) -> None:
+async def test_a_repeated_call_gets_the_first_answer(service: Service, admin: Calls) -> None:
     """Scripts may die half-way. Only the secret cannot be returned again: it is not stored."""
     name, ids = f"a{uuid.uuid4().hex[:16]}", [str(uuid.uuid4()) for _ in range(5)]
-    prices = {
-        "input_picos_per_token": 1,
-        "cached_input_picos_per_token": 1,
-        "output_picos_per_token": 1,
-    }
-    calls: list[tuple[str, dict[str, Any]]] = [
+    kinds = ("input", "cached_input", "output")
+    prices = {f"{kind}_picos_per_token": 1 for kind in kinds}
+    requested: list[tuple[str, dict[str, Any]]] = [
         ("CreateOrganization", {"name": name}),
         ("CreateProject", {"organization": name, "name": "main"}),
         ("CreateApiKey", {"organization": name, "project": "main", "name": "bot"}),
         ("SetPrice", {"model": name, **prices}),
     ]
     first = [
-        await admin.call(call, **fields, request_id=ids[n])
-        for n, (call, fields) in enumerate(calls)
+        await admin(call, **fields, request_id=ids[n]) for n, (call, fields) in enumerate(requested)
     ]
     again = [
-        await admin.call(call, **fields, request_id=ids[n].upper())
-        for n, (call, fields) in enumerate(calls)
+        await admin(call, **fields, request_id=ids[n].upper())
+        for n, (call, fields) in enumerate(requested)
     ]
     key = first[2].api_key.prefix
-    rotated, rotated_again = [
-        await admin.call("RotateApiKey", api_key=key, request_id=ids[4]) for _ in range(2)
-    ]
+    rotate = {"api_key": key, "request_id": ids[4]}
+    rotated, rotated_again = [await admin("RotateApiKey", **rotate) for _ in range(2)]
 
     assert [answer.organization.organization_id for answer in (first[0], again[0])] == [
         first[0].organization.organization_id
@@ -135,114 +95,89 @@ async def test_the_same_call_again_answers_what_it_made_and_makes_nothing(
     assert first[1].project == again[1].project
     assert first[2].api_key == again[2].api_key
     assert first[3].version == again[3].version
-    assert [(answer.existed, bool(answer.secret)) for answer in (first[2], again[2])] == [
-        (False, True),
-        (True, False),
-    ]
+    assert (first[2].existed, bool(first[2].secret)) == (False, True)
+    assert (again[2].existed, again[2].secret) == (True, "")
     assert rotated.secret
     assert (rotated_again.secret, rotated_again.overlap_end_time) == ("", rotated.overlap_end_time)
-    assert [
-        entry.action for entry in (await admin.call("ListAuditEntries", subject=name)).entries
-    ] == [
+    assert [entry.action for entry in (await admin("ListAuditEntries", subject=name)).entries] == [
         "api_key.rotate",
         "api_key.create",
         "project.create",
         "organization.create",
     ]
-    other = await refused(
-        admin.call("CreateProject", organization=name, name="other", request_id=ids[1])
-    )
-    wrong = await refused(
-        admin.call("CreateProject", organization=name, name="other", request_id="7")
-    )
+    other = await admin.refused("CreateProject", organization=name, name="other", request_id=ids[1])
+    wrong = await admin.refused("CreateProject", organization=name, name="other", request_id="7")
     assert (other.code, other.reason) == (StatusCode.ALREADY_EXISTS, "REQUEST_ID_REUSED")
     assert (wrong.code, wrong.fields) == (StatusCode.INVALID_ARGUMENT, ["request_id"])
 
 
-async def test_allow_existing_accepts_existing_objects(service: Service, admin: Admin) -> None:
+async def test_allow_existing_accepts_existing_objects(service: Service, admin: Calls) -> None:
     name = f"a{uuid.uuid4().hex[:16]}"
     for existed in (False, True):
-        organization = await admin.call("CreateOrganization", name=name, allow_existing=True)
-        project = await admin.call(
-            "CreateProject", organization=name, name="main", allow_existing=True
-        )
-        key = await admin.call(
+        organization = await admin("CreateOrganization", name=name, allow_existing=True)
+        project = await admin("CreateProject", organization=name, name="main", allow_existing=True)
+        key = await admin(
             "CreateApiKey", organization=name, project="main", name="bot", allow_existing=True
         )
         assert (organization.existed, project.existed, key.existed, key.secret == "") == (
             existed,
         ) * 4
 
-    currency = await refused(
-        admin.call("CreateOrganization", name=name, currency_code="EUR", allow_existing=True)
+    currency = await admin.refused(
+        "CreateOrganization", name=name, currency_code="EUR", allow_existing=True
     )
-    scopes = await refused(
-        admin.call(
-            "CreateApiKey",
-            organization=name,
-            project="main",
-            name="bot",
-            scopes=["admin"],
-            allow_existing=True,
-        )
+    scopes = await admin.refused(
+        "CreateApiKey",
+        organization=name,
+        project="main",
+        name="bot",
+        scopes=["admin"],
+        allow_existing=True,
     )
     assert currency.code is scopes.code is StatusCode.ALREADY_EXISTS
     assert "USD" in currency.status.message
     assert "inference" in scopes.status.message
-    assert len((await admin.call("ListApiKeys", organization=name)).api_keys) == 1
+    assert len((await admin("ListApiKeys", organization=name)).api_keys) == 1
 
 
-async def test_a_key_for_other_models_is_refused_by_name_and_sees_its_own_alone(
-    service: Service,
-) -> None:
-    tenant = await service.tenant()
+async def test_a_key_for_other_models_is_refused_by_name(service: Service, tenant: Tenant) -> None:
     key, secret = await service.new_key(tenant, models=["large@7"])
 
-    async with service.channel() as channel, service.stream(secret) as stream:
-        stub, who = inference_pb_grpc.InferenceServiceStub(channel), bearer(secret)
-        listed = await stub.ListModels(inference_pb.ListModelsRequest(), metadata=who)
+    async with calls(service, secret) as call, service.stream(secret) as stream:
+        listed = await call("ListModels")
         refusals = [
             await stream.failed(await stream.begin()),
             await stream.failed(await stream.begin(model="nobody-has-this")),
-            await refused(
-                stub.CountTokens(
-                    inference_pb.CountTokensRequest(model=MODEL, text="a"), metadata=who
-                )
-            ),
-            await refused(stub.Quote(inference_pb.QuoteRequest(start=start().start), metadata=who)),
-            await refused(stub.GetQuota(inference_pb.GetQuotaRequest(model=MODEL), metadata=who)),
+            await call.refused("CountTokens", model=MODEL, text="a"),
+            await call.refused("Quote", start=start().start),
+            await call.refused("GetQuota", model=MODEL),
         ]
 
     assert [(refusal.code, refusal.reason) for refusal in refusals] == [
         (StatusCode.PERMISSION_DENIED, "MODEL_NOT_ALLOWED")
     ] * 5
-    assert [refusal.info.metadata["model"] for refusal in refusals] == [
-        MODEL,
-        "nobody-has-this",
-        MODEL,
-        MODEL,
-        MODEL,
-    ]
+    models = [refusal.info.metadata["model"] for refusal in refusals]
+    assert models == [MODEL, "nobody-has-this", MODEL, MODEL, MODEL]
     assert all(key.prefix in refusal.status.message for refusal in refusals)
     assert list(listed.models) == []
     assert service.database.events(tenant) == []
 
 
-async def test_models_of_a_key_are_set_changed_and_lifted(service: Service, admin: Admin) -> None:
+async def test_models_of_a_key_are_set_changed_and_lifted(service: Service, admin: Calls) -> None:
     tenant = await service.tenant()
     requested = {"organization": tenant.name, "project": "main", "name": "bot"}
-    created = await admin.call("CreateApiKey", **requested, models=[MODEL, MODEL])
-    other = await refused(admin.call("CreateApiKey", **requested, allow_existing=True))
-    again = await admin.call("CreateApiKey", **requested, models=[MODEL], allow_existing=True)
-    unknown = await refused(admin.call("CreateApiKey", **requested, models=["larg"]))
-    both = await refused(
-        admin.call("UpdateApiKey", api_key=created.api_key.prefix, models=[MODEL], all_models=True)
+    created = await admin("CreateApiKey", **requested, models=[MODEL, MODEL])
+    other = await admin.refused("CreateApiKey", **requested, allow_existing=True)
+    again = await admin("CreateApiKey", **requested, models=[MODEL], allow_existing=True)
+    unknown = await admin.refused("CreateApiKey", **requested, models=["larg"])
+    both = await admin.refused(
+        "UpdateApiKey", api_key=created.api_key.prefix, models=[MODEL], all_models=True
     )
     async with service.stream(created.secret) as stream:
         await stream.finished(await stream.begin())
-    lifted = await admin.call("UpdateApiKey", api_key=created.api_key.prefix, all_models=True)
-    kept = await admin.call("UpdateApiKey", api_key=created.api_key.prefix, name="robot")
-    limited = await admin.call("UpdateApiKey", api_key=created.api_key.prefix, models=[MODEL])
+    lifted = await admin("UpdateApiKey", api_key=created.api_key.prefix, all_models=True)
+    kept = await admin("UpdateApiKey", api_key=created.api_key.prefix, name="robot")
+    limited = await admin("UpdateApiKey", api_key=created.api_key.prefix, models=[MODEL])
 
     assert [list(each.api_key.models) for each in (created, again, lifted, kept, limited)] == [
         [MODEL],

@@ -17,6 +17,7 @@ from tests.service import (
     Refusal,
     Service,
     Stream,
+    Tenant,
     cost_picos,
     picos,
     start,
@@ -34,7 +35,7 @@ def usd(amount_picos: int) -> types_pb2.Money:
 async def update(stream: Stream, request_id: str, **limits: Any) -> pb.UpdatedFrame:
     """Change limits; return the answer."""
     count = len(stream.of(request_id, "updated"))
-    await stream.send(pb.ClientFrame(request_id=request_id, update=pb.UpdateFrame(**limits)))
+    await stream.update(request_id, **limits)
     answers: list[pb.UpdatedFrame] = await stream.wait(
         lambda: (
             found
@@ -67,18 +68,15 @@ async def test_a_raised_limit_gives_the_same_tokens_as_one_set_at_the_start(
         request_id, reached = await stream.begin(max_output_tokens=300, **fields), 5
         for limit in limits:
             await stream.received(request_id, reached)
-            assert (
-                await update(stream, request_id, max_output_tokens=limit)
-            ).max_output_tokens == limit
+            updated = await update(stream, request_id, max_output_tokens=limit)
+            assert updated.max_output_tokens == limit
             reached = 310  # the engine has restarted it
 
         finished = await stream.finished(request_id)
 
     assert stream.token_ids(request_id) == expected
-    assert (finished.reason, finished.usage.delivered_token_count) == (
-        types_pb2.FINISH_REASON_LENGTH,
-        limits[-1],
-    )
+    assert finished.reason == types_pb2.FINISH_REASON_LENGTH
+    assert finished.usage.delivered_token_count == limits[-1]
     assert len(stream.of(request_id, "admitted")) == 1
     assert picos(finished.cost) == cost_picos(finished.usage)
     event = service.database.event(tenant, request_id)
@@ -86,11 +84,7 @@ async def test_a_raised_limit_gives_the_same_tokens_as_one_set_at_the_start(
         event["input_token_count"],
         event["generated_token_count"],
         event["delivered_token_count"],
-    ) == (
-        10,
-        limits[-1],
-        limits[-1],
-    )
+    ) == (10, limits[-1], limits[-1])
     await service.no_hold_left(tenant)
 
 
@@ -115,10 +109,7 @@ async def test_a_lowered_limit_ends_it_there(service: Service) -> None:
     await service.no_hold_left(tenant)
 
 
-async def test_a_cost_limit_is_never_exceeded_and_used_up_to_the_last_token(
-    service: Service,
-) -> None:
-    tenant = await service.tenant()
+async def test_a_cost_limit_is_used_up_and_never_exceeded(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         limit = INPUT_COST + 7 * OUTPUT_PICOS + OUTPUT_PICOS // 2
         request_id = await stream.begin(prompt=PROMPT, max_output_tokens=100, max_cost=usd(limit))
@@ -134,25 +125,19 @@ async def test_a_cost_limit_is_never_exceeded_and_used_up_to_the_last_token(
         await update(stream, raised, max_cost=usd(10**12 - 1))
         whole = await stream.finished(raised)
 
-    assert (finished.reason, finished.usage.delivered_token_count) == (
-        types_pb2.FINISH_REASON_COST_LIMIT,
-        7,
-    )
+    assert finished.reason == types_pb2.FINISH_REASON_COST_LIMIT
+    assert finished.usage.delivered_token_count == 7
     assert picos(finished.cost) == INPUT_COST + 7 * OUTPUT_PICOS
     assert picos(answer.max_cost) == INPUT_COST + 900 * OUTPUT_PICOS
     assert lowered.reason == types_pb2.FINISH_REASON_COST_LIMIT
     assert 0 <= picos(answer.max_cost) - picos(lowered.cost) < OUTPUT_PICOS
-    assert (whole.reason, whole.usage.delivered_token_count) == (
-        types_pb2.FINISH_REASON_LENGTH,
-        200,
-    )
+    assert whole.reason == types_pb2.FINISH_REASON_LENGTH
+    assert whole.usage.delivered_token_count == 200
     assert service.database.event(tenant, request_id)["outcome"] == "cost_limit"
     await service.no_hold_left(tenant)
 
 
-async def test_a_cost_that_does_not_cover_the_prompt_is_refused_and_billed_no_tokens(
-    service: Service,
-) -> None:
+async def test_a_cost_limit_below_the_prompt_is_refused_and_free(service: Service) -> None:
     """Cost and currency are compared after the hold, so these count. Invalid amounts do not."""
     tenant = await service.tenant(
         {QuotaDimension.TOKENS_PER_MONTH: 1000, QuotaDimension.REQUESTS_PER_MINUTE: 1000}
@@ -216,9 +201,7 @@ async def test_an_impossible_change_is_refused_and_the_request_continues(service
     await service.no_hold_left(tenant)
 
 
-async def test_updates_before_the_admission_after_the_end_and_without_a_change(
-    service: Service,
-) -> None:
+async def test_updates_before_admission_after_the_end_and_unchanged(service: Service) -> None:
     tenant = await service.tenant()
     async with service.stream(tenant.secret) as stream:
         frame = start(max_output_tokens=30)
@@ -248,8 +231,6 @@ async def test_a_raise_beyond_the_quota_ends_where_the_quota_does(service: Servi
         await update(stream, request_id, max_output_tokens=3000)
         finished = await stream.finished(request_id)
 
-    assert (finished.reason, finished.usage.delivered_token_count) == (
-        types_pb2.FINISH_REASON_QUOTA_EXHAUSTED,
-        400,
-    )
+    assert finished.reason == types_pb2.FINISH_REASON_QUOTA_EXHAUSTED
+    assert finished.usage.delivered_token_count == 400
     assert service.database.counters(tenant)["tokens_per_month"] == (410, 0)

@@ -10,12 +10,11 @@ from grpc import StatusCode
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
+from tests.calls import Calls
 from tests.service import Refusal, Service, bearer, cancel, refused
 
 
-async def test_a_message_may_be_as_large_as_the_bound_and_not_a_byte_larger(
-    service: Service,
-) -> None:
+async def test_a_message_may_have_the_bound_and_not_a_byte_more(service: Service) -> None:
     tenant, most = await service.tenant(), service.settings.messages.bytes_max
     request = pb.CountTokensRequest(model="nobody-has-this", text="x")
     # A length of millions takes three bytes more than one of 1.
@@ -23,10 +22,10 @@ async def test_a_message_may_be_as_large_as_the_bound_and_not_a_byte_larger(
     assert request.ByteSize() == most
 
     async with service.channel(("grpc.max_send_message_length", -1)) as channel:
-        stub, who = pb_grpc.InferenceServiceStub(channel), bearer(tenant.secret)
-        within = await refused(stub.CountTokens(request, metadata=who))
+        call = Calls(channel, tenant.secret)
+        within = await call.refused("CountTokens", request)
         request.text += "x"
-        beyond = await refused(stub.CountTokens(request, metadata=who))
+        beyond = await call.refused("CountTokens", request)
 
     assert (within.code, within.reason) == (StatusCode.NOT_FOUND, "MODEL_UNKNOWN"), "it was read"
     assert beyond.code is StatusCode.RESOURCE_EXHAUSTED
@@ -44,7 +43,7 @@ async def test_a_small_message_that_unpacks_to_a_large_one_is_refused(service: S
         refusal = await refused(
             stub.CountTokens(
                 bomb, metadata=bearer(tenant.secret), compression=grpc.Compression.Gzip
-            ),
+            )
         )
 
     assert refusal.code is StatusCode.RESOURCE_EXHAUSTED

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from grpc import StatusCode
 from weir.v1 import admin_service_pb2 as admin_pb
-from weir.v1 import admin_service_pb2_grpc as pb_grpc
 from weir.v1 import inference_service_pb2
 from weir.v1 import live_requests_pb2 as pb
 
 from metering.core.models import QuotaDimension
+from tests.calls import calls
 from tests.e2e.conftest import Serve
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.service import (
@@ -24,7 +25,6 @@ from tests.service import (
     SMALL_WINDOWS,
     Refusal,
     Service,
-    bearer,
     cost_picos,
     picos,
     refused,
@@ -38,6 +38,7 @@ RUNNING_MAX = 64  # sequences that the engine runs at once; others are queued
 STALL_S = 60.0  # default timeout of a client that reads nothing
 # The quickest round is compared with the promise: a busy machine may delay any single one.
 ROUNDS = 5
+Pair = tuple[Service, Service]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(serve: Serve, slow_model: Path) -> tuple[Service, Service]:
+def pair(serve: Serve, slow_model: Path) -> Pair:
     """Return two processes, each with its own engine."""
     return serve(slow_model, is_drained=True), serve(slow_model, is_drained=True)
 
@@ -61,35 +62,29 @@ class Admin:
         self._service = service
         self._secret = secret
 
-    async def call(self, name: str, request: Any) -> Any:
-        """Make one call."""
-        async with self._service.channel() as channel:
-            return await getattr(pb_grpc.AdminServiceStub(channel), name)(
-                request, metadata=bearer(self._secret)
-            )
+    async def call(self, name: str, **fields: Any) -> Any:
+        """Make one call, on a new connection."""
+        async with calls(self._service, self._secret) as call:
+            return await call(name, **fields)
 
     async def live(self, *, complete: bool = True, **fields: Any) -> pb.ListLiveRequestsResponse:
         """Return live requests. complete: repeat until every process has answered in time."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                request = pb.ListLiveRequestsRequest(**fields)
-                answer: pb.ListLiveRequestsResponse = await self.call("ListLiveRequests", request)
+                answer: pb.ListLiveRequestsResponse
+                answer = await self.call("ListLiveRequests", **fields)
                 if not (complete and answer.unresponsive_process_ids):
                     return answer
 
     async def kill(self, request_id: str, **fields: Any) -> pb.KillRequestResponse:
         """End a request."""
-        request = pb.KillRequestRequest(request_id=request_id, **fields)
-        answer: pb.KillRequestResponse = await self.call("KillRequest", request)
+        answer: pb.KillRequestResponse
+        answer = await self.call("KillRequest", request_id=request_id, **fields)
         return answer
 
     async def audit(self, **fields: Any) -> list[admin_pb.AuditEntry]:
         """Return entries, newest first."""
-        return list(
-            (
-                await self.call("ListAuditEntries", admin_pb.ListAuditEntriesRequest(**fields))
-            ).entries
-        )
+        return list((await self.call("ListAuditEntries", **fields)).entries)
 
 
 def seconds_to_end(service: Service, request_id: str) -> float:
@@ -108,15 +103,12 @@ async def admin_of(service: Service) -> Admin:
     return Admin(service, tenant.secret)
 
 
-async def test_every_process_shows_what_all_of_them_run(pair: tuple[Service, Service]) -> None:
+async def test_every_process_shows_what_all_of_them_run(pair: Pair) -> None:
     first, second = pair
     ours, theirs = await first.tenant(), await second.tenant()
     admin = await admin_of(first)
     async with first.stream(ours.secret) as here, second.stream(theirs.secret) as there:
-        mine, other = (
-            await here.begin(max_output_tokens=3000),
-            await there.begin(max_output_tokens=3000),
-        )
+        mine, other = [await each.begin(max_output_tokens=3000) for each in (here, there)]
         await here.received(mine, 20)
         await there.received(other, 20)
 
@@ -132,11 +124,8 @@ async def test_every_process_shows_what_all_of_them_run(pair: tuple[Service, Ser
     assert not everything.unresponsive_process_ids
     for tenant, request_id, service in ((ours, mine, first), (theirs, other, second)):
         shown = by_id[request_id]
-        assert (shown.organization_name, shown.project_name, shown.api_key_prefix) == (
-            tenant.name,
-            "main",
-            tenant.key.prefix,
-        )
+        assert (shown.organization_name, shown.project_name) == (tenant.name, "main")
+        assert shown.api_key_prefix == tenant.key.prefix
         assert (shown.model, shown.phase) == (MODEL, pb.REQUEST_PHASE_DECODE)
         assert shown.process_name.endswith(f":{service.pid}")
         assert shown.input_token_count == 10
@@ -156,9 +145,7 @@ async def test_every_process_shows_what_all_of_them_run(pair: tuple[Service, Ser
     assert not (await admin.live()).requests, "what has ended is gone at once"
 
 
-async def test_a_request_of_another_process_is_killed_within_a_tenth_of_a_second(
-    pair: tuple[Service, Service],
-) -> None:
+async def test_a_request_elsewhere_ends_in_a_tenth_second(pair: Pair) -> None:
     """From command to settlement by the database's clock; the end names its author."""
     first, second = pair
     tenant = await second.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9})
@@ -178,14 +165,9 @@ async def test_a_request_of_another_process_is_killed_within_a_tenth_of_a_second
             assert (refusal.code, refusal.reason) == (StatusCode.CANCELLED, "CANCELLED_BY_ADMIN")
             assert refusal.status.message == "an administrator has ended this request: it looped"
             assert refusal.frame is not None
-            assert (
-                refusal.frame.usage.delivered_token_count
-                == received
-                == event["delivered_token_count"]
-            )
-            assert (
-                picos(refusal.frame.cost) == event["cost_picos"] == cost_picos(refusal.frame.usage)
-            )
+            usage, cost = refusal.frame.usage, picos(refusal.frame.cost)
+            assert usage.delivered_token_count == received == event["delivered_token_count"]
+            assert cost == event["cost_picos"] == cost_picos(usage)
             assert event["outcome"] == "cancelled"
             assert answer.result == pb.KillRequestResponse.RESULT_ENDED
             assert answer.generation.usage.delivered_token_count == received
@@ -198,9 +180,7 @@ async def test_a_request_of_another_process_is_killed_within_a_tenth_of_a_second
     await second.no_hold_left(tenant)
 
 
-async def test_killing_again_changes_nothing_and_killing_nothing_is_not_found(
-    pair: tuple[Service, Service],
-) -> None:
+async def test_killing_again_changes_nothing(pair: Pair) -> None:
     first, second = pair
     tenant = await second.tenant()
     admin = await admin_of(first)
@@ -213,12 +193,8 @@ async def test_killing_again_changes_nothing_and_killing_nothing_is_not_found(
         await stream.finished(done)
         late = await admin.kill(done)
 
-    had_ended = pb.KillRequestResponse.RESULT_ALREADY_ENDED
-    assert (once.result, again.result, late.result) == (
-        pb.KillRequestResponse.RESULT_ENDED,
-        had_ended,
-        had_ended,
-    )
+    assert once.result == pb.KillRequestResponse.RESULT_ENDED
+    assert again.result == late.result == pb.KillRequestResponse.RESULT_ALREADY_ENDED
     assert again.generation == once.generation
     assert late.generation.usage.delivered_token_count == 20
     assert len(await admin.audit(subject=request_id)) == 1
@@ -228,13 +204,11 @@ async def test_killing_again_changes_nothing_and_killing_nothing_is_not_found(
         ({"request_id": "seven"}, "request_id"),
         ({"request_id": done, "reason": "x" * 201}, "reason"),
     ):
-        refusal = await refused(admin.call("KillRequest", pb.KillRequestRequest(**fields)))
+        refusal = await refused(admin.call("KillRequest", **fields))
         assert (refusal.code, refusal.fields) == (StatusCode.INVALID_ARGUMENT, [wrong])
 
 
-async def test_of_two_projects_with_one_request_id_the_right_one_is_killed(
-    pair: tuple[Service, Service],
-) -> None:
+async def test_a_kill_names_the_project_of_a_shared_id(pair: Pair) -> None:
     first, second = pair
     ours, theirs = await first.tenant(), await second.tenant()
     admin = await admin_of(first)
@@ -256,9 +230,7 @@ async def test_of_two_projects_with_one_request_id_the_right_one_is_killed(
     assert f"{theirs.name}/main" in unclear.status.message
 
 
-async def test_a_revoked_key_ends_what_runs_with_it_in_every_process(
-    pair: tuple[Service, Service],
-) -> None:
+async def test_a_revoked_key_ends_requests_in_every_process(pair: Pair) -> None:
     """And no other requests of its project; each ends with its final usage."""
     first, second = pair
     tenant = await first.tenant()
@@ -276,7 +248,7 @@ async def test_a_revoked_key_ends_what_runs_with_it_in_every_process(
                 for request_id, stream in streams.items():
                     await stream.received(request_id, 5)
 
-                await admin.call("RevokeApiKey", admin_pb.RevokeApiKeyRequest(api_key=key.prefix))
+                await admin.call("RevokeApiKey", api_key=key.prefix)
                 refusals = {
                     request_id: await stream.failed(request_id)
                     for request_id, stream in streams.items()
@@ -288,23 +260,16 @@ async def test_a_revoked_key_ends_what_runs_with_it_in_every_process(
                 assert (refusal.code, refusal.reason) == (StatusCode.UNAUTHENTICATED, "KEY_REVOKED")
                 assert refusal.frame is not None
                 delivered = first.database.event(tenant, request_id)["delivered_token_count"]
-                assert (
-                    refusal.frame.usage.delivered_token_count
-                    == delivered
-                    == len(streams[request_id].token_ids(request_id))
-                )
-            assert late.code is StatusCode.UNAUTHENTICATED, (
-                "the stream is open, but its key is not good any more"
-            )
+                assert refusal.frame.usage.delivered_token_count == delivered
+                assert len(streams[request_id].token_ids(request_id)) == delivered
+            assert late.code is StatusCode.UNAUTHENTICATED, "its key has ended"
         await untouched.cancel(spared)
         await untouched.finished(spared)
     assert min(elapsed_s) < END_WITHIN_S, elapsed_s
     await first.no_hold_left(tenant)
 
 
-async def test_a_request_whose_client_reads_nothing_is_killed_as_quickly(
-    pair: tuple[Service, Service],
-) -> None:
+async def test_a_stalled_request_is_killed_as_quickly(pair: Pair) -> None:
     """Its tokens wait in the transport, maybe forever; they were counted when handed over."""
     first, second = pair
     tenant = await second.tenant()
@@ -313,10 +278,8 @@ async def test_a_request_whose_client_reads_nothing_is_killed_as_quickly(
         request_id = await stream.begin(max_output_tokens=4000, top_logprobs=20)
         counts: list[int] = []
         while len(counts) < 20 or len(set(counts[-20:])) > 1 or not counts[-1]:
-            counts += [
-                each.delivered_token_count
-                for each in (await admin.live(organization=tenant.name)).requests
-            ]
+            live = await admin.live(organization=tenant.name)
+            counts += [each.delivered_token_count for each in live.requests]
 
         answer = await admin.kill(request_id)
 
@@ -325,9 +288,7 @@ async def test_a_request_whose_client_reads_nothing_is_killed_as_quickly(
     assert second.database.event(tenant, request_id)["delivered_token_count"] >= counts[-1]
 
 
-async def test_a_revoked_key_ends_what_is_queued_too(
-    pair: tuple[Service, Service],
-) -> None:
+async def test_a_revoked_key_ends_what_is_queued_too(pair: Pair) -> None:
     """A queued request is billed no tokens, and counts as a request."""
     first, second = pair
     tenant = await second.tenant(
@@ -339,12 +300,10 @@ async def test_a_revoked_key_ends_what_is_queued_too(
         await stream.send(*crowd)
         waiting = crowd[-1].request_id
         await stream.first(waiting, "progress")
-        phases = {
-            each.request_id: each.phase
-            for each in (await admin.live(organization=tenant.name)).requests
-        }
+        live = await admin.live(organization=tenant.name)
+        phases = {each.request_id: each.phase for each in live.requests}
 
-        await admin.call("RevokeApiKey", admin_pb.RevokeApiKeyRequest(api_key=tenant.key.prefix))
+        await admin.call("RevokeApiKey", api_key=tenant.key.prefix)
         refusals = {frame.request_id: await stream.failed(frame.request_id) for frame in crowd}
 
     assert phases[waiting] == pb.REQUEST_PHASE_QUEUED
@@ -354,15 +313,11 @@ async def test_a_revoked_key_ends_what_is_queued_too(
     assert refused_frame.usage.input_token_count == picos(refused_frame.cost) == 0
     await second.no_hold_left(tenant)
     assert second.database.billed(tenant)[waiting] == {}
-    assert second.database.counters(tenant) == {
-        "concurrent_requests": (0, 0),
-        "requests_per_minute": (len(crowd), 0),
-    }
+    counted = {"concurrent_requests": (0, 0), "requests_per_minute": (len(crowd), 0)}
+    assert second.database.counters(tenant) == counted
 
 
-async def test_a_command_is_applied_without_its_notification_and_after_the_connection_was_cut(
-    pair: tuple[Service, Service],
-) -> None:
+async def test_a_command_needs_no_notification(pair: Pair) -> None:
     """The command is a row that is polled every second; a reopened connection polls at once."""
     first, second = pair
     tenant = await second.tenant()
@@ -392,7 +347,7 @@ async def test_a_command_is_applied_without_its_notification_and_after_the_conne
 
 
 async def test_a_lost_process_is_named_and_its_requests_are_shown_by_their_holds(
-    pair: tuple[Service, Service], tmp_path: Path, slow_model: Path
+    pair: Pair, tmp_path: Path, slow_model: Path
 ) -> None:
     """A kill cannot end it before its hold expires; the answer contains that time."""
     first, _ = pair
@@ -410,9 +365,8 @@ async def test_a_lost_process_is_named_and_its_requests_are_shown_by_their_holds
         await until(lambda: first.database.holds(tenant) == {"settled": 1}, "the recovery")
         after = await admin.live(organization=tenant.name)
 
-    assert [(each.phase, bool(each.process_name)) for each in reported.requests] == [
-        (pb.REQUEST_PHASE_DECODE, True)
-    ]
+    [running_one] = reported.requests
+    assert (running_one.phase, bool(running_one.process_name)) == (pb.REQUEST_PHASE_DECODE, True)
     [shown] = view.requests
     assert (shown.phase, shown.process_name) == (pb.REQUEST_PHASE_UNSPECIFIED, "")
     assert list(view.unresponsive_process_ids) == [shown.process_id]
@@ -423,7 +377,7 @@ async def test_a_lost_process_is_named_and_its_requests_are_shown_by_their_holds
     assert not after.unresponsive_process_ids
 
 
-async def test_a_stuck_hold_is_found_and_ended(pair: tuple[Service, Service]) -> None:
+async def test_a_stuck_hold_is_found_and_ended(pair: Pair) -> None:
     """No worker runs here. Planted: a hold whose owner has been gone for a minute."""
     first, _ = pair
     admin = await admin_of(first)
@@ -441,27 +395,20 @@ async def test_a_stuck_hold_is_found_and_ended(pair: tuple[Service, Service]) ->
     first.database.rows(plant, *owner, fresh, MODEL, 1)
 
     found = await admin.live(stuck_only=True, complete=False)
-    ended = await admin.call("ExpireOverdueHolds", pb.ExpireOverdueHoldsRequest())
+    ended = await admin.call("ExpireOverdueHolds")
 
-    assert [each.request_id for each in found.requests] == [stuck], (
-        "the sweep still has time for the other one"
-    )
+    assert [each.request_id for each in found.requests] == [stuck], "the other one has time"
     assert ended.expired_count == 2
     assert not (await admin.live(stuck_only=True, complete=False)).requests
     assert first.database.holds(tenant) == {"expired": 2}
 
 
-async def test_an_admin_looks_up_a_request_of_any_project_running_or_ended(
-    pair: tuple[Service, Service],
-) -> None:
+async def test_an_admin_looks_up_requests_of_any_project(pair: Pair) -> None:
     service, _ = pair
     tenant, other, request_id = await service.tenant(), await service.tenant(), str(uuid.uuid4())
     admin = await admin_of(service)
 
-    async def look_up(project: str = "") -> pb.GetRequestResponse:
-        request = pb.GetRequestRequest(request_id=request_id, project=project)
-        found: pb.GetRequestResponse = await admin.call("GetRequest", request)
-        return found
+    look_up = partial(admin.call, "GetRequest", request_id=request_id)
 
     unknown = await refused(look_up())
     async with service.stream(tenant.secret) as stream:
@@ -479,11 +426,8 @@ async def test_an_admin_looks_up_a_request_of_any_project_running_or_ended(
 
     assert unknown.reason == "NOT_FOUND"
     assert running.generation.state == inference_service_pb2.Generation.STATE_RUNNING
-    assert (ended.organization_name, ended.project_name, ended.api_key_prefix) == (
-        tenant.name,
-        "main",
-        tenant.key.prefix,
-    )
+    assert (ended.organization_name, ended.project_name) == (tenant.name, "main")
+    assert ended.api_key_prefix == tenant.key.prefix
     assert ended.generation.usage == finished.usage
     assert ended.generation.timings.decode_ms == finished.timings.decode_ms
     assert several.fields == ["project"]

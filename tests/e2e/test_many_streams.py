@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc import StatusCode
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
@@ -40,16 +41,14 @@ async def one_request(channel: grpc.aio.Channel, tenant: Tenant, **fields: Any) 
     # The client of gRPC says the latter of a stream that has ended.
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as ended:
         print(ended)
-    if (code := await call.code()) is grpc.StatusCode.OK:
+    if (code := await call.code()) is StatusCode.OK:
         return kinds[-1]
     return Refusal.of(
         grpc.aio.AioRpcError(code, await call.initial_metadata(), await call.trailing_metadata())
     )
 
 
-async def test_more_streams_than_a_connection_may_have_are_refused_with_a_reason(
-    small: Service,
-) -> None:
+async def test_too_many_streams_of_a_connection_are_refused(small: Service) -> None:
     tenant = await small.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9})
     async with grpc.aio.insecure_channel(small.address) as channel:
         ends = await asyncio.gather(*(one_request(channel, tenant) for _ in range(STREAM_COUNT)))
@@ -59,7 +58,7 @@ async def test_more_streams_than_a_connection_may_have_are_refused_with_a_reason
         again = await one_request(channel, tenant)
 
     assert {(each.code, each.reason) for each in refused} <= {
-        (grpc.StatusCode.UNAVAILABLE, "OVERLOADED")
+        (StatusCode.UNAVAILABLE, "OVERLOADED")
     }
     assert all(each.retry_after_s for each in refused)
     assert served == ["finished"] * len(served)
@@ -78,7 +77,7 @@ async def test_a_refused_stream_that_sends_nothing_gets_the_reason(small: Servic
             [asyncio.ensure_future(call.code()) for call in silent],
             return_when=asyncio.FIRST_COMPLETED,
         )
-        assert {task.result() for task in done} == {grpc.StatusCode.UNAVAILABLE}
+        assert {task.result() for task in done} == {StatusCode.UNAVAILABLE}
         for call in silent:
             call.cancel()
 
@@ -96,7 +95,7 @@ async def test_more_requests_than_a_stream_may_have_are_refused_one_by_one(small
         await stream.finished(await stream.begin(max_output_tokens=1))
 
     assert {(each.code, each.reason) for each in refused} == {
-        (grpc.StatusCode.UNAVAILABLE, "OVERLOADED")
+        (StatusCode.UNAVAILABLE, "OVERLOADED")
     }
     assert all(each.retry_after_s for each in refused)
     await small.no_hold_left(tenant)

@@ -21,8 +21,8 @@ from api.openai.messages import (
 from api.openai.parameters import decode
 from api.openai.tolerance import Notes
 from infra.architecture import ROOT
-from tests.e2e.tool_models import HOTEL, PIECES, SCRIPT, STAY, priced, running_with_tools
-from tests.service import MODEL, Service
+from tests.e2e.tool_models import HOTEL, PIECES, SCRIPT, STAY, running_with_tools
+from tests.service import MODEL, Service, Tenant
 
 anthropic: Any = pytest.importorskip("anthropic")
 
@@ -76,10 +76,8 @@ def parse(body: dict[str, Any]) -> tuple[Any, list[str]]:
     return parse_message(requested).starts[0], list(ignored.names)
 
 
-async def test_a_message_is_the_same_whole_and_streamed_and_billed_as_it_says(
-    service: Service,
-) -> None:
-    tenant, streaming = await priced(service), await priced(service)
+async def test_a_message_is_the_same_whole_and_streamed(service: Service) -> None:
+    tenant, streaming = await service.tenant(), await service.tenant()
     requested: dict[str, Any] = {
         "model": MODEL,
         "max_tokens": 20,
@@ -102,10 +100,8 @@ async def test_a_message_is_the_same_whole_and_streamed_and_billed_as_it_says(
 
     assert [block.type for block in answer.content] == ["text"]
     assert final.content[0].text == answer.content[0].text
-    assert (final.stop_reason, final.usage.output_tokens) == (
-        answer.stop_reason,
-        answer.usage.output_tokens,
-    )
+    assert final.stop_reason == answer.stop_reason
+    assert final.usage.output_tokens == answer.usage.output_tokens
     assert answer.stop_reason in ("max_tokens", "end_turn")
     assert (answer.role, answer.model, answer.id[:4]) == ("assistant", MODEL, "msg_")
     assert counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
@@ -115,10 +111,8 @@ async def test_a_message_is_the_same_whole_and_streamed_and_billed_as_it_says(
     assert answer.model_extra["weir"]["cost"]["picos"] > 0
 
 
-async def test_calls_are_blocks_and_their_results_continue_the_conversation(
-    service: Service,
-) -> None:
-    tenant, streaming = await priced(service), await priced(service)
+async def test_calls_are_blocks_and_results_continue(service: Service) -> None:
+    tenant, streaming = await service.tenant(), await service.tenant()
     requested: dict[str, Any] = {
         "model": SCRIPT,
         "max_tokens": 50,
@@ -145,9 +139,8 @@ async def test_calls_are_blocks_and_their_results_continue_the_conversation(
             }
         )
         free = client.messages.create(**requested, tool_choice={"type": "none"})
-        single = client.messages.create(
-            **requested, tool_choice={"type": "auto", "disable_parallel_tool_use": True}
-        )
+        one_call: Any = {"type": "auto", "disable_parallel_tool_use": True}
+        single = client.messages.create(**requested, tool_choice=one_call)
         cut = client.messages.create(**requested | {"max_tokens": 6})
     with (
         connect(service, streaming.secret) as client,
@@ -160,9 +153,7 @@ async def test_calls_are_blocks_and_their_results_continue_the_conversation(
     assert calls == [("book", BOOKED), ("quit", {})]
     assert "".join(block.text for block in answer.content if block.type == "text") == TEXT
     assert answer.stop_reason == final.stop_reason == "tool_use"
-    assert [
-        (block.name, block.input) for block in final.content if block.type == "tool_use"
-    ] == calls
+    assert [(each.name, each.input) for each in final.content if each.type == "tool_use"] == calls
     assert "".join(block.text for block in final.content if block.type == "text") == TEXT
     assert kinds.count("input_json") >= 2
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") >= 3
@@ -173,13 +164,8 @@ async def test_calls_are_blocks_and_their_results_continue_the_conversation(
     assert cut.content[-1].input == {}
 
 
-async def test_a_format_and_a_forced_tool_are_enforced(service: Service) -> None:
-    tenant = await priced(service)
-    requested: dict[str, Any] = {
-        "model": MODEL,
-        "max_tokens": 300,
-        "messages": user_message("Book!"),
-    }
+async def test_a_format_and_a_forced_tool_are_enforced(service: Service, tenant: Tenant) -> None:
+    requested: Any = {"model": MODEL, "max_tokens": 300, "messages": user_message("Book!")}
 
     with connect(service, tenant.secret) as client:
         formatted = client.messages.create(
@@ -194,7 +180,7 @@ async def test_a_format_and_a_forced_tool_are_enforced(service: Service) -> None
 
 
 async def test_errors_have_the_form_and_the_type_of_the_client(service: Service) -> None:
-    tenant = await priced(service)
+    tenant = await service.tenant()
     requested: dict[str, Any] = {"model": MODEL, "max_tokens": 5, "messages": user_message("x")}
 
     with connect(service, "wrong") as client, pytest.raises(anthropic.AuthenticationError) as key:
@@ -228,8 +214,7 @@ async def test_errors_have_the_form_and_the_type_of_the_client(service: Service)
     assert service.database.events(tenant) == []
 
 
-async def test_a_stop_sequence_and_a_bearer_key(service: Service) -> None:
-    tenant = await priced(service)
+async def test_a_stop_sequence_and_a_bearer_key(service: Service, tenant: Tenant) -> None:
     url = service.openai_url.removesuffix("/v1")
 
     with anthropic.Anthropic(base_url=url, auth_token=tenant.secret, max_retries=0) as client:
@@ -342,8 +327,7 @@ def test_the_thinking_switch_is_that_of_the_conversation() -> None:
 
 def test_a_prompt_is_counted_without_a_limit() -> None:
     requested = decode(
-        msgspec.json.encode({name: BODY[name] for name in ("model", "messages")}),
-        MessageParameters,
+        msgspec.json.encode({name: BODY[name] for name in ("model", "messages")}), MessageParameters
     )
 
     assert parse_counted_message(requested).starts[0].max_output_tokens == 0

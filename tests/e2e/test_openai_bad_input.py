@@ -124,6 +124,12 @@ def post(secret: str, body: bytes, *headers: str, path: str = "/v1/chat/completi
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
+def head_of(tenant: Tenant) -> str:
+    """Return the beginning of a chat's headers."""
+    key = f"authorization: Bearer {tenant.secret}"
+    return f"POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\n{key}\r\n"
+
+
 @dataclass(frozen=True, slots=True)
 class Wrong:
     """Invalid fields of a chat, and the expected error."""
@@ -239,12 +245,9 @@ async def test_every_wrong_parameter_is_named_with_its_remedy(
 
 
 @pytest.mark.usefixtures("no_incident")
-async def test_a_schema_that_cannot_be_compiled_is_named_and_billed_no_tokens(
-    service: Service,
-) -> None:
-    tenant = await service.tenant(
-        {QuotaDimension.REQUESTS_PER_MINUTE: 1000, QuotaDimension.TOKENS_PER_MONTH: 1000}
-    )
+async def test_a_schema_that_cannot_compile_is_named_and_free(service: Service) -> None:
+    dimensions = QuotaDimension.REQUESTS_PER_MINUTE, QuotaDimension.TOKENS_PER_MONTH
+    tenant = await service.tenant(dict.fromkeys(dimensions, 1000))
     wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     with (
         connect(service, tenant.secret) as client,
@@ -262,9 +265,7 @@ async def test_a_schema_that_cannot_be_compiled_is_named_and_billed_no_tokens(
     }
 
 
-async def test_unsupported_parameters_of_responses_and_embeddings_are_refused_by_name(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_unsupported_parameters_are_named(service: Service, tenant: Tenant) -> None:
     responses: dict[str, Any] = {
         "previous_response_id": "resp_1",
         "background": True,
@@ -278,19 +279,12 @@ async def test_unsupported_parameters_of_responses_and_embeddings_are_refused_by
         },
     }
     plain: dict[str, Any] = {"model": MODEL, "prompt": "Hi", "max_tokens": 1}
-    completions: dict[str, Any] = {
-        "suffix": "x",
-        "best_of": 3,
-        "prompt": [],
-        "logprobs": 30,
-    }
+    completions: dict[str, Any] = {"suffix": "x", "best_of": 3, "prompt": [], "logprobs": 30}
 
     with connect(service, tenant.secret, max_retries=PATIENT_RETRIES) as client:
         for name, value in responses.items():
             parameter = re.split(r"[.\[]", name)[0]
-            fields: dict[str, Any] = {
-                parameter: {"format": value} if parameter == "text" else value
-            }
+            fields: Any = {parameter: {"format": value} if parameter == "text" else value}
             with pytest.raises(openai.BadRequestError) as caught:
                 client.responses.create(model=MODEL, input="Hi", **fields)
             assert caught.value.param == name
@@ -305,9 +299,7 @@ async def test_unsupported_parameters_of_responses_and_embeddings_are_refused_by
             client.responses.retrieve("resp_1")
 
 
-async def test_bodies_that_are_no_request_are_refused_and_the_connection_stays(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_invalid_bodies_keep_the_connection(service: Service, tenant: Tenant) -> None:
     bodies = {
         b"": "invalid_json",
         b"{": "invalid_json",
@@ -358,14 +350,9 @@ async def test_bodies_that_are_no_request_are_refused_and_the_connection_stays(
     socket.writer.close()
 
 
-async def test_oversized_bodies_are_refused_before_they_are_read(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_oversized_bodies_are_refused_unread(service: Service, tenant: Tenant) -> None:
     too_long = service.settings.messages.bytes_max + 1
-    head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer"
-        f" {tenant.secret}\r\n"
-    )
+    head = head_of(tenant)
 
     socket = await dial(service)
     await socket.append(f"{head}content-length: {too_long}\r\n\r\n".encode())
@@ -391,9 +378,7 @@ async def test_oversized_bodies_are_refused_before_they_are_read(
     assert compressed.status == 415
 
 
-async def test_bytes_that_are_not_http_are_answered_once_and_disconnected(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_bytes_that_are_not_http_are_disconnected(service: Service, tenant: Tenant) -> None:
     greeting_of_tls = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n"
     for garbage in (greeting_of_tls, b"HELLO\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\0" * 50_000):
         socket = await dial(service)
@@ -404,14 +389,9 @@ async def test_bytes_that_are_not_http_are_answered_once_and_disconnected(
         socket.writer.close()
 
 
-async def test_a_body_that_can_never_be_complete_is_refused_at_once_and_disconnected(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_broken_body_is_refused_at_once(service: Service, tenant: Tenant) -> None:
     """Each in its own packet while its request waits for its body, also behind another request."""
-    head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer"
-        f" {tenant.secret}\r\n"
-    )
+    head = head_of(tenant)
     chunked = f"{head}transfer-encoding: chunked\r\n".encode()
 
     for broken in BROKEN_BODIES:
@@ -421,9 +401,8 @@ async def test_a_body_that_can_never_be_complete_is_refused_at_once_and_disconne
             if before:
                 assert (await socket.response()).error["param"] == "model"
             async with asyncio.timeout(PATIENCE_S):
-                assert (
-                    await socket.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-                )
+                interim = await socket.reader.readuntil(b"\r\n\r\n")
+                assert interim == b"HTTP/1.1 100 Continue\r\n\r\n"
             await socket.append(broken)
             response = await socket.response()
             assert (response.status, response.error["code"]) == (400, "invalid_http"), broken
@@ -432,9 +411,7 @@ async def test_a_body_that_can_never_be_complete_is_refused_at_once_and_disconne
             socket.writer.close()
 
 
-async def test_headers_that_ask_for_what_does_not_happen_are_refused(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_unsupported_headers_are_refused(service: Service, tenant: Tenant) -> None:
     """A header with two values is refused: a proxy in between may have used the other one."""
     wrong = {
         "authorization: Bearer other": (401, "invalid_api_key"),
@@ -450,10 +427,7 @@ async def test_headers_that_ask_for_what_does_not_happen_are_refused(
         assert (response.status, response.error["code"]) == (status, code)
         socket.writer.close()
     socket = await dial(service)
-    head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: weir\r\nauthorization: Bearer"
-        f" {tenant.secret}\r\n"
-    )
+    head = head_of(tenant)
     await socket.append(
         f"{head}transfer-encoding: gzip, chunked\r\n\r\n2\r\n{{}}\r\n0\r\n\r\n".encode()
     )
@@ -461,9 +435,7 @@ async def test_headers_that_ask_for_what_does_not_happen_are_refused(
     socket.writer.close()
 
 
-async def test_requests_sent_ahead_are_answered_in_their_order(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_pipelined_requests_are_answered_in_order(service: Service, tenant: Tenant) -> None:
     body = json.dumps({"model": "none", "messages": user_message("x")}).encode()
     listing = (
         b"GET /v1/models HTTP/1.1\r\nhost: weir\r\n"

@@ -79,9 +79,7 @@ async def dial(service: Service, *, receive_bytes: int | None = None) -> Socket:
 
 
 @pytest.mark.parametrize("k", [1, 24, 100])
-async def test_a_client_that_hangs_up_in_mid_stream_pays_what_was_sent(
-    service: Service, k: int
-) -> None:
+async def test_a_client_that_hangs_up_pays_what_was_sent(service: Service, k: int) -> None:
     tenant = await service.tenant({QuotaDimension.TOKENS_PER_MONTH: 10**9})
 
     async with connect_async(service, tenant.secret) as client:
@@ -108,9 +106,7 @@ async def test_a_client_that_hangs_up_in_mid_stream_pays_what_was_sent(
     assert (used, held) == (event["input_token_count"] + event["delivered_token_count"], 0)
 
 
-async def test_a_client_that_hangs_up_before_its_whole_answer_pays_no_output(
-    inside: Inside, service: Service
-) -> None:
+async def test_hanging_up_early_costs_no_output(inside: Inside, service: Service) -> None:
     tenant = await service.tenant()
     body = json.dumps(
         {"model": MODEL, "messages": user_message("Go"), "max_tokens": 3000} | TO_THE_END
@@ -127,9 +123,7 @@ async def test_a_client_that_hangs_up_before_its_whole_answer_pays_no_output(
     assert event["cost_picos"] == event["input_token_count"] * INPUT_PICOS
 
 
-async def test_a_whole_answer_that_breaks_is_refused_and_free(
-    inside: Inside, service: Service
-) -> None:
+async def test_a_broken_whole_answer_is_free(inside: Inside, service: Service) -> None:
     """Nothing was delivered, so the client may retry."""
     tenant = await service.tenant()
 
@@ -154,9 +148,7 @@ async def test_a_whole_answer_that_breaks_is_refused_and_free(
     assert service.database.events(tenant) == []
 
 
-async def test_a_stream_that_breaks_says_so_and_what_was_sent_is_billed(
-    inside: Inside, service: Service
-) -> None:
+async def test_a_broken_stream_bills_what_was_sent(inside: Inside, service: Service) -> None:
     tenant = await service.tenant()
 
     async with connect_async(service, tenant.secret) as client:
@@ -208,9 +200,8 @@ async def test_an_answer_that_a_quota_cuts_is_whole_as_far_as_it_goes(service: S
     assert answer.usage.total_tokens <= 100
     assert answer.choices[0].logprobs is not None
     assert len(answer.choices[0].logprobs.content or []) == answer.usage.completion_tokens
-    assert (await the_event(service, tenant))[
-        "delivered_token_count"
-    ] == answer.usage.completion_tokens
+    event = await the_event(service, tenant)
+    assert event["delivered_token_count"] == answer.usage.completion_tokens
 
 
 async def test_a_client_that_does_not_read_is_given_up(inside: Inside, service: Service) -> None:
@@ -250,9 +241,7 @@ async def test_a_connection_without_a_complete_request_is_closed(service: Servic
 
 
 @pytest.mark.parametrize("complete_count", [0, 1])
-async def test_a_head_sent_byte_by_byte_keeps_no_connection(
-    service: Service, complete_count: int
-) -> None:
+async def test_a_slow_head_loses_its_connection(service: Service, complete_count: int) -> None:
     """Even after complete requests: only a whole head is progress."""
     line = await dial(service)
     for _ in range(complete_count):
@@ -264,8 +253,7 @@ async def test_a_head_sent_byte_by_byte_keeps_no_connection(
     assert await fed(line, line.ended()) == b""
 
 
-async def test_a_body_sent_byte_by_byte_is_refused(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_a_body_sent_byte_by_byte_is_refused(service: Service, tenant: Tenant) -> None:
     line = await dial(service)
 
     await line.append(post(tenant.secret, b" " * 100_000)[:-90_000])
@@ -285,9 +273,7 @@ async def fed(line: Socket, answer: Coroutine[Any, Any, Value]) -> Value:
     return await answered
 
 
-async def test_a_client_that_reads_no_answers_is_disconnected_also_without_a_key(
-    service: Service,
-) -> None:
+async def test_a_client_that_reads_no_answers_is_disconnected(service: Service) -> None:
     """With small answers, each written in one piece."""
     line = await dial(service, receive_bytes=4096)
 
@@ -297,9 +283,7 @@ async def test_a_client_that_reads_no_answers_is_disconnected_also_without_a_key
     line.writer.close()
 
 
-async def test_a_body_without_a_length_ends_with_its_connection_where_nothing_else_says_so(
-    service: Service,
-) -> None:
+async def test_a_body_without_a_length_ends_with_its_connection(service: Service) -> None:
     tenant = await service.tenant()
     chat = {"model": MODEL, "messages": user_message("Go"), "max_tokens": 2}
     body = json.dumps(chat | {"stream": True}).encode()
@@ -334,8 +318,7 @@ async def test_a_short_whole_answer_is_sent_at_once_with_its_length(service: Ser
     line.writer.close()
 
 
-async def test_connections_are_bounded_and_come_back(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_connections_are_bounded_and_come_back(service: Service, tenant: Tenant) -> None:
     with capture_logs() as logs:
         lines = [await dial(service) for _ in range(CONNECTIONS + 1)]
         assert await lines[-1].ended() == b""

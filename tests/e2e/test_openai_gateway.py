@@ -30,9 +30,12 @@ from tests.service import (
     OUTPUT_PICOS,
     PLAIN_IDS,
     Service,
+    Tenant,
     conversation,
     until,
 )
+
+HI: Any = {"model": MODEL, "messages": user_message("Hi"), "max_tokens": 2}
 
 
 class Verdict(BaseModel):
@@ -42,9 +45,7 @@ class Verdict(BaseModel):
     sure: bool
 
 
-async def test_a_chat_has_the_text_and_the_bill_of_the_same_prompt_over_grpc(
-    service: Service,
-) -> None:
+async def test_a_chat_has_the_text_and_the_bill_of_grpc(service: Service) -> None:
     by_grpc, by_http = await service.tenant(), await service.tenant()
     drawn: dict[str, Any] = {"temperature": 0.9, "seed": 7, "top_p": 0.8}
 
@@ -69,19 +70,15 @@ async def test_a_chat_has_the_text_and_the_bill_of_the_same_prompt_over_grpc(
         assert here[f"{name}_token_count"] == there[f"{name}_token_count"], name
     for name in ("cost_picos", "price_version_id", "outcome", "model"):
         assert here[name] == there[name], name
-    assert (
-        extension(answer)["cost"]["amount"]
-        == f"{Decimal(there['cost_picos']).scaleb(-12).normalize():f}"
-    )
+    amount = Decimal(there["cost_picos"]).scaleb(-12).normalize()
+    assert extension(answer)["cost"]["amount"] == f"{amount:f}"
     [pace] = extension(answer)["timings"]
     assert 0 < pace["itl_p50_ms"] <= pace["itl_p99_ms"] <= pace["itl_max_ms"] < pace["total_ms"]
     assert pace["ttft_ms"] > 0 < pace["tokens_per_second"]
     assert pace["client_stall_ms"] >= 0
 
 
-async def test_a_stream_is_the_whole_answer_in_pieces_and_ends_with_its_usage(
-    service: Service,
-) -> None:
+async def test_a_stream_is_the_whole_answer_and_its_usage(service: Service) -> None:
     whole_tenant, tenant = await service.tenant(), await service.tenant()
     requested: dict[str, Any] = {
         "model": MODEL,
@@ -102,9 +99,8 @@ async def test_a_stream_is_the_whole_answer_in_pieces_and_ends_with_its_usage(
 
     assert text_of(chunks) == whole.choices[0].message.content
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [
-        "length"
-    ]
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + ["length"]
     assert {chunk.usage for chunk in chunks} == {None}
     assert {chunk.id for chunk in chunks} == {last.id}
     assert last.choices == []
@@ -138,9 +134,8 @@ async def test_usage_so_far_is_part_of_every_event_on_request(service: Service, 
         assert chunk.usage.prompt_tokens == last.usage.prompt_tokens
         assert chunk.usage.total_tokens == chunk.usage.prompt_tokens + chunk.usage.completion_tokens
     for index in range(2):
-        counts = [
-            chunk.usage.completion_tokens for chunk in chunks if chunk.choices[0].index == index
-        ]
+        own = [chunk for chunk in chunks if chunk.choices[0].index == index]
+        counts = [chunk.usage.completion_tokens for chunk in own]
         assert counts == sorted(counts)
         assert (counts[0] == 0, counts[-1]) == (kind == "chat", 9), "the role costs no token"
     assert last.usage.completion_tokens == 18
@@ -159,18 +154,14 @@ async def test_counted_input_tokens_are_those_of_the_response(service: Service) 
             client.responses.input_tokens.count(model=MODEL, input=[])
 
     assert answer.usage is not None
-    assert (counted.object, counted.input_tokens) == (
-        "response.input_tokens",
-        answer.usage.input_tokens,
-    )
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == answer.usage.input_tokens
     assert unknown.value.code == "model_not_found"
     assert empty.value.param == "input"
     assert len(service.database.events(tenant)) == 1, "counting is not billed"
 
 
-async def test_several_choices_of_one_prompt_are_separate_and_billed_once(
-    service: Service,
-) -> None:
+async def test_several_choices_of_one_prompt_are_separate_and_billed_once(service: Service) -> None:
     tenant = await service.tenant()
     requested: dict[str, Any] = {
         "model": MODEL,
@@ -200,11 +191,7 @@ async def test_several_choices_of_one_prompt_are_separate_and_billed_once(
     assert whole.usage.completion_tokens == 36
 
 
-async def test_structured_output_is_parsed_into_the_types_that_were_requested(
-    service: Service,
-) -> None:
-    tenant = await service.tenant()
-
+async def test_structured_output_is_parsed_into_types(service: Service, tenant: Tenant) -> None:
     with connect(service, tenant.secret) as client:
         chat = client.chat.completions.parse(
             model=MODEL, messages=user_message("And?"), response_format=Verdict, max_tokens=400
@@ -265,10 +252,8 @@ async def test_a_response_reports_what_was_requested_and_what_it_came_to(service
     assert response.usage is not None
     [event] = service.database.events(tenant)
     assert event["labels"] == {"team": "x"}
-    assert (response.usage.input_tokens, response.usage.output_tokens) == (
-        event["input_token_count"],
-        9,
-    )
+    assert response.usage.input_tokens == event["input_token_count"]
+    assert response.usage.output_tokens == 9
     assert extension(response)["cost"]["picos"] == event["cost_picos"]
 
 
@@ -288,11 +273,8 @@ async def test_the_events_of_a_response_are_numbered_and_in_order(service: Servi
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     assert set(kinds[4:-4]) == {"output_text.delta"}
     assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
-    assert (
-        "".join(delta.delta for delta in deltas)
-        == events[-4].text
-        == events[-1].response.output_text
-    )
+    text = "".join(delta.delta for delta in deltas)
+    assert text == events[-4].text == events[-1].response.output_text
     assert events[-1].response.usage.output_tokens == 8
 
 
@@ -326,16 +308,13 @@ async def test_completions_take_prompts_in_every_form_and_answer_each(service: S
     assert streamed[0] == text.choices[0].text
     assert both.usage is not None
     assert (both.usage.prompt_tokens, both.usage.completion_tokens) == (11, 14)
-    billed = {
-        str(event["request_id"]): event["cost_picos"] for event in service.database.events(tenant)
-    }
-    assert extension(both)["cost"]["picos"] == sum(
-        billed[each] for each in extension(both)["request_ids"]
-    )
+    events = service.database.events(tenant)
+    billed = {str(event["request_id"]): event["cost_picos"] for event in events}
+    total = sum(billed[each] for each in extension(both)["request_ids"])
+    assert extension(both)["cost"]["picos"] == total
 
 
-async def test_logprobs_name_every_token_and_its_bytes(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_logprobs_name_every_token_and_its_bytes(service: Service, tenant: Tenant) -> None:
     requested: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "extra_body": TO_THE_END}
 
     with connect(service, tenant.secret) as client:
@@ -354,10 +333,8 @@ async def test_logprobs_name_every_token_and_its_bytes(service: Service) -> None
     assert chat.choices[0].logprobs is not None
     tokens = chat.choices[0].logprobs.content or []
     assert len(tokens) == 12
-    assert all(
-        len(token.top_logprobs) == 3 and token.top_logprobs[0].token == token.token
-        for token in tokens
-    ), "greedy"
+    assert all(len(each.top_logprobs) == 3 for each in tokens)
+    assert all(each.top_logprobs[0].token == each.token for each in tokens), "greedy"
     data = b"".join(bytes(token.bytes or []) for token in tokens)
     assert data.decode(errors="replace") == chat.choices[0].message.content
     columns = plain.choices[0].logprobs
@@ -365,14 +342,11 @@ async def test_logprobs_name_every_token_and_its_bytes(service: Service) -> None
     assert columns.tokens is not None
     assert columns.text_offset == [len("".join(columns.tokens[:index])) for index in range(12)]
     content: Any = response.output[0]
-    assert [entry.token for entry in content.content[0].logprobs] == [
-        token.token for token in tokens
-    ]
+    assert [each.token for each in content.content[0].logprobs] == [each.token for each in tokens]
 
 
-async def test_lm_eval_scores_continuations_by_the_echo(service: Service) -> None:
+async def test_lm_eval_scores_continuations_by_the_echo(service: Service, tenant: Tenant) -> None:
     """The body is that of `local-completions`; it reads `token_logprobs[ctxlen:-1]`."""
-    tenant = await service.tenant()
     prompts = [list(PLAIN_IDS[start : start + 30]) for start in (0, 50)]
     requested: dict[str, Any] = {"model": MODEL, "max_tokens": 1, "seed": 1234, "temperature": 0}
 
@@ -412,11 +386,7 @@ async def test_lm_eval_scores_continuations_by_the_echo(service: Service) -> Non
 
 async def test_stop_sequences_penalties_and_biases_reach_the_engine(service: Service) -> None:
     tenant = await service.tenant()
-    requested: dict[str, Any] = {
-        "model": MODEL,
-        "messages": user_message("Stop!"),
-        "max_tokens": 20,
-    }
+    requested: Any = {"model": MODEL, "messages": user_message("Stop!"), "max_tokens": 20}
 
     with connect(service, tenant.secret) as client:
         free = (
@@ -441,14 +411,10 @@ async def test_stop_sequences_penalties_and_biases_reach_the_engine(service: Ser
     assert stopped.choices[0].finish_reason == "stop"
     assert extension(stopped)["finish_reasons"] == ["STOP_SEQUENCE"]
     assert biased.choices[0].message.content == service.tokenizer.decode([11] * 20)
-    assert penalised.choices[0].message.content == biased.choices[0].message.content, (
-        "a bias of 100 outweighs both"
-    )
+    assert penalised.choices[0].message.content == biased.choices[0].message.content, "outweighed"
 
 
-async def test_labels_hold_caller_and_reason(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_labels_hold_caller_and_reason(service: Service, tenant: Tenant) -> None:
     with connect(service, tenant.secret) as client:
         answer = client.chat.completions.create(
             model=MODEL,
@@ -464,9 +430,7 @@ async def test_labels_hold_caller_and_reason(service: Service) -> None:
     assert answer.service_tier == "flex"
 
 
-async def test_models_are_listed_and_looked_up(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_models_are_listed_and_looked_up(service: Service, tenant: Tenant) -> None:
     with connect(service, tenant.secret) as client:
         [model] = client.models.list().data
         same = client.models.retrieve(MODEL)
@@ -479,9 +443,7 @@ async def test_models_are_listed_and_looked_up(service: Service) -> None:
     assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
 
 
-async def test_a_limit_refuses_with_the_time_to_wait_and_the_client_waits_it_out(
-    service: Service,
-) -> None:
+async def test_the_client_waits_as_long_as_a_limit_says(service: Service) -> None:
     tenant = await service.tenant({QuotaDimension.CONCURRENT_REQUESTS: 1})
     answers: list[tuple[float, httpx2.Response]] = []
 
@@ -510,12 +472,8 @@ async def test_a_limit_refuses_with_the_time_to_wait_and_the_client_waits_it_out
         )
         await anext(aiter(running))
         with pytest.raises(openai.RateLimitError) as refused:
-            await client.chat.completions.create(
-                model=MODEL, messages=user_message("Hi"), max_tokens=2
-            )
-        answer = await patient.chat.completions.create(
-            model=MODEL, messages=user_message("Hi"), max_tokens=2
-        )
+            await client.chat.completions.create(**HI)
+        answer = await patient.chat.completions.create(**HI)
 
     assert refused.value.code == "rate_limit_exceeded"
     assert refused.value.type == "requests"
@@ -572,8 +530,7 @@ async def test_a_key_without_permission_is_refused_with_the_reason(service: Serv
     assert forbidden.value.code == "insufficient_permissions"
 
 
-async def test_the_same_idempotency_key_is_billed_once(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_the_same_idempotency_key_is_billed_once(service: Service, tenant: Tenant) -> None:
     request_id = str(uuid.uuid4())
 
     with connect(service, tenant.secret) as client:
@@ -598,9 +555,7 @@ async def test_the_same_idempotency_key_is_billed_once(service: Service) -> None
     assert str(second["request_id"]) == raw.headers["x-request-id"]
 
 
-async def test_fifty_streams_at_once_are_fifty_answers(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_fifty_streams_at_once_are_fifty_answers(service: Service, tenant: Tenant) -> None:
     async with connect_async(service, tenant.secret) as client:
 
         async def ask(index: int) -> tuple[str, int]:
@@ -624,9 +579,7 @@ async def test_fifty_streams_at_once_are_fifty_answers(service: Service) -> None
     await service.no_hold_left(tenant)
 
 
-async def test_prompts_that_belong_together_fail_together_and_cost_nothing(
-    service: Service,
-) -> None:
+async def test_prompts_of_a_request_fail_together_and_are_free(service: Service) -> None:
     tenant = await service.tenant()
 
     with (

@@ -16,11 +16,6 @@ REQUESTED: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "temperature": 0}
 
 
 @pytest.fixture
-async def tenant(service: Service) -> Tenant:
-    return await service.tenant()
-
-
-@pytest.fixture
 def client(service: Service, tenant: Tenant) -> Iterator[openai.OpenAI]:
     with connect(service, tenant.secret) as client:
         yield client
@@ -45,14 +40,11 @@ def test_an_answer_continues_the_last_message(client: openai.OpenAI, mark: str) 
     by_ids = client.completions.create(**REQUESTED, prompt=ids)
 
     whole = client.chat.completions.create(**REQUESTED, messages=talk, extra_body=more)
-    echoed = client.chat.completions.create(
-        **REQUESTED, messages=talk, extra_body=more | {"echo": True}
+    more = more | {"echo": True}
+    echoed = client.chat.completions.create(**REQUESTED, messages=talk, extra_body=more)
+    chunks = client.chat.completions.create(
+        **REQUESTED, messages=talk, extra_body=more, stream=True
     )
-    chunks = [
-        *client.chat.completions.create(
-            **REQUESTED, messages=talk, extra_body=more | {"echo": True}, stream=True
-        )
-    ]
 
     assert whole.usage is not None
     assert whole.usage.prompt_tokens == len(ids)
@@ -62,7 +54,7 @@ def test_an_answer_continues_the_last_message(client: openai.OpenAI, mark: str) 
     assert streamed == echoed.choices[0].message.content
 
 
-async def test_a_message_of_anthropics_form_continues_a_last_turn_of_the_assistant(
+async def test_an_anthropic_message_continues_the_last_turn(
     service: Service, client: openai.OpenAI, tenant: Tenant
 ) -> None:
     body = {"model": MODEL, "max_tokens": 6, "temperature": 0, "messages": BEGUN}
@@ -74,9 +66,7 @@ async def test_a_message_of_anthropics_form_continues_a_last_turn_of_the_assista
 
     answer: Any = client.post("/messages", body=body, cast_to=object)
     counted: Any = client.post(
-        "/messages/count_tokens",
-        body={"model": MODEL, "messages": BEGUN},
-        cast_to=object,
+        "/messages/count_tokens", body={"model": MODEL, "messages": BEGUN}, cast_to=object
     )
 
     assert answer["content"][0]["text"] == wanted.choices[0].message.content
@@ -204,9 +194,7 @@ def test_the_log_probabilities_of_a_prompt_are_those_of_its_echo(client: openai.
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 2])
-def test_a_streamed_echo_adds_up_to_the_whole_one(
-    client: openai.OpenAI, logprobs: int | None
-) -> None:
+def test_a_streamed_echo_is_the_whole_one(client: openai.OpenAI, logprobs: int | None) -> None:
     ids = tokens_of(client, prompt="Zoë 🙂 ok")
     requested: Any = REQUESTED | {"prompt": [ids, [5, 6, 7]], "echo": True, "logprobs": logprobs}
 
@@ -229,9 +217,7 @@ def test_a_streamed_echo_adds_up_to_the_whole_one(
                 assert name == "top_logprobs" or joined == column, name
 
 
-def test_texts_become_tokens_and_tokens_texts_in_the_forms_of_other_servers(
-    client: openai.OpenAI, service: Service
-) -> None:
+def test_tokenize_and_detokenize(client: openai.OpenAI, service: Service) -> None:
     def post(path: str, **body: Any) -> Any:
         return client.with_options(base_url=service.openai_url.removesuffix("/v1")).post(
             path, body=body, cast_to=object

@@ -20,10 +20,9 @@ from tests.e2e.tool_models import (
     STRICT,
     check_arguments,
     ending_bias,
-    priced,
     running_with_tools,
 )
-from tests.service import MODEL, Service
+from tests.service import MODEL, Service, Tenant
 
 BOOK = {"name": "book", "description": "Books a room.", "parameters": HOTEL}
 QUIT = {
@@ -47,16 +46,11 @@ def service(
 
 
 @pytest.mark.parametrize("given_ids", [None, ("call_1", "call_2"), ("toolu_01ABCdef", "x" * 40)])
-async def test_a_conversation_goes_on_where_a_template_takes_one_call_and_short_ids(
-    given_ids: tuple[str, str] | None, service: Service
+async def test_strict_templates_continue(
+    given_ids: tuple[str, str] | None, service: Service, tenant: Tenant
 ) -> None:
     """The server accepts what it wrote itself, and ids of other servers."""
-    tenant = await priced(service)
-    requested: dict[str, Any] = {
-        "model": STRICT,
-        "messages": user_message("Book!"),
-        "tools": CHAT_TOOLS,
-    }
+    requested: Any = {"model": STRICT, "messages": user_message("Book!"), "tools": CHAT_TOOLS}
 
     with connect(service, tenant.secret) as client:
         first: Any = client.chat.completions.create(**requested).choices[0].message
@@ -77,15 +71,9 @@ async def test_a_conversation_goes_on_where_a_template_takes_one_call_and_short_
     assert again.usage.prompt_tokens_details.cached_tokens > 0, "ids are the same in each request"
 
 
-async def test_a_chat_calls_tools_whole_and_streamed_and_continues_with_the_results(
-    service: Service,
-) -> None:
-    tenant, streaming = await priced(service), await priced(service)
-    requested: dict[str, Any] = {
-        "model": SCRIPT,
-        "messages": user_message("Book!"),
-        "tools": CHAT_TOOLS,
-    }
+async def test_a_chat_calls_tools_and_continues_with_the_results(service: Service) -> None:
+    tenant, streaming = await service.tenant(), await service.tenant()
+    requested: Any = {"model": SCRIPT, "messages": user_message("Book!"), "tools": CHAT_TOOLS}
 
     with connect(service, tenant.secret) as client:
         answer: Any = client.chat.completions.create(**requested)
@@ -112,10 +100,7 @@ async def test_a_chat_calls_tools_whole_and_streamed_and_continues_with_the_resu
             (call.type, call.function.name, call.function.arguments)
             for call in calls
             if call.type == "function"
-        ] == [
-            ("function", "book", BOOKED),
-            ("function", "quit", "{}"),
-        ]
+        ] == [("function", "book", BOOKED), ("function", "quit", "{}")]
     grown = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
     assert {event.name for event in grown} == {"book", "quit"}
     [event] = service.database.events(streaming)
@@ -125,8 +110,7 @@ async def test_a_chat_calls_tools_whole_and_streamed_and_continues_with_the_resu
     assert after.usage.prompt_tokens > answer.usage.prompt_tokens + 20
 
 
-async def test_the_client_chooses_which_tools_are_called(service: Service) -> None:
-    tenant = await priced(service)
+async def test_the_client_chooses_which_tools_are_called(service: Service, tenant: Tenant) -> None:
     requested: dict[str, Any] = {
         "messages": user_message("Book!"),
         "tools": CHAT_TOOLS,
@@ -157,11 +141,8 @@ async def test_the_client_chooses_which_tools_are_called(service: Service) -> No
 
 
 async def test_beside_tools_an_answer_has_the_format_or_is_a_call(service: Service) -> None:
-    tenant = await priced(service)
-    format: Any = {
-        "type": "json_schema",
-        "json_schema": {"name": "stay", "schema": STAY},
-    }
+    tenant = await service.tenant()
+    format: Any = {"type": "json_schema", "json_schema": {"name": "stay", "schema": STAY}}
     requested: dict[str, Any] = {
         "model": MODEL,
         "messages": user_message("Book!"),
@@ -184,10 +165,8 @@ async def test_beside_tools_an_answer_has_the_format_or_is_a_call(service: Servi
     assert calls_of(forced)
 
 
-async def test_calls_that_were_cut_off_are_shown_to_the_model_as_they_are(
-    service: Service,
-) -> None:
-    tenant = await priced(service)
+async def test_calls_that_were_cut_off_are_shown_to_the_model_as_they_are(service: Service) -> None:
+    tenant = await service.tenant()
 
     def talk(arguments: str) -> list[Any]:
         call = {"id": "c", "type": "function", "function": {"name": "book", "arguments": arguments}}
@@ -221,10 +200,8 @@ class Book(BaseModel):
     nights: int
 
 
-async def test_the_client_parses_the_calls_of_strict_tools_into_its_own_types(
-    service: Service,
-) -> None:
-    tenant = await priced(service)
+async def test_calls_of_strict_tools_are_parsed_into_types(service: Service) -> None:
+    tenant = await service.tenant()
     tools = [openai.pydantic_function_tool(Book, name="book")]
 
     with connect(service, tenant.secret) as client:
@@ -251,8 +228,7 @@ def calls_of(answer: Any) -> list[Any]:
     return calls
 
 
-async def test_a_response_has_calls_as_separate_items(service: Service) -> None:
-    tenant = await priced(service)
+async def test_a_response_has_calls_as_separate_items(service: Service, tenant: Tenant) -> None:
     requested: dict[str, Any] = {"model": SCRIPT, "instructions": "Be brief.", "tools": TOOLS}
 
     with connect(service, tenant.secret) as client:
@@ -272,15 +248,10 @@ async def test_a_response_has_calls_as_separate_items(service: Service) -> None:
     for reported in (response, final, gathered):
         assert reported.status == "completed"
         assert reported.output_text == TEXT
-        assert [item.type for item in reported.output] == [
-            "message",
-            "function_call",
-            "function_call",
-        ]
-        assert [(item.name, item.arguments) for item in reported.output[1:]] == [
-            ("book", BOOKED),
-            ("quit", "{}"),
-        ]
+        types = [item.type for item in reported.output]
+        assert types == ["message", "function_call", "function_call"]
+        calls = [(item.name, item.arguments) for item in reported.output[1:]]
+        assert calls == [("book", BOOKED), ("quit", "{}")]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     check_events(events, final.output)
     assert response.tool_choice == "auto"
@@ -309,9 +280,7 @@ def check_events(events: list[Any], output: list[Any]) -> None:
             assert grown == item.content[0].text
 
 
-async def test_a_truncated_call_is_reported_as_truncated(service: Service) -> None:
-    tenant = await priced(service)
-
+async def test_a_truncated_call_is_reported_as_truncated(service: Service, tenant: Tenant) -> None:
     with connect(service, tenant.secret) as client:
         chat = client.chat.completions.create(
             model=SCRIPT, messages=user_message("Book!"), tools=CHAT_TOOLS, max_tokens=6
@@ -334,7 +303,7 @@ async def test_a_truncated_call_is_reported_as_truncated(service: Service) -> No
 
 
 async def test_wrong_tools_and_items_are_refused_by_their_own_names(service: Service) -> None:
-    tenant = await priced(service)
+    tenant = await service.tenant()
     call = {"type": "function_call", "call_id": "c", "name": "book", "arguments": "{}"}
     deep: Any = json.loads('{"a":' * 70 + "1" + "}" * 70)
     large = {"description": "x" * 60_000}
@@ -381,11 +350,9 @@ async def test_wrong_tools_and_items_are_refused_by_their_own_names(service: Ser
 
 
 @pytest.mark.parametrize("space", ["mcp__hotel", "mcp__hotel__", "mcp__" + "x" * 59])
-async def test_functions_of_a_namespace_are_called_by_both_names(
-    space: str, service: Service
-) -> None:
+async def test_a_namespaces_functions_have_both_names(space: str, service: Service) -> None:
     """Coding agents send the tools of MCP servers in this form."""
-    tenant = await priced(service)
+    tenant = await service.tenant()
     group: Any = {"type": "namespace", "name": space, "description": "Hotels.", "tools": [TOOLS[1]]}
     requested: dict[str, Any] = {
         "model": SCRIPT,
@@ -396,9 +363,8 @@ async def test_functions_of_a_namespace_are_called_by_both_names(
 
     with connect(service, tenant.secret) as client:
         response: Any = client.responses.create(**requested)
-        by_name: Any = client.responses.create(
-            **requested | {"tool_choice": {"type": "function", "name": "quit"}}
-        )
+        chosen = {"tool_choice": {"type": "function", "name": "quit"}}
+        by_name: Any = client.responses.create(**requested | chosen)
         events: list[Any] = list(client.responses.create(stream=True, **requested))
         [call] = [item for item in response.output if item.type == "function_call"]
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
@@ -421,10 +387,7 @@ async def test_functions_of_a_namespace_are_called_by_both_names(
     assert after.status in ("completed", "incomplete")
 
 
-async def test_wrong_functions_of_a_namespace_are_refused_by_their_own_names(
-    service: Service,
-) -> None:
-    tenant = await priced(service)
+async def test_wrong_functions_of_a_namespace_are_named(service: Service, tenant: Tenant) -> None:
     wrong: list[tuple[str, list[Any]]] = [
         ("tools[0].name", [{"type": "namespace", "tools": [TOOLS[1]]}]),
         ("tools[1].tools[0].name", [{"name": "a", "tools": [{"type": "function"}]}]),

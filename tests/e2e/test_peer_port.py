@@ -72,11 +72,8 @@ async def test_only_certificates_of_running_processes_are_accepted(bounded: Serv
 
 
 async def test_peers_may_attach_and_call_nothing_else(bounded: Service) -> None:
-    tenant, admin, known = (
-        await bounded.tenant(),
-        await bounded.tenant(scopes=("admin",)),
-        make_identity(uuid.uuid4()),
-    )
+    tenant, admin = await bounded.tenant(), await bounded.tenant(scopes=("admin",))
+    known = make_identity(uuid.uuid4())
     await publish(bounded, known)
     async with peer_of(bounded).channel(known) as channel:
         stub = pb_grpc.InferenceServiceStub(channel)

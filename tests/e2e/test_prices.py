@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from weir_client import AsyncAdminClient, InvalidRequest, NotFound
@@ -12,13 +12,12 @@ from weir_client import AsyncAdminClient, InvalidRequest, NotFound
 from tests.metering.usage import Rates
 from tests.service import INPUT_PICOS, MODEL, OUTPUT_PICOS, PLAIN_IDS, Service
 
+TIERS: tuple[Literal["interactive", "batch"], ...] = ("interactive", "batch")
 PROMPT = tuple(PLAIN_IDS[:10])
 OWN = Rates(input_picos_per_token=100, cached_input_picos_per_token=100, output_picos_per_token=200)
 
 
-async def test_a_customer_sees_is_quoted_and_pays_its_own_price_in_each_tier(
-    service: Service,
-) -> None:
+async def test_a_customer_pays_its_own_price_in_each_tier(service: Service) -> None:
     tenant, other = await service.tenant(scopes=("admin", "inference")), await service.tenant()
     async with (
         AsyncAdminClient(service.address, tenant.secret) as admin,
@@ -31,12 +30,8 @@ async def test_a_customer_sees_is_quoted_and_pays_its_own_price_in_each_tier(
         [model], [model_of_other] = await client.list_models(), await others.list_models()
         listed = await admin.list_prices(tenant.name, model=MODEL)
         request: dict[str, Any] = {"token_ids": PROMPT, "max_output_tokens": 4, "ignore_eos": True}
-        quoted = [
-            await client.quote(MODEL, tier=tier, **request) for tier in ("interactive", "batch")
-        ]
-        ran = [
-            await client.complete(MODEL, tier=tier, **request) for tier in ("interactive", "batch")
-        ]
+        quoted = [await client.quote(MODEL, tier=tier, **request) for tier in TIERS]
+        ran = [await client.complete(MODEL, tier=tier, **request) for tier in TIERS]
         of_other = await others.complete(
             MODEL, token_ids=PROMPT, max_output_tokens=4, ignore_eos=True
         )
@@ -62,14 +57,10 @@ async def test_a_customer_sees_is_quoted_and_pays_its_own_price_in_each_tier(
         ("batch", "organization", batch.version),
     ]
     assert [each.price_version for each in quoted] == [interactive.version, batch.version]
-    assert [each.worst_case_cost.picos for each in quoted] == [
-        10 * 100 + 4 * 200,
-        (10 * 100 + 4 * 200) // 2,
-    ]
-    assert [each.admitted and each.admitted.price_version for each in ran] == [
-        interactive.version,
-        batch.version,
-    ]
+    worst = 10 * 100 + 4 * 200
+    assert [each.worst_case_cost.picos for each in quoted] == [worst, worst // 2]
+    versions = [each.admitted and each.admitted.price_version for each in ran]
+    assert versions == [interactive.version, batch.version]
     assert [each.cost.picos for each in ran] == [1_800, 900]
     assert of_other.cost.picos == afterwards.cost.picos == 10 * INPUT_PICOS + 4 * OUTPUT_PICOS
     assert (ended.withdrawn, ended.organization_name) == (True, tenant.name)
@@ -89,9 +80,7 @@ async def test_wrong_prices_are_refused_by_field(service: Service) -> None:
             await admin.set_price(MODEL, organization="no-such-customer", **OWN)
 
 
-async def test_many_prices_are_one_document_and_applying_it_twice_changes_nothing(
-    service: Service,
-) -> None:
+async def test_a_document_of_prices_applies_once(service: Service) -> None:
     """List prices and a customer's, with tiers, and one for the future."""
     tenant = await service.tenant(scopes=("admin",))
     model = f"m{uuid.uuid4().hex[:8]}"
@@ -122,9 +111,7 @@ async def test_many_prices_are_one_document_and_applying_it_twice_changes_nothin
             {"prices": [dear | {"organization": "nobody"}, dear | {"batch_multiplier_milli": -1}]}
         )
 
-    assert [change.path for change in applied.changes] == [
-        change.path for change in planned.changes
-    ]
+    assert [each.path for each in applied.changes] == [each.path for each in planned.changes]
     assert [change.path for change in applied.changes] == [
         f"{model} in USD",
         f"{model} in USD of {tenant.name}",
@@ -134,15 +121,10 @@ async def test_many_prices_are_one_document_and_applying_it_twice_changes_nothin
     assert [each["organization"] for each in exported["prices"]] == [tenant.name]
     assert [
         (each.tier, each.source, each.version.output_picos_per_token) for each in now.prices
-    ] == [
-        ("interactive", "organization", 200),
-        ("batch", "organization", 100),
-    ]
+    ] == [("interactive", "organization", 200), ("batch", "organization", 100)]
     assert [(each.tier, each.version.output_picos_per_token) for each in then.prices] == [
         ("interactive", 9_000),
         ("batch", 4_500),
     ]
-    assert [error.field for error in wrong.violations] == [
-        "prices[0].organization",
-        "prices[1].batch_multiplier_milli",
-    ]
+    fields = [error.field for error in wrong.violations]
+    assert fields == ["prices[0].organization", "prices[1].batch_multiplier_milli"]

@@ -66,15 +66,13 @@ def timeout_of(seconds: float) -> Duration:
     return duration
 
 
-async def test_waiting_requests_get_their_position_and_their_wait(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_waiting_requests_get_their_position(service: Service, tenant: Tenant) -> None:
     async with crowded(service, tenant, 20) as (stream, waiting):
         last = waiting[-1]
 
         def reported() -> pb.ProgressFrame | None:
             frames = [
-                frame for frame in stream.of(last, "progress") if frame.HasField("estimated_wait")
+                each for each in stream.of(last, "progress") if each.HasField("estimated_wait")
             ]
             return frames[-1] if frames else None
 
@@ -85,9 +83,7 @@ async def test_waiting_requests_get_their_position_and_their_wait(
         assert progress.estimated_wait.ToMilliseconds() > 0
 
 
-async def test_a_full_queue_refuses_without_a_trace_and_only_the_necessary_requests(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_a_full_queue_refuses(inside: Inside, service: Service, tenant: Tenant) -> None:
     other = await service.tenant({QuotaDimension.CONCURRENT_REQUESTS: 10_000})
     async with crowded(service, tenant, 15) as (stream, _), service.stream(other.secret) as others:
         extra = [start(max_output_tokens=3000) for _ in range(80)]
@@ -109,21 +105,16 @@ async def test_a_full_queue_refuses_without_a_trace_and_only_the_necessary_reque
         )
         assert not {str(row["request_id"]) for row in known} & set(refused)
         assert (await others.first(await others.begin(), "admitted")).input_token_count == 10
-        await stream.cancel(
-            *(frame.request_id for frame in extra if frame.request_id not in refused)
-        )
+        await stream.cancel(*({frame.request_id for frame in extra} - set(refused)))
         for frame in extra:
             await stream.end(frame.request_id)
 
 
-async def test_a_request_that_would_start_too_late_gets_the_expected_wait(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_a_late_start_gets_the_expected_wait(service: Service, tenant: Tenant) -> None:
     async with crowded(service, tenant, 20) as (stream, waiting):
+        last = waiting[-1]
         await stream.wait(
-            lambda: any(
-                frame.HasField("estimated_wait") for frame in stream.of(waiting[-1], "progress")
-            )
+            lambda: any(each.HasField("estimated_wait") for each in stream.of(last, "progress"))
         )
 
         refusal = await stream.failed(await stream.begin(start_timeout=timeout_of(0.001)))
@@ -133,9 +124,7 @@ async def test_a_request_that_would_start_too_late_gets_the_expected_wait(
         assert refusal.retry_after_s is not None
 
 
-async def test_a_request_whose_time_to_start_runs_out_ends_and_costs_nothing(
-    inside: Inside, service: Service, tenant: Tenant
-) -> None:
+async def test_a_late_request_is_free(inside: Inside, service: Service, tenant: Tenant) -> None:
     async with crowded(service, tenant, 20) as (stream, _):
         for tier in inside.process.queues[MODEL].tiers.values():
             # As if nothing had been observed yet, so that it is admitted.
@@ -156,7 +145,7 @@ async def test_a_start_timeout_must_be_a_time(service: Service, tenant: Tenant) 
     assert unknown.fields == ["tier"]
 
 
-async def test_a_client_that_goes_away_takes_all_of_its_requests_out_of_the_queue(
+async def test_a_lost_client_leaves_the_queue(
     inside: Inside, service: Service, tenant: Tenant
 ) -> None:
     async with service.stream(tenant.secret) as stream:
@@ -201,9 +190,7 @@ async def test_cancels_at_any_moment_leave_no_entry_behind(
             await stream.end(frame.request_id)
 
 
-async def test_the_wait_in_the_queue_is_in_the_timings_and_batch_waits_for_interactive(
-    service: Service, tenant: Tenant
-) -> None:
+async def test_the_queue_wait_is_timed(service: Service, tenant: Tenant) -> None:
     async with crowded(service, tenant, 4) as (stream, waiting):
         batch = await stream.begin(tier=pb.SERVICE_TIER_BATCH)
         await stream.first(batch, "progress")

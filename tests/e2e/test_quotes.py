@@ -32,10 +32,8 @@ async def test_a_quote_is_what_the_request_then_is(service: Service) -> None:
         later = await client.quote(MODEL, token_ids=PROMPT, max_output_tokens=100)
 
     assert quote.would_admit
-    assert (quote.input_token_count, quote.max_output_token_count) == (
-        result.usage.input_token_count,
-        24,
-    )
+    assert quote.input_token_count == result.usage.input_token_count
+    assert quote.max_output_token_count == 24
     assert quote.expected_output_token_count == 24  # the worst case, as nothing is known yet
     assert result.cost <= quote.worst_case_cost
     assert result.admitted is not None
@@ -46,9 +44,7 @@ async def test_a_quote_is_what_the_request_then_is(service: Service) -> None:
     assert later.worst_case_cost > later.expected_cost
 
 
-async def test_a_quote_names_the_limits_that_would_refuse_and_leaves_no_trace(
-    service: Service,
-) -> None:
+async def test_a_quote_names_the_limits_and_leaves_no_trace(service: Service) -> None:
     tenant = await service.tenant({Dimension.TOKENS_PER_DAY: 40, Dimension.CONCURRENT_REQUESTS: 0})
     async with service.client(tenant.secret) as client:
         refused = await client.quote(MODEL, token_ids=PROMPT, max_output_tokens=24)
@@ -57,9 +53,8 @@ async def test_a_quote_names_the_limits_that_would_refuse_and_leaves_no_trace(
         quotas = await client.get_quota()
 
     assert not refused.would_admit
-    assert [each.dimension for each in refused.failing_quotas] == [
-        QuotaDimension.CONCURRENT_REQUESTS
-    ]
+    [failing] = refused.failing_quotas
+    assert failing.dimension == QuotaDimension.CONCURRENT_REQUESTS
     assert (refused.retry_helps, refused.retry_after_s) == (False, None)
     assert not caught.value.retry_helps
     assert [(each.used_value, each.held_value) for each in quotas] == [(0, 0), (0, 0)]
@@ -117,17 +112,11 @@ async def test_an_admin_raises_watches_and_sees_what_binds(service: Service) -> 
         ended = await admin.end_quota_override(organization.quota_id)
 
     assert of_key.narrowed_by_quota_id == organization.quota_id
-    assert (raised.limit_value, raised.base_limit_value, raised.override_reason) == (
-        100,
-        20,
-        "a launch",
-    )
+    assert (raised.limit_value, raised.base_limit_value) == (100, 20)
+    assert raised.override_reason == "a launch"
     assert result.usage.billed_token_count == 40
-    assert (
-        set(met)
-        == {organization.quota_id, of_key.quota_id, watching.quota_id}
-        == {each.quota_id for each in own}
-    )
+    ids = {organization.quota_id, of_key.quota_id, watching.quota_id}
+    assert set(met) == ids == {each.quota_id for each in own}
     assert met[watching.quota_id].would_refuse_count == 1
     assert [each.quota_id for each in met.values() if each.binding] == [of_key.quota_id]
     # during the hour in which the organization has 100

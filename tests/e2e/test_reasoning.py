@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from google.rpc import error_details_pb2
 from weir.v1 import inference_service_pb2 as pb
-from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
+from tests.calls import calls
 from tests.e2e.conftest import Serve
 from tests.e2e.openai_clients import check_billed, connect, user_message
 from tests.inference.tool_checkpoints import ASSISTANT_ID, make_scripted_checkpoint
-from tests.service import MODEL, Service, Stream, bearer, conversation
+from tests.service import MODEL, Service, Stream, Tenant, conversation
 
 # A thought that looks like what ends or is an answer, and an answer that spells a mark.
 PIECES = (
@@ -61,10 +61,8 @@ async def test_thinking_is_sent_apart_and_counted_in_every_record(service: Servi
     async with service.stream(tenant.secret) as stream:
         request_id = await begin(stream)
         finished = await stream.finished(request_id)
-    async with service.channel() as channel:
-        found = await pb_grpc.InferenceServiceStub(channel).GetGeneration(
-            pb.GetGenerationRequest(request_id=request_id), metadata=bearer(tenant.secret)
-        )
+    async with calls(service, tenant.secret) as call:
+        found = await call("GetGeneration", request_id=request_id)
 
     assert (reasoning(stream, request_id), stream.text(request_id)) == (THOUGHT, ANSWER)
     assert finished.reason == types_pb2.FINISH_REASON_STOP
@@ -77,8 +75,7 @@ async def test_thinking_is_sent_apart_and_counted_in_every_record(service: Servi
     assert event["reasoning_token_count"] == THOUGHT_TOKENS
 
 
-async def test_stops_and_calls_in_the_thinking_are_none(service: Service) -> None:
-    tenant = await service.tenant()
+async def test_stops_and_calls_in_the_thinking_are_none(service: Service, tenant: Tenant) -> None:
     hm = service.tokenizer.token_id(PIECES[2])
 
     async with service.stream(tenant.secret) as stream:
@@ -103,11 +100,7 @@ async def test_stops_and_calls_in_the_thinking_are_none(service: Service) -> Non
 
 
 @pytest.mark.parametrize("count", range(1, len(PIECES) + 1))
-async def test_an_output_cut_at_any_token_has_the_beginning_of_the_same_parts(
-    service: Service, count: int
-) -> None:
-    tenant = await service.tenant()
-
+async def test_a_cut_output_begins_the_same(service: Service, tenant: Tenant, count: int) -> None:
     async with service.stream(tenant.secret) as stream:
         request_id = await begin(stream, max_output_tokens=count)
         finished = await stream.finished(request_id)
@@ -149,9 +142,7 @@ async def test_kept_output_is_received_again_with_its_parts(service: Service) ->
 
 
 @pytest.mark.parametrize(("budget", "thought"), [(0, ""), (2, "Hm, END"), (40, THOUGHT)])
-async def test_a_budget_ends_the_thinking_and_the_answer_follows(
-    service: Service, budget: int, thought: str
-) -> None:
+async def test_a_budget_ends_the_thinking(service: Service, budget: int, thought: str) -> None:
     tenant = await service.tenant()
 
     async with service.stream(tenant.secret) as stream:
@@ -177,11 +168,9 @@ async def test_a_budget_ends_the_thinking_and_the_answer_follows(
         ({"max_reasoning_tokens": 1, "conversation": None, "text": "a"}, "max_reasoning_tokens"),
     ],
 )
-async def test_a_budget_that_cannot_be_kept_is_refused(
-    service: Service, fields: dict[str, Any], field: str
+async def test_a_bad_budget_is_refused(
+    service: Service, tenant: Tenant, fields: dict[str, Any], field: str
 ) -> None:
-    tenant = await service.tenant()
-
     async with service.stream(tenant.secret) as stream:
         refusal = await stream.failed(await begin(stream, **fields))
 
@@ -195,9 +184,7 @@ def begun(*roles: pb.Role.ValueType, text: str = "It is", **fields: Any) -> pb.C
     return pb.Conversation(messages=messages, continues_last_message=True, **fields)
 
 
-async def test_a_begun_answer_goes_on_without_thinking(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_a_begun_answer_goes_on_without_thinking(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         requested = begun(USER, ASSISTANT)
         request_id = await begin(stream, conversation=requested)
@@ -215,9 +202,7 @@ async def test_a_begun_answer_goes_on_without_thinking(service: Service) -> None
         ("<think>\nHm.</think>\n\nIt is", ("", ANSWER.removeprefix("It is"))),
     ],
 )
-async def test_a_begun_thought_goes_on_as_a_thought(
-    service: Service, text: str, left: tuple[str, str]
-) -> None:
+async def test_a_thought_continues(service: Service, text: str, left: tuple[str, str]) -> None:
     tenant = await service.tenant()
 
     async with service.stream(tenant.secret) as stream:
@@ -240,10 +225,8 @@ async def test_a_begun_thought_goes_on_as_a_thought(
     ],
 )
 async def test_what_cannot_be_continued_is_refused(
-    service: Service, requested: pb.Conversation, field: str
+    service: Service, tenant: Tenant, requested: pb.Conversation, field: str
 ) -> None:
-    tenant = await service.tenant()
-
     async with service.stream(tenant.secret) as stream:
         refusal = await stream.failed(await begin(stream, conversation=requested))
 
@@ -252,9 +235,7 @@ async def test_what_cannot_be_continued_is_refused(
     assert field in [violation.field for violation in bad.field_violations]
 
 
-async def test_a_plain_prompt_is_continued_as_it_is(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_a_plain_prompt_is_continued_as_it_is(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         prompt = pb.TokenIds(ids=[ASSISTANT_ID])
         request_id = await stream.begin(token_ids=prompt, max_output_tokens=40, ignore_eos=False)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from weir.v1 import inference_service_pb2 as pb
-from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 from weir_client import AsyncBillingClient, UsageGrouping
 
 from metering.core.models import QuotaDimension
 from metering.pricing.prices import PriceTerms, set_price
+from tests.calls import calls
 from tests.e2e.conftest import Serve
 from tests.e2e.openai_clients import connect, user_message
 from tests.faults.billed import rate
@@ -26,7 +26,6 @@ from tests.service import (
     Service,
     Stream,
     Tenant,
-    bearer,
     conversation,
     picos,
 )
@@ -127,9 +126,7 @@ async def test_every_token_costs_the_price_of_its_kind(
 
 
 @pytest.mark.parametrize("price", [DEARER, CHEAPER])
-async def test_a_cancel_in_the_middle_of_the_thinking_bills_reasoning_alone(
-    service: Service, price: int
-) -> None:
+async def test_a_cancel_while_thinking_bills_reasoning(service: Service, price: int) -> None:
     tenant = await tenant_of(service, price)
 
     async with service.stream(tenant.secret) as stream:
@@ -142,9 +139,7 @@ async def test_a_cancel_in_the_middle_of_the_thinking_bills_reasoning_alone(
     assert picos(finished.cost) == cost_at(finished.usage, price)
 
 
-async def test_a_limit_on_money_holds_the_dearer_price_and_is_never_exceeded(
-    service: Service,
-) -> None:
+async def test_a_limit_on_money_is_kept_at_the_dearer_price(service: Service) -> None:
     limit = 30 * DEARER  # of 31 reasoning tokens
     quotas = {QuotaDimension.COST_PICOS_PER_MONTH: limit}
     tenant = await tenant_of(service, DEARER, quotas)
@@ -161,22 +156,17 @@ async def test_a_limit_on_money_holds_the_dearer_price_and_is_never_exceeded(
 
 
 @pytest.mark.parametrize("price", [DEARER, CHEAPER])
-async def test_a_maximum_cost_and_a_quote_count_the_dearer_price(
-    service: Service, price: int
-) -> None:
+async def test_limits_and_quotes_use_the_dearer_price(service: Service, price: int) -> None:
     tenant = await tenant_of(service, price)
     each = max(price, OUTPUT_PICOS)
 
     async with service.stream(tenant.secret) as stream:
-        request_id = await begin(
-            stream, max_cost=types_pb2.Money(currency_code="USD", picos=40 * DEARER)
-        )
+        max_cost = types_pb2.Money(currency_code="USD", picos=40 * DEARER)
+        request_id = await begin(stream, max_cost=max_cost)
         finished = await stream.finished(request_id)
     start = pb.StartFrame(model=MODEL, conversation=conversation("2+2?"), max_output_tokens=60)
-    async with service.channel() as channel:
-        quoted = await pb_grpc.InferenceServiceStub(channel).Quote(
-            pb.QuoteRequest(start=start), metadata=bearer(tenant.secret)
-        )
+    async with calls(service, tenant.secret) as call:
+        quoted = await call("Quote", start=start)
 
     assert picos(finished.cost) <= 40 * DEARER
     worst = quoted.input_token_count * INPUT_PICOS + quoted.max_output_token_count * each
@@ -193,9 +183,7 @@ async def test_a_maximum_cost_and_a_quote_count_the_dearer_price(
     )
 
 
-async def test_chats_keep_the_convention_that_completion_tokens_include_reasoning(
-    service: Service,
-) -> None:
+async def test_completion_tokens_of_chats_include_reasoning(service: Service) -> None:
     tenant = await tenant_of(service, DEARER)
 
     with connect(service, tenant.secret) as client:
@@ -208,18 +196,13 @@ async def test_chats_keep_the_convention_that_completion_tokens_include_reasonin
 
 
 @pytest.mark.parametrize("price", PRICES)
-async def test_the_month_has_a_line_for_reasoning_and_adds_up(
-    service: Service, price: int | None
-) -> None:
+async def test_the_month_has_a_line_for_reasoning(service: Service, price: int | None) -> None:
     tenant = await tenant_of(service, price)
     async with service.stream(tenant.secret) as stream:
-        ends = [
-            await stream.finished(await begin(stream, max_output_tokens=count))
-            for count in (60, 20)
-        ]
-        none = await stream.finished(
-            await begin(stream, conversation=None, text="a", max_output_tokens=3)
-        )
+        begun = [await begin(stream, max_output_tokens=count) for count in (60, 20)]
+        ends = [await stream.finished(each) for each in begun]
+        short = await begin(stream, conversation=None, text="a", max_output_tokens=3)
+        none = await stream.finished(short)
     await rate(service)
     month = f"{datetime.now(UTC):%Y-%m}"
 
@@ -238,8 +221,6 @@ async def test_the_month_has_a_line_for_reasoning_and_adds_up(
     total = sum(picos(end.cost) for end in [*ends, none])
     assert sum(line.amount.picos for line in report.lines) == report.total.picos == total
     assert page.total is not None
-    assert (page.total.output_token_count, page.total.reasoning_token_count) == (
-        billed - known,
-        known,
-    )
+    assert page.total.output_token_count == billed - known
+    assert page.total.reasoning_token_count == known
     check_invariants(service.database_url)

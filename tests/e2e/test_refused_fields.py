@@ -11,10 +11,10 @@ import openai
 import pytest
 from google.rpc import error_details_pb2
 from weir.v1 import inference_service_pb2 as pb
-from weir.v1 import inference_service_pb2_grpc as pb_grpc
 
+from tests.calls import calls
 from tests.inference.tensorrt_engines import tensorrt_service
-from tests.service import MODEL, Service, bearer
+from tests.service import MODEL, Service, Tenant
 
 NO_VALUES = ""
 REFUSED = {
@@ -82,9 +82,7 @@ async def test_a_field_is_refused_by_name_before_a_hold(service: Service, field:
     assert service.database.holds(tenant) == {}
 
 
-async def test_an_echo_with_logprobs_is_refused_by_name(service: Service) -> None:
-    tenant = await service.tenant()
-
+async def test_an_echo_with_logprobs_is_refused_by_name(service: Service, tenant: Tenant) -> None:
     with openai.OpenAI(base_url=service.openai_url, api_key=tenant.secret) as client:
         with pytest.raises(openai.BadRequestError, match="does not support") as refused:
             client.completions.create(
@@ -102,11 +100,9 @@ def mapped_files(pid: int) -> str:
     return maps.read_text() if maps.exists() else ""
 
 
-async def test_the_fields_are_listed_over_grpc_and_http(service: Service) -> None:
-    tenant = await service.tenant()
-    async with service.channel() as channel:
-        stub = pb_grpc.InferenceServiceStub(channel)
-        listed = await stub.ListModels(pb.ListModelsRequest(), metadata=bearer(tenant.secret))
+async def test_the_fields_are_listed_over_grpc_and_http(service: Service, tenant: Tenant) -> None:
+    async with calls(service, tenant.secret) as call:
+        listed = await call("ListModels")
     with openai.OpenAI(base_url=service.openai_url, api_key=tenant.secret) as client:
         facts: dict[str, Any] = client.models.retrieve(MODEL).model_extra["weir"]  # type: ignore[index]
     [model] = listed.models

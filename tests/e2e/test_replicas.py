@@ -10,30 +10,31 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from grpc import StatusCode
 from weir.v1 import admin_service_pb2 as admin_pb
-from weir.v1 import admin_service_pb2_grpc as pb_grpc
 from weir.v1 import inference_service_pb2 as inference_pb
-from weir.v1 import inference_service_pb2_grpc as inference_grpc
 from weir.v1 import replicas_pb2 as pb
+from weir_client import Model
 
 from api.core.settings import bundled_models
 from inference.routing.replica import DRAINED_RETRY_S
-from metering.pricing.prices import PriceTerms, set_price
+from tests.calls import calls
 from tests.conftest import new_database
 from tests.e2e.conftest import Serve
+from tests.e2e.encoders import price_encoders
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.inference.encoder_checkpoints import make_random_encoder
-from tests.service import MODEL, PATIENCE_S, Service, bearer, refused, running, wait_for
+from tests.service import MODEL, PATIENCE_S, Service, refused, running, wait_for
 
 FLEET = """
 models:
   {model}: {{directory: {directory}, replicas: {{min: 2, max: 2}}}}
 """
 DRAWN = inference_pb.Sampling(temperature=0.9, seed=11, presence_penalty=0.8, frequency_penalty=0.4)
+Pair = tuple[Service, Service]
 FIRST, SECOND = f"{MODEL}#0", f"{MODEL}#1"
 
 
 @pytest.fixture(scope="module")
-def pair(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> tuple[Service, Service]:
+def pair(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Return two processes with the same file: two replicas each, and some ms per token."""
     directory = tmp_path_factory.mktemp("slow")
     make_checkpoint(directory, shape=LlamaShape(layer_count=120, context_window_tokens=4096))
@@ -56,11 +57,8 @@ class Admin:
 
     async def call(self, request: Any) -> Any:
         """Make one call, chosen by its request."""
-        name = type(request).__name__.removesuffix("Request")
-        async with self._service.channel() as channel:
-            return await getattr(pb_grpc.AdminServiceStub(channel), name)(
-                request, metadata=bearer(self._secret), timeout=PATIENCE_S
-            )
+        async with calls(self._service, self._secret) as call:
+            return await call(type(request).__name__.removesuffix("Request"), request)
 
     async def complete(self, request: Any) -> Any:
         """Make a call repeatedly until every process has answered in time."""
@@ -91,13 +89,16 @@ class Admin:
         return answer
 
 
+def replica_counts(model: Model) -> tuple[int, int, int]:
+    """Return the counts of ready, drained and all replicas."""
+    return model.ready_replica_count, model.drained_replica_count, model.replica_count
+
+
 async def admin_of(service: Service) -> Admin:
     return Admin(service, (await service.tenant(scopes=("admin",))).secret)
 
 
-async def test_a_drained_replica_is_out_of_use_in_every_process_until_it_is_put_back(
-    pair: tuple[Service, Service],
-) -> None:
+async def test_a_drained_replica_is_unused_until_put_back(pair: Pair) -> None:
     first, second = pair
     admin, ours = await admin_of(first), await second.tenant()
     await until_all_are_ready(admin)
@@ -106,21 +107,15 @@ async def test_a_drained_replica_is_out_of_use_in_every_process_until_it_is_put_
         for request_id in request_ids:
             await stream.received(request_id, 5)
         before = await admin.replicas()
-        assert sorted(each.request_count for reported in before.values() for each in reported) == [
-            0,
-            0,
-            1,
-            1,
-        ], "one in each of the second"
+        counts = sorted(each.request_count for reported in before.values() for each in reported)
+        assert counts == [0, 0, 1, 1], "one in each of the second"
 
         drained = await admin.drain(reason="new disks")
         again = await admin.drain(reason="new disks")
 
         assert again.drain == drained.drain
         assert (drained.drain.reason, drained.drain.HasField("move_after")) == ("new disks", False)
-        assert [each.drained for each in drained.replicas] == [True, True], (
-            "who answers has taken it"
-        )
+        assert [each.drained for each in drained.replicas] == [True, True], "both apply it"
         assert {each.state for each in drained.replicas} == {pb.REPLICA_STATE_DRAINING}
         later = await stream.begin(max_output_tokens=5)
         await stream.finished(later)
@@ -128,11 +123,7 @@ async def test_a_drained_replica_is_out_of_use_in_every_process_until_it_is_put_
         assert sum(each.request_count for each in now[FIRST]) == 1, "what runs there is left there"
         async with second.client(ours.secret) as client:
             [listed] = await client.list_models()
-        assert (listed.ready_replica_count, listed.drained_replica_count, listed.replica_count) == (
-            1,
-            1,
-            2,
-        )
+        assert replica_counts(listed) == (1, 1, 2)
 
         await admin.drain(move_after=Duration(seconds=0))
         await until_moved(admin)
@@ -143,12 +134,8 @@ async def test_a_drained_replica_is_out_of_use_in_every_process_until_it_is_put_
             await stream.cancel(request_id)
         ends = [await stream.finished(request_id) for request_id in request_ids]
         assert sorted(end.migration_count for end in ends) == [0, 1]
-        stayed, moved = sorted(
-            (stream.token_ids(request_id) for request_id in request_ids), key=len
-        )
-        assert stayed == moved[: len(stayed)], (
-            "with one seed and one prompt both are the same, wherever they ran"
-        )
+        stayed, moved = sorted((stream.token_ids(each) for each in request_ids), key=len)
+        assert stayed == moved[: len(stayed)], "one seed, one answer"
         async with second.client(ours.secret) as client:
             recorded = [await client.get_generation(request_id) for request_id in request_ids]
         assert [each.migration_count for each in recorded] == [end.migration_count for end in ends]
@@ -157,21 +144,15 @@ async def test_a_drained_replica_is_out_of_use_in_every_process_until_it_is_put_
     second.start()
     wait_for(lambda: second.serving(f"engine/{MODEL}"), "the engines")
     restarted = await admin.replicas()
-    assert [each.drained for each in restarted[FIRST]] == [True, True], (
-        "one that starts later finds the order"
-    )
+    assert [each.drained for each in restarted[FIRST]] == [True, True], "also in a later one"
 
     assert (await admin.undrain()).undrained
     assert not (await admin.undrain()).undrained
-    assert [
-        each.drained for reported in (await admin.replicas()).values() for each in reported
-    ] == [False] * 4
+    replicas = (await admin.replicas()).values()
+    assert [each.drained for reported in replicas for each in reported] == [False] * 4
     entries = (await admin.call(admin_pb.ListAuditEntriesRequest(action_prefix="replica."))).entries
-    assert [each.action for each in reversed(entries)] == [
-        "replica.drain",
-        "replica.drain",
-        "replica.undrain",
-    ]
+    actions = [each.action for each in reversed(entries)]
+    assert actions == ["replica.drain", "replica.drain", "replica.undrain"]
     assert '"move_after_ms": 0' in entries[0].before_json
 
 
@@ -190,12 +171,7 @@ async def test_the_one_engine_of_a_model_is_drained_like_one_of_several(
         for name in (MODEL, "encoder"):
             wait_for(lambda name=name: lone.serving(f"engine/{name}"), "the engines")  # type: ignore[misc]
         admin, ours = await admin_of(lone), await lone.tenant()
-        async with lone.session() as session:
-            free: dict[str, Any] = {
-                f"{kind}_picos_per_token": 0
-                for kind in ("input", "cached_input", "output", "embedding")
-            }
-            await set_price(session, PriceTerms(model="encoder", **free), actor="test")
+        await price_encoders(lone, "encoder")
         texts = [
             inference_pb.EmbedRequest(
                 request_id=str(uuid.uuid4()),
@@ -204,8 +180,7 @@ async def test_the_one_engine_of_a_model_is_drained_like_one_of_several(
             )
             for _ in range(2)
         ]
-        async with lone.stream(ours.secret) as stream, lone.channel() as channel:
-            embedding: Any = inference_grpc.InferenceServiceStub(channel)
+        async with lone.stream(ours.secret) as stream, calls(lone, ours.secret) as call:
             running_one = await stream.begin(max_output_tokens=3000)
             await stream.received(running_one, 5)
             [before] = (await admin.replicas())[FIRST]
@@ -213,7 +188,7 @@ async def test_the_one_engine_of_a_model_is_drained_like_one_of_several(
             await admin.complete(pb.DrainReplicaRequest(model="encoder", replica="encoder#0"))
 
             refusal = await stream.failed(await stream.begin(max_output_tokens=5))
-            text_refusal = await refused(embedding.Embed(texts[0], metadata=bearer(ours.secret)))
+            text_refusal = await call.refused("Embed", texts[0])
             [drained] = (await admin.replicas())[FIRST]
             async with lone.client(ours.secret) as client:
                 listed = {each.name: each for each in await client.list_models()}
@@ -221,33 +196,21 @@ async def test_the_one_engine_of_a_model_is_drained_like_one_of_several(
             await admin.undrain()
             await admin.call(pb.UndrainReplicaRequest(model="encoder", replica="encoder#0"))
             await stream.finished(await stream.begin(max_output_tokens=5))
-            await embedding.Embed(texts[1], metadata=bearer(ours.secret))
+            await call("Embed", texts[1])
             await stream.cancel(running_one)
             end = await stream.finished(running_one)
 
-        assert (before.state, before.request_count, before.outstanding_token_count > 0) == (
-            pb.REPLICA_STATE_READY,
-            1,
-            True,
-        )
-        assert (drained.state, drained.drained, drained.request_count) == (
-            pb.REPLICA_STATE_DRAINING,
-            True,
-            1,
-        )
+        assert (before.state, before.request_count) == (pb.REPLICA_STATE_READY, 1)
+        assert before.outstanding_token_count > 0
+        assert (drained.state, drained.request_count) == (pb.REPLICA_STATE_DRAINING, 1)
+        assert drained.drained
         for reported in (refusal, text_refusal):
-            assert (reported.code, reported.reason) == (
-                StatusCode.UNAVAILABLE,
-                "ENGINE_UNAVAILABLE",
-            )
+            assert reported.code is StatusCode.UNAVAILABLE
+            assert reported.reason == "ENGINE_UNAVAILABLE"
             assert reported.status.message.endswith("the engine is being drained")
             assert reported.retry_after_s == DRAINED_RETRY_S
         for name in (MODEL, "encoder"):
-            assert (
-                listed[name].ready_replica_count,
-                listed[name].drained_replica_count,
-                listed[name].replica_count,
-            ) == (0, 1, 1)
+            assert replica_counts(listed[name]) == (0, 1, 1)
         assert end.migration_count == 0
         assert lone.stop() == 0, lone.log[-4000:]
         assert lone.database.held_hold_count() == 0
@@ -269,7 +232,7 @@ async def until_moved(admin: Admin) -> None:
             pass
 
 
-async def test_an_invalid_command_is_reported_by_field(pair: tuple[Service, Service]) -> None:
+async def test_an_invalid_command_is_reported_by_field(pair: Pair) -> None:
     admin = await admin_of(pair[0])
     unknown = [
         pb.DrainReplicaRequest(model="nothing", replica=FIRST),

@@ -24,7 +24,18 @@ from weir.v1 import types_pb2
 
 from metering.core.models import QuotaDimension
 from tests.conftest import new_database
-from tests.service import Inside, Service, Stream, Tenant, cancel, credit, run_inside, start, until
+from tests.service import (
+    Inside,
+    Service,
+    Stream,
+    Tenant,
+    attach,
+    cancel,
+    credit,
+    run_inside,
+    start,
+    until,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -43,11 +54,6 @@ def seconds(value: float) -> Duration:
 def kept(token_count: int, keep_s: float = 30.0, **fields: Any) -> pb.ClientFrame:
     """Return the start of a request that survives its client."""
     return start(max_output_tokens=token_count, keep_on_disconnect=seconds(keep_s), **fields)
-
-
-def attach(request_id: str, after_seq: int = 0) -> pb.ClientFrame:
-    """Return a frame that attaches to a request."""
-    return pb.ClientFrame(request_id=request_id, attach=pb.AttachFrame(after_seq=after_seq))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -148,9 +154,7 @@ async def check_billed_once(
     assert event["delivered_token_count"] == event["billed_token_count"] == token_count
 
 
-async def test_a_finished_answer_is_sent_again_from_every_seq(
-    here: Service, tenant: Tenant
-) -> None:
+async def test_a_finished_answer_is_replayed_from_any_seq(here: Service, tenant: Tenant) -> None:
     frame = kept(12, usage_interval_tokens=5)
     async with here.stream(tenant.secret) as stream:
         await stream.send(frame)
@@ -161,7 +165,7 @@ async def test_a_finished_answer_is_sent_again_from_every_seq(
     async with here.stream(tenant.secret) as other:
         for after_seq in range(last_seq + 1):
             other.frames.clear()
-            await other.send(attach(frame.request_id, after_seq))
+            await other.attach(frame.request_id, after_seq)
             assert await other.finished(frame.request_id) == finished
             attached = await other.first(frame.request_id, "attached")
             assert attached == pb.AttachedFrame(
@@ -170,10 +174,8 @@ async def test_a_finished_answer_is_sent_again_from_every_seq(
             assert seqs(other, frame.request_id) == list(range(after_seq + 1, last_seq + 1))
             if not after_seq:
                 assert other.token_ids(frame.request_id) == tokens
-                assert [
-                    update.usage.delivered_token_count
-                    for update in other.of(frame.request_id, "usage")
-                ] == [5, 10]
+                updates = other.of(frame.request_id, "usage")
+                assert [each.usage.delivered_token_count for each in updates] == [5, 10]
                 assert len(other.of(frame.request_id, "admitted")) == 1
     await check_billed_once(here, tenant, frame.request_id, 12)
 
@@ -188,7 +190,7 @@ async def test_the_prompts_logprobs_are_sent_again(here: Service, tenant: Tenant
         [admitted] = stream.of(frame.request_id, "admitted")
 
     async with here.stream(tenant.secret) as other:
-        await other.send(attach(frame.request_id))
+        await other.attach(frame.request_id)
         await other.finished(frame.request_id)
 
     assert kinds.index("prompt") < kinds.index("delta")
@@ -215,12 +217,10 @@ async def test_a_running_answer_is_continued_from_another_stream(
         for turn in range(10):
             await stream.received(frame.request_id, 10)
             services = [here] if on == "the same process" else [beside, here]
-            following = await stack.enter_async_context(
-                services[turn % len(services)].stream(tenant.secret)
-            )
+            next_stream = services[turn % len(services)].stream(tenant.secret)
+            following = await stack.enter_async_context(next_stream)
             if goes == "hangs up":
-                stream.call.cancel()
-                await stream.closed()
+                await stream.hang_up()
             has = seqs(stream, frame.request_id)[-1]
             tokens += stream.token_ids(frame.request_id)
             await following.send(attach(frame.request_id, has), credit(frame.request_id, 60))
@@ -230,7 +230,7 @@ async def test_a_running_answer_is_continued_from_another_stream(
                 end = await stream.failed(frame.request_id)
                 assert (end.code, end.reason) == (StatusCode.ABORTED, "ATTACHED_ELSEWHERE")
             stream = following
-        await stream.send(credit(frame.request_id, 1000))
+        await stream.credit(frame.request_id, 1000)
         finished = await stream.finished(frame.request_id)
         tokens += stream.token_ids(frame.request_id)
 
@@ -242,9 +242,7 @@ async def test_a_running_answer_is_continued_from_another_stream(
     await check_billed_once(here, tenant, frame.request_id, token_count)
 
 
-async def test_the_same_start_receives_what_runs_from_its_beginning(
-    here: Service, beside: Service, tenant: Tenant
-) -> None:
+async def test_the_same_start_attaches(here: Service, beside: Service, tenant: Tenant) -> None:
     expected = await whole(here, tenant, 300)
     frame = kept(300)
     async with (
@@ -261,10 +259,8 @@ async def test_the_same_start_receives_what_runs_from_its_beginning(
         await third.finished(frame.request_id)
         assert (await second.failed(frame.request_id)).reason == "ATTACHED_ELSEWHERE"
         assert third.token_ids(frame.request_id) == expected
-        assert [kind.WhichOneof("kind") for kind in third.frames[frame.request_id][:2]] == [
-            "attached",
-            "admitted",
-        ]
+        kinds = [each.WhichOneof("kind") for each in third.frames[frame.request_id]]
+        assert kinds[:2] == ["attached", "admitted"]
 
         third.frames.clear()
         await third.send(frame)
@@ -275,9 +271,7 @@ async def test_the_same_start_receives_what_runs_from_its_beginning(
     await check_billed_once(here, tenant, frame.request_id, 300)
 
 
-async def test_another_payload_under_an_id_that_runs_is_refused_everywhere(
-    here: Service, beside: Service, tenant: Tenant
-) -> None:
+async def test_another_payload_is_refused(here: Service, beside: Service, tenant: Tenant) -> None:
     frame = kept(600)
     async with (
         here.stream(tenant.secret) as stream,
@@ -289,17 +283,13 @@ async def test_another_payload_under_an_id_that_runs_is_refused_everywhere(
         for other in (near, far):
             await other.send(kept(601, request_id=frame.request_id))
             refusal = await other.failed(frame.request_id)
-            assert (refusal.code, refusal.reason) == (
-                StatusCode.ALREADY_EXISTS,
-                "REQUEST_ID_REUSED",
-            )
+            assert refusal.code is StatusCode.ALREADY_EXISTS
+            assert refusal.reason == "REQUEST_ID_REUSED"
         assert (await stream.finished(frame.request_id)).usage.delivered_token_count == 600
     await check_billed_once(here, tenant, frame.request_id, 600)
 
 
-async def test_a_storm_of_starts_of_one_id_is_billed_once(
-    here: Service, beside: Service, tenant: Tenant
-) -> None:
+async def test_many_starts_are_billed_once(here: Service, beside: Service, tenant: Tenant) -> None:
     """Fifty at once to two processes: each stream gets one end, one gets the whole answer."""
     expected = await whole(here, tenant, 60)
     frame = kept(60)
@@ -310,19 +300,15 @@ async def test_a_storm_of_starts_of_one_id_is_billed_once(
         ]
         await asyncio.gather(*(stream.send(frame) for stream in streams))
         ends = await asyncio.gather(*(stream.end(frame.request_id) for stream in streams))
-        finished = [
-            stream for stream, end in zip(streams, ends, strict=True) if end.HasField("finished")
-        ]
+        pairs = list(zip(streams, ends, strict=True))
+        finished = [stream for stream, end in pairs if end.HasField("finished")]
         for stream, end in zip(streams, ends, strict=True):
             assert len(stream.ends(frame.request_id)) == 1
             if end.HasField("failed"):
-                assert end.failed.status.code in (
-                    StatusCode.ABORTED.value[0],
-                    StatusCode.ALREADY_EXISTS.value[0],
-                ), end
-        assert [stream.token_ids(frame.request_id) for stream in finished] == [expected] * len(
-            finished
-        )
+                codes = StatusCode.ABORTED.value[0], StatusCode.ALREADY_EXISTS.value[0]
+                assert end.failed.status.code in codes, end
+        answers = [stream.token_ids(frame.request_id) for stream in finished]
+        assert answers == [expected] * len(finished)
     await check_billed_once(here, tenant, frame.request_id, 60)
     assert here.database.counters(tenant)["concurrent_requests"] == (0, 0)
 
@@ -335,8 +321,7 @@ async def test_a_client_that_attaches_may_cancel(
     async with here.stream(tenant.secret) as stream:
         await stream.send(frame)
         await stream.received(frame.request_id, 3)
-        stream.call.cancel()
-        await stream.closed()
+        await stream.hang_up()
     async with (here if through == "here" else beside).stream(tenant.secret) as other:
         await other.send(attach(frame.request_id), cancel(frame.request_id))
         finished = await other.finished(frame.request_id)
@@ -345,9 +330,7 @@ async def test_a_client_that_attaches_may_cancel(
     await check_billed_once(here, tenant, frame.request_id, finished.usage.delivered_token_count)
 
 
-async def test_credit_reaches_through_another_process(
-    here: Service, beside: Service, tenant: Tenant
-) -> None:
+async def test_credit_crosses_processes(here: Service, beside: Service, tenant: Tenant) -> None:
     """From an attaching client, and from one whose start finds the request in the other process."""
     frame = kept(200, initial_credit_tokens=4)
     async with (
@@ -359,30 +342,25 @@ async def test_credit_reaches_through_another_process(
         await first.received(frame.request_id, 4)
         await second.send(attach(frame.request_id), credit(frame.request_id, 6))
         await second.received(frame.request_id, 6)
-        await second.send(credit(frame.request_id, 1))
+        await second.credit(frame.request_id, 1)
         await second.received(frame.request_id, 7)
         await third.send(frame)
         await third.received(frame.request_id, 4)
         assert (await second.failed(frame.request_id)).reason == "ATTACHED_ELSEWHERE"
-        assert (
-            len(first.token_ids(frame.request_id)),
-            len(second.token_ids(frame.request_id)),
-        ) == (4, 7)
+        received = [len(each.token_ids(frame.request_id)) for each in (first, second)]
+        assert received == [4, 7]
         assert len(third.token_ids(frame.request_id)) == 4
-        await third.send(credit(frame.request_id, 1000))
+        await third.credit(frame.request_id, 1000)
         assert (await third.finished(frame.request_id)).usage.delivered_token_count == 200
     await check_billed_once(here, tenant, frame.request_id, 200)
 
 
-async def test_generation_continues_without_a_client_for_a_limited_time(
-    inside: Inside, here: Service, tenant: Tenant
-) -> None:
+async def test_a_lost_client_may_return(inside: Inside, here: Service, tenant: Tenant) -> None:
     frame = kept(3900, keep_s=0.3)
     async with here.stream(tenant.secret) as stream:
         await stream.send(frame)
         await stream.received(frame.request_id, 3)
-        stream.call.cancel()
-        await stream.closed()
+        await stream.hang_up()
     assert inside.left_over(), "it runs on"
     await inside.check_empty()
 
@@ -390,14 +368,10 @@ async def test_generation_continues_without_a_client_for_a_limited_time(
     assert event["outcome"] == "cancelled"
     assert event["delivered_token_count"] == event["billed_token_count"] < 3900
     key = tenant.project_id, uuid.UUID(frame.request_id)
-    await until(
-        lambda: inside.process.replays.find(key) is None, "what is kept of it to be forgotten"
-    )
+    await until(lambda: inside.process.replays.find(key) is None, "it to be forgotten")
 
 
-async def test_kept_output_is_dropped_after_its_time(
-    inside: Inside, here: Service, tenant: Tenant
-) -> None:
+async def test_kept_output_expires(inside: Inside, here: Service, tenant: Tenant) -> None:
     frame = kept(10, keep_s=0.2)
     async with here.stream(tenant.secret) as stream:
         await stream.send(frame)
@@ -405,7 +379,7 @@ async def test_kept_output_is_dropped_after_its_time(
         key = tenant.project_id, uuid.UUID(frame.request_id)
         await until(lambda: inside.process.replays.find(key) is None, "it to be forgotten")
         stream.frames.clear()
-        await stream.send(attach(frame.request_id))
+        await stream.attach(frame.request_id)
         over = await stream.failed(frame.request_id)
 
     assert (over.code, over.reason) == (StatusCode.ALREADY_EXISTS, "REQUEST_SETTLED")
@@ -415,34 +389,28 @@ async def test_kept_output_is_dropped_after_its_time(
     assert over.frame.HasField("cost")
 
 
-async def test_more_than_may_be_kept_of_an_answer_is_dropped_from_its_beginning(
-    here: Service, tenant: Tenant
-) -> None:
+async def test_too_long_answers_lose_their_beginning(here: Service, tenant: Tenant) -> None:
     frame = kept(700)
     async with here.stream(tenant.secret) as stream:
         await stream.send(frame)
         await stream.received(frame.request_id, 1)
-        stream.call.cancel()
-        await stream.closed()
+        await stream.hang_up()
     await until(lambda: here.database.events(tenant), "the end of the request")
     async with here.stream(tenant.secret) as other:
-        await other.send(attach(frame.request_id))
+        await other.attach(frame.request_id)
         gone = await other.failed(frame.request_id)
         assert (gone.code, gone.reason) == (StatusCode.OUT_OF_RANGE, "OUTPUT_GONE")
-        oldest_seq, last_seq = (
-            int(gone.info.metadata[name]) for name in ("oldest_seq", "last_seq")
-        )
+        facts = gone.info.metadata
+        oldest_seq, last_seq = int(facts["oldest_seq"]), int(facts["last_seq"])
         assert 1 < oldest_seq <= last_seq
         other.frames.clear()
-        await other.send(attach(frame.request_id, oldest_seq - 1))
+        await other.attach(frame.request_id, oldest_seq - 1)
         assert (await other.finished(frame.request_id)).usage.delivered_token_count == 700
         assert seqs(other, frame.request_id) == list(range(oldest_seq, last_seq + 1))
     await check_billed_once(here, tenant, frame.request_id, 700)
 
 
-async def test_an_attach_to_nothing_or_beyond_is_refused(
-    here: Service, beside: Service, tenant: Tenant
-) -> None:
+async def test_a_wrong_attach_is_refused(here: Service, beside: Service, tenant: Tenant) -> None:
     stranger = await here.tenant()
     frame = kept(3000)
     async with (
@@ -469,16 +437,14 @@ async def test_an_attach_to_nothing_or_beyond_is_refused(
             assert (refusal.code, refusal.reason) == (code, reason), requested
             assert refusal.frame is not None
             assert not refusal.frame.duplicate_start
-        await stream.send(attach(frame.request_id, 10**6))
+        await stream.attach(frame.request_id, 10**6)
         [refusal] = await stream.wait(lambda: stream.of(frame.request_id, "failed") or None)
         assert refusal.duplicate_start, "the request goes on here"
         await stream.cancel(frame.request_id)
         await stream.finished(frame.request_id)
 
 
-async def test_without_keep_unsent_output_moves_to_another_stream_and_the_request_ends_there(
-    inside: Inside, here: Service, tenant: Tenant
-) -> None:
+async def test_unkept_output_moves(inside: Inside, here: Service, tenant: Tenant) -> None:
     """Without credit the first stream gets nothing, so the second one gets all."""
     frame = start(max_output_tokens=3000, initial_credit_tokens=0)
     async with here.stream(tenant.secret) as stream, here.stream(tenant.secret) as other:
@@ -488,19 +454,16 @@ async def test_without_keep_unsent_output_moves_to_another_stream_and_the_reques
         await other.first(frame.request_id, "attached")
         assert (await stream.failed(frame.request_id)).reason == "ATTACHED_ELSEWHERE"
         stream.call.cancel()
-        await other.send(credit(frame.request_id, 20))
+        await other.credit(frame.request_id, 20)
         await other.received(frame.request_id, 20)
         assert seqs(other, frame.request_id)[0] == 1
-        other.call.cancel()
-        await other.closed()
+        await other.hang_up()
         await inside.check_empty()
     event = here.database.event(tenant, frame.request_id)
     assert (event["outcome"], event["delivered_token_count"]) == ("cancelled", 20)
 
 
-async def test_a_request_whose_process_is_killed_is_shown_as_settled(
-    here: Service, beside: Service, tenant: Tenant
-) -> None:
+async def test_a_killed_request_settles(here: Service, beside: Service, tenant: Tenant) -> None:
     """At first its owner is unavailable; later the database has the delivered tokens.
 
     The last message may have been sent, and not marked as taken, when the process died.
@@ -509,7 +472,7 @@ async def test_a_request_whose_process_is_killed_is_shown_as_settled(
     async with beside.stream(tenant.secret) as first, here.stream(tenant.secret) as other:
         await first.send(frame)
         await first.received(frame.request_id, 5)
-        await other.send(attach(frame.request_id))
+        await other.attach(frame.request_id)
         await other.received(frame.request_id, 5)
         beside.kill()
         lost = await other.failed(frame.request_id)
@@ -530,7 +493,7 @@ async def attach_until_settled(stream: Stream, request_id: str) -> Any:
     """Retry as a client does after `PROCESS_UNAVAILABLE`."""
     while True:
         stream.frames.clear()
-        await stream.send(attach(request_id))
+        await stream.attach(request_id)
         refusal = await stream.failed(request_id)
         if refusal.reason == "REQUEST_SETTLED":
             return refusal

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from grpc import StatusCode
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
-from metering.core.models import QuotaDimension
 from tests.conftest import new_database
+from tests.e2e.guarded import check_filtered, output
 from tests.service import PLAIN_IDS, Service, conversation, running
 
 RULES = """
@@ -45,11 +44,6 @@ def guarded(
         assert service.database.held_hold_count() == 0
 
 
-def user_message(text: str) -> pb.ResponseFormat:
-    """Return biases by which the model outputs a text, in any tokens."""
-    return pb.ResponseFormat(regex=text.replace(".", "[.]"))
-
-
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
@@ -64,33 +58,17 @@ def user_message(text: str) -> pb.ResponseFormat:
 async def test_a_forbidden_prompt_is_refused_before_anything_is_held(
     guarded: Service, fields: dict[str, object], field: str
 ) -> None:
-    tenant = await guarded.tenant({QuotaDimension.REQUESTS_PER_MINUTE: 5})
     if "prompt" in fields:
         fields = {"prompt": guarded.tokenizer.encode("a forbidden topic")}
 
-    async with guarded.stream(tenant.secret) as stream:
-        request_id = await stream.begin(**fields)
-        refusal = await stream.failed(request_id)
-
-    assert (refusal.code, refusal.reason, refusal.fields) == (
-        StatusCode.INVALID_ARGUMENT,
-        "PROMPT_FILTERED",
-        [field],
-    )
-    assert refusal.info.metadata["rule"] == "forbidden-topic"
-    assert guarded.database.holds(tenant) == {}
-    assert guarded.database.counters(tenant).get("requests_per_minute", (0, 0)) == (0, 0)
+    await check_filtered(guarded, field, "forbidden-topic", **fields)
 
 
 async def test_a_forbidden_output_ends_before_it_begins(guarded: Service) -> None:
     tenant = await guarded.tenant()
 
     async with guarded.stream(tenant.secret) as stream:
-        request_id = await stream.begin(
-            response_format=user_message("The code is secret 1234 and more."),
-            ignore_eos=None,
-            max_output_tokens=90,
-        )
+        request_id = await output(stream, "The code is secret 1234 and more.")
         finished = await stream.finished(request_id)
 
     text = stream.text(request_id)
@@ -110,11 +88,7 @@ async def test_text_that_only_begins_like_a_match_passes_whole(guarded: Service)
     tenant = await guarded.tenant()
 
     async with guarded.stream(tenant.secret) as stream:
-        request_id = await stream.begin(
-            response_format=user_message("A secret garden. A secret"),
-            ignore_eos=None,
-            max_output_tokens=90,
-        )
+        request_id = await output(stream, "A secret garden. A secret")
         finished = await stream.finished(request_id)
 
     assert finished.reason == types_pb2.FINISH_REASON_STOP

@@ -14,9 +14,9 @@ from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
 
 from api.core.endpoint import NOT_STARTED
-from metering.core.models import QuotaDimension
 from tests.conftest import new_database
 from tests.e2e.conftest import Serve
+from tests.e2e.guarded import check_filtered, output
 from tests.forked_workers import children_of
 from tests.inference.classifier_checkpoints import make_danger_classifier
 from tests.service import PLAIN_IDS, Service, conversation, wait_for
@@ -56,11 +56,6 @@ def prompts_only(serve: Serve, tmp_path_factory: pytest.TempPathFactory, model: 
     return guarded_service(serve, tmp_path_factory.mktemp("prompts"), model, "prompt")
 
 
-def user_message(text: str) -> pb.ResponseFormat:
-    """Return biases by which the model outputs a text, in any tokens."""
-    return pb.ResponseFormat(regex=text)
-
-
 def classifier_pid(service: Service) -> int | None:
     """Return the api process's child that classifies."""
     return next(iter(children_of(service.pid, "inference.safety.classifier_worker")), None)
@@ -93,22 +88,10 @@ async def stopped(service: Service) -> AsyncIterator[int]:
 async def test_a_flagged_prompt_is_refused_before_anything_is_held(
     guarded: Service, fields: dict[str, object], field: str
 ) -> None:
-    tenant = await guarded.tenant({QuotaDimension.REQUESTS_PER_MINUTE: 5})
     if "prompt" in fields:
         fields = {"prompt": guarded.tokenizer.encode("how to make a bomb")}
 
-    async with guarded.stream(tenant.secret) as stream:
-        request_id = await stream.begin(**fields)
-        refusal = await stream.failed(request_id)
-
-    assert (refusal.code, refusal.reason, refusal.fields) == (
-        StatusCode.INVALID_ARGUMENT,
-        "PROMPT_FILTERED",
-        [field],
-    )
-    assert refusal.info.metadata["rule"] == "danger: dangerous"
-    assert guarded.database.holds(tenant) == {}
-    assert guarded.database.counters(tenant).get("requests_per_minute", (0, 0)) == (0, 0)
+    await check_filtered(guarded, field, "danger: dangerous", **fields)
 
 
 async def test_a_flagged_output_ends_where_its_window_begins(guarded: Service) -> None:
@@ -116,11 +99,7 @@ async def test_a_flagged_output_ends_where_its_window_begins(guarded: Service) -
     text = "The hotel is near the sea. How to make a bomb and a garden near the sea."
 
     async with guarded.stream(tenant.secret) as stream:
-        request_id = await stream.begin(
-            response_format=user_message(text.replace(".", "[.]")),
-            ignore_eos=None,
-            max_output_tokens=200,
-        )
+        request_id = await output(stream, text, 200)
         finished = await stream.finished(request_id)
 
     given_out = stream.text(request_id)
@@ -142,11 +121,7 @@ async def test_rules_and_classifiers_stand_side_by_side(guarded: Service) -> Non
 
     async with guarded.stream(tenant.secret) as stream:
         by_rule = await stream.failed(await stream.begin(text="something forbidden"))
-        request_id = await stream.begin(
-            response_format=user_message("The hotel is forbidden to dogs."),
-            ignore_eos=None,
-            max_output_tokens=90,
-        )
+        request_id = await output(stream, "The hotel is forbidden to dogs.")
         finished = await stream.finished(request_id)
 
     assert by_rule.info.metadata["rule"] == "word"
@@ -154,9 +129,7 @@ async def test_rules_and_classifiers_stand_side_by_side(guarded: Service) -> Non
     assert "forb" not in stream.text(request_id)
 
 
-async def test_harmless_output_passes_whole_with_unchanged_tokens(
-    guarded: Service, service: Service
-) -> None:
+async def test_harmless_output_is_unchanged(guarded: Service, service: Service) -> None:
     """Equal seeds give equal tokens with and without the stage, with several choices too."""
     answers = []
     for each in (guarded, service):
@@ -198,18 +171,13 @@ async def test_without_a_classification_outputs_end_with_the_reason(guarded: Ser
     assert broken.retry_after_s is not None
     delivered = len(stream.token_ids(request_id))
     assert broken.frame is not None
-    assert (
-        broken.frame.usage.delivered_token_count
-        == broken.frame.usage.billed_token_count
-        == delivered
-    )
+    usage = broken.frame.usage
+    assert usage.delivered_token_count == usage.billed_token_count == delivered
     event = guarded.database.event(tenant, request_id)
     assert (event["outcome"], event["delivered_token_count"]) == ("failed", delivered)
 
 
-async def test_hanging_or_dying_classifiers_slow_no_unchecked_request(
-    prompts_only: Service,
-) -> None:
+async def test_failing_classifiers_slow_no_unchecked_request(prompts_only: Service) -> None:
     """A stream goes on while prompts wait, are refused, and are checked by new classifiers."""
     tenant = await prompts_only.tenant()
     async with prompts_only.stream(tenant.secret) as stream:

@@ -19,19 +19,11 @@ from weir_client import wire
 from weir_client.receipts import content_hash
 
 from metering.core.models import QuotaDimension
+from tests.calls import calls
 from tests.e2e.conftest import Serve
 from tests.otlp_receiver import ReceivedSpan, Receiver, receiving
 from tests.scraped import scrape
-from tests.service import (
-    MODEL,
-    Refusal,
-    Service,
-    Stream,
-    bearer,
-    conversation,
-    start,
-    until,
-)
+from tests.service import MODEL, Refusal, Service, Stream, bearer, conversation, start, until
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 OTHER_TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -103,9 +95,7 @@ async def ask(
         return await stream.end(frame.request_id)
 
 
-async def test_a_clients_trace_gets_a_span_for_each_stage(
-    traced: Service, receiver: Receiver
-) -> None:
+async def test_a_trace_gets_a_span_per_stage(traced: Service, receiver: Receiver) -> None:
     tenant = await traced.tenant()
     frame = start(conversation=conversation(SECRET_WORDS), max_output_tokens=15)
 
@@ -123,9 +113,8 @@ async def test_a_clients_trace_gets_a_span_for_each_stage(
     assert facts["gen_ai.usage.input_tokens"] == finished.usage.input_token_count
     assert facts["gen_ai.usage.output_tokens"] == 15
     assert facts["gen_ai.response.finish_reasons"] == ["length"]
-    assert facts["gen_ai.response.time_to_first_chunk"] == pytest.approx(
-        finished.timings.ttft_ms / 1000
-    )
+    ttft_s = finished.timings.ttft_ms / 1000
+    assert facts["gen_ai.response.time_to_first_chunk"] == pytest.approx(ttft_s)
     assert facts["weir.inter_token.max"] == pytest.approx(finished.timings.itl_max_ms / 1000)
     assert facts["gen_ai.server.time_per_output_token"] == pytest.approx(
         1 / finished.timings.tokens_per_second
@@ -176,9 +165,7 @@ async def test_spans_of_unsampled_traces_are_not_sent(traced: Service, receiver:
     assert metrics.value("weir_traces_dropped_total") == 0
 
 
-async def test_a_request_over_http_and_one_without_a_trace_are_recorded_too(
-    traced: Service, receiver: Receiver
-) -> None:
+async def test_requests_without_a_trace_are_recorded(traced: Service, receiver: Receiver) -> None:
     tenant, request_id, frame = await traced.tenant(), str(uuid.uuid4()), start()
     headers = {
         "authorization": f"Bearer {tenant.secret}",
@@ -204,9 +191,7 @@ async def test_a_request_over_http_and_one_without_a_trace_are_recorded_too(
     assert not alone.span.parent_span_id
 
 
-async def test_requests_of_one_stream_may_belong_to_traces_of_their_own(
-    traced: Service, receiver: Receiver
-) -> None:
+async def test_each_request_may_have_its_own_trace(traced: Service, receiver: Receiver) -> None:
     """Start frames may name traces, which do not change the request; others use the call's."""
     tenant = await traced.tenant()
     own, wrong = start(), start()
@@ -285,10 +270,8 @@ async def test_every_record_of_a_request_has_the_same_pace(
         [sent] = end.finished.receipts
     else:
         request_id, reported = await answered(traced, tenant.secret, path, streams)
-    async with traced.channel() as channel:
-        request = pb.GetGenerationRequest(request_id=request_id)
-        stub = pb_grpc.InferenceServiceStub(channel)
-        found = (await stub.GetGeneration(request, metadata=bearer(tenant.secret))).generation
+    async with calls(traced, tenant.secret) as call:
+        found = (await call("GetGeneration", request_id=request_id)).generation
     root, _ = await spans_of(receiver, request_id)
 
     [receipt] = found.receipts

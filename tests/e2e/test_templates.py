@@ -18,7 +18,7 @@ from tests.e2e.conftest import Serve
 from tests.inference.checkpoints import CHAT_TEMPLATE
 from tests.inference.family_templates import KIMI_K2
 from tests.inference.tool_checkpoints import TOOL_TEMPLATE, make_scripted_checkpoint
-from tests.service import MODEL, Service, Stream, Tenant, conversation, price_model
+from tests.service import MODEL, Service, Stream, Tenant, conversation
 
 ENDS, MISTRAL, SINGLE, KIMI = "ends", "mistral", "single", "kimi"
 PIECES = (
@@ -105,14 +105,6 @@ def service(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Service:
     return serve(models[MODEL], models=models)
 
 
-async def priced(service: Service) -> Tenant:
-    tenant = await service.tenant()
-    async with service.session() as session:
-        for model in (ENDS, MISTRAL, SINGLE, KIMI):
-            await price_model(session, model)
-    return tenant
-
-
 class Api:
     """Raw requests with the key of a tenant."""
 
@@ -146,7 +138,7 @@ class Api:
 
 
 async def test_an_answer_ends_where_the_tokenizer_says_in_every_api(service: Service) -> None:
-    tenant = await priced(service)
+    tenant = await service.tenant()
     api = Api(service, tenant)
     chat = {"model": ENDS, "messages": [USER], "max_tokens": 50, "temperature": 0}
 
@@ -188,10 +180,8 @@ async def generated(stream: Stream) -> tuple[pb.FinishedFrame, str]:
 
 @pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize("model", [MISTRAL, KIMI])
-async def test_a_chat_goes_on_with_ids_of_other_providers(
-    model: str, ids: tuple[str, str], service: Service
-) -> None:
-    api = Api(service, await priced(service))
+async def test_a_chat_keeps_foreign_ids(model: str, ids: tuple[str, str], service: Service) -> None:
+    api = Api(service, await service.tenant())
     requested: dict[str, Any] = {"model": model, "tools": CHAT_TOOLS, "temperature": 0}
     first = api.post("chat/completions", **requested, messages=[USER])["choices"][0]["message"]
     made = first["tool_calls"]
@@ -221,7 +211,7 @@ async def test_a_chat_goes_on_with_ids_of_other_providers(
 async def test_a_response_goes_on_with_ids_of_other_providers(
     model: str, ids: tuple[str, str], service: Service
 ) -> None:
-    api = Api(service, await priced(service))
+    api = Api(service, await service.tenant())
     requested: dict[str, Any] = {"model": model, "tools": TOOLS, "temperature": 0}
     requested_first = [USER]
     first = api.post("responses", **requested, input=requested_first)["output"]
@@ -249,18 +239,14 @@ async def test_a_response_goes_on_with_ids_of_other_providers(
 async def test_a_message_goes_on_with_ids_of_other_providers(
     model: str, ids: tuple[str, str], service: Service
 ) -> None:
-    api = Api(service, await priced(service))
+    api = Api(service, await service.tenant())
     requested: dict[str, Any] = {"model": model, "tools": MESSAGE_TOOLS, "max_tokens": 40}
     first = api.post("messages", **requested, messages=[USER])["content"]
     calls = [block for block in first if block["type"] == "tool_use"]
     for call, given in zip(calls, ids, strict=True):
         call["id"] = given
     results = [{"type": "tool_result", "tool_use_id": given, "content": "Done"} for given in ids]
-    talk = [
-        USER,
-        {"role": "assistant", "content": first},
-        {"role": "user", "content": results},
-    ]
+    talk = [USER, {"role": "assistant", "content": first}, {"role": "user", "content": results}]
 
     counted = api.post("messages/count_tokens", model=model, tools=MESSAGE_TOOLS, messages=talk)
     second = api.post("messages", **requested, messages=talk)
@@ -276,7 +262,7 @@ async def test_a_message_goes_on_with_ids_of_other_providers(
 
 
 async def test_an_answer_has_one_call_where_the_template_takes_no_more(service: Service) -> None:
-    api = Api(service, await priced(service))
+    api = Api(service, await service.tenant())
     requested: dict[str, Any] = {"model": SINGLE, "tools": CHAT_TOOLS, "temperature": 0}
 
     first = api.post("chat/completions", **requested, messages=[USER])["choices"][0]
@@ -310,7 +296,7 @@ async def test_an_answer_has_one_call_where_the_template_takes_no_more(service: 
 
 
 async def test_system_messages_at_the_beginning_are_joined_in_every_api(service: Service) -> None:
-    api = Api(service, await priced(service))
+    api = Api(service, await service.tenant())
     system, developer = (
         {"role": role, "content": role.title()} for role in ("system", "developer")
     )
@@ -334,7 +320,7 @@ async def test_system_messages_at_the_beginning_are_joined_in_every_api(service:
 
 
 async def test_a_later_system_message_is_refused_by_its_index(service: Service) -> None:
-    api = Api(service, await priced(service))
+    api = Api(service, await service.tenant())
     late = {"role": "system", "content": "Late"}
     reply = {"role": "assistant", "content": "Hi."}
     talk = [USER, reply, late, USER]
@@ -353,10 +339,8 @@ async def test_a_later_system_message_is_refused_by_its_index(service: Service) 
 # Thinking.
 
 
-async def test_thinking_may_be_off_and_not_on_where_a_template_has_no_switch(
-    service: Service,
-) -> None:
-    api = Api(service, await priced(service))
+async def test_without_a_switch_thinking_cannot_be_on(service: Service) -> None:
+    api = Api(service, await service.tenant())
     chat = {"model": ENDS, "messages": [USER], "max_tokens": 5}
     response = {"model": ENDS, "input": "Hello"}
 

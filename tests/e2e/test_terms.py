@@ -27,9 +27,7 @@ def plan(name: str, **rules: object) -> dict[str, object]:
     }
 
 
-async def test_plans_are_versions_and_hang_on_organizations_from_a_month_on(
-    service: Service,
-) -> None:
+async def test_plans_have_versions_and_apply_from_a_month(service: Service) -> None:
     tenant = await service.tenant(scopes=("admin",))
     name = f"p{uuid.uuid4().hex[:8]}"
     steps = [{"up_to_token_count": 100, "price_milli": 900}, {"price_picos": 5}]
@@ -41,9 +39,8 @@ async def test_plans_are_versions_and_hang_on_organizations_from_a_month_on(
     async with AsyncAdminClient(service.address, tenant.secret) as admin:
         first = await admin.create_plan(plan(name))
         same = await admin.create_plan(plan(name))
-        second = await admin.create_plan(
-            plan(name, tiered_prices=[tiered], commitment_picos=10**12)
-        )
+        changed = plan(name, tiered_prices=[tiered], commitment_picos=10**12)
+        second = await admin.create_plan(changed)
         assigned = await admin.assign_plan(tenant.name, name, version=1)
         again = await admin.assign_plan(tenant.name, name, version=1)
         later = await admin.assign_plan(tenant.name, name, first_month=NEXT_MONTH)
@@ -85,9 +82,7 @@ async def test_plans_are_versions_and_hang_on_organizations_from_a_month_on(
     assert [entry.action for entry in entries] == ["plan.assign"] * 2
 
 
-async def test_credit_beyond_the_greatest_limit_is_refused_with_what_is_left_of_it(
-    service: Service,
-) -> None:
+async def test_credit_beyond_the_greatest_limit_is_refused(service: Service) -> None:
     """A currency of small units can reach the limit: 9,223,372 units of total usage."""
     tenant = await service.tenant(scopes=("admin", "inference"))
     async with AsyncAdminClient(service.address, tenant.secret) as admin:
@@ -122,9 +117,7 @@ async def test_credit_beyond_the_greatest_limit_is_refused_with_what_is_left_of_
     assert balance.available.picos == 2**63 - 1
 
 
-async def test_a_prepaid_organization_is_admitted_within_its_credit(
-    service: Service,
-) -> None:
+async def test_a_prepaid_organization_is_admitted_within_its_credit(service: Service) -> None:
     tenant = await service.tenant(scopes=("admin", "inference"))
     request = {"token_ids": list(PROMPT), "max_output_tokens": 4, "ignore_eos": True}
     async with (
@@ -172,12 +165,7 @@ async def test_a_prepaid_organization_is_admitted_within_its_credit(
         balance.remaining.picos,
         balance.unbilled.picos,
         balance.available.picos,
-    ) == (
-        True,
-        5 * COST,
-        COST,
-        4 * COST,
-    )
+    ) == (True, 5 * COST, COST, 4 * COST)
     assert longer.finish_reason == "QUOTA_EXHAUSTED"
     assert 0 <= spent.available.picos < OUTPUT_PICOS
     assert free.cost.picos == COST
@@ -204,9 +192,8 @@ async def test_a_simulation_rates_the_month_again_and_changes_nothing(service: S
 
         async def simulated(**proposal: object) -> tuple[int, int]:
             [customer] = await admin.simulate_prices(THIS_MONTH, proposal, organization=tenant.name)
-            assert (
-                customer.difference.picos == customer.new_amount.picos - customer.old_amount.picos
-            )
+            difference = customer.new_amount.picos - customer.old_amount.picos
+            assert customer.difference.picos == difference
             return customer.old_amount.picos, customer.new_amount.picos
 
         old, cheap = COST + 1_800 + 900, 10 * 2 + 4 * 4
@@ -219,17 +206,13 @@ async def test_a_simulation_rates_the_month_again_and_changes_nothing(service: S
             old,
             2 * cheap + cheap // 2,
         )
-        assert await simulated(plans=[plan("tryout") | {"commitment_picos": 10**12}]) == (
-            old,
-            10**12,
-        )
+        committed = plan("tryout", commitment_picos=10**12)
+        assert await simulated(plans=[committed]) == (old, 10**12)
         # Of three free output tokens two go to the interactive requests, and one to the batch
         # request.
         free = 2 * OUTPUT_PICOS + 100
-        assert await simulated(plans=[plan("tryout", organizations=[tenant.name])]) == (
-            old,
-            old - free,
-        )
+        tried = plan("tryout", organizations=[tenant.name])
+        assert await simulated(plans=[tried]) == (old, old - free)
         with pytest.raises(InvalidRequest, match="month"):
             await admin.simulate_prices("2026", {})
         with pytest.raises(NotFound):

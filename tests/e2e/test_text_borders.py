@@ -15,7 +15,7 @@ from tests.e2e.conftest import Serve
 from tests.e2e.openai_clients import connect, user_message
 from tests.inference.checkpoints import LlamaShape, make_checkpoint
 from tests.inference.tool_checkpoints import write_chains
-from tests.service import MODEL, Service, Tenant, price_model
+from tests.service import MODEL, Service, Tenant
 
 anthropic: Any = pytest.importorskip("anthropic")
 LLAMA = "llama"  # has a sentencepiece-like tokenizer
@@ -112,21 +112,9 @@ def service(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Service:
     return serve(made[MODEL], models=made)
 
 
-async def tenant_of(service: Service) -> Tenant:
-    tenant = await service.tenant()
-    async with service.session() as session:
-        await price_model(session, LLAMA)
-    return tenant
-
-
 async def test_the_first_word_of_a_completion_keeps_its_blank(service: Service) -> None:
-    tenant = await tenant_of(service)
-    requested: dict[str, Any] = {
-        "model": LLAMA,
-        "prompt": PROMPT,
-        "max_tokens": 2,
-        "temperature": 0,
-    }
+    tenant = await service.tenant()
+    requested: Any = {"model": LLAMA, "prompt": PROMPT, "max_tokens": 2, "temperature": 0}
     with connect(service, tenant.secret) as client:
         create = client.completions.create
         [whole] = create(**requested, logprobs=0).choices
@@ -153,8 +141,7 @@ async def test_the_first_word_of_a_completion_keeps_its_blank(service: Service) 
     assert [offset for each in reported for offset in each.text_offset] == [0, 6]
 
 
-async def test_nothing_precedes_an_empty_prompt(service: Service) -> None:
-    tenant = await tenant_of(service)
+async def test_nothing_precedes_an_empty_prompt(service: Service, tenant: Tenant) -> None:
     with connect(service, tenant.secret) as client:
         answer: Any = client.completions.create(
             model=LLAMA, prompt=[1], max_tokens=1, temperature=0, logprobs=0
@@ -164,8 +151,7 @@ async def test_nothing_precedes_an_empty_prompt(service: Service) -> None:
     assert (choice.text, choice.logprobs.tokens) == ("The", ["The"])
 
 
-async def test_parts_of_characters_are_distinguished(service: Service) -> None:
-    tenant = await tenant_of(service)
+async def test_parts_of_characters_are_distinguished(service: Service, tenant: Tenant) -> None:
     requested: dict[str, Any] = {"model": MODEL, "prompt": [5], "max_tokens": 1, "temperature": 0}
     with connect(service, tenant.secret) as client:
         answers = [
@@ -180,17 +166,11 @@ async def test_parts_of_characters_are_distinguished(service: Service) -> None:
         assert choice.text == "".join(choice.logprobs.tokens) == "\N{REPLACEMENT CHARACTER}"
 
 
-async def test_offsets_are_those_of_the_text_that_is_sent(service: Service) -> None:
-    tenant = await tenant_of(service)
+async def test_offsets_are_those_of_the_text_that_is_sent(service: Service, tenant: Tenant) -> None:
     prompt = "Zoë 🙂 ok"
     with connect(service, tenant.secret) as client:
         create = client.completions.create
-        requested: dict[str, Any] = {
-            "model": MODEL,
-            "max_tokens": 3,
-            "temperature": 0,
-            "logprobs": 1,
-        }
+        requested: Any = {"model": MODEL, "max_tokens": 3, "temperature": 0, "logprobs": 1}
         [choice] = create(
             **requested, prompt=prompt, echo=True, extra_body={"ignore_eos": True}
         ).choices
@@ -210,9 +190,8 @@ async def test_offsets_are_those_of_the_text_that_is_sent(service: Service) -> N
 
 @pytest.mark.parametrize(("stops", "text", "_matched"), STOPS)
 async def test_a_control_token_that_is_a_stop_ends_the_output(
-    service: Service, stops: list[str], text: str, _matched: str | None
+    service: Service, tenant: Tenant, stops: list[str], text: str, _matched: str | None
 ) -> None:
-    tenant = await tenant_of(service)
     requested: dict[str, Any] = {"model": LLAMA, "temperature": 0}
     with connect(service, tenant.secret) as client:
         chat: Any = client.chat.completions.create(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2
 from weir.v1 import inference_service_pb2 as pb
-from weir.v1 import inference_service_pb2_grpc as pb_grpc
 from weir.v1 import types_pb2
 
+from tests.calls import calls
 from tests.e2e.tool_models import (
     DEEP,
     PIECES,
@@ -22,10 +23,9 @@ from tests.e2e.tool_models import (
     TOOLS,
     check_arguments,
     ending_bias,
-    priced,
     running_with_tools,
 )
-from tests.service import MODEL, Service, Stream, bearer, conversation
+from tests.service import MODEL, Service, Stream, Tenant, conversation
 
 
 @pytest.fixture(scope="module")
@@ -72,21 +72,15 @@ def calls_of(stream: Stream, request_id: str, choice_index: int = 0) -> list[tup
     return [(name, arguments) for name, arguments in calls]
 
 
-async def test_text_and_calls_come_apart_as_they_grow_and_every_token_is_billed(
-    service: Service,
-) -> None:
-    tenant = await priced(service)
-
+async def test_text_and_calls_are_separated_and_billed(service: Service, tenant: Tenant) -> None:
     async with service.stream(tenant.secret) as stream:
         request_id = await begin(stream, model=SCRIPT)
         finished = await stream.finished(request_id)
 
     assert finished.reason == types_pb2.FINISH_REASON_TOOL_CALLS
     assert stream.text(request_id) == "Let me see.\n Bye"
-    assert calls_of(stream, request_id) == [
-        ("book", '{"hotel": "Ulm", "nights": 2}'),
-        ("quit", "{}"),
-    ]
+    booked = ("book", '{"hotel": "Ulm", "nights": 2}')
+    assert calls_of(stream, request_id) == [booked, ("quit", "{}")]
     for frame in stream.frames[request_id]:
         indices = [piece.index for piece in frame.delta.tool_calls]
         assert len(indices) == len(set(indices)), "a frame has one increment of each call"
@@ -97,7 +91,7 @@ async def test_text_and_calls_come_apart_as_they_grow_and_every_token_is_billed(
 
 async def test_a_strict_tool_is_called_with_valid_arguments_or_not_at_all(service: Service) -> None:
     """The script's arguments lack a required field: the model is constrained to valid calls."""
-    tenant = await priced(service)
+    tenant = await service.tenant()
     strict = [
         pb.Tool(name=tool.name, parameters_json_schema=tool.parameters_json_schema, strict=True)
         for tool in TOOLS
@@ -106,9 +100,8 @@ async def test_a_strict_tool_is_called_with_valid_arguments_or_not_at_all(servic
     async with service.stream(tenant.secret) as stream:
         one = pb.ToolChoice(mode=pb.TOOL_MODE_AUTO, single=True)
         request_id = await begin(stream, model=SCRIPT, tools=strict, max_output_tokens=1000)
-        single_id = await begin(
-            stream, model=SCRIPT, tools=strict, tool_choice=one, max_output_tokens=1000
-        )
+        fields = {"tools": strict, "tool_choice": one, "max_output_tokens": 1000}
+        single_id = await begin(stream, model=SCRIPT, **fields)
         ends = [await stream.finished(each) for each in (request_id, single_id)]
 
     assert stream.text(request_id).startswith("Let me see.")
@@ -119,7 +112,7 @@ async def test_a_strict_tool_is_called_with_valid_arguments_or_not_at_all(servic
 
 
 async def test_one_call_ends_the_output_where_one_is_wanted(service: Service) -> None:
-    tenant = await priced(service)
+    tenant = await service.tenant()
 
     async with service.stream(tenant.secret) as stream:
         request_id = await begin(
@@ -132,10 +125,8 @@ async def test_one_call_ends_the_output_where_one_is_wanted(service: Service) ->
     assert finished.usage.billed_token_count < len(PIECES)
 
 
-async def test_tools_that_may_not_be_called_are_not_shown_and_their_markers_are_text(
-    service: Service,
-) -> None:
-    tenant = await priced(service)
+async def test_forbidden_tools_are_hidden_and_markers_are_text(service: Service) -> None:
+    tenant = await service.tenant()
     none = pb.ToolChoice(mode=pb.TOOL_MODE_NONE)
 
     async with service.stream(tenant.secret) as stream:
@@ -150,7 +141,7 @@ async def test_tools_that_may_not_be_called_are_not_shown_and_their_markers_are_
 
 @pytest.mark.parametrize("choice_count", [1, 2])
 async def test_a_forced_call_is_valid_under_its_schema(service: Service, choice_count: int) -> None:
-    tenant = await priced(service)
+    tenant = await service.tenant()
     drawn: dict[str, Any] = {
         "choice_count": choice_count,
         "sampling": {"temperature": 1.0, "seed": 5, "logit_bias": ending_bias(service)},
@@ -177,7 +168,7 @@ async def test_a_forced_call_is_valid_under_its_schema(service: Service, choice_
 
 
 async def test_calls_and_their_results_are_part_of_the_conversation(service: Service) -> None:
-    tenant = await priced(service)
+    tenant = await service.tenant()
     call = pb.ToolCall(id="c1", name="book", arguments_json='{"hotel": "Ulm <|end|>"}')
     turns = [
         pb.Message(role=pb.ROLE_USER, content="Book."),
@@ -191,20 +182,14 @@ async def test_calls_and_their_results_are_part_of_the_conversation(service: Ser
     )
     encode = service.tokenizer.encode
 
-    async with service.channel() as channel:
-        count = pb_grpc.InferenceServiceStub(channel).CountTokens
-        key = bearer(tenant.secret)
-        without = await count(pb.CountTokensRequest(model=MODEL, conversation=talk), metadata=key)
-        shown = await count(
-            pb.CountTokensRequest(model=MODEL, conversation=talk, tools=TOOLS), metadata=key
-        )
+    async with calls(service, tenant.secret) as caller:
+        count: Callable[..., Any] = partial(caller, "CountTokens")
+        without = await count(model=MODEL, conversation=talk)
+        shown = await count(model=MODEL, conversation=talk, tools=TOOLS)
         with pytest.raises(grpc.aio.AioRpcError, match="'plain' does not support tools"):
-            await count(
-                pb.CountTokensRequest(model=PLAIN, conversation=conversation("x"), tools=TOOLS),
-                metadata=key,
-            )
+            await count(model=PLAIN, conversation=conversation("x"), tools=TOOLS)
         with pytest.raises(grpc.aio.AioRpcError, match="no place for tool calls"):
-            await count(pb.CountTokensRequest(model=PLAIN, conversation=talk), metadata=key)
+            await count(model=PLAIN, conversation=talk)
 
     # Spelled out, the call is text although it looks like a control token: more than the one token.
     as_control = sum(len(encode(part, add_special_tokens=False)) for part in parts) + 1
@@ -221,11 +206,7 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("tools[0].parameters_json_schema", "JSON schema", {"tools": taking("{")}),
     ("tools[0].parameters_json_schema", "JSON schema", {"tools": taking('{"type": "array"}')}),
     ("tools[0].parameters_json_schema", "JSON schema", {"tools": taking('{"d": "\\ud800"}')}),
-    (
-        "tools[0].parameters_json_schema",
-        "64 levels",
-        {"tools": taking(DEEP)},
-    ),
+    ("tools[0].parameters_json_schema", "64 levels", {"tools": taking(DEEP)}),
     (
         "tools",
         "cannot be compiled",
@@ -248,11 +229,9 @@ WRONG: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-async def test_invalid_tools_are_refused_by_name_and_billed_no_tokens(
-    service: Service,
-) -> None:
+async def test_invalid_tools_are_refused_by_name_and_billed_no_tokens(service: Service) -> None:
     """A schema is compiled after the hold, so an impossible one counts. Others do not."""
-    tenant = await priced(service)
+    tenant = await service.tenant()
     compiled = []
 
     async with service.stream(tenant.secret) as stream:

@@ -74,9 +74,7 @@ def test_everything_on_one_machine(environment: dict[str, str], postgres_home: P
             return (home / "connection.json").exists()
 
         wait_for(ready, "weir up")
-        assert (home / "connection.json").stat().st_mode & 0o077 == 0, (
-            "keys are for their owner alone"
-        )
+        assert (home / "connection.json").stat().st_mode & 0o077 == 0, "it has keys"
         assert home.stat().st_mode & 0o067 == 0, "nobody else lists or writes the directory"
         assert [each for each in (home / "logs").iterdir() if each.stat().st_mode & 0o077] == []
 

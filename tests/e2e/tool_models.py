@@ -16,7 +16,7 @@ from tests.inference.tool_checkpoints import (
     make_scripted_checkpoint,
     make_tool_checkpoint,
 )
-from tests.service import MODEL, Service, Tenant, make_model, price_model, running
+from tests.service import MODEL, Service, make_model, running
 
 SCRIPT = "script"  # outputs the text that a test sets
 STRICT = "strict"  # the same, with a template of one call per turn and ids of nine characters
@@ -79,15 +79,6 @@ def running_with_tools(
         running(Service(directory / "home", url, models[MODEL], models=models)) as service,
     ):
         yield service
-
-
-async def priced(service: Service) -> Tenant:
-    """Return a tenant that may use all of them."""
-    tenant = await service.tenant()
-    async with service.session() as session:
-        for model in (SCRIPT, STRICT, PLAIN):
-            await price_model(session, model)
-    return tenant
 
 
 def ending_bias(service: Service) -> dict[int, float]:

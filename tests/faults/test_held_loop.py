@@ -59,9 +59,7 @@ async def test_health_answers_while_one_piece_of_work_holds_the_loop(held: HeldS
         for _ in range(3):
             assert probe(held.metrics_url, "/livez") == LIVE
             assert parts_of(held.metrics_url)["database"]["state"] == "serving"
-        await until(
-            lambda: probe(held.metrics_url, "/readyz")[0] == 503, "requests to be sent elsewhere"
-        )
+        await until(lambda: probe(held.metrics_url, "/readyz")[0] == 503, "its refusal")
         _, reported = probe(held.metrics_url, "/readyz")
         assert reported is not None
         assert "the event loop has not answered for" in reported["reasons"][0]
@@ -85,9 +83,7 @@ async def test_health_answers_while_one_piece_of_work_holds_the_loop(held: HeldS
     assert (await scrape(held.metrics_url)).value(name, since="scrape") < 1.0
 
 
-async def test_a_frame_that_holds_the_loop_is_named_with_its_call_and_key(
-    held: HeldService,
-) -> None:
+async def test_a_frame_that_blocks_the_loop_is_named(held: HeldService) -> None:
     tenant = await held.tenant()
     holding = held.hold(FRAME)
     async with held.stream(tenant.secret) as stream:
@@ -112,11 +108,7 @@ async def ask(service: Service, secret: str) -> httpx2.Response:
         return await client.post(
             f"{service.openai_url}/chat/completions",
             headers={"authorization": f"Bearer {secret}"},
-            json={
-                "model": MODEL,
-                "messages": [{"role": "user", "content": "a"}],
-                "max_tokens": 2,
-            },
+            json={"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
         )
 
 
@@ -133,9 +125,7 @@ async def incidents(service: Service) -> list[dict[str, object]]:
 
     def found() -> list[dict[str, object]]:
         return [
-            event
-            for event in log_events(service.log, "incident")
-            if event["source"] == "event_loop"
+            each for each in log_events(service.log, "incident") if each["source"] == "event_loop"
         ]
 
     await until(found, "the incident")

@@ -208,9 +208,8 @@ async def test_four_processes_give_out_exactly_what_a_quota_allows(
     hot_limit, small_limit = (
         share * DEMAND[dimension] for share in (REQUEST_COUNT // 8, small_share)
     )
-    hot, *small = await tenants(
-        services[0], dimension, [hot_limit] + [small_limit] * SMALL_TENANT_COUNT
-    )
+    limits = [hot_limit] + [small_limit] * SMALL_TENANT_COUNT
+    hot, *small = await tenants(services[0], dimension, limits)
     victim = rng.choice(services)
 
     with SecondPoll(watched_database) as second_poll:

@@ -32,14 +32,7 @@ from metering.invoicing.months import month_report
 from metering.ledger.rating import rate_all_pending
 from metering.store.db import create_engine, create_sessions
 from tests.inference.checkpoints import make_checkpoint
-from tests.inference.real_servers import (
-    SHAPE,
-    RealServer,
-    end,
-    free_port,
-    needs,
-    vllm_server,
-)
+from tests.inference.real_servers import SHAPE, RealServer, end, free_port, needs, vllm_server
 from tests.metering.invariants import check_invariants
 from tests.service import MODEL, PLAIN_IDS, Service, Tenant, running, until
 
@@ -186,9 +179,7 @@ async def on_invoices(service: Service, tenants: Sequence[Tenant]) -> Counts:
 
 
 @pytest.mark.timeout(900 + 2 * REQUESTS)
-async def test_the_database_equals_the_counters_of_vllm_and_each_difference_has_a_name(
-    database_url: str, tmp_path: Path
-) -> None:
+async def test_the_database_equals_the_counters_of_vllm(database_url: str, tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "checkpoint", seed=3, shape=SHAPE).directory
     port, option = free_port(), "--enable-prefix-caching"
     heads = Heads(Tokenizer(directory))

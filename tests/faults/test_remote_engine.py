@@ -49,9 +49,7 @@ FORMS = {
 }
 
 
-async def test_tokens_of_a_remote_engine_are_billed_exactly(
-    launch: Start, model: Path, tmp_path: Path
-) -> None:
+async def test_remote_tokens_are_billed_exactly(launch: Start, model: Path, tmp_path: Path) -> None:
     """Before its death, at its death, and after its return at the same address."""
     certificates = make_certificates(tmp_path / "certificates")
     with server_process(model, certificates) as server:
@@ -101,9 +99,7 @@ async def test_tokens_of_a_remote_engine_are_billed_exactly(
     assert sum(billed.values()) == 3 * 60 + len(stream.token_ids(dying_id))
 
 
-async def test_a_whole_answer_comes_whole_and_is_billed_like_a_streamed_one(
-    launch: Start, model: Path, tmp_path: Path
-) -> None:
+async def test_whole_answers_are_billed_alike(launch: Start, model: Path, tmp_path: Path) -> None:
     """A client that leaves gets no output, and is billed for the input alone."""
     with server_process(model, make_certificates(tmp_path / "certificates")) as server:
         targets = {MODEL: str(server.target(Wire.OPENAI_HTTP))}
@@ -143,7 +139,7 @@ async def test_a_whole_answer_comes_whole_and_is_billed_like_a_streamed_one(
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_cached_prompt_tokens_are_billed_as_reported_at_the_end(
+async def test_cached_prompt_tokens_are_billed_as_reported(
     launch: Start, model: Path, tmp_path: Path, wire: Wire
 ) -> None:
     """Usage, cost, receipt and quotas agree, also after extensions, and for each way to end."""
@@ -187,9 +183,7 @@ async def test_cached_prompt_tokens_are_billed_as_reported_at_the_end(
     check_invariants(service.database_url, all_ended=True)
 
 
-async def test_a_killed_server_bills_the_cached_tokens_that_it_knew(
-    launch: Start, model: Path, tmp_path: Path
-) -> None:
+async def test_a_kill_bills_known_cached_tokens(launch: Start, model: Path, tmp_path: Path) -> None:
     """The client holds back credit, so that the count comes after the tokens that it receives."""
     with server_process(model, make_certificates(tmp_path / "certificates")) as server:
         targets = {MODEL: str(server.target(Wire.OPENAI_HTTP))}
@@ -199,9 +193,8 @@ async def test_a_killed_server_bills_the_cached_tokens_that_it_knew(
         prompt = list(PLAIN_IDS[:100])
         async with service.stream(tenant.secret) as stream:
             await stream.finished(await stream.begin(prompt=prompt, max_output_tokens=20))
-            whole_id = await stream.begin(
-                prompt=prompt, max_output_tokens=20, initial_credit_tokens=5
-            )
+            limits = {"max_output_tokens": 20, "initial_credit_tokens": 5}
+            whole_id = await stream.begin(prompt=prompt, **limits)
             await stream.received(whole_id, 5)
             await until(lambda: server.idle, "the engine to end the output")
             running_id = await stream.begin(prompt=prompt, max_output_tokens=3000)
@@ -278,9 +271,7 @@ async def test_output_without_token_ids_is_billed_by_the_servers_usage(
     assert 20 <= billed[dying_id] == len(stream.token_ids(dying_id)) < 3000
 
 
-async def test_hostile_answers_are_billed_for_valid_tokens_only_and_never_quoted(
-    launch: Start, model: Path
-) -> None:
+async def test_hostile_answers_are_billed_for_valid_tokens_only(launch: Start, model: Path) -> None:
     failed: dict[str, Refusal] = {}
     with hostile_process("bench.hostile_upstream") as address:
         target = f"openai+http://{address}/tiny"

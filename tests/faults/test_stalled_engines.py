@@ -22,9 +22,7 @@ LIMITS = {QuotaDimension.TOKENS_PER_MONTH: 10**9}
 PART = f"engine/{MODEL}"
 
 
-async def test_a_stopped_engine_is_not_serving_and_its_requests_wait_with_progress(
-    launch: Start,
-) -> None:
+async def test_a_stopped_engine_is_not_serving_and_requests_wait(launch: Start) -> None:
     service = launch()
     tenant = await service.tenant(LIMITS)
     worker_pid = service.worker_pid

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc import StatusCode
 from weir.v1 import inference_service_pb2 as pb
 
 from chaos.rounds import crash_postgres
@@ -72,20 +73,12 @@ async def refusal_of_a_new_request(service: Service, secret: str) -> Refusal:
                 return Refusal.of(stream.error)
 
 
-async def test_closed_health_says_that_the_quota_store_is_away_and_when_it_is_back(
-    launch: Start, postgres: EmbeddedPostgres
-) -> None:
+async def test_closed_health_reports_an_outage(launch: Start, postgres: EmbeddedPostgres) -> None:
     service = launch(database_url=postgres.url, database_unready_after_s=0.3)
     assert all(
         map(
             service.serving,
-            (
-                "",
-                "weir.v1.InferenceService",
-                "weir.v1.BillingService",
-                "database",
-                "engine/tiny",
-            ),
+            ("", "weir.v1.InferenceService", "weir.v1.BillingService", "database", "engine/tiny"),
         )
     )
 
@@ -95,9 +88,7 @@ async def test_closed_health_says_that_the_quota_store_is_away_and_when_it_is_ba
 
     await until(lambda: not service.serving(), "health to say so, though nobody asked for anything")
     away = {"status": "not ready", "reasons": ["the database does not answer"]}
-    await until(
-        lambda: probe(service.metrics_url, "/readyz") == (503, away), "the probe to say the same"
-    )
+    await until(lambda: probe(service.metrics_url, "/readyz") == (503, away), "the probe")
     assert probe(service.openai_url, "/health") == (503, away)
     assert probe(service.metrics_url, "/livez") == (200, {"status": "live"})
     assert not any(
@@ -110,7 +101,7 @@ async def test_closed_health_says_that_the_quota_store_is_away_and_when_it_is_ba
     await until(service.serving, "health to say that it is back")
 
 
-async def test_preauthorized_holds_admit_requests_and_survive_a_kill(
+async def test_preauthorized_holds_survive_a_kill(
     launch: Start, postgres: EmbeddedPostgres
 ) -> None:
     service = launch(database_url=postgres.url, database_unready_after_s=0.3, **GRACE)
@@ -130,14 +121,9 @@ async def test_preauthorized_holds_admit_requests_and_survive_a_kill(
         for frame in frames:
             await stream.received(frame.request_id, 20)
         refusal = await stream.failed(await stream.begin())
-        assert (refusal.code, refusal.reason) == (
-            grpc.StatusCode.UNAVAILABLE,
-            "DATABASE_UNAVAILABLE",
-        )
+        assert (refusal.code, refusal.reason) == (StatusCode.UNAVAILABLE, "DATABASE_UNAVAILABLE")
         assert refusal.retry_after_s is not None
-        await until(
-            lambda: not service.serving(), "health to say that nothing is left to let anybody in"
-        )
+        await until(lambda: not service.serving(), "health to report that no hold is left")
         assert (
             await refusal_of_a_new_request(service, "wk_abcdefgh_" + "x" * 43)
         ).reason == "DATABASE_UNAVAILABLE"
@@ -162,7 +148,7 @@ def files(directory: Path, pattern: str) -> list[Path]:
     return list(directory.glob(pattern))
 
 
-async def test_grace_ends_as_usual_where_the_database_comes_back(
+async def test_grace_ends_when_the_database_is_back(
     launch: Start, postgres: EmbeddedPostgres
 ) -> None:
     service = launch(database_url=postgres.url, **GRACE)
@@ -227,9 +213,7 @@ async def test_a_frozen_database_blocks_no_caller(
     check_invariants(postgres.url, all_ended=True)
 
 
-async def test_a_thousand_clients_in_an_outage_open_no_more_connections_than_one(
-    launch: Start, database_url: str
-) -> None:
+async def test_an_outage_opens_no_more_connections(launch: Start, database_url: str) -> None:
     async with CuttingProxy(database_url).listening() as proxy:
         service = await asyncio.to_thread(launch, database_url=proxy.url, database_connections=POOL)
         service.database = Database(database_url)  # this loop runs the proxy
@@ -280,9 +264,7 @@ def connection_count(service: Service) -> int:
     return int(row["n"])
 
 
-async def test_a_process_paused_at_random_moments_bills_each_token_that_was_received_once(
-    launch: Start,
-) -> None:
+async def test_a_process_paused_at_random_bills_each_token_once(launch: Start) -> None:
     """In any phase, with concurrent sweeps: after the pause it sends nothing under lost holds."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")

@@ -351,9 +351,7 @@ async def test_weir_up_killed_as_a_whole_leaves_nothing_to_do_but_to_start_it(up
     await check_database(up, load)
 
 
-def test_a_process_has_no_secret_that_only_another_one_needs(
-    up: Up, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_has_only_its_own_secrets(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
     up.end()
     secrets = {"STRIPE_API_KEY": "sk_test_canary", "WEIR_STRIPE_WEBHOOK_SECRET": "whsec_canary"}
     up._environment.update(secrets, WEIR_STRIPE_WEBHOOK_LISTEN="127.0.0.1:0")

@@ -69,9 +69,7 @@ def test_a_contract_that_does_not_compile_is_caught(contract: Path) -> None:
     assert "Unheard" in found[0]
 
 
-def test_a_new_field_is_no_breaking_change_until_it_is_released_and_removed(
-    contract: Path, tmp_path: Path
-) -> None:
+def test_a_new_field_is_breaking_only_once_released(contract: Path, tmp_path: Path) -> None:
     added = "message Usage {\n  // Added after the release.\n  int64 added_count = 99;\n"
     released = tmp_path / "released.binpb"
     edit(contract, "message Usage {\n", added)

@@ -77,12 +77,8 @@ async def desk(sessions: Sessions, tmp_path: Path) -> AsyncIterator[Desk]:
         acme, bolt = await new_customer(session, "acme"), await new_customer(session, "bolt")
         price = await new_price(session)
     async with sessions.begin() as session:
-        await add_usage(
-            session,
-            acme,
-            price,
-            [Consumed(n, 0, n, "stop", FIRST.replace(day=n)) for n in range(1, 6)],
-        )
+        used = [Consumed(n, 0, n, "stop", FIRST.replace(day=n)) for n in range(1, 6)]
+        await add_usage(session, acme, price, used)
         await add_usage(session, bolt, price, [Consumed(1_000, 0, 0, "stop", FIRST)])
     await rate_all_pending(sessions)
     server = grpc.aio.server()
@@ -105,22 +101,16 @@ async def test_pages_follow_each_other_and_the_first_has_the_total(desk: Desk) -
             page async for page in client.get_usage(MONTH, [DAY], organization="acme", page_size=3)
         ]
 
-    assert [row.day for row in (*first.rows, *second.rows)] == [
+    assert [each.day for each in [*first.rows, *second.rows]] == [
         f"2026-09-0{n}" for n in range(1, 6)
     ]
     assert (first.has_more, second.has_more) == (True, False)
     assert first.total is not None
     assert second.total is None
-    assert (
-        first.total.amount.picos
-        == sum(row.amount.picos for row in (*first.rows, *second.rows))
-        == 15 * 750_000
-    )
-    assert (
-        first.total.amount.currency_code,
-        first.total.token_count,
-        first.total.request_count,
-    ) == ("USD", 30, 5)
+    total = sum(row.amount.picos for row in (*first.rows, *second.rows))
+    assert first.total.amount.picos == total == 15 * 750_000
+    assert first.total.amount.currency_code == "USD"
+    assert (first.total.token_count, first.total.request_count) == (30, 5)
 
 
 async def test_a_billing_key_sees_its_own_customer_and_no_other(desk: Desk) -> None:
@@ -170,10 +160,8 @@ async def test_an_admin_key_sees_all_and_a_key_for_inference_nothing(desk: Desk)
         with pytest.raises(Unauthenticated):
             await client.export_month(MONTH, MonthExportFormat.INVOICE_PDF)
 
-    assert {(row.organization_name, row.token_count) for row in everyone.rows} == {
-        ("acme", 30),
-        ("bolt", 1_000),
-    }
+    shown = {(row.organization_name, row.token_count) for row in everyone.rows}
+    assert shown == {("acme", 30), ("bolt", 1_000)}
     assert everyone.total is None
 
 
@@ -259,9 +247,8 @@ async def test_the_files_of_a_month_come_whole(desk: Desk) -> None:
 
     async with desk.client() as client:
         focus = await client.export_month(MONTH, MonthExportFormat.FOCUS_CSV, organization="acme")
-        invoice = await client.export_month(
-            MONTH, MonthExportFormat.INVOICE_PDF, organization="acme"
-        )
+        pdf = MonthExportFormat.INVOICE_PDF
+        invoice = await client.export_month(MONTH, pdf, organization="acme")
 
     assert (focus.file_name, focus.media_type) == (
         "focus-1.4-acme-2026-09.csv",

@@ -114,9 +114,8 @@ async def append_at_once(journal: UsageJournal, **fields: Any) -> tuple[list[Out
     async def write(data: bytes) -> None:
         nonlocal sent
         await asyncio.sleep(0)
-        sent += sum(
-            len(frame.delta.token_ids) for frame in pb.GenerateResponse.FromString(data).frames
-        )
+        frames = pb.GenerateResponse.FromString(data).frames
+        sent += sum(len(frame.delta.token_ids) for frame in frames)
 
     writer = StreamWriter(journal)
     settings = DeliverySettings(unread_tokens_max=QUEUED_TOKENS, stall_max_s=60.0)
@@ -134,15 +133,13 @@ async def test_output_of_a_beam_search_waits_for_its_client(journal: UsageJourna
     assert await append_at_once(journal, beam_search=pb.BeamSearch(width=2)) == ([], 500)
 
 
-async def test_a_client_that_reads_slower_than_tokens_arrive_is_stopped(
-    journal: UsageJournal,
-) -> None:
+async def test_a_client_slower_than_its_tokens_is_stopped(journal: UsageJournal) -> None:
     stopped, _ = await append_at_once(journal)
 
     assert set(stopped) == {Outcome.SLOW_CONSUMER}
 
 
-async def test_a_request_behind_others_is_not_given_up_while_the_client_reads_those(
+async def test_a_request_behind_others_that_are_read_is_not_ended(
     journal: UsageJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each message takes most of the stall limit, and this request's output is in the last."""
@@ -193,9 +190,8 @@ async def test_rules_read_escapes_in_what_clients_will_parse_and_in_nothing_else
 ) -> None:
     """Token by token, as a model writes it."""
     start = parse_start(str(uuid.uuid4()), pb.StartFrame(model="tiny", **fields))
-    rules = RuleChecker(
-        [Rule("topic", regex.compile(r".*forbidden\s+topic"), in_prompt=False, in_output=True)]
-    )
+    pattern = regex.compile(r".*forbidden\s+topic")
+    rules = RuleChecker([Rule("topic", pattern, in_prompt=False, in_output=True)])
     settings = DeliverySettings(unread_tokens_max=1000, stall_max_s=60.0)
     ends: list[Outcome] = []
     writer = StreamWriter(journal)

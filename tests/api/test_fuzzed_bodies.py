@@ -1,6 +1,6 @@
 """Random HTTP bodies and gRPC messages: parsed, or refused with an error of the API.
 
-`WEIR_FUZZ_BODIES=1000000 python -m pytest tests/api/test_body_fuzz.py -s` takes some minutes.
+`WEIR_FUZZ_BODIES=1000000 python -m pytest tests/api/test_fuzzed_bodies.py -s` takes some minutes.
 """
 
 from __future__ import annotations

@@ -53,11 +53,8 @@ def test_the_same_quota_is_shown_with_its_values_at_each_moment() -> None:
     second = quota_status(QuotaState(standing, 9, 1, NOW + timedelta(seconds=1), "name"))
     third = quota_status(QuotaState(endless, 0, 1, NOW, "name"))
 
-    assert [(each.used_value, each.held_value) for each in (first, second, third)] == [
-        (2, 1),
-        (9, 1),
-        (0, 1),
-    ]
+    amounts = [(each.used_value, each.held_value) for each in (first, second, third)]
+    assert amounts == [(2, 1), (9, 1), (0, 1)]
     assert [each.remaining_value for each in (first, second, third)] == [7, 0, 19]
     assert [each.would_refuse_count for each in (first, second, third)] == [3, 0, 0]
     assert (first.reset_delay.seconds, first.reset_delay.nanos) == (5, 250_000_000)
@@ -90,31 +87,17 @@ def test_an_override_weights_and_a_shadow_limit_are_shown() -> None:
         reported.base_limit_value,
         reported.remaining_value,
         reported.enforced,
-    ) == (
-        500,
-        100,
-        -200,
-        False,
-    )
-    assert (reported.override_end_time.ToDatetime(tzinfo=UTC), reported.override_reason) == (
-        until,
-        "launch",
-    )
+    ) == (500, 100, -200, False)
+    assert reported.override_end_time.ToDatetime(tzinfo=UTC) == until
+    assert reported.override_reason == "launch"
     assert (
         reported.input_weight_milli,
         reported.cached_input_weight_milli,
         reported.output_weight_milli,
-    ) == (
-        1000,
-        100,
-        4000,
-    )
+    ) == (1000, 100, 4000)
     plain = quota_status(QuotaState(rule(dimension=QuotaDimension.COST_PICOS_PER_DAY), 0, 0, NOW))
-    assert (plain.input_weight_milli, plain.enforced, plain.HasField("override_end_time")) == (
-        0,
-        True,
-        False,
-    )
+    assert (plain.input_weight_milli, plain.enforced) == (0, True)
+    assert not plain.HasField("override_end_time")
 
 
 def test_the_tightest_limit_of_a_key_binds_and_a_looser_one_is_marked_as_without_effect() -> None:

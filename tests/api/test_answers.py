@@ -16,9 +16,7 @@ from api.openai.parameters import ParsedRequest
 from inference.engine import SamplingParams
 
 MARK = CONTENT.decode()
-texts = st.text() | st.sampled_from(
-    [MARK, f'"{MARK}"', "\u2028\u0085\u2029", '"}],"usage":', "\x00"]
-)
+texts = st.text() | st.sampled_from([MARK, f'"{MARK}"', "\u2028\u0085\u2029", '"}],"usage":', "\0"])
 
 
 @given(
@@ -26,9 +24,7 @@ texts = st.text() | st.sampled_from(
     parts=st.lists(st.tuples(st.integers(0, 2), texts), max_size=6),
     usage=st.booleans(),
 )
-def test_every_piece_of_text_is_a_separate_event(
-    models: str, parts: list[tuple[int, str]], usage: bool
-) -> None:
+def test_each_text_is_its_own_event(models: str, parts: list[tuple[int, str]], usage: bool) -> None:
     parsed = ParsedRequest(
         (pb.StartFrame(),), models, streams=True, includes_usage=usage, names={}, choice_count=3
     )
@@ -45,8 +41,8 @@ def test_every_piece_of_text_is_a_separate_event(
         choice = {
             "index": index,
             "delta": {"content": text},
-            "logprobs": None,
             "finish_reason": None,
+            "logprobs": None,
         }
         assert (reported["choices"], reported["model"], reported["object"]) == (
             [choice],

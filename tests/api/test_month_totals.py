@@ -285,9 +285,7 @@ def shown_everywhere(report: MonthReport, console: Console) -> dict[str, Shown]:
 # Not shrunk: each month is drawn five times.
 @settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(report=months())
-def test_the_rows_of_every_format_add_up_to_one_total(
-    report: MonthReport, console: Console
-) -> None:
+def test_each_format_adds_up_to_one_total(report: MonthReport, console: Console) -> None:
     shown = shown_everywhere(report, console)
 
     assert {name: each.faults for name, each in shown.items() if each.faults} == {}
@@ -295,9 +293,7 @@ def test_the_rows_of_every_format_add_up_to_one_total(
 
 
 @pytest.mark.parametrize("fault", ["carried_out_picos", "rounding_picos"])
-def test_a_wrong_sign_is_seen_in_every_format(
-    fault: str, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_sign_fails(fault: str, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     line = ReportLine("demo", 1, TokenKind.INPUT, 1, 1, 0, 1, 14 * 10**9)
     lines = tuple(replace(line, price_version=each) for each in range(1, 5))
     report = replace(EMPTY, lines=lines, carried_in_picos=3 * 10**9)

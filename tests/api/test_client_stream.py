@@ -45,9 +45,7 @@ def test_a_deadline_is_distinguished_from_a_cancel(
 
 
 @pytest.mark.parametrize("phase", [Received(), Ended(Cause.CLIENT)])
-def test_a_tick_of_progress_survives_a_request_for_an_unknown_model(
-    phase: Received | Ended,
-) -> None:
+def test_progress_survives_a_request_for_an_unknown_model(phase: Received | Ended) -> None:
     """The tick may come before the model is looked up, and runs in the server's only task group."""
     router = Router({})
     with pytest.raises(ModelUnknown):
@@ -113,9 +111,7 @@ class DeafContext:
         return None
 
 
-async def test_a_client_that_sends_and_never_reads_is_not_read_either(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_client_that_never_reads_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the unread answers would fill the server's memory."""
     for module in ("api.generation.delivery.stream_writer", "api.rpc.client_stream"):
         monkeypatch.setattr(f"{module}.FRAMES_WAITING_MAX", 50)
@@ -150,9 +146,8 @@ async def test_a_client_that_sends_and_never_reads_is_not_read_either(
     )
     key = StreamKey(principal, cast(Any, None), 60.0)  # which it has no time to read
     async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(
-            ClientStream(process, key, 0.0).serve(messages(), cast(Any, context))
-        )
+        stream = ClientStream(process, key, 0.0)
+        serving = tasks.create_task(stream.serve(messages(), cast(Any, context)))
         for _ in range(1000):
             await asyncio.sleep(0)
         assert 5 <= taken <= 8, "what waits, and what is being written"
