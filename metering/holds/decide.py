@@ -54,6 +54,7 @@ from metering.quotas.quota_rules import (
     Scale,
     Tokens,
     money_scale,
+    window_starts,
 )
 from metering.quotas.quotas import Counters
 from metering.receipts.chaining import BatchSigner, Chains, IssuedReceipt
@@ -453,7 +454,7 @@ class Decisions(msgspec.Struct, eq=False):
                 self.counters,
                 hold.rules,
                 hold.terms.money,
-                hold.charged_at,
+                window_starts(hold.charged_at),
                 admitted_tokens,
                 consumed,
             )

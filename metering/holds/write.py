@@ -318,8 +318,11 @@ def usage_writes(
         numbers += part, recovered, op.migration_count, receipt.sequence
     receipts = chains.added
     hashes = [receipt.hash for receipt in receipts]
-    values = (
-        *signature_of(receipts, hashes, signer),
+    batch = None if signer is None else SignedBatch.sign(signer, hashes)
+    for receipt in receipts:
+        receipt.batch = batch
+    usage_columns = (
+        *((batch.key_id, b"".join(hashes), batch.signature) if batch else (None, None, None)),
         number_array(numbers),
         id_number_array([hold.id.int for hold, *_ in events]),
         array([usage.outcome for _, usage, *_ in events]),
@@ -328,7 +331,17 @@ def usage_writes(
         bytes_array([receipt.previous_hash for receipt in receipts]),
         bytes_array(hashes),
     )
-    return [chain_update(chains), (INSERT_USAGE_EVENTS, values)]
+    changed = chains.changed
+    heads = [chains.heads[project_id] for project_id in changed]
+    chain_columns = (
+        id_bytes_array(changed),
+        number_array([head.sequence for head in heads]),
+        bytes_array([head.hash for head in heads]),
+        time_array([head.settled_at for head in heads]),
+        bytes_array(changed.values()),
+        len(heads),
+    )
+    return [(UPDATE_CHAINS, chain_columns), (INSERT_USAGE_EVENTS, usage_columns)]
 
 
 def issue_receipt(
@@ -361,33 +374,6 @@ def timings_json(op: Settle) -> str | None:
     if "null" in encoded:
         raise ValueError(f"timings must be numbers, got {op.timings}")
     return encoded
-
-
-def signature_of(
-    receipts: Sequence[IssuedReceipt], hashes: Sequence[bytes], signer: BatchSigner | None
-) -> tuple[str, bytes, bytes] | tuple[None, None, None]:
-    """Sign the receipts together; return the columns of their batch, NULL if they are unsigned."""
-    if signer is None:
-        return None, None, None
-    batch = SignedBatch.sign(signer, hashes)
-    for receipt in receipts:
-        receipt.batch = batch
-    return batch.key_id, b"".join(hashes), batch.signature
-
-
-def chain_update(chains: Chains) -> Statement:
-    """Build the statement that moves the heads of the chains to the receipts just issued."""
-    changed = chains.changed
-    heads = [chains.heads[project_id] for project_id in changed]
-    values = (
-        id_bytes_array(changed),
-        number_array([head.sequence for head in heads]),
-        bytes_array([head.hash for head in heads]),
-        time_array([head.settled_at for head in heads]),
-        bytes_array(changed.values()),
-        len(heads),
-    )
-    return UPDATE_CHAINS, values
 
 
 def key_columns(keys: Collection[CounterKey]) -> tuple[bytes, bytes]:

@@ -86,14 +86,7 @@ def window_starts(at: datetime) -> tuple[datetime, ...]:
 
     Times of one minute get the same objects, which are found in dictionaries several times faster.
     """
-    return _window_starts((at - NO_WINDOW) // MINUTE)
-
-
-@functools.lru_cache(maxsize=4096)
-def _window_starts(minutes: int) -> tuple[datetime, ...]:
-    minute = NO_WINDOW + minutes * MINUTE
-    day = minute.replace(hour=0, minute=0)
-    return NO_WINDOW, minute, day, day.replace(day=1)
+    return _windows((at - NO_WINDOW) // MINUTE)[0]
 
 
 def window_start(dimension: QuotaDimension, at: datetime) -> datetime:
@@ -104,13 +97,16 @@ def window_start(dimension: QuotaDimension, at: datetime) -> datetime:
 @functools.lru_cache(maxsize=4096)
 def window_ends(at: datetime) -> tuple[datetime | None, ...]:
     """Compute when the windows of `window_starts` end; None for the lifetime."""
-    _, minute, day, month = window_starts(at)
-    return (
-        None,
-        minute + MINUTE,
-        day + timedelta(days=1),
-        (month + timedelta(days=32)).replace(day=1),
-    )
+    return _windows((at - NO_WINDOW) // MINUTE)[1]
+
+
+@functools.lru_cache(maxsize=4096)
+def _windows(minutes: int) -> tuple[tuple[datetime, ...], tuple[datetime | None, ...]]:
+    minute = NO_WINDOW + minutes * MINUTE
+    day = minute.replace(hour=0, minute=0)
+    month = day.replace(day=1)
+    ends = minute + MINUTE, day + timedelta(days=1), (month + timedelta(days=32)).replace(day=1)
+    return (NO_WINDOW, minute, day, month), (None, *ends)
 
 
 def window_end(dimension: QuotaDimension, at: datetime) -> datetime | None:

@@ -390,15 +390,14 @@ def settle(
     tokens: Tokens,
 ) -> None:
     """Release the amount that the charge holds, and add the consumed amount to `used`."""
-    money = money_scale(charge.prices)
+    money, starts = money_scale(charge.prices), window_starts(charge.charged_at)
     if not charge.posted_token_count:
         sent, delivered, reasoning = tokens
         cached = min(charge.cached_input_token_count, sent)
         admitted_tokens = charge.input_token_count, charge.leased_token_count
         consumed = sent - cached, cached, delivered - reasoning, reasoning
-        settle_unposted(counters, rules, money, charge.charged_at, admitted_tokens, consumed)
+        settle_unposted(counters, rules, money, starts, admitted_tokens, consumed)
         return
-    starts = window_starts(charge.charged_at)
     for rule in rules:
         if rule.counts_tokens:
             scale = rule.token_scale or money
@@ -416,16 +415,17 @@ def settle_unposted(
     counters: Counters,
     rules: Iterable[QuotaRule],
     money: Scale,
-    charged_at: datetime,
+    starts: Sequence[datetime],
     admitted_tokens: tuple[int, int],
     consumed: tuple[int, int, int, int],
 ) -> None:
     """End a charge without postings, the common case; inlined because it is called often.
 
-    `admitted_tokens` are input and leased output. `consumed` are uncached input, cached input,
-    output without reasoning, and reasoning.
+    `starts` are those of the windows charged (`window_starts`). `admitted_tokens` are input and
+    leased output. `consumed` are uncached input, cached input, output without reasoning, and
+    reasoning.
     """
-    starts, increments, limits = window_starts(charged_at), counters.increments, counters.limits
+    increments, limits = counters.increments, counters.limits
     (sent, lease), (fresh, cached, output, reasoning) = admitted_tokens, consumed
     for rule in rules:
         used, held = 0, 1
