@@ -52,7 +52,7 @@ from api.metrics import operator_http
 from api.openai import dialects, embeddings, formats, parameters, tolerance
 from api.openai.error_responses import error_response
 from common.settings import settings_of
-from infra.error_examples import EXAMPLES
+from infra.error_examples import examples
 from infra.generate_proto import contract
 from metering.ledger.ledger import AccountKind, TransactionKind
 from metering.quotas.quota_rules import DIMENSIONS, Kind
@@ -287,7 +287,7 @@ def examples_by_reason() -> Mapping[str, Sequence[status_pb2.Status]]:
     """Convert the examples of all errors to statuses, by reason and without equal ones."""
     link_to_docs("")
     found: dict[str, list[status_pb2.Status]] = {}
-    for error in EXAMPLES:
+    for error in examples():
         status = internal_example() if code_of(error) == code_pb2.INTERNAL else status_of(error)
         found.setdefault(reason_of(error), []).append(status)
     return dict(sorted(found.items()))

@@ -134,6 +134,7 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
         metering_errors.InvariantViolated,
     ),
 }
+CODES_BY_CLASS: Mapping[type, int] = {kind: code for code, kinds in KINDS.items() for kind in kinds}
 # Pages of the reasons, below the documentation site; without one, files of this repository.
 PAGES, FILES = "reference/errors/{}.html", "docs/reference/errors/{}.md"
 _docs_url = ""
@@ -154,9 +155,6 @@ def help_of(reason: str) -> error_details_pb2.Help:
     """Build the detail that links an error to the page of its reason."""
     links = [error_details_pb2.Help.Link(description=reason, url=doc_url_of(reason))]
     return error_details_pb2.Help(links=links)
-
-
-CODES_BY_CLASS: Mapping[type, int] = {kind: code for code, kinds in KINDS.items() for kind in kinds}
 
 
 def code_of(error: BaseException) -> int:

@@ -8,12 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from weir_client.status import error_from_status
 
-from api.core.statuses import CODES_BY_CLASS, as_sentence, message_of, status_of
+from api.core.settings import Settings
+from api.core.statuses import (
+    CODES_BY_CLASS,
+    as_sentence,
+    link_to_docs,
+    message_of,
+    status_of,
+)
 from api.openai.error_responses import error_response, translate_terms
+from api.openai.messages import error_body
+from common.settings import SettingInvalid
 from infra import prose
-from infra.error_examples import BY_CLASS, CREDIT, EXAMPLES, QUOTAS
-from metering.core.errors import DatabaseUnavailable
+from infra.error_examples import examples, quota_examples
+from metering.core.errors import DatabaseUnavailable, PriceMissing
 from metering.core.models import QuotaDimension
 from metering.quotas.quotas import QuotaExceeded
 
@@ -38,10 +48,10 @@ FRAGMENTS = {
 
 
 def test_every_class_has_an_example() -> None:
-    assert BY_CLASS.keys() == CODES_BY_CLASS.keys()
+    assert {type(each) for each in examples()} == CODES_BY_CLASS.keys()
 
 
-@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", examples(), ids=lambda error: type(error).__name__)
 def test_a_message_is_short_plain_and_says_what_to_do(error: Exception) -> None:
     message = status_of(error).message
 
@@ -53,7 +63,7 @@ def test_a_message_is_short_plain_and_says_what_to_do(error: Exception) -> None:
     assert [rule.name for rule in rules if rule.pattern.search(message)] == []
 
 
-@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", examples(), ids=lambda error: type(error).__name__)
 def test_http_has_the_text_of_grpc(error: Exception) -> None:
     status = status_of(error)
     answer = error_response(status)
@@ -83,18 +93,16 @@ MESSAGES = (
 )
 
 
-@pytest.mark.parametrize(("error", "message"), [*zip((*QUOTAS, CREDIT), MESSAGES, strict=True)])
+@pytest.mark.parametrize(("error", "message"), [*zip(quota_examples(), MESSAGES, strict=True)])
 def test_a_limit_is_named_with_its_value_and_the_time(error: Exception, message: str) -> None:
     assert status_of(error).message == message
 
 
 def test_every_dimension_has_its_message() -> None:
-    assert {each.failing[0].dimension for each in (*QUOTAS, CREDIT)} == {*QuotaDimension}
+    quotas = [each for each in quota_examples() if isinstance(each, QuotaExceeded)]
+    states = [state for each in quotas[:3] for state in each.failing]
 
-
-def test_other_limits_in_the_way_are_counted() -> None:
-    states = [state for error in QUOTAS[:3] for state in error.failing]
-
+    assert {each.failing[0].dimension for each in quotas} == {*QuotaDimension}
     assert " 2 other limits are in the way too." in str(QuotaExceeded(states, [1, 1, 1], "USD"))
 
 
@@ -143,3 +151,31 @@ def test_the_texts_where_errors_are_raised_say_what_to_do() -> None:
 
     assert silent == {}
     assert len(texts) > 20
+
+
+@pytest.mark.parametrize(
+    ("site", "link"),
+    [
+        ("", "docs/reference/errors/PRICE_MISSING.md"),
+        ("https://docs.acme.com/", "https://docs.acme.com/reference/errors/PRICE_MISSING.html"),
+    ],
+)
+def test_an_error_links_to_the_page_of_its_reason(site: str, link: str) -> None:
+    link_to_docs(site)
+    try:
+        status = status_of(PriceMissing("large", "EUR"))
+    finally:
+        link_to_docs("")
+    answer, error = error_response(status), error_from_status(status)
+
+    assert answer.body()["error"]["doc_url"] == link
+    assert error_body(answer, "")["error"]["doc_url"] == link
+    assert (error.doc_url, error.__notes__) == (link, [f"See {link}"])
+    assert link not in str(error)
+
+
+def test_the_address_of_the_documentation_is_checked() -> None:
+    assert Settings.from_environment({"WEIR_DOCS_URL": "https://docs.acme.com"}).listen.docs
+
+    with pytest.raises(SettingInvalid, match="WEIR_DOCS_URL"):
+        Settings.from_environment({"WEIR_DOCS_URL": "docs.acme.com"})

@@ -155,6 +155,7 @@ async def test_a_prepaid_organization_is_admitted_within_its_credit(service: Ser
     assert [each.type_url.rpartition(".")[2] for each in refused.details] == [
         "ErrorInfo",
         "QuotaFailure",
+        "Help",
     ], "no RetryInfo"
     assert "Add credit" in refused.message
     assert grants[0] == grants[1]
