@@ -279,7 +279,7 @@ def test_the_glossary_names_what_the_source_defines() -> None:
     named = re.findall(r"\| `(\w+)` \|$", page, re.M)
     source = "".join(
         path.read_text()
-        for top in ("api", "chaos", "inference", "metering")
+        for top in ("api", "chaos", "common", "inference", "metering")
         for path in (ROOT / top).rglob("*.py")
     )
     rows = re.findall(r"^\| ([^|]+) \|", page, re.M)[1:]
