@@ -30,6 +30,7 @@ from api.core.health import Health, keep_health
 from api.core.interceptor import Guard
 from api.core.rate_limiter import RateLimiter
 from api.core.settings import ListenSettings, Settings
+from api.core.statuses import link_to_docs
 from api.core.wire import use_signer
 from api.fleet.fleet import build_serving
 from api.generation.request import control
@@ -106,6 +107,7 @@ class Server:
     def __init__(self, settings: Settings, spares: SpareWorkers | None = None) -> None:
         """`spares` may already have a worker."""
         self.settings = settings
+        link_to_docs(settings.listen.docs)
         self.process_id = uuid.uuid4()
         self.stopping = asyncio.Event()
         self.gate = StoreGate()
@@ -409,7 +411,8 @@ class Server:
             log.warning("drain_time_over", running_request_count=self.capacity.taken_count)
             self.registry.fail_all(
                 Draining(
-                    "the server shut down before the request was done; delivered tokens are settled"
+                    "The server shut down before your request was done; delivered tokens are"
+                    " billed. Send the rest to another server, with a new request_id."
                 )
             )
             with contextlib.suppress(TimeoutError):

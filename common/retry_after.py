@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import math
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -35,7 +36,18 @@ DOUBTED_RESERVATIONS_MAX = 16  # of an owner that has more
 # The fractional parts of its multiples fill an interval evenly from the first one on.
 GOLDEN = 0.6180339887498949
 
+# Longest wait in seconds that is written in a unit, and the seconds of the unit.
+WAIT_UNITS = ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h"), (math.inf, 86_400, "days"))
+
 RequestKey = tuple[uuid.UUID, uuid.UUID]  # project or tenant, and request id
+
+
+def wait_text(wait_s: float) -> str:
+    """Format a wait for a message, rounded up: `0.3 s`, `54 s`, `4 min`, `3 h`, `9 days`."""
+    if wait_s < 1:
+        return f"{math.ceil(wait_s * 10) / 10:.1f} s"
+    unit_s, unit = next(each[1:] for each in WAIT_UNITS if wait_s < each[0])
+    return f"{math.ceil(wait_s / unit_s)} {unit}"
 
 
 @dataclass(frozen=True, slots=True)

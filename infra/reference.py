@@ -19,7 +19,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +27,32 @@ from google.protobuf.descriptor_pb2 import (
     FieldDescriptorProto,
     FileDescriptorProto,
 )
-from google.rpc import code_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
 from weir_cli.__main__ import COMMANDS, load
 from weir_cli.commands import PERSONAS
+from weir_client.status import error_from_status
 
 from api.access.scopes import SCOPES
 from api.core import wire
 from api.core.errors import Cause
 from api.core.settings import Settings
-from api.core.statuses import KINDS
+from api.core.statuses import (
+    code_of,
+    help_of,
+    internal_message,
+    link_to_docs,
+    pack,
+    reason_of,
+    status_of,
+)
 from api.generation.charges import Action, Cell
 from api.generation.endings import CAUSES, PHASES, SIBLING, TABLE, WAYS
 from api.generation.parsing import conversation, decoding, tools
 from api.metrics import operator_http
 from api.openai import dialects, embeddings, formats, parameters, tolerance
-from api.openai.error_responses import http_status_of
+from api.openai.error_responses import error_response
 from common.settings import settings_of
+from infra.error_examples import examples
 from infra.generate_proto import contract
 from metering.ledger.ledger import AccountKind, TransactionKind
 from metering.quotas.quota_rules import DIMENSIONS, Kind
@@ -50,6 +60,7 @@ from metering.quotas.quota_rules import DIMENSIONS, Kind
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS_MAX = 100
 END = "<!-- end of reference -->"
+INCIDENT = "3f9a1c20b7de"  # of the example of an internal error
 # A marker and the lines up to its end; a new marker has neither.
 MARKER = re.compile(
     rf"^<!-- reference: ([\w-]+) -->(?:\n(?:(?!<!-- reference).*\n)*?{END})?$", re.MULTILINE
@@ -271,26 +282,75 @@ def settings_page() -> str:
 # Errors
 
 
+@cache
+def examples_by_reason() -> Mapping[str, Sequence[status_pb2.Status]]:
+    """Convert the examples of all errors to statuses, by reason and without equal ones."""
+    link_to_docs("")
+    found: dict[str, list[status_pb2.Status]] = {}
+    for error in examples():
+        status = internal_example() if code_of(error) == code_pb2.INTERNAL else status_of(error)
+        found.setdefault(reason_of(error), []).append(status)
+    return dict(sorted(found.items()))
+
+
+def internal_example() -> status_pb2.Status:
+    """Build an INTERNAL status whose incident id is always the same, without logging it."""
+    info = error_details_pb2.ErrorInfo(reason="INTERNAL", metadata={"incident_id": INCIDENT})
+    return pack(code_pb2.INTERNAL, internal_message(INCIDENT), [info, help_of("INTERNAL")])
+
+
 def errors_page() -> str:
-    """Build the reference of all error reasons with their gRPC and HTTP status codes."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for code, kinds in KINDS.items():
-        for kind in kinds:
-            reason = "INTERNAL" if code == code_pb2.INTERNAL else str(kind.reason)  # type: ignore[attr-defined]
-            statuses = f"`{code_pb2.Code.Name(code)}`, HTTP {http_status_of(code, reason)}"
-            meaning = sentence(inspect.getdoc(kind) or "")
-            # Argument notes are for the code.
-            found.setdefault(reason, {}).setdefault(statuses, []).append(
-                re.sub(r"(?<=\.) [a-z_]+: .*", "", meaning)
-            )
-    return "\n".join(
-        f"### `{reason}`\n\n"
-        + "\n".join(
-            f"{statuses}: {' '.join(dict.fromkeys(meanings))}\n"
-            for statuses, meanings in by_statuses.items()
+    """Build the table of all error reasons with their gRPC and HTTP status codes."""
+    rows = []
+    for reason, statuses in examples_by_reason().items():
+        codes = dict.fromkeys(code_pb2.Code.Name(each.code) for each in statuses)
+        answers = [error_response(each) for each in statuses]
+        https = dict.fromkeys(str(each.http_status) for each in answers)
+        retry = "yes" if any("retry-after" in each.headers for each in answers) else "no"
+        link = f"[`{reason}`](errors/{reason}.md)"
+        rows.append((link, " ".join(f"`{each}`" for each in codes), ", ".join(https), retry))
+    return table(("reason", "gRPC", "HTTP", "retry"), rows)
+
+
+def error_facts(reason: str) -> str:
+    """Build the codes of a reason in all APIs, and the keys of its metadata."""
+    rows: dict[tuple[str, ...], None] = {}
+    keys: dict[str, None] = {}
+    for status in examples_by_reason()[reason]:
+        answer, error = error_response(status), error_from_status(status)
+        when = "after `RetryInfo`" if "retry-after" in answer.headers else "no"
+        rows[
+            f"`{code_pb2.Code.Name(status.code)}`",
+            str(answer.http_status),
+            f"`{answer.code}`",
+            f"`{type(error).__name__}`",
+            when,
+        ] = None
+        keys |= dict.fromkeys(sorted(error.metadata))
+    metadata = f"\nMetadata: {', '.join(f'`{key}`' for key in keys)}.\n" if keys else ""
+    return table(("gRPC", "HTTP", "HTTP `code`", "SDK class", "retry"), rows) + metadata
+
+
+def error_example(reason: str) -> str:
+    """Show the first example of a reason as gRPC, HTTP and the SDK show it."""
+    status = examples_by_reason()[reason][0]
+    answer, error = error_response(status), error_from_status(status)
+    http = [f"{answer.http_status}, type {answer.kind}, code {answer.code}"]
+    http += [f"param {answer.param}"] if answer.param else []
+    http += [f"{name}: {value}" for name, value in answer.headers.items() if name == "retry-after"]
+    parts = {
+        "gRPC": f"{code_pb2.Code.Name(status.code)}: {status.message}",
+        "HTTP": ", ".join(http),
+        "Python": f"except weir_client.{type(error).__name__} as error: error.reason == {reason!r}",
+        "Link": error.doc_url,
+    }
+    lines = [
+        textwrap.fill(
+            f"{name:8}{text}", COLUMNS_MAX - 8, subsequent_indent=" " * 8, break_on_hyphens=False
         )
-        for reason, by_statuses in sorted(found.items())
-    )
+        for name, text in parts.items()
+    ]
+    return "```text\n" + "\n".join(lines) + "\n```\n"
 
 
 # Metrics
@@ -681,6 +741,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "dialect-refused": lambda: dialect_fields("refused"),
     "dialect-thinking": lambda: dialect_fields("thinking"),
     "http-limits": http_limits,
+    **{f"error-{each}": partial(error_facts, each) for each in examples_by_reason()},
+    **{f"example-{each}": partial(error_example, each) for each in examples_by_reason()},
 }
 
 

@@ -56,7 +56,7 @@ SPELLINGS = {
 def exceeded(dimension: QuotaDimension) -> QuotaExceeded:
     subject = QuotaSubject.PROJECT
     rule = QuotaRule(uuid.uuid4(), subject, uuid.uuid4(), "", dimension, 5)
-    return QuotaExceeded([QuotaState(rule, 5, 0, NOW)], [1])
+    return QuotaExceeded([QuotaState(rule, 5, 0, NOW)], [1], "USD")
 
 
 def test_the_table_has_every_dimension() -> None:
@@ -82,11 +82,10 @@ def test_a_dimension_has_one_spelling_everywhere(dimension: QuotaDimension, spel
     message = types_pb2.QuotaStatus(dimension=DIMENSION_NUMBERS[dimension])
 
     assert dimension.spelling == spelling
-    assert f"quota {spelling} of project" in status.message
+    assert f"dimension': '{spelling}'" in answer
     assert isinstance(client_error, ClientQuotaExceeded)
     assert client_error.quota is not None
     assert client_error.quota.dimension is weir_client.QuotaDimension(spelling)
-    assert f"quota {spelling} of project" in answer
     assert webhook["quota"]["dimension"] == spelling
     assert read(weir_client.QuotaStatus, message).dimension == spelling
     assert dimension_of(types_pb2.QuotaDimension.Name(DIMENSION_NUMBERS[dimension])) == spelling

@@ -38,8 +38,8 @@ BEARER = "bearer "
 NO_PROXIES = Proxies()
 ANSWER_WAIT_S = 5.0  # a call that waits longer for its first lookup should rather be retried
 REMEMBERED_COUNT_MAX = 10_000  # keys, of 64 bytes each plus their permissions
-KEY_REVOKED = "the API key of this request was revoked"
-SECRET_REPLACED = "the secret of this request's API key was replaced: use the new one"
+KEY_REVOKED = "Your API key was revoked. Ask an administrator for another one."
+SECRET_REPLACED = "The secret of your API key was replaced. Use the new one."
 
 
 Answer = TypeVar("Answer")
@@ -227,8 +227,9 @@ class Authenticator:
         self._used(principal.api_key_id)
         if principal.scopes.isdisjoint(needed):
             raise PermissionDenied(
-                f"key {principal.key_prefix} has the scopes {', '.join(sorted(principal.scopes))};"
-                f" this call needs {' or '.join(sorted(needed))}"
+                f"Your API key {principal.key_prefix} has the scopes"
+                f" {', '.join(sorted(principal.scopes))}, and this call needs"
+                f" {' or '.join(sorted(needed))}. Use another key, or ask an administrator."
             )
         if principal.address is origin.address:
             return principal
@@ -322,7 +323,9 @@ def bearer_token(context: Context) -> str:
     for value in metadata_values(context, "authorization"):
         if value.lower().startswith(BEARER):
             return value[len(BEARER) :].strip()
-    raise Unauthenticated("no API key: send the metadata `authorization: Bearer <API key>`")
+    raise Unauthenticated(
+        "Your call has no API key. Send the metadata `authorization: Bearer <API key>`."
+    )
 
 
 def check_model(principal: Principal, model: str) -> None:
@@ -420,8 +423,7 @@ class StreamKey:
         lifetime_s = self.principal.secret_lifetime_s
         if lifetime_s is not None and self._clock() >= self._read_at + lifetime_s:
             raise Unauthenticated(
-                "the API key of this stream has expired or was rotated: open a new stream with the"
-                " new secret"
+                "Your API key has expired or was rotated. Open a new stream with the new secret."
             )
 
 

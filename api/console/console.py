@@ -389,8 +389,8 @@ def read_message(body: bytes, kind: type[Message]) -> Message:
     except Exception as error:  # the parser raises errors of many types
         detail = "".join(each for each in str(error) if each.isprintable())[:UNREADABLE_CHARS_MAX]
         raise MessageUnreadable(
-            f"the body is not a {message.DESCRIPTOR.full_name} as JSON:"
-            f" {detail or type(error).__name__}"
+            f"Your body is not a {message.DESCRIPTOR.full_name} as JSON"
+            f" ({detail or type(error).__name__}). Correct it."
         ) from error
 
 

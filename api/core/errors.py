@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from common.retry_after import wait_text
 from metering.tenants.networks import Address
 
 
@@ -55,8 +56,8 @@ class AuthenticationThrottled(ApiError):
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__(
-            f"too many invalid API keys from this address: retry in {retry_after_s:.1f} s; keys"
-            " that were valid recently still work"
+            "Too many calls from your address had an invalid API key. Keys that were valid recently"
+            " still work; check yours."
         )
         self.retry_after_s = retry_after_s
 
@@ -69,8 +70,8 @@ class TooManyReports(ApiError):
 
     def __init__(self, report_count: int) -> None:
         super().__init__(
-            f"{report_count} reports of this API key are running or waiting, which is the limit:"
-            " retry when some have ended"
+            f"Your API key has {report_count} reports running or waiting, which is the limit. Wait"
+            " until one has ended."
         )
 
 
@@ -88,8 +89,8 @@ class AddressNotAllowed(PermissionDenied):
     def __init__(self, address: Address | None) -> None:
         origin = "an unknown address" if address is None else str(address)
         super().__init__(
-            f"this API key may not be used from {origin}: use it from one of its networks, "
-            "or ask an administrator to allow this one",
+            f"Your API key may not be used from {origin}. Use it from one of its networks, or ask"
+            " an administrator to allow this address.",
             address=origin,
         )
 
@@ -101,8 +102,8 @@ class ModelNotAllowed(ApiError):
 
     def __init__(self, key_prefix: str, model: str) -> None:
         message = (
-            f"key {key_prefix} may not use the model {model[:64]!r}: see ListModels for those it"
-            " may use"
+            f"Your API key {key_prefix} may not use the model {model[:64]!r}. List the models that"
+            " it may use, or ask an administrator to allow this one."
         )
         super().__init__(message, model=model)
 
@@ -164,14 +165,15 @@ class PromptTooLong(ApiError):
             else f"max_output_tokens of {max_output_tokens}"
         )
         super().__init__(
-            f"the prompt has {'at least ' if is_least else ''}{input_token_count} tokens; with"
-            f" {output} it exceeds the context window of {context_window_tokens} by {excess}"
-            " tokens",
+            f"has {'at least ' if is_least else ''}{input_token_count} tokens; with {output} it"
+            f" exceeds the context window of {context_window_tokens} by {excess} tokens: shorten"
+            " the prompt or ask for less output",
             input_token_count=input_token_count,
             context_window_tokens=context_window_tokens,
             excess_token_count=excess,
         )
         self.violations = (FieldViolation("prompt", str(self)),)
+        self.args = (f"The prompt {self}.",)
 
 
 class PromptTooLarge(ApiError):
@@ -186,19 +188,14 @@ class PromptTooLarge(ApiError):
         self, field: str, char_count: int, char_count_max: int, context_window_tokens: int
     ) -> None:
         super().__init__(
-            f"{field} has {char_count} characters; with a context window of {context_window_tokens}"
-            f" tokens the model takes at most {char_count_max}: send less",
+            f"has {char_count} characters and exceeds the context window of"
+            f" {context_window_tokens} tokens: send at most {char_count_max} characters",
             char_count=char_count,
             char_count_max=char_count_max,
             context_window_tokens=context_window_tokens,
         )
-        self.violations = (
-            FieldViolation(
-                field,
-                f"has {char_count} characters and exceeds the context window of"
-                f" {context_window_tokens} tokens: send at most {char_count_max} characters",
-            ),
-        )
+        self.violations = (FieldViolation(field, str(self)),)
+        self.args = (f"{field} {self}",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,12 +217,13 @@ class InputsTooLong(ApiError):
 
     def __init__(self, inputs: Sequence[LongInput], context_window_tokens: int) -> None:
         first, other_count = inputs[0], len(inputs) - 1
-        also = f", and {other_count} other inputs are too long" if other_count else ""
+        others = f"{other_count} other inputs are" if other_count > 1 else "1 other input is"
+        also = f"; {others} too long as well" if other_count else ""
         at_least = "at least " if first.is_least else ""
         super().__init__(
-            f"inputs[{first.index}] has {at_least}{first.token_count} tokens{also}: "
-            f"the model accepts {context_window_tokens} per text. "
-            "Split it, or set truncation to cut its end off",
+            f"inputs[{first.index}] has {at_least}{first.token_count} tokens and exceeds the"
+            f" context window of {context_window_tokens}{also}. Split your texts, or set truncation"
+            " to cut their ends off.",
             input_index=first.index,
             input_token_count=first.token_count,
             context_window_tokens=context_window_tokens,
@@ -251,8 +249,13 @@ class PromptFiltered(ApiError):
     reason = "PROMPT_FILTERED"
 
     def __init__(self, rule: str, field: str) -> None:
-        super().__init__(f"the prompt is not allowed here: it matches the rule {rule!r}", rule=rule)
+        super().__init__(
+            f"is not allowed here: it matches the operator's rule {rule!r}; change your text, or"
+            " ask the operator about the rule",
+            rule=rule,
+        )
         self.violations = (FieldViolation(field, str(self)),)
+        self.args = (f"The prompt {self}.",)
 
 
 class MessageUnreadable(ApiError):
@@ -268,8 +271,8 @@ class MessageTooLarge(ApiError):
 
     def __init__(self, byte_count: int, byte_count_max: int) -> None:
         super().__init__(
-            f"the message has {byte_count:,} bytes; this call takes at most {byte_count_max:,}:"
-            " send a smaller message"
+            f"Your message has {byte_count:,} bytes, and this call takes at most"
+            f" {byte_count_max:,}. Send a smaller message."
         )
 
 
@@ -280,8 +283,7 @@ class TooManyCalls(ApiError):
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__(
-            "calls of this API key arrive faster than they are answered: retry in"
-            f" {retry_after_s:.1f} s"
+            "Your API key sends calls faster than this server answers them. Send fewer at once."
         )
         self.retry_after_s = retry_after_s
 
@@ -292,7 +294,10 @@ class CallMissing(ApiError):
     reason = "UNIMPLEMENTED"
 
     def __init__(self, method: str) -> None:
-        super().__init__(f"this server does not implement the call {method}")
+        super().__init__(
+            f"This server does not implement the call {method}. Update the server, or use a client"
+            " of its version."
+        )
 
 
 class UnknownRequest(ApiError):
@@ -325,8 +330,8 @@ class OutputGone(ApiError):
             else f"no output after {last_seq} is kept"
         )
         super().__init__(
-            f"output after delta {after_seq} cannot be sent: {there}; attach with an after_seq of"
-            f" {oldest_seq - 1} to {last_seq} to receive the rest",
+            f"You asked for the output after delta {after_seq}, but {there}. Attach with an"
+            f" after_seq of {oldest_seq - 1} to {last_seq} to receive the rest.",
             oldest_seq=oldest_seq,
             last_seq=last_seq,
         )
@@ -342,13 +347,13 @@ class RequestOver(ApiError):
 
     def __init__(self, outcome: str) -> None:
         how = (
-            "its server died before it was done"
+            "The server died before your request was done"
             if outcome == "FAILED"
-            else f"it ended as {outcome or 'VOIDED'}"
+            else f"Your request has ended as {outcome or 'VOIDED'}"
         )
         message = (
-            f"{how}, and its output is not kept: its usage is included; use a new request_id to run"
-            " it again"
+            f"{how}, and its output is not kept. Use a new request_id to run it again; this one"
+            " returns its usage."
         )
         super().__init__(message, outcome=outcome.lower())
 
@@ -385,9 +390,8 @@ class PreparationLimit(ApiError):
     def __init__(self, owner: str, taken_chars: int, chars: int, chars_max: int) -> None:
         """`owner` is "API key" or "organization", depending on whose limit is reached."""
         super().__init__(
-            f"prompts of this {owner} with {taken_chars} characters are being prepared, and {chars}"
-            f" more would exceed its limit of {chars_max}: send fewer large prompts at once, and"
-            " retry this one"
+            f"Prompts of your {owner} with {taken_chars} characters are being prepared, and {chars}"
+            f" more would exceed its limit of {chars_max}. Send fewer large prompts at once."
         )
 
 
@@ -404,7 +408,9 @@ class MessageMissing(ApiError):
     reason = "MESSAGE_MISSING"
 
     def __init__(self, wait_s: float) -> None:
-        super().__init__(f"the message of this call has not arrived: send it within {wait_s:.0f} s")
+        super().__init__(
+            f"The message of your call has not arrived. Send it within {wait_s:.0f} s of the call."
+        )
 
 
 class QueueFull(ApiError):
@@ -417,14 +423,11 @@ class QueueFull(ApiError):
     reason = "QUEUE_FULL"
 
     def __init__(self, own_count: int, waiting_count: int, retry_after_s: float) -> None:
-        counted = (
-            f"{own_count} of your requests are waiting"
-            if own_count
-            else f"{waiting_count} requests are waiting"
-        )
+        waiting = own_count or waiting_count
+        whose = " of your requests" if own_count else " requests"
         super().__init__(
-            f"the queue of this model is full ({counted}): retry the same request in"
-            f" {retry_after_s:.2f} s, when it will have a place"
+            f"The queue of this model is full: {waiting}{whose} {'is' if waiting == 1 else 'are'}"
+            " waiting. A place is reserved for this request."
         )
         self.retry_after_s = retry_after_s
 
@@ -440,7 +443,8 @@ class StartsTooLate(ApiError):
 
     def __init__(self, wait_s: float, left_s: float, retry_after_s: float) -> None:
         message = (
-            f"the wait is about {wait_s:.2f} s, and the deadline is in {max(left_s, 0.0):.2f} s"
+            f"Your request would wait about {wait_text(wait_s)}, and its deadline is in"
+            f" {wait_text(max(left_s, 0.0))}. Allow more time."
         )
         super().__init__(message, estimated_wait_s=f"{wait_s:.3f}")
         self.wait_s = wait_s
@@ -454,8 +458,7 @@ class EngineLost(ApiError):
 
     def __init__(self, retry_after_s: float) -> None:
         message = (
-            "the engine failed before the first token: nothing is billed; send the same request"
-            " again"
+            "The engine failed before the first token. Nothing is billed; send the same request."
         )
         super().__init__(message, retry_with="same_request_id")
         self.retry_after_s = retry_after_s
@@ -471,9 +474,9 @@ class EngineLostMidway(ApiError):
 
     def __init__(self, delivered_token_count: int) -> None:
         super().__init__(
-            f"the engine failed after {delivered_token_count} tokens, which are delivered and"
-            " billed: request the rest, or all of it, with a new request_id; this one returns its"
-            " usage from now on",
+            f"The engine failed after {delivered_token_count} tokens, which you have received and"
+            " which are billed. Request the rest, or all of it, with a new request_id; this one"
+            " returns its usage from now on.",
             delivered_token_count=delivered_token_count,
             retry_with="new_request_id",
         )
@@ -500,7 +503,10 @@ class SiblingEnded(ApiError):
     reason = "CANCELLED"
 
     def __init__(self, cause: Cause) -> None:
-        super().__init__("another prompt of the same HTTP request has failed")
+        super().__init__(
+            "Another prompt of the same HTTP request has failed. Mend that one, and send the"
+            " request again."
+        )
         self.cause = cause
 
 

@@ -286,7 +286,10 @@ def tolerant(
         except InvalidRequest as error:
             return error
         except Exception:
-            return MessageUnreadable("the message cannot be parsed as this call's request type")
+            return MessageUnreadable(
+                "Your message is not of this call's request type. Generate your client from the"
+                " API's files."
+            )
         finally:
             READ_S.set(work_s(started))
             READ_BYTES.set(len(data))

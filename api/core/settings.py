@@ -8,6 +8,7 @@ above it. Invalid values are rejected at start, by name.
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -75,6 +76,13 @@ def listen_address(text: str) -> str:
     return text
 
 
+def docs_url(text: str) -> str:
+    """Validate the address of a web site. Raises: ValueError."""
+    if text and not re.fullmatch(r"https?://[!-z|~]{1,180}", text):
+        raise ValueError("must be a URL of http or https with at most 180 characters")
+    return text
+
+
 def bundled_models() -> dict[str, Path]:
     """Return name and directory of the demo model that is bundled with Weir."""
     return {DEMO_MODEL_NAME: Path(str(files("inference") / "demo_model" / "weights"))}
@@ -129,6 +137,9 @@ class ListenSettings:
     # `host` or `host:port` at which other api processes reach the peer port. Unset: the address
     # that it listens on, or the host name if it listens on all addresses.
     advertised: str = setting("WEIR_ADVERTISE_ADDRESS", "", str)
+    # Address of your documentation site, as built by `make docs`: errors link to its pages. Unset:
+    # they name the page's file in the repository.
+    docs: str = setting("WEIR_DOCS_URL", "", docs_url)
 
     def openai_address(self) -> tuple[str, int] | None:
         """Return host and port of the HTTP API; None if it is off.

@@ -7,6 +7,7 @@ if a concrete error class of `inference`, `metering` or `api/core/errors.py` is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -19,6 +20,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from api.core import errors
 from api.core.errors import ApiError, FieldViolation, InvalidRequest
 from common.incidents import log_incident
+from common.retry_after import wait_text
 from inference import errors as engine_errors
 from inference.routing.router import ModelMismatch, ModelUnknown
 from metering.core import errors as metering_errors
@@ -34,6 +36,8 @@ FACT_BYTES_MIN = 32  # shorter ones are numbers, times and names
 REST_BYTES = 40  # "and 80 more" as a violation
 ERROR_DOMAIN = "weir.dev"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
+# A first word that a sentence begins with; not a field, a path or a name in quotes.
+FIRST_WORD = re.compile(r"[a-z]+(?:'s)?(?= )")
 # Bytes that take three in the header `grpc-message`.
 PERCENT_ENCODED = bytes({*range(256)} - {*range(0x20, 0x7F)} | {ord("%")})
 # Of the message, percent-encoded, and of its parts if there are too many to show all.
@@ -131,6 +135,26 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
     ),
 }
 CODES_BY_CLASS: Mapping[type, int] = {kind: code for code, kinds in KINDS.items() for kind in kinds}
+# Pages of the reasons, below the documentation site; without one, files of this repository.
+PAGES, FILES = "reference/errors/{}.html", "docs/reference/errors/{}.md"
+_docs_url = ""
+
+
+def link_to_docs(url: str) -> None:
+    """Set the address of the documentation site that all errors of this process link to."""
+    global _docs_url  # errors are converted in every part of a process
+    _docs_url = url.rstrip("/")
+
+
+def doc_url_of(reason: str) -> str:
+    """Return the address of a reason's page; a path in the repository if no site is set."""
+    return f"{_docs_url}/{PAGES}".format(reason) if _docs_url else FILES.format(reason)
+
+
+def help_of(reason: str) -> error_details_pb2.Help:
+    """Build the detail that links an error to the page of its reason."""
+    links = [error_details_pb2.Help.Link(description=reason, url=doc_url_of(reason))]
+    return error_details_pb2.Help(links=links)
 
 
 def code_of(error: BaseException) -> int:
@@ -166,8 +190,9 @@ def status_of(error: BaseException) -> status_pb2.Status:
     message = message_of(error)
     # Base64 has 4 bytes for 3.
     room = (STATUS_BYTES_MAX - STATUS_OVERHEAD_BYTES - percent_size(message)) * 3 // 4
-    room -= utf8_size(message) + info.ByteSize()
-    return pack(code, message, [info, *details_of(error, room)])
+    page = help_of(reason)
+    room -= utf8_size(message) + info.ByteSize() + page.ByteSize()
+    return pack(code, message, [info, *details_of(error, room), page])
 
 
 def internal_status(error: BaseException) -> status_pb2.Status:
@@ -177,12 +202,48 @@ def internal_status(error: BaseException) -> status_pb2.Status:
         reason="INTERNAL", domain=ERROR_DOMAIN, metadata={"incident_id": incident_id}
     )
     return pack(
-        code_pb2.INTERNAL, f"internal error, incident {incident_id}: quote it to support", [info]
+        code_pb2.INTERNAL,
+        internal_message(incident_id),
+        [info, help_of("INTERNAL")],
+    )
+
+
+def internal_message(incident_id: str) -> str:
+    """Return the message of an error whose own text is not for clients."""
+    return (
+        "The server failed, and not because of your request. Tell the operator the incident"
+        f" {incident_id}, which is in the server's log."
     )
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message for the client; if too long, shortened, with a count of the rest."""
+    """Return the message for the client, which ends with the time of a retry if one can succeed."""
+    message = text_of(error)
+    if not violations_of(error):
+        message = as_sentence(message)
+    wait_s = retry_after_of(error)
+    if wait_s is None:
+        return message
+    return f"{message} Try again {f'in {wait_text(wait_s)}' if wait_s > 0 else 'now'}."
+
+
+def as_sentence(text: str) -> str:
+    """Begin a text with a capital letter and end it with a full stop, as far as it has neither."""
+    if FIRST_WORD.match(text):
+        text = text[0].upper() + text[1:]
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def retry_after_of(error: BaseException) -> float | None:
+    """Return the seconds until a retry of the request can succeed; None if it cannot."""
+    if isinstance(error, QuotaExceeded) and not error.retry_helps:
+        return None
+    wait_s: float | None = getattr(error, "retry_after_s", None)
+    return wait_s
+
+
+def text_of(error: BaseException) -> str:
+    """Return the error's text for clients; if too long, shortened, with a count of the rest."""
     message = getattr(error, "client_message", "") or str(error)
     if percent_size(message) <= MESSAGE_BYTES_MAX:
         return message
@@ -341,10 +402,7 @@ def details_of(error: BaseException, room: int) -> list[Message]:
             for state in error.failing
         ]
         details.append(fill(failure.violations, found, failure, room))
-        if not error.retry_helps:
-            return details
-    retry_after_s = getattr(error, "retry_after_s", None)
-    if retry_after_s is not None:
+    if (retry_after_s := retry_after_of(error)) is not None:
         delay = Duration()
         delay.FromNanoseconds(int(retry_after_s * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))

@@ -102,8 +102,13 @@ def error_before_hold(end: End) -> Exception:
     if end.error is not None:
         return end.error
     if end.outcome is Outcome.DEADLINE:
-        return DeadlineBeforeStart("the deadline passed before the request was admitted")
-    return CancelledEarly("the request was cancelled before it was admitted")
+        return DeadlineBeforeStart(
+            "The deadline passed before your request was admitted. Allow more time."
+        )
+    return CancelledEarly(
+        "You cancelled the request before it was admitted. Nothing is billed; send it again if you"
+        " need it."
+    )
 
 
 class Interruptible:

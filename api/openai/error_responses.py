@@ -136,7 +136,7 @@ class ErrorResponse:
     """Error response of the HTTP API.
 
     `kind` is OpenAI's `type`, `param` the parameter at fault, and `facts` the metadata of the
-    error.
+    error. `doc_url` is the page of its reason; empty for a refusal at the level of HTTP.
     """
 
     http_status: int
@@ -146,6 +146,7 @@ class ErrorResponse:
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
+    doc_url: str = ""
 
     def body(self, request_id: str = "") -> dict[str, Any]:
         """Build the body in OpenAI's format, with the metadata in `weir`.
@@ -158,6 +159,8 @@ class ErrorResponse:
             "param": self.param,
             "code": self.code,
         }
+        if self.doc_url:
+            error["doc_url"] = self.doc_url
         if self.facts:
             error["weir"] = dict(self.facts)
         return {"error": error}
@@ -211,8 +214,16 @@ def error_response(
     headers = retry_headers(http_status, wait_s) | refusal_headers(info.metadata)
     if http_status == 401:
         headers["www-authenticate"] = "Bearer"
+    page = detail_of(status, error_details_pb2.Help)
     return ErrorResponse(
-        http_status, message, kind, code, param, headers, {"reason": info.reason, **info.metadata}
+        http_status,
+        message,
+        kind,
+        code,
+        param,
+        headers,
+        {"reason": info.reason, **info.metadata},
+        "" if page is None else page.links[0].url,
     )
 
 

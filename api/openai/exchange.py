@@ -214,8 +214,8 @@ class Exchange:
         for start in starts:
             if self._registry.same_request(caller.payer.project_id, start) is not None:
                 raise RequestInFlight(
-                    "this request is already running: its output goes to the first client that"
-                    " sent it"
+                    "This request is already running, and its output goes to the first client that"
+                    " sent it. Use another Idempotency-Key to run it again."
                 )
         for index, start in enumerate(starts):
             self._subscriptions[start.given_id] = AnswerSubscription(

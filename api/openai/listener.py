@@ -77,10 +77,14 @@ def secret_of(request: web.BaseRequest) -> str:
     } - {""}
     keys = keys or {key.strip() for key in request.headers.getall("x-api-key", [])} - {""}
     if len(keys) > 1:
-        raise Unauthenticated("several API keys: send one header `Authorization: Bearer <API key>`")
+        raise Unauthenticated(
+            "You sent several API keys. Send one header `Authorization: Bearer <API key>`."
+        )
     for key in keys:
         return key
-    raise Unauthenticated("no API key: send the header `Authorization: Bearer <API key>`")
+    raise Unauthenticated(
+        "Your request has no API key. Send the header `Authorization: Bearer <API key>`."
+    )
 
 
 async def read_body(request: web.BaseRequest, bytes_max: int) -> bytes:

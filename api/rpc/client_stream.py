@@ -313,8 +313,8 @@ class ClientStream:
         try:
             if self._is_relayed:
                 raise PermissionDenied(
-                    "`start` is not accepted on the peer port; send it to the client port"
-                    " (WEIR_LISTEN)"
+                    "`start` is not accepted on the peer port. Send it to the client port"
+                    " (WEIR_LISTEN)."
                 )
             self._key.check()
             if isinstance(parsed, Exception):
@@ -364,7 +364,8 @@ class ClientStream:
                     source.attach(subscription, after_seq, 0)
                 elif relays is None:
                     raise UnknownRequest(
-                        f"this server does not run a request {frame.request_id[:64]!r}"
+                        f"This server does not run a request {frame.request_id[:64]!r}. Check the"
+                        " id, or ask the server that you started it on."
                     )
                 else:
                     self._lookup_s += LOOKUP_COST_S
@@ -412,7 +413,8 @@ class ClientStream:
         limit = self._requests_max
         if number not in self._running and len(self._running) >= limit:
             raise Overloaded(
-                f"this stream is at its limit of {limit} requests; wait for one to end"
+                f"This stream already has {limit} requests, which is its limit. Wait for one to"
+                " end, or open another stream."
             )
         subscription = FrameSubscription(self._writer, given_id, partial(self._on_end, number))
         self._running[number] = subscription
@@ -425,7 +427,10 @@ class ClientStream:
         if subscription is None and (
             (request_id := as_uuid(given_id)) is None or request_id.int not in self._ended
         ):
-            error = UnknownRequest(f"this stream has not started a request {given_id[:64]!r}")
+            error = UnknownRequest(
+                f"This stream has not started a request {given_id[:64]!r}. Check the id, or attach"
+                " to it."
+            )
             self._answer(given_id, frames.failed(status_of(error), None))
         return subscription
 

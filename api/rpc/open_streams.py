@@ -66,13 +66,13 @@ class OpenStreams:
         """
         if self._counts.get(peer, 0) >= self._per_connection_max:
             raise self._error(
-                f"this connection is at its limit of {self._per_connection_max} open streams: "
-                "close some, or send several requests on one stream"
+                f"This connection has {self._per_connection_max} open streams, which is its limit."
+                " Close some, or send several requests on one stream."
             )
         if self._count_max is not None and self.open_count >= self._count_max:
             raise self._error(
-                f"this server is at its limit of {self._count_max} open streams of this kind; retry"
-                " later"
+                f"This server has {self._count_max} open streams of this kind, which is its limit."
+                " Send an API key with each call, and its message at once."
             )
         self._counts[peer] += 1
         self.open_count += 1

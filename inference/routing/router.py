@@ -22,6 +22,15 @@ from inference.routing.replica import ReplicaState as ReplicaState
 VERSION_MARK = "@"
 
 
+NAMES_SHOWN = 8  # the rest is counted
+
+
+def shown(names: Sequence[str]) -> str:
+    """Join names for a message, cut with a count if they are many."""
+    rest = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "") or "none"
+
+
 class ModelUnknown(EngineError):
     """No engine serves a model of this name."""
 
@@ -31,12 +40,11 @@ class ModelUnknown(EngineError):
         """`canonical_name` is that of `model`, if only canonical names are allowed here."""
         if canonical_name:
             super().__init__(
-                f"model {model[:64]!r} must be given by its canonical name {canonical_name!r}"
+                f"The model {model[:64]!r} must be given by its name {canonical_name!r} here. Use"
+                " that name."
             )
         else:
-            super().__init__(
-                f"model {model[:64]!r} is unknown; known are: {', '.join(known) or 'none'}"
-            )
+            super().__init__(f"There is no model {model[:64]!r}. Use one of: {shown(known)}.")
         self.model = model
 
 
@@ -46,7 +54,10 @@ class ModelMismatch(EngineError):
     reason = "MODEL_MISMATCH"
 
     def __init__(self, model: str, *, requested: str, served: str) -> None:
-        super().__init__(f"model {model[:64]!r} does not {requested}: it serves {served}")
+        super().__init__(
+            f"The model {model[:64]!r} does not {requested}. It serves {served}: call that, or use"
+            " another model."
+        )
         self.model = model
 
 

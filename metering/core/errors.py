@@ -54,7 +54,8 @@ class WriteConflict(DatabaseUnavailable):
 
     def __init__(self, cause: str) -> None:
         super().__init__(
-            f"other transactions kept getting in the way ({cause}): nothing was written, try again"
+            f"Other transactions kept getting in the way ({cause}). Nothing was written; send the"
+            " same call."
         )
 
 
@@ -66,8 +67,8 @@ class JournalUnavailable(MeteringError):
 
     def __init__(self) -> None:
         super().__init__(
-            "this server cannot write its usage journal, so it serves no output: retry, with"
-            " another server if there is one"
+            "This server cannot write its usage journal, so it serves no output. Use another server"
+            " if there is one, and tell the operator."
         )
 
 
@@ -77,7 +78,9 @@ class NotFound(MeteringError):
     reason = "NOT_FOUND"
 
     def __init__(self, kind: str, ref: str) -> None:
-        super().__init__(f"{kind} {ref[:64]!r} not found")
+        super().__init__(
+            f"{kind} {ref[:64]!r} not found. Check the name or id, and that your key may see it."
+        )
         self.kind = kind
         self.ref = ref
 
@@ -88,7 +91,12 @@ class AlreadyExists(MeteringError):
     reason = "ALREADY_EXISTS"
 
     def __init__(self, kind: str, ref: str, detail: str = "") -> None:
-        super().__init__(f"{kind} {ref[:64]!r} already exists{detail and ' '}{detail}")
+        super().__init__(
+            f"{kind} {ref[:64]!r} already exists {detail}"
+            if detail
+            else f"{kind} {ref[:64]!r} already exists. Use another name, or change the existing"
+            " one."
+        )
         self.kind = kind
         self.ref = ref
 
@@ -109,6 +117,15 @@ class KeyInvalid(MeteringError):
 
     reason = "UNAUTHENTICATED"
 
+    def __init__(
+        self,
+        message: str = (
+            "Your API key is unknown, revoked or expired. Check it, or ask an administrator for"
+            " another one."
+        ),
+    ) -> None:
+        super().__init__(message)
+
 
 class KeyRevoked(MeteringError):
     """The key is revoked, which nothing can undo."""
@@ -123,8 +140,8 @@ class PriceMissing(MeteringError):
 
     def __init__(self, model: str, currency_code: str) -> None:
         super().__init__(
-            f"no {currency_code} price is in force for model {model!r}: set one with `weir price"
-            " set`"
+            f"No {currency_code} price is in force for the model {model!r}. Set one with `weir"
+            f" price set {model} --currency {currency_code}`."
         )
         self.model = model
 
@@ -137,8 +154,7 @@ class ConcurrentChanges(MeteringError):
 
     def __init__(self) -> None:
         super().__init__(
-            "another configuration or other changes are being applied: nothing was changed, try"
-            " again"
+            "Another configuration is being applied. Nothing was changed; send the same call."
         )
 
 
@@ -147,17 +163,40 @@ class RequestIdReused(MeteringError):
 
     reason = "REQUEST_ID_REUSED"
 
+    def __init__(
+        self,
+        message: str = (
+            "You used this request_id before, with another payload. Use a new one for a new"
+            " request."
+        ),
+    ) -> None:
+        super().__init__(message)
+
 
 class RequestInFlight(MeteringError):
     """A request with this id and payload is running."""
 
     reason = "REQUEST_IN_FLIGHT"
 
+    def __init__(
+        self,
+        message: str = (
+            "A request with this request_id is running. Attach to it, or use a new request_id to"
+            " run it again."
+        ),
+    ) -> None:
+        super().__init__(message)
+
 
 class HoldEnded(MeteringError):
     """The hold has ended, by expiry or by another process. The caller must stop streaming."""
 
     reason = "HOLD_ENDED"
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(
+            f"The hold of your request has ended: {cause}. Run it again, with a new request_id."
+        )
 
 
 class MonthClosed(MeteringError):
@@ -167,8 +206,8 @@ class MonthClosed(MeteringError):
 
     def __init__(self, organization_id: uuid.UUID, month: date) -> None:
         super().__init__(
-            f"{month:%Y-%m} of organization {organization_id} is closed: post to the first month"
-            " after it that is open"
+            f"{month:%Y-%m} of this organization is closed. Post to the first month after it that"
+            " is open."
         )
         self.organization_id = organization_id
         self.month = month

@@ -325,7 +325,7 @@ class Decisions(msgspec.Struct, eq=False):
                 (payer.api_key_id.int, payer.currency_code, op.model, op.tier, op.embedding)
             )
             if terms is None and payer.api_key_id.int not in reads.live_keys:
-                raise KeyInvalid("the API key is unknown, expired or revoked")
+                raise KeyInvalid()
         request_key = (payer.project_id.int, op.request_id.int)
         if (same := reads.same_requests.get(request_key)) is not None:
             raise same_request_error(op, *same)
@@ -410,7 +410,7 @@ class Decisions(msgspec.Struct, eq=False):
                 " leased"
             )
         if hold.state == VOIDED:
-            raise HoldEnded(f"hold {hold.id} was voided: its usage can no longer be recorded")
+            raise HoldEnded("it was voided, and usage can no longer be recorded")
         if unbound := hold.request_id.int == number:  # as `Hold.unbound`
             op = structs.replace(op, input_token_count=0, cached_input_token_count=0)
         elif hold.terms.embedding:
@@ -579,7 +579,7 @@ class Decisions(msgspec.Struct, eq=False):
         if hold is None:
             raise NotFound("hold", str(hold_id))
         if hold.state != HELD:
-            raise HoldEnded(f"hold {hold_id} has ended as {hold.state}")
+            raise HoldEnded(f"it is {hold.state}")
         return hold
 
 
@@ -589,9 +589,7 @@ def same_request_error(op: Admit, payload_hash: bytes, settled: Settled | None) 
     `payload_hash` and `settled` are those of the first request; `settled` is None while it runs.
     """
     if is_other_payload(payload_hash, op.payload_hash):
-        return RequestIdReused(
-            "this request_id was used before with another payload: mint a new one for a new request"
-        )
+        return RequestIdReused()
     if settled is None:
-        return RequestInFlight("a request with this request_id and payload is running")
+        return RequestInFlight()
     return RequestSettled(settled)

@@ -177,7 +177,7 @@ class HoldStore:
             batch_size_max=BATCH_SIZE_MAX,
             backlog=Backlog(
                 WAITING_COUNT_MAX,
-                lambda: DatabaseUnavailable("the database does not keep up with admissions"),
+                lambda: DatabaseUnavailable("The database does not keep up with admissions."),
             ),
             put_off=self._puts_off,
             fair_share=self._fair_share,
@@ -213,7 +213,11 @@ class HoldStore:
         finally:
             self._closed = True
             for commits in (self._commits, self._admissions):
-                commits.close(DatabaseUnavailable("this process is shutting down"))
+                commits.close(
+                    DatabaseUnavailable(
+                        "This server is shutting down. Send the request to another one."
+                    )
+                )
             self._try_again_now()
             for connection in (self._connection, self._admission_connection):
                 await connection.close()
@@ -266,7 +270,7 @@ class HoldStore:
                 extended = await self._commits.submit(op)
         except TimeoutError:
             raise DatabaseUnavailable(
-                "the database does not answer, and the lease is used up"
+                "The database does not answer, and the tokens leased before are used up."
             ) from None
         assert isinstance(extended, Extended)
         return extended
@@ -288,11 +292,11 @@ class HoldStore:
             return None
         if self.gate.away_s is not None:
             return DatabaseUnavailable(
-                "the database has been unavailable for longer than this request's hold lasts"
+                "The database has been unavailable for longer than your request's hold lasts."
             )
         return HoldEnded(
-            f"hold {hold_id} was not renewed in time: this process was suspended or cut off from"
-            " the database"
+            "it was not renewed in time, because the server was suspended or cut off from the"
+            " database"
         )
 
     async def release_preauthorized(self) -> None:
@@ -384,7 +388,7 @@ class HoldStore:
         # A renewal voids holds that this process does not know: no admission may be in flight.
         async with self._admission_lock, self._lock:
             if not await self._bind():
-                return [DatabaseUnavailable("the database does not answer")] * len(operations)
+                return [DatabaseUnavailable("The database does not answer.")] * len(operations)
             return await self._execute_on(self._connection, operations)
 
     async def _execute_admissions(
@@ -395,7 +399,7 @@ class HoldStore:
             if self._has_pending_binds():
                 async with self._lock:
                     if not await self._bind():
-                        return [DatabaseUnavailable("the database does not answer")] * len(
+                        return [DatabaseUnavailable("The database does not answer.")] * len(
                             operations
                         )
             return await self._execute_on(self._admission_connection, operations)

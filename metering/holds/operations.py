@@ -181,8 +181,8 @@ class RequestSettled(MeteringError):
 
     def __init__(self, settled: Settled) -> None:
         super().__init__(
-            "this request has already ended: its usage is attached; use a new request_id to run"
-            " again"
+            "This request has already ended, and its usage is attached. Use a new request_id to run"
+            " it again."
         )
         self.settled = settled
 

@@ -164,17 +164,13 @@ class PreauthorizedHolds:
         """
         if (running := self._running.get((op.payer.project_id, op.request_id))) is not None:
             if running[1] != op.payload_hash:
-                raise RequestIdReused(
-                    "this request_id was used before with another payload: mint a new one for a new"
-                    " request"
-                )
-            raise RequestInFlight("a request with this request_id and payload is running")
+                raise RequestIdReused()
+            raise RequestInFlight()
         user = self._users.get(user_key(op))
         fitting = [hold for hold in user.unbound if self._fits(hold, op)] if user else []
         if user is None or not fitting:
             raise DatabaseUnavailable(
-                "the database is unavailable, and no pre-authorized hold fits this request:"
-                " retry later"
+                "The database does not answer, and no pre-authorized hold fits your request."
             )
         chosen = max(fitting, key=lambda hold: self._leases.left_s(hold.admitted.hold_id))
         leased = min(chosen.admitted.leased_token_count, op.first_slice_token_count)

@@ -308,7 +308,7 @@ def refuse_decided(record: AdjustmentRecord) -> None:
     """Raise ApprovalRefused if the proposal has been approved or rejected."""
     if record.state is not AdjustmentState.PROPOSED:
         raise ApprovalRefused(
-            f"adjustment {record.id} was {record.state} by {record.decided_by}: propose a new one"
+            f"This adjustment was {record.state} by {record.decided_by}. Propose a new one."
         )
 
 

@@ -533,7 +533,8 @@ async def verify_month(
     closing = (await session.execute(CLOSING, of_month)).one_or_none()
     if closing is None:
         raise MonthOpen(
-            f"{month} of {organization.name} is not closed: there is no close to compare it with"
+            f"{month} of {organization.name} is not closed, so there is no close to compare it"
+            " with. Close the month first."
         )
     await allow_long_reads(session)
     with patience(LONG_READ_S):

@@ -13,13 +13,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from decimal import Decimal
 
 import msgspec
 
 from metering.core.errors import MeteringError
-from metering.core.models import QuotaDimension
+from metering.core.models import QuotaDimension, QuotaSubject
+from metering.core.money import exact_text
 from metering.quotas.quota_rules import (
+    DIMENSIONS,
     NO_WINDOW,
     Charge,
     CounterKey,
@@ -42,6 +43,41 @@ NO_INCREMENT = 0, 0  # of used and held
 NO_LIMIT = -1  # of a row that may be incremented regardless of its usage
 
 
+def limit_text(state: QuotaState, requested: int, currency_code: str) -> str:
+    """Describe a limit that a request exceeds: whose it is, its value, and the amount left."""
+    names = {QuotaSubject.ORGANIZATION: "Your organization", QuotaSubject.PROJECT: "Your project"}
+    name = names.get(state.subject, "This API key")
+    kind, unit, counts_input, counts_output = DIMENSIONS[state.dimension]
+    model = f" of {state.model}" if state.model else ""
+    window = f" per {unit}" if unit else ""
+    limit, remaining = state.limit_value, max(state.remaining, 0)
+    match kind:
+        case Kind.CONCURRENCY:
+            text = f"{name} may run {counted(limit, 'request')}{model} at once"
+            done = f"has {state.used + state.held} running"
+        case Kind.REQUESTS:
+            text = f"{name} may make {counted(limit, 'request')}{model}{window}"
+            done = f"has made {state.used + state.held}"
+        case Kind.TOKENS:
+            what = (
+                "token"
+                if counts_input and counts_output
+                else ("input token" if counts_input else "output token")
+            )
+            text = f"{name} may use {counted(limit, what)}{model}{window}"
+            done = f"has {remaining:,} left; this request needs {requested:,}"
+        case Kind.MONEY:
+            amounts = (exact_text(each, currency_code) for each in (limit, remaining, requested))
+            allowed, left, needed = (f"{each} {currency_code}" for each in amounts)
+            text = f"{name} may spend {allowed}{model and ' on'}{model.removeprefix(' of')}{window}"
+            done = f"has {left} left; this request may cost {needed}"
+    return f"{text} and {done}."
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 class QuotaExceeded(MeteringError):
     """The request does not fit its limits. `QuotaFailure` lists them, the first to reset in front.
 
@@ -53,18 +89,32 @@ class QuotaExceeded(MeteringError):
 
     reason = "QUOTA_EXCEEDED"
 
-    def __init__(self, failing: Sequence[QuotaState], requested: Sequence[int]) -> None:
-        first = failing[0]
-        super().__init__(
-            f"quota {first.dimension.spelling} of {first.subject} is used up: requested"
-            f" {requested[0]}, remaining {max(first.remaining, 0)} of {first.limit_value}"
-            f" ({first.used} used, {first.held} held)"
-        )
+    def __init__(
+        self, failing: Sequence[QuotaState], requested: Sequence[int], currency_code: str
+    ) -> None:
+        super().__init__(limit_text(failing[0], requested[0], currency_code))
         self.failing = tuple(failing)
         self.requested = tuple(requested)
         self.charge: Charge | None = None
         self.met: tuple[tuple[QuotaState, int], ...] = ()
         self.fits_in_s: float | None = None
+
+    def __str__(self) -> str:
+        parts = [super().__str__()]
+        if others := len(self.failing) - 1:
+            parts.append(
+                "1 other limit is in the way too."
+                if others == 1
+                else f"{others} other limits are in the way too."
+            )
+        if not self.retry_helps:
+            parts.append(self.remedy)
+        return " ".join(parts)
+
+    @property
+    def remedy(self) -> str:
+        """End of the message if waiting does not help."""
+        return "Send a smaller request, or ask an administrator to raise the limit."
 
     @property
     def retry_helps(self) -> bool:
@@ -97,17 +147,20 @@ class InsufficientCredit(QuotaExceeded):
     def __init__(
         self, failing: Sequence[QuotaState], requested: Sequence[int], currency_code: str
     ) -> None:
-        super().__init__(failing, requested)
-        units, left = (
-            Decimal(picos).scaleb(-12).normalize()
+        super().__init__(failing, requested, currency_code)
+        needed, left = (
+            exact_text(picos, currency_code)
             for picos in (requested[0], max(failing[0].remaining, 0))
         )
         self.args = (
-            (
-                f"the prepaid credit does not cover this request: it needs at least {units:f}"
-                f" {currency_code}, and {left:f} is left that no running request holds: add credit"
-            ),
+            f"Your organization has {left} {currency_code} of prepaid credit left that no running"
+            f" request holds, and this request needs at least {needed} {currency_code}.",
         )
+
+    @property
+    def remedy(self) -> str:
+        """Implement `QuotaExceeded.remedy`."""
+        return "Add credit; a retry will fail too."
 
     @property
     def retry_helps(self) -> bool:
@@ -587,4 +640,4 @@ def exceeded(counters: Counters, failing: Sequence[QuotaRule], charge: Charge) -
     amounts = [admission_amount(rule, charge) for rule in ordered]
     if ordered[0].dimension is credit:
         return InsufficientCredit(states, amounts, charge.prices.currency_code)
-    return QuotaExceeded(states, amounts)
+    return QuotaExceeded(states, amounts, charge.prices.currency_code)

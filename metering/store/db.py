@@ -122,7 +122,7 @@ class StoreGate:
             self._attempting or self._clock() < self._next_attempt_at
         ):
             return DatabaseUnavailable(
-                "the database does not answer", retry_after_s=max(self.pause_s, 1.0)
+                "The database does not answer.", retry_after_s=max(self.pause_s, 1.0)
             )
         return None
 

@@ -69,8 +69,7 @@ async def earlier_subject(
     earlier = (await session.execute(EARLIER, {"request_id": request_id})).one()
     if (earlier.method, earlier.payload_hash) != (method, digest):
         raise RequestIdReused(
-            f"this request_id was used for another {earlier.method}: generate a new one for a new"
-            " call"
+            f"You used this request_id for another {earlier.method}. Use a new one for a new call."
         )
     return str(earlier.subject_id)
 

@@ -284,7 +284,9 @@ async def revoke_api_key(session: AsyncSession, *, api_key: str, actor: str) -> 
 async def _changeable(session: AsyncSession, record: KeyRecord) -> ApiKey:
     key = await locked_key(session, record.id)
     if key.revoked_at is not None:
-        raise KeyRevoked(f"key {key.prefix} is revoked permanently: create another one")
+        raise KeyRevoked(
+            f"The key {key.prefix} is revoked, which cannot be undone. Create another one."
+        )
     return key
 
 

@@ -150,7 +150,7 @@ async def authenticate(session: AsyncSession, secret: str) -> Principal:
     Unknown, revoked and expired secrets take equal time: one statement handles all, comparing
     SHA-256 hashes by index.
     """
-    refusal = KeyInvalid("the API key is not valid: it is unknown, revoked or expired")
+    refusal = KeyInvalid()
     if SECRET_FORM.fullmatch(secret) is None:
         raise refusal
     result = await session.execute(PRINCIPAL_OF_SECRET, {"secret_hash": hash_of(secret)})

@@ -125,7 +125,7 @@ async def _acts_of_secret(session: AsyncSession, key: str, secret_hash: bytes) -
     )
     is_expired = present.expires_at is not None and present.expires_at <= now
     if not is_valid or is_expired or present.revoked_at is not None:
-        raise KeyInvalid("the API key is not valid: it is unknown, revoked or expired")
+        raise KeyInvalid()
     if superseded is None:
         return acts
     return [act for act in acts if not act.gives_secret or act.at < superseded.superseded_at]

@@ -198,7 +198,7 @@ def quota(
 def test_a_quota_is_returned_with_all_its_numbers() -> None:
     state = quota(QuotaDimension.TOKENS_PER_MINUTE, limit=100, used=60, held=35)
 
-    refusal = Refusal(status_of(QuotaExceeded([state], [20])))
+    refusal = Refusal(status_of(QuotaExceeded([state], [20], "USD")))
 
     assert dict(refusal.info.metadata) == {
         "quota_id": str(state.quota_id),
@@ -224,7 +224,7 @@ def test_every_exceeded_limit_is_reported() -> None:
     dimensions = QuotaDimension.TOKENS_PER_MINUTE, QuotaDimension.TOKENS_PER_MONTH
     states = [quota(each, limit=10) for each in dimensions]
 
-    failure = Refusal(status_of(QuotaExceeded(states, [5, 5]))).detail(
+    failure = Refusal(status_of(QuotaExceeded(states, [5, 5], "USD"))).detail(
         error_details_pb2.QuotaFailure
     )
 
@@ -237,14 +237,16 @@ def test_the_wait_is_that_for_the_last_limit_in_the_way() -> None:
     minute = quota(QuotaDimension.TOKENS_PER_MINUTE, limit=10, used=9, resets_in_s=30)
     month = quota(QuotaDimension.TOKENS_PER_MONTH, limit=10, used=9, resets_in_s=900_000)
 
-    assert Refusal(status_of(QuotaExceeded([minute, month], [5, 5]))).retry_after_s == 900_000
-    never = Refusal(status_of(QuotaExceeded([minute, month], [5, 50])))
+    assert (
+        Refusal(status_of(QuotaExceeded([minute, month], [5, 5], "USD"))).retry_after_s == 900_000
+    )
+    never = Refusal(status_of(QuotaExceeded([minute, month], [5, 50], "USD")))
     assert (never.retry_after_s, never.info.metadata["retry_helps"]) == (None, "false")
 
 
 def test_a_lowered_limit_has_nothing_left_rather_than_less() -> None:
     state = quota(QuotaDimension.TOKENS_PER_DAY, limit=10, used=50)
-    refusal = Refusal(status_of(QuotaExceeded([state], [5])))
+    refusal = Refusal(status_of(QuotaExceeded([state], [5], "USD")))
 
     assert refusal.info.metadata["remaining"] == "0"
 

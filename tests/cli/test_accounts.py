@@ -12,7 +12,7 @@ from weir.v1 import admin_service_pb2 as admin_pb
 from weir.v1 import billing_service_pb2 as billing_pb
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import live_requests_pb2 as live_pb
-from weir.v1 import months_pb2, types_pb2
+from weir.v1 import months_pb2, prices_pb2, types_pb2
 
 from tests.cli.conftest import Run, ScriptedWeir, rows
 from tests.cli.scripted_weir import QUOTA, REPORT
@@ -460,3 +460,23 @@ def test_a_billing_profile_is_shown_and_an_unknown_organization_refused(
     assert not any(
         isinstance(each, admin_pb.SetBillingProfileRequest) for each in server.accounts.requests
     )
+
+
+def test_an_organization_without_prices_in_its_currency_is_warned_of(
+    weir: Run, server: ScriptedWeir
+) -> None:
+    """Its first request would be refused."""
+    reply = server.accounts.replies["CreateOrganization"]
+    assert isinstance(reply, admin_pb.CreateOrganizationResponse)
+    reply.organization.currency_code = "EUR"
+    server.accounts.replies["ListPrices"] = prices_pb2.ListPricesResponse()
+
+    created = weir("org create acme --currency EUR")
+
+    assert created.exit_code == 0
+    assert "no EUR price is in force" in created.stderr
+    assert "weir price set MODEL --currency EUR" in created.stderr
+    assert [type(each) for each in server.accounts.requests] == [
+        admin_pb.CreateOrganizationRequest,
+        prices_pb2.ListPricesRequest,
+    ]

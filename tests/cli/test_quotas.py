@@ -152,3 +152,12 @@ def test_a_removal_reports_whether_it_removed_anything(weir: Run, server: Script
     assert json.loads(reported.stdout) == {"quota_id": "abc", "deleted": False}
     assert "removed limit q1" in older.output
     assert [each.exit_code for each in (removed, missing, reported, older)] == [0, 0, 0, 0]
+
+
+def test_prepaid_credit_is_granted_and_not_set(weir: Run, server: ScriptedWeir) -> None:
+    refused = weir("quota set prepaid-credit 5 --org acme")
+
+    assert refused.exit_code == 2
+    assert "grant it with `weir credit grant`" in " ".join(refused.stderr.split())
+    assert "prepaid-credit" not in weir("quota set --help").stdout
+    assert server.accounts.requests == []

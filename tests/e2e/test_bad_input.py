@@ -471,7 +471,7 @@ async def test_an_exhausted_quota_is_reported_with_its_numbers(service: Service)
         "15",
     )
     assert facts["reset_time"].endswith("Z")
-    assert "15 of 100" in refusal.status.message
+    assert "may use 100 tokens per month and has 15 left" in refusal.status.message
 
 
 async def test_the_same_start_twice_is_answered_once(service: Service, tenant: Tenant) -> None:

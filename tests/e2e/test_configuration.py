@@ -511,5 +511,5 @@ async def test_waiting_for_a_configuration_has_a_reason(service: Service, admin:
     for refusal in (whole, single):
         assert (refusal.code, refusal.reason) == (StatusCode.UNAVAILABLE, "CONCURRENT_CHANGES")
         assert refusal.retry_after_s == 5.0
-        assert "another configuration or other changes are being applied" in refusal.status.message
+        assert "Another configuration is being applied" in refusal.status.message
     await admin.apply()

@@ -163,7 +163,10 @@ async def test_a_request_elsewhere_ends_in_a_tenth_second(pair: Pair) -> None:
             received = len(stream.token_ids(request_id))
             event = second.database.event(tenant, request_id)
             assert (refusal.code, refusal.reason) == (StatusCode.CANCELLED, "CANCELLED_BY_ADMIN")
-            assert refusal.status.message == "an administrator has ended this request: it looped"
+            assert refusal.status.message == (
+                "An administrator has ended your request: it looped. Ask them before you send it"
+                " again."
+            )
             assert refusal.frame is not None
             usage, cost = refusal.frame.usage, picos(refusal.frame.cost)
             assert usage.delivered_token_count == received == event["delivered_token_count"]

@@ -155,8 +155,9 @@ async def test_a_prepaid_organization_is_admitted_within_its_credit(service: Ser
     assert [each.type_url.rpartition(".")[2] for each in refused.details] == [
         "ErrorInfo",
         "QuotaFailure",
+        "Help",
     ], "no RetryInfo"
-    assert "prepaid credit does not cover" in refused.message
+    assert "Add credit" in refused.message
     assert grants[0] == grants[1]
     assert (credit.dimension, credit.remaining_value) == (QuotaDimension.PREPAID_CREDIT, 5 * COST)
     assert ran.cost.picos == COST

@@ -174,7 +174,7 @@ def subclasses(kind: type[Exception]) -> Iterator[type[Exception]]:
 
 
 def test_the_reference_has_every_error_reason() -> None:
-    named = set(re.findall(r"^### `(\w+)`$", reference.errors_page(), re.M))
+    named = set(re.findall(r"^\| \[`(\w+)`\]", reference.errors_page(), re.M))
     ours = [
         kind
         for kind in subclasses(Exception)
@@ -189,19 +189,33 @@ def test_the_reference_has_every_error_reason() -> None:
     assert len(named) >= 50
 
 
-def test_the_reference_has_both_statuses_of_an_error_reason() -> None:
-    parts = reference.errors_page().split("### ")
-    pages = {part.partition("\n")[0].strip("`"): part for part in parts[1:]}
-    wrong = []
+def test_every_error_reason_has_its_page() -> None:
+    """Each page has hand-written meaning, causes and remedies, and the generated facts."""
+    folder = ROOT / "docs/reference/errors"
+    reasons = {reason_of(kind.__new__(kind)) for kinds in KINDS.values() for kind in kinds}
+
+    assert {page.stem for page in folder.glob("*.md")} == reasons
+    for reason in reasons:
+        text = (folder / f"{reason}.md").read_text()
+        parts = re.split(
+            r"^## (.+)$", re.sub(r"<!-- reference(?s:.)*?of reference -->", "", text), flags=re.M
+        )
+        assert parts[1::2] == ["Cause", "What to do", "Example"], reason
+        assert all(len(part.split()) >= 5 for part in (parts[0], parts[2], parts[4])), reason
+        assert text.startswith(f"# `{reason}`\n")
+        assert text.count("<!-- reference: ") == 2
+        assert f"<!-- reference: error-{reason} -->" in text
+        assert f"<!-- reference: example-{reason} -->" in text
+
+
+def test_an_error_page_has_the_statuses_of_its_reason() -> None:
     for code, kinds in KINDS.items():
         for reason in {reason_of(kind.__new__(kind)) for kind in kinds}:
             status = status_pb2.Status(code=code)
             status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason))
-            statuses = f"`{code_pb2.Code.Name(code)}`, HTTP {error_response(status).http_status}: "
-            wrong += [reason] if statuses not in pages[reason] else []
-
-    assert wrong == []
-    assert "`FAILED_PRECONDITION`, HTTP 429: " in pages["INSUFFICIENT_CREDIT"]
+            statuses = f"| `{code_pb2.Code.Name(code)}` | {error_response(status).http_status} |"
+            assert statuses in reference.error_facts(reason)
+    assert "`FAILED_PRECONDITION` | 429 |" in reference.error_facts("INSUFFICIENT_CREDIT")
 
 
 def test_the_reference_has_every_ledger_account() -> None:

@@ -128,7 +128,8 @@ async def test_no_request_is_admitted_without_credit_and_the_error_has_the_missi
         QuotaDimension.PREPAID_CREDIT_PICOS,
         QuotaDimension.REQUESTS_PER_MINUTE,
     ]
-    assert "it needs at least 0.000000000037 USD, and 0 is left" in str(refused)
+    assert "0.00 USD of prepaid credit left" in str(refused)
+    assert "at least 0.000000000037 USD. Add credit" in str(refused)
     assert world.rows("SELECT used, held FROM quota_counters") == []
 
 

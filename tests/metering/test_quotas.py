@@ -522,8 +522,8 @@ def test_the_retry_after_covers_every_exhausted_limit() -> None:
         for dimension in (QuotaDimension.TOKENS_PER_MINUTE, QuotaDimension.TOKENS_PER_DAY)
     )
 
-    both = QuotaExceeded([minute, day], [1, 1])
-    too_much = QuotaExceeded([minute, day], [1, 11])
+    both = QuotaExceeded([minute, day], [1, 1], "USD")
+    too_much = QuotaExceeded([minute, day], [1, 11], "USD")
 
     assert both.retry_after_s == day.resets_in_s == 11.5 * 3600 + 1770
     assert both.retry_helps

@@ -305,7 +305,7 @@ def refused(rule: QuotaRule, now: datetime) -> QuotaExceeded:
     """Return the refusal of a request while all places are taken."""
     state = QuotaState(rule, 0, rule.limit_value or 0, now)
     charge = Charge(PRICES, SENT, 0, LEAST, 0, now, now)
-    error = QuotaExceeded([state], [1])
+    error = QuotaExceeded([state], [1], "USD")
     error.charge, error.met = charge, ((state, 1),)
     return error
 

@@ -479,7 +479,7 @@ class OutputBuffer(ABC):
             and not self.is_kept
         ):
             raise RequestInFlight(
-                "the request with this request_id is just ending; retry in a moment"
+                "The request with this request_id is just ending. Attach again in a moment."
             )
         oldest_seq = self._oldest_seq()
         if not oldest_seq - 1 <= after_seq <= self._last_seq:
@@ -491,7 +491,12 @@ class OutputBuffer(ABC):
             if old.writer is not subscription.writer:
                 old.end(
                     frames.failed(
-                        status_of(AttachedElsewhere("another stream receives this request now")),
+                        status_of(
+                            AttachedElsewhere(
+                                "Another stream has attached to your request and receives its"
+                                " output now. Attach again to take it back."
+                            )
+                        ),
                         None,
                     )
                 )

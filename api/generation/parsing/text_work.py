@@ -99,8 +99,8 @@ class TextWork:
             )
         if self.taken_chars and chars > free_chars:
             raise Overloaded(
-                f"this server prepares prompts of {self.taken_chars} characters, and {chars} more"
-                f" would exceed its limit of {self._settings.chars_max}; retry the request"
+                f"This server prepares prompts of {self.taken_chars} characters, and {chars} more"
+                f" would exceed its limit of {self._settings.chars_max}. Send the request again."
             )
         self.taken_chars += chars
         self._taken.update({owner.api_key_id: chars, owner.organization_id: chars})

@@ -57,9 +57,12 @@ class Capacity:
     def check(self) -> None:
         """Raise the error that `take` would raise: Draining or Overloaded."""
         if self.is_draining:
-            raise Draining("this server is shutting down; retry the request on another server")
+            raise Draining("This server is shutting down. Send the request to another one.")
         if self.taken_count >= self.permit_count_max:
-            raise Overloaded(f"server is at capacity ({self.taken_count} requests); retry later")
+            raise Overloaded(
+                f"This server already runs {self.taken_count} requests, which is its limit. Send"
+                " the request again, to another server if there is one."
+            )
 
     def give_back(self) -> None:
         """Give back a permit."""

@@ -44,7 +44,11 @@ def apply_command(
         ):
             why = f": {command.reason}" if command.reason else ""
             request.stop(
-                Outcome.CANCELLED, CancelledByAdmin(f"an administrator has ended this request{why}")
+                Outcome.CANCELLED,
+                CancelledByAdmin(
+                    f"An administrator has ended your request{why}. Ask them before you send it"
+                    " again."
+                ),
             )
     if command.api_key_id is not None:
         authenticator.changed(command.api_key_id, is_revoked=True)

@@ -113,7 +113,9 @@ class LiveEmbedding:
         self.decision.stop(
             outcome,
             error
-            or CancelledEarly(f"the request ended as {outcome} before its texts were embedded"),
+            or CancelledEarly(
+                f"Your request ended as {outcome} before its texts were embedded. Send it again."
+            ),
         )
 
     def end_if_lapsed(self) -> None:

@@ -243,7 +243,8 @@ class LiveRequest:
             change = parse_update(message)
             if not isinstance(phase, Held):
                 raise NotAdmittedYet(
-                    "the request is not admitted yet; change its limits after the `admitted` frame"
+                    "Your request is not admitted yet. Change its limits after the `admitted`"
+                    " frame."
                 )
             admitted = phase.admitted
             check_change(
@@ -586,9 +587,7 @@ class LiveRequest:
         try:
             await work
         except asyncio.CancelledError:
-            self._fail(
-                Draining("this server is shutting down; retry the request on another server")
-            )
+            self._fail(Draining("This server is shutting down. Send the request to another one."))
             raise
         except Exception as error:
             self._fail(error)

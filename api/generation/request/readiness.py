@@ -24,8 +24,8 @@ async def wait_until_ready(backend: Backend, model: str, wait_s: float) -> None:
     except TimeoutError:
         condition = backend.condition()
         raise EngineStartFailed(
-            f"the engine of model {model!r} is still not ready:"
-            f" {condition.client_message or condition.reason or condition.state.value}",
+            f"The engine of the model {model!r} is still not ready:"
+            f" {condition.client_message or condition.reason or condition.state.value}.",
             max(condition.retry_after_s, RETRY_S_MIN),
         ) from None
 

@@ -223,11 +223,12 @@ class RequestRegistry:
             return None
         if payload_hash is None:
             raise RequestInFlight(
-                "this stream has attached to a request with this request_id; wait until it ends"
+                "This stream has attached to a request with this request_id. Wait until it ends."
             )
         if payload_hash != start.payload_hash:
             raise RequestUnderWay(
-                "a request with this request_id and another payload is already running"
+                "A request with this request_id and another payload is already running. Use a new"
+                " request_id for a new request."
             )
         return running
 

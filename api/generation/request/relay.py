@@ -127,7 +127,7 @@ class Relays:
         for relay in list(self._running):
             relay.give_up(
                 ProcessUnavailable(
-                    "this server has shut down; attach to the request through another server"
+                    "This server has shut down. Attach to the request through another one."
                 )
             )
         await self.channels.close()
@@ -205,8 +205,8 @@ class Relay:
         if len(self._outgoing) >= FRAMES_UNWRITTEN_MAX:
             self.give_up(
                 Overloaded(
-                    f"{FRAMES_UNWRITTEN_MAX} frames for this request wait to be sent; read its"
-                    " output first"
+                    f"{FRAMES_UNWRITTEN_MAX} frames for your request wait to be sent. Read its"
+                    " output first."
                 )
             )
             return
@@ -218,7 +218,7 @@ class Relay:
         end = frames.failed(
             status_of(
                 ProcessUnavailable(
-                    "the server that runs this request does not answer; attach to it again"
+                    "The server that runs your request does not answer. Attach to it again."
                 )
             ),
             None,
@@ -247,7 +247,7 @@ class Relay:
             owner = await find_owner(session, *self._key)
         if owner is None:
             raise UnknownRequest(
-                "no request with this request_id was admitted in this project; start it"
+                "Your project has no request with this request_id. Check the id, or start it."
             )
         if owner.address and owner.process_id != self._relays.process_id:
             with self._relays.channels.use(Peer(owner.address, owner.certificate)) as channel:
@@ -279,10 +279,11 @@ class Relay:
         """Build the error for a request that is recorded as running, but was not found."""
         if owner.process_id == self._relays.process_id:
             return RequestInFlight(
-                "a request with this request_id is just starting or ending; retry in a moment"
+                "A request with this request_id is just starting or ending. Send the frame again in"
+                " a moment."
             )
         return ProcessUnavailable(
-            "the server that runs this request is down; retry until the request is settled"
+            "The server that runs your request is down. Attach again until the request is settled."
         )
 
     async def _write(self, call: Call) -> None:

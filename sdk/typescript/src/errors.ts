@@ -57,6 +57,8 @@ export interface ErrorDetails {
   /** Milliseconds to wait before a retry; undefined if the server did not send it. */
   readonly retryAfterMs: number | undefined;
   readonly quota: ExceededQuota | undefined;
+  /** Page that explains the reason; empty if the server sent none. */
+  readonly docUrl: string;
 }
 
 export const NO_DETAILS: ErrorDetails = {
@@ -67,6 +69,7 @@ export const NO_DETAILS: ErrorDetails = {
   preconditions: [],
   retryAfterMs: undefined,
   quota: undefined,
+  docUrl: "",
 };
 
 /** Optional properties of an error. */
@@ -115,6 +118,11 @@ export class WeirError extends Error {
   /** `ErrorInfo.metadata` of the server; empty if absent. */
   get metadata(): Readonly<Record<string, string>> {
     return this.details.metadata;
+  }
+
+  /** Page that explains the reason of the error and its remedy; empty if none was sent. */
+  get docUrl(): string {
+    return this.details.docUrl;
   }
 
   /** Milliseconds to wait before a retry; undefined if the server did not send it. */

@@ -12,6 +12,7 @@ import * as errors from "./errors.js";
 import {
   BadRequestSchema,
   ErrorInfoSchema,
+  HelpSchema,
   PreconditionFailureSchema,
   QuotaFailureSchema,
   RetryInfoSchema,
@@ -157,6 +158,8 @@ function decodeDetails(status: Status): errors.ErrorDetails {
       }));
       Object.assign(found, { preconditions });
     }
+    const page = anyUnpack(detail, HelpSchema);
+    if (page?.links[0]) Object.assign(found, { docUrl: page.links[0].url });
     const retry = anyUnpack(detail, RetryInfoSchema);
     if (retry) Object.assign(found, { retryAfterMs: durationMs(retry.retryDelay) });
   }

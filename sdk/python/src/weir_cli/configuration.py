@@ -16,6 +16,7 @@ from weir_client import ChangeAction
 from weir_cli.commands import ExitCode
 from weir_cli.connection import admin_client, calls
 from weir_cli.render import JsonOption, note, print_json, show, wrong_use
+from weir_cli.tenants import note_unpriced
 from weir_cli.texts import printable
 
 if TYPE_CHECKING:
@@ -157,8 +158,18 @@ def apply(
         print_json(plan_document(applied, dry_run=dry_run, with_secrets=secrets is None))
     else:
         print_applied(applied, dry_run=dry_run, prune=prune, with_secrets=secrets is None)
+    if not dry_run:
+        note_unpriced(client, new_currencies(applied.changes))
     if exit_code and dry_run and applied.changes:
         raise typer.Exit(ExitCode.NOT_ALL_DONE)
+
+
+def new_currencies(changes: Iterable[ConfigurationChange]) -> Iterable[str]:
+    """Find the currencies of the organizations that were created."""
+    for change in changes:
+        if (change.kind, change.action) == ("organization", ChangeAction.CREATE):
+            fields = {each.field: value(each.after_json) for each in change.fields}
+            yield str(fields.get("currency_code") or "USD")
 
 
 @calls(admin_client, timeout=TIMEOUT_S)

@@ -147,6 +147,7 @@ MonthArgument = Annotated[
 
 def explain(error: WeirError, address: str) -> str:
     """Format the message for a failed call to `address`, with a remedy."""
+    message = error.message.removesuffix(".")
     match error:
         case Unavailable() if not error.details.reason and (advice := _tls_advice(error.message)):
             return f"no secure connection to {address}: {advice}"
@@ -159,14 +160,15 @@ def explain(error: WeirError, address: str) -> str:
                 f"{flag_of(each.field)}: {each.description}" for each in error.field_violations
             )
         case Unauthenticated():
-            return f"{error.message}; set WEIR_API_KEY or pass --api-key (server {address})"
+            return f"{message}; set WEIR_API_KEY or pass --api-key (server {address})"
         case PermissionDenied():
-            return f"{error.message}; use a key with that permission"
+            return f"{message}; use a key with that permission"
         case IncompleteGeneration() | AlreadyExists() if error.request_id:
-            return f"{error.message}; `weir trace {error.request_id}` shows its record"
+            return f"{message}; `weir trace {error.request_id}` shows its record"
         case DeadlineExceeded():
-            return f"{error.message}; allow more time with --timeout"
-    if error.retry_after_s is not None:
+            return f"{message}; allow more time with --timeout"
+    # The messages of the server say when.
+    if error.retry_after_s is not None and "Try again " not in error.message:
         return f"{error}; try again in {duration_text(error.retry_after_s)}"
     return str(error)
 

@@ -177,7 +177,9 @@ def count(name: str) -> Scalar:
 
 
 def dimension(name: str) -> Scalar:
-    names = [str(each) for each in QuotaDimension if each is not QuotaDimension.UNSPECIFIED]
+    from weir_cli.tenants import DIMENSIONS
+
+    names = [str(each) for each in DIMENSIONS]
 
     def read(given: str, _: Texts) -> int:
         if given not in names:

@@ -5,6 +5,7 @@ A secret is printed once, alone on stdout.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,7 +64,9 @@ QuotaArgument = Annotated[
     str, typer.Argument(help="Id of the limit, as shown by `weir quota list`.")
 ]
 
-DIMENSIONS = tuple(each for each in QuotaDimension if each is not QuotaDimension.UNSPECIFIED)
+# Prepaid credit is granted, not set.
+NOT_SETTABLE = (QuotaDimension.UNSPECIFIED, QuotaDimension.PREPAID_CREDIT)
+DIMENSIONS = tuple(each for each in QuotaDimension if each not in NOT_SETTABLE)
 ORGANIZATIONS: Table[Organization] = Table(
     {
         "organization": "name",
@@ -142,7 +145,19 @@ def create_organization(
     if_missing: IfMissingOption = False,
 ) -> Organization:
     """Create an organization: a customer with its own bill."""
-    return client.create_organization(name, currency_code=currency, allow_existing=if_missing)
+    created = client.create_organization(name, currency_code=currency, allow_existing=if_missing)
+    note_unpriced(client, [created.currency_code])
+    return created
+
+
+def note_unpriced(client: AdminClient, currency_codes: Iterable[str]) -> None:
+    """Warn on stderr of currencies in which no price is in force; USD is that of `weir up`."""
+    for code in sorted({*currency_codes} - {"USD"}):
+        if not client.list_prices(currency_code=code).prices:
+            note(
+                f"no {code} price is in force: requests that are billed in {code} are refused until"
+                f" you set prices with `weir price set MODEL --currency {code}`"
+            )
 
 
 @org.command("list")
@@ -570,6 +585,11 @@ def changed(status: QuotaStatus) -> Output:
 
 def parse_dimension(text: str) -> QuotaDimension:
     """Parse the name of a dimension. Raises: typer.BadParameter with the valid names."""
+    if text == QuotaDimension.PREPAID_CREDIT:
+        raise typer.BadParameter(
+            "prepaid credit is not a limit that you set: grant it with `weir credit grant`",
+            param_hint="DIMENSION",
+        )
     if text not in DIMENSIONS:
         raise typer.BadParameter(
             f"{text!r} is not one of {', '.join(DIMENSIONS)}", param_hint="DIMENSION"

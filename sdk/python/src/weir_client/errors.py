@@ -73,6 +73,7 @@ class ErrorDetails(Value):
     retry_after_s: float | None = None
     quota: ExceededQuota | None = None
     preconditions: tuple[PreconditionViolation, ...] = ()
+    doc_url: str = ""
 
 
 class WeirError(Exception):
@@ -97,11 +98,18 @@ class WeirError(Exception):
         self.reason = reason or self.details.reason or self.code
         self.request_id = request_id
         self.partial = partial
+        if self.doc_url:
+            self.add_note(f"See {self.doc_url}")
 
     @property
     def metadata(self) -> Mapping[str, str]:
         """Metadata of the server's `ErrorInfo`; empty if there is none."""
         return self.details.metadata or {}
+
+    @property
+    def doc_url(self) -> str:
+        """Page that explains the reason of the error and its remedy; empty if none was sent."""
+        return self.details.doc_url
 
     @property
     def retry_after_s(self) -> float | None:

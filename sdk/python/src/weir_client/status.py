@@ -129,12 +129,14 @@ def _decode_details(status: status_pb2.Status) -> errors.ErrorDetails:
     quotas: tuple[errors.QuotaViolation, ...] = ()
     preconditions: tuple[errors.PreconditionViolation, ...] = ()
     retry_after_s: float | None = None
+    doc_url = ""
     for detail in status.details:
         info = error_details_pb2.ErrorInfo()
         bad = error_details_pb2.BadRequest()
         failure = error_details_pb2.QuotaFailure()
         precondition = error_details_pb2.PreconditionFailure()
         retry = error_details_pb2.RetryInfo()
+        page = error_details_pb2.Help()
         if detail.Unpack(info):
             reason, metadata = info.reason, dict(info.metadata)
         elif detail.Unpack(bad):
@@ -152,6 +154,8 @@ def _decode_details(status: status_pb2.Status) -> errors.ErrorDetails:
             )
         elif detail.Unpack(retry):
             retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+        elif detail.Unpack(page) and page.links:
+            doc_url = page.links[0].url
     return errors.ErrorDetails(
         reason=reason,
         metadata=metadata,
@@ -159,6 +163,7 @@ def _decode_details(status: status_pb2.Status) -> errors.ErrorDetails:
         quota_violations=quotas,
         retry_after_s=retry_after_s,
         preconditions=preconditions,
+        doc_url=doc_url,
         quota=_exceeded_quota(metadata or {}, retry_after_s)
         if reason == "QUOTA_EXCEEDED"
         else None,
