@@ -8,6 +8,11 @@ from weir_cli.commands import FINANCE, OPERATOR, Command
 
 COMMANDS: Mapping[str, Command] = {
     "up": Command("api.cli.commands:up", "Start everything on this machine.", OPERATOR),
+    "down": Command("api.cli.commands:down", "End the `weir up` of this machine.", OPERATOR),
+    "status": Command(
+        "api.cli.commands:status_of_server", "Show the health of this machine's server.", OPERATOR
+    ),
+    "logs": Command("api.cli.commands:logs", "Show the logs of `weir up`.", OPERATOR),
     "serve": Command("api.cli.commands:serve", "Start one API server.", OPERATOR),
     "worker": Command("api.cli.commands:worker", "Start one billing worker.", OPERATOR),
     "migrate": Command(

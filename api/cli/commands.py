@@ -39,7 +39,14 @@ GRANT_HELP = (
 )
 
 
-def up(listen: ListenOption = "", home: HomeOption = None) -> None:
+def up(
+    listen: ListenOption = "",
+    home: HomeOption = None,
+    detach: Annotated[
+        bool,
+        typer.Option("--detach", help="Run in the background once it serves; `weir down` ends it."),
+    ] = False,
+) -> None:
     """Start everything on this machine: PostgreSQL, API server, engine, Celery worker and beat.
 
     Ctrl-C stops everything. Data is kept in the home directory. With WEIR_DATABASE_URL or
@@ -47,11 +54,15 @@ def up(listen: ListenOption = "", home: HomeOption = None) -> None:
     """
     from api.cli.guard import AlreadyRunning, Guard, Role
 
+    if detach:
+        from api.cli import local
+
+        local.detach(home_of(home))
+        return
     role = Role.taken()
     if role is None or role.guard_fd < 0:
-        home = home or Path(os.environ.get("WEIR_HOME") or "~/.weir")
         try:
-            raise typer.Exit(Guard(home.expanduser().absolute(), role, _end_left).run())
+            raise typer.Exit(Guard(home_of(home), role, _end_left).run())
         except (AlreadyRunning, OSError) as error:
             fail(str(error))
     import asyncio
@@ -66,6 +77,58 @@ def _end_left(home: Path) -> None:
     from api.cli.stack import end_left
 
     end_left(home)
+
+
+def home_of(home: Path | None) -> Path:
+    """Return the home directory: the given one, or that of the environment."""
+    return (home or Path(os.environ.get("WEIR_HOME") or "~/.weir")).expanduser().absolute()
+
+
+def down(home: HomeOption = None) -> None:
+    """End the `weir up` of this machine, and wait until it has ended. Running requests finish.
+
+    Its data stays in the home directory. Idempotent.
+    """
+    from api.cli import local
+
+    local.end(home_of(home))
+
+
+def status_of_server(as_json: JsonOption = False, home: HomeOption = None) -> None:
+    """Show the health of this machine's server: version, address, database, billing worker, models.
+
+    Exit code 1 if it does not run or takes no requests.
+    """
+    from api.cli import local
+
+    if not local.print_status(home_of(home), as_json=as_json):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def logs(
+    part: Annotated[
+        list[str] | None,
+        typer.Argument(help="Only of these parts: up, api, worker, webhooks, postgres."),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")
+    ] = False,
+    count: Annotated[
+        int, typer.Option("--lines", "-n", min=0, max=10_000, help="Last lines of each log.")
+    ] = 20,
+    home: HomeOption = None,
+) -> None:
+    """Show the logs of this machine's server, the latest lines of each part."""
+    from api.cli import local
+
+    if wrong := [each for each in part or () if each not in local.LOGS]:
+        raise typer.BadParameter(
+            f"{wrong[0]!r} is not one of {', '.join(local.LOGS)}", param_hint="PART"
+        )
+    try:
+        local.print_logs(home_of(home), part or (), count=count, follow=follow)
+    except KeyboardInterrupt:
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 
 def serve(listen: ListenOption = "", home: HomeOption = None) -> None:

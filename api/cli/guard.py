@@ -61,15 +61,14 @@ class Role:
         """Replace this process by a guard, since its own was killed. Does not return."""
         note(
             "`weir up` was killed and goes on in the background as process"
-            f" {os.getpid()}: stop it with `kill {os.getpid()}`"
+            f" {os.getpid()}: stop it with `weir down`"
         )
         command = [sys.executable, *sys.orig_argv[1:]]
         os.execve(command[0], command, Role(self.lock_fd, -1, adopts=True).environment())
 
     def supervises(self) -> None:
-        """Write this process's id into the lock file."""
-        os.ftruncate(self.lock_fd, 0)
-        os.pwrite(self.lock_fd, str(os.getpid()).encode(), 0)
+        """Write this process's id into the lock file: it stops when it gets a signal."""
+        record(self.lock_fd)
 
 
 def lock_home(home: Path) -> int:
@@ -88,10 +87,17 @@ def lock_home(home: Path) -> int:
         by_id = f" or `kill {pid}`" if pid else ""
         raise AlreadyRunning(
             f"`weir up` is already running in {home}: use it from other terminals, stop it with"
-            f" Ctrl-C{by_id}, or choose another directory with --home and another port with"
-            " --listen"
+            f" Ctrl-C, `weir down`{by_id}, or choose another directory with --home and another port"
+            " with --listen"
         ) from None
+    record(lock_fd)
     return lock_fd
+
+
+def record(lock_fd: int) -> None:
+    """Write this process's id into the lock file, for `weir down`."""
+    os.ftruncate(lock_fd, 0)
+    os.pwrite(lock_fd, str(os.getpid()).encode(), 0)
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -36,6 +36,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from weir_cli.connection import CONNECTION_FILE, Connection, ConnectionProblem, read_connection_file
 from weir_cli.render import fail, wrong_use
+from weir_cli.texts import counted
 
 from api.cli.guard import AlreadyRunning, Role, lock_home, stop_signals
 from api.core.endpoint import (
@@ -599,7 +600,8 @@ async def end_orphans(home: Path, report: Report) -> None:
         deadline = time.monotonic() + patience_s
         orphans = await asyncio.to_thread(started_with, STACK_HOME, str(home))
         if orphans:
-            report(f"Ending {len(orphans)} processes that a killed `weir up` left")
+            ended = counted(len(orphans), "process", "processes")
+            report(f"Ending {ended} that a killed `weir up` left")
         for pid in orphans:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal_number)
@@ -694,7 +696,8 @@ async def run_until_stopped(listen: str, home: Path | None, role: Role) -> None:
         loop.add_signal_handler(signal_number, stopping.set)
     loop.add_reader(role.guard_fd, role.lose_guard)
     with stderr.status("Starting") as status:
-        async with asyncio.TaskGroup() as tasks, run_stack(settings, status.update, role) as stack:
+        report = status.update if stderr.is_terminal else stderr.print
+        async with asyncio.TaskGroup() as tasks, run_stack(settings, report, role) as stack:
             status.stop()
             stderr.print(
                 welcome(stack.connection.address, settings.home, read_endpoint(settings.home))
@@ -737,7 +740,8 @@ def welcome(address: str, home: Path, endpoint: ConnectionFile) -> Panel:
         f"  {weir} quota set tokens-per-month 1000000 --org demo\n"
         f"  {weir} month show --help\n"
         f'  eval "$({weir} env)"   for programs that use the SDKs\n\n'
-        f"Keys are in {home}/connection.json, logs in {home}/logs. Ctrl-C stops everything.",
+        f"Keys are in {home}/connection.json, logs in {home}/logs. Ctrl-C stops everything, as"
+        " `weir down` does.",
         title="weir up",
         expand=False,
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 import typer
 from rich.markup import escape
 from weir_cli.render import csv_of, fail, make_console, note, print_json, show, table
-from weir_cli.texts import duration_text
+from weir_cli.texts import counted, duration_text
 
 from api.cli.stack import run
 from metering.core.errors import BillingDetailsMissing, InvalidValue
@@ -29,7 +29,8 @@ from metering.export.export_settings import (
     export_settings,
     stripe_settings,
 )
-from metering.export.exporting import Stream, counted
+from metering.export.exporting import Stream
+from metering.export.exporting import counted as counted_in
 from metering.export.invoice_payments import PaymentState
 from metering.export.reconciliation import (
     Difference,
@@ -105,7 +106,7 @@ def synchronize(home: Path | None, *, dry_run: bool, as_json: bool) -> None:
 def print_status(found: ExportStatus) -> None:
     """Print the status of the export: a table of batches, then what needs attention."""
     rows = [(each.state, each.batch_count, each.token_count) for each in found.states]
-    show(table("State", "Batches", "Tokens", right=("Batches", "Tokens"), rows=rows))
+    show(table("state", "batches", "tokens", right=("batches", "tokens"), rows=rows))
     if found.pause_reason:
         note(f"paused until {found.paused_until:%H:%M:%S} UTC: {found.pause_reason}")
     for name in found.changed_profiles:
@@ -118,7 +119,7 @@ def print_status(found: ExportStatus) -> None:
     for name in found.unknown_organizations:
         note(f"{name} has usage but does not exist at Stripe: run `weir stripe sync`")
     if found.unhandled_event_count:
-        note(f"{found.unhandled_event_count} Stripe events are not processed yet")
+        note(f"not processed yet: {counted(found.unhandled_event_count, 'Stripe event')}")
     for organization, month in found.unsettled_months:
         note(
             f"{month} of {organization} is closed; Stripe's invoices do not match ours yet: see"
@@ -213,7 +214,7 @@ async def biller_counts(
             sessions, StripeGateway(settings.stripe or stripe_settings(os.environ)), ours
         )
     if settings.destination is Destination.FILE:
-        totals = counted(settings.file, ours.begins, ours.until)
+        totals = counted_in(settings.file, ours.begins, ours.until)
         return [
             totals[Stream(each.organization_id, each.price_version, TokenKind(each.token_kind))]
             for each in ours.sums
@@ -223,17 +224,17 @@ async def biller_counts(
 
 def print_comparison(found: MonthReconciliation, now: datetime) -> None:
     """Print the sums of each stage, then the differences, each with its age and remedy."""
-    counted = ("used", "posted", "invoiced", "due", "batched", "delivered")
-    heads = ("organization", "model", "tier", "price version", "tokens", *counted, "biller")
+    stages = ("used", "posted", "invoiced", "due", "batched", "delivered")
+    heads = ("organization", "model", "tier", "price version", "tokens", *stages, "biller")
     made = table(
         *heads,
         right=heads[5:],
+        drop=("price version", "tier", "due", "batched", "model"),
         title=f"{found.month}, hours until {found.ours.until:%Y-%m-%d %H:%M} UTC are due",
     )
     counts = found.counted or [None] * len(found.ours.sums)
     for each, count in zip(found.ours.sums, counts, strict=True):
-        numbers = (getattr(each, name) for name in counted)
-        biller = "not fetched" if count is None else count
+        numbers = (getattr(each, name) for name in stages)
         made.add_row(
             each.organization,
             each.model,
@@ -241,7 +242,7 @@ def print_comparison(found: MonthReconciliation, now: datetime) -> None:
             str(each.price_version),
             each.token_kind,
             *numbers,
-            biller,
+            count,
         )
     show(made)
     console = make_console()
@@ -252,8 +253,7 @@ def print_comparison(found: MonthReconciliation, now: datetime) -> None:
         console.print(f"    [dim]remedy:[/dim] {escape(difference.remedy)}", soft_wrap=True)
     if not found.biller:
         note("nothing is exported (WEIR_EXPORT is off): the ledger is the last stage compared")
-    count = len(found.differences)
-    differing = f"{count:,} {'difference' if count == 1 else 'differences'} between the stages"
+    differing = f"{counted(len(found.differences), 'difference')} between the stages"
     note("all stages agree" if found.balanced else differing)
 
 
@@ -261,7 +261,7 @@ def headline(difference: Difference, now: datetime) -> str:
     where = [difference.organization, difference.model]
     if difference.price_version is not None:
         where.append(f"version {difference.price_version} {difference.token_kind}")
-    what = f"{difference.token_count:,} tokens" if difference.token_count else ""
+    what = counted(difference.token_count, "token") if difference.token_count else ""
     if difference.amount_picos:
         amount = (
             f"{exact_text(difference.amount_picos, difference.currency_code)}"

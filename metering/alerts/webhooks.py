@@ -204,7 +204,7 @@ async def resolve(host: str, port: int) -> Resolution:
         except UnicodeError as error:
             answer.set_exception(OSError(f"{host} is not a valid name: {error}"))
         except OSError as error:
-            answer.set_exception(error)
+            answer.set_exception(OSError(f"host {host} is not found: {error.strerror or error}"))
 
     threading.Thread(target=ask, name="webhook resolver", daemon=True).start()
     return await asyncio.wrap_future(answer)

@@ -41,7 +41,7 @@ def test_alerts_are_listed_with_what_was_used_of_what(weir: Run, server: Scripte
         alerts=[MONEY, CREDIT], next_page_token="more"
     )
 
-    shown = weir("alerts list --org acme --count 2")
+    shown = weir("alerts list --org acme --count 2 --wide")
     as_json = weir("alerts list --json --count 2")
 
     assert server.accounts.requests[0] == alerts_pb2.ListAlertsRequest(
@@ -71,7 +71,7 @@ def test_alerts_on_payments_are_listed_with_the_invoice(weir: Run, server: Scrip
     )
     server.accounts.replies["ListAlerts"] = alerts_pb2.ListAlertsResponse(alerts=[failed])
 
-    shown = weir("alerts list")
+    shown = weir("alerts list --wide")
     [reported] = json.loads(weir("alerts list --json").stdout)["alerts"]
 
     for part in ("organization acme", "invoice payment failed", "12.34 USD", "2026-10"):

@@ -269,3 +269,23 @@ def test_waiting_for_an_engine_does_not_disturb_the_output_of_a_pipe(weir: Run) 
 
     assert result.stdout == ANSWER + "\n"
     assert result.stderr.count("\n") == 1
+
+
+def test_the_only_model_is_the_default_and_several_are_named(
+    weir: Run, server: ScriptedWeir
+) -> None:
+    one = pb.Model(name="large", task=pb.MODEL_TASK_GENERATE)
+    other = pb.Model(name="small", task=pb.MODEL_TASK_GENERATE)
+    vectors = pb.Model(name="vectors", task=pb.MODEL_TASK_EMBED)
+    server.inference.replies["ListModelsRequest"] = pb.ListModelsResponse(models=[one, vectors])
+
+    done = weir("generate Hi")
+    assert done.exit_code == 0, done.stderr
+    assert start_of(server).model == "large"
+
+    server.inference.replies["ListModelsRequest"] = pb.ListModelsResponse(models=[one, other])
+    for words in ("generate Hi", "count Hi", "quote Hi"):
+        refused = weir(words)
+        assert refused.exit_code == 2
+        assert "name a model: there are large, small" in " ".join(refused.stderr.split())
+    assert "the server has none for this" in weir("embed Hi").stderr

@@ -31,7 +31,7 @@ def three(server: ScriptedWeir) -> ScriptedWeir:
 
 
 def test_a_close_of_all_continues_after_an_error(weir: Run, three: ScriptedWeir) -> None:
-    done = weir("month close 2026-10 --all")
+    done = weir("month close 2026-10 --all-orgs")
 
     requested = [
         each.organization
@@ -46,7 +46,7 @@ def test_a_close_of_all_continues_after_an_error(weir: Run, three: ScriptedWeir)
 
 def test_all_closed_exits_zero_and_a_forbidden_key_stops_it(weir: Run, three: ScriptedWeir) -> None:
     three.accounts.refusals_of.clear()
-    assert weir("month close 2026-10 --all --before-first").exit_code == 0
+    assert weir("month close 2026-10 --all-orgs --before-first").exit_code == 0
     assert all(
         each.before_first
         for each in three.accounts.requests
@@ -57,7 +57,7 @@ def test_all_closed_exits_zero_and_a_forbidden_key_stops_it(weir: Run, three: Sc
         code=code_pb2.PERMISSION_DENIED, message="it lacks the scope admin"
     )
 
-    done = weir("month close 2026-10 --all")
+    done = weir("month close 2026-10 --all-orgs")
 
     assert done.exit_code != 0
     assert (

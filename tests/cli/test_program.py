@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
-from weir_cli.__main__ import COMMANDS, app, load
+from weir_cli.__main__ import COMMANDS, app, early_last, load
 from weir_cli.commands import CLIENT_COMMANDS, PERSONAS
+from weir_cli.connection import Connection
 
 from tests.cli.conftest import Run, ScriptedWeir
 
@@ -33,7 +35,7 @@ HEAVY = (
 # Commands that print no data: they run until stopped, act, or print text for a shell, browser or
 # file.
 WITHOUT_JSON = {
-    *("up", "serve", "worker", "migrate", "demo", "stripe webhooks"),
+    *("up", "down", "logs", "serve", "worker", "migrate", "demo", "stripe webhooks"),
     *("stripe resend", "stripe settle"),
     *("env", "console", "stripe portal", "receipt export", "receipt rotate"),
 }
@@ -52,7 +54,7 @@ def test_help_fits_one_screen_and_unknown_commands_are_refused(bare_weir: Run) -
         assert (entry.help in listed) == (" " not in name), name
     lines = listed.splitlines()
     assert [line.split()[0] for line in lines if line.split()[0] in PERSONAS] == list(PERSONAS)
-    assert len(lines) <= 40
+    assert len(lines) <= 46
     assert max(map(len, lines)) <= 80
     assert bare_weir("nonsense").exit_code == 2
     assert "set" in bare_weir("quota --help").stdout
@@ -219,6 +221,101 @@ def test_every_command_that_prints_data_takes_json() -> None:
         for path, command in tree().items()
         if not is_group(command) and not any("--json" in each.opts for each in command.params)
     } == WITHOUT_JSON
+
+
+def test_placeholders_and_spellings_are_the_same_in_every_command() -> None:
+    """An argument is a word in capitals; an organization has two spellings, `--home` is anywhere
+    that an address is.
+    """
+    for path, command in tree().items():
+        opts = {name for each in command.params for name in each.opts}
+        assert ("--org" in opts) == ("--organization" in opts), path
+        assert "--address" not in opts or "--home" in opts, path
+        assert ("--json" in opts) == ("--wide" in opts) or is_group(command), path
+        for each in command.params:
+            if each.param_type_name == "argument":
+                assert re.fullmatch("[A-Z_]+", each.metavar), (path, each.name)
+            elif each.metavar is not None:
+                assert re.fullmatch("[A-Z_=]+", each.metavar), (path, each.name)
+            elif not each.is_flag:
+                assert each.type_descriptor.is_choice, (path, each.name)
+
+
+def test_every_parameter_with_a_known_name_completes(weir: Run) -> None:
+    """The values come from the server, for options and for first arguments of every command."""
+    expected = {
+        "DIMENSION": "tokens-per-month",
+        "KEY": "weir_ab12cd",
+        "MODEL": "demo",
+        "ORG": "acme",
+        "PROJECT": "web",
+    }
+    lines, values = [], []
+    for path, command in tree().items():
+        owner = ("--org", "acme") if any("--org" in each.opts for each in command.params) else ()
+        arguments = [each for each in command.params if each.param_type_name == "argument"]
+        for each in command.params:
+            if each.metavar in expected and each not in arguments[1:]:
+                flag = () if each in arguments else each.opts[:1]
+                lines.append((*path, *(() if each.metavar == "ORG" else owner), *flag, ""))
+                values.append(expected[each.metavar])
+
+    assert len(lines) > 60
+    for line, value, found in zip(lines, values, completions(lines), strict=True):
+        assert value in found or (value == "web" and not owner_of(line)), line
+
+
+def owner_of(line: tuple[str, ...]) -> bool:
+    """Return whether a line says whose projects to complete."""
+    return "--org" in line
+
+
+def test_completion_is_silent_without_a_server(
+    bare_weir: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIR_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setenv("WEIR_ADMIN_KEY", "weir_admin")
+
+    assert completions([("key", "revoke", ""), ("month", "show", "")]) == [set(), set()]
+
+
+@pytest.mark.parametrize(
+    ("early", "usual"),
+    [
+        ("--json models", "models --json"),
+        ("key --json list", "key list --json"),
+        ("--json count -- hello", "count --json -- hello"),
+        ("help key create", "key create --help"),
+        ("help", "--help"),
+    ],
+)
+def test_some_options_may_come_before_the_command(weir: Run, early: str, usual: str) -> None:
+    first, second = weir(early), weir(usual)
+
+    assert (first.exit_code, first.stdout) == (second.exit_code, second.stdout)
+    assert "No such option" not in first.stderr
+
+
+def test_the_value_of_an_option_is_not_taken_for_an_early_option() -> None:
+    options = typer.main.get_command(app).params
+
+    assert early_last(["--ca", "--json", "--wide", "key", "list"], options) == [
+        *("--ca", "--json", "key", "list", "--wide")
+    ]
+
+
+def test_a_command_says_which_organization_it_assumes(
+    weir: Run, server: ScriptedWeir, tmp_path: Path
+) -> None:
+    home = tmp_path / "elsewhere"
+    home.mkdir()
+    Connection(server.address, "weir_user", "weir_admin", "acme", "search").write(home)
+
+    assumed = weir("project", "list", "--home", str(home))
+
+    assert assumed.exit_code == 0, assumed.stderr
+    assert "organization acme, that of `weir up`; --org chooses another" in assumed.stderr
+    assert "acme" not in weir("project list --organization acme").stderr
 
 
 @pytest.mark.parametrize(

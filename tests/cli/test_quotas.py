@@ -9,6 +9,9 @@ import pytest
 from weir.v1 import admin_service_pb2 as admin_pb
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import types_pb2
+from weir_cli.render import to_text
+from weir_cli.tenants import QUOTAS, limits
+from weir_client import QuotaDimension, QuotaStatus
 
 from tests.cli.conftest import Run, ScriptedWeir
 from tests.cli.scripted_weir import QUOTA, QUOTE
@@ -48,7 +51,15 @@ def test_a_raise_is_sent_and_shown_with_end_and_reason(weir: Run, server: Script
     before = datetime.now(UTC)
 
     raised = weir(
-        "quota", "override", QUOTA.quota_id, "500,000", "--for", "12h", "--reason", "launch"
+        "quota",
+        "override",
+        QUOTA.quota_id,
+        "500,000",
+        "--for",
+        "12h",
+        "--reason",
+        "launch",
+        "--wide",
     )
     ended = weir("quota", "override", QUOTA.quota_id, "--end", "--json")
 
@@ -64,8 +75,8 @@ def test_a_raise_is_sent_and_shown_with_end_and_reason(weir: Run, server: Script
     assert end == admin_pb.OverrideQuotaRequest(quota_id=QUOTA.quota_id)
     shown = " ".join(raised.stdout.split())
     assert (
-        "weights 1/0.1/4; temporary override of 100,000 until 2026-11-20 12:00:00Z: launch; binds;"
-        " without effect" in shown
+        "weights 1/0.1/4; temporary override of 100,000 until 2026-11-20 12:00:00Z: launch; without"
+        " effect" in shown
     )
     assert "always runs out first" in raised.stderr
     assert json.loads(ended.stdout)["override_reason"] == "launch"
@@ -113,8 +124,9 @@ def test_a_quote_reports_tokens_money_and_limits(weir: Run, server: ScriptedWeir
     assert "0.0009 USD expected, at most 0.004 USD (price version 3)" in reported.stdout
     assert "tokens-per-minute" in reported.stdout
     assert document["would_admit"] is True
-    requested = server.inference.requests[0]
-    assert isinstance(requested, pb.QuoteRequest)
+    requested = next(
+        each for each in server.inference.requests if isinstance(each, pb.QuoteRequest)
+    )
     assert (requested.start.model, requested.start.max_output_tokens) == ("demo", 1000)
 
 
@@ -161,3 +173,14 @@ def test_prepaid_credit_is_granted_and_not_set(weir: Run, server: ScriptedWeir) 
     assert "grant it with `weir credit grant`" in " ".join(refused.stderr.split())
     assert "prepaid-credit" not in weir("quota set --help").stdout
     assert server.accounts.requests == []
+
+
+def test_binds_is_shown_only_where_several_limits_compete() -> None:
+    month, other = status(QuotaDimension.TOKENS_PER_MONTH), status(QuotaDimension.COST_PER_MONTH)
+
+    assert "binds" not in to_text(limits([month, other], QUOTAS))
+    assert "binds" in to_text(limits([month, other, month], QUOTAS))
+
+
+def status(dimension: QuotaDimension) -> QuotaStatus:
+    return QuotaStatus(dimension=dimension, enforced=True, binding=True)

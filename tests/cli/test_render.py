@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from importlib import import_module
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from weir_cli import texts
 from weir_cli.audit import changed
+from weir_cli.commands import CLIENT_COMMANDS
 from weir_cli.connection import flag_of
 from weir_cli.months import usage_csv, usage_table
-from weir_cli.render import show, table, to_text
+from weir_cli.render import Table, show, table, to_text
 from weir_cli.requests import traced
-from weir_cli.tables import waterfall
+from weir_cli.tables import RECORDS_BELOW, waterfall
 from weir_cli.texts import (
     key_state,
 )
@@ -32,6 +37,7 @@ from weir_client import (
 )
 
 from metering.core.money import MINOR_DIGITS, exact_text
+from tests.cli.conftest import Run
 
 ID = "5b1f4c1e-0000-4000-8000-000000000001"
 
@@ -129,6 +135,9 @@ def test_tables_never_cut_a_number_and_take_text_as_it_is() -> None:
     assert "5b1f4c1e-0000-4000" in text
 
 
+MADE = datetime(2026, 11, 20, 12, tzinfo=UTC)
+
+
 @pytest.mark.parametrize(
     ("width", "expected"),
     [
@@ -136,20 +145,20 @@ def test_tables_never_cut_a_number_and_take_text_as_it_is() -> None:
             100,
             [
                 "",
-                " name  created               requests  id",
-                f" {'─' * 74}",
-                f" bot   2026-11-20 12:00:00Z     1,234  {ID}",
+                " name  created               requests  note             id",
+                f" {'─' * 91}",
+                f" bot   2026-11-20 12:00:00Z     1,234  for the chatbot  {ID}",
                 "",
             ],
         ),
         (
-            60,
+            80,
             [
                 "",
-                " name  created               requests",
-                f" {'─' * 36}",
-                " bot   2026-11-20 12:00:00Z     1,234",
-                f"   id  {ID}",
+                " name  created               requests  note",
+                f" {'─' * 53}",
+                " bot   2026-11-20 12:00:00Z     1,234  for the chatbot",
+                " left out: id; --wide shows all",
                 "",
             ],
         ),
@@ -157,32 +166,93 @@ def test_tables_never_cut_a_number_and_take_text_as_it_is() -> None:
             30,
             [
                 "",
-                " name  created       requests",
-                f" {'─' * 28}",
-                " bot   2026-11-20       1,234",
-                "       12:00:00Z",
-                f"   id  {ID}",
-                "",
-            ],
-        ),
-        (
-            20,
-            [
-                "",
                 "name      bot",
                 "created   2026-11-20 12:00:00Z",
                 "requests  1,234",
+                "note      for the chatbot",
                 f"id        {ID}",
                 "",
             ],
         ),
     ],
 )
-def test_a_narrow_terminal_breaks_no_id_and_no_word(width: int, expected: list[str]) -> None:
-    made = table("name", "created", "requests", "id", right=("requests",))
-    made.add_row("bot", datetime(2026, 11, 20, 12, tzinfo=UTC), 1234, ID)
+def test_a_table_drops_columns_and_becomes_records_only_when_narrow(
+    width: int, expected: list[str]
+) -> None:
+    made = table("name", "created", "requests", "note", "id", right=("requests",), drop=("id",))
+    made.add_row("bot", MADE, 1234, "for the chatbot", ID)
 
     assert to_text(made, width=width).splitlines() == expected
+
+
+def test_a_table_drops_columns_without_content_first_then_in_the_given_order() -> None:
+    names = ("day", *(f"counter {number}" for number in range(9)))
+    made = table(*names, right=names[1:], drop=("counter 5", "counter 2"))
+    made.add_row("2026-11-20", 1, 1, 1, 1, 0, 1, 1, "0.00", None)
+
+    lines = to_text(made, width=60).splitlines()
+
+    left_out = ", ".join(f"counter {number}" for number in (2, 4, 5, 7, 8))
+    assert " ".join(lines[4:]).split() == f"left out: {left_out}; --wide shows all".split()
+
+
+@given(
+    st.lists(
+        st.tuples(st.text("ab", min_size=1, max_size=20), st.text("xy ", max_size=60)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(RECORDS_BELOW, 120),
+    st.data(),
+)
+def test_a_table_never_exceeds_the_terminal_and_names_what_it_leaves_out(
+    columns: list[tuple[str, str]], width: int, data: st.DataObject
+) -> None:
+    heads = [f"{name}{number}" for number, (name, _) in enumerate(columns)]
+    drop = data.draw(st.lists(st.sampled_from(heads[1:]), unique=True)) if heads[1:] else []
+    made = table(*heads, right=heads[1::2], drop=drop)
+    made.add_row(*("".join(cell.split())[:40] for _, cell in columns))
+
+    lines = to_text(made, width=width).splitlines()
+
+    text = " ".join(lines).partition(" left out: ")[2].partition("; --wide")[0]
+    left_out = text.replace(",", "").split()
+    assert max(map(len, lines)) <= width
+    assert sorted([*lines[1].split(), *left_out]) == sorted(heads)
+    assert lines[1].split()[0] == heads[0]
+
+
+def declared_tables() -> Iterator[tuple[str, Table[Any]]]:
+    modules = {entry.target.partition(":")[0] for entry in CLIENT_COMMANDS.values()}
+    for module in sorted(modules):
+        for name, value in vars(import_module(module)).items():
+            if isinstance(value, Table):
+                yield f"{module}.{name}", value
+
+
+def test_every_table_says_which_columns_a_narrow_terminal_drops() -> None:
+    found = dict(declared_tables())
+
+    assert len(found) > 15
+    for where, each in found.items():
+        names = list(each.columns)
+        ids = [name for name in names[1:] if name == "id" or name.endswith(" id")]
+        assert {*each.drop, *each.right} <= set(names), where
+        assert set(each.drop) < set(names), where
+        assert set(ids) <= set(each.drop), where
+
+
+def test_wide_shows_every_column_on_any_terminal(
+    weir: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+
+    narrow, wide, again = (weir(f"quota list {more}").stdout for more in ("", "--wide", ""))
+
+    assert "left out: " in narrow
+    assert "left out: " not in wide
+    assert max(map(len, wide.splitlines())) > 60
+    assert narrow == again
 
 
 def test_output_to_a_pipe_has_one_line_per_row(

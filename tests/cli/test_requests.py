@@ -84,14 +84,16 @@ def test_live_requests_are_a_table_with_sums(weir: Run, server: ScriptedWeir) ->
 
     assert [line.rstrip() for line in result.stdout.splitlines()] == [
         "",
-        " project      key          model  phase    age     in  out  tokens/s  lease",
-        f" {'─' * 74}",
-        " acme/search  wk_copilot1  demo   decode  75 s  1,025   96      48.3    128",
-        "   id  7f3c1d52-6f0e-4b1a-9a53-0d8c6f2b1e77",
-        " acme/search  wk_copilot1  demo   ?       75 s  1,025   96         —    128",
-        "   id  00000000-0000-0000-0000-00000000004d",
-        " acme/search  wk_copilot1  demo   queued  75 s  1,025   96         —      —",
-        "   id  00000000-0000-0000-0000-000000000005",
+        " id                                   project     key         model phase   age    in out"
+        " tokens/s",
+        f" {'─' * 97}",
+        " 7f3c1d52-6f0e-4b1a-9a53-0d8c6f2b1e77 acme/search wk_copilot1 demo  decode 75 s 1,025  96"
+        "     48.3",
+        " 00000000-0000-0000-0000-00000000004d acme/search wk_copilot1 demo  ?      75 s 1,025  96"
+        "        —",
+        " 00000000-0000-0000-0000-000000000005 acme/search wk_copilot1 demo  queued 75 s 1,025  96"
+        "        —",
+        " left out: cached, lease, hold ends in, process; --wide shows all",
         "",
         "",
         " organization  requests  holds  tokens held  tokens/s",
@@ -101,7 +103,7 @@ def test_live_requests_are_a_table_with_sums(weir: Run, server: ScriptedWeir) ->
         "",
         " all              1,204  1,104    1,258,000   4,820.5",
         "",
-        "1,201 younger requests are not shown: --limit, --org",
+        "1,201 younger requests not shown: --limit, --org",
         f"no answer from process {GONE}: its requests have no phase, and the",
         "counts of their holds",
     ]

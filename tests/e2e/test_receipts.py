@@ -234,7 +234,7 @@ async def test_a_month_is_verified_without_a_server(month: Month) -> None:
     )
 
     assert done.exit_code == 0, done.stdout
-    assert "✓ 5 receipts of 1 projects, 5 signed: unaltered" in done.stdout
+    assert "✓ 5 receipts of 1 project, 5 signed: unaltered" in done.stdout
     assert f"✓ complete: the root is {shown['root']}" in done.stdout
     assert f"✓ the sums match the report of {month.month}" in done.stdout
     assert json.loads(document.stdout)["valid"] is True

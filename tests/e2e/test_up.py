@@ -116,10 +116,50 @@ def test_everything_on_one_machine(environment: dict[str, str], postgres_home: P
 
     wait_for(lambda: not any(map(alive, processes)), "every process to end")
     assert "prefill" in traced
-    assert "✓ 1 receipts of 1 projects, 1 signed" in receipts
+    assert "✓ 1 receipt of 1 project, 1 signed" in receipts
     assert (home / "receipt-key.pem").stat().st_mode & 0o077 == 0
     assert answer["usage"]["delivered_token_count"] <= 12
     assert report["reconciliation"]["balanced"] is True
+
+
+def test_weir_up_runs_in_the_background_until_weir_down(
+    environment: dict[str, str], postgres_home: Path
+) -> None:
+    def weir(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command(*arguments),
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+
+    try:
+        stopped = weir("status")
+        started = weir("up", "--detach")
+        again = weir("up", "--detach")
+        status = weir("status")
+        document = json.loads(weir("status", "--json").stdout)
+        logs = weir("logs", "up", "postgres", "--lines", "3").stdout
+    finally:
+        down = weir("down")
+
+    assert stopped.returncode == 1
+    assert "no server is running" in stopped.stderr
+    assert started.returncode == 0, started.stderr
+    for step in ("Starting PostgreSQL", "Loading the model", "weir down"):
+        assert step in started.stderr
+    assert again.returncode == 1
+    assert "already running" in again.stderr
+    assert (status.returncode, document["status"]) == (0, "ready")
+    for part in ("server", "database", "billing worker", f"engine {MODEL}"):
+        assert part in status.stdout
+    assert {line.partition("|")[0].strip() for line in logs.splitlines()} == {"up", "postgres"}
+    assert down.returncode == 0, down.stderr
+    wait_for(lambda: not alive(document["pid"]), "the api server to end")
+    assert not alive(document["supervisor_pid"])
+    assert "no `weir up` is running" in weir("down").stderr
 
 
 def report_of(weir: Any, expected_requests: int) -> dict[str, Any]:

@@ -6,13 +6,14 @@ import errno
 import os
 import sys
 import textwrap
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 try:
     import typer
-    from typer.core import TyperCommand, TyperGroup, TyperOption
+    from typer.core import TyperCommand, TyperGroup
 except ModuleNotFoundError:
     sys.exit(
         "error: the command line needs the extra `cli` of the client: pip install"
@@ -20,12 +21,14 @@ except ModuleNotFoundError:
     )
 
 from weir_cli.commands import PERSONAS, Command, ExitCode, all_commands
+from weir_cli.parameters import Option, unify, wide_and_home
 
 # Errors of writing to a full or broken disk.
 OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 COMMANDS = all_commands()
+EARLY = ("--json", "--wide")  # options of commands that may be written before the command
 HELP_WIDTH = 80  # columns of the help output
-HELP_END = "More: weir COMMAND --help. Exit codes: " + ", ".join(
+HELP_END = "More: weir help COMMAND. Exit codes: " + ", ".join(
     f"{each:d} {each.name.lower().replace('_', ' ')}" for each in ExitCode
 )
 
@@ -36,7 +39,7 @@ def imported(command: Command) -> Any:
     return getattr(import_module(module), name)
 
 
-class GroupOption(TyperOption):
+class GroupOption(Option):
     """Option of a group whose default stays text, since converting it would load pydantic."""
 
     def process_value(self, ctx: Any, value: Any) -> Any:
@@ -54,16 +57,48 @@ class Group(TyperGroup):
             option.__class__ = GroupOption
         return found
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Move the options of a command that are written before its name behind it."""
+        if not self.invoke_without_command:
+            args = early_last(args, self.params)
+        return super().parse_args(ctx, args)
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for command in self.commands.values():
             command.short_help = (command.help or "").partition("\n\n")[0]
         super().format_commands(ctx, formatter)
 
 
+def early_last(args: list[str], options: list[Any]) -> list[str]:
+    """Move `--json` and `--wide` from before the name of a command to its end."""
+    valued = {name for each in options if not each.is_flag for name in each.opts}
+    at, early, rest = 0, list[str](), list(args)
+    while at < len(rest) and rest[at].startswith("-") and rest[at] != "--":
+        if rest[at] in EARLY:
+            early.append(rest.pop(at))
+        else:
+            at += 2 if rest[at] in valued else 1
+    end = rest.index("--") if "--" in rest else len(rest)
+    return rest[:end] + early + rest[end:]
+
+
+def unified(command: Any) -> Any:
+    """Give a command the parameters that all have, in their one form."""
+    shared = {option.opts[0]: option for option in plain(wide_and_home, "shared").params}
+    for option in shared.values():
+        option.expose_value = False
+    return unify(command, shared)
+
+
 def single(command: Command, name: str) -> Any:
     """Make a command with this name from the function of a table entry."""
+    return plain(imported(command), name)
+
+
+def plain(function: Callable[..., Any], name: str) -> Any:
+    """Make a command from a function, with plain help."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(name)(imported(command))
+    app.command(name)(function)
     return typer.main.get_command(app)
 
 
@@ -71,14 +106,14 @@ def load(name: str) -> Any:
     """Build a command by name. A group includes the commands that other distributions add."""
     target = imported(COMMANDS[name])
     if not isinstance(target, typer.Typer):
-        return single(COMMANDS[name], name)
+        return unified(single(COMMANDS[name], name))
     group = group_of(target)
     group.name = name
     for other, entry in COMMANDS.items():
         parent, _, added = other.partition(" ")
         if parent == name and added:
             group.add_command(single(entry, added))
-    return group
+    return unified(group)
 
 
 def group_of(target: typer.Typer) -> TyperGroup:
@@ -98,6 +133,10 @@ class LazyGroup(Group):
         for name, entry in COMMANDS.items():
             if " " not in name:
                 self.add_command(TyperCommand(name, help=entry.help))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read `weir help COMMAND` as `weir COMMAND --help`."""
+        return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Import the command that is about to run, in place of its placeholder."""

@@ -45,6 +45,7 @@ WEBHOOKS: Table[AlertWebhook] = Table(
     },
     right=("waiting", "failures"),
     empty="there is no webhook",
+    drop=("since", "paused until", "failures", "waiting"),
 )
 
 
@@ -161,7 +162,8 @@ def remove_webhook(
 def alerts_table(found: list[Alert]) -> RenderableType:
     """Build a table of alerts, with the usage when each was raised."""
     rows = ((each.fire_time, *about(each), delivery_text(each), each.alert_id) for each in found)
-    return table(*ALERT_COLUMNS, right=("used", "limit"), rows=rows)
+    drop = "id", "model", "window", "webhook", "found"
+    return table(*ALERT_COLUMNS, right=("used", "limit"), rows=rows, drop=drop)
 
 
 def about(alert: Alert) -> tuple[Cell, ...]:

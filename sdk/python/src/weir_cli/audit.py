@@ -28,6 +28,7 @@ ENTRIES: Table[AuditEntry] = Table(
     },
     right=("entry",),
     empty="no matching entries",
+    drop=("subject", "entry", "actor"),
 )
 
 

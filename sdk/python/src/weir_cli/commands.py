@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import IntEnum
 from importlib import import_module
 
 DEVELOPER, ADMIN, FINANCE, OPERATOR = PERSONAS = ("developer", "admin", "finance", "operator")
 PLUGINS = "weir_commands"
+WIDE = ContextVar("wide", default=False)  # `--wide`: no column of a table is left out
 
 
 class ExitCode(IntEnum):

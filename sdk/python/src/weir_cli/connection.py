@@ -35,7 +35,7 @@ from weir_client import (
 )
 
 from weir_cli.commands import ExitCode
-from weir_cli.render import JsonOption, Table, fail, print_found
+from weir_cli.render import JsonOption, Table, fail, note, print_found
 from weir_cli.texts import checked_month, dimension_amount, duration_text
 
 if TYPE_CHECKING:
@@ -131,6 +131,10 @@ KeyOption = Annotated[
 OrganizationOption = Annotated[
     str | None,
     typer.Option("--org", help="Organization, by name or id. Default: that of `weir up`."),
+]
+EveryOption = Annotated[
+    bool,
+    typer.Option("--all-orgs", help="All organizations, one after the other. Needs an admin key."),
 ]
 OnlyOrganizationOption = Annotated[
     str, typer.Option("--org", help="Only this organization, by name or id.")
@@ -339,6 +343,15 @@ def organization_or_default(organization: str | None, address: str) -> str:
     return _or_default(organization, "organization", "--org", address)
 
 
+def organizations(given: str | None, admin: AdminClient, *, every: bool) -> list[str]:
+    """Choose the organizations. Raises: typer.BadParameter if one and all are selected."""
+    if not every:
+        return [organization_or_default(given, admin.address)]
+    if given:
+        raise typer.BadParameter("give an organization or --all-orgs, not both", param_hint="--org")
+    return [each.name for each in admin.list_organizations()]
+
+
 def project_or_default(project: str | None, address: str) -> str:
     """Return `project` or, if empty, that of `weir up`. Raises: typer.BadParameter if none."""
     return _or_default(project, "project", "--project", address)
@@ -351,6 +364,8 @@ def _or_default(
     chosen = given or (getattr(file, field) if file.address == address else "")
     if not chosen:
         raise typer.BadParameter(f"{field} is missing", param_hint=flag)
+    if not given:
+        note(f"{field} {chosen}, that of `weir up`; {flag} chooses another")
     return str(chosen)
 
 

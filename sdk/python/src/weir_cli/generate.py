@@ -41,9 +41,10 @@ from weir_cli.render import (
     print_json,
     table,
 )
-from weir_cli.tenants import OWN_QUOTAS
+from weir_cli.tenants import OWN_QUOTAS, limits
 from weir_cli.terms import option
 from weir_cli.texts import (
+    counted,
     dimension_amount,
     duration_text,
     parse_picos,
@@ -69,7 +70,8 @@ if TYPE_CHECKING:
     )
 
 ModelOption = Annotated[
-    str, typer.Option("--model", "-m", help="Model, as listed by `weir models`.")
+    str,
+    typer.Option("--model", "-m", help="Model, as listed by `weir models`. Default: the only one."),
 ]
 PromptArgument = Annotated[
     str | None, typer.Argument(help="The question, or - to read it from standard input.")
@@ -99,7 +101,7 @@ TierOption = Annotated[
 ]
 FLOATS_SHOWN = 4
 TEXT_SHOWN_CHARS = 40
-LIKENESS_COUNT_MAX = 12  # texts; a larger table of all pairs does not fit a terminal
+LIKENESS_COUNT_MAX = 10  # texts; a larger table of all pairs does not fit a terminal
 TextsArgument = Annotated[
     list[str] | None, typer.Argument(help="The texts; - reads one per line from standard input.")
 ]
@@ -190,6 +192,7 @@ MODELS: Table[Model] = Table(
         "embedding": lambda each: each.task is ModelTask.EMBED,
     },
     title="prices per million tokens",
+    drop=("architecture", "kernels", "engine", "also called", "ready", "context"),
 )
 
 
@@ -230,11 +233,22 @@ def models(client: Client) -> list[Model]:
     return client.list_models()
 
 
+def chosen(client: Client, model: str, task: ModelTask = ModelTask.GENERATE) -> str:
+    """Return the given model, or else the only one of a task. Raises: typer.BadParameter."""
+    if model:
+        return model
+    found = [each.name for each in client.list_models() if each.task is task]
+    if len(found) != 1:
+        several = f"there are {', '.join(found)}" if found else "the server has none for this"
+        raise typer.BadParameter(f"name a model: {several}", param_hint="--model")
+    return found[0]
+
+
 @calls(inference_client)
 def count(
     client: Client,
     prompt: PromptArgument = None,
-    model: ModelOption = "demo",
+    model: ModelOption = "",
     system: SystemOption = None,
     context: ContextOption = None,
     file: FileOption = None,
@@ -243,10 +257,10 @@ def count(
     from rich.text import Text
 
     conversation = messages(prompt, system, context, file)
-    counted = client.count_tokens(model, conversation)
-    return counted, Text(
-        f"{counted.input_token_count:,} tokens of a context window of"
-        f" {counted.context_window_tokens:,}"
+    found = client.count_tokens(chosen(client, model), conversation)
+    return found, Text(
+        f"{counted(found.input_token_count, 'token')} of a context window of"
+        f" {found.context_window_tokens:,}"
     )
 
 
@@ -254,7 +268,7 @@ def count(
 def quote(
     client: Client,
     prompt: PromptArgument = None,
-    model: ModelOption = "demo",
+    model: ModelOption = "",
     system: SystemOption = None,
     context: ContextOption = None,
     file: FileOption = None,
@@ -274,7 +288,7 @@ def quote(
     # Several answers require a temperature; it does not affect the quote.
     temperature = None if choices is None else 1.0
     found = client.quote(
-        model,
+        chosen(client, model),
         conversation,
         max_output_tokens=max_output_tokens,
         choice_count=choices,
@@ -287,7 +301,7 @@ def print_quote(found: Quote, *, as_json: bool) -> None:
     """Print a quote. Raises: typer.Exit if the request would be refused."""
     from rich.text import Text
 
-    quotas = [OWN_QUOTAS.drawn(found.quotas)] if found.quotas else []
+    quotas = [limits(found.quotas, OWN_QUOTAS)] if found.quotas else []
     print_found(found, Text(quote_text(found)), *quotas, as_json=as_json)
     if not found.would_admit:
         note(why_refused(found))
@@ -298,7 +312,7 @@ def quote_text(found: Quote) -> str:
     """Format tokens and cost of a quote, in two lines or, for an embedding, in one."""
     if not found.max_output_token_count:
         return (
-            f"{found.input_token_count:,} tokens; {found.worst_case_cost} (price version"
+            f"{counted(found.input_token_count, 'token')}; {found.worst_case_cost} (price version"
             f" {found.price_version})"
         )
     cached = (
@@ -306,9 +320,10 @@ def quote_text(found: Quote) -> str:
         if found.predicted_cached_token_count
         else ""
     )
+    expected = counted(found.expected_output_token_count, "output token")
     return (
-        f"{found.input_token_count:,} input tokens{cached}; {found.expected_output_token_count:,}"
-        f" output tokens expected, at most {found.max_output_token_count:,}\n{found.expected_cost}"
+        f"{counted(found.input_token_count, 'input token')}{cached}; {expected} expected, at most"
+        f" {found.max_output_token_count:,}\n{found.expected_cost}"
         f" expected, at most {found.worst_case_cost} (price version {found.price_version})"
     )
 
@@ -332,7 +347,12 @@ def embed(
     client: Client,
     texts: TextsArgument = None,
     model: Annotated[
-        str, typer.Option("--model", "-m", help="Embedding model, as listed by `weir models`.")
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Embedding model, as listed by `weir models`. Default: the only one.",
+        ),
     ] = "",
     file: FileOption = None,
     truncate: Annotated[
@@ -354,8 +374,7 @@ def embed(
     stderr.
     """
     given = lines(texts, file)
-    if not model:
-        raise typer.BadParameter("--model is missing; `weir models` lists embedding models")
+    model = chosen(client, model, ModelTask.EMBED)
     options: EmbedOptions = {"truncate": truncate, "tier": tier, "timeout": timeout}
     if ask:
         print_quote(client.quote_embed(model, given, **options), as_json=as_json)
@@ -407,7 +426,7 @@ def cosine(one: Sequence[float], other: Sequence[float]) -> float:
 @calls(options=GENERATION)
 def generate(
     prompt: PromptArgument = None,
-    model: ModelOption = "demo",
+    model: ModelOption = "",
     system: SystemOption = None,
     context: ContextOption = None,
     file: FileOption = None,
@@ -432,6 +451,7 @@ def generate(
     options = cast("GenerateOptions", given)
     conversation = messages(prompt, system, context, file)
     with inference_client(address, api_key) as client:
+        model = chosen(client, model)
         if max_cost is not None:
             options["max_cost"] = cost_limit(client, model, max_cost)
         stream = client.generate(model, conversation, **options)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -30,6 +32,7 @@ from weir_client import (
 
 from weir_cli.commands import ExitCode
 from weir_cli.connection import (
+    EveryOption,
     MonthArgument,
     OrganizationOption,
     Output,
@@ -37,6 +40,7 @@ from weir_cli.connection import (
     billing_client,
     calls,
     organization_or_default,
+    organizations,
 )
 from weir_cli.render import (
     JsonOption,
@@ -54,6 +58,7 @@ from weir_cli.terms import option
 from weir_cli.texts import (
     Cell,
     amount_text,
+    counted,
     decimal_text,
     money_places,
     money_text,
@@ -99,12 +104,14 @@ KIND_COLUMNS: Mapping[str, Callable[[UsageRow], Cell]] = {
     "embedded": lambda row: row.embedding_token_count,
 }
 OPTIONAL_KINDS = ("thinking", "embedded")  # columns shown only if a row has such tokens
+USAGE_DROP = ("failed", "limited", "cancelled", "cached", "thinking", "requests", "pending")
 
 month = typer.Typer(
     help="Show months and their forecast; close and verify them.", no_args_is_help=True
 )
 MONTHS: Table[Month] = Table(
     {
+        "organization": "organization_name",
         "month": "month",
         "state": "state",
         "closed": lambda each: each.close_time if each.state == "closed" else each.closing_time,
@@ -117,6 +124,7 @@ MONTHS: Table[Month] = Table(
         "SHA-256 of the JSON": lambda each: each.json_sha256[:16],
     },
     right=("total",),
+    drop=("SHA-256 of the JSON", "by", "payment", "closed"),
 )
 ADJUSTMENTS: Table[Adjustment] = Table(
     {
@@ -134,6 +142,7 @@ ADJUSTMENTS: Table[Adjustment] = Table(
     right=("amount",),
     empty="none",
     optional=dict.fromkeys(("invoice", "number"), lambda each: each.invoice_number),
+    drop=("decided by", "by", "proposed", "month", "number", "invoice", "id"),
 )
 # Rows of `weir month show --by`, and its chart.
 USAGE = {
@@ -253,7 +262,7 @@ def usage_table(
         if len({row.amount.currency_code for row in rows}) > 1
         else {}
     )
-    drawn = Table(keys | numbers | extra, right=numbers, title=title).drawn(rows)
+    drawn = Table(keys | numbers | extra, right=numbers, title=title, drop=USAGE_DROP).drawn(rows)
     if total is not None:
         drawn.add_section()
         drawn.add_row(
@@ -280,12 +289,13 @@ def request_table(rows: Sequence[UsageRow], total: UsageRow | None, title: str) 
         "model": lambda row: row.model,
         "outcome": lambda row: row.outcome,
     }
-    drawn = Table(keys | numbers, right=numbers, title=title).drawn(rows)
+    drop = "project", "key", "settled", "outcome", "cached", "model"
+    drawn = Table(keys | numbers, right=numbers, title=title, drop=drop).drawn(rows)
     if total is not None:
         drawn.add_section()
         drawn.add_row(
             "total",
-            f"{total.request_count:,} requests",
+            counted(total.request_count, "request"),
             *[""] * 4,
             *(number(total) for number in numbers.values()),
         )
@@ -321,8 +331,9 @@ def forecast_lines(forecast: UsageForecast) -> list[Text]:
     from rich.text import Text
 
     currency = forecast.month_to_date.currency_code
+    reasons = [forecast.method, *forecast.warnings]
     if forecast.expected is None:
-        expected = "no forecast yet"
+        expected = f"no forecast yet: {reasons.pop(0).removeprefix('No estimate: ')}"
     else:
         expected = (
             f"forecast {amount_text(forecast.expected)} {currency} by the end of {forecast.month}"
@@ -334,11 +345,10 @@ def forecast_lines(forecast: UsageForecast) -> list[Text]:
         f"so far    {amount_text(forecast.month_to_date)} {currency} until"
         f" {time_text(forecast.as_of_time)}"
     )
-    why = " ".join((forecast.method, *forecast.warnings))
-    return [Text(month_to_date), Text(expected, style="bold"), Text(why, style="dim")]
+    why = [Text(" ".join(reasons), style="dim")] if reasons else []
+    return [Text(month_to_date), Text(expected, style="bold"), *why]
 
 
-AllOption = Annotated[bool, typer.Option("--all", help="All organizations, one after the other.")]
 Format = Literal["table", "csv", "json", "focus", "pdf"]  # output format of a report
 
 
@@ -397,7 +407,7 @@ def show_month(
     if groups:
         rows["api_key"] = rows.pop("key")
         found = client.get_usage(month, groups, organization=owner, page_size=PAGE_ROWS, **rows)
-        write_usage(form, output, found, groups, month)
+        write_usage(form, output, found, groups, month, plot)
     elif form in FILES:
         save(client, month, FILES[form], owner, output)
     else:
@@ -449,6 +459,7 @@ def write_usage(
     found: Iterator[UsagePage],
     groups: list[UsageGrouping],
     month: str,
+    plot: bool | None,
 ) -> None:
     """Print rows as a table, CSV or JSON. CSV is written page by page, to save memory."""
     if form == "csv":
@@ -476,6 +487,8 @@ def write_usage(
     drawn = usage_table(rows, groups, first.total, title)
     if output is None:
         show(drawn)
+        if UsageGrouping.DAY in groups and wants_plot(plot):
+            show_plot(month, rows)
     else:
         put(output, [to_text(drawn, FILE_WIDTH)])
     if first.has_more or len(first.rows) > TABLE_ROWS_MAX:
@@ -498,7 +511,7 @@ def write_month(client: BillingClient, report: MonthReport, output: Path | None)
         show(*parts)
     else:
         put(output, [to_text(part, FILE_WIDTH) for part in parts])
-        note(f"{output}: {len(report.lines)} lines, total {report.total_rounded}")
+        note(f"{output}: {counted(len(report.lines), 'line')}, total {report.total_rounded}")
 
 
 def write_content(target: Path | None, content: bytes) -> None:
@@ -524,12 +537,25 @@ def add_outlook(client: BillingClient, month: str, organization: str, plot: bool
     today = present_day()
     if month == f"{today:%Y-%m}":
         show(*forecast_lines(client.get_forecast(organization, month)))
-    if plot or (plot is None and sys.stdout.isatty()):
-        from weir_cli.tables import daily_plot
-
+    if wants_plot(plot):
         found = client.get_usage(month, [UsageGrouping.DAY], organization=organization)
-        by_day = {row.day: row.token_count for page in found for row in page.rows}
-        show("", daily_plot(month, by_day, today))
+        show("")
+        show_plot(month, (row for page in found for row in page.rows))
+
+
+def wants_plot(plot: bool | None) -> bool:
+    """Return whether to draw a plot: as `--plot` says, by default on a terminal."""
+    return sys.stdout.isatty() if plot is None else plot
+
+
+def show_plot(month: str, rows: Iterable[UsageRow]) -> None:
+    """Print a plot of the tokens of each day."""
+    from weir_cli.tables import daily_plot
+
+    by_day: Counter[str] = Counter()
+    for row in rows:
+        by_day[row.day] += row.token_count
+    show(daily_plot(month, by_day, present_day()))
 
 
 def present_day() -> date:
@@ -551,10 +577,17 @@ def write_file(file: MonthFile, path: Path | None) -> None:
 
 
 @month.command("list")
-@calls(billing_client, shown=MONTHS)
-def list_months(client: BillingClient, organization: OrganizationOption = None) -> list[Month]:
+@calls(billing_client, admin_client)
+def list_months(
+    client: BillingClient,
+    admin: AdminClient,
+    organization: OrganizationOption = None,
+    every: EveryOption = False,
+) -> Output:
     """List the months of an organization, with state, author and invoice."""
-    return client.list_months(organization_or_default(organization, client.address))
+    names = organizations(organization, admin, every=every)
+    found = [each for name in names for each in client.list_months(name)]
+    return found, (MONTHS if every else MONTHS.without("organization", empty="none")).of(found)
 
 
 @month.command("close")
@@ -564,7 +597,7 @@ def close_months(
     admin: AdminClient,
     month: MonthArgument,
     organization: OrganizationOption = None,
-    every: AllOption = False,
+    every: EveryOption = False,
     earlier: Annotated[
         bool, typer.Option("--earlier", help="Close earlier open months first, in their order.")
     ] = False,
@@ -578,7 +611,7 @@ def close_months(
     """Close a month permanently and issue its invoice. Idempotent. Exit code 1 if there are
     obstacles.
 
-    With --all, a failure of one organization does not stop the others.
+    With --all-orgs, a failure of one organization does not stop the others.
     """
     if terms["corrected_by"] and (every or earlier):
         raise typer.BadParameter(
@@ -586,7 +619,7 @@ def close_months(
         )
     closed: list[ClosedMonth] = []
     refused = 0
-    names = organizations(organization, client, admin, every=every)
+    names = organizations(organization, admin, every=every)
     for name in names:
         try:
             for each in months_to_close(client, name, month, earlier=earlier):
@@ -601,7 +634,7 @@ def close_months(
         print_json(closed)
     if refused:
         if every:
-            note(f"{refused} refused or failed, of {len(names)} organizations")
+            note(f"{refused} refused or failed, of {counted(len(names), 'organization')}")
         raise typer.Exit(ExitCode.FAILED)
 
 
@@ -612,13 +645,13 @@ def verify_months(
     admin: AdminClient,
     month: MonthArgument,
     organization: OrganizationOption = None,
-    every: AllOption = False,
+    every: EveryOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Recompute a closed month's report and compare it. Exit code 1 on any difference."""
     found: list[MonthVerification] = []
     failed = 0
-    for name in organizations(organization, client, admin, every=every):
+    for name in organizations(organization, admin, every=every):
         try:
             found.append(client.verify_month(name, month))
         except one_failure(every) as error:
@@ -641,17 +674,6 @@ def one_failure(every: bool) -> tuple[type[WeirError], ...]:
     """
     errors = (Aborted, DeadlineExceeded, Internal, InvalidRequest, NotFound, Unavailable)
     return (FailedPrecondition, *errors) if every else (FailedPrecondition,)
-
-
-def organizations(
-    given: str | None, client: BillingClient, admin: AdminClient, *, every: bool
-) -> list[str]:
-    """Choose the organizations. Raises: typer.BadParameter if one and all are selected."""
-    if not every:
-        return [organization_or_default(given, client.address)]
-    if given:
-        raise typer.BadParameter("give an organization or --all, not both", param_hint="--org")
-    return [each.name for each in admin.list_organizations()]
 
 
 def months_to_close(
@@ -818,31 +840,49 @@ def reject(client: BillingClient, adjustment_id: IdArgument) -> Output:
 
 
 @adjustment.command("list")
-@calls(billing_client, shown=ADJUSTMENTS)
+@calls(billing_client, admin_client)
 def list_adjustments(
     client: BillingClient,
+    admin: AdminClient,
     organization: OrganizationOption = None,
+    every: EveryOption = False,
     undecided: UndecidedOption = False,
-) -> list[Adjustment]:
+) -> Output:
     """List the adjustments of an organization, the latest first."""
-    return [each for each in proposals(client, organization, undecided) if not each.invoice_number]
+    found = proposals(client, organizations(organization, admin, every=every), undecided)
+    return proposal_table({each: name for each, name in found.items() if not each.invoice_number})
 
 
 @credit_note.command("list")
-@calls(billing_client, shown=ADJUSTMENTS)
+@calls(billing_client, admin_client)
 def list_credit_notes(
     client: BillingClient,
+    admin: AdminClient,
     organization: OrganizationOption = None,
+    every: EveryOption = False,
     undecided: UndecidedOption = False,
-) -> list[Adjustment]:
+) -> Output:
     """List the credit notes of an organization, the latest first."""
-    return [each for each in proposals(client, organization, undecided) if each.invoice_number]
+    found = proposals(client, organizations(organization, admin, every=every), undecided)
+    return proposal_table({each: name for each, name in found.items() if each.invoice_number})
 
 
-def proposals(client: BillingClient, organization: str | None, undecided: bool) -> list[Adjustment]:
-    """List the adjustments of an organization, credit notes included."""
-    chosen = organization_or_default(organization, client.address)
-    return client.list_adjustments(chosen, undecided_only=undecided)
+def proposals(
+    client: BillingClient, names: Sequence[str], undecided: bool
+) -> dict[Adjustment, str]:
+    """Find the adjustments of organizations, credit notes included, and whose each is."""
+    return {
+        each: name
+        for name in names
+        for each in client.list_adjustments(name, undecided_only=undecided)
+    }
+
+
+def proposal_table(found: Mapping[Adjustment, str]) -> Output:
+    """Draw adjustments; with their organization if there are several."""
+    several = {"organization": found.__getitem__} if len({*found.values()}) > 1 else {}
+    table = replace(ADJUSTMENTS, columns={**ADJUSTMENTS.columns, **several})
+    return list(found), table.of(list(found))
 
 
 def parse_money(amount: str) -> Money:

@@ -75,6 +75,7 @@ PLANS: Table[Plan] = Table(
     },
     right=("version", "commitment"),
     empty="no plans: create one with `weir plan create FILE`",
+    drop=("currency", "tiered prices", "allowances"),
 )
 ASSIGNMENTS: Table[PlanAssignment] = Table(
     {
@@ -99,6 +100,7 @@ GRANTS: Table[CreditGrant] = Table(
     },
     right=("granted", "spent", "expired", "remaining"),
     empty="no credit grants",
+    drop=("id", "expired", "from", "spent", "granted"),
 )
 BALANCES: Table[CreditBalance] = Table(
     {
@@ -110,6 +112,7 @@ BALANCES: Table[CreditBalance] = Table(
         "available": "available",
     },
     right=("remaining", "unbilled", "held", "available"),
+    drop=("held", "unbilled", "remaining", "prepaid only"),
 )
 PRICES: Table[AppliedPrice] = Table(
     {
@@ -125,6 +128,7 @@ PRICES: Table[AppliedPrice] = Table(
     empty="no price is in force: set one with `weir price set`",
     optional={"reasoning": lambda each: prices_reasoning(each.version)},
     title=TITLE,
+    drop=("version", "since", "from"),
 )
 VERSIONS: Table[PriceVersion] = Table(
     {
@@ -140,6 +144,7 @@ VERSIONS: Table[PriceVersion] = Table(
     right=("version", *KINDS),
     optional={"reasoning": prices_reasoning},
     title=TITLE,
+    drop=("times", "currency", "embedding", "tier", "cached input"),
 )
 SIMULATED: Table[SimulatedCustomer] = Table(
     {
@@ -160,6 +165,7 @@ SIMULATED: Table[SimulatedCustomer] = Table(
         ),
     },
     right=("tokens", "paid", "would pay", "difference", "%"),
+    drop=("plan", "tokens", "%"),
 )
 
 

@@ -32,7 +32,7 @@ from weir_cli.connection import (
     receipt_client,
 )
 from weir_cli.render import JsonOption, jsonable, note, print_json, put, show, table, wrong_use
-from weir_cli.texts import checked_month, parse_picos
+from weir_cli.texts import checked_month, counted, parse_picos
 
 if TYPE_CHECKING:
     from weir_client import (
@@ -174,11 +174,11 @@ def month_(
         counts = each.first_sequence, each.last_sequence, each.receipt_count
         chains.add_row(each.project_id, *counts, each.last_hash.hex())
     count = found.missing_receipt_count
-    remarks = [f"{count:,} usage events are older than receipts"] if count else []
+    remarks = [f"older than receipts: {counted(count, 'usage event')}"] if count else []
     return (
         found,
         chains,
-        Text(f"{found.receipt_count:,} receipts, root {found.root.hex()}"),
+        Text(f"{counted(found.receipt_count, 'receipt')}, root {found.root.hex()}"),
         *remarks,
     )
 
@@ -261,8 +261,8 @@ def print_verdict(
     verdict: ReceiptVerdict, reported: ReportedMonth, expected_root: bytes | None, *, as_json: bool
 ) -> None:
     counts = (
-        f"{verdict.receipt_count:,} receipts of {verdict.project_count} projects,"
-        f" {verdict.signed_count:,} signed"
+        f"{counted(verdict.receipt_count, 'receipt')} of"
+        f" {counted(verdict.project_count, 'project')}, {verdict.signed_count:,} signed"
     )
     if as_json:
         print_json({"valid": verdict.valid, **jsonable(verdict)})
@@ -272,7 +272,7 @@ def print_verdict(
     if len(verdict.problems) > PROBLEMS_SHOWN_MAX:
         typer.secho(f"✗ and {len(verdict.problems) - PROBLEMS_SHOWN_MAX:,} more", fg="red")
     if verdict.problems:
-        typer.echo(f"{counts}: {len(verdict.problems):,} problems")
+        typer.echo(f"{counts}: {counted(len(verdict.problems), 'problem')}")
         return
     typer.secho(f"✓ {counts}: unaltered", fg="green")
     if reported.month and expected_root is None:

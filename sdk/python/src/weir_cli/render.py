@@ -19,7 +19,7 @@ from uuid import UUID
 import typer
 from weir_client import Money, Receipt
 
-from weir_cli.commands import ExitCode
+from weir_cli.commands import WIDE, ExitCode
 from weir_cli.texts import Cell
 
 if TYPE_CHECKING:
@@ -75,9 +75,10 @@ def show(*parts: RenderableType) -> None:
 
     console = make_console()
     piped = not (console.is_terminal or os.environ.get("COLUMNS"))
+    width = PIPE_WIDTH if piped else console.width
     for part in parts:
-        if piped:
-            console.width = max(PIPE_WIDTH, whole_width(console, part))
+        if piped or WIDE.get():
+            console.width = max(width, whole_width(console, part))
         console.print(part, crop=False)  # the terminal wraps long lines; nothing is cut
 
 
@@ -172,11 +173,15 @@ def table(
     right: Iterable[str] = (),
     title: str | None = None,
     rows: Iterable[Sequence[Cell]] = (),
+    drop: Iterable[str] = (),
 ) -> Sheet:
-    """Build a table in the style of all commands. `right` names the columns of numbers."""
+    """Build a table in the style of all commands. `right` names the columns of numbers.
+
+    `drop` names the columns that a narrow terminal does without, the first to go first.
+    """
     from weir_cli.tables import Sheet
 
-    made = Sheet(*columns, right=right, title=title)
+    made = Sheet(*columns, right=right, title=title, drop=drop)
     for row in rows:
         made.add_row(*row)
     return made
@@ -187,7 +192,8 @@ class Table(Generic[T]):
     """Table of a command: its columns, and the remark that stands for a table without rows.
 
     A column maps to an attribute, or to the function for its cells. A column in `optional` is drawn
-    only if its function is true for one of the rows. `right` names the columns of numbers.
+    only if its function is true for one of the rows. `right` names the columns of numbers, `drop`
+    those that a narrow terminal does without, the first to go first.
     """
 
     columns: Mapping[str, str | Callable[[T], Cell]]
@@ -195,11 +201,13 @@ class Table(Generic[T]):
     empty: str = ""
     optional: Mapping[str, Callable[[T], object]] = field(default_factory=dict)
     title: str | None = None
+    drop: Sequence[str] = ()
 
     def without(self, *names: str, empty: str = "") -> Table[T]:
         """Return the table without these columns, and with its own remark for no rows."""
         columns = {name: cell for name, cell in self.columns.items() if name not in names}
-        return replace(self, columns=columns, empty=empty)
+        right, drop = ([n for n in kept if n in columns] for kept in (self.right, self.drop))
+        return replace(self, columns=columns, right=right, drop=drop, empty=empty)
 
     def of(self, found: Sequence[T]) -> RenderableType:
         """Draw the objects, one row each."""
@@ -213,7 +221,7 @@ class Table(Generic[T]):
             if name not in self.optional or any(map(self.optional[name], found))
         }
         rows = ([cell_of(each, cell) for cell in columns.values()] for each in found)
-        return table(*columns, right=self.right, title=self.title, rows=rows)
+        return table(*columns, right=self.right, title=self.title, rows=rows, drop=self.drop)
 
 
 def cell_of(row: T, cell: str | Callable[[T], Cell]) -> Cell:

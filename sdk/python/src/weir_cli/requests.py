@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,7 +29,7 @@ from weir_cli.connection import (
     resolve,
 )
 from weir_cli.render import JsonOption, Table, make_console, print_found, table
-from weir_cli.texts import duration_text, hold_end_text, time_text, usage_line
+from weir_cli.texts import counted, duration_text, hold_end_text, time_text, usage_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -72,6 +73,7 @@ REPLICAS: Table[Replica] = Table(
     },
     right=("requests", "tokens left"),
     optional={"region": lambda each: each.region},
+    drop=("process", "region"),
 )
 REQUESTS: Table[LiveRequest] = Table(
     {
@@ -92,8 +94,9 @@ REQUESTS: Table[LiveRequest] = Table(
         "process": lambda each: each.process_name or each.process_id,
     },
     right=("age", "in", "cached", "out", "tokens/s", "lease", "hold ends in"),
+    drop=("process", "hold ends in", "cached", "lease", "key", "tokens/s", "project"),
 )
-NARROW_REQUESTS = REQUESTS.without("cached", "hold ends in", "process")
+STUCK = replace(REQUESTS, drop=("process", "cached", "lease", "key", "tokens/s", "phase", "in"))
 
 
 @requests.callback()
@@ -104,12 +107,6 @@ def list_requests(
     interval: Annotated[
         float, typer.Option(help="Seconds between two refreshes of --watch.", min=0.2, max=3600)
     ] = 1.0,
-    wide: Annotated[
-        bool,
-        typer.Option(
-            "--wide", help="Also show cached tokens, the end of the hold, and the process."
-        ),
-    ] = False,
     limit: Annotated[
         int,
         typer.Option(
@@ -126,7 +123,7 @@ def list_requests(
     with admin_client(address, api_key) as client:
         view = client.list_live_requests(organization, page_size=limit)
         if not watch:
-            print_view(view, wide=wide, as_json=as_json)
+            print_view(view, as_json=as_json)
             return
         from rich.live import Live
 
@@ -138,9 +135,9 @@ def list_requests(
         ) as screen:
             while True:
                 if screen is None:
-                    print_view(view, wide=wide, as_json=as_json)
+                    print_view(view, as_json=as_json)
                 else:
-                    screen.update(live_tables(view, wide=wide), refresh=True)
+                    screen.update(live_tables(view), refresh=True)
                 time.sleep(interval)
                 view = client.list_live_requests(organization, page_size=limit)
 
@@ -182,21 +179,17 @@ def stuck_requests(
         "stuck_count": view.request_count,
         "requests": view.requests,
     }
-    ended = (
-        [f"ended {expired_count} overdue {'hold' if expired_count == 1 else 'holds'}"]
-        if end
-        else []
-    )
+    ended = [f"ended {counted(expired_count, 'overdue hold')}"] if end else []
     print_found(found, *ended, *stuck_parts(view), as_json=as_json)
     if view.request_count:
         raise typer.Exit(ExitCode.NOT_ALL_DONE)
 
 
-def print_view(view: LiveView, *, wide: bool, as_json: bool) -> None:
+def print_view(view: LiveView, *, as_json: bool) -> None:
     has_content = view.request_count or view.unresponsive_process_ids
     print_found(
         view,
-        live_tables(view, wide=wide) if has_content else "no running requests",
+        live_tables(view) if has_content else "no running requests",
         as_json=as_json,
     )
 
@@ -205,12 +198,13 @@ def stuck_parts(view: LiveView) -> list[RenderableType]:
     """Build a table of overdue holds, with a remedy below."""
     if not view.request_count:
         return ["no stuck holds"]
+    overdue = counted(view.request_count, "overdue hold")
     remedy = (
-        f"{view.request_count} holds are overdue and still occupy quotas: no worker is running."
+        f"{overdue} still in the limits: no worker is running."
         " Start one (`weir worker`; `weir up` includes it), or end them with `weir"
         " requests stuck --end`"
     )
-    return [requests_table(view.requests, wide=True), remedy]
+    return [STUCK.drawn(view.requests), remedy]
 
 
 def killed_text(request_id: str, killed: KilledRequest) -> str:
@@ -227,19 +221,19 @@ def killed_text(request_id: str, killed: KilledRequest) -> str:
     )
 
 
-def live_tables(view: LiveView, *, wide: bool) -> RenderableType:
+def live_tables(view: LiveView) -> RenderableType:
     """Build tables of requests and of totals by organization, with notes on missing data."""
     from rich.console import Group
     from rich.text import Text
 
     parts: list[RenderableType] = [
-        requests_table(view.requests, wide=wide),
+        REQUESTS.drawn(view.requests),
         organizations_table(view),
     ]
     if view.request_count > len(view.requests):
         parts.append(
             Text(
-                f"{view.request_count - len(view.requests):,} younger requests are not shown:"
+                f"{counted(view.request_count - len(view.requests), 'younger request')} not shown:"
                 " --limit, --org",
                 style="dim",
             )
@@ -254,10 +248,6 @@ def live_tables(view: LiveView, *, wide: bool) -> RenderableType:
             )
         )
     return Group(*parts)
-
-
-def requests_table(requests: tuple[LiveRequest, ...], *, wide: bool) -> RenderableType:
-    return (REQUESTS if wide else NARROW_REQUESTS).drawn(requests)
 
 
 def organizations_table(view: LiveView) -> RenderableType:
@@ -345,8 +335,7 @@ def traced(generation: Generation, record: RecordedRequest | None = None) -> Ren
         )
     if (count := generation.migration_count) > 0:
         head.append(
-            f"\nmoved to another engine {count} {'time' if count == 1 else 'times'}: the figures"
-            " below cover all of it"
+            f"\nmoved to another engine {counted(count, 'time')}: the figures below cover all of it"
         )
     parts: list[RenderableType] = [head, Text()]
     if generation.timings is not None:
@@ -421,10 +410,8 @@ def drain_replica(
     """Drain a replica in all processes; running requests finish there. Idempotent."""
     drained = client.drain_replica(model, replica, reason=reason, move_after_s=move_after)
     running_count = sum(each.request_count for each in drained.replicas)
-    summary = (
-        f"{drain_text(drained.drain)}; {taken_text(drained.replicas)}, {running_count} requests"
-        " still run in it"
-    )
+    running = f"{counted(running_count, 'request')} still {'runs' if running_count == 1 else 'run'}"
+    summary = f"{drain_text(drained.drain)}; {taken_text(drained.replicas)}, {running} in it"
     print_found(drained, summary, *silence(drained.unresponsive_process_ids), as_json=as_json)
     if drained.unresponsive_process_ids:
         raise typer.Exit(ExitCode.NOT_ALL_DONE)

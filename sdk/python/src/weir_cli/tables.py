@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from itertools import zip_longest
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 TABLE_WIDTH_MAX = 100_000  # columns of a table in a pipe: no row is longer
 COLUMN_GAP = 2  # between columns; 1 on a narrow terminal
-LONG_WORD_CELLS = 28  # ids, hashes, URLs; a column of such words does not fit a narrow terminal
+RECORDS_BELOW = 60  # columns; on a narrower terminal, a table that does not fit becomes records
+TEXT_CELLS = 20  # a time; longer text wraps before a column is left out, shorter text does not
 NAME_CELLS = 12  # of a stage
 BAR_CELLS = 34  # width of the waterfall's time axis: the whole fits 80 columns
 STAGES = (
@@ -55,14 +56,21 @@ AXIS_CELLS = 7  # `999.9M ` before the columns
 class Sheet:
     """Table of literal text that cuts nothing and breaks no word, so that ids can be copied.
 
-    On a terminal that is too narrow, columns of ids and other long words move to lines of their own
-    below each row, then cells wrap between words. Where that is not enough, each row is drawn as a
-    list of its columns. `right` names the columns of numbers.
+    Where it does not fit, long text wraps, then columns are left out: those without content, those
+    of `drop` in its order, then from the right. The last line names them. Below 60 columns, each
+    row is a record instead, one line for each column. `right` names the columns of numbers.
     """
 
-    def __init__(self, *columns: str, right: Iterable[str] = (), title: str | None = None) -> None:
+    def __init__(
+        self,
+        *columns: str,
+        right: Iterable[str] = (),
+        title: str | None = None,
+        drop: Iterable[str] = (),
+    ) -> None:
         self.caption = ""
         self._title, self._columns, self._right = title, columns, frozenset(right)
+        self._drop = [columns.index(name) for name in drop if name in columns]
         self._rows: list[tuple[list[str], str]] = []  # cells and style; a blank line has no cells
 
     def add_row(self, *cells: Cell, style: str = "") -> None:
@@ -80,22 +88,10 @@ class Sheet:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw the table in the available width."""
-        ranges = self._ranges(console, options)
-        widths = {index: each.maximum for index, each in enumerate(ranges)}
-        below: list[int] = []
-        gap = COLUMN_GAP
-        if total_width(widths.values(), gap) > options.max_width:
-            below = [index for index in widths if ranges[index].minimum >= LONG_WORD_CELLS]
-            widths = {index: width for index, width in widths.items() if index not in below}
-            if total_width((ranges[index].minimum for index in widths), gap) > options.max_width:
-                gap = 1
-        slack = {index: widths[index] - ranges[index].minimum for index in widths}
-        for index in sorted(slack, key=lambda index: -slack[index]):
-            excess = total_width(widths.values(), gap) - options.max_width
-            widths[index] -= min(slack[index], max(0, excess))
+        widths, gap = self._layout(self._ranges(console, options), options.max_width)
         if self._title:
             yield Text(self._title, style="bold")
-        if total_width(widths.values(), gap) > options.max_width:
+        if not widths:
             yield from self._as_lists()
         else:
             yield Text()
@@ -104,11 +100,48 @@ class Sheet:
             yield line(" " + rule * (total_width(widths.values(), gap) - 2))
             for cells, style in self._rows:
                 yield from self._lines(console, cells, widths, gap, style)
-                for index in below if cells else ():
-                    if cells[index]:
-                        name = f"   {self._columns[index]}  "
-                        yield line(name, "dim").append(cells[index], "not dim")
+            left_out = [name for at, name in enumerate(self._columns) if at not in widths]
+            if left_out:
+                yield Text(f" left out: {', '.join(left_out)}; --wide shows all", style="dim")
         yield Text(self.caption, style="dim")
+
+    def _layout(self, ranges: Sequence[Measurement], width: int) -> tuple[dict[int, int], int]:
+        """Choose the columns, their widths and the gap between them. No columns: draw records."""
+        words = [each.minimum for each in ranges]
+        kept = list(range(len(ranges)))
+        if width < RECORDS_BELOW:
+            least, gap = words, gap_of(words, width)
+            if not gap:
+                return {}, 0
+        else:
+            least = [min(each.maximum, max(each.minimum, TEXT_CELLS)) for each in ranges]
+            for dropped in [*self._least_wanted(), None]:
+                if gap := gap_of([least[index] for index in kept], width):
+                    break
+                if dropped is not None:
+                    kept.remove(dropped)
+            if not gap:
+                least = words
+            while not (gap := gap or gap_of([least[index] for index in kept], width)):
+                if len(kept) == 1:
+                    gap = 1
+                else:
+                    kept.pop()
+        widths = {index: ranges[index].maximum for index in kept}
+        for index in sorted(kept, key=lambda index: least[index] - widths[index]):
+            excess = total_width(widths.values(), gap) - width
+            widths[index] -= min(widths[index] - least[index], max(0, excess))
+        return widths, gap
+
+    def _least_wanted(self) -> list[int]:
+        """List the columns that may be left out: first those without content, never the first."""
+        cells = [cells for cells, _ in self._rows if cells]
+        empty = [
+            index
+            for index in range(1, len(self._columns))
+            if not any(row[index].strip("—0.") for row in cells)
+        ]
+        return [*empty, *(index for index in self._drop if index not in empty)]
 
     def _ranges(self, console: Console, options: ConsoleOptions) -> list[Measurement]:
         """Measure each column: its longest word and its longest text. A number is one word."""
@@ -159,6 +192,11 @@ def line(text: str, style: str = "") -> Text:
     return Text(text, style=style, no_wrap=True, overflow="ignore")
 
 
+def gap_of(widths: Collection[int], width: int) -> int:
+    """Choose the gap between columns of these widths; 0 if they do not fit."""
+    return next((gap for gap in (COLUMN_GAP, 1) if total_width(widths, gap) <= width), 0)
+
+
 def total_width(widths: Iterable[int], gap: int) -> int:
     """Compute the width of a table from those of its columns, with a space at both ends."""
     return sum(width + gap for width in widths) + 2 - gap
@@ -179,7 +217,7 @@ def cell_text(cell: Cell) -> str:
 
 def whole_width(console: Console, part: RenderableType) -> int:
     """Measure a table or text without wrapping, for pipes; 0 for anything else."""
-    if not isinstance(part, Sheet | Text):
+    if not isinstance(part, Sheet | Text | Group):
         return 0
     return Measurement.get(console, console.options.update(max_width=TABLE_WIDTH_MAX), part).maximum
 
@@ -259,7 +297,8 @@ def month_report(report: MonthReport) -> RenderableType:
     about = f"{currency} before tax, rates per million tokens"
     title = f"{report.organization_name} · {report.month} (UTC) · {about}"
     numbers = ("requests", "tokens", "cancelled", "rate", "amount")  # fits 80 columns
-    lines = Sheet("model", "price", "kind", *numbers, right=numbers, title=title)
+    drop = "price", "cancelled", "requests"
+    lines = Sheet("model", "price", "kind", *numbers, right=numbers, title=title, drop=drop)
     decimals = money_places([*(line.amount for line in report.lines), report.total])
     for line in report.lines:
         late = f", late usage of {line.late_month}" if line.late_month else ""
@@ -339,7 +378,7 @@ def bill_table(
         money_places((*column, total))
         for column in ((*exact, carried_in, carried_out), (*rounded, rounding))
     )
-    made = Sheet("line", "exact", "amount", right=("exact", "amount"), title=title)
+    made = Sheet("line", "exact", "amount", right=("exact", "amount"), title=title, drop=["exact"])
     for line in lines:
         made.add_row(
             line.label,

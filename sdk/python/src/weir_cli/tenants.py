@@ -5,7 +5,8 @@ A secret is printed once, alone on stdout.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,12 +15,14 @@ import typer
 from weir_client import BillingProfile, QuotaDimension, QuotaSubject
 
 from weir_cli.connection import (
+    EveryOption,
     OrganizationOption,
     Output,
     admin_client,
     calls,
     inference_client,
     organization_or_default,
+    organizations,
     project_or_default,
 )
 from weir_cli.render import JsonOption, Table, cell_of, fail, note, print_json, table
@@ -75,6 +78,7 @@ ORGANIZATIONS: Table[Organization] = Table(
         "id": "organization_id",
     },
     empty="no organizations: create one with `weir org create NAME`",
+    drop=("id", "created"),
 )
 PROJECTS: Table[Project] = Table(
     {
@@ -84,6 +88,7 @@ PROJECTS: Table[Project] = Table(
         "organization id": "organization_id",
     },
     empty="no projects: create one with `weir project create NAME --org ORG`",
+    drop=("organization id", "id", "created"),
 )
 KEYS: Table[ApiKey] = Table(
     {
@@ -96,7 +101,8 @@ KEYS: Table[ApiKey] = Table(
         "created": "create_time",
         "last used": use_text,
         "id": "api_key_id",
-    }
+    },
+    drop=("id", "created", "models", "last used", "scopes"),
 )
 QUOTAS: Table[QuotaStatus] = Table(
     {
@@ -117,6 +123,7 @@ QUOTAS: Table[QuotaStatus] = Table(
     },
     right=("limit", "used", "held", "left"),
     empty="no limits are set",
+    drop=("id", "alerts at", "held", "model", "resets in", "used"),
 )
 # Of a key's own limits, which it cannot change.
 OWN_QUOTAS = QUOTAS.without("alerts at", "id", empty="no limits apply to this key")
@@ -221,10 +228,16 @@ def create_project(
 
 
 @project.command("list")
-@calls(admin_client, shown=PROJECTS)
-def list_projects(client: AdminClient, organization: OrganizationOption = None) -> list[Project]:
+@calls(admin_client)
+def list_projects(
+    client: AdminClient, organization: OrganizationOption = None, every: EveryOption = False
+) -> Output:
     """List the projects of an organization."""
-    return client.list_projects(organization_or_default(organization, client.address))
+    names = organizations(organization, client, every=every)
+    owners = {each: name for name in names for each in client.list_projects(name)}
+    several = {"organization": owners.__getitem__} if len(names) > 1 else {}
+    found = list(owners)
+    return found, replace(PROJECTS, columns={**PROJECTS.columns, **several}).of(found)
 
 
 key = typer.Typer(help="Create, rotate, change, revoke and list API keys.", no_args_is_help=True)
@@ -522,11 +535,11 @@ def show_quotas(
         what = "given more rights" if change.act == "widened" else change.act
         when = time_text(change.change_time)
         remarks.append(f"key {own.prefix} was {what} by {change.actor} at {when}")
-    return found, OWN_QUOTAS.of(found), *remarks
+    return found, limits(found, OWN_QUOTAS), *remarks
 
 
 @quota.command("list")
-@calls(admin_client, shown=QUOTAS)
+@calls(admin_client)
 def list_quotas(
     client: AdminClient,
     organization: Annotated[
@@ -544,11 +557,12 @@ def list_quotas(
     model: Annotated[
         str, typer.Option("--model", help="With --key: only limits that apply to this model.")
     ] = "",
-) -> list[QuotaStatus]:
+) -> Output:
     """List limits as an admin, with their remainders and ids."""
     if key and organization:
         raise typer.BadParameter("give --org or --key, not both")
-    return client.list_key_quotas(key, model) if key else client.list_quotas(organization)
+    found = client.list_key_quotas(key, model) if key else client.list_quotas(organization)
+    return found, limits(found, QUOTAS)
 
 
 @quota.command("delete")
@@ -580,7 +594,15 @@ def changed(status: QuotaStatus) -> Output:
         if narrowing
         else []
     )
-    return status, QUOTAS.drawn([status]), *remarks
+    return status, limits([status], QUOTAS), *remarks
+
+
+def limits(found: Sequence[QuotaStatus], table: Table[QuotaStatus]) -> RenderableType:
+    """Draw limits. Among several on one dimension, the remark says which of them binds."""
+    counts = Counter(each.dimension for each in found)
+    return table.of(
+        [each if counts[each.dimension] > 1 else replace(each, binding=False) for each in found]
+    )
 
 
 def parse_dimension(text: str) -> QuotaDimension:

@@ -62,6 +62,11 @@ def parse_time(text: str | None, now: datetime, flag: str) -> datetime | None:
     return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
+def counted(count: int, noun: str, several: str = "") -> str:
+    """Format a number of things: `1 project`, `2 projects`, `1,200 queries` with `several`."""
+    return f"{count:,} {noun if count == 1 else several or f'{noun}s'}"
+
+
 def duration_text(seconds: float) -> str:
     """Format a wait, rounded up: `0.3 s`, `12 s`, `4 min`, `3 h`, `9 d`."""
     if seconds < 1:
@@ -299,7 +304,7 @@ def allowances_text(plan: Plan) -> str | None:
 def tiered_prices_text(plan: Plan) -> str | None:
     return (
         "; ".join(
-            f"{rule['kind']} {_selected(rule)}, {len(rule['steps'])} steps"
+            f"{rule['kind']} {_selected(rule)}, {counted(len(rule['steps']), 'step')}"
             for rule in plan.configuration.get("tiered_prices", [])
         )
         or None
