@@ -18,10 +18,11 @@ from pathlib import Path
 import structlog
 
 from api.access.auth import Authenticator
+from api.access.servicer import Reports
 from api.access.throttle import SharedFailures
 from api.access.tls import Tls, open_tls
 from api.admin.admin_service import AdminServicer
-from api.admin.billing_service import BillingServicer, ReceiptServicer, Reports
+from api.admin.billing_service import BillingServicer, ReceiptServicer
 from api.console.console import ROOT, Console
 from api.core.addresses import Proxies, is_local
 from api.core.endpoint import NOT_STARTED, AddressUnavailable, Endpoint, local_url, make_private
@@ -241,7 +242,9 @@ class Server:
     def _bind(self, tls: Tls | None, identity: Identity) -> None:
         """Build the services and bind the ports, without accepting connections."""
         settings, registry, authenticator = self.settings, self.registry, self.authenticator
-        for_peers = InferenceServicer(registry, authenticator, self.sessions, for_peers=True)
+        for_peers = InferenceServicer(
+            registry, authenticator, self.sessions, self.reports, for_peers=True
+        )
         accepted = PeerCertificates(identity)
         self.peer_server, peer = build_peer_server(settings, for_peers, identity, accepted)
         servicers = self._servicers()
@@ -286,7 +289,7 @@ class Server:
             private_webhooks=self.settings.private_webhooks,
         )
         return Servicers(
-            InferenceServicer(self.registry, self.authenticator, self.sessions),
+            InferenceServicer(self.registry, self.authenticator, self.sessions, self.reports),
             admin,
             BillingServicer(self.authenticator, self.admin_sessions, self.reports, self.issuer),
             ReceiptServicer(self.authenticator, self.reports),

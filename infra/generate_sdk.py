@@ -43,6 +43,7 @@ NAMES = {
     "GetCreditBalanceResponse": "CreditBalance",
     "GetForecastResponse": "UsageForecast",
     "GetMonthReportResponse": "MonthReport",
+    "GetOwnUsageResponse": "UsageReport",
     "GetRequestResponse": "RecordedRequest",
     "GetUsageResponse": "UsagePage",
     "KillRequestResponse": "KilledRequest",
@@ -61,10 +62,10 @@ NAMES = {
 }
 # Values that calls written by hand return or take; the others are found from the generated calls.
 ROOTS = (
-    "Alert", "AuditEntry", "FinishReason", "Generation", "GetForecastResponse", "GetUsageResponse",
-    "Invoice", "KeyRestrictions", "Model", "MonthExportFormat", "Plan", "PlanAssignment",
-    "ProgressFrame.Stage", "QuoteResponse", "SimulatedCustomer", "Timings", "TokenLogprobs",
-    "UsageGrouping",
+    "Alert", "AuditEntry", "FinishReason", "Generation", "GetForecastResponse",
+    "GetOwnUsageResponse", "GetUsageResponse", "Invoice", "KeyRestrictions", "Model",
+    "MonthExportFormat", "Plan", "PlanAssignment", "ProgressFrame.Stage", "QuoteResponse",
+    "SimulatedCustomer", "Timings", "TokenLogprobs", "UsageGrouping",
 )  # fmt: skip
 # Values written by hand, and the modules that have them.
 WRITTEN = {"Money": "weir_client.money", "Receipt": "weir_client.receipts"}
@@ -97,6 +98,7 @@ TYPES = {
     "Price.tier": ("str", '"interactive"'),
     "PriceVersion.tier": ("str", '""'),
     "QuotaStatus.enforced": ("bool", "True"),
+    "UsageRow.cost": ("Money", 'field(default=Money("", 0))'),
 }
 RENAMED = {"Quote.retry_delay": "retry_after_s"}
 # The fields of a value are in the order of their numbers, which a later release cannot change, so
@@ -123,8 +125,8 @@ FIRST = {
     "UsagePage": "rows total has_more",
 }
 TYPESCRIPT_ROOTS = (
-    "FinishReason", "Generation", "KeyRestrictions", "Model", "ProgressFrame.Stage",
-    "QuoteResponse", "TokenLogprobs",
+    "FinishReason", "Generation", "GetOwnUsageResponse", "KeyRestrictions", "Model",
+    "ProgressFrame.Stage", "QuoteResponse", "TokenLogprobs",
 )  # fmt: skip
 TYPESCRIPT_LEFT_OUT = frozenset({"Generation.receipts"})  # Python checks them; it only counts them
 LEFT_OUT = frozenset({"UsagePage.next_page_token"})

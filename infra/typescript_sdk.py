@@ -20,7 +20,9 @@ from pathlib import Path
 from infra.generate_proto import protoc
 
 SDK = Path(__file__).resolve().parent.parent / "sdk" / "typescript"
-CONTRACT = ("weir/v1/inference_service.proto", "weir/v1/receipts.proto", "weir/v1/types.proto")
+CONTRACT = tuple(
+    f"weir/v1/{name}.proto" for name in ("inference_service", "receipts", "types", "usage_reports")
+)
 ERRORS = ("google/rpc/error_details.proto", "google/rpc/status.proto")
 
 

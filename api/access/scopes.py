@@ -17,7 +17,7 @@ BY_SERVICE: Mapping[str, Mapping[Scopes, tuple[str, ...]]] = {
     "weir.v1.InferenceService": {
         MODELS: (
             *("Generate", "Embed", "CountTokens"),
-            *("ListModels", "GetQuota", "Quote", "GetGeneration"),
+            *("ListModels", "GetQuota", "Quote", "GetGeneration", "GetOwnUsage"),
         ),
     },
     "weir.v1.AdminService": {

@@ -1,11 +1,16 @@
-"""Base of the gRPC servicers for administrators: authentication, transactions, idempotency."""
+"""Base of the gRPC servicers that read and change the database: authentication, transactions,
+idempotency, and a fair share of the connections for reports.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import functools
 import inspect
+import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -15,10 +20,12 @@ from google.protobuf.message import Message
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from api.access.auth import Authenticator
+from api.access.scopes import READERS
 from api.core import wire
+from api.core.errors import TooManyReports
 from api.core.interceptor import Context
 from metering.core.errors import NotFound
-from metering.store.db import Sessions
+from metering.store.db import Sessions, patience, read_one_moment
 from metering.tenants import admin_requests
 from metering.tenants.admin_requests import take_changes_lock
 from metering.tenants.authentication import Principal
@@ -27,6 +34,57 @@ S = TypeVar("S", bound="AuthenticatedServicer")
 R = TypeVar("R", bound="Repeatable")
 A = TypeVar("A")
 M = TypeVar("M", bound=Message)
+
+# Waiting reports of one key; a page of the console requests several at once.
+WAITING_PER_KEY_MAX = 16
+# Seconds. A report on a month of many millions of requests takes some; clients time out after 30 s.
+REPORT_S = 25.0
+
+
+class Reports:
+    """Database connections for reports, shared fairly between API keys.
+
+    A key can use all connections but one. A limited number of its further reports waits. Keys that
+    may use models only, of which there are many, share half of the connections.
+    """
+
+    def __init__(self, sessions: Sessions, connections_max: int) -> None:
+        """`sessions` uses a separate pool for reports, which has `connections_max` connections."""
+        self._sessions = sessions
+        self._per_key_max = max(connections_max - 1, 1)
+        self._shared = asyncio.Semaphore(max(connections_max // 2, 1))
+        self._locks: dict[uuid.UUID, asyncio.Semaphore] = {}
+        self._counts: Counter[uuid.UUID] = Counter()  # running and waiting reports by key
+
+    @contextlib.asynccontextmanager
+    async def session_of(self, reader: Principal) -> AsyncIterator[Sessions]:
+        """Wait until the key may run another report, and yield the sessions for it.
+
+        Raises TooManyReports if too many reports of the key are waiting.
+        """
+        key_id = reader.api_key_id
+        if self._counts[key_id] >= self._per_key_max + WAITING_PER_KEY_MAX:
+            raise TooManyReports(self._counts[key_id])
+        self._counts[key_id] += 1
+        try:
+            shared = self._shared if reader.scopes.isdisjoint(READERS) else contextlib.nullcontext()
+            async with (
+                self._locks.setdefault(key_id, asyncio.Semaphore(self._per_key_max)),
+                shared,
+            ):
+                yield self._sessions
+        finally:
+            self._counts[key_id] -= 1
+            if not self._counts[key_id]:
+                del self._counts[key_id], self._locks[key_id]
+
+    @contextlib.asynccontextmanager
+    async def reading(self, reader: Principal) -> AsyncIterator[AsyncSession]:
+        """Open a session on one snapshot, with the timeout of reports. Raises: TooManyReports."""
+        with patience(REPORT_S + 2):
+            async with self.session_of(reader) as sessions, sessions() as session:
+                await read_one_moment(session, REPORT_S)
+                yield session
 
 
 class Repeatable(Protocol):

@@ -6,15 +6,14 @@ forecast, and receipts.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import io
 import tempfile
 import uuid
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from datetime import UTC, date, datetime
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from datetime import UTC, datetime
 from functools import partial
 from typing import IO, Any
 
@@ -30,14 +29,20 @@ from weir.v1 import usage_reports_pb2 as usage_pb
 
 from api.access.auth import Authenticator
 from api.access.scopes import Scope
-from api.access.servicer import AuthenticatedServicer, CallerTransaction, listing, once, reading
+from api.access.servicer import (
+    AuthenticatedServicer,
+    CallerTransaction,
+    Reports,
+    listing,
+    once,
+    reading,
+)
 from api.core import wire
-from api.core.errors import TooManyReports
 from api.core.interceptor import Context
-from api.core.messages import alert_message, receipt_message
+from api.core.messages import TIME_ZONE, alert_message, groupings, receipt_message, usage_row
 from metering.alerts.alerts import ListedAlert, list_alerts
 from metering.core.errors import InvalidValue, InvariantViolated, NotFound
-from metering.core.models import Organization, TokenKind
+from metering.core.models import Organization
 from metering.core.money import round_to_minor_unit
 from metering.export.invoice_payments import InvoicePayment, payments_by_month
 from metering.export.reconciliation import Difference, StageSum, reconcile_locally
@@ -65,24 +70,18 @@ from metering.receipts.months import list_receipt_keys, receipt_month, receipts_
 from metering.reports.focus import FOCUS_VERSION, focus_csv
 from metering.reports.forecast import CONFIDENCE, Forecast, forecast
 from metering.reports.usage_reports import (
-    Grouping,
     UsageFilter,
-    UsageRow,
     daily_costs,
+    parse_day,
+    period_of,
     usage_page,
     usage_total,
 )
-from metering.store.db import Sessions, database_now, patience, read_one_moment
+from metering.store.db import Sessions, database_now
 from metering.tenants.api_keys import find_api_key
 from metering.tenants.authentication import Principal
 from metering.tenants.tenants import find_organization, find_project
 
-# Waiting reports of one key; a page of the console requests several at once.
-WAITING_PER_KEY_MAX = 16
-# Seconds. A report on a month of many millions of requests takes some; clients time out after 30 s.
-REPORT_S = 25.0
-
-TIME_ZONE = "UTC"
 FILE_NAMES = {
     usage_pb.MONTH_EXPORT_FORMAT_INVOICE_PDF: ("{number}-{}.pdf", "application/pdf"),
     usage_pb.MONTH_EXPORT_FORMAT_FOCUS_CSV: (
@@ -92,11 +91,6 @@ FILE_NAMES = {
 }
 CHUNK_BYTES = 64 * 1024  # per message of a file, far below the limit of any client
 FILE_BYTES_IN_MEMORY = 8 * 2**20  # larger files are on disk until the client has read them
-GROUPINGS: Mapping[int, Grouping] = {
-    usage_pb.UsageGrouping.Value(f"USAGE_GROUPING_{each.name}"): each for each in Grouping
-}
-# Each kind of token has a field: tokens of a kind without one would be billed but not shown.
-COUNT_FIELDS: Mapping[TokenKind, str] = {kind: f"{kind}_token_count" for kind in TokenKind}
 DOCUMENTS = {
     months_pb2.MONTH_DOCUMENT_FORMAT_JSON: to_json,
     months_pb2.MONTH_DOCUMENT_FORMAT_CSV: to_csv,
@@ -173,38 +167,6 @@ def invoice_message(invoice: Invoice, payments: Sequence[InvoicePayment]) -> mon
 
 def adjustment_message(record: AdjustmentRecord) -> months_pb2.Adjustment:
     return wire.message_of(months_pb2.Adjustment, record, adjustment_id=record.id)
-
-
-class Reports:
-    """Database connections for reports, shared fairly between API keys.
-
-    A key can use all connections but one. A limited number of its further reports waits.
-    """
-
-    def __init__(self, sessions: Sessions, connections_max: int) -> None:
-        """`sessions` uses a separate pool for reports, which has `connections_max` connections."""
-        self._sessions = sessions
-        self._per_key_max = max(connections_max - 1, 1)
-        self._locks: dict[uuid.UUID, asyncio.Semaphore] = {}
-        self._counts: Counter[uuid.UUID] = Counter()  # running and waiting reports by key
-
-    @contextlib.asynccontextmanager
-    async def session_of(self, reader: Principal) -> AsyncIterator[Sessions]:
-        """Wait until the key may run another report, and yield the sessions for it.
-
-        Raises TooManyReports if too many reports of the key are waiting.
-        """
-        key_id = reader.api_key_id
-        if self._counts[key_id] >= self._per_key_max + WAITING_PER_KEY_MAX:
-            raise TooManyReports(self._counts[key_id])
-        self._counts[key_id] += 1
-        try:
-            async with self._locks.setdefault(key_id, asyncio.Semaphore(self._per_key_max)):
-                yield self._sessions
-        finally:
-            self._counts[key_id] -= 1
-            if not self._counts[key_id]:
-                del self._counts[key_id], self._locks[key_id]
 
 
 def may_see(reader: Principal, organization_id: object) -> bool:
@@ -388,21 +350,15 @@ class BillingServicer(BillingReads, billing_grpc.BillingServiceServicer):
         self._issuer = issuer
         self._draw = Drawer().draw
 
-    @contextlib.asynccontextmanager
-    async def _reading(self, reader: Principal) -> AsyncIterator[AsyncSession]:
+    def _reading(self, reader: Principal) -> AbstractAsyncContextManager[AsyncSession]:
         """Open a session on one snapshot, with the timeout of reports. Raises: TooManyReports."""
-        with patience(REPORT_S + 2):
-            async with self._reports.session_of(reader) as sessions, sessions() as session:
-                await read_one_moment(session, REPORT_S)
-                yield session
+        return self._reports.reading(reader)
 
     async def GetUsage(
         self, request: usage_pb.GetUsageRequest, context: Context
     ) -> usage_pb.GetUsageResponse:
         principal = await self._caller(context)
-        if any(each not in GROUPINGS for each in request.group_by):
-            raise InvalidValue("group_by", "must name the dimensions of the rows")
-        by = [GROUPINGS[each] for each in request.group_by]
+        by = groupings(request.group_by)
         async with self._reading(principal) as session:
             of, currency = await usage_filter(session, principal, request)
             page = await usage_page(
@@ -581,11 +537,16 @@ async def usage_filter(
 
     The currency is empty if the request covers all organizations. Raises: NotFound, InvalidValue.
     """
+    if not (request.month or request.first_day):
+        raise InvalidValue("month", "is required, unless first_day is given")
+    today = (await database_now(session)).astimezone(UTC).date()
+    period = period_of(request.month, request.first_day, request.last_day, today)
+    day = parse_day(request.day)
     everyone = not request.organization and "admin" in principal.scopes
     if everyone:
         if request.project or request.api_key:
             raise InvalidValue("organization", "is required with a project or an API key")
-        return UsageFilter(request.month, day=parse_day(request.day), model=request.model), ""
+        return UsageFilter(period, day=day, model=request.model), ""
     owner = await visible_or_own(session, principal, request.organization)
     project_id = api_key_id = None
     if request.project:
@@ -598,32 +559,8 @@ async def usage_filter(
         if key.organization_id != owner.id:
             raise NotFound("API key", request.api_key)
         api_key_id = key.id
-    of = UsageFilter(
-        request.month, owner.id, parse_day(request.day), project_id, api_key_id, request.model
-    )
+    of = UsageFilter(period, owner.id, day, project_id, api_key_id, request.model)
     return of, owner.currency_code
-
-
-def parse_day(day: str) -> date | None:
-    """Parse a day `YYYY-MM-DD`. Returns None for an empty string. Raises: InvalidValue."""
-    if not day:
-        return None
-    try:
-        return datetime.strptime(day, "%Y-%m-%d").date()
-    except ValueError:
-        raise InvalidValue("day", f"{day[:64]!r} is not a day: give it as YYYY-MM-DD") from None
-
-
-def usage_row(row: UsageRow, currency_code: str) -> usage_pb.UsageRow:
-    """Convert a row of usage to a message. Fields that the report does not group by stay empty."""
-    return wire.message_of(
-        usage_pb.UsageRow,
-        row,
-        currency_code,
-        outcome=row.outcome and row.outcome.upper(),
-        pending_amount=row.pending_picos,
-        **{COUNT_FIELDS[kind]: count for kind, count in row.token_counts.items()},
-    )
 
 
 def forecast_message(

@@ -78,7 +78,7 @@ OFFERED: Mapping[str, tuple[str, ...]] = {
         *("ListMonths", "GetMonthReport", "GetMonthDocument"),
         *("GetInvoice", "VerifyMonth", "GetReconciliation", "ListAdjustments"),
     ),
-    "InferenceService": ("ListModels", "GetQuota", "GetGeneration"),
+    "InferenceService": ("ListModels", "GetQuota", "GetGeneration", "GetOwnUsage"),
     "ReceiptService": ("GetReceiptMonth",),
 }
 

@@ -1,18 +1,20 @@
 """Messages that several services send: limits, models, prices, receipts, billing profiles,
-requests.
+requests, usage.
 """
 
 from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from sqlalchemy.ext.asyncio import AsyncSession
 from weir.v1 import alerts_pb2, receipts_pb2, types_pb2
 from weir.v1 import inference_service_pb2 as pb
+from weir.v1 import usage_reports_pb2 as usage_pb
 
 from api.core import wire
 from api.core.wire import DIMENSION_NUMBERS, MICROS_PER_SECOND, SUBJECTS, known_time, message_of
@@ -20,14 +22,27 @@ from inference.engine import ModelInfo
 from inference.routing.router import Router
 from metering.alerts.alerts import KeyChange, ListedAlert, facts_of
 from metering.alerts.webhooks import WebhookState
-from metering.core.models import Hold, HoldState, QuotaDimension, QuotaSubject, UsageEvent
+from metering.core.errors import InvalidValue
+from metering.core.models import (
+    Hold,
+    HoldState,
+    QuotaDimension,
+    QuotaSubject,
+    TokenKind,
+    UsageEvent,
+)
 from metering.pricing.prices import CustomerPrice, customer_prices, versions_in_force
 from metering.quotas.quota_rules import NO_WINDOW, QuotaRule, QuotaState, Weights, window_ends
 from metering.quotas.quota_states import effective
 from metering.receipts.chaining import IssuedReceipt
 from metering.receipts.encoding import owners_in, parts_of
 from metering.receipts.months import receipts_of_hold
-from metering.reports.usage_reports import find_recorded_request
+from metering.reports.usage_reports import (
+    Grouping,
+    OwnUsage,
+    UsageRow,
+    find_recorded_request,
+)
 from metering.store.db import Sessions
 from metering.tenants.authentication import Principal
 from metering.tenants.billing_profiles import BillingProfile
@@ -47,6 +62,13 @@ STATES = {
     HoldState.VOIDED: pb.Generation.STATE_VOIDED,
     HoldState.EXPIRED: pb.Generation.STATE_EXPIRED,
 }
+
+GROUPINGS: Mapping[int, Grouping] = {
+    usage_pb.UsageGrouping.Value(f"USAGE_GROUPING_{each.name}"): each for each in Grouping
+}
+# Each kind of token has a field: tokens of a kind without one would be billed but not shown.
+COUNT_FIELDS: Mapping[TokenKind, str] = {kind: f"{kind}_token_count" for kind in TokenKind}
+TIME_ZONE = "UTC"
 
 
 def quota_status(state: QuotaState) -> types_pb2.QuotaStatus:
@@ -377,4 +399,36 @@ def total_usage(events: Sequence[UsageEvent]) -> types_pb2.Usage:
     names = types_pb2.Usage.DESCRIPTOR.fields_by_name
     return types_pb2.Usage(
         **{name: sum(getattr(event, name) for event in events) for name in names}
+    )
+
+
+def groupings(numbers: Iterable[int]) -> list[Grouping]:
+    """Convert the groupings of a request for usage. Raises: InvalidValue."""
+    found = [GROUPINGS.get(each) for each in numbers]
+    if None in found:
+        raise InvalidValue("group_by", "must name the dimensions of the rows")
+    return [each for each in found if each is not None]
+
+
+def usage_row(row: UsageRow, currency_code: str) -> usage_pb.UsageRow:
+    """Convert a row of usage to a message. Fields that the report does not group by stay empty."""
+    return wire.message_of(
+        usage_pb.UsageRow,
+        row,
+        currency_code,
+        outcome=row.outcome and row.outcome.upper(),
+        pending_amount=row.pending_picos,
+        **{COUNT_FIELDS[kind]: count for kind, count in row.token_counts.items()},
+    )
+
+
+def own_usage_message(report: OwnUsage, currency_code: str) -> usage_pb.GetOwnUsageResponse:
+    """Convert the usage of a key or a project to a message, which does not name its owner."""
+    unnamed = [replace(row, organization_id=None, organization_name=None) for row in report.rows]
+    return usage_pb.GetOwnUsageResponse(
+        rows=[usage_row(each, currency_code) for each in unnamed],
+        total=usage_row(report.total, currency_code),
+        first_day=str(report.days.first),
+        last_day=str(report.days.last),
+        time_zone=TIME_ZONE,
     )

@@ -1,4 +1,6 @@
-"""`InferenceService`: generate, count tokens, list models and quotas, quote, look up, embed."""
+"""`InferenceService`: generate, count tokens, list models and quotas, quote, look up, embed, own
+usage.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,28 @@ from typing import TypeVar
 from google.protobuf.message import Message
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc as pb_grpc
+from weir.v1 import usage_reports_pb2 as usage_pb
 
 from api.access.auth import Authenticator, StreamKey, bearer_token, check_model, metadata_values
+from api.access.servicer import Reports
 from api.core import wire
 from api.core.addresses import FORWARDED_FOR, Origin
-from api.core.errors import AddressNotAllowed, FieldViolation, InvalidRequest, Overloaded
+from api.core.errors import (
+    AddressNotAllowed,
+    FieldViolation,
+    InvalidRequest,
+    Overloaded,
+    PermissionDenied,
+)
 from api.core.interceptor import IS_COSTLY, METHOD, Context
-from api.core.messages import effective_quota_statuses, find_generation, models_for, restrictions
+from api.core.messages import (
+    effective_quota_statuses,
+    find_generation,
+    groupings,
+    models_for,
+    own_usage_message,
+    restrictions,
+)
 from api.generation.parsing.embed_request import parse_embed
 from api.generation.parsing.start_frame import parse_count_tokens
 from api.generation.request.caller import Caller
@@ -38,7 +55,8 @@ from api.rpc.open_streams import OpenStreams
 from metering.alerts.alerts import latest_key_change
 from metering.control.live import certificate_of
 from metering.quotas.quota_states import quotas_for
-from metering.store.db import Sessions
+from metering.reports.usage_reports import UsageFilter, own_usage, period_of, utc_date
+from metering.store.db import Sessions, database_now
 from metering.tenants.authentication import Principal
 
 Request = TypeVar("Request", bound=Message)
@@ -55,6 +73,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         registry: RequestRegistry,
         authenticator: Authenticator,
         sessions: Sessions,
+        reports: Reports,
         *,
         for_peers: bool = False,
     ) -> None:
@@ -62,6 +81,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         self._registry = registry
         self._authenticator = authenticator
         self._sessions = sessions
+        self._reports = reports
         self._for_peers = for_peers
         settings = registry.settings
         self._open_streams = OpenStreams(settings.connections.streams_max)
@@ -193,6 +213,29 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         async with self._sessions() as session:
             generation = await find_generation(session, principal.project_id, request_id)
         return pb.GetGenerationResponse(generation=generation)
+
+    async def GetOwnUsage(
+        self, request: usage_pb.GetOwnUsageRequest, context: Context
+    ) -> usage_pb.GetOwnUsageResponse:
+        """Report usage and cost of the caller's key, or of its project."""
+        principal = await self._authenticator.principal(context)
+        if request.project and principal.models:
+            raise PermissionDenied(
+                f"this API key is limited to {', '.join(sorted(principal.models))} and sees only"
+                " its own usage: ask without `project`, or use a key without such a limit"
+            )
+        by = groupings(request.group_by)
+        async with self._reports.reading(principal) as session:
+            today = utc_date(await database_now(session))
+            of = UsageFilter(
+                period_of(request.month, request.first_day, request.last_day, today),
+                principal.organization_id,
+                project_id=principal.project_id if request.project else None,
+                api_key_id=None if request.project else principal.api_key_id,
+                model=request.model,
+            )
+            report = await own_usage(session, of, by)
+        return own_usage_message(report, principal.currency_code)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Embed texts as vectors, and bill their tokens."""

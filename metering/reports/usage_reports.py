@@ -1,10 +1,11 @@
-"""Usage reports of a month by day, project, API key, model or request.
+"""Usage reports of a month or of a range of days, by day, project, API key, model or request.
 
 They read counts and costs, never prompts.
 
-A report covers the usage that the month's bill charges: usage posted to the month, including late
-usage of earlier months, and usage of the month that is not posted yet, reported as pending. The
-rows of a month therefore add up to the usage lines of its invoice. The day of usage is that of its
+A report of a month covers the usage that the month's bill charges: usage posted to the month,
+including late usage of earlier months, and usage of the month that is not posted yet, reported as
+pending. The rows of a month therefore add up to the usage lines of its invoice. A report of days
+covers the usage of these days, whichever month charges it. The day of usage is that of its
 settlement, in UTC. Statements use the index on (organization_id, settled_at).
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, date, datetime, timedelta
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -60,6 +61,7 @@ ROW_SUMS = ",\n           ".join(
 BY_HASH = text("SET LOCAL enable_sort = off")
 # A row has some 300 bytes, so a page is far smaller than the maximum message.
 PAGE_SIZE, PAGE_SIZE_MAX = 1_000, 10_000
+DAYS_MAX = 92  # of one report: a quarter
 
 
 class Grouping(StrEnum):
@@ -74,10 +76,20 @@ class Grouping(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class UsageFilter:
-    """Usage of a month `YYYY-MM`, of one organization or all, narrowed by the other fields set."""
+class Days:
+    """Range of days in UTC, both included."""
 
-    month: str
+    first: date
+    last: date
+
+
+@dataclass(frozen=True, slots=True)
+class UsageFilter:
+    """Usage of a month `YYYY-MM` or of a range of days, of one organization or all, narrowed by the
+    other fields set.
+    """
+
+    period: str | Days
     organization_id: uuid.UUID | None = None
     day: date | None = None
     project_id: uuid.UUID | None = None
@@ -123,6 +135,7 @@ PARTS = f"""u.outcome, u.rated_at IS NOT NULL AS is_posted, u.settled_at < :begi
            count(*) FILTER (WHERE u.part = 0) AS request_count, sum(u.cost_picos) AS cost,
            sum(u.migration_count) AS migration_count, {KIND_SUMS}"""
 
+USED = "u.settled_at >= :begins AND u.settled_at < :ends"
 # Usage that the month's bill charges. Usage that is unrated when the month is closed is charged by
 # a later one.
 CHARGED = f"""
@@ -234,15 +247,14 @@ WHERE (CAST(:organization_id AS uuid) IS NULL OR t.organization_id = :organizati
 
 def where(of: UsageFilter, parameters: dict[str, Any]) -> str:
     """Build the SQL condition of a filter, and add its values to `parameters`."""
-    conditions = [
-        CHARGED.format(
-            owner="true" if of.organization_id is None else "t.organization_id = :organization_id"
-        )
-    ]
+    conditions = [USED]
+    if isinstance(of.period, str):
+        owner = "true" if of.organization_id is None else "t.organization_id = :organization_id"
+        conditions = [CHARGED.format(owner=owner)]
     if of.organization_id is not None:
         conditions.insert(0, "u.organization_id = :organization_id")
     if of.day is not None:
-        parameters["day_begins"] = datetime(of.day.year, of.day.month, of.day.day, tzinfo=UTC)
+        parameters["day_begins"] = midnight(of.day)
         conditions.append(
             "u.settled_at >= :day_begins AND u.settled_at < :day_begins + interval '24 hours'"
         )
@@ -263,28 +275,65 @@ async def parameters_of(session: AsyncSession, of: UsageFilter) -> dict[str, Any
     The start of the usage is queried first, so that the planner can estimate the range of the index
     that a statement reads. Raises: InvalidValue for an invalid month or model name.
     """
-    begins, ends = month_bounds(of.month)
     if of.model:
         checked_model(of.model)
-    month = {
-        "organization_id": of.organization_id,
-        "begins": begins,
-        "ends": ends,
-        "month": begins.date(),
-    }
-    first = (await session.execute(FIRST_USE, month)).scalar_one()
-    return month | {
-        "first": first,
-        **{
-            name: [outcome.value for outcome in outcomes]
-            for name, outcomes in REPORTED_OUTCOMES.items()
-        },
-    }
+    parameters: dict[str, Any] = {
+        name: [outcome.value for outcome in outcomes]
+        for name, outcomes in REPORTED_OUTCOMES.items()
+    } | {"organization_id": of.organization_id}
+    if isinstance(of.period, Days):
+        ends = midnight(of.period.last) + timedelta(days=1)
+        return parameters | {"begins": midnight(of.period.first), "ends": ends}
+    begins, ends = month_bounds(of.period)
+    parameters |= {"begins": begins, "ends": ends, "month": begins.date()}
+    first = (await session.execute(FIRST_USE, parameters)).scalar_one()
+    return parameters | {"first": first}
 
 
 def utc_date(moment: datetime) -> date:
     """Convert a time to its date in UTC."""
     return moment.astimezone(UTC).date()
+
+
+def midnight(day: date) -> datetime:
+    """Return the begin of a day in UTC."""
+    return datetime(day.year, day.month, day.day, tzinfo=UTC)
+
+
+def parse_day(day: str, field: str = "day") -> date | None:
+    """Parse a day `YYYY-MM-DD`. Returns None for an empty string. Raises: InvalidValue."""
+    if not day:
+        return None
+    try:
+        return datetime.strptime(day, "%Y-%m-%d").date()
+    except ValueError:
+        raise InvalidValue(field, f"{day[:64]!r} is not a day: give it as YYYY-MM-DD") from None
+
+
+def period_of(month: str, first_day: str, last_day: str, today: date) -> str | Days:
+    """Choose the period of a report: a month, else a range of days, which ends today if no last day
+    is given, and by default begins with the current month. Raises: InvalidValue.
+    """
+    first, last = parse_day(first_day, "first_day"), parse_day(last_day, "last_day") or today
+    if month:
+        if first_day or last_day:
+            raise InvalidValue("month", "must be empty beside first_day or last_day")
+        month_bounds(month)
+        return month
+    if first is None:
+        if last_day:
+            raise InvalidValue("first_day", "is required with last_day")
+        first = today.replace(day=1)
+    if last < first:
+        raise InvalidValue("last_day", f"{last} is before the first day, {first}")
+    if (last - first).days >= DAYS_MAX:
+        latest = first + timedelta(days=DAYS_MAX - 1)
+        raise InvalidValue(
+            "last_day", f"must be {latest} or before: a report covers {DAYS_MAX} days at most"
+        )
+    if last == date.max:
+        raise InvalidValue("last_day", f"must be before {date.max}")
+    return Days(first, last)
 
 
 DAILY_COSTS = text(f"""
@@ -340,6 +389,11 @@ class UsageRow:
     outcome: str | None = None
     settled_at: datetime | None = None
 
+    @property
+    def cost_picos(self) -> int:
+        """Cost, posted or not."""
+        return self.amount_picos + self.pending_picos
+
 
 @dataclass(frozen=True, slots=True)
 class UsagePage:
@@ -394,6 +448,58 @@ async def usage_total(session: AsyncSession, of: UsageFilter) -> UsageRow:
     parts = f"SELECT {PARTS} FROM usage_events u WHERE {where(of, parameters)} GROUP BY {PART_KEYS}"
     return usage_row(
         (await session.execute(text(f"SELECT {ROW_SUMS} FROM ({parts}) parts"), parameters)).one()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnUsage:
+    """Usage that a key may see: rows by day and model, their sum, and the days asked for."""
+
+    rows: tuple[UsageRow, ...]
+    total: UsageRow
+    days: Days
+
+
+async def own_usage(session: AsyncSession, of: UsageFilter, by: Sequence[Grouping]) -> OwnUsage:
+    """Report usage by day, model or both, on one page. Raises: InvalidValue."""
+    groups = tuple(by) or (Grouping.DAY, Grouping.MODEL)
+    if not set(groups) <= {Grouping.DAY, Grouping.MODEL}:
+        raise InvalidValue("group_by", "must be `day`, `model` or both")
+    page = await usage_page(session, of, groups, page_size=PAGE_SIZE_MAX)
+    if page.next_token:
+        raise InvalidValue(
+            "group_by", f"gives more than {PAGE_SIZE_MAX:,} rows: ask for fewer days, or one model"
+        )
+    days = of.period
+    if isinstance(days, str):
+        begins, ends = month_bounds(days)
+        days = Days(utc_date(begins), utc_date(ends - timedelta(days=1)))
+    return OwnUsage(page.rows, sum_of(page.rows), days)
+
+
+def sum_of(rows: Sequence[UsageRow]) -> UsageRow:
+    """Sum rows of one organization, which costs less than reading the usage once more."""
+
+    def total(name: str) -> int:
+        return sum(getattr(row, name) for row in rows)
+
+    def share(name: str) -> Share:
+        shares = [getattr(row, name) for row in rows]
+        counts = [sum(getattr(each, field.name) for each in shares) for field in fields(Share)]
+        return Share(*counts)
+
+    return UsageRow(
+        late=any(row.late for row in rows),
+        request_count=total("request_count"),
+        token_counts={
+            kind: sum(row.token_counts[kind] for row in rows) for kind in COUNTS_OF_EVENT
+        },
+        cancelled=share("cancelled"),
+        limited=share("limited"),
+        failed=share("failed"),
+        amount_picos=total("amount_picos"),
+        pending_picos=total("pending_picos"),
+        migration_count=total("migration_count"),
     )
 
 

@@ -2,6 +2,7 @@
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
+import { ticks } from "../../api/console/static/chart.mjs";
 import * as format from "../../api/console/static/format.mjs";
 
 test("counts are grouped, and a missing number is zero", () => {
@@ -84,4 +85,25 @@ test("a column of amounts has the decimals of its finest", () => {
   assert.equal(format.amountPlaces([usd("1"), usd("0", "7050000"), undefined, usd("0", "-500000000000")]), 8);
   assert.equal(format.amount(usd("1"), 8), "1.00000000");
   assert.equal(format.amountPlaces([]), 2);
+});
+
+test("an axis has round marks, from 0 to at least the largest value", () => {
+  const marks = (most) => ticks(BigInt(most)).map(Number);
+  assert.deepEqual([0, 1, 4, 5, 9, 41, 1000].map(marks), [[0], [0, 1], [0, 1, 2, 3, 4], [0, 2, 4, 6], [0, 5, 10], [0, 20, 40, 60], [0, 500, 1000]]);
+  for (const digits of [1, 6, 12, 30]) {
+    const most = BigInt("7".repeat(digits)), found = ticks(most);
+    assert.ok(found.length <= 5 && found.at(-1) >= most && found.at(-2) < most);
+  }
+});
+
+test("a cost at a glance is rounded, and exact near zero", () => {
+  assert.equal(format.brief(29130360225000n, "USD"), "29.13");
+  assert.equal(format.brief(29135000000000n, "USD"), "29.14");
+  assert.equal(format.brief(38700000n, "USD"), "0.0000387");
+  assert.equal(format.brief(1234567000000000000n, "JPY"), "1,234,567");
+});
+
+test("days run from one to another over the ends of months", () => {
+  assert.deepEqual(format.daysBetween("2028-02-28", "2028-03-01"), ["2028-02-28", "2028-02-29", "2028-03-01"]);
+  assert.equal(format.dayOf(Date.parse("2026-03-01T23:59:59Z"), 1), "2026-02-28");
 });

@@ -25,8 +25,10 @@ from weir_client import (
 )
 
 from api.access.auth import Authenticator
-from api.admin.billing_service import COUNT_FIELDS, BillingServicer, Reports
+from api.access.servicer import Reports
+from api.admin.billing_service import BillingServicer
 from api.core.interceptor import Guard, GuardedServices
+from api.core.messages import COUNT_FIELDS
 from metering.core.models import TokenKind
 from metering.invoicing.invoice_document import Issuer
 from metering.ledger.rating import rate_all_pending

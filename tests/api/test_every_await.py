@@ -19,6 +19,7 @@ import grpc
 import pytest
 from weir.v1 import inference_service_pb2 as pb
 
+from api.access.servicer import Reports
 from api.core.errors import Draining
 from api.core.settings import Settings
 from api.generation.delivery.delta import Delta
@@ -237,7 +238,11 @@ async def open_processes(
     for process in (world.here, world.elsewhere):
         await process.engine.start()
     servicer = InferenceServicer(
-        world.elsewhere.process, world.elsewhere.authenticator, world.sessions, for_peers=True
+        world.elsewhere.process,
+        world.elsewhere.authenticator,
+        world.sessions,
+        Reports(world.sessions, 1),
+        for_peers=True,
     )
     identity = make_identity(world.elsewhere.process_id)
     accepted = PeerCertificates(identity)

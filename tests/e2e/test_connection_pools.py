@@ -10,7 +10,7 @@ import grpc
 import psycopg
 import pytest
 
-from api.admin.billing_service import WAITING_PER_KEY_MAX
+from api.access.servicer import WAITING_PER_KEY_MAX
 from metering.store.db import psycopg_conninfo
 from tests.calls import Calls
 from tests.service import Refusal, Service, until

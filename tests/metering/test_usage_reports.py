@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import base64
+import itertools
+import random
 import uuid
+from collections import Counter
+from collections.abc import Sequence
 from datetime import UTC, date, datetime, timedelta
 
 import pytest
@@ -13,22 +17,27 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from metering.core.errors import InvalidValue
 from metering.core.models import TokenKind
 from metering.core.pages import page_token
+from metering.invoicing.adjustments import approve, create_adjustment
 from metering.invoicing.months import month_report
 from metering.ledger.rating import rate_all_pending
 from metering.reports.usage_reports import (
+    Days,
     Grouping,
+    OwnUsage,
     Share,
     UsageFilter,
     UsageRow,
     group_statement,
+    own_usage,
     parameters_of,
+    period_of,
     usage_page,
     usage_total,
 )
 from metering.store.db import Sessions
 from metering.tenants.api_keys import create_api_key
 from metering.tenants.key_terms import KeyTerms
-from metering.tenants.tenants import create_project
+from metering.tenants.tenants import create_project, find_organization
 from tests.metering.queries import execute_unguarded
 from tests.metering.usage import Acme, Consumed, Customer, add_usage, new_customer, new_price
 
@@ -226,6 +235,140 @@ async def test_usage_of_a_closed_month_is_shown_in_the_month_that_charges_it(acm
         (date(2026, 10, 31), 5, True),
         (date(2026, 11, 1), 7, False),
     ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_what_keys_and_projects_see_adds_up_to_the_bill_to_the_last_pico(
+    acme: Acme, seed: int
+) -> None:
+    """Random usage of three keys: closed and open months, late and unposted usage, adjustments."""
+    dice = random.Random(seed)
+    async with acme.sessions.begin() as session:
+        bot = await second_key(session)
+        key, secret = await create_api_key(
+            session, organization="acme", project="search", name="more", actor="test"
+        )
+        more = Customer(key.organization_id, "acme", key, secret)
+        bolt = await new_customer(session, "bolt")
+        prices = [acme.price, await new_price(session, "large", embedding_picos_per_token=7_001)]
+    keys = [acme.customer, more, bot]
+    spent: Counter[tuple[uuid.UUID, date]] = Counter()
+
+    async def spend(*months: int) -> None:
+        async with acme.sessions.begin() as session:
+            for who, price in itertools.product((*keys, bolt), prices):
+                events = [consumed(dice, months) for _ in range(dice.randrange(1, 12))]
+                await add_usage(session, who, price, events)
+                for each in events:
+                    spent[who.key.id, each.settled_at.date()] += each.cost(price)
+
+    await spend(9, 10, 11)
+    await rate_all_pending(acme.sessions)
+    for closed in (9, 10)[: dice.randrange(3)]:
+        await acme.mark_closed(date(2026, closed, 1), FIRST)
+    await spend(10, 11)
+    await rate_all_pending(acme.sessions)
+    async with acme.sessions.begin() as session:
+        adjustment = await create_adjustment(
+            session,
+            organization="acme",
+            amount_picos=dice.randrange(1, 10**12),
+            currency_code="USD",
+            reason="an outage",
+            actor="ann",
+        )
+        await approve(session, adjustment_id=str(adjustment.id), actor="bob")
+    await spend(11)  # not posted yet
+
+    projects = {who.key.project_id for who in keys}
+    async with acme.sessions() as session:
+        for month in ("2026-09", "2026-10", "2026-11"):
+            bill = await month_report(session, organization="acme", month=month)
+            of_keys = [await own(session, month, api_key_id=who.key.id) for who in keys]
+            of_projects = [await own(session, month, project_id=each) for each in projects]
+            for found in (of_keys, of_projects):
+                assert sum(each.total.amount_picos for each in found) == sum(
+                    line.amount_picos for line in bill.lines
+                )
+                billed: Counter[tuple[str | None, TokenKind]] = Counter()
+                for row in itertools.chain(*(each.rows for each in found)):
+                    billed.update({(row.model, k): n for k, n in row.token_counts.items()})
+                    if row.pending_picos:
+                        assert month == "2026-11"
+                shown = Counter[tuple[str | None, TokenKind]]()
+                for line in bill.lines:
+                    shown[line.model, line.token_kind] += line.token_count
+                assert month == "2026-11" or +billed == shown
+        used = sorted({day for _, day in spent})
+        for who in keys * 3:
+            days = Days(*sorted(dice.choices(used, k=2)))
+            report = await own(session, days, api_key_id=who.key.id)
+            by_day: Counter[date | None] = Counter()
+            for row in report.rows:
+                by_day[row.day] += row.cost_picos
+            assert by_day == {
+                day: cost
+                for (key_id, day), cost in spent.items()
+                if key_id == who.key.id and days.first <= day <= days.last
+            }
+            assert report.total.cost_picos == by_day.total()
+            what = UsageFilter(days, who.organization_id, api_key_id=who.key.id)
+            total = await usage_total(session, what)
+            assert report.total == total, "the sum of the rows is that of the events"
+
+
+def consumed(dice: random.Random, months: Sequence[int]) -> Consumed:
+    """Make usage of a random moment in one of these months."""
+    begins = datetime(2026, dice.choice(months), 1, tzinfo=UTC)
+    at = begins + timedelta(microseconds=dice.randrange(30 * 86_400 * 10**6))
+    if not dice.randrange(5):
+        return Consumed(embedding_token_count=dice.randrange(1, 999), settled_at=at)
+    input_count, outcome = dice.randrange(999), dice.choice(("stop", "cancelled", "failed"))
+    cached = dice.randrange(input_count + 1)
+    return Consumed(input_count, cached, dice.randrange(999), outcome, at)
+
+
+async def own(
+    session: AsyncSession,
+    period: str | Days,
+    *,
+    project_id: uuid.UUID | None = None,
+    api_key_id: uuid.UUID | None = None,
+) -> OwnUsage:
+    """Report the usage of a key or a project of `acme`."""
+    acme = await find_organization(session, "acme")
+    what = UsageFilter(period, acme.id, project_id=project_id, api_key_id=api_key_id)
+    return await own_usage(session, what, ())
+
+
+@pytest.mark.parametrize(
+    ("month", "first", "last", "field"),
+    [
+        ("2026-13", "", "", "month"),
+        ("2026-11", "2026-11-01", "", "month"),
+        ("2026-11", "", "2026-11-01", "month"),
+        ("", "2026-11-31", "", "first_day"),
+        ("", "yesterday", "", "first_day"),
+        ("", "2026-11-01", "2026-11", "last_day"),
+        ("", "", "2026-11-01", "first_day"),
+        ("", "2026-11-02", "2026-11-01", "last_day"),
+        ("", "2026-08-01", "2026-11-01", "last_day"),
+        ("", "9999-12-01", "9999-12-31", "last_day"),
+    ],
+)
+def test_a_period_that_cannot_be_is_refused_by_name(
+    month: str, first: str, last: str, field: str
+) -> None:
+    with pytest.raises(InvalidValue, match=field):
+        period_of(month, first, last, date(2026, 11, 27))
+
+
+def test_a_period_ends_today_and_begins_with_the_month() -> None:
+    today = date(2026, 11, 27)
+
+    assert period_of("", "", "", today) == Days(date(2026, 11, 1), today)
+    assert period_of("", "2026-08-28", "", today) == Days(date(2026, 8, 28), today)
+    assert period_of("2026-02", "", "", today) == "2026-02"
 
 
 async def test_all_customers_are_separate_with_their_currency(acme: Acme) -> None:

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc, types_pb2
+from weir.v1 import usage_reports_pb2 as usage_pb
 from weir_client.loop_thread import LoopThread
 
 _Reply = TypeVar("_Reply", bound=Message)
@@ -105,6 +106,11 @@ class ScriptedInference(inference_service_pb2_grpc.InferenceServiceServicer):
         self, request: pb.GetGenerationRequest, context: Any
     ) -> pb.GetGenerationResponse:
         return await self._answer(request, context, pb.GetGenerationResponse())
+
+    async def GetOwnUsage(
+        self, request: usage_pb.GetOwnUsageRequest, context: Any
+    ) -> usage_pb.GetOwnUsageResponse:
+        return await self._answer(request, context, usage_pb.GetOwnUsageResponse())
 
     async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
         return await self._answer(request, context, pb.EmbedResponse())

@@ -379,6 +379,21 @@ async def test_looks_up(client: AsyncClient, limited: AsyncClient) -> None:
         await client.get_generation(str(uuid.uuid4()))
 
 
+async def test_reports_own_usage(client: AsyncClient) -> None:
+    result = await client.complete(MODEL, token_ids=PROMPT, max_output_tokens=2)
+    report = await client.usage(by=["model"], model=MODEL)
+    project = await client.usage(project=True, month=report.first_day[:7])
+    [row] = report.rows
+    assert (row.model, row.day) == (MODEL, "")
+    assert row.cost == report.total.cost >= result.cost
+    assert row.token_count >= result.usage.input_token_count + result.usage.billed_token_count
+    assert project.total.cost >= report.total.cost
+    assert {each.day for each in project.rows} == {report.last_day}
+    with pytest.raises(InvalidRequest) as caught:
+        await client.usage(first_day="2026-01-01", last_day="2026-12-31")
+    assert caught.value.details.field_violations[0].field == "last_day"
+
+
 async def test_counts_tools(client: AsyncClient) -> None:
     tools = [
         Tool("check", "Checks it.", {"type": "object", "properties": {"ok": {"type": "boolean"}}}),

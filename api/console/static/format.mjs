@@ -2,6 +2,7 @@
 
 const MINUS = "\u2212";
 const PICOS = 12;
+const DAY_MS = 86400000;
 const TOKENS_PER_PRICE = 6; // decimals: prices are shown per million tokens, and sent in picos per token
 
 // ISO 4217: currencies whose minor unit has other than two decimals.
@@ -167,6 +168,25 @@ export function daysOf(month) {
   const [year, number] = month.split("-").map(Number);
   const last = new Date(Date.UTC(year, number, 0)).getUTCDate();
   return Array.from({ length: last }, (_, index) => `${month}-${two(index + 1)}`);
+}
+
+// Days from one to another, both included, as YYYY-MM-DD.
+export function daysBetween(first, last) {
+  const days = [];
+  for (let at = Date.parse(first); at <= Date.parse(last); at += DAY_MS) days.push(dayOf(at));
+  return days;
+}
+
+// Day (UTC) of a time in milliseconds, `back` days before it.
+export function dayOf(atMs, back = 0) {
+  return new Date(atMs - back * DAY_MS).toISOString().slice(0, 10);
+}
+
+// An amount in picos to read at a glance: rounded to its currency's minor unit, and exact if that is nearly 0.
+export function brief(picos, currencyCode) {
+  const digits = minorDigits(currencyCode);
+  const unit = 10n ** BigInt(PICOS - digits);
+  return picos < unit * 100n && picos > -unit * 100n ? decimal(picos, PICOS, digits) : decimal((picos + unit / 2n) / unit, digits, digits);
 }
 
 // Wait after failures: doubled by each, up to a minute; reset by a success.

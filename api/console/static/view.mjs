@@ -134,7 +134,7 @@ export class View {
     const byName = new Map(months.map((each) => [each.month, each]));
     const options = names.map((name) => [name, byName.get(name)?.state === "MONTH_STATE_CLOSED" ? `${name}, closed` : name]);
     const chooser = choice("Month (UTC)", options, chosen, (month) => this.go({ month }));
-    return { chosen, chooser, months };
+    return { chosen, chooser, months, options };
   }
 
   // Form that opens this page with the entered parameters. names: labels by parameter.

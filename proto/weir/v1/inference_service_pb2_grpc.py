@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from weir.v1 import inference_service_pb2 as weir_dot_v1_dot_inference__service__pb2
+from weir.v1 import usage_reports_pb2 as weir_dot_v1_dot_usage__reports__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -66,6 +67,11 @@ class InferenceServiceStub:
                 '/weir.v1.InferenceService/GetGeneration',
                 request_serializer=weir_dot_v1_dot_inference__service__pb2.GetGenerationRequest.SerializeToString,
                 response_deserializer=weir_dot_v1_dot_inference__service__pb2.GetGenerationResponse.FromString,
+                _registered_method=True)
+        self.GetOwnUsage = channel.unary_unary(
+                '/weir.v1.InferenceService/GetOwnUsage',
+                request_serializer=weir_dot_v1_dot_usage__reports__pb2.GetOwnUsageRequest.SerializeToString,
+                response_deserializer=weir_dot_v1_dot_usage__reports__pb2.GetOwnUsageResponse.FromString,
                 _registered_method=True)
         self.Embed = channel.unary_unary(
                 '/weir.v1.InferenceService/Embed',
@@ -131,6 +137,14 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetOwnUsage(self, request, context):
+        """Returns usage and cost of the calling key, or of its project, by day and model.
+        RESOURCE_EXHAUSTED if too many reports of the key wait.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Embed(self, request, context):
         """Turns texts into vectors with an embedding model. Billed by embedded tokens, at the model's
         embedding price.
@@ -178,6 +192,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetGeneration,
                     request_deserializer=weir_dot_v1_dot_inference__service__pb2.GetGenerationRequest.FromString,
                     response_serializer=weir_dot_v1_dot_inference__service__pb2.GetGenerationResponse.SerializeToString,
+            ),
+            'GetOwnUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetOwnUsage,
+                    request_deserializer=weir_dot_v1_dot_usage__reports__pb2.GetOwnUsageRequest.FromString,
+                    response_serializer=weir_dot_v1_dot_usage__reports__pb2.GetOwnUsageResponse.SerializeToString,
             ),
             'Embed': grpc.unary_unary_rpc_method_handler(
                     servicer.Embed,
@@ -350,6 +369,33 @@ class InferenceService:
             '/weir.v1.InferenceService/GetGeneration',
             weir_dot_v1_dot_inference__service__pb2.GetGenerationRequest.SerializeToString,
             weir_dot_v1_dot_inference__service__pb2.GetGenerationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetOwnUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weir.v1.InferenceService/GetOwnUsage',
+            weir_dot_v1_dot_usage__reports__pb2.GetOwnUsageRequest.SerializeToString,
+            weir_dot_v1_dot_usage__reports__pb2.GetOwnUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,6 +6,7 @@ Inference API: generation, embeddings, token counts, quotes, lookups."""
 from collections import abc as _abc
 from grpc import aio as _aio
 from weir.v1 import inference_service_pb2 as _inference_service_pb2
+from weir.v1 import usage_reports_pb2 as _usage_reports_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -60,6 +61,10 @@ class InferenceServiceStub:
     """Returns one request of the key's project by its id: state, usage, cost and timings. NOT_FOUND
     if the project has no such request.
     """
+    GetOwnUsage: _grpc.UnaryUnaryMultiCallable[_usage_reports_pb2.GetOwnUsageRequest, _usage_reports_pb2.GetOwnUsageResponse]
+    """Returns usage and cost of the calling key, or of its project, by day and model.
+    RESOURCE_EXHAUSTED if too many reports of the key wait.
+    """
     Embed: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.EmbedRequest, _inference_service_pb2.EmbedResponse]
     """Turns texts into vectors with an embedding model. Billed by embedded tokens, at the model's
     embedding price.
@@ -103,6 +108,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     GetGeneration: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.GetGenerationRequest, _inference_service_pb2.GetGenerationResponse]  # type: ignore[assignment]
     """Returns one request of the key's project by its id: state, usage, cost and timings. NOT_FOUND
     if the project has no such request.
+    """
+    GetOwnUsage: _aio.UnaryUnaryMultiCallable[_usage_reports_pb2.GetOwnUsageRequest, _usage_reports_pb2.GetOwnUsageResponse]  # type: ignore[assignment]
+    """Returns usage and cost of the calling key, or of its project, by day and model.
+    RESOURCE_EXHAUSTED if too many reports of the key wait.
     """
     Embed: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.EmbedRequest, _inference_service_pb2.EmbedResponse]  # type: ignore[assignment]
     """Turns texts into vectors with an embedding model. Billed by embedded tokens, at the model's
@@ -180,6 +189,16 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_inference_service_pb2.GetGenerationResponse, _abc.Awaitable[_inference_service_pb2.GetGenerationResponse]]:
         """Returns one request of the key's project by its id: state, usage, cost and timings. NOT_FOUND
         if the project has no such request.
+        """
+
+    @_abc_1.abstractmethod
+    def GetOwnUsage(
+        self,
+        request: _usage_reports_pb2.GetOwnUsageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_reports_pb2.GetOwnUsageResponse, _abc.Awaitable[_usage_reports_pb2.GetOwnUsageResponse]]:
+        """Returns usage and cost of the calling key, or of its project, by day and model.
+        RESOURCE_EXHAUSTED if too many reports of the key wait.
         """
 
     @_abc_1.abstractmethod

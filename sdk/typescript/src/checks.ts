@@ -9,6 +9,7 @@ import type {
   GenerateOptions,
   LimitOptions,
   Tool,
+  UsageOptions,
 } from "./options.js";
 
 /** Test of a value, and the description of valid values. */
@@ -127,6 +128,19 @@ export const ATTACH: Readonly<Record<keyof AttachOptions, Check>> = {
   resumeMs: MILLISECONDS,
   prefetchTokens: GENERATE.prefetchTokens,
   signal: SIGNAL,
+};
+
+/** Options of `usage`. */
+export const USAGE: Readonly<Record<keyof UsageOptions, Check>> = {
+  month: TEXT,
+  firstDay: TEXT,
+  lastDay: TEXT,
+  by: [
+    (value) => Array.isArray(value) && value.every((each) => each === "day" || each === "model"),
+    'a list of "day" and "model"',
+  ],
+  model: TEXT,
+  project: BOOLEAN,
 };
 
 /** Options of `update`. */

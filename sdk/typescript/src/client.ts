@@ -1,7 +1,7 @@
 /** Client of the inference API. */
 
 import { create, toBinary } from "@bufbuild/protobuf";
-import { ATTACH, checkOptions, invalid } from "./checks.js";
+import { ATTACH, USAGE, checkOptions, invalid } from "./checks.js";
 import {
   type CallOptionsOf,
   type ClientOptions,
@@ -12,15 +12,23 @@ import {
 } from "./connection.js";
 import { InvalidRequest, NO_DETAILS } from "./errors.js";
 import { ClientFrameSchema, InferenceService } from "./gen/weir/v1/inference_service_pb.js";
+import { UsageGrouping } from "./gen/weir/v1/usage_reports_pb.js";
 import type {
   Generation as RecordedGeneration,
   KeyRestrictions,
   Model,
   QuotaStatus,
   Quote,
+  UsageReport,
 } from "./generated_values.js";
 import { Generation, setKeep } from "./generation.js";
-import type { AttachOptions, CountOptions, EmbedOptions, GenerateOptions } from "./options.js";
+import type {
+  AttachOptions,
+  CountOptions,
+  EmbedOptions,
+  GenerateOptions,
+  UsageOptions,
+} from "./options.js";
 import { buildCount, buildEmbed, buildStart, checkEncodable } from "./prompt.js";
 import { RESUME_MS } from "./resumption.js";
 import { SharedStream } from "./stream.js";
@@ -215,6 +223,25 @@ export class WeirClient implements AsyncDisposable {
     if (response.generation === undefined)
       throw new Error("the server answered without a generation");
     return wire.generation(response.generation);
+  }
+
+  /**
+   * Returns usage and cost of this key, or of its project, by day (UTC) and model. `cost` is exact,
+   * before plan, credit and tax; it includes usage not posted yet.
+   */
+  async usage(options: UsageOptions = {}, call: CallOptionsOf = {}): Promise<UsageReport> {
+    checkOptions(options, USAGE);
+    const { by = [], ...fields } = options;
+    const groupBy = by.map((each) =>
+      each === "day" ? UsageGrouping.DAY : UsageGrouping.MODEL,
+    );
+    return wire.usageReport(
+      await this.connection.call(
+        InferenceService.method.getOwnUsage,
+        { ...fields, groupBy },
+        call,
+      ),
+    );
   }
 
   /**

@@ -142,6 +142,92 @@ export interface Generation {
   readonly migrationCount: number;
 }
 
+/** The part of a row with one outcome; included in the row's numbers. */
+export interface UsageShare {
+  /** Number of requests. */
+  readonly requestCount: number;
+  /** Billed tokens of all kinds. */
+  readonly tokenCount: number;
+  /** Exact cost, posted or not. */
+  readonly amount: Money;
+}
+
+/**
+ * Usage of one group. Fields outside the grouping are empty. Never contains prompts, answers or
+ * labels.
+ */
+export interface UsageRow {
+  /** The customer's id. */
+  readonly organizationId: string;
+  /** The customer's name. */
+  readonly organizationName: string;
+  /** The day of settlement as YYYY-MM-DD, in UTC. */
+  readonly day: string;
+  /** The project's id. */
+  readonly projectId: string;
+  /** The project's name. */
+  readonly projectName: string;
+  /** The API key's id. */
+  readonly apiKeyId: string;
+  /** The API key's name. */
+  readonly apiKeyName: string;
+  /** The API key's prefix. */
+  readonly apiKeyPrefix: string;
+  /** The model. */
+  readonly model: string;
+  /** The request's id. */
+  readonly requestId: string;
+  /** Outcome of the request, as in Generation.outcome. */
+  readonly outcome: string;
+  /** Time of the request's settlement. */
+  readonly settleTime: Date | undefined;
+  /** True if it includes usage of a month closed before, which is billed as late usage. */
+  readonly late: boolean;
+  /** Number of requests. Usage found after a request's settlement adds tokens but no request. */
+  readonly requestCount: number;
+  /** Computed input tokens, without cached ones. */
+  readonly inputTokenCount: number;
+  /** Input tokens from the prefix cache. */
+  readonly cachedInputTokenCount: number;
+  /** Billed output tokens, without those of the model's thinking. */
+  readonly outputTokenCount: number;
+  /** The part of requests cancelled by the client or by a deadline. */
+  readonly cancelled: UsageShare;
+  /** The part of requests ended by a quota, a cost limit, a slow consumer or a filter. */
+  readonly limited: UsageShare;
+  /** The part of requests failed by the server. */
+  readonly failed: UsageShare;
+  /** Exact amount posted to the ledger. */
+  readonly amount: Money;
+  /** Exact amount recorded but not posted yet. Posting takes about a second. */
+  readonly pendingAmount: Money;
+  /** Embedded tokens. */
+  readonly embeddingTokenCount: number;
+  /**
+   * Number of moves of requests to another engine after their first token, because an engine was
+   * lost or drained.
+   */
+  readonly migrationCount: number;
+  /** Billed output tokens of the model's thinking. */
+  readonly reasoningTokenCount: number;
+  /** Exact cost, posted or not: `amount` plus `pending_amount`. */
+  readonly cost: Money;
+}
+
+/** Usage of a key or a project. */
+export interface UsageReport {
+  /** The rows, 10,000 at most: InvalidRequest for more. */
+  readonly rows: readonly UsageRow[];
+  /** Their sum. */
+  readonly total: UsageRow;
+  /** First day of the usage asked for, as YYYY-MM-DD in UTC. Late usage of a month may be older. */
+  readonly firstDay: string;
+  /** Last day of the usage asked for, as YYYY-MM-DD in UTC. */
+  readonly lastDay: string;
+  /** Time zone of the days: always UTC. */
+  readonly timeZone: string;
+}
+
 /** A change that gave an API key a new secret or more rights. */
 export interface KeyChange {
   /** "rotated" or "widened": more scopes, more networks, or a longer life. */

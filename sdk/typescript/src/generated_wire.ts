@@ -41,6 +41,14 @@ import {
   type Usage as UsageMessage,
 } from "./gen/weir/v1/types_pb.js";
 import {
+  GetOwnUsageResponseSchema,
+  UsageRowSchema,
+  UsageShareSchema,
+  type GetOwnUsageResponse as GetOwnUsageResponseMessage,
+  type UsageRow as UsageRowMessage,
+  type UsageShare as UsageShareMessage,
+} from "./gen/weir/v1/usage_reports_pb.js";
+import {
   type Generation,
   type GenerationState,
   type KeyChange,
@@ -57,6 +65,9 @@ import {
   type TokenLogprob,
   type TokenLogprobs,
   type Usage,
+  type UsageReport,
+  type UsageRow,
+  type UsageShare,
 } from "./generated_values.js";
 import { jsonable } from "./money.js";
 
@@ -112,6 +123,61 @@ export function generation(
     outcome: value.outcome,
     labels: value.labels,
     migrationCount: value.migrationCount,
+  };
+}
+
+export function usageShare(
+  value: UsageShareMessage = create(UsageShareSchema),
+): UsageShare {
+  return {
+    requestCount: count(value.requestCount),
+    tokenCount: count(value.tokenCount),
+    amount: money(value.amount),
+  };
+}
+
+export function usageRow(
+  value: UsageRowMessage = create(UsageRowSchema),
+): UsageRow {
+  return {
+    organizationId: value.organizationId,
+    organizationName: value.organizationName,
+    day: value.day,
+    projectId: value.projectId,
+    projectName: value.projectName,
+    apiKeyId: value.apiKeyId,
+    apiKeyName: value.apiKeyName,
+    apiKeyPrefix: value.apiKeyPrefix,
+    model: value.model,
+    requestId: value.requestId,
+    outcome: value.outcome,
+    settleTime: date(value.settleTime),
+    late: value.late,
+    requestCount: count(value.requestCount),
+    inputTokenCount: count(value.inputTokenCount),
+    cachedInputTokenCount: count(value.cachedInputTokenCount),
+    outputTokenCount: count(value.outputTokenCount),
+    cancelled: usageShare(value.cancelled),
+    limited: usageShare(value.limited),
+    failed: usageShare(value.failed),
+    amount: money(value.amount),
+    pendingAmount: money(value.pendingAmount),
+    embeddingTokenCount: count(value.embeddingTokenCount),
+    migrationCount: count(value.migrationCount),
+    reasoningTokenCount: count(value.reasoningTokenCount),
+    cost: money(value.cost),
+  };
+}
+
+export function usageReport(
+  value: GetOwnUsageResponseMessage = create(GetOwnUsageResponseSchema),
+): UsageReport {
+  return {
+    rows: value.rows.map((each) => usageRow(each)),
+    total: usageRow(value.total),
+    firstDay: value.firstDay,
+    lastDay: value.lastDay,
+    timeZone: value.timeZone,
   };
 }
 

@@ -187,6 +187,22 @@ export interface CountOptions {
   readonly tools?: readonly Tool[];
 }
 
+/** Options of `usage`: a month, or days of use. By default the current month until today. */
+export interface UsageOptions {
+  /** `YYYY-MM` in UTC: the usage that the month's bill charges. */
+  readonly month?: string;
+  /** First day of use, `YYYY-MM-DD` in UTC. */
+  readonly firstDay?: string;
+  /** Last day of use, `YYYY-MM-DD` in UTC; at most 92 days in all. Default: today. */
+  readonly lastDay?: string;
+  /** What a row is for, in this order. Default: `["day", "model"]`. */
+  readonly by?: readonly ("day" | "model")[];
+  /** Only this model. */
+  readonly model?: string;
+  /** The sum of all keys of the project; not for a key that is limited to some models. */
+  readonly project?: boolean;
+}
+
 /** Options of `update`. Omitted limits are unchanged. */
 export interface LimitOptions {
   /** Below the present output the request ends, as LENGTH. */

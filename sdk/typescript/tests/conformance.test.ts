@@ -514,6 +514,22 @@ promise("looks-up", async (client) => {
   await assert.rejects(client.getGeneration(randomUUID()), NotFound);
 });
 
+promise("reports-own-usage", async (client) => {
+  const result = await client.complete(MODEL, SHORT);
+  const report = await client.usage({ by: ["model"], model: MODEL });
+  const project = await client.usage({ project: true, month: report.firstDay.slice(0, 7) });
+  const [row] = report.rows;
+  assert.deepEqual([row?.model, row?.day, report.rows.length], [MODEL, "", 1]);
+  assert.equal(row?.cost.picos, report.total.cost.picos);
+  assert.ok(report.total.cost.picos >= result.cost.picos);
+  assert.ok(project.total.cost.picos >= report.total.cost.picos);
+  assert.deepEqual([...new Set(project.rows.map(({ day }) => day))], [report.lastDay]);
+  await assert.rejects(client.usage({ firstDay: "2026-01-01", lastDay: "2026-12-31" }), {
+    message: /92 days/,
+  });
+  await assert.rejects(client.usage({ by: ["week"] } as never), /by: must be a list/);
+});
+
 promise("retries-what-was-not-taken", async () => {
   // A door that is shut at first: the first connections are closed before a byte went through.
   let closedCount = 0;

@@ -48,6 +48,9 @@ CLIENT_COMMANDS: Mapping[str, Command] = {
     "quote": Command(
         "weir_cli.generate:quote", "Show the cost of a request, and whether it fits.", DEVELOPER
     ),
+    "usage": Command(
+        "weir_cli.usage:usage", "Show usage and cost of your key, by day or model.", DEVELOPER
+    ),
     "trace": Command(
         "weir_cli.requests:trace", "Show the time spent in each stage of a request.", DEVELOPER
     ),

@@ -54,6 +54,8 @@ _FLAGS = {
     "emails": "--email",
     "stop_sequences": "--stop",
     "limit_value": "VALUE",
+    "first_day": "--from",
+    "last_day": "--to",
     "prompt": "PROMPT",
     "messages": "PROMPT",
     "conversation": "PROMPT",

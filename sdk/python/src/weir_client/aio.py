@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import date
 from typing import Unpack
 
 import grpc.aio
 from weir.v1 import inference_service_pb2 as pb
 from weir.v1 import inference_service_pb2_grpc
+from weir.v1 import usage_reports_pb2 as usage_pb
 
 from weir_client import errors, wire
 from weir_client.checks import check_known, check_seconds, written
@@ -23,7 +25,15 @@ from weir_client.connection import (
     tried,
 )
 from weir_client.embedding import EmbedInput, EmbedOptions, EmbedResult, build_embed, embed_result
-from weir_client.generated_values import Generation, KeyRestrictions, Model, QuotaStatus, Quote
+from weir_client.generated_values import (
+    Generation,
+    KeyRestrictions,
+    Model,
+    QuotaStatus,
+    Quote,
+    UsageGrouping,
+    UsageReport,
+)
 from weir_client.generation import AsyncGeneration
 from weir_client.options import AttachOptions, GenerateOptions, Prompt
 from weir_client.prompt import build_start, checked_prefetch, conversation, tools_shown
@@ -296,6 +306,50 @@ class AsyncClient(LazyClient):
         request = pb.GetGenerationRequest(request_id=request_id)
         response = await self._opened().call(self._stub.GetGeneration, request, timeout=timeout)
         return wire.read(Generation, response.generation)
+
+    async def usage(
+        self,
+        *,
+        month: str = "",
+        first_day: date | str = "",
+        last_day: date | str = "",
+        by: UsageGrouping | str | Sequence[UsageGrouping | str] = ("day", "model"),
+        model: str = "",
+        project: bool = False,
+        timeout: float | None = None,
+    ) -> UsageReport:
+        """Return usage and cost of this key, or of its project, by day (UTC) and model.
+
+        month: `YYYY-MM`, the usage that the month's bill charges; or
+        first_day, last_day: days of use, up to 92, as dates or `YYYY-MM-DD`. By default the current
+            month until today.
+        by: "day", "model" or both, in the order of the rows.
+        model: only this model.
+        project: the sum of all keys of the project, which a key that is limited to some models may
+            not see.
+
+        `cost` is exact, before plan, credit and tax; it includes usage not posted yet. Raises:
+        InvalidRequest, PermissionDenied; any WeirError.
+
+        >>> from weir_client import Client
+        >>> with Client() as client:
+        ...     report = client.usage(by="model")
+        >>> report.total.request_count == sum(row.request_count for row in report.rows)
+        True
+        """
+        groups = [by] if isinstance(by, str) else by
+        numbers = [f"USAGE_GROUPING_{str(each).upper()}" for each in groups]
+        fields = {
+            "project": project,
+            "month": month,
+            "first_day": str(first_day),
+            "last_day": str(last_day),
+            "group_by": numbers,
+            "model": model,
+        }
+        request = written(usage_pb.GetOwnUsageRequest, fields, {"group_by": "by"})
+        response = await self._opened().call(self._stub.GetOwnUsage, request, timeout=timeout)
+        return wire.read(UsageReport, response)
 
     def _open(self, connection: Connection) -> None:
         """Implement `LazyClient._open`."""

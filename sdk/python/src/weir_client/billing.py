@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from datetime import date
 
 from weir.v1 import alerts_pb2, months_pb2, usage_reports_pb2
 
@@ -52,12 +53,15 @@ class AsyncBillingClient(AsyncBillingCalls):
         api_key: str = "",
         model: str = "",
         page_size: int = 0,
+        first_day: date | str = "",
+        last_day: date | str = "",
     ) -> AsyncIterator[list[UsagePage]]:
         """Yield pages of a month's charges (UTC, `YYYY-MM`), grouped by `group_by` in that order.
 
-        An empty `organization` means the key's own, or all with an `admin` key. `day`
-        (`YYYY-MM-DD`), `project`, `api_key` and `model` are filters. Raises: NotFound,
-        InvalidRequest; any WeirError.
+        An empty month and `first_day` give the usage of these days instead, at most 92, whichever
+        month bills it; `last_day` is today by default. An empty `organization` means the key's
+        own, or all with an `admin` key. `day` (`YYYY-MM-DD`), `project`, `api_key` and `model` are
+        filters. Raises: NotFound, InvalidRequest; any WeirError.
         """
         request = wire.request(
             usage_reports_pb2.GetUsageRequest,
@@ -69,6 +73,8 @@ class AsyncBillingClient(AsyncBillingCalls):
             api_key=api_key,
             model=model,
             page_size=page_size,
+            first_day=str(first_day),
+            last_day=str(last_day),
         )
         async for page in self._pages(self._stub.GetUsage, request):
             yield [wire.read(UsagePage, page, has_more=bool(page.next_page_token))]

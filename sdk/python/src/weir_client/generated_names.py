@@ -17,5 +17,5 @@ PaymentState Plan PlanAssignment PlanList PrepaidCredit Price PriceList PriceVer
 QuotaDimension QuotaStatus QuotaSubject Quote Reconciliation RecordedRequest RefusedField Replica
 ReplicaDrain ReplicaList ReplicaState RequestCounts RequestPhase RotatedApiKey SimulatedCustomer
 Stage Timings TokenKind TokenLogprob TokenLogprobs UndrainedReplica Usage UsageForecast
-UsageGrouping UsagePage UsageRow UsageShare
+UsageGrouping UsagePage UsageReport UsageRow UsageShare
 """

@@ -428,6 +428,25 @@ class UsageRow(TokenSums):
     lost or drained."""
     reasoning_token_count: int = 0
     """Billed output tokens of the model's thinking."""
+    cost: Money = field(default=Money("", 0))
+    """Exact cost, posted or not: `amount` plus `pending_amount`."""
+
+
+@dataclass(frozen=True, slots=True)
+class UsageReport(Value):
+    """Usage of a key or a project."""
+
+    rows: tuple[UsageRow, ...]
+    """The rows, 10,000 at most: InvalidRequest for more."""
+    total: UsageRow
+    """Their sum."""
+    first_day: str = ""
+    """First day of the usage asked for, as YYYY-MM-DD in UTC. Late usage of a month may be
+    older."""
+    last_day: str = ""
+    """Last day of the usage asked for, as YYYY-MM-DD in UTC."""
+    time_zone: str = ""
+    """Time zone of the days: always UTC."""
 
 
 @dataclass(frozen=True, slots=True)

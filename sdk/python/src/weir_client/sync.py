@@ -223,3 +223,4 @@ class Client(BlockingClient[AsyncClient]):
     get_quota = blocking(AsyncClient.get_quota)
     get_restrictions = blocking(AsyncClient.get_restrictions)
     get_generation = blocking(AsyncClient.get_generation)
+    usage = blocking(AsyncClient.usage)
