@@ -20,6 +20,7 @@ from weir_client import (
     Client,
     InvalidRequest,
     Message,
+    Prompt,
     ReceiptClient,
     Tool,
     ToolCall,
@@ -90,6 +91,26 @@ def test_a_tool_is_a_dict_or_a_class(given: Any) -> None:
 )
 def test_a_message_is_a_dict_or_a_class(given: Any, same: Message) -> None:
     assert start([given]) == start([same])
+
+
+async def test_type_checkers_take_dicts_and_classes() -> None:
+    """Checked by mypy, as these lines have no `Any`."""
+    plain = [{"role": "user", "content": "Hi"}]
+    annotated: Prompt = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        Message("tool", "Rain.", tool_call_id="1"),
+    ]
+    tools = [{"type": "function", "function": FUNCTION}]
+    server = ScriptedInference(scripted.answer)
+    async with scripted.serve(server) as address, AsyncClient(address, "key") as client:
+        await client.complete("demo", plain, tools=tools, tool_choice="auto")
+        await client.complete("demo", annotated, tools=[TOOL, FUNCTION], tool_choice=tools[0])
+        await client.count_tokens("demo", annotated, tools=tools)
+
+    (counted,) = server.requests
+    assert isinstance(counted, pb.CountTokensRequest)
+    assert len(counted.conversation.messages) == 3
 
 
 WRONG: dict[str, dict[str, Any]] = {
