@@ -69,7 +69,8 @@ ROOTS = (
 )  # fmt: skip
 # Values written by hand, and the modules that have them.
 WRITTEN = {"Money": "weir_client.money", "Receipt": "weir_client.receipts"}
-BASES = {"UsageRow": "TokenSums"}  # the base that gives a value its behaviour, in `plain.py`
+# The bases that give values their behaviour, in `plain.py`
+BASES = {"QuotaStatus": "LimitName", "UsageRow": "TokenSums"}
 Comments = Mapping[Any, str]  # by the path of an element in its file
 # Fields that are None where the message has nothing, or 0.
 OPTIONAL = frozenset({

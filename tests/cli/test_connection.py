@@ -19,7 +19,14 @@ from weir_cli.connection import (
     read_connection_file,
     resolve,
 )
-from weir_client import ErrorDetails, ExceededQuota, QuotaDimension, QuotaExceeded, Unavailable
+from weir_client import (
+    ErrorDetails,
+    ExceededQuota,
+    QuotaDimension,
+    QuotaExceeded,
+    QuotaSubject,
+    Unavailable,
+)
 
 from tests.cli.conftest import Run, ScriptedWeir
 
@@ -214,7 +221,18 @@ def test_a_full_disk_is_one_line_and_no_traceback(server: ScriptedWeir, command:
 def test_a_limit_that_resets_another_day_is_shown_so(wait_s: float, reported: str) -> None:
     reset = datetime(2026, 12, 1, tzinfo=UTC)
     quota = ExceededQuota(
-        "", "organization", "", "", QuotaDimension.TOKENS_PER_MONTH, 50, 50, 0, 0, 21, reset, True
+        quota_id="",
+        subject=QuotaSubject.ORGANIZATION,
+        subject_id="",
+        model="",
+        dimension=QuotaDimension.TOKENS_PER_MONTH,
+        limit=50,
+        used=50,
+        held=0,
+        remaining=0,
+        requested=21,
+        reset_time=reset,
+        retry_helps=True,
     )
     error = QuotaExceeded("no", details=ErrorDetails(quota=quota, retry_after_s=wait_s))
 

@@ -41,7 +41,7 @@ def test_json_is_one_document_on_stdout(weir: Run) -> None:
     assert document["usage"]["cached_input_token_count"] == 200
     assert document["cost"] == {
         "currency_code": "USD",
-        "amount": "0.000223750000",
+        "amount": "0.00022375",
         "picos": 223_750_000,
     }
     assert document["timings"]["ttft_ms"] == 212

@@ -351,7 +351,7 @@ def test_the_state_of_a_key_at_a_moment() -> None:
     [
         ("start.sampling.temperature", "--temperature"),
         ("max_output_tokens", "--max-output-tokens"),
-        ("stop_sequences[3]", "--stop"),
+        ("stop[3]", "--stop"),
         ("conversation.messages", "PROMPT"),
         ("something.new", "something.new"),
     ],

@@ -68,8 +68,8 @@ def test_a_month_is_simulated_with_the_prices_and_plans_of_a_file(
     assert (steps[1].price_picos, steps[1].HasField("up_to_token_count")) == (300_000, False)
     assert "acme 1,000,000 200.50 USD 100.25 -100.25 -50.0 none → growth" in rows(shown.stdout)
     [row] = csv.DictReader(as_csv.stdout.splitlines())
-    assert row["old_amount"] == "200.500000000000"
-    assert row["difference"] == "-100.250000000000"
+    assert row["old_amount"] == "200.50"
+    assert row["difference"] == "-100.25"
     assert row["new_plan"] == "growth"
     assert json.loads(as_json.stdout)[0]["difference"]["picos"] == -100_250_000_000_000
 

@@ -29,6 +29,7 @@ ONE_SIDED = {
     "GenerateOptions.signal": SIGNAL,
     "AttachOptions.signal": SIGNAL,
     "EmbedOptions.signal": SIGNAL,
+    "EmbedOptions.max_retries": "a setting of the client in TypeScript",
     "Admitted.type": TYPE,
     "Progress.type": TYPE,
     "Delta.type": TYPE,

@@ -235,9 +235,9 @@ async def test_refuses_what_it_does_not_know(service: Service) -> None:
                 client.generate(MODEL, prompt, **{name: value})  # type: ignore[arg-type]
             assert [each.field for each in refused.value.field_violations] == [name]
         for wrong, field in (
-            (["Hi"], "messages[0]"),
+            (["Hi"], "prompt[0]"),
             (5, "prompt"),
-            ([{"role": "user", "content": []}], "messages[0].content"),
+            ([{"role": "user", "content": []}], "prompt[0].content"),
         ):
             with pytest.raises(InvalidRequest, match=re.escape(field)):
                 client.generate(MODEL, wrong)  # type: ignore[arg-type]

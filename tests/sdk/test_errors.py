@@ -97,7 +97,7 @@ async def test_an_invalid_request_names_its_fields() -> None:
             await client.complete("demo", "Hi", temperature=-1)
 
     violation = caught.value.field_violations[0]
-    assert violation.field == "start.sampling.temperature"
+    assert violation.field == "temperature"
     assert violation.description == "must be 0 to 2"
 
 
@@ -239,8 +239,8 @@ async def test_unknown_codes_details_and_frames_are_survived() -> None:
     ("prompt", "named"),
     [
         ("a\ud83d", "prompt: "),
-        ([{"role": "user", "content": "a\ud83d"}], "messages[0].content: "),
-        ([{"role": "assistant", "content": "", "reasoning": "\ud83d"}], "messages[0].reasoning: "),
+        ([{"role": "user", "content": "a\ud83d"}], "prompt[0].content: "),
+        ([{"role": "assistant", "content": "", "reasoning": "\ud83d"}], "prompt[0].reasoning: "),
         ({"role": "user", "content": "Hi"}, "prompt: must be a list"),
     ],
 )

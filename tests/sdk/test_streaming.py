@@ -238,10 +238,10 @@ async def test_a_prompt_that_cannot_be_written_down_is_refused_with_its_field() 
             client.generate("demo", "Hi", text="Hi")
         with pytest.raises(
             InvalidRequest,
-            match=r"messages\[0\].role: 'robot' is not one of system, user, assistant",
+            match=r"prompt\[0\].role: 'robot' is not one of system, developer, user, assistant",
         ):
             client.generate("demo", [{"role": "robot", "content": ""}])
-        with pytest.raises(InvalidRequest, match=r"messages\[0\]: needs content"):
+        with pytest.raises(InvalidRequest, match=r"prompt\[0\]: needs content"):
             client.generate("demo", [{"role": "user"}])
         with pytest.raises(InvalidRequest, match="seed: "):
             client.generate("demo", "Hi", seed=2**70)

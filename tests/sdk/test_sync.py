@@ -230,8 +230,11 @@ def test_a_limit_of_the_client_ends_a_request_without_one_of_its_own(address: st
         for wrong in (0, -1, "1"):
             with pytest.raises(InvalidRequest, match="timeout"):
                 kind(address, "key", timeout=wrong)
-    with pytest.raises(InvalidRequest, match="max_retries: no such option"):
-        kinds[2](address, "key", max_retries=1)
+        for retries in (-1, "1", True):
+            with pytest.raises(InvalidRequest, match="max_retries"):
+                kind(address, "key", max_retries=retries)
+    with pytest.raises(InvalidRequest, match="labels: no such option"):
+        kinds[2](address, "key", labels={})
 
 
 @pytest.mark.parametrize(

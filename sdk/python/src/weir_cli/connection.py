@@ -52,7 +52,7 @@ CLOCK_ONLY_S = 6 * 3600.0  # shorter waits are shown without their date
 # Fields of the API whose flag differs from their name with dashes.
 _FLAGS = {
     "emails": "--email",
-    "stop_sequences": "--stop",
+    "stop": "--stop",
     "limit_value": "VALUE",
     "first_day": "--from",
     "last_day": "--to",

@@ -14,6 +14,7 @@ from typing import Protocol
 from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import errors, wire
+from weir_client.connection import log
 from weir_client.generated_values import FinishReason, Usage
 from weir_client.output import Received
 from weir_client.status import error_from_status
@@ -447,6 +448,8 @@ class Attempt:
         if self.outcome is not None:
             return
         self.outcome = outcome
+        how = outcome.finish_reason if isinstance(outcome, Result) else outcome.message
+        log.debug("request %s: ended: %s", self.request_id, how)
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()

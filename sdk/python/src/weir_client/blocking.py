@@ -54,6 +54,9 @@ class BlockingClient(Generic[_AsyncClient]):
         """Address of the server."""
         return self._client.address
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.address!r})"
+
     def close(self) -> None:
         """Close the connection and cancel running calls. The client cannot be used afterwards."""
         self._thread.close()
@@ -86,14 +89,29 @@ class BlockingUnaryClient(BlockingClient[UnaryClient]):
         api_key: str | None = None,
         *,
         timeout: float = UNARY_TIMEOUT_S,
+        max_retries: int = 2,
         **tls: Unpack[TlsOptions],
     ) -> None:
-        """Resolve the settings as `AsyncClient` does; `WEIR_ADMIN_KEY` precedes `WEIR_API_KEY`.
+        """Store the settings; the client connects on first use.
 
-        `timeout` limits each call, in seconds, retries included. Raises: Unauthenticated without a
-        key.
+        Args:
+            address: `host:port`, `unix:/path`, or either after `https://` or `http://`; default
+                `WEIR_ADDRESS`, then this machine.
+            api_key: The key; default `WEIR_ADMIN_KEY`, then `WEIR_API_KEY`. An empty text calls
+                without a key.
+            timeout: Seconds for each call, retries included.
+            max_retries: Further attempts of calls that can be repeated, for UNAVAILABLE and for a
+                quota that resets soon.
+            **tls: Options of TLS: `tls`, `root_certificates`, `client_certificate`,
+                `client_key`.
+
+        Raises:
+            Unauthenticated: There is no key.
+            InvalidRequest: An option is unknown or has an invalid value.
         """
-        super().__init__(self._async_class(address, api_key, timeout=timeout, **tls))
+        super().__init__(
+            self._async_class(address, api_key, timeout=timeout, max_retries=max_retries, **tls)
+        )
 
 
 def blocking(

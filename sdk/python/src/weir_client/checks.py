@@ -14,6 +14,7 @@ from weir_client.errors import ErrorDetails, FieldViolation, InvalidRequest
 _Message = TypeVar("_Message", bound=Message)
 
 SHOWN_MAX = 80  # characters of a wrong value
+LISTED_MAX = 20  # known options that an error lists
 PROMPTS = (
     "text",
     "ids",
@@ -31,17 +32,55 @@ def invalid(field: str, description: str) -> InvalidRequest:
     return InvalidRequest(f"{field}: {description}", details=details)
 
 
-def check_known(given: Iterable[str], known: Iterable[str], where: str = "") -> None:
+def check_known(
+    given: Iterable[str],
+    known: Iterable[str],
+    where: str = "",
+    hints: Mapping[str, str] | None = None,
+) -> None:
     """Check the names of options. The error shows each name after the prefix `where`.
 
-    Raises: InvalidRequest for an unknown option, with the closest known one.
+    Raises: InvalidRequest for an unknown option, with its entry in `hints` or the closest known
+    one.
     """
     known = list(known)
     for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.5)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise invalid(f"{where}{name}", f"no such option; {hint}")
+        if name in known:
+            continue
+        hint = (hints or {}).get(name)
+        if hint is None and (near := difflib.get_close_matches(name, known, 1, 0.5)):
+            hint = f"did you mean {near[0]}?"
+        if hint is None and len(known) <= LISTED_MAX:
+            hint = f"there are {', '.join(known)}"
+        kind = "key" if where else "option"
+        raise invalid(f"{where}{name}", f"no such {kind}{'; ' if hint else ''}{hint or ''}")
+
+
+def check_model(model: object) -> None:
+    """Check that `model` is a name. Raises: InvalidRequest."""
+    if not isinstance(model, str) or not model:
+        raise invalid(
+            "model", f"must be the name of a model, not {model!r:.80}; list_models() lists them"
+        )
+
+
+def check_retries(max_retries: object) -> None:
+    """Check a number of retries, or None. Raises: InvalidRequest."""
+    if max_retries is not None and (
+        isinstance(max_retries, bool) or not isinstance(max_retries, int) or max_retries < 0
+    ):
+        raise invalid("max_retries", f"must be a whole number of at least 0, not {max_retries!r}")
+
+
+def check_labels(labels: object) -> None:
+    """Check that labels map texts to texts. Raises: InvalidRequest."""
+    if not isinstance(labels, Mapping):
+        raise invalid("labels", f"must map names to texts, not be a {type(labels).__name__}")
+    for name, value in labels.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise invalid(
+                "labels", f"must map names to texts, such as str({value!r:.40}), got {name!r:.40}"
+            )
 
 
 def check_seconds(field: str, value: object) -> None:
@@ -66,8 +105,28 @@ def written(
             try:
                 kind(**{field: value})
             except (TypeError, ValueError, AttributeError) as wrong:
-                shown = f"a {type(value).__name__}" if field in PROMPTS else repr(value)[:SHOWN_MAX]
+                shown = type(value).__name__ if field in PROMPTS else repr(value)[:SHOWN_MAX]
+                is_type = isinstance(wrong, TypeError)
+                why = f"must be {_expected(kind, field)}, not {shown}"
                 raise invalid(
-                    (names or {}).get(field, field), f"{shown} does not fit: {wrong}"
+                    (names or {}).get(field, field),
+                    why if is_type else f"{shown} does not fit: {wrong}",
                 ) from wrong
         raise invalid("request", str(error)) from error
+
+
+def _expected(kind: type[_Message], field: str) -> str:
+    """Describe the values that a field of a message takes."""
+    proto = kind.DESCRIPTOR.fields_by_name[field]
+    words = {
+        proto.CPPTYPE_STRING: ("a string", "strings"),
+        proto.CPPTYPE_BOOL: ("True or False", "True or False"),
+        proto.CPPTYPE_DOUBLE: ("a number", "numbers"),
+        proto.CPPTYPE_FLOAT: ("a number", "numbers"),
+    }
+    if proto.message_type is not None and proto.message_type.GetOptions().map_entry:
+        key, value = (proto.message_type.fields_by_name[each] for each in ("key", "value"))
+        one, many = words.get(key.cpp_type, ("", "whole numbers")), words[value.cpp_type]
+        return f"a mapping from {one[1]} to {many[1]}"
+    one = words.get(proto.cpp_type, ("a whole number", "whole numbers"))
+    return f"a list of {one[1]}" if proto.is_repeated else one[0]

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import os
 import random
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
@@ -20,7 +21,7 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc.aio
 
 from weir_client import errors
-from weir_client.checks import check_known, check_seconds, invalid
+from weir_client.checks import check_known, check_labels, check_retries, check_seconds, invalid
 from weir_client.status import error_from_rpc
 from weir_client.tls import Tls, TlsOptions, resolve_tls, without_scheme
 
@@ -35,7 +36,16 @@ RETRY_WAIT_MAX_S = 10.0  # the error is raised if the wait would be longer
 
 # Other names of servers that gRPC takes, such as dns:///host:port.
 RESOLVER = re.compile(r"(unix|unix-abstract|dns|ipv4|ipv6|vsock|xds):")
-UNARY_OPTIONS = ("address", "api_key", "timeout")  # of every client, beside those of TLS
+UNARY_OPTIONS = (
+    "address",
+    "api_key",
+    "timeout",
+    "max_retries",
+)  # of every client, beside those of TLS
+
+# Retries, broken streams and their resumption at INFO, requests at DEBUG; never a prompt or a key.
+log = logging.getLogger("weir.client")
+log.addHandler(logging.NullHandler())
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -54,6 +64,13 @@ class RetryPolicy:
 
     max_retries: int = 2
     wait_max_s: float = RETRY_WAIT_MAX_S
+
+    def limited(self, max_retries: int | None) -> RetryPolicy:
+        """Return this policy with another number of retries; None leaves it unchanged."""
+        if max_retries is None:
+            return self
+        check_retries(max_retries)
+        return RetryPolicy(max_retries, self.wait_max_s)
 
     def wait_s(self, error: errors.WeirError, attempt: int) -> float | None:
         """Return the seconds to wait before retry `attempt` (0 is the first); None to give up.
@@ -89,6 +106,7 @@ class ConnectionSettings:
     keepalive_s: float = KEEPALIVE_S
     retry: RetryPolicy = RetryPolicy()
     timeout_s: float | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def resolve(
@@ -101,6 +119,7 @@ class ConnectionSettings:
         keepalive_s: float = KEEPALIVE_S,
         retry: RetryPolicy | None = None,
         timeout: float | None = None,
+        labels: Mapping[str, str] | None = None,
         options: Sequence[str] = UNARY_OPTIONS,
         **tls: Unpack[TlsOptions],
     ) -> ConnectionSettings:
@@ -113,6 +132,8 @@ class ConnectionSettings:
         """
         check_known(tls, (*TlsOptions.__annotations__, *options))
         check_seconds("timeout", timeout)
+        check_retries(retry.max_retries if retry else None)
+        check_labels(labels or {})
         if timeout is not None and timeout <= 0:
             raise invalid("timeout", f"must be above 0 s, not {timeout!r}; None sets no limit")
         field = "address" if address else "WEIR_ADDRESS"
@@ -141,6 +162,7 @@ class ConnectionSettings:
             keepalive_s,
             retry or RetryPolicy(),
             timeout,
+            dict(labels or {}),
         )
 
 
@@ -198,19 +220,20 @@ class Connection:
         request: _Request,
         *,
         timeout: float | None = None,
+        max_retries: int | None = None,
         idempotent: bool = True,
     ) -> _Response:
         """Make one unary call. `timeout` is in seconds and includes retries; None means 30 s.
 
-        Only an idempotent call is retried, since after UNAVAILABLE the server may have run it.
-        Raises: WeirError.
+        `max_retries` replaces the client's. Only an idempotent call is retried, since after
+        UNAVAILABLE the server may have run it. Raises: WeirError.
         """
         return await self._attempt(
             lambda remaining_s: method(
                 request, timeout=remaining_s, metadata=grpc.aio.Metadata(*self.metadata)
             ),
             self._limit_s(timeout),
-            idempotent=idempotent,
+            self.settings.retry.limited(max_retries) if idempotent else None,
         )
 
     def _limit_s(self, timeout: float | None) -> float:
@@ -237,12 +260,15 @@ class Connection:
             )
             return [response async for response in stream]
 
-        return await self._attempt(read, timeout, idempotent=True)
+        return await self._attempt(read, timeout, self.settings.retry)
 
     async def _attempt(
-        self, call: Callable[[float], Awaitable[_Response]], timeout: float, *, idempotent: bool
+        self,
+        call: Callable[[float], Awaitable[_Response]],
+        timeout: float,
+        retry: RetryPolicy | None,
     ) -> _Response:
-        """Make a call within `timeout` seconds, with the retries of the policy."""
+        """Make a call within `timeout` seconds, with the retries of a policy, if there is one."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         attempt = 0
@@ -259,9 +285,10 @@ class Connection:
                 raise errors.Cancelled("the client was closed") from None
             except grpc.aio.AioRpcError as broken:
                 error = error_from_rpc(broken, tried=tried(self.settings))
-                wait_s = self.settings.retry.wait_s(error, attempt) if idempotent else None
+                wait_s = retry.wait_s(error, attempt) if retry is not None else None
                 if wait_s is None or loop.time() + wait_s >= deadline:
                     raise error from broken
+                log.info("call failed (%s): retry %d in %.2f s", error, attempt + 1, wait_s)
             attempt += 1
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
@@ -290,6 +317,9 @@ class LazyClient:
     def address(self) -> str:
         """Address of the server."""
         return self._settings.address
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.address!r})"
 
     async def aclose(self) -> None:
         """Close the connection and cancel running calls. The client cannot be used afterwards."""

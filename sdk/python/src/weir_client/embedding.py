@@ -5,12 +5,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import ClassVar, Literal, TypedDict
 
 from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import wire
-from weir_client.checks import check_known, check_seconds, invalid, written
+from weir_client.checks import check_known, check_model, check_seconds, invalid, written
 from weir_client.generated_values import QuotaStatus, Timings, Usage
 from weir_client.money import Money
 from weir_client.plain import Value
@@ -21,20 +21,14 @@ EmbedInput = str | Sequence[int]
 
 
 class EmbedOptions(TypedDict, total=False):
-    """Keyword arguments of `embed`.
-
-    truncate: cut texts that have more tokens than the model takes; otherwise they are refused.
-    labels: the caller's labels, stored with the usage event.
-    tier: "interactive" (default), or "batch": runs when no interactive request waits for the model.
-    request_id: a UUID, the idempotency key of the request; generated if absent.
-    timeout: seconds for the whole request, retries included.
-    """
+    """Keyword arguments of `embed` and `quote_embed`, which describe them."""
 
     truncate: bool
-    labels: Mapping[str, str]
+    labels: Mapping[str, str] | None
     tier: Literal["interactive", "batch"] | None
     request_id: str | None
     timeout: float | None
+    max_retries: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +43,8 @@ class Embedding(Value):
 @dataclass(frozen=True, slots=True)
 class EmbedResult(Value):
     """Vectors of one request, in the order of its texts, with usage and cost."""
+
+    _repr_first: ClassVar[tuple[str, ...]] = ("model", "embeddings", "cost")
 
     request_id: str
     model: str
@@ -67,13 +63,17 @@ class EmbedResult(Value):
 
 
 def build_embed(
-    model: str, inputs: str | Sequence[EmbedInput], options: EmbedOptions
+    model: str,
+    inputs: str | Sequence[EmbedInput],
+    options: EmbedOptions,
+    labels: Mapping[str, str],
 ) -> pb.EmbedRequest:
     """Build the request for one text or several, each a string or token ids.
 
-    Raises: InvalidRequest.
+    `labels` are those of the client and of the options. Raises: InvalidRequest.
     """
     check_known(options, EmbedOptions.__annotations__)
+    check_model(model)
     check_seconds("timeout", options.get("timeout"))
     texts = [inputs] if isinstance(inputs, str) else list(inputs)
     fields = {
@@ -81,7 +81,7 @@ def build_embed(
         "model": model,
         "inputs": [_input(index, each) for index, each in enumerate(texts)],
         "truncation": pb.TRUNCATION_END if options.get("truncate") else pb.TRUNCATION_NONE,
-        "labels": options.get("labels", {}),
+        "labels": labels,
         "tier": service_tier(options.get("tier")),
     }
     return written(pb.EmbedRequest, fields)

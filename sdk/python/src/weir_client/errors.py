@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from weir_client.generated_values import QuotaDimension
-from weir_client.plain import Value
+from weir_client.generated_values import QuotaDimension, QuotaSubject
+from weir_client.plain import LimitName, Value, plain
 from weir_client.values import Partial
 
 
@@ -42,14 +42,15 @@ class PreconditionViolation(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class ExceededQuota(Value):
+class ExceededQuota(LimitName):
     """Quota that refused the request, with its numbers.
 
-    Values are requests, tokens or picos by dimension; None if the server did not send them.
+    Its text names it: `str(error.quota)` is "requests per minute of the API key". Values are
+    requests, tokens or picos by dimension; None if the server did not send them.
     """
 
     quota_id: str
-    subject: str
+    subject: QuotaSubject
     subject_id: str
     model: str
     dimension: QuotaDimension  # UNSPECIFIED: one that is newer than this client
@@ -115,6 +116,15 @@ class WeirError(Exception):
     def retry_after_s(self) -> float | None:
         """Seconds to wait before a retry; None if the server did not send it."""
         return self.details.retry_after_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to a dict for `json.dumps`, with the details and the received output."""
+        return {
+            "error": type(self).__name__,
+            **{name: getattr(self, name) for name in ("code", "reason", "message", "request_id")},
+            "details": self.details.to_dict(),
+            "partial": plain(self.partial),
+        }
 
     def __str__(self) -> str:
         return f"{self.message} (request {self.request_id})" if self.request_id else self.message

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from weir_client.money import Money
-from weir_client.plain import TokenSums, Value
+from weir_client.plain import LimitName, TokenSums, Value
 from weir_client.receipts import Receipt
 
 
@@ -777,7 +777,7 @@ class Stage(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class QuotaStatus(Value):
+class QuotaStatus(LimitName):
     """One limit with its current remainder."""
 
     quota_id: str = ""

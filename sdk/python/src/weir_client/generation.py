@@ -16,6 +16,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import errors
 from weir_client.attempt import EVERYTHING, Attempt, Prefetch
+from weir_client.connection import log
 from weir_client.money import Money
 from weir_client.prompt import update_frame
 from weir_client.resumption import OUTPUT_GONE, Resumption
@@ -112,11 +113,18 @@ class AsyncGeneration:
     async def update(
         self, *, max_output_tokens: int | None = None, max_cost: Money | None = None
     ) -> Limits:
-        """Change limits of the running request and return the new ones. None leaves one unchanged.
+        """Change limits of the running request and return the new ones.
 
-        A limit below the present output or cost ends the request, as LENGTH or COST_LIMIT. Raises:
-        InvalidRequest for invalid limits, FailedPrecondition before the request's admission and
-        after its end, Unavailable if no answer came.
+        A limit below the present output or cost ends the request, as LENGTH or COST_LIMIT.
+
+        Args:
+            max_output_tokens: The new limit; None leaves it unchanged.
+            max_cost: The new limit; None leaves it unchanged.
+
+        Raises:
+            InvalidRequest: A limit is invalid.
+            FailedPrecondition: The request is not admitted yet, or has ended.
+            Unavailable: No answer came.
         """
         if self._attempt is None:
             raise errors.FailedPrecondition(
@@ -261,6 +269,7 @@ class AsyncGeneration:
             else requested_differently(self._frame, self._terms, error, self._failure)
         )
         if again is not None:
+            log.debug("request %s: sent again, as the server refused its terms", self.request_id)
             self._frame, self._terms = again
             if self._frame.HasField("start"):
                 self._stream.keep_max_s = self._terms.keep_s or 0.0
@@ -278,6 +287,13 @@ class AsyncGeneration:
             raise error
         self._failure = error
         self._retry_count += 1
+        log.info(
+            "request %s: retry %d in %.2f s, as it was refused: %s",
+            self.request_id,
+            self._retry_count,
+            wait_s,
+            error.message,
+        )
         try:
             with self._stream.woken_at_close(self._cancel_requested):
                 async with asyncio.timeout(wait_s):

@@ -181,8 +181,12 @@ class Receipt(Value):
     def _number_fields(self) -> tuple[str, ...]:
         return number_fields(self.version)
 
-    def to_json(self) -> str:
-        """Format as one line of JSON: bytes in hexadecimal, steps as `L` or `R` with a hash."""
+    def to_json(self, *, indent: int | None = None) -> str:
+        """Format as JSON for `from_json`: bytes in hexadecimal, steps as `L` or `R` with a hash.
+
+        Args:
+            indent: Number of spaces of each level; by default all is on one line.
+        """
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("previous_hash", "hash", "signature"):
             values[name] = values[name].hex()
@@ -194,7 +198,10 @@ class Receipt(Value):
         else:
             values["timings"] = {name: getattr(self.timings, name) for name in TIME_FIELDS}
         return json.dumps(
-            {"version": self.version, **values}, ensure_ascii=False, separators=(",", ":")
+            {"version": self.version, **values},
+            ensure_ascii=False,
+            indent=indent,
+            separators=(",", ":" if indent is None else ": "),
         )
 
     @classmethod

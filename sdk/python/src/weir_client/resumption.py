@@ -12,6 +12,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import errors
 from weir_client.attempt import Attempt
+from weir_client.connection import log
 from weir_client.stream import UNREADABLE, SharedStream
 
 RESUME_S = 30.0  # default: covers a restart of a load balancer or a change of network
@@ -65,6 +66,13 @@ class Resumption:
         """Look for another stream, unless the request would fail there in the same way."""
         if isinstance(cause, _FINAL) or cause.reason == UNREADABLE:
             return self._ended(cause)
+        log.info(
+            "request %s: the stream broke after frame %d, resuming for at most %g s: %s",
+            self._attempt.request_id,
+            self._attempt.seq,
+            self._keep_s,
+            cause.message,
+        )
         self._wait(cause)
         return None
 
@@ -96,6 +104,7 @@ class Resumption:
     def resumed(self) -> None:
         """Stop the timers: the server continues the request on the new stream."""
         self.stop()
+        log.info("request %s: resumed (try %d)", self._attempt.request_id, self._try_count or 1)
         self._try_count = 0
         self._again = False
 
@@ -183,6 +192,7 @@ class Resumption:
         attempt = self._attempt
         if not attempt.begun:
             return error
+        log.info("request %s: could not be resumed: %s", attempt.request_id, error.message)
         if error.reason == REQUEST_SETTLED:
             how = error.metadata.get("outcome") or "ended"
             message = (

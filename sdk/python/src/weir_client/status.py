@@ -6,15 +6,18 @@ in its `failed` frame.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import datetime
+from enum import StrEnum
+from typing import TypeVar
 
 import grpc.aio
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from weir_client import errors
-from weir_client.generated_values import QuotaDimension
+from weir_client.generated_values import QuotaDimension, QuotaSubject
 from weir_client.values import Partial
 
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
@@ -55,6 +58,30 @@ HINTS = {
     "Connection refused": "nothing listens there: check the port, and that the server runs",
     "ame not found": "check the name of the host",
 }
+# Patterns of the contract's names in the server's texts, and the names that the caller used.
+_NAMES = {
+    r"start\.(?=\w)|sampling\.(?=\w)|response_format\.(?=\w)": "",
+    r"conversation\.messages": "prompt",
+    r"conversation\.(?=\w)": "",
+    r"token_ids\.ids": "token_ids",
+    r"beam_search(\.width)?(?!\.)": "beam_width",
+    r"beam_search\.": "",
+    r"stop_sequences": "stop",
+    r"initial_credit_tokens": "prefetch_tokens",
+    r"parameters_json_schema": "parameters",
+    r"tool_choice\.\w+": "tool_choice",
+    r"max_cost\.\w+": "max_cost",
+    r"ListModels": "list_models()",
+}
+
+_Enum = TypeVar("_Enum", bound=StrEnum)
+
+
+def in_arguments(text: str) -> str:
+    """Replace the contract's names in a text by those of the client's arguments."""
+    for pattern, name in _NAMES.items():
+        text = re.sub(rf"\b(?:{pattern})", name, text)
+    return text
 
 
 def error_from_status(
@@ -66,8 +93,12 @@ def error_from_status(
     kind = _CLASSES.get(code, errors.WeirError)
     if code == "RESOURCE_EXHAUSTED" and (details.quota is not None or details.quota_violations):
         kind = errors.QuotaExceeded
+    message = in_arguments(status.message)
+    for each in details.field_violations:
+        if message == each.description and not message.startswith(each.field):
+            message = f"{each.field}: {message}"
     return kind(
-        status.message or code.lower().replace("_", " "),
+        message or code.lower().replace("_", " "),
         code=code,
         request_id=request_id or (details.metadata or {}).get("request_id", ""),
         details=details,
@@ -141,7 +172,8 @@ def _decode_details(status: status_pb2.Status) -> errors.ErrorDetails:
             reason, metadata = info.reason, dict(info.metadata)
         elif detail.Unpack(bad):
             fields = tuple(
-                errors.FieldViolation(each.field, each.description) for each in bad.field_violations
+                errors.FieldViolation(in_arguments(each.field), in_arguments(each.description))
+                for each in bad.field_violations
             )
         elif detail.Unpack(failure):
             quotas = tuple(
@@ -175,10 +207,10 @@ def _exceeded_quota(
 ) -> errors.ExceededQuota:
     return errors.ExceededQuota(
         quota_id=metadata.get("quota_id", ""),
-        subject=metadata.get("subject", ""),
+        subject=_member(QuotaSubject, metadata.get("subject", "").replace("_", "-")),
         subject_id=metadata.get("subject_id", ""),
         model=metadata.get("model", ""),
-        dimension=_dimension(metadata.get("dimension", "")),
+        dimension=_member(QuotaDimension, metadata.get("dimension", "")),
         limit=_whole(metadata.get("limit")),
         used=_whole(metadata.get("used")),
         held=_whole(metadata.get("held")),
@@ -192,11 +224,12 @@ def _exceeded_quota(
     )
 
 
-def _dimension(text: str) -> QuotaDimension:
+def _member(kind: type[_Enum], text: str) -> _Enum:
+    """Find the member of an enumeration; UNSPECIFIED for one that is newer than this client."""
     try:
-        return QuotaDimension(text)
+        return kind(text)
     except ValueError:
-        return QuotaDimension.UNSPECIFIED
+        return kind["UNSPECIFIED"]
 
 
 def _whole(text: str | None) -> int | None:

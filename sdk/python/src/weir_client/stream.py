@@ -19,6 +19,7 @@ from weir.v1 import inference_service_pb2 as pb
 
 from weir_client import errors
 from weir_client.attempt import Attempt
+from weir_client.connection import log
 from weir_client.status import error_from_rpc
 
 BATCH_BYTES = 1024 * 1024  # of frames in one message; a larger frame is sent alone
@@ -115,6 +116,7 @@ class StreamConnection:
                 writer.cancel()
         finally:
             self.open = self.accepting = False
+            log.debug("stream to %s ended: %s", self._tried, cause.message)
             self._call.cancel()
             for attempt in self.attempts:
                 attempt.break_off(_copy(cause, attempt.request_id))
@@ -213,10 +215,12 @@ class SharedStream:
             raise errors.Cancelled("the client is closed", request_id=attempt.request_id)
         connection = self._connection
         if connection is None or not connection.accepting:
+            log.debug("opening a stream to %s", self._tried)
             connection = self._connection = StreamConnection(self._open_call(), self._tried)
             task = asyncio.create_task(connection.run())
             self._running[task] = connection
             task.add_done_callback(self._running.pop)
+        log.debug("request %s: sent (%s)", attempt.request_id, frame.WhichOneof("kind"))
         connection.start(attempt, frame)
         attempt.ride(connection, frame.start.initial_credit_tokens)
 

@@ -9,7 +9,14 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, Unpack
 from grpc.aio import UnaryUnaryMultiCallable
 
 from weir_client import wire
-from weir_client.connection import UNARY_TIMEOUT_S, ConnectionSettings, LazyClient
+from weir_client.checks import check_known
+from weir_client.connection import (
+    UNARY_OPTIONS,
+    UNARY_TIMEOUT_S,
+    ConnectionSettings,
+    LazyClient,
+    RetryPolicy,
+)
 from weir_client.tls import TlsOptions
 
 _Request = TypeVar("_Request")
@@ -29,16 +36,35 @@ class UnaryClient(LazyClient):
         api_key: str | None = None,
         *,
         timeout: float = UNARY_TIMEOUT_S,
+        max_retries: int = 2,
         **tls: Unpack[TlsOptions],
     ) -> None:
-        """Resolve the settings as `AsyncClient` does; `WEIR_ADMIN_KEY` precedes `WEIR_API_KEY`.
+        """Store the settings; the client connects on first use.
 
-        `timeout` limits each call, in seconds, retries included. Raises: Unauthenticated without a
-        key.
+        Args:
+            address: `host:port`, `unix:/path`, or either after `https://` or `http://`; default
+                `WEIR_ADDRESS`, then this machine.
+            api_key: The key; default `WEIR_ADMIN_KEY`, then `WEIR_API_KEY`. An empty text calls
+                without a key.
+            timeout: Seconds for each call, retries included.
+            max_retries: Further attempts of calls that can be repeated, for UNAVAILABLE and for a
+                quota that resets soon.
+            **tls: Options of TLS: `tls`, `root_certificates`, `client_certificate`,
+                `client_key`.
+
+        Raises:
+            Unauthenticated: There is no key.
+            InvalidRequest: An option is unknown or has an invalid value.
         """
+        check_known(tls, (*TlsOptions.__annotations__, *UNARY_OPTIONS))
         super().__init__(
             ConnectionSettings.resolve(
-                address, api_key, key_variables=self.key_variables, timeout=timeout, **tls
+                address,
+                api_key,
+                key_variables=self.key_variables,
+                retry=RetryPolicy(max_retries),
+                timeout=timeout,
+                **tls,
             )
         )
         self._timeout_s = timeout

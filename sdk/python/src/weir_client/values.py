@@ -7,6 +7,7 @@ seconds, money is exact. Times are aware datetimes in UTC.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from weir_client.generated_values import (
     FinishReason,
@@ -103,6 +104,8 @@ class Result(Value):
     reason beside it are those of the first. `usage` and `cost` cover all choices.
     """
 
+    _repr_first: ClassVar[tuple[str, ...]] = ("text", "finish_reason", "cost")
+
     request_id: str
     model: str
     finish_reason: FinishReason
@@ -129,6 +132,8 @@ class Partial(Value):
     `usage` and `cost` are None if the server did not send them. Text and tokens are the first
     choice's.
     """
+
+    _repr_first: ClassVar[tuple[str, ...]] = ("text", "cost")
 
     request_id: str
     model: str
