@@ -19,7 +19,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from metering.ledger.ledger import AccountKind, TransactionKind
 from metering.quotas.quota_rules import DIMENSIONS, Kind
 
 ROOT = Path(__file__).resolve().parent.parent
+COOKBOOK = ROOT / "docs" / "cookbook"
 COLUMNS_MAX = 100
 END = "<!-- end of reference -->"
 # A marker and the lines up to its end; a new marker has neither.
@@ -76,6 +77,8 @@ KINDS_OF_VALUE = {
     "Literal": "choice",
     "Mapping": "pairs",
 }
+FENCES = {".py": "python", ".ts": "ts"}
+PROGRAMS = sorted(path for path in COOKBOOK.glob("*") if path.suffix in (*FENCES, ".ipynb"))
 HEADINGS = {
     "api": "API process",
     "worker": "Billing worker and its commands",
@@ -632,6 +635,17 @@ def dialect_neutral() -> str:
     )
 
 
+def program(path: Path) -> str:
+    """Show a program of the cookbook; a notebook as its cells."""
+    if path.suffix != ".ipynb":
+        return f"```{FENCES[path.suffix]}\n{path.read_text()}```\n"
+    cells = json.loads(path.read_text())["cells"]
+    texts = [(each["cell_type"], "".join(each["source"])) for each in cells]
+    return "\n\n".join(
+        text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in texts
+    )
+
+
 def http_limits() -> str:
     """List the limits of one HTTP request, which are constants."""
     embedding, body = "`input` of an embedding", "a body"
@@ -681,6 +695,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "dialect-refused": lambda: dialect_fields("refused"),
     "dialect-thinking": lambda: dialect_fields("thinking"),
     "http-limits": http_limits,
+    **{f"cookbook-{path.stem.replace('_', '-')}": partial(program, path) for path in PROGRAMS},
 }
 
 
@@ -689,6 +704,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
 
 def generated(name: str) -> str:
     """Generate a table or section of a page, in lines of at most 100 columns."""
+    if name.startswith("cookbook-"):
+        return TABLES[name]().strip("\n")  # code keeps its lines
     lines = []
     for line in TABLES[name]().splitlines():
         if len(line) <= COLUMNS_MAX or line.startswith("|"):
