@@ -20,7 +20,8 @@ from pathlib import Path
 from infra.generate_proto import protoc
 
 SDK = Path(__file__).resolve().parent.parent / "sdk" / "typescript"
-CONTRACT = ("weir/v1/inference_service.proto", "weir/v1/receipts.proto", "weir/v1/types.proto")
+PROTO = SDK.parent.parent / "proto"
+CONTRACT = sorted(path.relative_to(PROTO).as_posix() for path in PROTO.glob("weir/v1/*.proto"))
 ERRORS = ("google/rpc/error_details.proto", "google/rpc/status.proto")
 
 
@@ -75,7 +76,7 @@ def build() -> None:
 def inputs() -> Iterator[Path]:
     """Yield the files that the build depends on."""
     yield from SDK.glob("*.json")
-    yield from (SDK.parent.parent / "proto").rglob("*.proto")
+    yield from PROTO.rglob("*.proto")
     for directory in ("src", "tests"):
         yield from (path for path in (SDK / directory).rglob("*.ts") if "gen" not in path.parts)
 

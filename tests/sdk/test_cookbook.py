@@ -246,7 +246,7 @@ def test_a_celery_task_that_runs_twice_is_billed_once(
     request_id, log = str(uuid.uuid4()), tmp_path / "celery.log"
     environment = environment | {
         "CELERY_BROKER_URL": f"sqla+sqlite:///{tmp_path / 'broker.db'}",
-        "CELERY_RESULT_BACKEND": f"file://{tmp_path}",
+        "CELERY_RESULT_BACKEND": f"db+sqlite:///{tmp_path / 'results.db'}",
         "PYTHONPATH": str(COOKBOOK),
     }
     deliver = """
