@@ -34,6 +34,7 @@ SCALARS = {
 }
 # Messages and enumerations whose values have another name than in the contract.
 NAMES = {
+    "AppliedPrice.Source": "PriceSource",
     "ApplyConfigurationResponse": "AppliedConfiguration",
     "CloseMonthResponse": "ClosedMonth",
     "ConfigurationChange.Action": "ChangeAction",
@@ -125,11 +126,12 @@ FIRST = {
     ),
     "UsagePage": "rows total has_more",
 }
-TYPESCRIPT_ROOTS = (
-    "FinishReason", "Generation", "GetOwnUsageResponse", "KeyRestrictions", "Model",
-    "ProgressFrame.Stage", "QuoteResponse", "TokenLogprobs",
-)  # fmt: skip
-TYPESCRIPT_LEFT_OUT = frozenset({"Generation.receipts"})  # Python checks them; it only counts them
+TYPESCRIPT_ROOTS = ("AppliedPrice.Source", "ChargeKind")  # texts in Python
+# Messages that the TypeScript client shows as the JSON of the contract.
+AS_JSON = ("PlanConfiguration", "QuotaConfiguration")
+# Python checks receipts, TypeScript only counts them. Pages are read to their end.
+TYPESCRIPT_LEFT_OUT = frozenset({"Generation.receipts", "UsagePage.next_page_token"})
+IN_PYTHON_ONLY = frozenset({*AS_JSON})
 LEFT_OUT = frozenset({"UsagePage.next_page_token"})
 # Fields that the client adds: type, default, options and comment.
 ADDED = {
@@ -735,7 +737,7 @@ def typescript_field(found: Contract, owner: str, each: Any) -> tuple[str, str, 
     source = f"value.{camel(each.name)}"
     is_list = each.label == FieldDescriptorProto.LABEL_REPEATED
     shown = RENAMED.get(name, each.name).removesuffix("_s")
-    if name == "Price.tier":
+    if each.type_name.endswith(".ServiceTier"):
         batch = f'{source} === ServiceTier.BATCH ? "batch" : "interactive"'
         return camel(shown), '"interactive" | "batch"', batch
     if each.type == FieldDescriptorProto.TYPE_ENUM:
@@ -752,6 +754,9 @@ def typescript_field(found: Contract, owner: str, each: Any) -> tuple[str, str, 
             return camel(f"{shown}_ms"), "number | undefined", f"durationMs({source})"
         element = found.of(each.type_name)
         assert element is not None
+        if element.name in AS_JSON:
+            read = f"{source} && toJson({element.name}Schema, {source})"
+            return camel(shown), "JsonValue | undefined", read
         if is_map(element):
             return camel(shown), "Readonly<Record<string, string>>", source
         read = element.value[:1].lower() + element.value[1:]
@@ -761,13 +766,15 @@ def typescript_field(found: Contract, owner: str, each: Any) -> tuple[str, str, 
                 f"readonly {element.value}[]",
                 f"{source}.map((each) => {read}(each))",
             )
-        if name in OPTIONAL:
+        if name in OPTIONAL or each.proto3_optional:
             return camel(shown), f"{element.value} | undefined", f"{source} && {read}({source})"
         return camel(shown), element.value, f"{read}({source})"
     kind, _ = SCALARS.get(each.type, ("int", ""))
     is_wide = each.type in (FieldDescriptorProto.TYPE_INT64, FieldDescriptorProto.TYPE_UINT64)
-    is_exact = is_wide and each.name.endswith(("_value", "_picos_per_token", "alert_at"))
-    shape = {"str": "string", "bool": "boolean"}.get(kind, "bigint" if is_exact else "number")
+    is_exact = is_wide and each.name.endswith(("_value", "_picos", "_picos_per_token", "alert_at"))
+    shape = {"str": "string", "bool": "boolean", "bytes": "Uint8Array"}.get(
+        kind, "bigint" if is_exact else "number"
+    )
     if is_list:
         return camel(shown), f"readonly {shape}[]", source
     read = f"count({source})" if is_wide and not is_exact else source
@@ -782,32 +789,35 @@ def typescript_modules(found: Contract) -> dict[str, str]:
     reads: list[str] = []
     imports: dict[str, set[str]] = {}
     names = []
-    for element in needed(found, TYPESCRIPT_ROOTS):
-        module, symbol = element.module.removesuffix("_pb2"), element.name.replace(".", "_")
-        used = imports.setdefault(f"./gen/weir/v1/{module}_pb.js", set())
+    for element in needed(found, [*ROOTS, *TYPESCRIPT_ROOTS, *roots_of_calls(found)]):
+        if element.name in IN_PYTHON_ONLY:
+            continue
+        symbol = element.name.replace(".", "_")
         if not hasattr(element.proto, "field"):
             values += typescript_enum(found, element)
             continue
         names.append(element.value)
+        used = imports.setdefault(gen_path(element), set())
         used |= {f"type {symbol} as {symbol}Message", f"{symbol}Schema"}
         values += js_doc(found.text(element.comment), "")
         values.append(f"export interface {element.value} {{")
+        first = len(values)
         lines = []
         for each, comment in zip(element.proto.field, element.comments, strict=True):
             if f"{element.value}.{each.name}" in TYPESCRIPT_LEFT_OUT:
                 continue
             name, kind, read = typescript_field(found, element.value, each)
-            if read.startswith("name<"):
-                enum = found.of(each.type_name)
-                assert enum is not None
-                symbol_of = enum.name.replace(".", "_")
-                path = f"./gen/weir/v1/{enum.module.removesuffix('_pb2')}_pb.js"
-                imports.setdefault(path, set()).add(f"{symbol_of} as {symbol_of}Message")
+            if "name<" in read or "toJson(" in read:
+                other = found.of(each.type_name)
+                assert other is not None
+                path, symbol_of = gen_path(other), other.name.replace(".", "_")
+                suffix = "Schema" if "toJson(" in read else f" as {symbol_of}Message"
+                imports.setdefault(path, set()).add(symbol_of + suffix)
             values += js_doc(found.text(comment), "  ")
             values.append(f"  readonly {name}: {kind};")
             lines.append(f"    {name}: {read},")
         values += ["}", ""]
-        exact = any("bigint" in each for each in values[-3 * len(lines) :])
+        exact = any("bigint" in each for each in values[first:])
         function = element.value[:1].lower() + element.value[1:]
         reads += [
             f"export function {function}(",
@@ -822,7 +832,7 @@ def typescript_modules(found: Contract) -> dict[str, str]:
     imports["./gen/weir/v1/inference_service_pb.js"].add("ServiceTier")
     unions = set(re.findall(r"name<(\w+)>", "\n".join(reads)))
     head = [
-        'import { create } from "@bufbuild/protobuf";',
+        'import { create, toJson } from "@bufbuild/protobuf";',
         'import { count, date, dimension, durationMs, money, name } from "./conversion.js";',
     ]
     for path, symbols in sorted(imports.items()):
@@ -833,15 +843,172 @@ def typescript_modules(found: Contract) -> dict[str, str]:
         "generated_values.ts": "\n".join(
             [
                 JS_HEAD.format(title="Values of the contract: plain data without gRPC."),
+                'import type { JsonValue } from "@bufbuild/protobuf";',
                 'import type { Money } from "./money.js";',
                 "",
                 *values,
             ]
         ),
+        "generated_calls.ts": typescript_calls(found),
         "generated_wire.ts": "\n".join(
             [JS_HEAD.format(title="Conversion of messages to values."), *head, *reads]
         ),
     }
+
+
+def gen_path(element: Element) -> str:
+    """Return the module with the generated code of an element."""
+    return f"./gen/weir/v1/{element.module.removesuffix('_pb2')}_pb.js"
+
+
+def typescript_argument(found: Contract, each: Any, name: str) -> tuple[str, str, str]:
+    """Choose name and type of an argument, and the init of its field from `{}`."""
+    is_list = each.label == FieldDescriptorProto.LABEL_REPEATED
+    shown = camel(name.removesuffix("_s"))
+    last = each.type_name.rpartition(".")[2]
+    if each.type == FieldDescriptorProto.TYPE_ENUM:
+        element = found.of(each.type_name)
+        assert element is not None
+        numbers = f"{element.name.replace('.', '_')}Message"
+        return shown, element.value, f'{{}} && numberOf("#", {numbers}, {{}})'
+    messages = {
+        "Timestamp": ("Date", "{} && timestampFromDate({})"),
+        "Duration": ("number", 'duration("#", {})'),
+        "AlertThresholds": ("readonly number[]", "{} && { values: {}.map(BigInt) }"),
+        "Configuration": ("JsonObject", "fromJson(ConfigurationSchema, {})"),
+        "Money": ("Money", "{} && moneyInit({})"),
+        "BillingProfile": (
+            "Partial<BillingProfile>",
+            "{} && { ...{}, emails: [...({}.emails ?? [])] }",
+        ),
+    }
+    if each.type == FieldDescriptorProto.TYPE_MESSAGE:
+        kind, init = messages[last]
+        return (f"{shown}Ms" if last == "Duration" else shown), kind, init
+    kind, _ = SCALARS.get(each.type, ("int", ""))
+    shape = {"str": "string", "bool": "boolean"}.get(kind, "number | bigint")
+    if is_list:
+        return shown, f"readonly {shape}[]", "{} && [...{}]"
+    if each.type in (FieldDescriptorProto.TYPE_INT64, FieldDescriptorProto.TYPE_UINT64):
+        return shown, shape, 'whole("#", {})'
+    return shown, shape.removesuffix(" | bigint"), "{}"
+
+
+def typescript_call(found: Contract, service: str, method: Any, comment: str, form: str) -> str:
+    """Write one call, preceded by its options."""
+    request = found.of(method.input_type)
+    assert request is not None
+    fields = {each.name: each for each in request.proto.field}
+    shown, documented, inits = [], [], []
+    options: list[str] = []
+    is_required = False
+    for each in arguments_of(found, method, form):
+        name, kind, init = typescript_argument(found, fields[each.field], each.name)
+        access = name if each.positional and not each.default else f"options.{name}"
+        if access == name:
+            shown.append(f"{name}: {kind}")
+            documented.append(f"@param {name} {each.comment}")
+        else:
+            optional = "?" if each.default else ""
+            is_required |= not optional
+            options += js_doc(each.comment, "  ")
+            options.append(f"  readonly {name}{optional}: {kind}{' | undefined' * bool(optional)};")
+        if each.field == "request_id" and each.default and method.name not in ONCE:
+            init = "{} ?? randomUUID()"
+        if not each.default:
+            init = init.removeprefix("{} && ")  # it is always there
+        init = init.replace("{}", access).replace("#", name)
+        inits.append(f"      {camel(each.field)}: {init},")
+    kind, value, result = result_of(found, method)
+    kind = re.sub(r"list\[(\w+)\]", r"\1[]", kind).replace("bool", "boolean")
+    if kind == "int":
+        kind, value = "number", "Count"
+    kind = kind.replace("bytes", "Uint8Array")
+    read = value[:1].lower() + value[1:]
+    answer = f"response.{camel(result)}" if result else "response"
+    if value != "None":
+        answer = f"{answer}.map((each) => wire.{read}(each))" if "[]" in kind else (
+            f"wire.{read}({answer})"
+        )  # fmt: skip
+    name = camel(snake(method.name))
+    kind_of_options = "CallOptionsOf"
+    lines = []
+    if options:
+        kind_of_options = f"{method.name}Options"
+        lines += [*js_doc(f"Options of `{name}`.", "")]
+        lines += [f"export interface {kind_of_options} extends CallOptionsOf {{", *options, "}", ""]
+    default = "" if is_required else " = {}"
+    parameters = [*shown, f"options: {kind_of_options}{default}"]
+    once = ", false" if method.name in ONCE else ""
+    body = ["  /**", *paragraphs(found.text(comment), "   * ")]
+    if documented:
+        body.append("   *")
+    for text in documented:
+        body += paragraphs(text, "   * ")
+    body += [
+        "   */",
+        f"  async {name}(",
+        *(f"    {each}," for each in parameters),
+        f"  ): Promise<{kind}> {{",
+        "    const init = defined({",
+        *inits,
+        "    });",
+        f"    const method = {service}.method.{name};",
+        f"    const response = await this.connection.call(method, init, options{once});",
+        f"    return {answer};",
+        "  }",
+        "",
+    ]
+    return "\n".join(lines) + "\0" + "\n".join(body)
+
+
+def typescript_calls(found: Contract) -> str:
+    """Write the unary calls of the administrators' clients."""
+    options, classes = [], []
+    imports: dict[str, set[str]] = {}
+    for service, forms in CALLS.items():
+        element = found.services[service]
+        imports[gen_path(element)] = {service}
+        methods = {each.name: each for each in element.proto.method}
+        texts = dict(zip(methods, element.comments, strict=True))
+        classes += [
+            f"/** Calls of `{service}` that need no code of their own. */",
+            f"export class {service.removesuffix('Service')}Calls extends UnaryClient {{",
+        ]
+        for name, form in forms.items():
+            first, call_text = typescript_call(
+                found, service, methods[name], texts[name], form
+            ).split("\0")
+            options += [first] if first else []
+            classes.append(call_text)
+        classes += ["}", ""]
+    text = "\n".join([*options, *classes])
+    values = set()
+    for each in found.elements.values():
+        symbol = each.name.replace(".", "_")
+        if f"{symbol}Message," in text:
+            imports.setdefault(gen_path(each), set()).add(f"{symbol} as {symbol}Message")
+        if f"({symbol}Schema," in text:
+            imports.setdefault(gen_path(each), set()).add(f"{symbol}Schema")
+        if each.value not in WRITTEN and re.search(rf"[:<] ?{each.value}\b", text):
+            values.add(f"type {each.value}")
+    head = [
+        JS_HEAD.format(title="Unary calls of the administrators' clients."),
+        'import { randomUUID } from "node:crypto";',
+        'import { fromJson, type JsonObject } from "@bufbuild/protobuf";',
+        'import { timestampFromDate } from "@bufbuild/protobuf/wkt";',
+        'import type { CallOptionsOf } from "./connection.js";',
+        'import { defined, duration, numberOf, whole } from "./conversion.js";',
+    ]
+    for path, symbols in sorted(imports.items()):
+        head += imported(symbols, path)
+    head += imported(values, "./generated_values.js")
+    head += [
+        'import type { Money } from "./money.js";',
+        'import { UnaryClient } from "./unary.js";',
+    ]
+    head += ['import * as wire from "./wire.js";', 'import { moneyInit } from "./wire.js";', ""]
+    return "\n".join([*head, text])
 
 
 def imported(symbols: Iterable[str], path: str) -> list[str]:

@@ -58,6 +58,7 @@ from metering.ledger.ledger import AccountKind, TransactionKind
 from metering.quotas.quota_rules import DIMENSIONS, Kind
 
 ROOT = Path(__file__).resolve().parent.parent
+COOKBOOK = ROOT / "docs" / "cookbook"
 COLUMNS_MAX = 100
 END = "<!-- end of reference -->"
 INCIDENT = "3f9a1c20b7de"  # of the example of an internal error
@@ -87,6 +88,8 @@ KINDS_OF_VALUE = {
     "Literal": "choice",
     "Mapping": "pairs",
 }
+FENCES = {".py": "python", ".ts": "ts"}
+PROGRAMS = sorted(path for path in COOKBOOK.glob("*") if path.suffix in (*FENCES, ".ipynb"))
 HEADINGS = {
     "api": "API process",
     "worker": "Billing worker and its commands",
@@ -692,6 +695,17 @@ def dialect_neutral() -> str:
     )
 
 
+def program(path: Path) -> str:
+    """Show a program of the cookbook; a notebook as its cells."""
+    if path.suffix != ".ipynb":
+        return f"```{FENCES[path.suffix]}\n{path.read_text()}```\n"
+    cells = json.loads(path.read_text())["cells"]
+    texts = [(each["cell_type"], "".join(each["source"])) for each in cells]
+    return "\n\n".join(
+        text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in texts
+    )
+
+
 def http_limits() -> str:
     """List the limits of one HTTP request, which are constants."""
     embedding, body = "`input` of an embedding", "a body"
@@ -743,6 +757,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "http-limits": http_limits,
     **{f"error-{each}": partial(error_facts, each) for each in examples_by_reason()},
     **{f"example-{each}": partial(error_example, each) for each in examples_by_reason()},
+    **{f"cookbook-{path.stem.replace('_', '-')}": partial(program, path) for path in PROGRAMS},
 }
 
 
@@ -751,6 +766,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
 
 def generated(name: str) -> str:
     """Generate a table or section of a page, in lines of at most 100 columns."""
+    if name.startswith("cookbook-"):
+        return TABLES[name]().strip("\n")  # code keeps its lines
     lines = []
     for line in TABLES[name]().splitlines():
         if len(line) <= COLUMNS_MAX or line.startswith("|"):

@@ -20,9 +20,8 @@ from pathlib import Path
 from infra.generate_proto import protoc
 
 SDK = Path(__file__).resolve().parent.parent / "sdk" / "typescript"
-CONTRACT = tuple(
-    f"weir/v1/{name}.proto" for name in ("inference_service", "receipts", "types", "usage_reports")
-)
+PROTO = SDK.parent.parent / "proto"
+CONTRACT = sorted(path.relative_to(PROTO).as_posix() for path in PROTO.glob("weir/v1/*.proto"))
 ERRORS = ("google/rpc/error_details.proto", "google/rpc/status.proto")
 
 
@@ -77,7 +76,7 @@ def build() -> None:
 def inputs() -> Iterator[Path]:
     """Yield the files that the build depends on."""
     yield from SDK.glob("*.json")
-    yield from (SDK.parent.parent / "proto").rglob("*.proto")
+    yield from PROTO.rglob("*.proto")
     for directory in ("src", "tests"):
         yield from (path for path in (SDK / directory).rglob("*.ts") if "gen" not in path.parts)
 

@@ -36,7 +36,7 @@ from metering.store.embedded_postgres import EmbeddedPostgres, binaries
 from metering.tenants.api_keys import find_api_key
 from metering.tenants.tenants import find_organization
 from tests.conftest import new_home, remove_home
-from tests.infra.test_docs import BLOCK, OUTSIDE, PAGES, ROOT
+from tests.infra.test_docs import BLOCK, DOCS, OUTSIDE, PAGES, ROOT
 from tests.metering.usage import Consumed, Customer, add_usage
 from tests.scraped import scrape
 from tests.service import wait_for
@@ -74,6 +74,11 @@ NOT_RUN = {
     ("metering/README.md", ""): "runs tests",
     ("sdk/python/README.md", ""): "tests/sdk/test_examples.py",
     ("sdk/typescript/README.md", ""): "tests/sdk/test_examples.py",
+    **{
+        (f"docs/cookbook/{page.name}", ""): "tests/sdk/test_cookbook.py"
+        for page in DOCS.glob("cookbook/*.md")
+        if re.search("```(python|sh)", page.read_text())
+    },
 }
 MONTHS = (datetime(2026, 9, 10, 12, tzinfo=UTC), datetime(2026, 10, 10, 12, tzinfo=UTC))
 # Commands of the pages as functions: servers run in the background of the page's shell.

@@ -297,13 +297,14 @@ def test_the_glossary_names_what_the_source_defines() -> None:
 # Pages
 
 
-def test_the_navigation_has_five_parts() -> None:
+def test_the_navigation_has_six_parts() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
     assert [next(iter(part)) for part in site["nav"]] == [
         "Quickstart",
         "Concepts",
         "How-to",
+        "Cookbook",
         "Reference",
         "Internals",
     ]

@@ -46,8 +46,8 @@ def evaluated(script: str) -> list[str]:
         capture_output=True,
         text=True,
         timeout=RUN_MAX_S,
-        check=True,
     )
+    assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
@@ -118,6 +118,77 @@ def test_an_unreachable_server_is_named_with_what_was_tried(built: Path) -> None
 
     assert len(lines) == 2
     assert all("the server at 127.0.0.1:1 without TLS cannot be reached" in line for line in lines)
+
+
+def test_administrators_have_their_calls(built: Path, service: Service) -> None:
+    """From an organization to its bill; every value becomes JSON, every error names its field."""
+    admin = asyncio.run(service.tenant(scopes=("admin",)))
+    script = f"""
+        import {{ AdminClient, BillingClient, Money, WeirClient }} from "{built}/src/index.js";
+        const options = {{ address: "{service.address}", apiKey: "{admin.secret}" }};
+        const admin = new AdminClient(options);
+        const billing = new BillingClient(options);
+        const month = new Date().toISOString().slice(0, 7);
+        await admin.createOrganization("tsshop");
+        await admin.createOrganization("tsshop", {{ allowExisting: true }});
+        await admin.createProject("tsshop", "web");
+        const {{ apiKey, secret }} = await admin.createApiKey("tsshop", "web", "ada", {{
+          lifetimeMs: 3_600_000, maxOutputTokens: 50,
+        }});
+        const quota = await admin.setQuota(
+          "API_KEY", apiKey.prefix, "cost-per-month", Money.of("5.00", "USD").picos,
+          {{ alertAt: [50] }},
+        );
+        const own = {{ ...options, apiKey: secret, labels: {{ app: "shop", kind: "all" }} }};
+        const client = new WeirClient(own);
+        const answer = await client.complete("{MODEL}", {{
+          prompt: "Hi", maxOutputTokens: 5, labels: {{ kind: "one" }},
+        }});
+        const entries = [];
+        for await (const entry of admin.listAuditEntries({{ pageSize: 2 }})) {{
+          entries.push(entry);
+          if (entries.length === 5) break;
+        }}
+        const pages = [];
+        for await (const page of billing.getUsage(month, ["MODEL"], {{ organization: "tsshop" }}))
+          pages.push(page);
+        const file = await billing.exportMonth(month, "FOCUS_CSV", {{ organization: "tsshop" }});
+        const values = [
+          quota, answer, entries, pages, await admin.listProjects("tsshop"),
+          await admin.listQuotas("tsshop"), await admin.listKeyQuotas(apiKey.prefix),
+          await admin.listApiKeys("tsshop"), await admin.listPrices(), await admin.listPlans(),
+          await admin.listLiveRequests(), await admin.listReplicas(),
+          await admin.getRequest(answer.requestId), await admin.exportConfiguration("tsshop"),
+          await billing.getMonthReport("tsshop", month), await billing.listMonths("tsshop"),
+          await billing.getForecast({{ organization: "tsshop" }}), file.fileName,
+          await admin.getCreditBalance("tsshop"),
+        ];
+        for (const value of values) console.log(JSON.stringify(value));
+        for (const call of [
+          () => admin.setQuota("API_KEY", apiKey.prefix, "cost-per-week", 1),
+          () => admin.setQuota("API_KEY", apiKey.prefix, "requests-per-minute", 1.5),
+          () => admin.createProject("nobody", "web"),
+          () => admin.listOrganizations({{ signal: AbortSignal.abort() }}),
+          () => billing.exportMonth(month, "FOCUS_CSV", {{ signal: AbortSignal.abort() }}),
+        ]) await call().catch((error) => console.log(`${{error.name}}: ${{error.message}}`));
+        await Promise.all([admin.close(), billing.close(), client.close()]);
+    """
+
+    lines = evaluated(script)
+    values, errors = list(map(json.loads, lines[:-5])), lines[-5:]
+    [event] = service.database.rows(
+        "SELECT labels FROM usage_events WHERE request_id = %s", values[1]["requestId"]
+    )
+
+    assert values[0]["limitValue"] == str(5 * 10**12)
+    assert values[0]["dimension"] == "cost-per-month"
+    assert len(values[2]) == 5
+    assert len({each["entryId"] for each in values[2]}) == 5
+    assert event["labels"] == {"app": "shop", "kind": "one"}
+    assert errors[0].startswith("InvalidRequest: dimension: must be one of concurrent-requests, ")
+    assert errors[1].startswith("InvalidRequest: limitValue: must be a whole number")
+    assert errors[2].startswith("NotFound: ")
+    assert errors[3] == errors[4] == "AbortError: This operation was aborted"
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ export class WeirClient implements AsyncDisposable {
    * @throws InvalidRequest for a request that cannot be encoded or exceeds `maxMessageBytes`.
    */
   generate(model: string, options: GenerateOptions): Generation {
-    const frame = buildStart(model, options);
+    const frame = buildStart(model, this.labelled(options));
     const { retry, maxMessageBytes, timeoutMs: limitMs } = this.connection.settings;
     const timeoutMs = options.timeoutMs ?? limitMs;
     const keep = keepFor(options.keepOnDisconnectMs, timeoutMs, this.stream.keepMaxMs);
@@ -151,7 +151,7 @@ export class WeirClient implements AsyncDisposable {
 
   /** Returns tokens and cost of the same call of `generate`, and whether it would be admitted. */
   async quote(model: string, options: GenerateOptions, call: CallOptionsOf = {}): Promise<Quote> {
-    const { kind } = buildStart(model, options);
+    const { kind } = buildStart(model, this.labelled(options));
     if (kind.case !== "start") throw invalid("start", "is missing");
     return wire.quote(
       await this.connection.call(InferenceService.method.quote, { start: kind.value }, call),
@@ -165,7 +165,7 @@ export class WeirClient implements AsyncDisposable {
     options: EmbedOptions = {},
   ): Promise<Quote> {
     const { timeoutMs, signal } = options;
-    const embed = buildEmbed(model, inputs, options);
+    const embed = buildEmbed(model, inputs, this.labelled(options));
     return wire.quote(
       await this.connection.call(InferenceService.method.quote, { embed }, { timeoutMs, signal }),
     );
@@ -183,7 +183,7 @@ export class WeirClient implements AsyncDisposable {
     inputs: string | readonly (string | readonly number[])[],
     options: EmbedOptions = {},
   ): Promise<EmbedResult> {
-    const request = buildEmbed(model, inputs, options);
+    const request = buildEmbed(model, inputs, this.labelled(options));
     const { timeoutMs, signal } = options;
     const response = await this.connection.call(InferenceService.method.embed, request, {
       timeoutMs,
@@ -255,6 +255,13 @@ export class WeirClient implements AsyncDisposable {
 
   async [Symbol.asyncDispose](): Promise<void> {
     await this.close();
+  }
+
+  /** Adds the labels of the client to those of a call, which win. */
+  private labelled<Options extends GenerateOptions | EmbedOptions>(options: Options): Options {
+    const { labels } = this.connection.settings;
+    if (Object.keys(labels).length === 0) return options;
+    return { ...options, labels: { ...labels, ...options.labels } };
   }
 }
 

@@ -5,6 +5,7 @@
 import { BlockList, isIP } from "node:net";
 import {
   create,
+  type DescMethodServerStreaming,
   type DescMethodUnary,
   fromBinary,
   type MessageInitShape,
@@ -20,7 +21,7 @@ import {
   Metadata,
   type ServiceError,
 } from "@grpc/grpc-js";
-import { checkKnown, invalid } from "./checks.js";
+import { checkKnown, checkOptions, GENERATE, invalid } from "./checks.js";
 import { Cancelled, QuotaExceeded, Unauthenticated, Unavailable, WeirError } from "./errors.js";
 import {
   type GenerateRequest,
@@ -69,6 +70,8 @@ export interface ClientOptions extends TlsOptions {
    * limit for a generation, 30,000 for other calls.
    */
   readonly timeoutMs?: number;
+  /** Labels of every generation and embedding, besides those of the call itself. */
+  readonly labels?: Readonly<Record<string, string>>;
 }
 
 /** Retries at most `maxRetries` times, and never after a wait of more than `waitMaxMs`. */
@@ -108,6 +111,7 @@ export interface ConnectionSettings {
   readonly keepaliveMs: number;
   readonly retry: RetryPolicy;
   readonly timeoutMs: number | undefined;
+  readonly labels: Readonly<Record<string, string>>;
 }
 
 const KNOWN: Readonly<Record<keyof ClientOptions, true>> = {
@@ -118,6 +122,7 @@ const KNOWN: Readonly<Record<keyof ClientOptions, true>> = {
   maxMessageBytes: true,
   keepaliveMs: true,
   timeoutMs: true,
+  labels: true,
   tls: true,
   rootCertificates: true,
   clientCertificate: true,
@@ -140,6 +145,7 @@ const SCHEMES = [
 export function resolveSettings(
   options: ClientOptions,
   environment = process.env,
+  keyVariables: readonly string[] = ["WEIR_API_KEY"],
 ): ConnectionSettings {
   checkKnown(options, CLIENT_OPTIONS);
   let address = options.address || environment["WEIR_ADDRESS"] || DEFAULT_ADDRESS;
@@ -149,9 +155,10 @@ export function resolveSettings(
     address = address.slice(scheme.length).replace(/\/+$/, "");
     secureScheme ??= secure;
   }
-  const apiKey = options.apiKey ?? environment["WEIR_API_KEY"];
+  const variable = keyVariables.find((each) => environment[each] !== undefined);
+  const apiKey = options.apiKey ?? environment[variable ?? ""];
   if (apiKey === undefined)
-    throw new Unauthenticated("no API key: pass apiKey or set WEIR_API_KEY");
+    throw new Unauthenticated(`no API key: pass apiKey or set ${keyVariables.join(" or ")}`);
   if (!/^[\x00-\x7f]*$/.test(apiKey))
     throw new Unauthenticated(
       "the API key holds characters that no key has; was it copied in full?",
@@ -160,6 +167,7 @@ export function resolveSettings(
   const { timeoutMs } = options;
   if (timeoutMs !== undefined && !(typeof timeoutMs === "number" && timeoutMs > 0))
     throw invalid("timeoutMs", `must be a number of milliseconds above 0, not ${timeoutMs}`);
+  checkOptions({ labels: options.labels }, { labels: GENERATE.labels });
   const local = isLocal(address);
   return {
     address,
@@ -169,6 +177,7 @@ export function resolveSettings(
     keepaliveMs: options.keepaliveMs ?? KEEPALIVE_MS,
     retry: new RetryPolicy(options.maxRetries ?? 2, options.retryWaitMaxMs ?? RETRY_WAIT_MAX_MS),
     timeoutMs,
+    labels: options.labels ?? {},
   };
 }
 
@@ -244,7 +253,7 @@ export class Connection {
   }
 
   /**
-   * Makes one idempotent unary call; `timeoutMs` includes retries, default 30 s.
+   * Makes one unary call, retried if it is idempotent; `timeoutMs` includes retries, default 30 s.
    *
    * @throws WeirError
    */
@@ -252,6 +261,7 @@ export class Connection {
     method: Method,
     init: MessageInitShape<Method["input"]>,
     { timeoutMs = this.settings.timeoutMs ?? UNARY_TIMEOUT_MS, signal }: CallOptionsOf = {},
+    isIdempotent = true,
   ): Promise<MessageShape<Method["output"]>> {
     const deadline = performance.now() + timeoutMs;
     const request = toBinary(method.input, create(method.input, init));
@@ -268,7 +278,9 @@ export class Connection {
         if (this.closing.signal.aborted)
           throw new Cancelled("the client is closed", { cause: error });
         const waitMs =
-          error instanceof WeirError ? this.settings.retry.waitMs(error, attempt) : undefined;
+          isIdempotent && error instanceof WeirError
+            ? this.settings.retry.waitMs(error, attempt)
+            : undefined;
         if (waitMs === undefined || performance.now() + waitMs >= deadline) throw error;
         if (!(await pause(waitMs, [signal, this.closing.signal]))) {
           if (signal?.aborted) throw signal.reason;
@@ -276,6 +288,39 @@ export class Connection {
         }
       }
     }
+  }
+
+  /** Makes one call with streamed responses; returns all of them. Throws a WeirError. */
+  collect<Method extends DescMethodServerStreaming>(
+    method: Method,
+    init: MessageInitShape<Method["input"]>,
+    { timeoutMs = this.settings.timeoutMs ?? UNARY_TIMEOUT_MS, signal }: CallOptionsOf = {},
+  ): Promise<MessageShape<Method["output"]>[]> {
+    return new Promise((resolve, reject) => {
+      if (signal?.aborted) return reject(signal.reason);
+      const received: MessageShape<Method["output"]>[] = [];
+      const call = this.client.makeServerStreamRequest(
+        `/${method.parent.typeName}/${method.name}`,
+        (message: Uint8Array) => Buffer.from(message),
+        (bytes: Buffer) => fromBinary(method.output, bytes) as MessageShape<Method["output"]>,
+        toBinary(method.input, create(method.input, init)),
+        this.metadata(),
+        { deadline: Date.now() + timeoutMs },
+      );
+      const abort = (): void => call.cancel();
+      signal?.addEventListener("abort", abort, { once: true });
+      call.on("data", (each: MessageShape<Method["output"]>) => received.push(each));
+      call.on("end", () => {
+        signal?.removeEventListener("abort", abort);
+        resolve(received);
+      });
+      call.on("error", (error: ServiceError) => {
+        signal?.removeEventListener("abort", abort);
+        reject(
+          signal?.aborted ? signal.reason : errorFromRpc(error, false, "", tried(this.settings)),
+        );
+      });
+    });
   }
 
   private attempt<Method extends DescMethodUnary>(

@@ -1,12 +1,13 @@
 /** Conversion of scalar wire values: counts, times, names and amounts. */
 
-import { type Duration, type Timestamp, timestampMs } from "@bufbuild/protobuf/wkt";
+import { type Duration, durationFromMs, type Timestamp, timestampMs } from "@bufbuild/protobuf/wkt";
 import {
   FinishReason as FinishReasonMessage,
   type Money as MoneyMessage,
   QuotaDimension as QuotaDimensionMessage,
 } from "./gen/weir/v1/types_pb.js";
 import { type FinishReason, QUOTA_DIMENSIONS, type QuotaDimension } from "./generated_values.js";
+import { invalid } from "./checks.js";
 import { Money, PICOS_PER_UNIT } from "./money.js";
 
 /** Returns a count as a plain number. Throws a RangeError if it is not exact. */
@@ -15,6 +16,45 @@ export function count(value: bigint): number {
   if (!Number.isSafeInteger(number))
     throw new RangeError(`${value} is more than a number can hold exactly`);
   return number;
+}
+
+/** Returns an object without its undefined members. */
+export function defined<Init extends object>(
+  init: Init,
+): { [Name in keyof Init]: Exclude<Init[Name], undefined> } {
+  const members = Object.entries(init).filter(([, value]) => value !== undefined);
+  return Object.fromEntries(members) as { [Name in keyof Init]: Exclude<Init[Name], undefined> };
+}
+
+/** Returns a whole number as the contract's integer. Throws InvalidRequest for a fraction. */
+export function whole(field: string, value: number | bigint | undefined): bigint | undefined {
+  if (value === undefined || typeof value === "bigint") return value;
+  if (!Number.isSafeInteger(value))
+    throw invalid(field, `must be a whole number, above 2^53 a bigint, not ${value}`);
+  return BigInt(value);
+}
+
+/** Returns the message of a duration. Throws InvalidRequest if it is not a number. */
+export function duration(field: string, ms: number | undefined): Duration | undefined {
+  if (ms === undefined) return undefined;
+  if (!Number.isFinite(ms)) throw invalid(field, `must be a number of milliseconds, not ${ms}`);
+  return durationFromMs(ms);
+}
+
+/** Returns the number of a name in an enumeration. Throws InvalidRequest for an unknown name. */
+export function numberOf<Numbers extends Record<string, string | number>>(
+  field: string,
+  numbers: Numbers,
+  name: string,
+): Extract<Numbers[keyof Numbers], number> {
+  const names = Object.keys(numbers).filter((each) => Number.isNaN(Number(each)));
+  const spelled = (each: string): string => each.replace("_PICOS", "").replaceAll("_", "-");
+  const found = names.find((each) => spelled(each) === spelled(name.toUpperCase()));
+  if (found === undefined) {
+    const known = names.slice(1).map((each) => spelled(each).toLowerCase());
+    throw invalid(field, `must be one of ${known.join(", ")}, not "${name}"`);
+  }
+  return numbers[found] as Extract<Numbers[keyof Numbers], number>;
 }
 
 /** Returns a duration in milliseconds. */

@@ -4,7 +4,148 @@
  * Generated from the contract by `infra/generate_sdk.py`: run `make proto` instead of editing it.
  */
 
+import type { JsonValue } from "@bufbuild/protobuf";
 import type { Money } from "./money.js";
+
+/** Owner of a quota. UNSPECIFIED: newer than this client. */
+export type QuotaSubject =
+  | "UNSPECIFIED"
+  | "ORGANIZATION"
+  | "PROJECT"
+  | "API_KEY";
+
+/** Measure and window of a quota. "unspecified": newer than this client. */
+export const QUOTA_DIMENSIONS = [
+  "unspecified",
+  "concurrent-requests",
+  "requests-per-minute",
+  "tokens-per-minute",
+  "tokens-per-day",
+  "tokens-per-month",
+  "cost-per-month",
+  "input-tokens-per-minute",
+  "output-tokens-per-minute",
+  "cost-per-day",
+  "prepaid-credit",
+] as const;
+
+/** Measure and window of a quota. */
+export type QuotaDimension = (typeof QUOTA_DIMENSIONS)[number];
+
+/** State of an alert's delivery. UNSPECIFIED: newer than this client. */
+export type AlertDeliveryState =
+  | "UNSPECIFIED"
+  | "PENDING"
+  | "DELIVERED"
+  | "FAILED";
+
+/** Delivery of an alert to a webhook. */
+export interface AlertDelivery {
+  /** State of the delivery. */
+  readonly state: AlertDeliveryState;
+  /** Number of attempts begun. */
+  readonly attemptCount: number;
+  /** Time of the latest attempt. Unset if there was none. */
+  readonly attemptTime: Date | undefined;
+  /** Time of delivery or abandonment. Unset while pending. */
+  readonly endTime: Date | undefined;
+  /** Error of the latest failed attempt. Empty if none failed. */
+  readonly lastError: string;
+}
+
+/** A Stripe invoice at the time of an alert. */
+export interface AlertInvoice {
+  /** Id at Stripe. */
+  readonly stripeInvoiceId: string;
+  /** Number at Stripe. Empty if no event has contained it. */
+  readonly stripeNumber: string;
+  /** The billed month, as YYYY-MM in UTC. */
+  readonly month: string;
+  /** Amount due. */
+  readonly amountDue: Money;
+  /** Amount paid. */
+  readonly amountPaid: Money;
+  /** Stripe's payment page. Empty if no event has contained it. */
+  readonly hostedUrl: string;
+}
+
+/** An API key that was rotated, or given more scopes, more networks or a longer life. */
+export interface AlertKey {
+  /** The first characters of the key. */
+  readonly prefix: string;
+  /** The key's name at that time. */
+  readonly name: string;
+  /** Prefix of the key that made the change, as in the audit log. */
+  readonly changedBy: string;
+  /** What changed: "secret", "scopes", "allowed_networks", "expires_at". */
+  readonly changed: readonly string[];
+}
+
+/**
+ * A threshold of a limit was crossed, or Stripe reported a payment. There is one alert per limit,
+ * threshold, window and limit value; and one per invoice and kind.
+ */
+export interface Alert {
+  /** UUID of the alert, the same in all deliveries and lists. */
+  readonly alertId: string;
+  /** UUID of the organization. */
+  readonly organizationId: string;
+  /** The organization's name. */
+  readonly organizationName: string;
+  /** Time of detection, seconds after the crossing if a worker runs. */
+  readonly fireTime: Date | undefined;
+  /** The limit's id. Empty for tests and invoices, as are all fields up to the window. */
+  readonly quotaId: string;
+  /** Owner of the limit. */
+  readonly subject: QuotaSubject;
+  /** UUID of the organization, project or key. */
+  readonly subjectId: string;
+  /** Display name: "organization", "organization/project" or a key's prefix. */
+  readonly subjectName: string;
+  /** Limited model; empty: all models together. */
+  readonly model: string;
+  /** Measure and window of the limit. */
+  readonly dimension: QuotaDimension;
+  /** Percent of the limit used; for prepaid credit, remaining picos. */
+  readonly threshold: number;
+  /** The limit in force at that time, in tokens or picos by dimension. */
+  readonly limitValue: bigint;
+  /** Usage at that time, without the holds of running requests. */
+  readonly usedValue: bigint;
+  /** Start of the limit's window. Unset for prepaid credit. */
+  readonly windowStartTime: Date | undefined;
+  /** ISO 4217 code of the organization's currency. */
+  readonly currencyCode: string;
+  /** Delivery to the organization's webhook. Unset if there was no webhook at that time. */
+  readonly delivery: AlertDelivery | undefined;
+  /**
+   * "quota", "credit", "test", "invoice_payment_failed", "invoice_paid", "key_rotated" or
+   * "key_widened".
+   */
+  readonly kind: string;
+  /** The invoice at the time of the alert. Unset for other kinds. */
+  readonly invoice: AlertInvoice | undefined;
+  /** The key that got a new secret or more rights. Unset for other kinds. */
+  readonly key: AlertKey | undefined;
+}
+
+/** One change: its time and author, and the object before and after it. */
+export interface AuditEntry {
+  /** Increases with time, so that it orders entries and begins the next page. */
+  readonly entryId: number;
+  /** Time of the change. */
+  readonly createTime: Date | undefined;
+  /** Author: the prefix of the API key, or "system". */
+  readonly actor: string;
+  /** Action, for example "api_key.revoke". */
+  readonly action: string;
+  /** Id of the changed object: a UUID, or the number of a price version. */
+  readonly subjectId: string;
+  /** The object before, as JSON; empty if it did not exist. */
+  readonly beforeJson: string;
+  /** The object after, as JSON; empty if it was removed. */
+  readonly afterJson: string;
+}
 
 /** Reason why an admitted request ended. UNSPECIFIED: newer than this client. */
 export type FinishReason =
@@ -142,6 +283,37 @@ export interface Generation {
   readonly migrationCount: number;
 }
 
+/** Estimated cost of a month at its prices, before plan discounts, credit and tax. */
+export interface UsageForecast {
+  /** The customer's name. */
+  readonly organizationName: string;
+  /** The month as YYYY-MM, in UTC. */
+  readonly month: string;
+  /** Time zone of days and the month: always UTC. */
+  readonly timeZone: string;
+  /** Time of the forecast. */
+  readonly asOfTime: Date | undefined;
+  /** Exact cost of the month's usage until then, posted or not. */
+  readonly monthToDate: Money;
+  /**
+   * The estimate for the whole month, rounded to minor units. Unset without a complete day of
+   * usage.
+   */
+  readonly expected: Money | undefined;
+  /** Lower bound of the interval, rounded to minor units. Unset with too little history. */
+  readonly low: Money | undefined;
+  /** Upper bound of the interval, rounded to minor units. Unset with too little history. */
+  readonly high: Money | undefined;
+  /** Confidence of the interval in percent, assuming that days vary as before. */
+  readonly confidencePercent: number;
+  /** Complete days (UTC) in the estimate. */
+  readonly completeDayCount: number;
+  /** Method of the estimate, in a sentence. */
+  readonly method: string;
+  /** Caveats, a sentence each. */
+  readonly warnings: readonly string[];
+}
+
 /** The part of a row with one outcome; included in the row's numbers. */
 export interface UsageShare {
   /** Number of requests. */
@@ -226,6 +398,111 @@ export interface UsageReport {
   readonly lastDay: string;
   /** Time zone of the days: always UTC. */
   readonly timeZone: string;
+}
+
+/** A page of usage. */
+export interface UsagePage {
+  /** The rows. */
+  readonly rows: readonly UsageRow[];
+  /** Total of all pages as one row. On the first page of a single organization only. */
+  readonly total: UsageRow | undefined;
+  /** Time zone of days and months: always UTC. */
+  readonly timeZone: string;
+}
+
+/** A line of an invoice. */
+export interface InvoiceLine {
+  /**
+   * Stable kind: `usage`, `late_usage`, a charge as in `ChargeKind` in lower case, or `rounding`,
+   * which completes the other lines to the total.
+   */
+  readonly kind: string;
+  /** Text of the line on the document, for people. */
+  readonly description: string;
+  /** Before rounding; 0 for the line of the rounding. */
+  readonly exactAmount: Money;
+  /** Billed amount, in whole minor units. */
+  readonly amount: Money;
+  /** The model; empty if not applicable. */
+  readonly model: string;
+  /** The price version; 0 if not applicable. */
+  readonly priceVersion: number;
+  /** Token kind, in lower case as in the report's documents; empty if not applicable. */
+  readonly tokenKind: string;
+  /** Number of tokens; 0 if not applicable. */
+  readonly tokenCount: number;
+  /** Picos per token; 0 if not applicable. */
+  readonly unitPricePicos: bigint;
+  /** The month of the usage as YYYY-MM, for usage lines. */
+  readonly usageMonth: string;
+  /** Id of the adjustment or the credit grant. */
+  readonly sourceId: string;
+}
+
+/** Payment state of an invoice at Stripe. UNSPECIFIED: newer than this client. */
+export type PaymentState =
+  | "UNSPECIFIED"
+  | "OPEN"
+  | "FAILED"
+  | "OVERDUE"
+  | "PAID"
+  | "VOID"
+  | "UNCOLLECTIBLE";
+
+/** One invoice at Stripe, from its events. */
+export interface InvoicePayment {
+  /** Id of the invoice at Stripe, such as "in_1Nx". */
+  readonly stripeInvoiceId: string;
+  /** Number at Stripe. Empty if no event has contained it. */
+  readonly stripeNumber: string;
+  /** State of the payment as Stripe last reported it. */
+  readonly state: PaymentState;
+  /** Amount due, including taxes and items added at Stripe. */
+  readonly amountDue: Money;
+  /** Amount paid so far, as Stripe last reported it. */
+  readonly amountPaid: Money;
+  /** Stripe's payment page. Empty if no event has contained it. */
+  readonly hostedUrl: string;
+  /** Time when Stripe finalized it. Unset if no event has contained it. */
+  readonly finalizeTime: Date | undefined;
+  /** Time of payment. Unset if unpaid. */
+  readonly payTime: Date | undefined;
+  /** Time of the latest failed charge. Unset if none failed. */
+  readonly failureTime: Date | undefined;
+}
+
+/**
+ * Invoice of a month. It never changes; mistakes are corrected by a credit note or an adjustment.
+ */
+export interface Invoice {
+  /** Its number: `INV-` and digits, without gaps. */
+  readonly number: string;
+  /** The organization's id. */
+  readonly organizationId: string;
+  /** The organization's name at the close. */
+  readonly organizationName: string;
+  /** The month as YYYY-MM, in UTC. */
+  readonly month: string;
+  /** Time of issue. */
+  readonly issueTime: Date | undefined;
+  /** Author of the close: the prefix of a key. */
+  readonly issuedBy: string;
+  /** In the order of the report. Their amounts add up to `total`. */
+  readonly lines: readonly InvoiceLine[];
+  /** Sum of the lines before rounding. */
+  readonly exactTotal: Money;
+  /** Rounding remainder of previous months. */
+  readonly carriedIn: Money;
+  /** Rounding remainder for the next month: exact_total + carried_in - total. */
+  readonly carriedOut: Money;
+  /** Amount owed, in whole minor units. Negative: in favour of the customer. */
+  readonly total: Money;
+  /** Sum of its approved credit notes. */
+  readonly credited: Money;
+  /** Tax treatment of the amounts. */
+  readonly taxNote: string;
+  /** Stripe's invoices of the same month. See `Month.payments`. */
+  readonly payments: readonly InvoicePayment[];
 }
 
 /** A change that gave an API key a new secret or more rights. */
@@ -368,37 +645,44 @@ export interface Model {
   readonly countsFromUsage: boolean;
 }
 
+/** File format of a month. UNSPECIFIED: newer than this client. */
+export type MonthExportFormat =
+  | "UNSPECIFIED"
+  | "INVOICE_PDF"
+  | "FOCUS_CSV";
+
+/** One immutable version of a plan. */
+export interface Plan {
+  /** Rules of the plan. */
+  readonly configuration: JsonValue | undefined;
+  /** Its version: 1 for the first of its name, and one more for each change. */
+  readonly version: number;
+  /** Time of creation. */
+  readonly createTime: Date | undefined;
+}
+
+/** The plan of an organization from a month on, until its next assignment. */
+export interface PlanAssignment {
+  /** UUID of the organization that has the plan. */
+  readonly organizationId: string;
+  /** Name of the organization that has the plan. */
+  readonly organizationName: string;
+  /** The first month as YYYY-MM, UTC. */
+  readonly firstMonth: string;
+  /** The name of the plan; empty for none. */
+  readonly plan: string;
+  /** Its version; 0 for no plan. */
+  readonly version: number;
+  /** Author of the assignment: the prefix of the API key. */
+  readonly assignedBy: string;
+}
+
 /** Reason of a request's wait. UNSPECIFIED: newer than this client. */
 export type Stage =
   | "UNSPECIFIED"
   | "QUEUED"
   | "ENGINE_LOADING"
   | "RUNNING";
-
-/** Owner of a quota. UNSPECIFIED: newer than this client. */
-export type QuotaSubject =
-  | "UNSPECIFIED"
-  | "ORGANIZATION"
-  | "PROJECT"
-  | "API_KEY";
-
-/** Measure and window of a quota. "unspecified": newer than this client. */
-export const QUOTA_DIMENSIONS = [
-  "unspecified",
-  "concurrent-requests",
-  "requests-per-minute",
-  "tokens-per-minute",
-  "tokens-per-day",
-  "tokens-per-month",
-  "cost-per-month",
-  "input-tokens-per-minute",
-  "output-tokens-per-minute",
-  "cost-per-day",
-  "prepaid-credit",
-] as const;
-
-/** Measure and window of a quota. */
-export type QuotaDimension = (typeof QUOTA_DIMENSIONS)[number];
 
 /** One limit with its current remainder. */
 export interface QuotaStatus {
@@ -513,6 +797,29 @@ export interface Quote {
   readonly quotas: readonly QuotaStatus[];
 }
 
+/** Actual and simulated charges of a month for one organization. */
+export interface SimulatedCustomer {
+  /** The organization. */
+  readonly organizationId: string;
+  /** Its name. */
+  readonly organizationName: string;
+  /** Tokens of all kinds. */
+  readonly tokenCount: number;
+  /**
+   * Actual charges: usage at its price, and the lines of the plan. Without adjustments, credit and
+   * rounding.
+   */
+  readonly oldAmount: Money;
+  /** Simulated charges. */
+  readonly newAmount: Money;
+  /** `new_amount` less `old_amount`. */
+  readonly difference: Money;
+  /** The actual plan; empty: none. */
+  readonly oldPlan: string;
+  /** The simulated plan. */
+  readonly newPlan: string;
+}
+
 /** A token and its log-probability. */
 export interface TokenLogprob {
   /** Id in the model's vocabulary. */
@@ -533,4 +840,881 @@ export interface TokenLogprobs {
    * `prompt_logprobs`.
    */
   readonly top: readonly TokenLogprob[];
+}
+
+/** Grouping of usage rows. UNSPECIFIED: newer than this client. */
+export type UsageGrouping =
+  | "UNSPECIFIED"
+  | "ORGANIZATION"
+  | "DAY"
+  | "PROJECT"
+  | "API_KEY"
+  | "MODEL"
+  | "REQUEST";
+
+/** Source of a price. UNSPECIFIED: newer than this client. */
+export type PriceSource =
+  | "UNSPECIFIED"
+  | "LIST"
+  | "ORGANIZATION";
+
+/** Kind of a charge. UNSPECIFIED: newer than this client. */
+export type ChargeKind =
+  | "UNSPECIFIED"
+  | "ALLOWANCE"
+  | "GRADUATED"
+  | "VOLUME"
+  | "COMMITMENT"
+  | "ADJUSTMENT"
+  | "CREDIT";
+
+/**
+ * Recipient of an organization's invoices. Unknown fields are empty. An address has at least
+ * `address_line1` and `country`. No field may contain control characters or line breaks.
+ */
+export interface BillingProfile {
+  /**
+   * E-mail addresses, at most 10, distinct. Stripe sends invoices to the first; the others are for
+   * the operator.
+   */
+  readonly emails: readonly string[];
+  /**
+   * Registered name, up to 256 characters. Empty: documents are addressed to the organization's
+   * name.
+   */
+  readonly legalName: string;
+  /** Street and number, up to 200 characters. */
+  readonly addressLine1: string;
+  /** Building, floor or department, up to 200 characters. */
+  readonly addressLine2: string;
+  /** City, up to 100 characters. */
+  readonly city: string;
+  /** Postal code, up to 20 characters. */
+  readonly postalCode: string;
+  /** State, province or region, up to 100 characters. */
+  readonly state: string;
+  /** ISO 3166-1 alpha-2 code, such as "DE". */
+  readonly country: string;
+  /** Tax id as printed on documents, up to 50 characters. It is not sent to Stripe. */
+  readonly taxId: string;
+  /** IETF language tag of Stripe's messages to the customer, such as "de" or "pt-BR". */
+  readonly language: string;
+}
+
+/** A customer: it owns projects, keys and limits, and gets one bill a month. */
+export interface Organization {
+  /** Server-generated UUID. */
+  readonly organizationId: string;
+  /** Unique name: 1 to 63 of a-z, 0-9 and "-", starting with a letter. */
+  readonly name: string;
+  /** ISO 4217 code of its bills, such as "USD". It never changes. */
+  readonly currencyCode: string;
+  /** Time of creation. */
+  readonly createTime: Date | undefined;
+  /** Recipient of its invoices. Unset if never set. */
+  readonly billingProfile: BillingProfile | undefined;
+}
+
+/** A subdivision of an organization, with its own keys. */
+export interface Project {
+  /** Server-generated UUID. */
+  readonly projectId: string;
+  /** The organization it belongs to. */
+  readonly organizationId: string;
+  /** Unique name inside the organization, formed like an organization's. */
+  readonly name: string;
+  /** Time of creation. */
+  readonly createTime: Date | undefined;
+}
+
+/** An API key without its secret. */
+export interface ApiKey {
+  /** Server-generated UUID. */
+  readonly apiKeyId: string;
+  /** UUID of the project whose usage the key counts as. */
+  readonly projectId: string;
+  /** Display name, such as that of the program that uses the key. Need not be unique. */
+  readonly name: string;
+  /** The first characters of the key, which identify it. */
+  readonly prefix: string;
+  /** Permissions: "inference", "admin", "billing". */
+  readonly scopes: readonly string[];
+  /** Time of creation. */
+  readonly createTime: Date | undefined;
+  /** Time of expiry. Unset: never. */
+  readonly expireTime: Date | undefined;
+  /** Time of revocation. Unset: not revoked. */
+  readonly revokeTime: Date | undefined;
+  /** The organization of its project. */
+  readonly organizationId: string;
+  /**
+   * End of validity of the secret that the last rotation replaced. Unset: only one secret is valid.
+   */
+  readonly overlapEndTime: Date | undefined;
+  /** Names of the allowed models; a name covers all versions of the model. Empty: all models. */
+  readonly models: readonly string[];
+  /**
+   * Time of the last successful use, by a call or a message on an open stream, accurate to two
+   * minutes. Unset: not used since `use_tracked_since_time`.
+   */
+  readonly lastUseTime: Date | undefined;
+  /**
+   * Time since when its uses are recorded: `create_time`, or later for keys older than this
+   * feature.
+   */
+  readonly useTrackedSinceTime: Date | undefined;
+  /**
+   * Limit of input tokens per request: its prompt, or all texts to embed. 0: the model's own limit.
+   * A larger request is InvalidRequest with the reason KEY_LIMIT_EXCEEDED.
+   */
+  readonly maxInputTokens: number | undefined;
+  /**
+   * Limit of output tokens per request, all choices together. 0: the model's own limit. A request
+   * that asks for more is refused in the same way; one without a limit of its own ends there with
+   * FINISH_REASON_LENGTH.
+   */
+  readonly maxOutputTokens: number | undefined;
+  /**
+   * Networks that may use the key, such as "203.0.113.0/24" or "2001:db8::/32". Empty: all. Calls
+   * from other addresses get PermissionDenied with the reason ADDRESS_NOT_ALLOWED, and so do
+   * running requests from there when the networks are narrowed.
+   */
+  readonly allowedNetworks: readonly string[];
+  /** The name of the organization of its project. */
+  readonly organizationName: string;
+  /** Name of its project, unique within the organization. */
+  readonly projectName: string;
+  /**
+   * Refuses unknown parameters over HTTP, as `?strict=1` does for one request; `?strict=0` does not
+   * relax it. False: those that cannot change the answer are ignored and named in a header.
+   */
+  readonly strictParameters: boolean;
+}
+
+/** The key with its secret, which no later call returns. */
+export interface CreatedApiKey {
+  /** The new key, or with `allow_existing` the active one of this name. */
+  readonly apiKey: ApiKey;
+  /**
+   * The secret to send as bearer token. It is returned only once: empty if the key existed before.
+   * RotateApiKey creates a new one.
+   */
+  readonly secret: string;
+  /** True if it existed before: by its name, or because the call was repeated. */
+  readonly existed: boolean;
+}
+
+/** The rotated key. */
+export interface RotatedApiKey {
+  /** The key, with unchanged id, prefix and limits. */
+  readonly apiKey: ApiKey;
+  /** The new secret. It is returned only once: empty if this repeats a call. */
+  readonly secret: string;
+  /** End of validity of the replaced secret. */
+  readonly overlapEndTime: Date | undefined;
+}
+
+/** One immutable price version; corrections are later versions. */
+export interface PriceVersion {
+  /** Version number. */
+  readonly version: number;
+  /** The priced model. */
+  readonly model: string;
+  /** ISO 4217 code. */
+  readonly currencyCode: string;
+  /** The priced service tier. */
+  readonly tier: "interactive" | "batch";
+  /** The organization, for its own price; empty for the list price. */
+  readonly organizationId: string;
+  /** That organization's name; empty for the list price. */
+  readonly organizationName: string;
+  /** Picos per uncached input token. */
+  readonly inputPicosPerToken: bigint;
+  /** Picos per cached input token. */
+  readonly cachedInputPicosPerToken: bigint;
+  /** Picos per output token that is not thinking. */
+  readonly outputPicosPerToken: bigint;
+  /** Picos per embedded token. */
+  readonly embeddingPicosPerToken: bigint;
+  /**
+   * Thousandths of the interactive prices that these were derived with. 1000 for the interactive
+   * tier.
+   */
+  readonly multiplierMilli: number;
+  /** Start of validity. */
+  readonly effectiveTime: Date | undefined;
+  /**
+   * True if it only ends the organization's own price: the list price applies from then on. Its
+   * prices are 0 and never charged.
+   */
+  readonly withdrawn: boolean;
+  /** Picos per output token of the model's thinking. */
+  readonly reasoningPicosPerToken: bigint;
+}
+
+/** Price that applies to a model in a service tier, with its source. */
+export interface AppliedPrice {
+  /** The model. */
+  readonly model: string;
+  /**
+   * The requested service tier. `version.tier` differs if that tier has no price of its own and
+   * uses the interactive one.
+   */
+  readonly tier: "interactive" | "batch";
+  /** Source of the price. */
+  readonly source: PriceSource;
+  /** Price version of requests admitted at this time. */
+  readonly version: PriceVersion;
+}
+
+/** Prices. */
+export interface PriceList {
+  /** Prices in force at that time, by model, currency and tier. */
+  readonly prices: readonly AppliedPrice[];
+  /**
+   * With `history`: all versions of list prices and of the organization's own, the oldest of each
+   * tier first.
+   */
+  readonly versions: readonly PriceVersion[];
+}
+
+/** Plans and their assignments. */
+export interface PlanList {
+  /** Sorted by name, the latest version first. */
+  readonly plans: readonly Plan[];
+  /** Sorted by organization, then month. */
+  readonly assignments: readonly PlanAssignment[];
+}
+
+/** Credit that an organization may use for the charges of some months. */
+export interface CreditGrant {
+  /** Server-generated UUID. */
+  readonly grantId: string;
+  /** The organization. */
+  readonly organizationId: string;
+  /** Its name. */
+  readonly organizationName: string;
+  /** Granted amount. */
+  readonly amount: Money;
+  /** Amount spent by closed months. */
+  readonly spent: Money;
+  /** Expired amount. */
+  readonly expired: Money;
+  /** Remaining amount, counting closed months. */
+  readonly remaining: Money;
+  /** First month that it covers, as YYYY-MM. */
+  readonly firstMonth: string;
+  /** Last month that it covers. The rest expires at its close. */
+  readonly lastMonth: string;
+  /** Reason. */
+  readonly reason: string;
+  /** Author of the grant: the prefix of the API key. */
+  readonly grantedBy: string;
+  /** Time of the grant. */
+  readonly createTime: Date | undefined;
+}
+
+/** An organization's current credit. */
+export interface CreditBalance {
+  /** The organization. */
+  readonly organizationId: string;
+  /** Its name. */
+  readonly organizationName: string;
+  /** True if requests are admitted only within the credit. */
+  readonly prepaid: boolean;
+  /** Remainder of grants for this month and later ones, counting closed months. */
+  readonly remaining: Money;
+  /** Charges of open months so far. */
+  readonly unbilled: Money;
+  /** Held by running requests of a prepaid organization. */
+  readonly held: Money;
+  /**
+   * Spendable this month: `remaining` less `unbilled` and `held`, as far as the grants' months
+   * allow it.
+   */
+  readonly available: Money;
+}
+
+/** Phase of a request. UNSPECIFIED: newer than this client. */
+export type RequestPhase =
+  | "UNSPECIFIED"
+  | "PREPARING"
+  | "QUEUED"
+  | "LOADING"
+  | "PREFILL"
+  | "DECODE"
+  | "ENDING";
+
+/** A running or waiting request. Its content is never exposed. */
+export interface LiveRequest {
+  /** Id chosen by the client, unique in its project. */
+  readonly requestId: string;
+  /** The billed organization. */
+  readonly organizationId: string;
+  /** Its name. */
+  readonly organizationName: string;
+  /** The project of its key. */
+  readonly projectId: string;
+  /** Its name. */
+  readonly projectName: string;
+  /** The API key of the request. */
+  readonly apiKeyId: string;
+  /** The key's first characters. */
+  readonly apiKeyPrefix: string;
+  /** Model of the request. */
+  readonly model: string;
+  /** Phase of the request. */
+  readonly phase: RequestPhase;
+  /** Time since its arrival; since its admission if not reported by its process. */
+  readonly ageMs: number | undefined;
+  /** Tokens of the prompt. 0 while it is being prepared. */
+  readonly inputTokenCount: number;
+  /** Part of the input tokens from the prefix cache. */
+  readonly cachedInputTokenCount: number;
+  /** Output tokens handed to the transport. */
+  readonly deliveredTokenCount: number;
+  /** Output tokens per second since the first one. 0 before the second token. */
+  readonly tokensPerSecond: number;
+  /** Output tokens covered by its hold so far. 0 without a hold. */
+  readonly leasedTokenCount: number;
+  /** Time when its hold was taken. Unset: it waits for one, and counts against no quota yet. */
+  readonly admitTime: Date | undefined;
+  /** Time when its hold expires unless its process extends it. Unset without a hold. */
+  readonly expireTime: Date | undefined;
+  /** UUID of the api process that runs it. */
+  readonly processId: string;
+  /** Display name of that process: "host:pid". Empty if not reported. */
+  readonly processName: string;
+}
+
+/** Totals of one organization's live requests. */
+export interface LiveOrganization {
+  /** UUID of the organization. */
+  readonly organizationId: string;
+  /** Its name. */
+  readonly name: string;
+  /** Running and waiting requests. */
+  readonly requestCount: number;
+  /** Requests with a hold. */
+  readonly holdCount: number;
+  /** Tokens of these holds: input and leased output. */
+  readonly heldTokenCount: number;
+  /** Output tokens per second over all of them. */
+  readonly tokensPerSecond: number;
+}
+
+/** Live requests. */
+export interface LiveView {
+  /** The oldest first. */
+  readonly requests: readonly LiveRequest[];
+  /** Sorted by name; only organizations with live requests. */
+  readonly organizations: readonly LiveOrganization[];
+  /** Number of all requests, including those beyond `page_size`. */
+  readonly requestCount: number;
+  /** Processes with holds that did not answer: data about their requests may be outdated. */
+  readonly unresponsiveProcessIds: readonly string[];
+}
+
+/** The record of one request and its owner. Its content is never exposed. */
+export interface RecordedRequest {
+  /** The record. */
+  readonly generation: Generation;
+  /** Name of the billed organization. */
+  readonly organizationName: string;
+  /** Name of the project of its key. */
+  readonly projectName: string;
+  /** First characters of the request's API key. */
+  readonly apiKeyPrefix: string;
+}
+
+/** Result of ending a request. UNSPECIFIED: newer than this client. */
+export type KillResult =
+  | "UNSPECIFIED"
+  | "ENDED"
+  | "ALREADY_ENDED"
+  | "PENDING";
+
+/** Result of ending a request. */
+export interface KilledRequest {
+  /** Whether it has ended. */
+  readonly result: KillResult;
+  /** Its record, with the final usage once it is settled. Unset if it waited without a hold. */
+  readonly generation: Generation | undefined;
+  /** Latest expiry of its hold. Set for RESULT_PENDING only. */
+  readonly expireTime: Date | undefined;
+}
+
+/** State of an engine. UNSPECIFIED: newer than this client. */
+export type ReplicaState =
+  | "UNSPECIFIED"
+  | "COLD"
+  | "LOADING"
+  | "READY"
+  | "RESTARTING"
+  | "FAILED"
+  | "CLOSED"
+  | "DRAINING"
+  | "TRIPPED";
+
+/** One engine of one process. A remote server has one in each connected process. */
+export interface Replica {
+  /** The model, as `name` or, if it has versions, `name@version`. */
+  readonly model: string;
+  /**
+   * Name of the replica: unique for the model, and the same in all processes with the same fleet
+   * file.
+   */
+  readonly replica: string;
+  /** Region. Empty: it serves every region. */
+  readonly region: string;
+  /** State of the engine. */
+  readonly state: ReplicaState;
+  /** Reason of the state; may be empty. */
+  readonly reason: string;
+  /** Whether this process has applied an admin's drain order, whatever the state. */
+  readonly drained: boolean;
+  /** Running requests of this process. */
+  readonly requestCount: number;
+  /** Estimated tokens still to compute for them. */
+  readonly outstandingTokenCount: number;
+  /** UUID of the api process. */
+  readonly processId: string;
+  /** Display name of the process: "host:pid". */
+  readonly processName: string;
+}
+
+/**
+ * An admin's order to drain a replica. Valid until it is ended, also for processes that start
+ * later.
+ */
+export interface ReplicaDrain {
+  /** The model, as `name` or `name@version`. */
+  readonly model: string;
+  /** The name of the replica. */
+  readonly replica: string;
+  /** Reason given with the order. May be empty. */
+  readonly reason: string;
+  /** Time of the order. */
+  readonly drainTime: Date | undefined;
+  /** Time after the order when running requests move to other replicas. Unset: never. */
+  readonly moveAfterMs: number | undefined;
+}
+
+/** The engines. */
+export interface ReplicaList {
+  /**
+   * Sorted by model, name and process. An adapter runs in the engines of its model, which are
+   * listed here.
+   */
+  readonly replicas: readonly Replica[];
+  /** Present drain orders. */
+  readonly drains: readonly ReplicaDrain[];
+  /** Processes with holds that did not answer; their replicas are unknown. */
+  readonly unresponsiveProcessIds: readonly string[];
+}
+
+/** The order, and the processes that have applied it. */
+export interface DrainedReplica {
+  /** The order. */
+  readonly drain: ReplicaDrain;
+  /** This replica in each process that answered and has applied the order. */
+  readonly replicas: readonly Replica[];
+  /**
+   * Processes with holds that did not answer. They apply the order within seconds, or when they are
+   * back.
+   */
+  readonly unresponsiveProcessIds: readonly string[];
+}
+
+/** The processes with the replica back in service. */
+export interface UndrainedReplica {
+  /** True if there was an order; otherwise nothing was done. */
+  readonly undrained: boolean;
+  /** This replica in each process that answered. */
+  readonly replicas: readonly Replica[];
+  /**
+   * Processes with holds that did not answer. They apply the change within seconds, or when they
+   * are back.
+   */
+  readonly unresponsiveProcessIds: readonly string[];
+}
+
+/** Webhook for an organization's alerts, without the secret that signs them. */
+export interface AlertWebhook {
+  /** UUID of the organization. */
+  readonly organizationId: string;
+  /** The organization's name. */
+  readonly organizationName: string;
+  /** URL that alerts are posted to. */
+  readonly url: string;
+  /** Time when it was last set. */
+  readonly createTime: Date | undefined;
+  /** Number of alerts to deliver. */
+  readonly pendingCount: number;
+  /** Failed attempts since the last success. */
+  readonly failureCount: number;
+  /** No attempt is made before this time after failures. Unset if not paused. */
+  readonly pauseEndTime: Date | undefined;
+  /** Error of the latest failed attempt. Empty if none failed. */
+  readonly lastError: string;
+}
+
+/** The webhook. */
+export interface CreatedAlertWebhook {
+  /** The webhook after the change. */
+  readonly webhook: AlertWebhook;
+  /** The new signing secret; returned only in this response. Empty in a repetition. */
+  readonly secret: string;
+}
+
+/** Action on the object. UNSPECIFIED: newer than this client. */
+export type ChangeAction =
+  | "UNSPECIFIED"
+  | "CREATE"
+  | "UPDATE"
+  | "DELETE"
+  | "KEEP";
+
+/** One changed field. */
+export interface FieldChange {
+  /** Name in the configuration. */
+  readonly field: string;
+  /** Value before, as JSON; empty if absent. */
+  readonly beforeJson: string | undefined;
+  /** Value after, as JSON; empty if absent. */
+  readonly afterJson: string | undefined;
+}
+
+/** One difference between the current and the desired state. */
+export interface ConfigurationChange {
+  /** Action. */
+  readonly action: ChangeAction;
+  /**
+   * Kind of the object: "organization", "billing_profile", "project", "key", "quota" or "price".
+   */
+  readonly kind: string;
+  /**
+   * Path of the object: "acme", "acme/search", "acme/search/laptop"; for a price the model. A quota
+   * has the path of its subject.
+   */
+  readonly path: string;
+  /** Identity of a quota: dimension, model and `for_new_keys`. */
+  readonly quota: JsonValue | undefined;
+  /** Changed fields; all fields of a new object. */
+  readonly fields: readonly FieldChange[];
+  /** The first characters of a key. For a new key only after its creation. */
+  readonly apiKeyPrefix: string;
+  /** Secret of a new key, returned only when it is created. */
+  readonly secret: string;
+}
+
+/** One violation in a configuration. */
+export interface ConfigurationViolation {
+  /** Path in `Configuration`, for example "organizations[0].projects[2].quotas[1].limit_value". */
+  readonly field: string;
+  /** The violation and its remedy. */
+  readonly description: string;
+}
+
+/** Applied or planned changes. */
+export interface AppliedConfiguration {
+  /** In the order of the configuration; empty if there are none. */
+  readonly changes: readonly ConfigurationChange[];
+  /**
+   * Existing objects that the configuration does not name, inside objects that it names; with
+   * ACTION_KEEP.
+   */
+  readonly kept: readonly ConfigurationChange[];
+  /**
+   * All violations in the configuration. If there are any, nothing is changed, and the other fields
+   * are empty.
+   */
+  readonly violations: readonly ConfigurationViolation[];
+}
+
+/** Kind of a token, each of which has its own price. UNSPECIFIED: newer than this client. */
+export type TokenKind =
+  | "UNSPECIFIED"
+  | "INPUT"
+  | "CACHED_INPUT"
+  | "OUTPUT"
+  | "EMBEDDING"
+  | "REASONING";
+
+/** Usage of one model at one price version, for one kind of token. */
+export interface MonthReportLine {
+  /** Name of the model that ran the requests, without aliases. */
+  readonly model: string;
+  /** Kind of the tokens, each of which has its own price. */
+  readonly tokenKind: TokenKind;
+  /** The price version that applied. */
+  readonly priceVersion: number;
+  /** Requests with at least one token of this kind. */
+  readonly requestCount: number;
+  /** Number of tokens of this kind, those of cancelled requests included. */
+  readonly tokenCount: number;
+  /** Tokens of `token_count` that belong to cancelled requests. */
+  readonly cancelledTokenCount: number;
+  /** Price per token in picos: 1e-12 of the currency unit. */
+  readonly unitPricePicos: bigint;
+  /** `token_count` times `unit_price_picos`, exact. */
+  readonly amount: Money;
+  /**
+   * The month of the usage as YYYY-MM, if that was closed before the usage was posted; else empty.
+   */
+  readonly lateMonth: string;
+  /**
+   * `amount` in whole minor units, rounded by itself. In months closed with report_format 2, the
+   * line's part of `total_rounded`.
+   */
+  readonly roundedAmount: Money | undefined;
+  /** The service tier of the price version: "interactive" or "batch". */
+  readonly tier: string;
+}
+
+/** Number of requests by outcome. */
+export interface RequestCounts {
+  /** All requests. */
+  readonly totalCount: number;
+  /** Ended by the model, a stop sequence or a length limit. */
+  readonly completedCount: number;
+  /** Cancelled by the client, by its disconnection or by a deadline. */
+  readonly cancelledCount: number;
+  /** Ended by a quota, a cost limit, a slow consumer or a filter. */
+  readonly limitedCount: number;
+  /** Failed by the server; delivered output is settled. */
+  readonly failedCount: number;
+}
+
+/** Comparison of usage and ledger. */
+export interface Reconciliation {
+  /** Tokens of all kinds in the usage events of the month. */
+  readonly usageTokenCount: number;
+  /** Tokens of all kinds in the ledger postings of the month. */
+  readonly ledgerTokenCount: number;
+  /** Tokens of all kinds in events that are not rated yet. */
+  readonly unratedTokenCount: number;
+  /** True if usage = ledger + unrated. */
+  readonly balanced: boolean;
+}
+
+/** State of an organization's month. UNSPECIFIED: newer than this client. */
+export type MonthState =
+  | "UNSPECIFIED"
+  | "OPEN"
+  | "CLOSING"
+  | "CLOSED";
+
+/** A line of the month besides usage: of the plan, of credit, or a correction. */
+export interface MonthCharge {
+  /** Which rule caused the charge. */
+  readonly kind: ChargeKind;
+  /** Text of the line on the documents, for people. */
+  readonly description: string;
+  /** Exact amount; negative for reductions. */
+  readonly amount: Money;
+  /** `amount` in whole minor units. See `MonthReportLine.rounded_amount`. */
+  readonly roundedAmount: Money;
+  /** The model whose tokens it concerns; empty for all models. */
+  readonly model: string;
+  /** Number of tokens; 0 if not applicable. */
+  readonly tokenCount: number;
+  /** Id of the adjustment or the credit grant; empty for lines of the plan. */
+  readonly sourceId: string;
+}
+
+/** Changes of an organization's prepaid credit in a month. */
+export interface PrepaidCredit {
+  /** Credit that was granted in the month. */
+  readonly granted: Money;
+  /** Credit that expired unused at the end of the month. */
+  readonly expired: Money;
+  /** Credit left after the charges and the expiry of the month. */
+  readonly remaining: Money;
+}
+
+/** A credit note in the report of its month. */
+export interface CreditNoteSummary {
+  /** Number of the credit note, as printed on it. */
+  readonly number: string;
+  /** Number of the invoice that it corrects. */
+  readonly invoiceNumber: string;
+  /** Refunded amount; above zero. */
+  readonly amount: Money;
+  /** Reason that its author gave, shown on the document. */
+  readonly reason: string;
+}
+
+/** One month of one organization. */
+export interface MonthReport {
+  /** The organization's name. */
+  readonly organizationName: string;
+  /** The organization's id. */
+  readonly organizationId: string;
+  /** The month as YYYY-MM, in UTC. */
+  readonly month: string;
+  /** One line per model, price version and token kind, in that order. */
+  readonly lines: readonly MonthReportLine[];
+  /** Number of requests of the month, by outcome. */
+  readonly requestCounts: RequestCounts;
+  /** Sum of the lines and charges, exact to the pico and before rounding. */
+  readonly total: Money;
+  /** Amount owed: total + carried_in, rounded half up to the currency's minor unit. */
+  readonly totalRounded: Money;
+  /**
+   * Usage events that are recorded but not yet rated into the ledger, and so not included in the
+   * lines.
+   */
+  readonly unratedEventCount: number;
+  /** Comparison of the lines with the usage events. */
+  readonly reconciliation: Reconciliation;
+  /** State of the month. For an open month, the report shows the invoice as of now. */
+  readonly state: MonthState;
+  /** Number of the invoice; empty before the close, and for a month with nothing to invoice. */
+  readonly invoiceNumber: string;
+  /** When the month was closed; unset while it is open. */
+  readonly closeTime: Date | undefined;
+  /** Author of the close: the prefix of a key. */
+  readonly closedBy: string;
+  /** Charges and deductions besides usage, in the order of the invoice. */
+  readonly charges: readonly MonthCharge[];
+  /** Rounding remainder of previous months; part of `total_rounded`, not of `total`. */
+  readonly carriedIn: Money | undefined;
+  /** Rounding remainder for the next month: total + carried_in - total_rounded. */
+  readonly carriedOut: Money | undefined;
+  /** Prepaid credit granted, expired and remaining. */
+  readonly prepaidCredit: PrepaidCredit | undefined;
+  /** Credit notes of the month. They are separate from the invoice and its total. */
+  readonly creditNotes: readonly CreditNoteSummary[];
+  /** Tax treatment of the amounts: "tax not included". */
+  readonly taxNote: string;
+  /** Version of the format of this month's documents. */
+  readonly reportFormat: number;
+  /** Root of the month's receipts, in hexadecimal; empty if there are none. */
+  readonly receiptsRoot: string;
+  /**
+   * Recipient of the month's documents; for a closed month as it was at the close. Unset without a
+   * profile.
+   */
+  readonly billingProfile: BillingProfile | undefined;
+  /** Completes the rounded amounts of lines and charges: their sum + rounding = total_rounded. */
+  readonly rounding: Money | undefined;
+}
+
+/** File format of a report's document. UNSPECIFIED: newer than this client. */
+export type DocumentFormat =
+  | "UNSPECIFIED"
+  | "JSON"
+  | "CSV";
+
+/** One month of one organization. */
+export interface Month {
+  /** The organization's name; for a closed month that at the close. */
+  readonly organizationName: string;
+  /** The organization's id. */
+  readonly organizationId: string;
+  /** The month as YYYY-MM, in UTC. */
+  readonly month: string;
+  /** Whether usage may still be added, or the documents are final. */
+  readonly state: MonthState;
+  /** Time when the close began; unset before. */
+  readonly closingTime: Date | undefined;
+  /** Author of the close: the prefix of a key. */
+  readonly closingBy: string;
+  /** Time of the close; unset before. */
+  readonly closeTime: Date | undefined;
+  /** Prefix of the key that completed the close. */
+  readonly closedBy: string;
+  /** Number of the invoice; empty before the close, and for a month with nothing to invoice. */
+  readonly invoiceNumber: string;
+  /** Total of the invoice; unset if there is none. */
+  readonly total: Money | undefined;
+  /** SHA-256 of the report as JSON, in hexadecimal; empty before the close. */
+  readonly jsonSha256: string;
+  /** SHA-256 of the report as CSV, in hexadecimal; empty before the close. */
+  readonly csvSha256: string;
+  /** Version of the format of these documents; 0 before the close. */
+  readonly reportFormat: number;
+  /** Root of the month's receipts, in hexadecimal; empty if there are none. */
+  readonly receiptsRoot: string;
+  /** Stripe's invoices of the month from its events, one for each subscription. */
+  readonly payments: readonly InvoicePayment[];
+  /**
+   * SHA-256 of the PDF as issued, in hexadecimal; empty before the close, and until the first
+   * export of a month that was closed before PDFs were kept.
+   */
+  readonly pdfSha256: string;
+}
+
+/** A reason why a month cannot be closed. */
+export interface Obstacle {
+  /**
+   * Stable kind: MONTH_NOT_OVER, EARLIER_MONTH_OPEN, LATER_MONTH_CLOSED, MONTH_BEFORE_FIRST,
+   * USAGE_MISSTATED, USAGE_UNRATED, REQUESTS_RUNNING, ISSUER_INCOMPLETE or TEXT_NOT_SHOWN.
+   */
+  readonly kind: string;
+  /** Description with the remedy. */
+  readonly description: string;
+}
+
+/** Result of a close. */
+export interface ClosedMonth {
+  /** The month after the call; unchanged with `validate_only`. */
+  readonly month: Month;
+  /** Obstacles; with `validate_only` only. */
+  readonly obstacles: readonly Obstacle[];
+  /** True if it was closed before. */
+  readonly alreadyClosed: boolean;
+}
+
+/** A closed month recomputed from the ledger. */
+export interface MonthVerification {
+  /** The month with the digests of its close. */
+  readonly month: Month;
+  /** SHA-256 of the report as JSON today. */
+  readonly jsonSha256: string;
+  /** SHA-256 of the report as CSV today. */
+  readonly csvSha256: string;
+  /** Whether the recomputed documents are equal. */
+  readonly reproduced: boolean;
+  /** Descriptions of the differences; empty if there are none. */
+  readonly differences: readonly string[];
+}
+
+/** State of an adjustment. UNSPECIFIED: newer than this client. */
+export type AdjustmentState =
+  | "UNSPECIFIED"
+  | "PROPOSED"
+  | "APPROVED"
+  | "REJECTED";
+
+/**
+ * A manual correction. With `invoice_number` it is a credit note, a separate document; otherwise a
+ * line of the next invoice.
+ */
+export interface Adjustment {
+  /** UUID of the adjustment, for its approval or rejection. */
+  readonly adjustmentId: string;
+  /** The organization's id. */
+  readonly organizationId: string;
+  /** Positive: charged to the customer; negative: credited. Always negative for a credit note. */
+  readonly amount: Money;
+  /** Reason, as shown on the invoice or the credit note. */
+  readonly reason: string;
+  /** The invoice of a credit note; empty for an adjustment. */
+  readonly invoiceNumber: string;
+  /** Whether it waits for a decision, and which was made. */
+  readonly state: AdjustmentState;
+  /** Author: the prefix of a key. */
+  readonly author: string;
+  /** Time of the proposal. */
+  readonly createTime: Date | undefined;
+  /** Prefix of the key that approved or rejected it; empty before. */
+  readonly decidedBy: string;
+  /** Time of the decision. */
+  readonly decideTime: Date | undefined;
+  /** The month as YYYY-MM that it was posted to. */
+  readonly billingMonth: string;
+  /** Number of an approved credit note: `CN-` and digits, without gaps. */
+  readonly creditNoteNumber: string;
 }

@@ -4,8 +4,60 @@
  * Generated from the contract by `infra/generate_sdk.py`: run `make proto` instead of editing it.
  */
 
-import { create } from "@bufbuild/protobuf";
+import { create, toJson } from "@bufbuild/protobuf";
 import { count, date, dimension, durationMs, money, name } from "./conversion.js";
+import {
+  ApiKeySchema,
+  AuditEntrySchema,
+  CreateApiKeyResponseSchema,
+  OrganizationSchema,
+  ProjectSchema,
+  RotateApiKeyResponseSchema,
+  type ApiKey as ApiKeyMessage,
+  type AuditEntry as AuditEntryMessage,
+  type CreateApiKeyResponse as CreateApiKeyResponseMessage,
+  type Organization as OrganizationMessage,
+  type Project as ProjectMessage,
+  type RotateApiKeyResponse as RotateApiKeyResponseMessage,
+} from "./gen/weir/v1/admin_service_pb.js";
+import {
+  AlertDeliverySchema,
+  AlertDeliveryState as AlertDeliveryStateMessage,
+  AlertInvoiceSchema,
+  AlertKeySchema,
+  AlertSchema,
+  AlertWebhookSchema,
+  SetAlertWebhookResponseSchema,
+  type Alert as AlertMessage,
+  type AlertDelivery as AlertDeliveryMessage,
+  type AlertInvoice as AlertInvoiceMessage,
+  type AlertKey as AlertKeyMessage,
+  type AlertWebhook as AlertWebhookMessage,
+  type SetAlertWebhookResponse as SetAlertWebhookResponseMessage,
+} from "./gen/weir/v1/alerts_pb.js";
+import {
+  GetMonthReportResponseSchema,
+  MonthReportLineSchema,
+  ReconciliationSchema,
+  RequestCountsSchema,
+  TokenKind as TokenKindMessage,
+  type GetMonthReportResponse as GetMonthReportResponseMessage,
+  type MonthReportLine as MonthReportLineMessage,
+  type Reconciliation as ReconciliationMessage,
+  type RequestCounts as RequestCountsMessage,
+} from "./gen/weir/v1/billing_service_pb.js";
+import {
+  ApplyConfigurationResponseSchema,
+  ConfigurationChangeSchema,
+  ConfigurationChange_Action as ConfigurationChange_ActionMessage,
+  ConfigurationViolationSchema,
+  FieldChangeSchema,
+  QuotaConfigurationSchema,
+  type ApplyConfigurationResponse as ApplyConfigurationResponseMessage,
+  type ConfigurationChange as ConfigurationChangeMessage,
+  type ConfigurationViolation as ConfigurationViolationMessage,
+  type FieldChange as FieldChangeMessage,
+} from "./gen/weir/v1/configuration_pb.js";
 import {
   GenerationSchema,
   Generation_State as Generation_StateMessage,
@@ -32,44 +84,269 @@ import {
   type TokenLogprobs as TokenLogprobsMessage,
 } from "./gen/weir/v1/inference_service_pb.js";
 import {
+  GetRequestResponseSchema,
+  KillRequestResponseSchema,
+  KillRequestResponse_Result as KillRequestResponse_ResultMessage,
+  ListLiveRequestsResponseSchema,
+  LiveOrganizationSchema,
+  LiveRequestSchema,
+  RequestPhase as RequestPhaseMessage,
+  type GetRequestResponse as GetRequestResponseMessage,
+  type KillRequestResponse as KillRequestResponseMessage,
+  type ListLiveRequestsResponse as ListLiveRequestsResponseMessage,
+  type LiveOrganization as LiveOrganizationMessage,
+  type LiveRequest as LiveRequestMessage,
+} from "./gen/weir/v1/live_requests_pb.js";
+import {
+  AdjustmentSchema,
+  AdjustmentState as AdjustmentStateMessage,
+  ChargeKind as ChargeKindMessage,
+  CloseMonthResponseSchema,
+  CreditNoteSummarySchema,
+  InvoiceLineSchema,
+  InvoicePaymentSchema,
+  InvoiceSchema,
+  MonthChargeSchema,
+  MonthSchema,
+  MonthState as MonthStateMessage,
+  ObstacleSchema,
+  PaymentState as PaymentStateMessage,
+  PrepaidCreditSummarySchema,
+  VerifyMonthResponseSchema,
+  type Adjustment as AdjustmentMessage,
+  type CloseMonthResponse as CloseMonthResponseMessage,
+  type CreditNoteSummary as CreditNoteSummaryMessage,
+  type Invoice as InvoiceMessage,
+  type InvoiceLine as InvoiceLineMessage,
+  type InvoicePayment as InvoicePaymentMessage,
+  type Month as MonthMessage,
+  type MonthCharge as MonthChargeMessage,
+  type Obstacle as ObstacleMessage,
+  type PrepaidCreditSummary as PrepaidCreditSummaryMessage,
+  type VerifyMonthResponse as VerifyMonthResponseMessage,
+} from "./gen/weir/v1/months_pb.js";
+import {
+  CreditGrantSchema,
+  GetCreditBalanceResponseSchema,
+  ListPlansResponseSchema,
+  PlanAssignmentSchema,
+  PlanConfigurationSchema,
+  PlanSchema,
+  SimulatedCustomerSchema,
+  type CreditGrant as CreditGrantMessage,
+  type GetCreditBalanceResponse as GetCreditBalanceResponseMessage,
+  type ListPlansResponse as ListPlansResponseMessage,
+  type Plan as PlanMessage,
+  type PlanAssignment as PlanAssignmentMessage,
+  type SimulatedCustomer as SimulatedCustomerMessage,
+} from "./gen/weir/v1/plans_pb.js";
+import {
+  AppliedPriceSchema,
+  AppliedPrice_Source as AppliedPrice_SourceMessage,
+  ListPricesResponseSchema,
+  PriceVersionSchema,
+  type AppliedPrice as AppliedPriceMessage,
+  type ListPricesResponse as ListPricesResponseMessage,
+  type PriceVersion as PriceVersionMessage,
+} from "./gen/weir/v1/prices_pb.js";
+import {
+  DrainReplicaResponseSchema,
+  ListReplicasResponseSchema,
+  ReplicaDrainSchema,
+  ReplicaSchema,
+  ReplicaState as ReplicaStateMessage,
+  UndrainReplicaResponseSchema,
+  type DrainReplicaResponse as DrainReplicaResponseMessage,
+  type ListReplicasResponse as ListReplicasResponseMessage,
+  type Replica as ReplicaMessage,
+  type ReplicaDrain as ReplicaDrainMessage,
+  type UndrainReplicaResponse as UndrainReplicaResponseMessage,
+} from "./gen/weir/v1/replicas_pb.js";
+import {
+  BillingProfileSchema,
   QuotaStatusSchema,
   QuotaSubject as QuotaSubjectMessage,
   TimingsSchema,
   UsageSchema,
+  type BillingProfile as BillingProfileMessage,
   type QuotaStatus as QuotaStatusMessage,
   type Timings as TimingsMessage,
   type Usage as UsageMessage,
 } from "./gen/weir/v1/types_pb.js";
 import {
+  GetForecastResponseSchema,
   GetOwnUsageResponseSchema,
+  GetUsageResponseSchema,
   UsageRowSchema,
   UsageShareSchema,
+  type GetForecastResponse as GetForecastResponseMessage,
   type GetOwnUsageResponse as GetOwnUsageResponseMessage,
+  type GetUsageResponse as GetUsageResponseMessage,
   type UsageRow as UsageRowMessage,
   type UsageShare as UsageShareMessage,
 } from "./gen/weir/v1/usage_reports_pb.js";
 import {
+  type Adjustment,
+  type AdjustmentState,
+  type Alert,
+  type AlertDelivery,
+  type AlertDeliveryState,
+  type AlertInvoice,
+  type AlertKey,
+  type AlertWebhook,
+  type ApiKey,
+  type AppliedConfiguration,
+  type AppliedPrice,
+  type AuditEntry,
+  type BillingProfile,
+  type ChangeAction,
+  type ChargeKind,
+  type ClosedMonth,
+  type ConfigurationChange,
+  type ConfigurationViolation,
+  type CreatedAlertWebhook,
+  type CreatedApiKey,
+  type CreditBalance,
+  type CreditGrant,
+  type CreditNoteSummary,
+  type DrainedReplica,
+  type FieldChange,
   type Generation,
   type GenerationState,
+  type Invoice,
+  type InvoiceLine,
+  type InvoicePayment,
   type KeyChange,
   type KeyRestrictions,
+  type KillResult,
+  type KilledRequest,
+  type LiveOrganization,
+  type LiveRequest,
+  type LiveView,
   type Model,
   type ModelTask,
   type ModelVersion,
+  type Month,
+  type MonthCharge,
+  type MonthReport,
+  type MonthReportLine,
+  type MonthState,
+  type MonthVerification,
+  type Obstacle,
+  type Organization,
+  type PaymentState,
+  type Plan,
+  type PlanAssignment,
+  type PlanList,
+  type PrepaidCredit,
   type Price,
+  type PriceList,
+  type PriceSource,
+  type PriceVersion,
+  type Project,
   type QuotaStatus,
   type QuotaSubject,
   type Quote,
+  type Reconciliation,
+  type RecordedRequest,
   type RefusedField,
+  type Replica,
+  type ReplicaDrain,
+  type ReplicaList,
+  type ReplicaState,
+  type RequestCounts,
+  type RequestPhase,
+  type RotatedApiKey,
+  type SimulatedCustomer,
   type Timings,
+  type TokenKind,
   type TokenLogprob,
   type TokenLogprobs,
+  type UndrainedReplica,
   type Usage,
+  type UsageForecast,
+  type UsagePage,
   type UsageReport,
   type UsageRow,
   type UsageShare,
 } from "./generated_values.js";
 import { jsonable } from "./money.js";
+
+export function alertDelivery(
+  value: AlertDeliveryMessage = create(AlertDeliverySchema),
+): AlertDelivery {
+  return {
+    state: name<AlertDeliveryState>(AlertDeliveryStateMessage, value.state),
+    attemptCount: value.attemptCount,
+    attemptTime: date(value.attemptTime),
+    endTime: date(value.endTime),
+    lastError: value.lastError,
+  };
+}
+
+export function alertInvoice(
+  value: AlertInvoiceMessage = create(AlertInvoiceSchema),
+): AlertInvoice {
+  return {
+    stripeInvoiceId: value.stripeInvoiceId,
+    stripeNumber: value.stripeNumber,
+    month: value.month,
+    amountDue: money(value.amountDue),
+    amountPaid: money(value.amountPaid),
+    hostedUrl: value.hostedUrl,
+  };
+}
+
+export function alertKey(
+  value: AlertKeyMessage = create(AlertKeySchema),
+): AlertKey {
+  return {
+    prefix: value.prefix,
+    name: value.name,
+    changedBy: value.changedBy,
+    changed: value.changed,
+  };
+}
+
+export function alert(
+  value: AlertMessage = create(AlertSchema),
+): Alert {
+  return jsonable({
+    alertId: value.alertId,
+    organizationId: value.organizationId,
+    organizationName: value.organizationName,
+    fireTime: date(value.fireTime),
+    quotaId: value.quotaId,
+    subject: name<QuotaSubject>(QuotaSubjectMessage, value.subject),
+    subjectId: value.subjectId,
+    subjectName: value.subjectName,
+    model: value.model,
+    dimension: dimension(value.dimension),
+    threshold: count(value.threshold),
+    limitValue: value.limitValue,
+    usedValue: value.usedValue,
+    windowStartTime: date(value.windowStartTime),
+    currencyCode: value.currencyCode,
+    delivery: value.delivery && alertDelivery(value.delivery),
+    kind: value.kind,
+    invoice: value.invoice && alertInvoice(value.invoice),
+    key: value.key && alertKey(value.key),
+  });
+}
+
+export function auditEntry(
+  value: AuditEntryMessage = create(AuditEntrySchema),
+): AuditEntry {
+  return {
+    entryId: count(value.entryId),
+    createTime: date(value.createTime),
+    actor: value.actor,
+    action: value.action,
+    subjectId: value.subjectId,
+    beforeJson: value.beforeJson,
+    afterJson: value.afterJson,
+  };
+}
 
 export function usage(
   value: UsageMessage = create(UsageSchema),
@@ -126,6 +403,25 @@ export function generation(
   };
 }
 
+export function usageForecast(
+  value: GetForecastResponseMessage = create(GetForecastResponseSchema),
+): UsageForecast {
+  return {
+    organizationName: value.organizationName,
+    month: value.month,
+    timeZone: value.timeZone,
+    asOfTime: date(value.asOfTime),
+    monthToDate: money(value.monthToDate),
+    expected: value.expected && money(value.expected),
+    low: value.low && money(value.low),
+    high: value.high && money(value.high),
+    confidencePercent: value.confidencePercent,
+    completeDayCount: value.completeDayCount,
+    method: value.method,
+    warnings: value.warnings,
+  };
+}
+
 export function usageShare(
   value: UsageShareMessage = create(UsageShareSchema),
 ): UsageShare {
@@ -178,6 +474,71 @@ export function usageReport(
     firstDay: value.firstDay,
     lastDay: value.lastDay,
     timeZone: value.timeZone,
+  };
+}
+
+export function usagePage(
+  value: GetUsageResponseMessage = create(GetUsageResponseSchema),
+): UsagePage {
+  return {
+    rows: value.rows.map((each) => usageRow(each)),
+    total: value.total && usageRow(value.total),
+    timeZone: value.timeZone,
+  };
+}
+
+export function invoiceLine(
+  value: InvoiceLineMessage = create(InvoiceLineSchema),
+): InvoiceLine {
+  return jsonable({
+    kind: value.kind,
+    description: value.description,
+    exactAmount: money(value.exactAmount),
+    amount: money(value.amount),
+    model: value.model,
+    priceVersion: count(value.priceVersion),
+    tokenKind: value.tokenKind,
+    tokenCount: count(value.tokenCount),
+    unitPricePicos: value.unitPricePicos,
+    usageMonth: value.usageMonth,
+    sourceId: value.sourceId,
+  });
+}
+
+export function invoicePayment(
+  value: InvoicePaymentMessage = create(InvoicePaymentSchema),
+): InvoicePayment {
+  return {
+    stripeInvoiceId: value.stripeInvoiceId,
+    stripeNumber: value.stripeNumber,
+    state: name<PaymentState>(PaymentStateMessage, value.state),
+    amountDue: money(value.amountDue),
+    amountPaid: money(value.amountPaid),
+    hostedUrl: value.hostedUrl,
+    finalizeTime: date(value.finalizeTime),
+    payTime: date(value.payTime),
+    failureTime: date(value.failureTime),
+  };
+}
+
+export function invoice(
+  value: InvoiceMessage = create(InvoiceSchema),
+): Invoice {
+  return {
+    number: value.number,
+    organizationId: value.organizationId,
+    organizationName: value.organizationName,
+    month: value.month,
+    issueTime: date(value.issueTime),
+    issuedBy: value.issuedBy,
+    lines: value.lines.map((each) => invoiceLine(each)),
+    exactTotal: money(value.exactTotal),
+    carriedIn: money(value.carriedIn),
+    carriedOut: money(value.carriedOut),
+    total: money(value.total),
+    credited: money(value.credited),
+    taxNote: value.taxNote,
+    payments: value.payments.map((each) => invoicePayment(each)),
   };
 }
 
@@ -267,6 +628,29 @@ export function model(
   };
 }
 
+export function plan(
+  value: PlanMessage = create(PlanSchema),
+): Plan {
+  return {
+    configuration: value.configuration && toJson(PlanConfigurationSchema, value.configuration),
+    version: count(value.version),
+    createTime: date(value.createTime),
+  };
+}
+
+export function planAssignment(
+  value: PlanAssignmentMessage = create(PlanAssignmentSchema),
+): PlanAssignment {
+  return {
+    organizationId: value.organizationId,
+    organizationName: value.organizationName,
+    firstMonth: value.firstMonth,
+    plan: value.plan,
+    version: count(value.version),
+    assignedBy: value.assignedBy,
+  };
+}
+
 export function quotaStatus(
   value: QuotaStatusMessage = create(QuotaStatusSchema),
 ): QuotaStatus {
@@ -317,6 +701,21 @@ export function quote(
   };
 }
 
+export function simulatedCustomer(
+  value: SimulatedCustomerMessage = create(SimulatedCustomerSchema),
+): SimulatedCustomer {
+  return {
+    organizationId: value.organizationId,
+    organizationName: value.organizationName,
+    tokenCount: count(value.tokenCount),
+    oldAmount: money(value.oldAmount),
+    newAmount: money(value.newAmount),
+    difference: money(value.difference),
+    oldPlan: value.oldPlan,
+    newPlan: value.newPlan,
+  };
+}
+
 export function tokenLogprob(
   value: TokenLogprobMessage = create(TokenLogprobSchema),
 ): TokenLogprob {
@@ -332,5 +731,550 @@ export function tokenLogprobs(
   return {
     chosen: tokenLogprob(value.chosen),
     top: value.top.map((each) => tokenLogprob(each)),
+  };
+}
+
+export function billingProfile(
+  value: BillingProfileMessage = create(BillingProfileSchema),
+): BillingProfile {
+  return {
+    emails: value.emails,
+    legalName: value.legalName,
+    addressLine1: value.addressLine1,
+    addressLine2: value.addressLine2,
+    city: value.city,
+    postalCode: value.postalCode,
+    state: value.state,
+    country: value.country,
+    taxId: value.taxId,
+    language: value.language,
+  };
+}
+
+export function organization(
+  value: OrganizationMessage = create(OrganizationSchema),
+): Organization {
+  return {
+    organizationId: value.organizationId,
+    name: value.name,
+    currencyCode: value.currencyCode,
+    createTime: date(value.createTime),
+    billingProfile: value.billingProfile && billingProfile(value.billingProfile),
+  };
+}
+
+export function project(
+  value: ProjectMessage = create(ProjectSchema),
+): Project {
+  return {
+    projectId: value.projectId,
+    organizationId: value.organizationId,
+    name: value.name,
+    createTime: date(value.createTime),
+  };
+}
+
+export function apiKey(
+  value: ApiKeyMessage = create(ApiKeySchema),
+): ApiKey {
+  return {
+    apiKeyId: value.apiKeyId,
+    projectId: value.projectId,
+    name: value.name,
+    prefix: value.prefix,
+    scopes: value.scopes,
+    createTime: date(value.createTime),
+    expireTime: date(value.expireTime),
+    revokeTime: date(value.revokeTime),
+    organizationId: value.organizationId,
+    overlapEndTime: date(value.overlapEndTime),
+    models: value.models,
+    lastUseTime: date(value.lastUseTime),
+    useTrackedSinceTime: date(value.useTrackedSinceTime),
+    maxInputTokens: count(value.maxInputTokens) || undefined,
+    maxOutputTokens: count(value.maxOutputTokens) || undefined,
+    allowedNetworks: value.allowedNetworks,
+    organizationName: value.organizationName,
+    projectName: value.projectName,
+    strictParameters: value.strictParameters,
+  };
+}
+
+export function createdApiKey(
+  value: CreateApiKeyResponseMessage = create(CreateApiKeyResponseSchema),
+): CreatedApiKey {
+  return {
+    apiKey: apiKey(value.apiKey),
+    secret: value.secret,
+    existed: value.existed,
+  };
+}
+
+export function rotatedApiKey(
+  value: RotateApiKeyResponseMessage = create(RotateApiKeyResponseSchema),
+): RotatedApiKey {
+  return {
+    apiKey: apiKey(value.apiKey),
+    secret: value.secret,
+    overlapEndTime: date(value.overlapEndTime),
+  };
+}
+
+export function priceVersion(
+  value: PriceVersionMessage = create(PriceVersionSchema),
+): PriceVersion {
+  return jsonable({
+    version: count(value.version),
+    model: value.model,
+    currencyCode: value.currencyCode,
+    tier: value.tier === ServiceTier.BATCH ? "batch" : "interactive",
+    organizationId: value.organizationId,
+    organizationName: value.organizationName,
+    inputPicosPerToken: value.inputPicosPerToken,
+    cachedInputPicosPerToken: value.cachedInputPicosPerToken,
+    outputPicosPerToken: value.outputPicosPerToken,
+    embeddingPicosPerToken: value.embeddingPicosPerToken,
+    multiplierMilli: count(value.multiplierMilli),
+    effectiveTime: date(value.effectiveTime),
+    withdrawn: value.withdrawn,
+    reasoningPicosPerToken: value.reasoningPicosPerToken,
+  });
+}
+
+export function appliedPrice(
+  value: AppliedPriceMessage = create(AppliedPriceSchema),
+): AppliedPrice {
+  return {
+    model: value.model,
+    tier: value.tier === ServiceTier.BATCH ? "batch" : "interactive",
+    source: name<PriceSource>(AppliedPrice_SourceMessage, value.source),
+    version: priceVersion(value.version),
+  };
+}
+
+export function priceList(
+  value: ListPricesResponseMessage = create(ListPricesResponseSchema),
+): PriceList {
+  return {
+    prices: value.prices.map((each) => appliedPrice(each)),
+    versions: value.versions.map((each) => priceVersion(each)),
+  };
+}
+
+export function planList(
+  value: ListPlansResponseMessage = create(ListPlansResponseSchema),
+): PlanList {
+  return {
+    plans: value.plans.map((each) => plan(each)),
+    assignments: value.assignments.map((each) => planAssignment(each)),
+  };
+}
+
+export function creditGrant(
+  value: CreditGrantMessage = create(CreditGrantSchema),
+): CreditGrant {
+  return {
+    grantId: value.grantId,
+    organizationId: value.organizationId,
+    organizationName: value.organizationName,
+    amount: money(value.amount),
+    spent: money(value.spent),
+    expired: money(value.expired),
+    remaining: money(value.remaining),
+    firstMonth: value.firstMonth,
+    lastMonth: value.lastMonth,
+    reason: value.reason,
+    grantedBy: value.grantedBy,
+    createTime: date(value.createTime),
+  };
+}
+
+export function creditBalance(
+  value: GetCreditBalanceResponseMessage = create(GetCreditBalanceResponseSchema),
+): CreditBalance {
+  return {
+    organizationId: value.organizationId,
+    organizationName: value.organizationName,
+    prepaid: value.prepaid,
+    remaining: money(value.remaining),
+    unbilled: money(value.unbilled),
+    held: money(value.held),
+    available: money(value.available),
+  };
+}
+
+export function liveRequest(
+  value: LiveRequestMessage = create(LiveRequestSchema),
+): LiveRequest {
+  return {
+    requestId: value.requestId,
+    organizationId: value.organizationId,
+    organizationName: value.organizationName,
+    projectId: value.projectId,
+    projectName: value.projectName,
+    apiKeyId: value.apiKeyId,
+    apiKeyPrefix: value.apiKeyPrefix,
+    model: value.model,
+    phase: name<RequestPhase>(RequestPhaseMessage, value.phase),
+    ageMs: durationMs(value.age),
+    inputTokenCount: count(value.inputTokenCount),
+    cachedInputTokenCount: count(value.cachedInputTokenCount),
+    deliveredTokenCount: count(value.deliveredTokenCount),
+    tokensPerSecond: value.tokensPerSecond,
+    leasedTokenCount: count(value.leasedTokenCount),
+    admitTime: date(value.admitTime),
+    expireTime: date(value.expireTime),
+    processId: value.processId,
+    processName: value.processName,
+  };
+}
+
+export function liveOrganization(
+  value: LiveOrganizationMessage = create(LiveOrganizationSchema),
+): LiveOrganization {
+  return {
+    organizationId: value.organizationId,
+    name: value.name,
+    requestCount: count(value.requestCount),
+    holdCount: count(value.holdCount),
+    heldTokenCount: count(value.heldTokenCount),
+    tokensPerSecond: value.tokensPerSecond,
+  };
+}
+
+export function liveView(
+  value: ListLiveRequestsResponseMessage = create(ListLiveRequestsResponseSchema),
+): LiveView {
+  return {
+    requests: value.requests.map((each) => liveRequest(each)),
+    organizations: value.organizations.map((each) => liveOrganization(each)),
+    requestCount: count(value.requestCount),
+    unresponsiveProcessIds: value.unresponsiveProcessIds,
+  };
+}
+
+export function recordedRequest(
+  value: GetRequestResponseMessage = create(GetRequestResponseSchema),
+): RecordedRequest {
+  return {
+    generation: generation(value.generation),
+    organizationName: value.organizationName,
+    projectName: value.projectName,
+    apiKeyPrefix: value.apiKeyPrefix,
+  };
+}
+
+export function killedRequest(
+  value: KillRequestResponseMessage = create(KillRequestResponseSchema),
+): KilledRequest {
+  return {
+    result: name<KillResult>(KillRequestResponse_ResultMessage, value.result),
+    generation: value.generation && generation(value.generation),
+    expireTime: date(value.expireTime),
+  };
+}
+
+export function replica(
+  value: ReplicaMessage = create(ReplicaSchema),
+): Replica {
+  return {
+    model: value.model,
+    replica: value.replica,
+    region: value.region,
+    state: name<ReplicaState>(ReplicaStateMessage, value.state),
+    reason: value.reason,
+    drained: value.drained,
+    requestCount: count(value.requestCount),
+    outstandingTokenCount: count(value.outstandingTokenCount),
+    processId: value.processId,
+    processName: value.processName,
+  };
+}
+
+export function replicaDrain(
+  value: ReplicaDrainMessage = create(ReplicaDrainSchema),
+): ReplicaDrain {
+  return {
+    model: value.model,
+    replica: value.replica,
+    reason: value.reason,
+    drainTime: date(value.drainTime),
+    moveAfterMs: durationMs(value.moveAfter),
+  };
+}
+
+export function replicaList(
+  value: ListReplicasResponseMessage = create(ListReplicasResponseSchema),
+): ReplicaList {
+  return {
+    replicas: value.replicas.map((each) => replica(each)),
+    drains: value.drains.map((each) => replicaDrain(each)),
+    unresponsiveProcessIds: value.unresponsiveProcessIds,
+  };
+}
+
+export function drainedReplica(
+  value: DrainReplicaResponseMessage = create(DrainReplicaResponseSchema),
+): DrainedReplica {
+  return {
+    drain: replicaDrain(value.drain),
+    replicas: value.replicas.map((each) => replica(each)),
+    unresponsiveProcessIds: value.unresponsiveProcessIds,
+  };
+}
+
+export function undrainedReplica(
+  value: UndrainReplicaResponseMessage = create(UndrainReplicaResponseSchema),
+): UndrainedReplica {
+  return {
+    undrained: value.undrained,
+    replicas: value.replicas.map((each) => replica(each)),
+    unresponsiveProcessIds: value.unresponsiveProcessIds,
+  };
+}
+
+export function alertWebhook(
+  value: AlertWebhookMessage = create(AlertWebhookSchema),
+): AlertWebhook {
+  return {
+    organizationId: value.organizationId,
+    organizationName: value.organizationName,
+    url: value.url,
+    createTime: date(value.createTime),
+    pendingCount: count(value.pendingCount),
+    failureCount: value.failureCount,
+    pauseEndTime: date(value.pauseEndTime),
+    lastError: value.lastError,
+  };
+}
+
+export function createdAlertWebhook(
+  value: SetAlertWebhookResponseMessage = create(SetAlertWebhookResponseSchema),
+): CreatedAlertWebhook {
+  return {
+    webhook: alertWebhook(value.webhook),
+    secret: value.secret,
+  };
+}
+
+export function fieldChange(
+  value: FieldChangeMessage = create(FieldChangeSchema),
+): FieldChange {
+  return {
+    field: value.field,
+    beforeJson: value.beforeJson || undefined,
+    afterJson: value.afterJson || undefined,
+  };
+}
+
+export function configurationChange(
+  value: ConfigurationChangeMessage = create(ConfigurationChangeSchema),
+): ConfigurationChange {
+  return {
+    action: name<ChangeAction>(ConfigurationChange_ActionMessage, value.action),
+    kind: value.kind,
+    path: value.path,
+    quota: value.quota && toJson(QuotaConfigurationSchema, value.quota),
+    fields: value.fields.map((each) => fieldChange(each)),
+    apiKeyPrefix: value.apiKeyPrefix,
+    secret: value.secret,
+  };
+}
+
+export function configurationViolation(
+  value: ConfigurationViolationMessage = create(ConfigurationViolationSchema),
+): ConfigurationViolation {
+  return {
+    field: value.field,
+    description: value.description,
+  };
+}
+
+export function appliedConfiguration(
+  value: ApplyConfigurationResponseMessage = create(ApplyConfigurationResponseSchema),
+): AppliedConfiguration {
+  return {
+    changes: value.changes.map((each) => configurationChange(each)),
+    kept: value.kept.map((each) => configurationChange(each)),
+    violations: value.violations.map((each) => configurationViolation(each)),
+  };
+}
+
+export function monthReportLine(
+  value: MonthReportLineMessage = create(MonthReportLineSchema),
+): MonthReportLine {
+  return jsonable({
+    model: value.model,
+    tokenKind: name<TokenKind>(TokenKindMessage, value.tokenKind),
+    priceVersion: count(value.priceVersion),
+    requestCount: count(value.requestCount),
+    tokenCount: count(value.tokenCount),
+    cancelledTokenCount: count(value.cancelledTokenCount),
+    unitPricePicos: value.unitPricePicos,
+    amount: money(value.amount),
+    lateMonth: value.lateMonth,
+    roundedAmount: value.roundedAmount && money(value.roundedAmount),
+    tier: value.tier,
+  });
+}
+
+export function requestCounts(
+  value: RequestCountsMessage = create(RequestCountsSchema),
+): RequestCounts {
+  return {
+    totalCount: count(value.totalCount),
+    completedCount: count(value.completedCount),
+    cancelledCount: count(value.cancelledCount),
+    limitedCount: count(value.limitedCount),
+    failedCount: count(value.failedCount),
+  };
+}
+
+export function reconciliation(
+  value: ReconciliationMessage = create(ReconciliationSchema),
+): Reconciliation {
+  return {
+    usageTokenCount: count(value.usageTokenCount),
+    ledgerTokenCount: count(value.ledgerTokenCount),
+    unratedTokenCount: count(value.unratedTokenCount),
+    balanced: value.balanced,
+  };
+}
+
+export function monthCharge(
+  value: MonthChargeMessage = create(MonthChargeSchema),
+): MonthCharge {
+  return {
+    kind: name<ChargeKind>(ChargeKindMessage, value.kind),
+    description: value.description,
+    amount: money(value.amount),
+    roundedAmount: money(value.roundedAmount),
+    model: value.model,
+    tokenCount: count(value.tokenCount),
+    sourceId: value.sourceId,
+  };
+}
+
+export function prepaidCredit(
+  value: PrepaidCreditSummaryMessage = create(PrepaidCreditSummarySchema),
+): PrepaidCredit {
+  return {
+    granted: money(value.granted),
+    expired: money(value.expired),
+    remaining: money(value.remaining),
+  };
+}
+
+export function creditNoteSummary(
+  value: CreditNoteSummaryMessage = create(CreditNoteSummarySchema),
+): CreditNoteSummary {
+  return {
+    number: value.number,
+    invoiceNumber: value.invoiceNumber,
+    amount: money(value.amount),
+    reason: value.reason,
+  };
+}
+
+export function monthReport(
+  value: GetMonthReportResponseMessage = create(GetMonthReportResponseSchema),
+): MonthReport {
+  return {
+    organizationName: value.organizationName,
+    organizationId: value.organizationId,
+    month: value.month,
+    lines: value.lines.map((each) => monthReportLine(each)),
+    requestCounts: requestCounts(value.requestCounts),
+    total: money(value.total),
+    totalRounded: money(value.totalRounded),
+    unratedEventCount: count(value.unratedEventCount),
+    reconciliation: reconciliation(value.reconciliation),
+    state: name<MonthState>(MonthStateMessage, value.state),
+    invoiceNumber: value.invoiceNumber,
+    closeTime: date(value.closeTime),
+    closedBy: value.closedBy,
+    charges: value.charges.map((each) => monthCharge(each)),
+    carriedIn: value.carriedIn && money(value.carriedIn),
+    carriedOut: value.carriedOut && money(value.carriedOut),
+    prepaidCredit: value.prepaidCredit && prepaidCredit(value.prepaidCredit),
+    creditNotes: value.creditNotes.map((each) => creditNoteSummary(each)),
+    taxNote: value.taxNote,
+    reportFormat: value.reportFormat,
+    receiptsRoot: value.receiptsRoot,
+    billingProfile: value.billingProfile && billingProfile(value.billingProfile),
+    rounding: value.rounding && money(value.rounding),
+  };
+}
+
+export function month(
+  value: MonthMessage = create(MonthSchema),
+): Month {
+  return {
+    organizationName: value.organizationName,
+    organizationId: value.organizationId,
+    month: value.month,
+    state: name<MonthState>(MonthStateMessage, value.state),
+    closingTime: date(value.closingTime),
+    closingBy: value.closingBy,
+    closeTime: date(value.closeTime),
+    closedBy: value.closedBy,
+    invoiceNumber: value.invoiceNumber,
+    total: value.total && money(value.total),
+    jsonSha256: value.jsonSha256,
+    csvSha256: value.csvSha256,
+    reportFormat: value.reportFormat,
+    receiptsRoot: value.receiptsRoot,
+    payments: value.payments.map((each) => invoicePayment(each)),
+    pdfSha256: value.pdfSha256,
+  };
+}
+
+export function obstacle(
+  value: ObstacleMessage = create(ObstacleSchema),
+): Obstacle {
+  return {
+    kind: value.kind,
+    description: value.description,
+  };
+}
+
+export function closedMonth(
+  value: CloseMonthResponseMessage = create(CloseMonthResponseSchema),
+): ClosedMonth {
+  return {
+    month: month(value.month),
+    obstacles: value.obstacles.map((each) => obstacle(each)),
+    alreadyClosed: value.alreadyClosed,
+  };
+}
+
+export function monthVerification(
+  value: VerifyMonthResponseMessage = create(VerifyMonthResponseSchema),
+): MonthVerification {
+  return {
+    month: month(value.month),
+    jsonSha256: value.jsonSha256,
+    csvSha256: value.csvSha256,
+    reproduced: value.reproduced,
+    differences: value.differences,
+  };
+}
+
+export function adjustment(
+  value: AdjustmentMessage = create(AdjustmentSchema),
+): Adjustment {
+  return {
+    adjustmentId: value.adjustmentId,
+    organizationId: value.organizationId,
+    amount: money(value.amount),
+    reason: value.reason,
+    invoiceNumber: value.invoiceNumber,
+    state: name<AdjustmentState>(AdjustmentStateMessage, value.state),
+    author: value.author,
+    createTime: date(value.createTime),
+    decidedBy: value.decidedBy,
+    decideTime: date(value.decideTime),
+    billingMonth: value.billingMonth,
+    creditNoteNumber: value.creditNoteNumber,
   };
 }

@@ -3,6 +3,8 @@
  * `WeirError`.
  */
 
+export * from "./admin.js";
+export * from "./billing.js";
 export { WeirClient } from "./client.js";
 export {
   type CallOptionsOf as CallOptions,
@@ -11,6 +13,7 @@ export {
 } from "./connection.js";
 export * from "./errors.js";
 export { Generation as GenerationStream } from "./generation.js";
+export type * from "./generated_calls.js";
 export * from "./generated_values.js";
 export * from "./money.js";
 export * from "./options.js";

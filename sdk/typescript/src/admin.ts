@@ -1,0 +1,173 @@
+/** Client of the admin API: tenants, keys, limits, prices, live requests, replicas, webhooks. */
+
+import { fromJson, type JsonObject, type JsonValue, toJson } from "@bufbuild/protobuf";
+import { timestampFromDate } from "@bufbuild/protobuf/wkt";
+import type { CallOptionsOf } from "./connection.js";
+import { AdminService } from "./gen/weir/v1/admin_service_pb.js";
+import { ConfigurationSchema } from "./gen/weir/v1/configuration_pb.js";
+import { PlanConfigurationSchema, SimulatePricesRequestSchema } from "./gen/weir/v1/plans_pb.js";
+import { AdminCalls } from "./generated_calls.js";
+import type {
+  AuditEntry,
+  Plan,
+  PlanAssignment,
+  QuotaStatus,
+  SimulatedCustomer,
+} from "./generated_values.js";
+import * as wire from "./wire.js";
+
+/** Options of `listAuditEntries`. */
+export interface AuditOptions extends CallOptionsOf {
+  /** Number of entries per call to the server. Default 100. */
+  readonly pageSize?: number;
+  /** Selects older entries than this one; 0 begins with the newest. */
+  readonly beforeEntryId?: number;
+  /** About an organization, an "organization/project", the prefix of a key, or any id. */
+  readonly subject?: string;
+  /** Changes made with this key, given by its prefix. */
+  readonly actor?: string;
+  /** Actions that begin with it. */
+  readonly actionPrefix?: string;
+  /** Entries from this time on. */
+  readonly startTime?: Date;
+  /** Entries before this time. */
+  readonly endTime?: Date;
+}
+
+/** Options of `assignPlan`. */
+export interface AssignPlanOptions extends CallOptionsOf {
+  /** Version of the plan. Default: the latest. */
+  readonly version?: number;
+  /** First month of the plan, as `YYYY-MM`. Default: this month. */
+  readonly firstMonth?: string;
+}
+
+/**
+ * Client of the admin API, which manages access and limits. Needs a key with the scope `admin`.
+ *
+ * You can name an organization, project or key by its name or id, as `organization/project`, or by
+ * the prefix of a key. Every call throws a WeirError: NotFound for an unknown name, AlreadyExists
+ * for a taken one, InvalidRequest for a bad value.
+ */
+export class AdminClient extends AdminCalls {
+  /** Ends a temporary override before its time; the limit itself applies again. */
+  async endQuotaOverride(quotaId: string, options: CallOptionsOf = {}): Promise<QuotaStatus> {
+    const { overrideQuota } = AdminService.method;
+    const response = await this.connection.call(overrideQuota, { quotaId }, options);
+    return wire.quotaStatus(response.quota);
+  }
+
+  /**
+   * Removes a limit, and returns whether it existed.
+   *
+   * @param options.allowMissing returns false instead of throwing NotFound if there is none.
+   */
+  async deleteQuota(
+    quotaId: string,
+    options: CallOptionsOf & { readonly allowMissing?: boolean } = {},
+  ): Promise<boolean> {
+    const { allowMissing = false } = options;
+    const init = { quotaId, allowMissing };
+    const { deleteQuota } = AdminService.method;
+    const response = await this.connection.call(deleteQuota, init, options, allowMissing);
+    return response.deleted || !allowMissing;
+  }
+
+  /** Returns the limits of one organization, its projects and keys, or all, with remainders. */
+  async listQuotas(organization = "", options: CallOptionsOf = {}): Promise<QuotaStatus[]> {
+    const { listQuotas } = AdminService.method;
+    const response = await this.connection.call(listQuotas, { organization }, options);
+    return response.quotas.map((each) => wire.quotaStatus(each));
+  }
+
+  /**
+   * Returns every limit that applies to a key, even those of its project and organization.
+   *
+   * @param model selects the limits that apply to this model.
+   */
+  async listKeyQuotas(
+    apiKey: string,
+    model = "",
+    options: CallOptionsOf = {},
+  ): Promise<QuotaStatus[]> {
+    const { listQuotas } = AdminService.method;
+    const response = await this.connection.call(listQuotas, { apiKey, model }, options);
+    return response.quotas.map((each) => wire.quotaStatus(each));
+  }
+
+  /** Yields entries of the audit log, newest first. */
+  async *listAuditEntries(options: AuditOptions = {}): AsyncGenerator<AuditEntry, void, void> {
+    const { subject = "", actor = "", actionPrefix = "", pageSize = 100 } = options;
+    const { startTime, endTime } = options;
+    let beforeEntryId = BigInt(options.beforeEntryId ?? 0);
+    for (;;) {
+      const init = {
+        ...{ subject, actor, actionPrefix, pageSize, beforeEntryId },
+        ...(startTime && { startTime: timestampFromDate(startTime) }),
+        ...(endTime && { endTime: timestampFromDate(endTime) }),
+      };
+      const { listAuditEntries } = AdminService.method;
+      const { entries } = await this.connection.call(listAuditEntries, init, options);
+      for (const each of entries) yield wire.auditEntry(each);
+      if (entries.length < pageSize) return;
+      beforeEntryId = entries.at(-1)!.entryId;
+    }
+  }
+
+  /**
+   * Computes the bills of a past month with other prices or plans. Changes nothing.
+   *
+   * @param month `YYYY-MM`, in UTC.
+   * @param proposal may have the keys `prices` and `plans`: lists of the JSON of
+   * `weir.v1.PriceConfiguration` and `weir.v1.PlanConfiguration`.
+   */
+  async simulatePrices(
+    month: string,
+    proposal: JsonObject,
+    options: CallOptionsOf & { readonly organization?: string } = {},
+  ): Promise<SimulatedCustomer[]> {
+    const request = fromJson(SimulatePricesRequestSchema, proposal);
+    Object.assign(request, { month, organization: options.organization ?? "" });
+    const { simulatePrices } = AdminService.method;
+    const response = await this.connection.call(simulatePrices, request, options);
+    return response.customers.map((each) => wire.simulatedCustomer(each));
+  }
+
+  /**
+   * Creates a plan or its next version; returns the latest version if that is identical.
+   *
+   * @param plan the JSON of `weir.v1.PlanConfiguration`.
+   */
+  async createPlan(
+    plan: JsonValue,
+    options: CallOptionsOf = {},
+  ): Promise<Plan & { readonly existed: boolean }> {
+    const init = { plan: fromJson(PlanConfigurationSchema, plan) };
+    const response = await this.connection.call(AdminService.method.createPlan, init, options);
+    return Object.assign(wire.plan(response.plan), { existed: response.existed });
+  }
+
+  /**
+   * Assigns a plan to an organization: by default its latest version, from this month on. An empty
+   * `plan` removes the plan from that month on. Idempotent.
+   */
+  async assignPlan(
+    organization: string,
+    plan: string,
+    options: AssignPlanOptions = {},
+  ): Promise<PlanAssignment & { readonly existed: boolean }> {
+    const { version = 0, firstMonth = "" } = options;
+    const init = { organization, plan, version: BigInt(version), firstMonth };
+    const response = await this.connection.call(AdminService.method.assignPlan, init, options);
+    return Object.assign(wire.planAssignment(response.assignment), { existed: response.existed });
+  }
+
+  /** Returns the current state of one organization, or of all, as the JSON of a configuration. */
+  async exportConfiguration(organization = "", options: CallOptionsOf = {}): Promise<JsonValue> {
+    const { exportConfiguration } = AdminService.method;
+    const response = await this.connection.call(exportConfiguration, { organization }, options);
+    const { configuration } = response;
+    if (configuration === undefined) return {};
+    return toJson(ConfigurationSchema, configuration, { useProtoFieldName: true });
+  }
+}

@@ -1,0 +1,135 @@
+/** Client of the billing API: reports, months, usage, invoices, corrections, alerts. */
+
+import type { CallOptionsOf } from "./connection.js";
+import { numberOf } from "./conversion.js";
+import { BillingService } from "./gen/weir/v1/billing_service_pb.js";
+import {
+  MonthExportFormat as ExportFormats,
+  UsageGrouping as Groupings,
+} from "./gen/weir/v1/usage_reports_pb.js";
+import { BillingCalls } from "./generated_calls.js";
+import type {
+  Adjustment,
+  Alert,
+  Invoice,
+  MonthExportFormat,
+  UsageGrouping,
+  UsagePage,
+} from "./generated_values.js";
+import * as wire from "./wire.js";
+
+/** An exported file. */
+export interface MonthFile {
+  readonly fileName: string;
+  readonly mediaType: string;
+  readonly content: Uint8Array;
+}
+
+/** Options of `getInvoice`: a number, or organization and month. */
+export interface GetInvoiceOptions extends CallOptionsOf {
+  /** Number of the invoice. */
+  readonly number?: string;
+  /** Name or id of the organization. */
+  readonly organization?: string;
+  /** Month as `YYYY-MM`, in UTC. */
+  readonly month?: string;
+}
+
+/** Options of `getUsage`. */
+export interface UsageOptions extends CallOptionsOf {
+  /** Default: the key's own organization, or all with a key of the scope `admin`. */
+  readonly organization?: string;
+  /** Only this day, `YYYY-MM-DD`. */
+  readonly day?: string;
+  /** Only this project. */
+  readonly project?: string;
+  /** Only this key, given by id or prefix. */
+  readonly apiKey?: string;
+  /** Only this model. */
+  readonly model?: string;
+  /** Number of rows per page. Default: the server's. */
+  readonly pageSize?: number;
+}
+
+/**
+ * Client of the billing API, which reads bills, and closes and corrects months.
+ *
+ * Reading needs a key with the scope `billing` (its own organization only) or `admin`, everything
+ * else `admin`. Organizations are given by name or id, months as `YYYY-MM` in UTC. Every call
+ * throws a WeirError: NotFound for an unknown object, InvalidRequest for a bad value,
+ * FailedPrecondition if the current state does not allow the call.
+ */
+export class BillingClient extends BillingCalls {
+  /** Returns one invoice with its credit notes. */
+  async getInvoice(
+    options: GetInvoiceOptions,
+  ): Promise<Invoice & { readonly creditNotes: readonly Adjustment[] }> {
+    const { number = "", organization = "", month = "" } = options;
+    const init = { number, organization, month };
+    const response = await this.connection.call(BillingService.method.getInvoice, init, options);
+    const creditNotes = response.creditNotes.map((each) => wire.adjustment(each));
+    return Object.assign(wire.invoice(response.invoice), { creditNotes });
+  }
+
+  /**
+   * Yields pages of a month's charges.
+   *
+   * @param month `YYYY-MM`, in UTC.
+   * @param groupBy columns of the rows, in this order.
+   */
+  async *getUsage(
+    month: string,
+    groupBy: readonly UsageGrouping[],
+    options: UsageOptions = {},
+  ): AsyncGenerator<UsagePage, void, void> {
+    const { organization = "", day = "", project = "", apiKey = "", model = "" } = options;
+    const filters = { organization, month, day, project, apiKey, model };
+    const groups = groupBy.map((each) => numberOf("groupBy", Groupings, each));
+    for (let pageToken = ""; ; ) {
+      const init = { ...filters, groupBy: groups, pageSize: options.pageSize ?? 0, pageToken };
+      const page = await this.connection.call(BillingService.method.getUsage, init, options);
+      yield wire.usagePage(page);
+      pageToken = page.nextPageToken;
+      if (!pageToken) return;
+    }
+  }
+
+  /** Exports a month (`YYYY-MM`, UTC) as a file. */
+  async exportMonth(
+    month: string,
+    format: MonthExportFormat,
+    options: CallOptionsOf & { readonly organization?: string } = {},
+  ): Promise<MonthFile> {
+    const { organization = "" } = options;
+    const init = { organization, month, format: numberOf("format", ExportFormats, format) };
+    return await this.exported(init, options);
+  }
+
+  /** Exports an approved credit note, given by its number, as PDF. */
+  async exportCreditNote(number: string, options: CallOptionsOf = {}): Promise<MonthFile> {
+    return await this.exported({ creditNoteNumber: number }, options);
+  }
+
+  /** Yields alerts, latest first. */
+  async *listAlerts(
+    organization = "",
+    options: CallOptionsOf & { readonly pageSize?: number } = {},
+  ): AsyncGenerator<Alert, void, void> {
+    for (let pageToken = ""; ; ) {
+      const init = { organization, pageSize: options.pageSize ?? 0, pageToken };
+      const page = await this.connection.call(BillingService.method.listAlerts, init, options);
+      for (const each of page.alerts) yield wire.alert(each);
+      pageToken = page.nextPageToken;
+      if (!pageToken) return;
+    }
+  }
+
+  private async exported(
+    init: Parameters<typeof this.connection.collect<typeof BillingService.method.exportMonth>>[1],
+    options: CallOptionsOf,
+  ): Promise<MonthFile> {
+    const pieces = await this.connection.collect(BillingService.method.exportMonth, init, options);
+    const { fileName = "", mediaType = "" } = pieces[0] ?? {};
+    return { fileName, mediaType, content: Buffer.concat(pieces.map(({ chunk }) => chunk)) };
+  }
+}

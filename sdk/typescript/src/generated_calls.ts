@@ -1,0 +1,1336 @@
+/**
+ * Unary calls of the administrators' clients.
+ *
+ * Generated from the contract by `infra/generate_sdk.py`: run `make proto` instead of editing it.
+ */
+
+import { randomUUID } from "node:crypto";
+import { fromJson, type JsonObject } from "@bufbuild/protobuf";
+import { timestampFromDate } from "@bufbuild/protobuf/wkt";
+import type { CallOptionsOf } from "./connection.js";
+import { defined, duration, numberOf, whole } from "./conversion.js";
+import {
+  AdminService,
+} from "./gen/weir/v1/admin_service_pb.js";
+import {
+  BillingService,
+} from "./gen/weir/v1/billing_service_pb.js";
+import {
+  ConfigurationSchema,
+} from "./gen/weir/v1/configuration_pb.js";
+import {
+  MonthDocumentFormat as MonthDocumentFormatMessage,
+} from "./gen/weir/v1/months_pb.js";
+import {
+  QuotaDimension as QuotaDimensionMessage,
+  QuotaSubject as QuotaSubjectMessage,
+} from "./gen/weir/v1/types_pb.js";
+import {
+  type Adjustment,
+  type Alert,
+  type AlertWebhook,
+  type ApiKey,
+  type AppliedConfiguration,
+  type BillingProfile,
+  type ClosedMonth,
+  type CreatedAlertWebhook,
+  type CreatedApiKey,
+  type CreditBalance,
+  type CreditGrant,
+  type DocumentFormat,
+  type DrainedReplica,
+  type KilledRequest,
+  type LiveView,
+  type Month,
+  type MonthReport,
+  type MonthVerification,
+  type Organization,
+  type PlanList,
+  type PriceList,
+  type PriceVersion,
+  type Project,
+  type QuotaDimension,
+  type QuotaStatus,
+  type QuotaSubject,
+  type RecordedRequest,
+  type ReplicaList,
+  type RotatedApiKey,
+  type UndrainedReplica,
+  type UsageForecast,
+} from "./generated_values.js";
+import type { Money } from "./money.js";
+import { UnaryClient } from "./unary.js";
+import * as wire from "./wire.js";
+import { moneyInit } from "./wire.js";
+
+/** Options of `createOrganization`. */
+export interface CreateOrganizationOptions extends CallOptionsOf {
+  /** ISO 4217 code. Default "USD". */
+  readonly currencyCode?: string | undefined;
+  /** Idempotency key: see the service. Not a UUID: InvalidRequest. */
+  readonly requestId?: string | undefined;
+  /** Returns an existing organization of this name and currency instead of AlreadyExists. */
+  readonly allowExisting?: boolean | undefined;
+}
+
+/** Options of `createProject`. */
+export interface CreateProjectOptions extends CallOptionsOf {
+  /** Idempotency key: see the service. Not a UUID: InvalidRequest. */
+  readonly requestId?: string | undefined;
+  /** Returns an existing project of this name instead of AlreadyExists. */
+  readonly allowExisting?: boolean | undefined;
+}
+
+/** Options of `createApiKey`. */
+export interface CreateApiKeyOptions extends CallOptionsOf {
+  /** At least one of "inference", "admin", "billing". Empty: "inference". */
+  readonly scopes?: readonly string[] | undefined;
+  /** Lifetime. Unset: unlimited. Zero or negative: InvalidRequest. */
+  readonly lifetimeMs?: number | undefined;
+  /** Idempotency key: see the service. Not a UUID: InvalidRequest. */
+  readonly requestId?: string | undefined;
+  /**
+   * Returns the project's active key of this name and scopes, if there is one; names need not be
+   * unique otherwise.
+   */
+  readonly allowExisting?: boolean | undefined;
+  /**
+   * Names of the allowed models; a name covers all versions of the model. Empty: all models.
+   * Unknown: NotFound. Calls for other models get PermissionDenied.
+   */
+  readonly models?: readonly string[] | undefined;
+  /**
+   * Limit of input tokens per request: its prompt, or all texts to embed. 0: the model's own limit.
+   * A larger request is InvalidRequest with the reason KEY_LIMIT_EXCEEDED. 1 to 1,000,000,000, or 0
+   * for no limit.
+   */
+  readonly maxInputTokens?: number | bigint | undefined;
+  /**
+   * Limit of output tokens per request, all choices together. 0: the model's own limit. A request
+   * that asks for more is refused in the same way; one without a limit of its own ends there with
+   * FINISH_REASON_LENGTH. 1 to 1,000,000,000, or 0 for no limit.
+   */
+  readonly maxOutputTokens?: number | bigint | undefined;
+  /**
+   * Networks that may use the key, such as "203.0.113.0/24" or "2001:db8::/32". Empty: all. Calls
+   * from other addresses get PermissionDenied with the reason ADDRESS_NOT_ALLOWED, and so do
+   * running requests from there when the networks are narrowed. At most 100 networks or addresses.
+   */
+  readonly allowedNetworks?: readonly string[] | undefined;
+  /**
+   * Refuses unknown parameters over HTTP, as `?strict=1` does for one request; `?strict=0` does not
+   * relax it. False: those that cannot change the answer are ignored and named in a header.
+   */
+  readonly strictParameters?: boolean | undefined;
+}
+
+/** Options of `rotateApiKey`. */
+export interface RotateApiKeyOptions extends CallOptionsOf {
+  /** Remaining validity of the present secret, 0 to 30 days. Unset: 24 hours. */
+  readonly overlapMs?: number | undefined;
+  /** Idempotency key: see the service. Not a UUID: InvalidRequest. */
+  readonly requestId?: string | undefined;
+}
+
+/** Options of `updateApiKey`. */
+export interface UpdateApiKeyOptions extends CallOptionsOf {
+  /** New name, 1 to 100 characters. */
+  readonly name?: string | undefined;
+  /** New scopes. Empty: unchanged. */
+  readonly scopes?: readonly string[] | undefined;
+  /** New time of expiry; a time in the past ends the key now. */
+  readonly expireTime?: Date | undefined;
+  /** Removes the expiry. With `expire_time`: InvalidRequest. */
+  readonly neverExpires?: boolean | undefined;
+  /** New models. Empty: unchanged. See `CreateApiKeyRequest.models`. */
+  readonly models?: readonly string[] | undefined;
+  /** Allows all models. With `models`: InvalidRequest. */
+  readonly allModels?: boolean | undefined;
+  /**
+   * New limit, see `CreateApiKeyRequest.max_input_tokens`; 0: none. Running requests keep their
+   * limit.
+   */
+  readonly maxInputTokens?: number | bigint | undefined;
+  /**
+   * New limit, see `CreateApiKeyRequest.max_output_tokens`; 0: none. Running requests keep their
+   * limit.
+   */
+  readonly maxOutputTokens?: number | bigint | undefined;
+  /**
+   * New networks. Empty: unchanged. Running requests from other networks end in every process as
+   * `failed` with the reason ADDRESS_NOT_ALLOWED and their final usage. InvalidRequest if this call
+   * is made with the key from outside of them.
+   */
+  readonly allowedNetworks?: readonly string[] | undefined;
+  /** Allows all networks. With `allowed_networks`: InvalidRequest. */
+  readonly allNetworks?: boolean | undefined;
+  /** New value, see `ApiKey.strict_parameters`. Unset: unchanged. */
+  readonly strictParameters?: boolean | undefined;
+}
+
+/** Options of `listApiKeys`. */
+export interface ListApiKeysOptions extends CallOptionsOf {
+  /** Name or id of an organization; empty: all. */
+  readonly organization?: string | undefined;
+  /** Id or prefix of a key: only this one. Unknown: NotFound. */
+  readonly apiKey?: string | undefined;
+  /**
+   * Only keys that are not revoked and were not used for this long; keys whose uses are recorded
+   * for less time are left out. Zero or negative: InvalidRequest.
+   */
+  readonly unusedForMs?: number | undefined;
+}
+
+/** Options of `setQuota`. */
+export interface SetQuotaOptions extends CallOptionsOf {
+  /** Limited model; empty: all models together. Unknown: NotFound. */
+  readonly model?: string | undefined;
+  /**
+   * The limit is a default: each key created under its subject from then on gets a copy, and
+   * nothing else is limited. Part of the limit's identity. InvalidRequest for a key.
+   */
+  readonly forNewKeys?: boolean | undefined;
+  /**
+   * False: shadow mode, counts and reports without refusing. Unset: unchanged; true for a new
+   * limit.
+   */
+  readonly enforced?: boolean | undefined;
+  /**
+   * Thousandths that an uncached input token counts, 0 to 1,000,000. Unset: unchanged; 1000 for a
+   * new limit. InvalidRequest for another value if the dimension does not count such tokens. The
+   * usage of the current window is recounted.
+   */
+  readonly inputWeightMilli?: number | bigint | undefined;
+  /**
+   * Thousandths that a cached input token counts. Until the engine has reported the cached tokens,
+   * the larger of both weights is held.
+   */
+  readonly cachedInputWeightMilli?: number | bigint | undefined;
+  /** Thousandths that an output token counts. */
+  readonly outputWeightMilli?: number | bigint | undefined;
+  /**
+   * Percentages that trigger an alert. Unset: unchanged; for a new limit on tokens or money per day
+   * or month 50, 80 and 100, none for any other. InvalidRequest for limits per minute and on
+   * concurrency.
+   */
+  readonly alertAt?: readonly number[] | undefined;
+}
+
+/** Options of `setPrice`. */
+export interface SetPriceOptions extends CallOptionsOf {
+  /**
+   * ISO 4217 code. Default: the organization's, or "USD". InvalidRequest for another one than the
+   * organization's.
+   */
+  readonly currencyCode?: string | undefined;
+  /** Picos per uncached input token, 0 or more. */
+  readonly inputPicosPerToken: number | bigint;
+  /** Picos per cached input token, 0 or more. */
+  readonly cachedInputPicosPerToken: number | bigint;
+  /** Picos per output token, 0 or more. */
+  readonly outputPicosPerToken: number | bigint;
+  /** Start of validity. Unset: now. */
+  readonly effectiveTime?: Date | undefined;
+  /** Idempotency key: see the service. Not a UUID: InvalidRequest. */
+  readonly requestId?: string | undefined;
+  /** Name or id of the organization for its own price; empty: the list price. Unknown: NotFound. */
+  readonly organization?: string | undefined;
+  /** Picos per embedded token, 0 or more. Unset: unchanged; at first 0. */
+  readonly embeddingPicosPerToken?: number | bigint | undefined;
+  /**
+   * The batch tier's price in thousandths of these prices, 0 to 1,000,000, set as a second version.
+   * Unset: unchanged; at first the same price. InvalidRequest, with the nearest valid values, if a
+   * price would be a fraction of a pico.
+   */
+  readonly batchMultiplierMilli?: number | bigint | undefined;
+  /**
+   * Picos per output token of the model's thinking, 0 or more. Unset: as `output_picos_per_token`.
+   */
+  readonly reasoningPicosPerToken?: number | bigint | undefined;
+}
+
+/** Options of `withdrawPrice`. */
+export interface WithdrawPriceOptions extends CallOptionsOf {
+  /** Time from which the list price applies. Unset: now. In the past: InvalidRequest. */
+  readonly effectiveTime?: Date | undefined;
+  /** Idempotency key, as in `CreateOrganizationRequest`. Not a UUID: InvalidRequest. */
+  readonly requestId?: string | undefined;
+}
+
+/** Options of `listPrices`. */
+export interface ListPricesOptions extends CallOptionsOf {
+  /** Name or id of an organization for its prices. Empty: list prices. Unknown: NotFound. */
+  readonly organization?: string | undefined;
+  /** Only this model; empty: all. */
+  readonly model?: string | undefined;
+  /** Only in this currency. Empty: the organization's; without an organization all. */
+  readonly currencyCode?: string | undefined;
+  /** At this time. Unset: now. */
+  readonly time?: Date | undefined;
+  /** Returns also all past and future versions. */
+  readonly history?: boolean | undefined;
+}
+
+/** Options of `listPlans`. */
+export interface ListPlansOptions extends CallOptionsOf {
+  /** Only versions of this plan; empty: all. */
+  readonly name?: string | undefined;
+  /** Only assignments of this organization, by name or id; empty: all. Unknown: NotFound. */
+  readonly organization?: string | undefined;
+}
+
+/** Options of `grantCredit`. */
+export interface GrantCreditOptions extends CallOptionsOf {
+  /** First month that it covers, as YYYY-MM. Empty: this one. */
+  readonly firstMonth?: string | undefined;
+  /** Last month that it covers. A past month: InvalidRequest. */
+  readonly lastMonth: string;
+  /** Reason, 1 to 500 characters; recorded in the ledger. */
+  readonly reason: string;
+  /** Idempotency key: see the service. Not a UUID: InvalidRequest. */
+  readonly requestId?: string | undefined;
+}
+
+/** Options of `listCreditGrants`. */
+export interface ListCreditGrantsOptions extends CallOptionsOf {
+  /** Name or id of an organization; empty: all. Unknown: NotFound. */
+  readonly organization?: string | undefined;
+}
+
+/** Options of `setPrepaid`. */
+export interface SetPrepaidOptions extends CallOptionsOf {
+  /**
+   * Remaining picos of credit that trigger an alert. Unset: unchanged; at first none.
+   * InvalidRequest if `prepaid` is false.
+   */
+  readonly alertAt?: readonly number[] | undefined;
+}
+
+/** Options of `listLiveRequests`. */
+export interface ListLiveRequestsOptions extends CallOptionsOf {
+  /** Name or id of an organization; empty: all. Unknown: NotFound. */
+  readonly organization?: string | undefined;
+  /** Largest number of requests, 1 to 1000. Default 200. Sums cover all requests. */
+  readonly pageSize?: number | undefined;
+  /** Only holds that are overdue by more than 30 s. Always none while a worker runs. */
+  readonly stuckOnly?: boolean | undefined;
+}
+
+/** Options of `getRequest`. */
+export interface GetRequestOptions extends CallOptionsOf {
+  /**
+   * Its project, as "organization/project" or id. Required if several projects have a request of
+   * this id: InvalidRequest otherwise.
+   */
+  readonly project?: string | undefined;
+}
+
+/** Options of `killRequest`. */
+export interface KillRequestOptions extends CallOptionsOf {
+  /**
+   * Its project, as "organization/project" or id. Required if several projects run a request of
+   * this id: InvalidRequest otherwise.
+   */
+  readonly project?: string | undefined;
+  /** Reason, for its client and for the audit log; up to 200 printable characters. May be empty. */
+  readonly reason?: string | undefined;
+}
+
+/** Options of `applyConfiguration`. */
+export interface ApplyConfigurationOptions extends CallOptionsOf {
+  /** Returns the changes without applying them. */
+  readonly dryRun?: boolean | undefined;
+}
+
+/** Options of `listReplicas`. */
+export interface ListReplicasOptions extends CallOptionsOf {
+  /** Name of a model, or `name@version`; empty: all. Unknown: NotFound. */
+  readonly model?: string | undefined;
+}
+
+/** Options of `drainReplica`. */
+export interface DrainReplicaOptions extends CallOptionsOf {
+  /** Reason, for the audit log and lists of replicas; up to 200 printable characters. */
+  readonly reason?: string | undefined;
+  /**
+   * Time after the order, 0 to 30 days, when running requests move to other replicas: each as soon
+   * as one has room, and only those that can continue elsewhere. The others run to their end.
+   * Unset: all run to their end.
+   */
+  readonly moveAfterMs?: number | undefined;
+}
+
+/** Options of `undrainReplica`. */
+export interface UndrainReplicaOptions extends CallOptionsOf {
+  /** Reason, for the audit log; up to 200 printable characters. */
+  readonly reason?: string | undefined;
+}
+
+/** Options of `setAlertWebhook`. */
+export interface SetAlertWebhookOptions extends CallOptionsOf {
+  /** Idempotency key: see the service. Not a UUID: InvalidRequest. */
+  readonly requestId?: string | undefined;
+}
+
+/** Options of `listAlertWebhooks`. */
+export interface ListAlertWebhooksOptions extends CallOptionsOf {
+  /** Name or id of an organization; empty: all. Unknown: NotFound. */
+  readonly organization?: string | undefined;
+}
+
+/** Options of `deleteAlertWebhook`. */
+export interface DeleteAlertWebhookOptions extends CallOptionsOf {
+  /** Succeeds instead of NotFound if the organization has no webhook. */
+  readonly allowMissing?: boolean | undefined;
+}
+
+/** Options of `testAlertWebhook`. */
+export interface TestAlertWebhookOptions extends CallOptionsOf {
+  /** Idempotency key: see the service. Not a UUID: InvalidRequest. */
+  readonly requestId?: string | undefined;
+}
+
+/** Options of `closeMonth`. */
+export interface CloseMonthOptions extends CallOptionsOf {
+  /**
+   * Closes even while requests admitted in the month still run; they are billed in the month of
+   * their end.
+   */
+  readonly leaveRunning?: boolean | undefined;
+  /** Only returns the obstacles, and changes nothing. */
+  readonly validateOnly?: boolean | undefined;
+  /**
+   * Closes even before the customer's first month: months are closed in order, so the empty months
+   * between must then be closed as well. Otherwise such a month is refused as MONTH_BEFORE_FIRST.
+   */
+  readonly beforeFirst?: boolean | undefined;
+  /**
+   * Id of an approved adjustment of exactly the cost of the usage reported as USAGE_MISSTATED: that
+   * usage is billed by the adjustment, and never rated. With an adjustment that does not match, the
+   * obstacle remains and has the reason.
+   */
+  readonly correctedBy?: string | undefined;
+}
+
+/** Options of `createAdjustment`. */
+export interface CreateAdjustmentOptions extends CallOptionsOf {
+  /**
+   * Idempotency key, a UUID: repeating the call returns the same adjustment. Empty: each call
+   * proposes another one.
+   */
+  readonly requestId?: string | undefined;
+}
+
+/** Options of `createCreditNote`. */
+export interface CreateCreditNoteOptions extends CallOptionsOf {
+  /** As in `CreateAdjustmentRequest`. */
+  readonly requestId?: string | undefined;
+}
+
+/** Options of `listAdjustments`. */
+export interface ListAdjustmentsOptions extends CallOptionsOf {
+  /** Only pending ones. */
+  readonly undecidedOnly?: boolean | undefined;
+}
+
+/** Options of `getForecast`. */
+export interface GetForecastOptions extends CallOptionsOf {
+  /** Name or id of the organization; unknown: NotFound. Empty: the key's own. */
+  readonly organization?: string | undefined;
+  /**
+   * The month as YYYY-MM, in UTC: the current one or an earlier one. Empty: the current one. Later:
+   * InvalidRequest.
+   */
+  readonly month?: string | undefined;
+}
+
+/** Calls of `AdminService` that need no code of their own. */
+export class AdminCalls extends UnaryClient {
+  /**
+   * Creates an organization. AlreadyExists if the name is taken.
+   *
+   * @param name Unique name: 1 to 63 of a-z, 0-9 and "-", starting with a letter.
+   */
+  async createOrganization(
+    name: string,
+    options: CreateOrganizationOptions = {},
+  ): Promise<Organization> {
+    const init = defined({
+      name: name,
+      currencyCode: options.currencyCode,
+      requestId: options.requestId ?? randomUUID(),
+      allowExisting: options.allowExisting,
+    });
+    const method = AdminService.method.createOrganization;
+    const response = await this.connection.call(method, init, options);
+    return wire.organization(response.organization);
+  }
+
+  /**
+   * Lists organizations by name.
+   */
+  async listOrganizations(
+    options: CallOptionsOf = {},
+  ): Promise<Organization[]> {
+    const init = defined({
+    });
+    const method = AdminService.method.listOrganizations;
+    const response = await this.connection.call(method, init, options);
+    return response.organizations.map((each) => wire.organization(each));
+  }
+
+  /**
+   * Replaces the billing profile of an organization. Closed months keep the profile of their close.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param profile The whole profile: empty fields are cleared. Unset: all fields are cleared.
+   */
+  async setBillingProfile(
+    organization: string,
+    profile: Partial<BillingProfile>,
+    options: CallOptionsOf = {},
+  ): Promise<Organization> {
+    const init = defined({
+      organization: organization,
+      billingProfile: { ...profile, emails: [...(profile.emails ?? [])] },
+    });
+    const method = AdminService.method.setBillingProfile;
+    const response = await this.connection.call(method, init, options);
+    return wire.organization(response.organization);
+  }
+
+  /**
+   * Creates a project. AlreadyExists if the organization has a project of that name.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param name Unique name inside the organization, formed like an organization's.
+   */
+  async createProject(
+    organization: string,
+    name: string,
+    options: CreateProjectOptions = {},
+  ): Promise<Project> {
+    const init = defined({
+      organization: organization,
+      name: name,
+      requestId: options.requestId ?? randomUUID(),
+      allowExisting: options.allowExisting,
+    });
+    const method = AdminService.method.createProject;
+    const response = await this.connection.call(method, init, options);
+    return wire.project(response.project);
+  }
+
+  /**
+   * Lists the projects of an organization by name.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   */
+  async listProjects(
+    organization: string,
+    options: CallOptionsOf = {},
+  ): Promise<Project[]> {
+    const init = defined({
+      organization: organization,
+    });
+    const method = AdminService.method.listProjects;
+    const response = await this.connection.call(method, init, options);
+    return response.projects.map((each) => wire.project(each));
+  }
+
+  /**
+   * Creates an API key. Its secret is returned only in this response.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param project Name or id of the project in it. Unknown: NotFound.
+   * @param name Display name, 1 to 100 characters.
+   */
+  async createApiKey(
+    organization: string,
+    project: string,
+    name: string,
+    options: CreateApiKeyOptions = {},
+  ): Promise<CreatedApiKey> {
+    const init = defined({
+      organization: organization,
+      project: project,
+      name: name,
+      scopes: options.scopes && [...options.scopes],
+      lifetime: duration("lifetimeMs", options.lifetimeMs),
+      requestId: options.requestId,
+      allowExisting: options.allowExisting,
+      models: options.models && [...options.models],
+      maxInputTokens: whole("maxInputTokens", options.maxInputTokens),
+      maxOutputTokens: whole("maxOutputTokens", options.maxOutputTokens),
+      allowedNetworks: options.allowedNetworks && [...options.allowedNetworks],
+      strictParameters: options.strictParameters,
+    });
+    const method = AdminService.method.createApiKey;
+    const response = await this.connection.call(method, init, options, false);
+    return wire.createdApiKey(response);
+  }
+
+  /**
+   * Replaces the secret of an API key; the new one is returned only in this response. The old
+   * secret works for an overlap. Id, prefix, limits and counters stay. FailedPrecondition for a
+   * revoked key.
+   *
+   * @param apiKey Id or prefix of the key. Unknown: NotFound.
+   */
+  async rotateApiKey(
+    apiKey: string,
+    options: RotateApiKeyOptions = {},
+  ): Promise<RotatedApiKey> {
+    const init = defined({
+      apiKey: apiKey,
+      overlap: duration("overlapMs", options.overlapMs),
+      requestId: options.requestId,
+    });
+    const method = AdminService.method.rotateApiKey;
+    const response = await this.connection.call(method, init, options, false);
+    return wire.rotatedApiKey(response);
+  }
+
+  /**
+   * Changes the name, expiry or permissions of an API key. FailedPrecondition for a revoked key.
+   *
+   * @param apiKey Id or prefix of the key. Unknown: NotFound.
+   */
+  async updateApiKey(
+    apiKey: string,
+    options: UpdateApiKeyOptions = {},
+  ): Promise<ApiKey> {
+    const init = defined({
+      apiKey: apiKey,
+      name: options.name,
+      scopes: options.scopes && [...options.scopes],
+      expireTime: options.expireTime && timestampFromDate(options.expireTime),
+      neverExpires: options.neverExpires,
+      models: options.models && [...options.models],
+      allModels: options.allModels,
+      maxInputTokens: whole("maxInputTokens", options.maxInputTokens),
+      maxOutputTokens: whole("maxOutputTokens", options.maxOutputTokens),
+      allowedNetworks: options.allowedNetworks && [...options.allowedNetworks],
+      allNetworks: options.allNetworks,
+      strictParameters: options.strictParameters,
+    });
+    const method = AdminService.method.updateApiKey;
+    const response = await this.connection.call(method, init, options);
+    return wire.apiKey(response.apiKey);
+  }
+
+  /**
+   * Revokes an API key permanently: new calls with it are refused at once, and its running requests
+   * end in every process as `failed` with the reason KEY_REVOKED and their final usage. Idempotent.
+   *
+   * @param apiKey Id or prefix of the key. Unknown: NotFound.
+   */
+  async revokeApiKey(
+    apiKey: string,
+    options: CallOptionsOf = {},
+  ): Promise<ApiKey> {
+    const init = defined({
+      apiKey: apiKey,
+    });
+    const method = AdminService.method.revokeApiKey;
+    const response = await this.connection.call(method, init, options);
+    return wire.apiKey(response.apiKey);
+  }
+
+  /**
+   * Lists API keys, newest first, without their secrets.
+   */
+  async listApiKeys(
+    options: ListApiKeysOptions = {},
+  ): Promise<ApiKey[]> {
+    const init = defined({
+      organization: options.organization,
+      apiKey: options.apiKey,
+      unusedFor: duration("unusedForMs", options.unusedForMs),
+    });
+    const method = AdminService.method.listApiKeys;
+    const response = await this.connection.call(method, init, options);
+    return response.apiKeys.map((each) => wire.apiKey(each));
+  }
+
+  /**
+   * Sets one limit; it replaces a limit of the same subject, model and dimension. Past usage
+   * counts.
+   *
+   * @param subject Kind of the object that the limit applies to; `subject_ref` names it.
+   * @param subjectRef Organization: its name or id. Project: "organization/project" or its id. Key:
+   * its id or prefix. Unknown: NotFound.
+   * @param dimension What the limit counts, and over which window of time.
+   * @param limitValue The limit, 0 or more. 0 admits nothing. A limit above an inherited one is
+   * allowed but has no effect: see `narrowed_by_quota_id`.
+   */
+  async setQuota(
+    subject: QuotaSubject,
+    subjectRef: string,
+    dimension: QuotaDimension,
+    limitValue: number | bigint,
+    options: SetQuotaOptions = {},
+  ): Promise<QuotaStatus> {
+    const init = defined({
+      subject: numberOf("subject", QuotaSubjectMessage, subject),
+      subjectRef: subjectRef,
+      dimension: numberOf("dimension", QuotaDimensionMessage, dimension),
+      limitValue: whole("limitValue", limitValue),
+      model: options.model,
+      forNewKeys: options.forNewKeys,
+      enforced: options.enforced,
+      inputWeightMilli: whole("inputWeightMilli", options.inputWeightMilli),
+      cachedInputWeightMilli: whole("cachedInputWeightMilli", options.cachedInputWeightMilli),
+      outputWeightMilli: whole("outputWeightMilli", options.outputWeightMilli),
+      alertAt: options.alertAt && { values: options.alertAt.map(BigInt) },
+    });
+    const method = AdminService.method.setQuota;
+    const response = await this.connection.call(method, init, options);
+    return wire.quotaStatus(response.quota);
+  }
+
+  /**
+   * Overrides a limit with a higher one until a time, or ends the override. Idempotent.
+   *
+   * @param quotaId Id of the limit. Unknown: NotFound.
+   * @param limitValue The temporary limit, above the regular one: InvalidRequest otherwise.
+   * @param expireTime End of the override, within 366 days, by the database's clock. Unset: ends
+   * the present override.
+   * @param reason Reason, 1 to 500 characters; shown with the limit and recorded in the audit log.
+   */
+  async overrideQuota(
+    quotaId: string,
+    limitValue: number | bigint,
+    expireTime: Date,
+    reason: string,
+    options: CallOptionsOf = {},
+  ): Promise<QuotaStatus> {
+    const init = defined({
+      quotaId: quotaId,
+      limitValue: whole("limitValue", limitValue),
+      expireTime: timestampFromDate(expireTime),
+      reason: reason,
+    });
+    const method = AdminService.method.overrideQuota;
+    const response = await this.connection.call(method, init, options);
+    return wire.quotaStatus(response.quota);
+  }
+
+  /**
+   * Adds a price version. Past prices never change: InvalidRequest for an effective time in the
+   * past.
+   *
+   * @param model The model. Unknown models are allowed, so that a price can be set before a model
+   * appears.
+   */
+  async setPrice(
+    model: string,
+    options: SetPriceOptions,
+  ): Promise<PriceVersion[]> {
+    const init = defined({
+      model: model,
+      currencyCode: options.currencyCode,
+      inputPicosPerToken: whole("inputPicosPerToken", options.inputPicosPerToken),
+      cachedInputPicosPerToken: whole("cachedInputPicosPerToken", options.cachedInputPicosPerToken),
+      outputPicosPerToken: whole("outputPicosPerToken", options.outputPicosPerToken),
+      effectiveTime: options.effectiveTime && timestampFromDate(options.effectiveTime),
+      requestId: options.requestId ?? randomUUID(),
+      organization: options.organization,
+      embeddingPicosPerToken: whole("embeddingPicosPerToken", options.embeddingPicosPerToken),
+      batchMultiplierMilli: whole("batchMultiplierMilli", options.batchMultiplierMilli),
+      reasoningPicosPerToken: whole("reasoningPicosPerToken", options.reasoningPicosPerToken),
+    });
+    const method = AdminService.method.setPrice;
+    const response = await this.connection.call(method, init, options);
+    return response.versions.map((each) => wire.priceVersion(each));
+  }
+
+  /**
+   * Ends an organization's own price of a model: the list price applies from then on.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param model The model. NotFound if the organization has no own price of it at that time.
+   */
+  async withdrawPrice(
+    organization: string,
+    model: string,
+    options: WithdrawPriceOptions = {},
+  ): Promise<PriceVersion[]> {
+    const init = defined({
+      organization: organization,
+      model: model,
+      effectiveTime: options.effectiveTime && timestampFromDate(options.effectiveTime),
+      requestId: options.requestId ?? randomUUID(),
+    });
+    const method = AdminService.method.withdrawPrice;
+    const response = await this.connection.call(method, init, options);
+    return response.versions.map((each) => wire.priceVersion(each));
+  }
+
+  /**
+   * Lists the prices of an organization, or the list prices, by model and tier, with source and
+   * start.
+   */
+  async listPrices(
+    options: ListPricesOptions = {},
+  ): Promise<PriceList> {
+    const init = defined({
+      organization: options.organization,
+      model: options.model,
+      currencyCode: options.currencyCode,
+      time: options.time && timestampFromDate(options.time),
+      history: options.history,
+    });
+    const method = AdminService.method.listPrices;
+    const response = await this.connection.call(method, init, options);
+    return wire.priceList(response);
+  }
+
+  /**
+   * Lists plans and their assignments.
+   */
+  async listPlans(
+    options: ListPlansOptions = {},
+  ): Promise<PlanList> {
+    const init = defined({
+      name: options.name,
+      organization: options.organization,
+    });
+    const method = AdminService.method.listPlans;
+    const response = await this.connection.call(method, init, options);
+    return wire.planList(response);
+  }
+
+  /**
+   * Grants an organization credit.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param amountPicos Amount in picos of the organization's currency, more than 0.
+   */
+  async grantCredit(
+    organization: string,
+    amountPicos: number | bigint,
+    options: GrantCreditOptions,
+  ): Promise<CreditGrant> {
+    const init = defined({
+      organization: organization,
+      amountPicos: whole("amountPicos", amountPicos),
+      firstMonth: options.firstMonth,
+      lastMonth: options.lastMonth,
+      reason: options.reason,
+      requestId: options.requestId ?? randomUUID(),
+    });
+    const method = AdminService.method.grantCredit;
+    const response = await this.connection.call(method, init, options);
+    return wire.creditGrant(response.grant);
+  }
+
+  /**
+   * Lists credit grants with their spent and remaining amounts.
+   */
+  async listCreditGrants(
+    options: ListCreditGrantsOptions = {},
+  ): Promise<CreditGrant[]> {
+    const init = defined({
+      organization: options.organization,
+    });
+    const method = AdminService.method.listCreditGrants;
+    const response = await this.connection.call(method, init, options);
+    return response.grants.map((each) => wire.creditGrant(each));
+  }
+
+  /**
+   * Returns an organization's current credit.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   */
+  async getCreditBalance(
+    organization: string,
+    options: CallOptionsOf = {},
+  ): Promise<CreditBalance> {
+    const init = defined({
+      organization: organization,
+    });
+    const method = AdminService.method.getCreditBalance;
+    const response = await this.connection.call(method, init, options);
+    return wire.creditBalance(response);
+  }
+
+  /**
+   * Switches an organization to prepaid, limited to its credit, or back.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound. With a plan that has
+   * rules: InvalidRequest.
+   * @param prepaid True: requests are admitted only within the credit; beyond it
+   * FailedPrecondition, reason INSUFFICIENT_CREDIT.
+   */
+  async setPrepaid(
+    organization: string,
+    prepaid: boolean,
+    options: SetPrepaidOptions = {},
+  ): Promise<boolean> {
+    const init = defined({
+      organization: organization,
+      prepaid: prepaid,
+      alertAt: options.alertAt && { values: options.alertAt.map(BigInt) },
+    });
+    const method = AdminService.method.setPrepaid;
+    const response = await this.connection.call(method, init, options);
+    return response.existed;
+  }
+
+  /**
+   * Lists the live requests of all processes: owner, phase and usage, never content.
+   */
+  async listLiveRequests(
+    options: ListLiveRequestsOptions = {},
+  ): Promise<LiveView> {
+    const init = defined({
+      organization: options.organization,
+      pageSize: options.pageSize,
+      stuckOnly: options.stuckOnly,
+    });
+    const method = AdminService.method.listLiveRequests;
+    const response = await this.connection.call(method, init, options);
+    return wire.liveView(response);
+  }
+
+  /**
+   * Returns one request of any project by its id: state, usage, cost and timings. NotFound if no
+   * project has such a request, and for one that ended before any billable work.
+   *
+   * @param requestId Id chosen by the client. Not a UUID: InvalidRequest.
+   */
+  async getRequest(
+    requestId: string,
+    options: GetRequestOptions = {},
+  ): Promise<RecordedRequest> {
+    const init = defined({
+      requestId: requestId,
+      project: options.project,
+    });
+    const method = AdminService.method.getRequest;
+    const response = await this.connection.call(method, init, options);
+    return wire.recordedRequest(response);
+  }
+
+  /**
+   * Ends a running request in any process. Its client gets `failed` with the reason
+   * CANCELLED_BY_ADMIN and its final usage.
+   *
+   * @param requestId Id chosen by the client. Not a UUID: InvalidRequest. Unknown: NotFound.
+   */
+  async killRequest(
+    requestId: string,
+    options: KillRequestOptions = {},
+  ): Promise<KilledRequest> {
+    const init = defined({
+      requestId: requestId,
+      project: options.project,
+      reason: options.reason,
+    });
+    const method = AdminService.method.killRequest;
+    const response = await this.connection.call(method, init, options);
+    return wire.killedRequest(response);
+  }
+
+  /**
+   * Expires overdue holds, as the worker does every ten seconds.
+   */
+  async expireOverdueHolds(
+    options: CallOptionsOf = {},
+  ): Promise<number> {
+    const init = defined({
+    });
+    const method = AdminService.method.expireOverdueHolds;
+    const response = await this.connection.call(method, init, options);
+    return wire.count(response.expiredCount);
+  }
+
+  /**
+   * Applies a configuration of organizations, projects, keys, limits and prices, all or nothing.
+   * Idempotent.
+   *
+   * @param configuration Desired state.
+   */
+  async applyConfiguration(
+    configuration: JsonObject,
+    options: ApplyConfigurationOptions = {},
+  ): Promise<AppliedConfiguration> {
+    const init = defined({
+      configuration: fromJson(ConfigurationSchema, configuration),
+      dryRun: options.dryRun,
+    });
+    const method = AdminService.method.applyConfiguration;
+    const response = await this.connection.call(method, init, options, false);
+    return wire.appliedConfiguration(response);
+  }
+
+  /**
+   * Lists the engines of all models, in all processes, and the drain orders.
+   */
+  async listReplicas(
+    options: ListReplicasOptions = {},
+  ): Promise<ReplicaList> {
+    const init = defined({
+      model: options.model,
+    });
+    const method = AdminService.method.listReplicas;
+    const response = await this.connection.call(method, init, options);
+    return wire.replicaList(response);
+  }
+
+  /**
+   * Drains a replica in all processes: running requests finish, new ones go elsewhere. Idempotent.
+   *
+   * @param model The model, as `name` or `name@version`. Unknown: NotFound. Several versions have a
+   * replica of this name: InvalidRequest.
+   * @param name Name of the replica, as in `ListReplicas`. No process has it: NotFound.
+   */
+  async drainReplica(
+    model: string,
+    name: string,
+    options: DrainReplicaOptions = {},
+  ): Promise<DrainedReplica> {
+    const init = defined({
+      model: model,
+      replica: name,
+      reason: options.reason,
+      moveAfter: duration("moveAfterMs", options.moveAfterMs),
+    });
+    const method = AdminService.method.drainReplica;
+    const response = await this.connection.call(method, init, options);
+    return wire.drainedReplica(response);
+  }
+
+  /**
+   * Returns a drained replica to service. Idempotent.
+   *
+   * @param model The model, as `name` or `name@version`. Unknown: NotFound. Several versions have a
+   * replica of this name: InvalidRequest.
+   * @param name Name of the replica. No process and no order has it: NotFound.
+   */
+  async undrainReplica(
+    model: string,
+    name: string,
+    options: UndrainReplicaOptions = {},
+  ): Promise<UndrainedReplica> {
+    const init = defined({
+      model: model,
+      replica: name,
+      reason: options.reason,
+    });
+    const method = AdminService.method.undrainReplica;
+    const response = await this.connection.call(method, init, options);
+    return wire.undrainedReplica(response);
+  }
+
+  /**
+   * Posts an organization's alerts to a URL from now on, signed. The secret is returned only in
+   * this response; setting the same URL again creates a new one.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param url URL to post alerts to: https, on a public address, up to 2000 characters;
+   * InvalidRequest otherwise, unless the operator allows others. Host names are resolved and
+   * checked at each attempt.
+   */
+  async setAlertWebhook(
+    organization: string,
+    url: string,
+    options: SetAlertWebhookOptions = {},
+  ): Promise<CreatedAlertWebhook> {
+    const init = defined({
+      organization: organization,
+      url: url,
+      requestId: options.requestId ?? randomUUID(),
+    });
+    const method = AdminService.method.setAlertWebhook;
+    const response = await this.connection.call(method, init, options);
+    return wire.createdAlertWebhook(response);
+  }
+
+  /**
+   * Lists webhooks with their pending and failed deliveries.
+   */
+  async listAlertWebhooks(
+    options: ListAlertWebhooksOptions = {},
+  ): Promise<AlertWebhook[]> {
+    const init = defined({
+      organization: options.organization,
+    });
+    const method = AdminService.method.listAlertWebhooks;
+    const response = await this.connection.call(method, init, options);
+    return response.webhooks.map((each) => wire.alertWebhook(each));
+  }
+
+  /**
+   * Removes an organization's webhook. NotFound if it has none.
+   *
+   * @param organization Name or id of the organization. Unknown, or without a webhook: NotFound.
+   */
+  async deleteAlertWebhook(
+    organization: string,
+    options: DeleteAlertWebhookOptions = {},
+  ): Promise<boolean> {
+    const init = defined({
+      organization: organization,
+      allowMissing: options.allowMissing,
+    });
+    const method = AdminService.method.deleteAlertWebhook;
+    const response = await this.connection.call(method, init, options);
+    return response.deleted;
+  }
+
+  /**
+   * Sends a test to an organization's webhook, and ends its pause after failures.
+   *
+   * @param organization Name or id of the organization. Unknown, or without a webhook: NotFound.
+   */
+  async testAlertWebhook(
+    organization: string,
+    options: TestAlertWebhookOptions = {},
+  ): Promise<Alert> {
+    const init = defined({
+      organization: organization,
+      requestId: options.requestId ?? randomUUID(),
+    });
+    const method = AdminService.method.testAlertWebhook;
+    const response = await this.connection.call(method, init, options);
+    return wire.alert(response.alert);
+  }
+
+}
+
+/** Calls of `BillingService` that need no code of their own. */
+export class BillingCalls extends UnaryClient {
+  /**
+   * Returns the report of one calendar month (UTC) of one organization from the ledger.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param month The month as YYYY-MM. Malformed: InvalidRequest.
+   */
+  async getMonthReport(
+    organization: string,
+    month: string,
+    options: CallOptionsOf = {},
+  ): Promise<MonthReport> {
+    const init = defined({
+      organization: organization,
+      month: month,
+    });
+    const method = BillingService.method.getMonthReport;
+    const response = await this.connection.call(method, init, options);
+    return wire.monthReport(response);
+  }
+
+  /**
+   * Returns the report of a month as a document. For a closed month the bytes never change.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param month The month as YYYY-MM. Malformed: InvalidRequest.
+   * @param documentFormat File format.
+   */
+  async getMonthDocument(
+    organization: string,
+    month: string,
+    documentFormat: DocumentFormat,
+    options: CallOptionsOf = {},
+  ): Promise<Uint8Array> {
+    const init = defined({
+      organization: organization,
+      month: month,
+      format: numberOf("documentFormat", MonthDocumentFormatMessage, documentFormat),
+    });
+    const method = BillingService.method.getMonthDocument;
+    const response = await this.connection.call(method, init, options);
+    return response.content;
+  }
+
+  /**
+   * Lists the months of an organization, the latest first, with state, author and invoice.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   */
+  async listMonths(
+    organization: string,
+    options: CallOptionsOf = {},
+  ): Promise<Month[]> {
+    const init = defined({
+      organization: organization,
+    });
+    const method = BillingService.method.listMonths;
+    const response = await this.connection.call(method, init, options);
+    return response.months.map((each) => wire.month(each));
+  }
+
+  /**
+   * Closes a month permanently and issues its invoice. Obstacles: FailedPrecondition with a
+   * PreconditionFailure, one violation each. Idempotent. Scope `admin`.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param month The month as YYYY-MM. Malformed: InvalidRequest.
+   */
+  async closeMonth(
+    organization: string,
+    month: string,
+    options: CloseMonthOptions = {},
+  ): Promise<ClosedMonth> {
+    const init = defined({
+      organization: organization,
+      month: month,
+      leaveRunning: options.leaveRunning,
+      validateOnly: options.validateOnly,
+      beforeFirst: options.beforeFirst,
+      correctingAdjustmentId: options.correctedBy,
+    });
+    const method = BillingService.method.closeMonth;
+    const response = await this.connection.call(method, init, options);
+    return wire.closedMonth(response);
+  }
+
+  /**
+   * Recomputes the report of a closed month from the ledger, and compares it with the digests of
+   * its close.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param month The month as YYYY-MM. Not closed: FailedPrecondition.
+   */
+  async verifyMonth(
+    organization: string,
+    month: string,
+    options: CallOptionsOf = {},
+  ): Promise<MonthVerification> {
+    const init = defined({
+      organization: organization,
+      month: month,
+    });
+    const method = BillingService.method.verifyMonth;
+    const response = await this.connection.call(method, init, options);
+    return wire.monthVerification(response);
+  }
+
+  /**
+   * Proposes an amount for the next invoice; a person with another key must approve it. Scope
+   * `admin`.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   * @param amount Positive: charged to the customer; negative: credited. The currency may be
+   * omitted; another currency than the organization's is InvalidRequest. Zero is InvalidRequest
+   * unless the customer has misstated usage, whose tokens may cost nothing
+   * (CloseMonthRequest.correcting_adjustment_id).
+   * @param reason Reason, 1 to 200 characters, shown to the customer. Empty: InvalidRequest.
+   */
+  async createAdjustment(
+    organization: string,
+    amount: Money,
+    reason: string,
+    options: CreateAdjustmentOptions = {},
+  ): Promise<Adjustment> {
+    const init = defined({
+      organization: organization,
+      amount: moneyInit(amount),
+      reason: reason,
+      requestId: options.requestId ?? randomUUID(),
+    });
+    const method = BillingService.method.createAdjustment;
+    const response = await this.connection.call(method, init, options);
+    return wire.adjustment(response.adjustment);
+  }
+
+  /**
+   * Proposes a partial refund of an invoice; a person with another key must approve it. Scope
+   * `admin`.
+   *
+   * @param invoiceNumber Number of the invoice. Unknown: NotFound.
+   * @param amount Refunded amount: above zero, in whole minor units, together with earlier credit
+   * notes at most the invoice. The currency may be omitted. InvalidRequest otherwise.
+   * @param reason Reason, 1 to 200 characters, shown to the customer. Empty: InvalidRequest.
+   */
+  async createCreditNote(
+    invoiceNumber: string,
+    amount: Money,
+    reason: string,
+    options: CreateCreditNoteOptions = {},
+  ): Promise<Adjustment> {
+    const init = defined({
+      invoiceNumber: invoiceNumber,
+      amount: moneyInit(amount),
+      reason: reason,
+      requestId: options.requestId ?? randomUUID(),
+    });
+    const method = BillingService.method.createCreditNote;
+    const response = await this.connection.call(method, init, options);
+    return wire.adjustment(response.creditNote);
+  }
+
+  /**
+   * Approves an adjustment or a credit note, and posts it to the first month that is not closed. By
+   * its author: FailedPrecondition. Scope `admin`.
+   *
+   * @param adjustmentId Id of the adjustment. Unknown: NotFound. Already rejected:
+   * FailedPrecondition. Already approved by the same key: same response.
+   */
+  async approveAdjustment(
+    adjustmentId: string,
+    options: CallOptionsOf = {},
+  ): Promise<Adjustment> {
+    const init = defined({
+      adjustmentId: adjustmentId,
+    });
+    const method = BillingService.method.approveAdjustment;
+    const response = await this.connection.call(method, init, options);
+    return wire.adjustment(response.adjustment);
+  }
+
+  /**
+   * Rejects an adjustment or a credit note; its author may do so too. Scope `admin`.
+   *
+   * @param adjustmentId Id of the adjustment. Unknown: NotFound. Already approved:
+   * FailedPrecondition.
+   */
+  async rejectAdjustment(
+    adjustmentId: string,
+    options: CallOptionsOf = {},
+  ): Promise<Adjustment> {
+    const init = defined({
+      adjustmentId: adjustmentId,
+    });
+    const method = BillingService.method.rejectAdjustment;
+    const response = await this.connection.call(method, init, options);
+    return wire.adjustment(response.adjustment);
+  }
+
+  /**
+   * Lists adjustments and credit notes, the latest first.
+   *
+   * @param organization Name or id of the organization. Unknown: NotFound.
+   */
+  async listAdjustments(
+    organization: string,
+    options: ListAdjustmentsOptions = {},
+  ): Promise<Adjustment[]> {
+    const init = defined({
+      organization: organization,
+      undecidedOnly: options.undecidedOnly,
+    });
+    const method = BillingService.method.listAdjustments;
+    const response = await this.connection.call(method, init, options);
+    return response.adjustments.map((each) => wire.adjustment(each));
+  }
+
+  /**
+   * Returns the cost of the current month so far, and its forecast.
+   */
+  async getForecast(
+    options: GetForecastOptions = {},
+  ): Promise<UsageForecast> {
+    const init = defined({
+      organization: options.organization,
+      month: options.month,
+    });
+    const method = BillingService.method.getForecast;
+    const response = await this.connection.call(method, init, options);
+    return wire.usageForecast(response);
+  }
+
+}
