@@ -740,7 +740,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def on_config(config: Any) -> None:
-    """Show the version beside the name of the site."""
+    """Show the version beside the name of the site, and a link to REPOSITORY_URL if it is set."""
+    config.repo_url = os.environ.get("REPOSITORY_URL")
     config.site_name = f"{config.site_name} {version('weir-server')}"
 
 
