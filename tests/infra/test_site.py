@@ -18,6 +18,7 @@ from infra.architecture import ROOT
 # Needs what `make docs` installs.
 api_reference = pytest.importorskip("infra.api_reference", exc_type=ImportError)
 
+HOW_TOS = sorted((ROOT / "docs" / "how-to").glob("*.md"))
 FOUND_MAX = 3  # pages among which the one that answers a question must be
 # What readers look for, and the page that answers it.
 QUESTIONS = {
@@ -131,6 +132,14 @@ def test_a_page_has_version_repository_and_neighbours(site: Path) -> None:
     assert 'data-md-component="source"' not in page  # would ask the server of the repository
     assert "Previous: Keys" in page
     assert 'href="../icon.svg"' in page
+
+
+@pytest.mark.parametrize("page", HOW_TOS, ids=lambda page: page.name)
+def test_a_how_to_begins_with_when_you_need_it(page: Path) -> None:
+    first = page.read_text().split("\n\n")[1]  # below the title
+
+    assert first[0].isalpha(), "a code block, a table or a heading comes first"
+    assert re.search(r"\b(you|your|when|before|if|each)\b", first), first
 
 
 def test_a_docstring_becomes_markdown() -> None:
