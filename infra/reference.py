@@ -20,6 +20,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -817,9 +818,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # Hooks of MkDocs
 
 
-def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
-    """Rewrite links between files of the repository to links between pages of the site."""
-    return led(markdown, page.file.src_uri)
+def on_config(config: Any) -> None:
+    """Show the version beside the name of the site, and a link to REPOSITORY_URL if it is set."""
+    config.repo_url = os.environ.get("REPOSITORY_URL")
+    config.site_name = f"{config.site_name} {version('weir-server')}"
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: object) -> str:
+    """Lead links to pages of the site, and weigh the page in the search as mkdocs.yml says."""
+    path = page.file.src_uri
+    for start, search in config.extra["search"].items():
+        if path.startswith(start):
+            page.meta |= {"search": search, "tags": search.get("tags", [])}
+    return led(markdown, path)
 
 
 @cache

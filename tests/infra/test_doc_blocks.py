@@ -177,6 +177,7 @@ PREPARED = {
         },
         'export WEIR_HOME="$PWD/home"; psql "{database_url}" -c "CREATE DATABASE new"\n',
     ),
+    "docs/index.md": Page(setup=WITH_ENVIRONMENT, shown=("tokens cost 0.",)),
     "docs/how-to/keys.md": Page(
         {
             "wk_ynxwt5kt": "$PREFIX",
