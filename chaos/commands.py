@@ -13,18 +13,20 @@ from weir_cli.render import JsonOption
 def chaos(
     rounds: Annotated[
         int,
-        typer.Option("--rounds", min=1, help="Rounds; each ends with an audit."),
+        typer.Option(
+            "--rounds", min=1, help="How many rounds. Each ends with a check of everything."
+        ),
     ] = 10,
     kills: Annotated[
-        int, typer.Option("--kills", min=1, max=1000, help="Kills in each round.")
+        int, typer.Option("--kills", min=1, max=1000, help="How many kills in each round.")
     ] = 5,
     seed: Annotated[
         int | None,
-        typer.Option("--seed", help="Seed of kills and requests; timing still varies."),
+        typer.Option("--seed", help="Same seed, same kills and requests; timing still varies."),
     ] = None,
     engine: Annotated[
         Literal["simulated", "demo"],
-        typer.Option("--engine", help="Engine: simulated at GPU speed, or the bundled model."),
+        typer.Option("--engine", help="A simulated engine as fast as a GPU, or the bundled model."),
     ] = "simulated",
     redis: Annotated[
         bool,
@@ -36,10 +38,10 @@ def chaos(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Kill parts of a separate Weir under load, and compare clients, usage, ledger and biller.
+    """Kill parts of a separate Weir under load, and check that every token is billed once.
 
-    Needs no running server and touches none. Exit code 1 if a token is missing or counted twice, or
-    another check fails; data and logs are kept then.
+    It does not touch the Weir that you run. If a token is missing or counted twice, or another
+    check fails, it exits with 1 and keeps data and logs.
     """
     from chaos.rounds import run
 

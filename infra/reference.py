@@ -111,27 +111,27 @@ OTHER_SETTING_LINES = """
 WEIR_LOG|api|choice|info|`debug`, `info`, `warning` or `error`
     Log level.
 WEIR_BROKER_URL|worker|URL||
-    Celery's broker, such as `redis://host`. Unset: one worker, without one.
+    Celery's broker, such as `redis://host`. Unset: you can run one worker, without a broker.
 WEIR_READY_FILE|worker|path||
-    The worker writes its process id there once it takes tasks.
+    The worker writes its process id there when it is ready.
 WEIR_EXPORT|worker|choice|off|`stripe`, `file` or `off`
-    Destination of usage.
+    Where usage is sent.
 WEIR_EXPORT_FILE|worker|path|usage.jsonl in WEIR_HOME|
-    Destination with `WEIR_EXPORT=file`.
+    File that usage is written to with `WEIR_EXPORT=file`.
 STRIPE_API_KEY|worker|secret||`sk_…` or `rk_…`
-    Stripe's secret or restricted key.
+    Your secret or restricted key of Stripe.
 WEIR_STRIPE_NAMESPACE|worker|text|weir|1 to 20 lower-case letters and digits
-    Prefix of objects at Stripe.
+    Prefix of everything that Weir creates at Stripe.
 WEIR_STRIPE_COLLECTION|worker|choice|send_invoice|`send_invoice` or `charge_automatically`
     How Stripe collects an invoice.
 WEIR_STRIPE_FINALIZE|worker|choice|close|`close` or `stripe`
-    What makes Stripe's invoice final: the close here, or Stripe.
+    When Stripe's invoice becomes final: when you close the month, or when Stripe decides.
 WEIR_STRIPE_API_BASE|worker|URL|https://api.stripe.com|https
     Address of Stripe's API.
 WEIR_STRIPE_WEBHOOK_SECRET|stripe webhooks|secret||
     Signing secrets of Stripe's event destinations, separated by commas.
 WEIR_STRIPE_WEBHOOK_LISTEN|stripe webhooks|address|127.0.0.1:8377|`host:port`
-    Where events are taken.
+    Where `weir stripe webhooks` listens for events.
 WEIR_APPLICATION_PASSWORD|migrate|secret||
     Password that `weir migrate --grant` gives the application role.
 WEIR_NATIVE|engine worker|text|1|0, 1, avx2, avx_vnni, avx512, avx512_vnni, avx512_bf16 or amx
@@ -141,17 +141,17 @@ WEIR_NATIVE_CACHE|engine worker|path|weir/native in the user's cache|
 WEIR_ADDRESS|client|address|that of `weir up`|`host:port`
     Server that commands and SDKs call.
 WEIR_API_KEY|client|secret|that of `weir up`|
-    Key of developers' commands and of SDKs.
+    Your key, for developers' commands and SDKs.
 WEIR_ADMIN_KEY|client|secret|that of `weir up`|
-    Key of administrators' and finance's commands.
+    Your key for the commands of administrators and finance.
 WEIR_TLS|client|switch||1 or 0
-    Whether clients speak TLS. Unset: to every address but the loopback.
+    Use TLS, or do not. Unset: for every address but the loopback.
 WEIR_ROOT_CERTIFICATES|client|path|the system's|
-    PEM file of authorities to trust.
+    PEM file with the authorities to trust.
 WEIR_CLIENT_CERTIFICATE|client|path||
-    PEM file of the client certificate, for mTLS.
+    PEM file with your client certificate, for mTLS.
 WEIR_CLIENT_KEY|client|path||
-    PEM file of its key.
+    PEM file with the key of your client certificate.
 """.strip().splitlines()
 
 

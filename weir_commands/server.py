@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from weir_cli.commands import FINANCE, OPERATOR, Command
 
 COMMANDS: Mapping[str, Command] = {
-    "up": Command("api.cli.commands:up", "Start everything on this machine.", OPERATOR),
+    "up": Command("api.cli.commands:up", "Run a complete Weir on this machine.", OPERATOR),
     "down": Command("api.cli.commands:down", "End the `weir up` of this machine.", OPERATOR),
     "status": Command(
         "api.cli.commands:status_of_server", "Show the health of this machine's server.", OPERATOR
@@ -16,23 +16,25 @@ COMMANDS: Mapping[str, Command] = {
     "serve": Command("api.cli.commands:serve", "Start one API server.", OPERATOR),
     "worker": Command("api.cli.commands:worker", "Start one billing worker.", OPERATOR),
     "migrate": Command(
-        "api.cli.commands:migrate", "Migrate the database to the current schema.", OPERATOR
+        "api.cli.commands:migrate", "Bring the database to this version's schema.", OPERATOR
     ),
     "init": Command(
         "api.cli.commands:init", "Create the first organization and admin key.", OPERATOR
     ),
     "console": Command(
-        "api.cli.commands:console", "Print the URL of the web console; open it.", OPERATOR
+        "api.cli.commands:console", "Print the address of the web console.", OPERATOR
     ),
-    "doctor": Command("api.cli.commands:doctor", "Examine the engines of this machine.", OPERATOR),
-    "fsck": Command("api.cli.commands:fsck", "Prove the invariants of the ledger.", OPERATOR),
+    "doctor": Command(
+        "api.cli.commands:doctor", "Find out what this machine's engines can do.", OPERATOR
+    ),
+    "fsck": Command("api.cli.commands:fsck", "Check that usage and money fit together.", OPERATOR),
     "reconcile": Command(
-        "api.cli.commands:reconcile", "Compare a month's usage, ledger and invoices.", OPERATOR
+        "api.cli.commands:reconcile", "Compare usage, ledger, invoices and Stripe.", OPERATOR
     ),
-    "stripe": Command(
-        "api.cli.commands:stripe", "Bill with Stripe: sync, status, resend.", OPERATOR
+    "stripe": Command("api.cli.commands:stripe", "Let Stripe invoice your customers.", OPERATOR),
+    "demo": Command(
+        "api.cli.commands:demo", "Show the whole path of a request, and its bill.", OPERATOR
     ),
-    "demo": Command("api.cli.commands:demo", "Demonstrate the whole path of a request.", OPERATOR),
     "chaos": Command(
         "chaos.commands:chaos", "Kill processes under load; account for every token.", OPERATOR
     ),

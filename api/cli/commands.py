@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 ListenOption = Annotated[
     str,
     typer.Option(
-        "--listen", help="Address and port; port 0 lets the system choose.", show_default=False
+        "--listen", help="Address and port to listen on. Port 0: any free one.", show_default=False
     ),
 ]
 HomeOption = Annotated[
-    Path | None, typer.Option("--home", help="Data directory. [default: WEIR_HOME or ~/.weir]")
+    Path | None, typer.Option("--home", help="Where your data is. [default: WEIR_HOME or ~/.weir]")
 ]
 
 GRANT_HELP = (
-    "Database role of api processes and workers: gets the required privileges on every table, and"
-    " loses all others. WEIR_APPLICATION_PASSWORD creates it if missing and sets its password."
+    "Database role of api processes and workers. It gets the privileges that they need, and loses"
+    " all others. Set WEIR_APPLICATION_PASSWORD to create it if it is missing."
 )
 
 
@@ -47,10 +47,10 @@ def up(
         typer.Option("--detach", help="Run in the background once it serves; `weir down` ends it."),
     ] = False,
 ) -> None:
-    """Start everything on this machine: PostgreSQL, API server, engine, Celery worker and beat.
+    """Run a complete Weir on this machine: database, API server, model and billing worker.
 
-    Ctrl-C stops everything. Data is kept in the home directory. With WEIR_DATABASE_URL or
-    WEIR_BROKER_URL set, those servers are used instead of embedded ones.
+    Ctrl-C stops everything. Your data stays in the home directory. If you have a PostgreSQL or a
+    Redis already, name it in WEIR_DATABASE_URL or WEIR_BROKER_URL.
     """
     from api.cli.guard import AlreadyRunning, Guard, Role
 
@@ -132,9 +132,9 @@ def logs(
 
 
 def serve(listen: ListenOption = "", home: HomeOption = None) -> None:
-    """Start one API server on the database of WEIR_DATABASE_URL, until SIGTERM or Ctrl-C.
+    """Run one API server on the database of WEIR_DATABASE_URL, until SIGTERM or Ctrl-C.
 
-    `weir up` starts a whole installation on one machine instead. Migrate first: `weir migrate`.
+    Run `weir migrate` first. If one machine is enough, use `weir up`, which starts all you need.
     """
     from api.__main__ import main
     from api.cli.stack import clear_failures, read_settings
@@ -153,10 +153,10 @@ def serve(listen: ListenOption = "", home: HomeOption = None) -> None:
 
 
 def worker(home: HomeOption = None) -> None:
-    """Start one billing worker on the database of WEIR_DATABASE_URL, until SIGTERM or Ctrl-C.
+    """Run one billing worker on the database of WEIR_DATABASE_URL, until SIGTERM or Ctrl-C.
 
-    It rates usage, expires holds and exports. Any number may run, on any machines; with
-    WEIR_BROKER_URL (Redis) they share their messages. `weir up` includes one.
+    It rates usage, expires holds and exports. Run as many as you like, on any machines; give them
+    one WEIR_BROKER_URL (Redis) to share their messages. `weir up` has one already.
     """
     from api.cli.stack import read_settings
     from metering.worker import worker_command
@@ -169,11 +169,11 @@ def worker(home: HomeOption = None) -> None:
 
 
 def migrate(
-    revision: Annotated[str, typer.Argument(help="Target revision.")] = "head",
+    revision: Annotated[str, typer.Argument(help="Revision to migrate to.")] = "head",
     home: HomeOption = None,
     grant: Annotated[str, typer.Option(metavar="ROLE", help=GRANT_HELP, show_default=False)] = "",
 ) -> None:
-    """Migrate the database of WEIR_DATABASE_URL, or the embedded one, to this version's schema."""
+    """Bring the database of WEIR_DATABASE_URL, or the embedded one, to this version's schema."""
     from api.cli.stack import clear_failures, read_settings
     from metering.store import embedded_postgres
     from metering.store.migrations_runner import (
@@ -220,12 +220,11 @@ def init(
     project: Annotated[str, typer.Option(help="Name of its first project.")] = "default",
     json_output: JsonOption = False,
 ) -> None:
-    """Create the first organization, project and admin key in the database, and prices for the
-    models.
+    """Create your first organization, project and admin key, and prices for the models.
 
-    Also creates the signing key of receipts on this machine, unless it exists or
-    WEIR_RECEIPT_KEY_FILE is `off`. Existing objects stay unchanged; each run creates one more admin
-    key, whose secret is printed only once.
+    You see the secret of the key once. Run it again, and you get one more admin key; nothing else
+    changes. It creates the signing key of receipts on this machine too, unless it exists or
+    WEIR_RECEIPT_KEY_FILE is `off`.
     """
     import asyncio
 
@@ -253,9 +252,9 @@ def init(
 
 
 def rotate_receipt_key() -> None:
-    """Replace the signing key of receipts on this machine; the old one is deleted.
+    """Replace the key that signs receipts on this machine, and delete the old one.
 
-    Servers use the new key after a restart. Receipts signed with the old key stay valid: its public
+    Servers use the new key after a restart. Receipts of the old key stay valid, because its public
     key is kept.
     """
     from api.cli.stack import read_settings
@@ -273,12 +272,10 @@ def rotate_receipt_key() -> None:
 
 
 def console(
-    open_browser: Annotated[
-        bool, typer.Option("--open", help="Open it in this machine's browser.")
-    ] = False,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open it in your browser.")] = False,
     home: HomeOption = None,
 ) -> None:
-    """Print the URL of the local server's console.
+    """Print the address of the console, where you see your Weir in a browser.
 
     Sign in there with an API key; `weir env` prints the keys of `weir up`.
     """
@@ -303,29 +300,33 @@ def console(
 
 def fsck(
     check: Annotated[
-        list[str] | None, typer.Option("--check", help="Only this check; repeatable.")
+        list[str] | None, typer.Option("--check", help="Run this check only; repeat for more.")
     ] = None,
     since: Annotated[
-        str | None, typer.Option(help="Only rows written since: 24h, 7d, or a time in UTC.")
+        str | None,
+        typer.Option(help="Check only rows written since then: 24h, 7d, or a time in UTC."),
     ] = None,
     at_rest: Annotated[
         bool,
         typer.Option(
-            "--at-rest", help="Also prove that nothing is left over; for a stopped system."
+            "--at-rest", help="Check that no work is left over too. Stop the system first."
         ),
     ] = False,
     sample: Annotated[
-        int, typer.Option("--sample", min=1, max=10_000, help="Violations shown per check.")
+        int,
+        typer.Option(
+            "--sample", min=1, max=10_000, help="How many violations to show of each check."
+        ),
     ] = 10,
     list_checks: Annotated[
-        bool, typer.Option("--list", help="Only list the checks with their statements.")
+        bool, typer.Option("--list", help="List the checks with their invariants, and run none.")
     ] = False,
     as_json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Prove every invariant of ledger and usage on one snapshot of the database. Read-only.
+    """Check that all usage and money in the database fit together. Changes nothing.
 
-    Needs no server but PostgreSQL. Exit code 1 if any check fails.
+    It looks at one snapshot, so you need not stop anything. Exits with 1 if a check fails.
     """
     from api.cli.fsck import print_checks, prove
 
@@ -337,22 +338,25 @@ def fsck(
 
 
 def reconcile(
-    month: Annotated[str, typer.Argument(help="Month in UTC, as YYYY-MM.")],
+    month: Annotated[str, typer.Argument(help="Month in UTC, such as 2026-11.")],
     organization: Annotated[
         str | None,
         typer.Option("--organization", "--org", help="Only this organization, by name or id."),
     ] = None,
     against_stripe: Annotated[
-        bool, typer.Option("--against-stripe", help="Fetch Stripe's counts; one call per meter.")
+        bool,
+        typer.Option(
+            "--against-stripe", help="Ask Stripe for its counts, with one call per meter."
+        ),
     ] = False,
     as_json: JsonOption = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the differences as CSV.")] = False,
     home: HomeOption = None,
 ) -> None:
-    """Compare usage, ledger, our invoices, exported batches, the biller's counts and its invoices.
+    """Compare a month: used, posted, invoiced, exported, and counted by the biller.
 
-    Read-only. With WEIR_EXPORT=file, the biller's counts are the file's. Exit code 1 on any
-    difference.
+    It changes nothing, and exits with 1 if anything differs. With WEIR_EXPORT=file, the biller's
+    counts are those of the file.
     """
     from api.cli.stripe import compare
 
@@ -365,7 +369,9 @@ def reconcile(
         raise typer.Exit(ExitCode.FAILED)
 
 
-stripe = typer.Typer(help="Bill with Stripe: sync, compare, correct.", no_args_is_help=True)
+stripe = typer.Typer(
+    help="Let Stripe invoice your customers: sync, status, resend.", no_args_is_help=True
+)
 BatchArgument = Annotated[
     uuid.UUID,
     typer.Argument(help="Id of the batch, as shown by `weir stripe status`.", metavar="BATCH"),
@@ -375,15 +381,16 @@ BatchArgument = Annotated[
 @stripe.command("sync")
 def sync(
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show the objects to create and update.")
+        bool,
+        typer.Option("--dry-run", help="Show what it would create and change, but do nothing."),
     ] = False,
     as_json: JsonOption = False,
     home: HomeOption = None,
 ) -> None:
-    """Create missing customers, products, meters, prices and subscriptions at Stripe.
+    """Bring customers, products, meters, prices and subscriptions at Stripe up to date.
 
-    Also updates changed billing profiles. Run it again after local changes. Exit code 1, with
-    nothing sent, if a billing profile lacks required fields.
+    Run it whenever you have changed customers, prices or billing profiles. If a billing profile
+    lacks something that Stripe needs, it sends nothing and exits with 1.
     """
     from api.cli.stripe import synchronize
 
@@ -392,7 +399,7 @@ def sync(
 
 @stripe.command("status")
 def status(as_json: JsonOption = False, home: HomeOption = None) -> None:
-    """Show progress and problems of the export, unpaid invoices, and batches to decide on."""
+    """Show how far the export is, unpaid invoices, and problems that need you."""
     from api.cli.stack import run
     from api.cli.stripe import print_status
     from metering.export.stripe_sync import export_status
@@ -411,7 +418,7 @@ def portal(
     ],
     home: HomeOption = None,
 ) -> None:
-    """Print the URL of Stripe's page for the customer's payment method. Valid for minutes."""
+    """Print the address of a page where the customer enters a payment method, good for minutes."""
     from api.cli.stack import run
     from api.cli.stripe import gateway
     from metering.export.stripe_sync import payment_method_page
@@ -437,11 +444,11 @@ def resend_batch(batch: BatchArgument, home: HomeOption = None) -> None:
 def settle_batch(
     batch: BatchArgument,
     counted: Annotated[
-        bool, typer.Option("--counted/--not-counted", help="Whether Stripe has counted it.")
+        bool, typer.Option("--counted/--not-counted", help="Stripe has counted it, or has not.")
     ],
     home: HomeOption = None,
 ) -> None:
-    """Decide whether Stripe counted a parked batch, after checking there.
+    """Say whether Stripe has counted a parked batch. Look there first.
 
     `weir reconcile MONTH --against-stripe` shows the sums.
     """
@@ -474,7 +481,7 @@ def webhooks(home: HomeOption = None) -> None:
     )
 
 
-doctor = typer.Typer(help="Examine the engines of this machine.", no_args_is_help=True)
+doctor = typer.Typer(help="Find out what this machine's engines can do.", no_args_is_help=True)
 
 
 @doctor.command("engine")
@@ -490,10 +497,9 @@ def embedded(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Examine the embedded engine on this machine's CPUs, and show the results. Takes all CPUs for
-    some seconds.
+    """Find out how fast the embedded engine is here. Takes all CPUs for some seconds.
 
-    Precision and threads are those of WEIR_ENGINE_DTYPE and WEIR_ENGINE_THREADS.
+    It uses the precision of WEIR_ENGINE_DTYPE, and as many threads as WEIR_ENGINE_THREADS.
     """
     # Read when torch is loaded; as in the engine's worker, threads without work sleep.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -571,10 +577,10 @@ def tensorrt(
     ] = None,
     tensor_parallel: Annotated[
         int | None,
-        typer.Option("--tensor-parallel", min=1, help="Number of GPUs for tensor parallelism."),
+        typer.Option("--tensor-parallel", min=1, help="Spread the model over this many GPUs."),
     ] = None,
     batch: Annotated[
-        int, typer.Option("--batch", min=1, help="Number of concurrent sequences.")
+        int, typer.Option("--batch", min=1, help="How many sequences run at once.")
     ] = 16,
     window: Annotated[
         int, typer.Option("--window", min=512, help="Context window, in tokens.")
@@ -583,18 +589,18 @@ def tensorrt(
         list[Path] | None,
         typer.Option(
             "--lora",
-            help="LoRA adapter to ask about; may be repeated.",
+            help="LoRA adapter to try; repeat for more.",
             exists=True,
             file_okay=False,
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Examine TensorRT-LLM on this machine, and show the results. Occupies the GPUs for some
-    minutes: loads the model twice.
+    """Find out whether TensorRT-LLM works here. Takes the GPUs for some minutes.
 
-    Settings are those of WEIR_TENSORRT_*. `--json` prints a report that can be sent to others: it
-    holds no secrets, paths or addresses. Exit code 1 if Weir's engine would not work here.
+    It loads the model twice, with the settings of WEIR_TENSORRT_*, and exits with 1 if Weir's
+    engine would not work. You can send the report of `--json` to others: it has no secrets, paths
+    or addresses.
     """
     import asyncio
     from dataclasses import asdict
@@ -628,18 +634,18 @@ def remote(
         typer.Option("--model", help="Directory with its tokenizer.", exists=True, file_okay=False),
     ],
     share_prefixes: Annotated[
-        bool, typer.Option("--share-prefixes", help="Tenants may share cached prefixes.")
+        bool, typer.Option("--share-prefixes", help="Allow tenants to share cached prefixes.")
     ] = False,
     key_file: Annotated[
         Path | None, typer.Option("--key-file", help="File with the server's key, in one line.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Examine a server of TensorRT-LLM, vLLM or SGLang, and show the results.
+    """Find out whether Weir can use a server of TensorRT-LLM, vLLM or SGLang.
 
-    Certificates are those of WEIR_REMOTE_TLS_*; WEIR_REMOTE_KEY_HEADER names the key's header.
-    `--json` prints a report that can be sent to
-    others: it holds no secrets, paths or addresses. Exit code 1 if Weir could not use the server.
+    It uses the certificates of WEIR_REMOTE_TLS_*, and sends the key in the header of
+    WEIR_REMOTE_KEY_HEADER. It exits with 1 if Weir could not use the server. You can send the
+    report of `--json` to others: it has no secrets, paths or addresses.
     """
     import asyncio
 
@@ -691,13 +697,12 @@ def report(
 
 def demo(
     agents: Annotated[
-        int, typer.Option("--agents", min=1, max=64, help="Number of concurrent agents.")
+        int, typer.Option("--agents", min=1, max=64, help="How many agents work at once.")
     ] = 50,
 ) -> None:
-    """Start everything, stream an answer, run the reference workload, and print the month's bill.
+    """See all of Weir at once: an answer, agents at work, and the bill of the month.
 
-    Uses a temporary directory, a free port, and embedded servers only; removes everything at the
-    end.
+    It starts everything in a temporary directory on a free port, and removes it at the end.
     """
     from api.cli.demo import run
 

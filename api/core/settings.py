@@ -117,25 +117,25 @@ weights_by_id = pairs(
 class ListenSettings:
     """Addresses on which a process listens, and those that it announces."""
 
-    # Address of the gRPC listener. Without TLS, only a loopback address or a Unix socket.
+    # Where clients call by gRPC. Without TLS this can be a loopback address or a Unix socket only.
     address: str = setting("WEIR_LISTEN", "127.0.0.1:8443", listen_address)
-    # HTTP address of OpenAI's API and the console; `off` closes it. Unset: loopback, 1000 above the
-    # port of WEIR_LISTEN.
+    # Where OpenAI's API and the console are served over HTTP; `off` closes it. Unset: on the
+    # loopback, 1000 above the port of WEIR_LISTEN.
     openai: str = setting("WEIR_OPENAI_LISTEN", "", address_or_off)
     # Serve the web console and its JSON calls at /console of the HTTP port.
     console: bool = setting("WEIR_CONSOLE", True, truth)
-    # Address of metrics and health checks, without TLS or key; `off` closes it. Unset: loopback,
-    # 2000 above the port of WEIR_LISTEN. Processes that share a port take the first free one from
-    # there on.
+    # Where metrics and health checks are served, without TLS or key; `off` closes it. Unset: on the
+    # loopback, 2000 above the port of WEIR_LISTEN. If processes share a port, each takes the first
+    # free one from there on.
     metrics: str = setting("WEIR_METRICS_LISTEN", "", address_or_off)
-    # Let several processes of one machine listen on one port; the kernel distributes connections.
-    # Off by default, since a second server on a port is usually a mistake.
+    # Let several processes of one machine listen on one port; the kernel shares connections out.
+    # Off by default, because a second server on a port is usually a mistake.
     share_port: bool = setting("WEIR_SHARE_PORT", False, truth)
-    # `host:port` of the peer port, where other api processes attach to requests over mutual TLS.
-    # Unset: a free port on the host of WEIR_LISTEN. Set it where a firewall is between machines.
+    # `host:port` where other api processes attach to requests, over mutual TLS. Unset: a free port
+    # on the host of WEIR_LISTEN. Set it if there is a firewall between your machines.
     peer: str = setting("WEIR_PEER_LISTEN", "", str)
     # `host` or `host:port` at which other api processes reach the peer port. Unset: the address
-    # that it listens on, or the host name if it listens on all addresses.
+    # that it listens on, or the name of the host if it listens on all addresses.
     advertised: str = setting("WEIR_ADVERTISE_ADDRESS", "", str)
     # Address of your documentation site, as built by `make docs`: errors link to its pages. Unset:
     # they name the page's file in the repository.
@@ -176,16 +176,17 @@ class ListenSettings:
 class TlsSettings:
     """TLS of the gRPC and HTTP ports."""
 
-    # PEM file with the server's certificate, followed by its intermediates. New connections use a
-    # renewed file.
+    # PEM file with the server's certificate, followed by its intermediates. You can renew it
+    # without a restart: new connections use the new file.
     certificate: str = setting("WEIR_TLS_CERTIFICATE", "", str)
-    # PEM file with the private key, unencrypted: a server cannot enter a passphrase.
+    # PEM file with the private key. It must not be encrypted, because a server cannot enter a
+    # passphrase.
     key: str = setting("WEIR_TLS_KEY", "", str)
-    # PEM file with the CAs of client certificates. Clients then need a certificate (mTLS) besides
-    # an API key.
+    # PEM file with the authorities of client certificates. If you set it, clients need a
+    # certificate (mTLS) and an API key.
     client_ca: str = setting("WEIR_TLS_CLIENT_CA", "", str)
-    # Allow any listening address without TLS. API keys and prompts can then be read on the network:
-    # use it only behind a TLS proxy.
+    # Listen on any address without TLS. Everyone on the network can then read API keys and prompts,
+    # so use it behind a TLS proxy only.
     allow_plaintext: bool = setting("WEIR_ALLOW_PLAINTEXT", False, truth)
 
     def files(self) -> tuple[Path, Path, Path | None] | None:
@@ -220,16 +221,17 @@ class TlsSettings:
 class AccessSettings:
     """Authentication of calls."""
 
-    # Failed authentications per address (IPv6: /64), at once and per minute; 0: no limit. Keeps a
-    # flood of wrong keys from the database. Keys that were valid before are exempt. Use 0 behind a
-    # proxy that hides addresses.
+    # How often one address (IPv6: one /64) may fail to authenticate, at once and per minute; 0: as
+    # often as it likes. This keeps a flood of wrong keys from the database. Keys that were valid
+    # before are exempt. Use 0 behind a proxy that hides addresses.
     failures_per_minute: int = setting("WEIR_AUTH_FAILURES_PER_MINUTE", 60, whole(0, 1_000_000))
-    # Networks of the proxies whose `X-Forwarded-For` is trusted, separated by commas. Unset: none.
+    # Networks of your proxies, separated by commas. Weir trusts their `X-Forwarded-For`. Unset:
+    # none.
     trusted_proxies: str = setting("WEIR_TRUSTED_PROXIES", "", networks)
-    # Interval at which the key of an open stream is checked again. Changes are notified at once;
-    # this is for a process that missed one.
+    # How often the key of an open stream is checked again. Processes are told of changes at once;
+    # this is for one that missed the news.
     stream_key_check_s: float = setting("WEIR_STREAM_KEY_CHECK_S", 60.0, positive(86_400))
-    # Interval between writes of the last uses of keys, in one statement for all keys.
+    # How often the last uses of keys are written, all keys in one statement.
     key_use_interval_s: float = setting("WEIR_KEY_USE_INTERVAL_S", 60.0, positive(3600))
 
     def proxy_networks(self) -> tuple[Network, ...]:
@@ -241,15 +243,15 @@ class AccessSettings:
 class MessageSettings:
     """Messages that clients send."""
 
-    # Maximum size of one message or HTTP body: a prompt of some hundred thousand tokens. Parsing
-    # more would delay other streams.
+    # How large a message or an HTTP body may be. The default holds a prompt of some hundred
+    # thousand tokens; parsing more would delay other streams.
     bytes_max: int = setting("WEIR_MESSAGE_BYTES_MAX", 4 * 2**20, whole(1024, 2**30))
-    # Frames per message. The default is two for each request of a stream. A message is handled in
-    # slices, between those of other streams.
+    # How many frames a message may have. The default is two for each request of a stream. A message
+    # is handled in slices, between those of other streams.
     frames_max: int = setting("WEIR_FRAMES_PER_MESSAGE_MAX", 2000, whole(1, 1_000_000))
-    # Share of the event loop's time for frames and calls of one key; all keys of an organization
-    # share twice that. Above it, their frames are read more slowly. A client that sends thousands
-    # of frames per second needs a tenth of it.
+    # Share of the event loop's time that frames and calls of one key may take; all keys of an
+    # organization may take twice that. Beyond it, their frames are read more slowly. A client that
+    # sends thousands of frames per second needs a tenth of it.
     frames_share_max: float = setting("WEIR_FRAMES_SHARE_MAX", 0.25, positive(1))
 
 
@@ -257,16 +259,16 @@ class MessageSettings:
 class PreparationSettings:
     """Rendering and tokenizing of prompts."""
 
-    # Characters of prompts of one key that are rendered and tokenized at once: two of the largest
-    # messages. Each message of a conversation counts 30 more. Tokenizing takes some 30 times the
-    # size of a text.
+    # How many characters of one key's prompts are rendered and tokenized at once: two of the
+    # largest messages. Each message of a conversation counts 30 more. Tokenizing takes some 30
+    # times the memory of the text.
     chars_per_key_max: int = setting(
         "WEIR_PREPARATION_CHARS_PER_KEY_MAX", 8 * 2**20, whole(1024, 2**40)
     )
-    # Characters of prompts of all keys of a process. The keys of an organization take at most as
-    # many as they leave free.
+    # How many characters of prompts a process renders and tokenizes at once, for all keys. The keys
+    # of one organization never take more than they leave free for others.
     chars_max: int = setting("WEIR_PREPARATION_CHARS_MAX", 32 * 2**20, whole(1024, 2**40))
-    # Threads that render and tokenize. More threads than cores delay the event loop.
+    # Threads that render and tokenize. If you set more than you have cores, the event loop is late.
     thread_count: int = setting("WEIR_PREPARATION_THREADS", 2, whole(1, 64))
 
 
@@ -274,21 +276,23 @@ class PreparationSettings:
 class ConnectionSettings:
     """Connections of the gRPC port, and bounds of all connections."""
 
-    # Maximum metadata of one call, as HPACK counts it. A key, a deadline and a trace context take a
-    # tenth of the default.
+    # How large the metadata of one call may be, as HPACK counts it. A key, a deadline and a trace
+    # context take a tenth of the default.
     metadata_bytes_max: int = setting("WEIR_METADATA_BYTES_MAX", 16 * 2**10, whole(1024, 2**20))
-    # Open streams per connection, about 40 kB each. A stream carries many requests, so clients need
-    # few.
+    # How many streams a connection may open, about 40 kB each. A stream carries many requests, so
+    # clients need few.
     streams_max: int = setting("WEIR_STREAMS_PER_CONNECTION_MAX", 1000, whole(1, 100_000))
-    # gRPC connections per process, about 20 kB each, 50 kB with TLS. Further ones are closed
-    # unread. Limit connections per address in the firewall, which knows how many clients share one.
+    # How many gRPC connections a process accepts, about 20 kB each, 50 kB with TLS. It closes any
+    # more unread. To limit connections per address, use your firewall, which knows how many clients
+    # share one.
     count_max: int = setting("WEIR_CONNECTIONS_MAX", 10_000, whole(1, 1_000_000))
-    # Time after which a connection without calls is closed. Clients reconnect by themselves.
+    # How long a connection may be without calls before it is closed. Clients reconnect by
+    # themselves.
     idle_max_s: float = setting("WEIR_CONNECTION_IDLE_MAX_S", 1800.0, positive(86_400))
-    # Age at which a connection takes no new calls, so that clients find new servers and client
-    # certificates are checked again. Running calls continue.
+    # How old a connection may be and still take new calls. After that clients find new servers, and
+    # client certificates are checked again. Running calls continue.
     age_max_s: float = setting("WEIR_CONNECTION_AGE_MAX_S", 86_400.0, positive(31_536_000))
-    # Time for the handshakes of TLS and HTTP/2, because a silent connection occupies a file
+    # How long the handshakes of TLS and HTTP/2 may take. A silent connection occupies a file
     # descriptor.
     handshake_max_s: float = setting("WEIR_HANDSHAKE_MAX_S", 10.0, positive(3600))
 
@@ -297,15 +301,15 @@ class ConnectionSettings:
 class HttpSettings:
     """Connections of the HTTP port."""
 
-    # HTTP connections per process, about 20 kB each. Further ones are closed.
+    # How many HTTP connections a process accepts, about 20 kB each. It closes any more.
     connections_max: int = setting("WEIR_HTTP_CONNECTIONS_MAX", 4000, whole(1, 1_000_000))
-    # Time after which an idle HTTP connection is closed, and in which a new one has to send a whole
-    # head. Longer than the idle time of most load balancers, 60 s: a balancer that sends a request
-    # while the server closes the connection answers 502.
+    # How long an HTTP connection may be idle before it is closed, and how long a new one may take
+    # to send its head. Keep it longer than the idle time of your load balancer, usually 60 s: if
+    # the server closes first, a client may get a 502.
     idle_max_s: float = setting("WEIR_HTTP_IDLE_MAX_S", 75.0, positive(3600))
-    # Time after which an HTTP response that is not streamed begins with blanks, so that balancers
-    # keep its connection. Its status is then 200: a later failure ends it without its last chunk.
-    # 0: never; set the timeout of balancers above the longest answer instead.
+    # After this time, an HTTP response that is not streamed begins with blanks, so that balancers
+    # keep its connection. Its status is then 200, and a later failure ends it without its last
+    # chunk. 0: never; set the timeout of your balancers above the longest answer instead.
     padding_after_s: float = setting("WEIR_HTTP_PADDING_AFTER_S", 30.0, number(0, 3600))
 
 
@@ -313,25 +317,28 @@ class HttpSettings:
 class ModelSettings:
     """Models that a process serves."""
 
-    # `name=directory` pairs of checkpoints in Hugging Face layout, one engine each.
+    # Your models, as `name=directory` pairs of checkpoints in Hugging Face layout. Each gets an
+    # engine.
     directories: Mapping[str, Path] = setting("WEIR_MODELS", bundled_models, paths_by_name)
-    # Formats in which models write tool calls, as `name=hermes`, `llama` or `mistral`. Unset: as
-    # their templates show.
+    # How your models write tool calls, as `name=hermes`, `llama` or `mistral`. Unset: as their
+    # templates show.
     tool_call_formats: Mapping[str, CallFormat] = setting(
         "WEIR_TOOL_CALL_FORMATS", dict, call_formats
     )
-    # `name=directory` pairs of embedding models in the layout of sentence-transformers. Unset: the
-    # bundled `demo-embedding` if all models are unset, loaded by its first request; else none.
+    # Your embedding models, as `name=directory` pairs in the layout of sentence-transformers.
+    # Unset: the bundled `demo-embedding` if you have set no models, loaded by its first request;
+    # else none.
     encoders: Mapping[str, Path] = setting("WEIR_ENCODERS", dict, paths_by_name)
-    # Tokens per batch of an encoder. On a CPU, larger batches gain nothing and delay the next one;
-    # a GPU can take many more.
+    # How many tokens an encoder computes at once. On a CPU, larger batches gain nothing and delay
+    # the next one; a GPU can take many more.
     encoder_batch_tokens: int = setting("WEIR_ENCODER_BATCH_TOKENS", 1024, whole(1, 2**20))
-    # File of rules for the safety checks. Unset: nothing is checked.
+    # File with rules that prompts and outputs are checked by. Unset: nothing is checked.
     safety_rules: str = setting("WEIR_SAFETY_RULES", "", str)
-    # Fleet file of models, replicas, aliases and regions, instead of WEIR_MODELS
+    # File with your models, replicas, aliases and regions, instead of WEIR_MODELS
     # (`docs/reference/fleet.md`).
     fleet_file: str = setting("WEIR_FLEET", "", str)
-    # Region of this process, one of the fleet file's. Requests that name no region prefer it.
+    # Region of this process, one of the fleet file. Requests that name no region run here if they
+    # can.
     region: str = setting("WEIR_REGION", "", str)
 
 
@@ -339,16 +346,18 @@ class ModelSettings:
 class LeaseSettings:
     """Output tokens that a running request leases, in slices."""
 
-    # Output tokens leased at once. The first slice covers most answers without a second write.
+    # How many output tokens a request leases at once. The first slice covers most answers, so they
+    # need no second write.
     slice_tokens: int = setting("WEIR_LEASE_SLICE_TOKENS", 128, whole(1, 65_536))
-    # Smallest lease with which a request starts. An answer with fewer tokens would be useless.
+    # How many output tokens a request must be able to lease to start. A shorter answer would be
+    # useless.
     min_tokens: int = setting("WEIR_LEASE_MIN_TOKENS", 16, whole(1, 65_536))
-    # Leased tokens left when the next slice is requested; covers the time of a commit at thousands
-    # of tokens per second.
+    # How many leased tokens are left when a request asks for the next slice. They last for a
+    # commit, at thousands of tokens per second.
     margin_tokens: int = setting("WEIR_LEASE_MARGIN_TOKENS", 32, whole(0, 65_536))
-    # Time after which a hold that its process does not renew expires.
+    # How long a hold lives if its process does not renew it.
     expiry_s: float = setting("WEIR_HOLD_EXPIRY_S", 60.0, positive(3600))
-    # Interval between searches for journals of processes that ended.
+    # How often a process looks for journals of processes that have ended.
     recovery_interval_s: float = setting("WEIR_RECOVERY_INTERVAL_S", 5.0, positive(3600))
 
     def first_slice(self, output_token_count_max: int) -> tuple[int, int]:
@@ -361,13 +370,13 @@ class LeaseSettings:
 class RequestSettings:
     """Running requests."""
 
-    # Running requests of one stream.
+    # How many requests a stream may run at once.
     per_stream_max: int = setting("WEIR_REQUESTS_PER_STREAM_MAX", 1000, whole(1, 1_000_000))
-    # Running and waiting requests of a process: its permits.
+    # How many requests a process may run and keep waiting, together.
     per_process_max: int = setting("WEIR_REQUESTS_PER_PROCESS_MAX", 2000, whole(1, 1_000_000))
-    # Interval between `progress` frames.
+    # How often a waiting request gets a `progress` frame.
     progress_interval_s: float = setting("WEIR_PROGRESS_INTERVAL_S", 0.5, positive(60))
-    # Longest wait of a request for an engine that is loading.
+    # How long a request waits for an engine that is loading.
     cold_start_wait_s: float = setting("WEIR_COLD_START_WAIT_S", 120.0, positive(3600))
 
 
@@ -375,21 +384,22 @@ class RequestSettings:
 class QueueSettings:
     """The queue of requests before each engine."""
 
-    # Waiting requests per model. A longer queue would take minutes.
+    # How many requests may wait for a model. In a longer queue they would wait for minutes.
     requests_max: int = setting("WEIR_QUEUE_REQUESTS_MAX", 2000, whole(1, 1_000_000))
-    # Waiting requests per model of one organization, which also cannot hold more places than remain
-    # free for others.
+    # How many requests of one organization may wait for a model. An organization cannot take more
+    # places than it leaves free for others either.
     requests_per_tenant_max: int = setting(
         "WEIR_QUEUE_REQUESTS_PER_TENANT_MAX", 1000, whole(1, 1_000_000)
     )
-    # `fair`: the organization that was served least is next. `arrival`: first come, first served.
+    # Which request is next. `fair`: one of the organization that was served least. `arrival`: first
+    # come, first served.
     order: Literal["fair", "arrival"] = setting(
         "WEIR_QUEUE_ORDER", "fair", one_of("fair", "arrival")
     )
-    # Weights of organizations in the fair queue; 1 by default. Twice the weight is twice the
-    # service under load.
+    # How much organizations count in the fair queue; 1 by default. Under load, twice the weight is
+    # twice the service.
     weights: Mapping[str, float] = setting("WEIR_QUEUE_WEIGHTS", dict, weights_by_id)
-    # Longest wait of the batch tier behind interactive requests.
+    # How long the batch tier may wait behind interactive requests.
     batch_wait_max_s: float = setting("WEIR_QUEUE_BATCH_WAIT_MAX_S", 30.0, positive(86_400))
 
 
@@ -397,26 +407,28 @@ class QueueSettings:
 class DeliverySettings:
     """Output on its way to clients."""
 
-    # Tokens per request that a client may leave unread before it counts as stalled. Network delays
-    # cause far fewer.
+    # How many tokens of a request a client may leave unread before it counts as stalled. A slow
+    # network leaves far fewer.
     unread_tokens_max: int = setting(
         "WEIR_OUTBOX_TOKENS_PER_REQUEST_MAX", 4096, whole(1, 1_000_000)
     )
     # How long a client may read nothing, or grant no credit, before its request ends with
     # `SLOW_CONSUMER`.
     stall_max_s: float = setting("WEIR_CLIENT_STALL_MAX_S", 60.0, positive(3600))
-    # Minimum rate at which a client must take waiting output, in tokens per second; it may lag by
+    # How fast a client must take waiting output, in tokens per second; it may lag by
     # WEIR_CLIENT_STALL_MAX_S. Reading and speech need three tokens per second.
     tokens_per_s_min: float = setting("WEIR_CLIENT_TOKENS_PER_SECOND_MIN", 1.0, positive(1000))
-    # Longest `keep_on_disconnect`. Generation without a client still occupies an engine.
+    # How long a request may go on without its client (`keep_on_disconnect`). It occupies an engine
+    # all the while.
     keep_on_disconnect_max_s: float = setting(
         "WEIR_KEEP_ON_DISCONNECT_MAX_S", 600.0, positive(86_400)
     )
-    # Bytes of output kept per request for a client that may reconnect: about 16,000 tokens.
+    # How many bytes of output are kept of a request whose client may come back: about 16,000
+    # tokens.
     replay_bytes_per_request_max: int = setting(
         "WEIR_REPLAY_BYTES_PER_REQUEST_MAX", 2**20, whole(1024, 2**30)
     )
-    # Bytes of output kept per process for clients that may reconnect.
+    # How many bytes of output a process keeps for all clients that may come back.
     replay_bytes_max: int = setting("WEIR_REPLAY_BYTES_MAX", 2**28, whole(2**16, 2**40))
 
 
@@ -424,10 +436,10 @@ class DeliverySettings:
 class DrainSettings:
     """The end of a process."""
 
-    # Time after SIGTERM in which running requests may finish; then they are stopped and settled.
+    # How long running requests may go on after SIGTERM. Then they are stopped and settled.
     timeout_s: float = setting("WEIR_DRAIN_S", 30.0, positive(3600))
-    # Time after SIGTERM in which a process still accepts connections and reports that it drains,
-    # until load balancers have noticed.
+    # How long a process still accepts connections after SIGTERM, and reports that it drains, until
+    # load balancers have noticed.
     notice_s: float = setting("WEIR_DRAIN_NOTICE_S", 1.0, positive(3600))
 
 
@@ -444,14 +456,14 @@ class Settings:
     http: HttpSettings = field(default_factory=HttpSettings)
     remote: RemoteDefaults = field(default_factory=RemoteDefaults)
     database: DatabaseSettings = field(default_factory=DatabaseSettings)
-    # Local state of this machine: usage journal, receipt key, connection file, packed weights.
+    # Where this machine keeps its usage journal, receipt key, connection file and packed weights.
     home: Path = field(
         default_factory=default_home, metadata={"variable": "WEIR_HOME", "parse": Path}
     )
     # Private key that signs receipts. Unset: `receipt-key.pem` of WEIR_HOME if it exists; `off`:
     # receipts are chained but not signed.
     receipt_key_file: str = setting("WEIR_RECEIPT_KEY_FILE", "", str)
-    # Allow alert webhooks with http and private addresses.
+    # Let alert webhooks use http and private addresses.
     private_webhooks: bool = setting("WEIR_ALERT_WEBHOOKS_PRIVATE", False, truth)
     models: ModelSettings = field(default_factory=ModelSettings)
     engine: EngineDefaults = field(default_factory=EngineDefaults)

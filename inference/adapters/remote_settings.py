@@ -115,8 +115,8 @@ class RemoteDefaults:
     # WEIR_MODELS names the directories with config, tokenizer and chat template; those of other
     # models are fetched from the server, over gRPC only.
     targets: Mapping[str, str] = setting("WEIR_REMOTE_TARGETS", dict, targets_by_name)
-    # As WEIR_REMOTE_TARGETS, for embedding models. WEIR_ENCODERS names a directory where the server
-    # does not provide the files.
+    # The same as WEIR_REMOTE_TARGETS, for embedding models. If the server does not provide the
+    # files, name their directory in WEIR_ENCODERS.
     encoders: Mapping[str, str] = setting("WEIR_REMOTE_ENCODERS", dict, targets_by_name)
     # `model=file` pairs: each file has the key of the model's server in WEIR_REMOTE_TARGETS or
     # WEIR_REMOTE_ENCODERS, in one line. Only its owner and group may have access. It is read again
@@ -125,22 +125,23 @@ class RemoteDefaults:
     # Header of the keys: `authorization` (sent as `Bearer KEY`, or with the scheme in the file), or
     # another one, such as `api-key`, which has the content of the file.
     key_header: str = setting("WEIR_REMOTE_KEY_HEADER", "authorization", str)
-    # Use servers that share cached prefixes between tenants. Otherwise vLLM over gRPC must run
-    # without its prefix cache.
+    # Use servers even if they share cached prefixes between tenants. Without it, vLLM over gRPC
+    # must run without its prefix cache.
     share_prefixes: bool = setting("WEIR_REMOTE_SHARE_PREFIXES", False, truth)
-    # Sequences of one process in one remote server; further ones wait here, ordered by rank. A
+    # How many sequences a process runs in one remote server. Any more wait here, ordered by rank. A
     # server may allow fewer.
     batch_max: int = setting("WEIR_REMOTE_BATCH_MAX", 256, whole(1, 65_536))
     # Context window that clients can use; 0: that of the checkpoint. A server with a smaller window
     # is not used.
     context_tokens: int = setting("WEIR_REMOTE_CONTEXT_TOKENS", 0, whole(0, 100_000_000))
-    # Time without a first token after which a remote sequence counts as stuck. Must cover a long
-    # prompt that waits behind many others.
+    # How long a remote sequence may take to its first token before it counts as stuck. Allow for a
+    # long prompt that waits behind many others.
     first_token_s: float = setting("WEIR_REMOTE_FIRST_TOKEN_S", 120.0, positive(3600))
-    # Time between tokens after which a remote sequence counts as stuck. An answer that the server
-    # sends whole has this time for each token that it may have, after that for the first one.
+    # How long a remote sequence may take from token to token before it counts as stuck. If the
+    # server sends the answer whole, it has this time for each token of the answer, after that for
+    # the first one.
     inter_token_s: float = setting("WEIR_REMOTE_INTER_TOKEN_S", 30.0, positive(3600))
-    # Interval between checks whether a server shares prefixes between tenants; each computes two
+    # How often Weir tests whether a server shares prefixes between tenants. Each test computes two
     # prompts of 513 tokens.
     probe_s: float = setting("WEIR_REMOTE_PROBE_S", 600.0, positive(86_400))
     # PEM file with the CAs of remote servers. Enables TLS for their gRPC connections. Without it,
@@ -150,7 +151,7 @@ class RemoteDefaults:
     tls_certificate: str = setting("WEIR_REMOTE_TLS_CERTIFICATE", "", str)
     # PEM file with the private key of WEIR_REMOTE_TLS_CERTIFICATE.
     tls_key: str = setting("WEIR_REMOTE_TLS_KEY", "", str)
-    # Name in the remote servers' certificates, if it is not the target's host.
+    # Name in the certificates of the remote servers, if it is not the host of the target.
     tls_name: str = setting("WEIR_REMOTE_TLS_NAME", "", str)
 
     def tls(self) -> TlsFiles | None:

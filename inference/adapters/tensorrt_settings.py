@@ -79,7 +79,8 @@ paths_by_name = pairs("name=directory pairs", Path)
 class TensorRtDefaults:
     """Settings that all TensorRT-LLM engines of a process share."""
 
-    # TensorRT-LLM: interpreter of its worker, with the library and Weir; empty: the server's own.
+    # TensorRT-LLM: Python that runs its worker, with the library and Weir installed. Unset: the
+    # server's own.
     python: str = setting("WEIR_TENSORRT_PYTHON", "", str)
     # TensorRT-LLM: GPUs that share each matrix.
     tensor_parallel: int = setting("WEIR_TENSORRT_TENSOR_PARALLEL", 1, whole(1, 1024))
@@ -87,22 +88,22 @@ class TensorRtDefaults:
     pipeline_parallel: int = setting("WEIR_TENSORRT_PIPELINE_PARALLEL", 1, whole(1, 1024))
     # TensorRT-LLM: GPUs that share the experts. 0: the engine decides.
     expert_parallel: int = setting("WEIR_TENSORRT_EXPERT_PARALLEL", 0, whole(0, 1024))
-    # TensorRT-LLM: sequences that run at once.
+    # TensorRT-LLM: how many sequences run at once.
     batch_max: int = setting("WEIR_TENSORRT_BATCH_MAX", 256, whole(1, 4096))
     # TensorRT-LLM: data type of the KV cache.
     kv_cache_dtype: Literal["auto", "fp8"] = setting(
         "WEIR_TENSORRT_KV_CACHE_DTYPE", "auto", one_of("auto", "fp8")
     )
-    # TensorRT-LLM: share of the memory left after the weights for the KV cache; the rest is for
-    # activations.
+    # TensorRT-LLM: how much of the memory left after the weights the KV cache may take. The rest is
+    # for activations.
     kv_cache_fraction: float = setting("WEIR_TENSORRT_KV_CACHE_FRACTION", 0.9, number(0, 0.99))
     # TensorRT-LLM: when to abort cancelled sequences. Aborts during prefill have hung engines:
     # `running` waits for the first token, `never` lets sequences finish.
     abort: Literal["running", "always", "never"] = setting(
         "WEIR_TENSORRT_ABORT", "running", one_of("running", "always", "never")
     )
-    # TensorRT-LLM: LoRA adapters as `model:adapter=directory` pairs. `model:adapter` is a model for
-    # clients, with its own prices.
+    # TensorRT-LLM: your LoRA adapters, as `model:adapter=directory` pairs. For clients
+    # `model:adapter` is a model, with prices of its own.
     lora_adapters: Mapping[str, Path] = setting("WEIR_LORA_ADAPTERS", dict, paths_by_name)
     # TensorRT-LLM: report of `weir doctor tensorrt --lora DIR --json` that adapters take effect,
     # without which none is served.

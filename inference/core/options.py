@@ -55,12 +55,12 @@ class CostModel:
 class EngineDefaults:
     """Settings that all engines on this machine share."""
 
-    # Backend of all models: torch on this machine, TensorRT-LLM on its GPUs, or remote servers.
+    # Engine of your models: torch on this machine, TensorRT-LLM on its GPUs, or remote servers.
     backend: Literal["torch", "tensorrt", "remote"] = setting(
         "WEIR_ENGINE", "torch", one_of("torch", "tensorrt", "remote")
     )
-    # Data type of weights. `auto` is bfloat16 for models on `cuda`, else float32. `int8`, not for
-    # `cuda`, takes a quarter of the memory of float32, and its answers differ a little.
+    # Data type of the weights. `auto` is bfloat16 for models on `cuda`, else float32. `int8`, not
+    # for `cuda`, takes a quarter of the memory of float32, and its answers differ a little.
     dtype: Literal["auto", "float32", "bfloat16", "int8"] = setting(
         "WEIR_ENGINE_DTYPE", "auto", one_of("auto", "float32", "bfloat16", "int8")
     )
@@ -69,21 +69,21 @@ class EngineDefaults:
     device: Literal["cpu", "cuda", "simulated"] = setting(
         "WEIR_ENGINE_DEVICE", "cpu", one_of("cpu", "cuda", "simulated")
     )
-    # Time scale of simulated engines: 1 is the speed of the GPU, 0 takes no time.
+    # How slow simulated engines are: 1 is the speed of the GPU, 0 takes no time.
     simulated_time_scale: float = setting("WEIR_SIMULATED_TIME_SCALE", 1.0, number(0, 1000))
-    # Threads of an engine; 0: one per CPU that the process may use, by affinity and CPU quota.
+    # Threads of an engine. 0: one for each CPU that the process may use, by affinity and CPU quota.
     thread_count: int = setting("WEIR_ENGINE_THREADS", 0, whole(0, 1024))
-    # Tokens that an engine guesses from earlier text of a sequence and verifies in one step; 0:
-    # none. The output does not change.
+    # How many tokens an engine guesses from earlier text of a sequence and verifies in one step; 0:
+    # none. You get the same output, sooner.
     draft_token_count_max: int = setting("WEIR_ENGINE_DRAFT_TOKENS_MAX", 10, whole(0, 15))
-    # KV cache of each engine; reserved at start, and used as needed. 0: 1 GiB on a CPU, and the
-    # free memory of a GPU.
+    # Memory for the KV cache of each engine, reserved at its start. 0: 1 GiB on a CPU, and the free
+    # memory of a GPU.
     kv_cache_bytes: int = setting("WEIR_KV_CACHE_BYTES", 0, whole(0, 2**44))
-    # Keep packed weights of large models in WEIR_HOME: all workers of a model share one copy, and
-    # start faster.
+    # Keep packed weights of large models in WEIR_HOME. All workers of a model then share one copy,
+    # and start faster.
     packed_weights: Literal["on", "off"] = setting("WEIR_PACKED_WEIGHTS", "on", one_of("on", "off"))
-    # Size of all packed weights. The least recently used are removed, except those of running
-    # models.
+    # How much all packed weights may take. Those that were not used for longest are removed, except
+    # those of running models.
     packed_weights_bytes: int = setting("WEIR_PACKED_WEIGHTS_BYTES", 64 << 30, whole(0, 2**50))
 
 

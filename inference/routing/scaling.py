@@ -33,18 +33,18 @@ _log = logging.getLogger("weir.inference.routing")
 class ReplicaSettings:
     """Numbers of engines, their memory, and the time after which an idle one stops."""
 
-    # Engines of each model that are kept loaded. 0 starts the first one with a request.
+    # How many engines of each model stay loaded. With 0, the first request starts one.
     count_min: int = setting("WEIR_MIN_REPLICAS", 1, whole(0, 64))
-    # Maximum number of engines per model. Another one starts when all have been full for some
-    # seconds and memory is free.
+    # How many engines a model may have. Another one starts when all have been full for some seconds
+    # and memory is free.
     count_max: int = setting("WEIR_MAX_REPLICAS", 1, whole(1, 64))
-    # Time without a request after which an engine beyond the minimum stops. 0: never.
+    # How long an engine beyond the minimum may be without a request before it stops. 0: for ever.
     idle_timeout_s: float = setting("WEIR_MODEL_IDLE_TIMEOUT_S", 0.0, number(0, 86_400))
-    # Engine workers that have imported torch and wait for a model, so that it starts faster. Some
+    # How many engine workers wait for a model with torch imported, so that it starts faster. Some
     # 130 MB each.
     spare_workers: int = setting("WEIR_SPARE_WORKERS", 0, whole(0, 16))
-    # Memory for all engines of a process; 0: no limit. An engine that does not fit waits until idle
-    # ones are stopped.
+    # How much memory all engines of a process may take together; 0: as much as there is. If one
+    # does not fit, it waits until idle ones have stopped.
     memory_bytes: int = setting("WEIR_ENGINE_MEMORY_BYTES", 0, whole(0, 2**50))
 
 

@@ -341,7 +341,7 @@ def sections(report: MonthReport) -> Iterator[tuple[str, tuple[AmountLine, ...]]
             )
             for note in report.credit_notes
         )
-        yield "Credit notes of this month: paid back apart, not part of the total", tuple(returned)
+        yield "Credit notes of this month: refunded separately, not in the total", tuple(returned)
 
 
 def summary(report: MonthReport) -> Iterator[SummaryRow]:
@@ -379,8 +379,8 @@ def notes(report: MonthReport, issuer: Issuer) -> Iterator[str]:
         )
     if report.closed is None:
         yield (
-            "The month is not closed: amounts may change, and the total is what the invoice would"
-            " be now."
+            "This month is not closed, so the amounts may still change. The total is that of an"
+            " invoice made now."
         )
     if report.unrated_event_count:
         of = (
@@ -399,7 +399,7 @@ def notes(report: MonthReport, issuer: Issuer) -> Iterator[str]:
     yield (
         f"{counts.total_count:,} requests: {counts.completed_count:,} completed,"
         f" {counts.cancelled_count:,} cancelled, {counts.limited_count:,} ended by a limit,"
-        f" {counts.failed_count:,} failed. Tokens that were delivered are billed."
+        f" {counts.failed_count:,} failed. You pay for the tokens that were delivered."
     )
     yield (
         "An exact amount is quantity times price. "

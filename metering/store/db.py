@@ -297,28 +297,28 @@ class DatabaseSettings:
     # The PostgreSQL database that all processes share. With several hosts, separated by commas, the
     # first one that accepts writes is used, and after a failover the next.
     url: str = setting("WEIR_DATABASE_URL", "", postgres_url)
-    # Policy while PostgreSQL is unavailable: `closed` refuses new requests; `grace` admits requests
+    # What happens while PostgreSQL is away: `closed` refuses new requests; `grace` admits requests
     # under pre-authorized holds, until these expire. Neither can exceed a limit.
     unavailable_policy: Literal["closed", "grace"] = setting(
         "WEIR_DATABASE_UNAVAILABLE_POLICY", "closed", one_of("closed", "grace")
     )
-    # Longest wait for PostgreSQL before a request is refused. Longer than a commit, and shorter
-    # than clients wait for a first token.
+    # How long a request waits for PostgreSQL before it is refused. Set it longer than a commit
+    # takes, and shorter than your clients wait for a first token.
     timeout_s: float = setting("WEIR_DATABASE_TIMEOUT_S", 5.0, positive(60))
-    # Time without PostgreSQL after which health reports not ready. A restart of the database is
-    # shorter, so that load balancers do not react to it.
+    # How long PostgreSQL may be away before health reports not ready. A restart of the database
+    # takes less, so load balancers do not notice it.
     unready_after_s: float = setting("WEIR_DATABASE_UNREADY_AFTER_S", 5.0, positive(3600))
-    # Connections of a process for lookups of tenants, besides six for holds, commands, recovery and
-    # key checks. A lookup takes milliseconds.
+    # Connections with which a process looks up tenants, besides six for holds, commands, recovery
+    # and key checks. A lookup takes milliseconds.
     connections_max: int = setting("WEIR_DATABASE_CONNECTIONS", 5, whole(1, 1000))
     # Connections for reports, which may take seconds. One key can use all but one of them.
     report_connections_max: int = setting("WEIR_REPORT_CONNECTIONS", 3, whole(1, 1000))
-    # Connections for administration and metrics only, so that revoking a key does not wait for
-    # tenants.
+    # Connections for administration and metrics alone, so that you can revoke a key while tenants
+    # keep the others busy.
     admin_connections_max: int = setting("WEIR_ADMIN_CONNECTIONS", 3, whole(2, 1000))
-    # Pre-authorized holds for each key and model in use, for `grace`.
+    # How many holds are pre-authorized for each key and model in use, for `grace`.
     grace_holds_per_key: int = setting("WEIR_GRACE_HOLDS_PER_KEY", 4, whole(1, 1000))
-    # Input tokens that each of WEIR_GRACE_HOLDS_PER_KEY covers; its output is one lease slice.
+    # How many input tokens each of WEIR_GRACE_HOLDS_PER_KEY covers. Its output is one lease slice.
     grace_input_tokens: int = setting("WEIR_GRACE_INPUT_TOKENS", 2048, whole(1, 10_000_000))
 
 

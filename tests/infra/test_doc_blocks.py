@@ -65,6 +65,7 @@ NOT_RUN = {
     ("docs/how-to/deploy.md", "pip download"): "downloads all dependencies",
     ("docs/how-to/monitor.md", "pip install"): "needs a collector; tests/e2e/test_spans.py has one",
     ("docs/how-to/prove-the-ledger.md", "weir chaos"): "takes minutes; tests/faults/test_chaos.py",
+    ("docs/how-to/scale-out.md", "export WEIR_HOME"): "needs two machines; test_peer_port.py",
     ("docs/how-to/scale-out.md", "$ python -m bench.router"): "tests/bench/test_router_bench.py",
     ("docs/reference/clients.md", ""): "`make test-clients` installs the clients and runs it",
     ("docs/reference/engines.md", ""): "needs remote servers; tests/inference has doubles of them",
@@ -141,7 +142,6 @@ PREPARED = {
         },
         """
         export WEIR_DATABASE_URL="{database_url}" RESTORED_URL="{copied_url}"
-        export WEIR_APPLICATION_PASSWORD=secret
         createdb() { psql "$WEIR_DATABASE_URL" -c 'CREATE DATABASE copied'; }
         """,
     ),

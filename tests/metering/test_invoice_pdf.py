@@ -179,7 +179,7 @@ def test_plan_adjustment_credit_and_remainders_lead_to_the_total() -> None:
     page_lines = pages_of(REPORT)[0].splitlines()
 
     summary = page_lines[
-        page_lines.index("Credit notes of this month: paid back apart, not part of the total") :
+        page_lines.index("Credit notes of this month: refunded separately, not in the total") :
     ]
     rows = {
         label: (exact, billed)

@@ -58,7 +58,7 @@ function showSignIn(why = "") {
   } },
   h("h1", {}, "Sign in"),
   h("label", { class: "field wide" }, h("span", {}, "API key"), key),
-  h("p", { id: "key-help", class: "note" }, "The key is kept in this tab until you sign out or close it. ",
+  h("p", { id: "key-help", class: "note" }, "Your key stays in this tab until you sign out or close it. ",
     h("code", {}, "weir env"), " prints the keys that ", h("code", {}, "weir up"), " created: a developer key and an admin key."),
   notice, button);
   swap(main, form);
@@ -79,12 +79,12 @@ function route() {
   const page = PAGES.find((each) => each.id === path) ?? PAGES.find(allowed) ?? overview;
   const isOther = view?.page !== page;
   view?.leave();
-  view = new View(page, signedIn, new URLSearchParams(query), { signedOut: () => signOut("The key is no longer valid. Sign in again.") });
+  view = new View(page, signedIn, new URLSearchParams(query), { signedOut: () => signOut("Your key is no longer valid. Sign in with another one.") });
   document.title = `${page.title} \u00b7 Weir console`;
   showNav(page);
   if (isOther) window.scrollTo(0, 0);
   if (!allowed(page)) {
-    swap(main, h("h1", {}, page.title), remark("warning", `This page requires a key with the scope ${page.scopes}. Key ${plain(signedIn.keyPrefix)} has: ${signedIn.scopes.join(", ")}.`));
+    swap(main, h("h1", {}, page.title), remark("warning", `To see this page, sign in with a key that has the scope ${page.scopes}. Yours, ${plain(signedIn.keyPrefix)}, has: ${signedIn.scopes.join(", ")}.`));
     return;
   }
   view.show(main, isOther);
@@ -93,7 +93,7 @@ function route() {
 window.addEventListener("hashchange", route);
 const key = storedKey();
 if (key) {
-  signIn(key).catch((error) => (error instanceof CallFailed && error.httpStatus === 401 ? signOut("The key is no longer valid. Sign in again.") : showSignIn(error.message)));
+  signIn(key).catch((error) => (error instanceof CallFailed && error.httpStatus === 401 ? signOut("Your key is no longer valid. Sign in with another one.") : showSignIn(error.message)));
 } else {
   showSignIn();
 }

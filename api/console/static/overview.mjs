@@ -18,7 +18,7 @@ export const overview = {
   async show(view) {
     const live = h("section", { "aria-label": "Running requests" }), engines = h("section", { "aria-label": "Engines" });
     swap(view.body, live, engines);
-    if (!view.may(LIVE)) swap(live, remark("", "Running requests require the scope admin. This key sees the models that it may use."));
+    if (!view.may(LIVE)) swap(live, remark("", "To see running requests, sign in with an admin key. This key shows the models that you may use."));
     const refreshed = { seen: null };
     const repeated = [];
     if (view.may(LIVE)) repeated.push(view.repeat(LIVE_MS, async () => {
@@ -42,7 +42,7 @@ function liveParts(view, { requests = [], organizations = [], requestCount = "0"
     tiles(tile("Requests", count(requestCount)), tile("Waiting", count(waiting), "", isAll ? "" : `of the oldest ${count(requests.length)}`),
       tile("Output", rate(speed), "tokens/s"), tile("Holds", count(sum(organizations, "holdCount"))),
       tile("Tokens held", count(sum(organizations, "heldTokenCount")))),
-    unresponsiveProcessIds.length > 0 && remark("warning", `No answer from process ${unresponsiveProcessIds.join(", ")}: its requests may be out of date.`),
+    unresponsiveProcessIds.length > 0 && remark("warning", `No answer from process ${unresponsiveProcessIds.join(", ")}: its requests may be shown as they were.`),
     organizations.length > 0 && h("h2", {}, "By organization"),
     organizations.length > 0 && table("Requests by organization", [
       column("Organization", (each) => h("a", { href: `#/limits?org=${encodeURIComponent(each.name)}` }, each.name)),
@@ -80,12 +80,12 @@ function killButton(view, request) {
   return h("button", { type: "button", class: "danger small", "aria-label": `End request ${request.requestId}`, click: async () => {
     const whose = `${request.organizationName}/${request.projectName}`;
     const reason = await confirm("End this request?",
-      `Request ${request.requestId} of ${whose} on ${request.model} ends now, in any process. Delivered tokens are billed. Its client is told that an admin ended it.`,
-      "End the request", "Reason, for the client and the audit log (optional)");
+      `Request ${request.requestId} of ${whose} on ${request.model} ends now. Its delivered tokens are billed, and its client is told that an admin ended it.`,
+      "End the request", "Why? The client and the audit log get this text (optional)");
     if (reason === null) return;
     try {
       const { result = "" } = await view.call(KILL, { requestId: request.requestId, project: whose, reason });
-      view.say(`Request ${request.requestId}: ${{ RESULT_ENDED: "ended", RESULT_ALREADY_ENDED: "had already ended", RESULT_PENDING: "cancelled; its process has not confirmed yet" }[result] ?? result}.`);
+      view.say(`Request ${request.requestId}: ${{ RESULT_ENDED: "ended", RESULT_ALREADY_ENDED: "had already ended", RESULT_PENDING: "will end: its process has not confirmed yet" }[result] ?? result}.`);
     } catch (error) {
       view.failed(error, () => swap(view.status, problem(error)));
     }
@@ -96,14 +96,14 @@ async function engineParts(view) {
   const parts = [];
   if (view.may(MODELS)) {
     const { models = [] } = await view.call(MODELS);
-    parts.push(h("h2", {}, "Models"), table("Models that this key may use", [
+    parts.push(h("h2", {}, "Models"), table("Models that you may use", [
       column("Model", (each) => each.name),
       column("Type", (each) => words(each.task, "MODEL_TASK_")),
       column("Engine", (each) => each.engine),
       column("Context", (each) => `${count(each.contextWindowTokens)} tokens`, true),
       column("Ready", (each) => `${each.readyReplicaCount ?? 0} of ${each.replicaCount ?? 0}${each.drainedReplicaCount ? `, ${each.drainedReplicaCount} drained` : ""}`, true),
       column("Per million in / cached / out", (each) => priceText(each), true),
-    ], models, { empty: "This key may not use any model." }));
+    ], models, { empty: "Your key may not use any model." }));
   }
   if (view.may(REPLICAS)) {
     const { replicas = [], drains = [] } = await view.call(REPLICAS);

@@ -26,11 +26,11 @@ export const reconciliation = {
       exceptions(stages, verified, chosen),
       h("h2", {}, `${plain(organization)}, ${chosen} (UTC)`),
       table("Tokens at each stage", columns(stages.exported), stages.sums ?? [], { empty: "No usage in this month.", isGrid: true }),
-      h("p", { class: "note" }, stages.exported ? ["Due: usage in hours before ", time(stages.dueTime), ", which should have been exported."] : "Export is off: only the ledger and the invoices were compared."),
+      h("p", { class: "note" }, stages.exported ? ["Due: usage before ", time(stages.dueTime), ", which should be at the biller by now."] : "Export is off, so only the ledger and the invoices are compared."),
       h("h2", {}, "Documents"),
       table("Documents of the month", [column("Document", ([name]) => name), column("Content", ([, content]) => content), column("Digest", ([,, digest]) => id(digest))], documents(entry, verified, receipts)),
-      h("h2", {}, "Corrections awaiting approval"),
-      table("Corrections awaiting approval", [
+      h("h2", {}, "Corrections that wait for approval"),
+      table("Corrections that wait for approval", [
         column("Proposed", (each) => time(each.createTime)),
         column("By", (each) => id(each.author)),
         column("For", (each) => each.invoiceNumber || "the next invoice"),
@@ -46,9 +46,9 @@ export const reconciliation = {
         column("Invoice", (each) => each.invoiceNumber || (each.state === "MONTH_STATE_CLOSED" ? "nothing to invoice" : "")),
         column("Total", (each) => (each.total ? money(each.total) : ""), true),
         column("Payment", (each) => (each.payments ?? []).map(paymentBadge)),
-      ], months, { empty: "No months yet." }),
-      command("Compare with the biller, on a machine with the database and the biller's key", `weir reconcile ${chosen} --org ${organization}`),
-      command("Check the ledger", "weir fsck"));
+      ], months, { empty: "There is no month yet: it begins with the first request." }),
+      command("Compare with Stripe, where the database and the key of Stripe are", `weir reconcile ${chosen} --org ${organization}`),
+      command("Check that all usage and money fit together", "weir fsck"));
   },
 };
 
@@ -60,11 +60,11 @@ function paymentBadge({ state }) {
 
 function exceptions({ differences = [] }, verified, month) {
   const found = differences.map((each) => remark("bad",
-    h("strong", {}, `${plain(each.stage)}: `), `${plain(headline(each))}. `, h("br"), `Remedy: ${plain(each.remedy)}.`));
+    h("strong", {}, `${plain(each.stage)}: `), `${plain(headline(each))}. `, h("br"), `What to do: ${plain(each.remedy)}.`));
   if (verified && !verified.reproduced) {
     found.push(remark("bad", h("strong", {}, "closed report: "), `the ledger no longer reproduces it: ${(verified.differences ?? []).map(plain).join("; ")}`));
   }
-  return found.length ? found : remark("good", `All stages of ${month} agree.`);
+  return found.length ? found : remark("good", `Usage, ledger and invoices of ${month} agree.`);
 }
 
 function headline({ model, priceVersion, tokenKind, tokenCount, amount, sinceTime, detail }) {

@@ -14,9 +14,9 @@ const STAGES = [
   ["decode", "decodeMs", "generate the output"], ["client stall", "clientStallMs", "wait for the client"], ["settle", "settleMs", "record the usage"],
 ];
 const WITHOUT_TIMINGS = {
-  STATE_RUNNING: "The request is running: timings follow when it has ended.",
-  STATE_VOIDED: "No timings: it ended before anything was billed.",
-  STATE_EXPIRED: "No timings: it was recovered after its server failed.",
+  STATE_RUNNING: "The request still runs. You see its timings when it has ended.",
+  STATE_VOIDED: "It ended before anything was billed, so there are no timings.",
+  STATE_EXPIRED: "Its server failed and another one settled it, so there are no timings.",
 };
 
 export const requests = {
@@ -27,11 +27,11 @@ export const requests = {
   async show(view) {
     const parts = [];
     if (view.may(ANY) || view.may(OWN)) {
-      parts.push(view.search({ id: ["Request id", { size: 38 }], ...(view.may(ANY) && { project: ["Project, if the id is ambiguous", { placeholder: "organization/project" }] }) }, "Look up"));
+      parts.push(view.search({ id: ["Request id", { size: 38 }], ...(view.may(ANY) && { project: ["Project, if several have this id", { placeholder: "organization/project" }] }) }, "Look up"));
       if (view.params.get("id")) parts.push(await onePart(view).catch((error) => (view.left.signal.aborted ? [] : problem(error))));
       parts.push(command("Command", `weir trace ${view.params.get("id") || "REQUEST"}`));
     } else {
-      parts.push(h("p", { class: "note" }, "Timings of single requests require the scope admin or inference."));
+      parts.push(h("p", { class: "note" }, "To look up a single request, sign in with a key for admin or inference."));
     }
     if (view.may(USAGE)) parts.push(await dayPart(view));
     swap(view.body, parts);
@@ -52,7 +52,7 @@ async function onePart(view) {
       tile("Output", count(usage.billedTokenCount), "tokens", `${usage.reasoningTokenCount ? `${count(usage.reasoningTokenCount)} of them thinking, ` : ""}${count(usage.generatedTokenCount)} generated, ${count(usage.deliveredTokenCount)} delivered`)],
     tile("Cost", generation.cost ? amount(generation.cost) : "\u2014", generation.cost?.currencyCode), timings?.ttftMs && tile("Time to first token", milliseconds(timings.ttftMs)), timings?.itlMaxMs && tile("Longest gap", milliseconds(timings.itlMaxMs), "", `median ${milliseconds(timings.itlP50Ms)}, 99th percentile ${milliseconds(timings.itlP99Ms)}`), timings && tile("Total time", milliseconds(timings.totalMs))),
     generation.migrationCount && remark("", `Moved to another engine ${generation.migrationCount} times; the timings include all engines.`),
-    timings ? waterfall(timings, generation.settleTime) : remark("warning", WITHOUT_TIMINGS[generation.state] ?? "No timings: it failed, or was recovered after its server failed."),
+    timings ? waterfall(timings, generation.settleTime) : remark("warning", WITHOUT_TIMINGS[generation.state] ?? "The request failed, or its server did, so there are no timings."),
     Object.keys(generation.labels ?? {}).length > 0 && h("p", { class: "note" }, `Labels: ${Object.entries(generation.labels).map(([name, value]) => `${plain(name)}=${plain(value)}`).join(", ")}`));
 }
 
@@ -84,7 +84,7 @@ async function dayPart(view) {
   const least = amountPlaces(rows.map(costOf));
   const canLookUp = view.may(ANY);
   return h("section", { "aria-label": "Requests of a day" },
-    h("h2", {}, "Requests of a day, oldest first"),
+    h("h2", {}, "Requests of a day"),
     h("div", { class: "controls" }, chooser, h("label", { class: "field" }, h("span", {}, "Day (UTC)"), picker)),
     table(`Requests of ${day}`, [
       column("Settled", (each) => time(each.settleTime)),

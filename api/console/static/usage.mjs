@@ -132,7 +132,7 @@ function dayBars(rows, byModel, days, what, currency, title) {
 
 function forecastPart({ error, expected, low, high, confidencePercent, method, warnings = [] }) {
   if (error) return problem(error);
-  if (!expected) return remark("", "No forecast yet: it requires a complete day of usage.");
+  if (!expected) return remark("", "There is no forecast yet. It needs one complete day of usage.");
   const range = low && high ? `, between ${money(low)} and ${money(high)} in ${confidencePercent} % of such months` : "";
   return remark("", h("strong", {}, `Forecast for the month: ${money(expected)}`), `${range}. ${plain(method)} ${warnings.map(plain).join(" ")}`);
 }

@@ -74,7 +74,7 @@ export class View {
         } catch (error) {
           failures += 1;
           const next = wait(backedOff(usualMs, failures) / 1000);
-          this.failed(error, () => this.say(`Out of date: ${error.message}. Next attempt in ${next}.`));
+          this.failed(error, () => this.say(`These figures are old: ${error.message}. The next try is in ${next}.`));
         }
       }
       await this.pause(backedOff(usualMs, failures));
@@ -150,7 +150,7 @@ export class View {
 
 // Error message, with the invalid fields if the server lists them.
 export function problem(error) {
-  if (!(error instanceof CallFailed)) return remark("bad", `This page failed: ${error.message}`);
+  if (!(error instanceof CallFailed)) return remark("bad", `This page has a fault: ${error.message}`);
   const violations = error.detail("BadRequest")?.fieldViolations ?? [];
   const retry = secondsOf(error.detail("RetryInfo")?.retryDelay);
   return remark("bad", violations.length ? violations.map((each) => `${each.field}: ${each.description}`).join("; ") : error.message,

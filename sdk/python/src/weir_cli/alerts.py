@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from weir_client import AdminClient, Alert, AlertWebhook, BillingClient
 
 alerts = typer.Typer(
-    help="Read alerts on limits, credit and payments; configure webhooks.", no_args_is_help=True
+    help="Read alerts about limits, credit and payments, or have them sent to a URL.",
+    no_args_is_help=True,
 )
-webhook = typer.Typer(help="Webhook for an organization's alerts.", no_args_is_help=True)
+webhook = typer.Typer(help="Have an organization's alerts sent to a URL.", no_args_is_help=True)
 alerts.add_typer(webhook, name="webhook")
 
 PAGE_SIZE = 1000
@@ -56,17 +57,16 @@ def list_alerts(
     organization: Annotated[
         str,
         typer.Option(
-            "--org", help="Only this organization, by name or id. Default: all visible to your key."
+            "--org",
+            help="Only this organization, by name or id. Default: all that your key may see.",
         ),
     ] = "",
     count: Annotated[
         int,
-        typer.Option(
-            "--count", "-n", min=1, max=100_000, help="Largest number of alerts, the latest first."
-        ),
+        typer.Option("--count", "-n", min=1, max=100_000, help="Show at most this many alerts."),
     ] = 100,
 ) -> Output:
-    """List alerts, the latest first. A finance key lists those of its own organization."""
+    """List alerts, the latest first. With a billing key you see those of your organization."""
     listed = list(
         islice(client.list_alerts(organization, page_size=min(count, PAGE_SIZE)), count + 1)
     )
@@ -86,11 +86,14 @@ def send_test(
     client: BillingClient,
     organization: OrganizationOption,
     wait_s: Annotated[
-        float, typer.Option("--wait", min=0, max=600, help="Seconds to wait for the first attempt.")
+        float,
+        typer.Option(
+            "--wait", min=0, max=600, help="Wait this many seconds for the first attempt."
+        ),
     ] = 30.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Post a test alert to an organization's webhook, and show the result."""
+    """Send a test alert to an organization's webhook, and show whether it arrived."""
     sent = admin.test_alert_webhook(organization)
     deadline = time.monotonic() + wait_s
     while (delivery := sent.delivery) is not None and not (
@@ -118,9 +121,9 @@ def set_webhook(
     organization: OrganizationOption,
     as_json: JsonOption = False,
 ) -> None:
-    """Post an organization's alerts to a URL. The signing secret goes to stdout, once.
+    """Send an organization's alerts to a URL. You see the signing secret once, on stdout.
 
-    A repetition replaces the secret.
+    If you set the same URL again, you get a new secret.
     """
     made = client.set_alert_webhook(organization, url)
     if as_json:
@@ -135,7 +138,7 @@ def set_webhook(
 def list_webhooks(
     client: AdminClient, organization: OnlyOrganizationOption = ""
 ) -> list[AlertWebhook]:
-    """List webhooks with their pending and failed deliveries."""
+    """List webhooks, and the alerts that wait or could not be delivered."""
     return client.list_alert_webhooks(organization)
 
 
@@ -146,10 +149,10 @@ def remove_webhook(
     organization: OrganizationOption,
     if_exists: Annotated[
         bool,
-        typer.Option("--if-exists", help="Do nothing if there is none, for repeatable scripts."),
+        typer.Option("--if-exists", help="Succeed if there is none, for scripts that run again."),
     ] = False,
 ) -> Output:
-    """Remove an organization's webhook. Pending deliveries are dropped."""
+    """Stop sending an organization's alerts. Those that wait are dropped."""
     deleted = client.delete_alert_webhook(organization, allow_missing=if_exists)
     message = (
         f"removed the webhook of {organization}"

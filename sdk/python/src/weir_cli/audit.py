@@ -45,10 +45,10 @@ def audit(
         ),
     ] = "",
     actor: Annotated[
-        str, typer.Option(help="Only changes by this key, by prefix; or system.")
+        str, typer.Option(help="Only changes by this key: its prefix, or `system`.")
     ] = "",
     action: Annotated[
-        str, typer.Option(help="Only actions with this prefix, such as api_key. or quota.set.")
+        str, typer.Option(help="Only actions that begin like this, such as api_key. or quota.set.")
     ] = "",
     since: Annotated[
         str | None, typer.Option(help="Only since this time: 2h, 7d, or a time in UTC.")
@@ -57,10 +57,10 @@ def audit(
         str | None, typer.Option(help="Only before this time: 2h, 7d, or a time in UTC.")
     ] = None,
     limit: Annotated[
-        int, typer.Option(help="Largest number of entries.", min=1, max=100_000)
+        int, typer.Option(help="Show at most this many entries.", min=1, max=100_000)
     ] = 100,
     before: Annotated[
-        int, typer.Option(help="Only entries before this number; for the next page.")
+        int, typer.Option(help="Only entries before this number, for the next page.")
     ] = 0,
 ) -> Output:
     """Read the audit log, newest first. Entries are never changed or removed."""

@@ -52,11 +52,9 @@ CLIENT_COMMANDS: Mapping[str, Command] = {
         "weir_cli.usage:usage", "Show usage and cost of your key, by day or model.", DEVELOPER
     ),
     "trace": Command(
-        "weir_cli.requests:trace", "Show the time spent in each stage of a request.", DEVELOPER
+        "weir_cli.requests:trace", "Show where the time of a request went.", DEVELOPER
     ),
-    "env": Command(
-        "weir_cli.connection:env", "Print address and keys of `weir up` for the shell.", DEVELOPER
-    ),
+    "env": Command("weir_cli.connection:env", "Let your programs find `weir up`.", DEVELOPER),
     "org": Command("weir_cli.tenants:org", "Create and list organizations.", ADMIN),
     "project": Command("weir_cli.tenants:project", "Create and list projects.", ADMIN),
     "key": Command(
@@ -67,21 +65,31 @@ CLIENT_COMMANDS: Mapping[str, Command] = {
     "replicas": Command(
         "weir_cli.requests:replicas", "Show the engines of each model; drain one.", ADMIN
     ),
-    "apply": Command("weir_cli.configuration:apply", "Apply a configuration file.", ADMIN),
-    "export": Command("weir_cli.configuration:export", "Write the configuration as a file.", ADMIN),
-    "audit": Command("weir_cli.audit:audit", "Read the audit log.", ADMIN),
-    "price": Command("weir_cli.plans:price", "Set, list and simulate prices.", FINANCE),
+    "apply": Command(
+        "weir_cli.configuration:apply", "Make customers, keys and limits as a file says.", ADMIN
+    ),
+    "export": Command(
+        "weir_cli.configuration:export", "Write the current state as such a file.", ADMIN
+    ),
+    "audit": Command("weir_cli.audit:audit", "See who changed what, and when.", ADMIN),
+    "price": Command("weir_cli.plans:price", "Set and list prices, and try new ones.", FINANCE),
     "plan": Command("weir_cli.plans:plan", "Create and assign plans.", FINANCE),
     "credit": Command("weir_cli.plans:credit", "Grant credit, and show balances.", FINANCE),
     "alerts": Command(
-        "weir_cli.alerts:alerts", "Read alerts on limits and credit; set a webhook.", FINANCE
+        "weir_cli.alerts:alerts", "Read alerts, or have them sent to a URL.", FINANCE
     ),
     "month": Command(
-        "weir_cli.months:month", "Show months and their forecast; close and verify them.", FINANCE
+        "weir_cli.months:month", "See what a month costs; close and verify it.", FINANCE
     ),
-    "adjustment": Command("weir_cli.months:adjustment", "Add a line to the next invoice.", FINANCE),
-    "credit-note": Command("weir_cli.months:credit_note", "Refund a part of an invoice.", FINANCE),
-    "receipt": Command("weir_cli.receipts:receipt", "Export receipts and verify them.", FINANCE),
+    "adjustment": Command(
+        "weir_cli.months:adjustment", "Correct a bill by a line on the next invoice.", FINANCE
+    ),
+    "credit-note": Command(
+        "weir_cli.months:credit_note", "Refund an invoice or a part of it.", FINANCE
+    ),
+    "receipt": Command(
+        "weir_cli.receipts:receipt", "Export signed receipts, and verify them.", FINANCE
+    ),
 }
 
 

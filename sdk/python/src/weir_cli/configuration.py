@@ -109,19 +109,22 @@ def value(text: str | None) -> object:
 def apply(
     client: AdminClient,
     file: Annotated[
-        Path, typer.Argument(help="Configuration as YAML; - for stdin. `weir export` writes one.")
+        Path, typer.Argument(help="YAML file, or - for stdin. `weir export` writes one.")
     ],
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the changes without applying them.")
+        bool, typer.Option("--dry-run", help="Show the changes, but do not make them.")
     ] = False,
     prune: Annotated[
         bool,
         typer.Option(
-            "--prune", help="Remove limits and revoke keys that are absent from the file's lists."
+            "--prune", help="Remove limits and revoke keys that are missing from the file's lists."
         ),
     ] = False,
     exit_code: Annotated[
-        bool, typer.Option("--exit-code", help="With --dry-run: exit with 3 if there are changes.")
+        bool,
+        typer.Option(
+            "--exit-code", help="With --dry-run: exit with 3 if the file would change something."
+        ),
     ] = False,
     secrets_file: Annotated[
         Path | None,
@@ -129,10 +132,10 @@ def apply(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Apply organizations, projects, keys, limits and prices from a file, all in one transaction.
+    """Make organizations, projects, keys, limits and prices as a file says, in one transaction.
 
-    Applying a file twice changes nothing the second time. Objects absent from the file stay
-    unchanged, unless --prune is given.
+    If you apply a file twice, nothing changes the second time. Things that the file does not name
+    stay as they are, unless you use --prune. Look first, with --dry-run.
     """
     from weir_cli.document import read_document
 
@@ -181,7 +184,7 @@ def export(
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Write the current configuration as a file for `weir apply`, without secrets."""
+    """Write the current state as a file for `weir apply`, without secrets."""
     from weir_cli.document import write_document
 
     present = client.export_configuration(organization)

@@ -125,14 +125,14 @@ KeyOption = Annotated[
     str | None,
     typer.Option(
         "--api-key",
-        help="API key. Default: $WEIR_API_KEY (admin commands: $WEIR_ADMIN_KEY first).",
+        help="Your API key. Default: $WEIR_API_KEY; for admin commands $WEIR_ADMIN_KEY.",
         show_default=False,
     ),
 ]
 
 OrganizationOption = Annotated[
     str | None,
-    typer.Option("--org", help="Organization, by name or id. Default: that of `weir up`."),
+    typer.Option("--org", help="Organization, by name or id. Default: the one of `weir up`."),
 ]
 EveryOption = Annotated[
     bool,
@@ -144,7 +144,7 @@ OnlyOrganizationOption = Annotated[
 MonthArgument = Annotated[
     str,
     typer.Argument(
-        help="Month in UTC, as YYYY-MM.",
+        help="Month in UTC, such as 2026-11.",
         metavar="MONTH",
         callback=lambda month: month and checked_month(month),
     ),
@@ -485,9 +485,9 @@ def reported(address: str | None) -> Iterator[None]:
 
 
 def env() -> None:
-    """Print address and keys of `weir up` for the shell: eval "$(weir env)".
+    """Let your programs find `weir up`: eval "$(weir env)".
 
-    The SDKs, all commands and the clients of OpenAI then use that server, from any directory.
+    After this the SDKs, all commands and OpenAI's clients use that server, in any directory.
     """
     with reported(None):
         file = read_connection_file()

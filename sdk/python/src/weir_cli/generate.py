@@ -71,18 +71,20 @@ if TYPE_CHECKING:
 
 ModelOption = Annotated[
     str,
-    typer.Option("--model", "-m", help="Model, as listed by `weir models`. Default: the only one."),
+    typer.Option(
+        "--model", "-m", help="Model to ask; `weir models` lists them. Default: the only one."
+    ),
 ]
 PromptArgument = Annotated[
-    str | None, typer.Argument(help="The question, or - to read it from standard input.")
+    str | None, typer.Argument(help="Your question, or - to read it from standard input.")
 ]
 SystemOption = Annotated[
-    str | None, typer.Option("--system", help="Instructions before the question.")
+    str | None, typer.Option("--system", help="Instructions to the model, before the question.")
 ]
 ContextOption = Annotated[
     Path | None,
     typer.Option(
-        "--context", help="File with text before the question, for example search results."
+        "--context", help="File with text to put before the question, such as search results."
     ),
 ]
 
@@ -91,19 +93,21 @@ FileOption = Annotated[
     typer.Option(
         "--file",
         "-f",
-        help="Read the question, or the texts to embed, from this file; - for standard input.",
+        help="Read your question, or your texts, from this file; - for standard input.",
     ),
 ]
 
 TierOption = Annotated[
     Literal["interactive", "batch"] | None,
-    typer.Option(help="interactive (default), or batch: runs when no other request waits."),
+    typer.Option(
+        help="interactive, or batch: cheaper where priced so, and runs when no other request waits."
+    ),
 ]
 FLOATS_SHOWN = 4
 TEXT_SHOWN_CHARS = 40
 LIKENESS_COUNT_MAX = 10  # texts; a larger table of all pairs does not fit a terminal
 TextsArgument = Annotated[
-    list[str] | None, typer.Argument(help="The texts; - reads one per line from standard input.")
+    list[str] | None, typer.Argument(help="Your texts; - reads one per line from standard input.")
 ]
 
 CUT_OFF = (
@@ -120,50 +124,62 @@ EARLY_STOPPING: Mapping[str | None, bool | Literal["never"]] = {
 }
 # Options of `weir generate` by the parameters of the client's call.
 GENERATION = {
-    "max_output_tokens": option(int, "Limit of the answer. Default: the model stops by itself."),
+    "max_output_tokens": option(int, "Most tokens of the answer. Default: the model decides."),
     "max_cost": option(
         str,
-        "Limit of the cost, in your currency: the answer ends before it.",
+        "End the answer before it costs more than this, in your currency.",
         metavar="AMOUNT",
     ),
-    "temperature": option(float, "0 (always the likeliest token) to 2."),
-    "top_p": option(float, "Keep the likeliest tokens up to this probability, at most 1."),
-    "top_k": option(int, "Keep this many of the likeliest tokens; 0 keeps all."),
-    "seed": option(int, "Makes the answer repeatable."),
-    "min_p": option(float, "Drop tokens below this fraction of the likeliest one, 0 to 1."),
-    "repetition_penalty": option(float, "Above 1: avoid tokens of prompt and answer; at most 2."),
-    "presence_penalty": option(float, "Avoid tokens already in the answer; -2 to 2."),
-    "frequency_penalty": option(float, "Avoid tokens in the answer, per occurrence; -2 to 2."),
+    "temperature": option(float, "0 to 2. With 0 the model takes the likeliest token each time."),
+    "top_p": option(
+        float, "Choose among the likeliest tokens that reach this probability together, up to 1."
+    ),
+    "top_k": option(int, "Choose among this many of the likeliest tokens; 0: among all."),
+    "seed": option(int, "A number. The same seed gives the same answer again."),
+    "min_p": option(float, "Drop tokens less likely than this part of the likeliest one, 0 to 1."),
+    "repetition_penalty": option(
+        float, "Above 1, avoid tokens of the prompt and the answer; at most 2."
+    ),
+    "presence_penalty": option(float, "Avoid tokens that are in the answer already; -2 to 2."),
+    "frequency_penalty": option(
+        float, "Avoid tokens the more, the more often the answer has them; -2 to 2."
+    ),
     "logit_bias": option(
-        list[str], "Make a token more or less likely, -100 to 100; repeatable.", metavar="ID=BIAS"
+        list[str],
+        "Make a token more or less likely, -100 to 100; repeat for more.",
+        metavar="ID=BIAS",
     ),
-    "stop": option(list[str], "Text that ends the answer; repeatable."),
+    "stop": option(list[str], "End the answer at this text; repeat for more."),
     "stop_token_ids": option(
-        list[int], "Token id that ends the answer; repeatable.", "--stop-token-id"
+        list[int], "End the answer at this token; repeat for more.", "--stop-token-id"
     ),
-    "min_output_tokens": option(int, "Tokens before the answer may end by itself.", default=0),
-    "json_schema": option(Path, "File with a JSON schema that the answer follows."),
-    "regex": option(str, "Regular expression that the whole answer matches."),
-    "lark": option(Path, "File with an EBNF grammar in Lark's syntax that the answer follows."),
+    "min_output_tokens": option(
+        int, "Do not let the answer end before this many tokens.", default=0
+    ),
+    "json_schema": option(Path, "File with a JSON schema. The answer follows it."),
+    "regex": option(str, "Regular expression. The whole answer matches it."),
+    "lark": option(Path, "File with an EBNF grammar in Lark's syntax. The answer follows it."),
     "choice_count": option(
         int,
-        "Number of answers, up to 16; equal ones at --temperature 0 without --beam-width.",
+        "How many answers, up to 16. At --temperature 0 they are equal, without --beam-width.",
         "--choices",
     ),
     "beam_width": option(int, "Search for the likeliest answer with 2 to 16 beams."),
     "length_penalty": option(float, "With --beam-width: above 0 favours long answers; -10 to 10."),
     "early_stopping": option(
         Literal["no", "yes", "never"],
-        "With --beam-width: stop at once when all beams have answers (yes) or not.",
+        "With --beam-width: yes stops as soon as all beams have answers.",
     ),
     "top_logprobs": option(
         int,
-        "Log-probabilities of each token and of 0 to 20 likeliest ones; shown with --json.",
+        "With --json, show how likely each token was, and the 0 to 20 likeliest ones.",
     ),
-    "timeout": option(float, "Seconds after which the request is cancelled."),
+    "timeout": option(float, "Cancel the request after this many seconds."),
     "tier": (TierOption, None),
-    "start_timeout": option(float, "Seconds in the queue at most; refused at once if longer."),
-    "region": option(str, "Region of the deployment to run in."),
+    "start_timeout": option(
+        float, "Wait in the queue for at most this many seconds, or be refused at once."
+    ),
+    "region": option(str, "Region to run in. Default: that of the server."),
 }
 PRICES = ("input", "cached input", "output", "reasoning", "embedding")
 MODELS: Table[Model] = Table(
@@ -253,7 +269,7 @@ def count(
     context: ContextOption = None,
     file: FileOption = None,
 ) -> Output:
-    """Count the tokens of a prompt as admission does, without running or billing anything."""
+    """Count the tokens of a prompt, exactly as the bill would. Nothing runs, nothing is billed."""
     from rich.text import Text
 
     conversation = messages(prompt, system, context, file)
@@ -274,15 +290,14 @@ def quote(
     file: FileOption = None,
     max_output_tokens: Annotated[
         int | None,
-        typer.Option(help="Limit of the answer. Default: the rest of the context window."),
+        typer.Option(help="Most tokens of the answer. Default: the rest of the context window."),
     ] = None,
-    choices: Annotated[int | None, typer.Option(help="Number of answers, up to 16.")] = None,
+    choices: Annotated[int | None, typer.Option(help="How many answers, up to 16.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show tokens and cost of a request, and whether it would be admitted now. Nothing is run or
-    billed.
+    """Show what a request would cost at most, and whether your limits allow it now.
 
-    Exits with 3 if a limit would refuse it.
+    Nothing runs, nothing is billed. Exits with 3 if a limit would refuse it.
     """
     conversation = messages(prompt, system, context, file)
     # Several answers require a temperature; it does not affect the quote.
@@ -356,15 +371,17 @@ def embed(
     ] = "",
     file: FileOption = None,
     truncate: Annotated[
-        bool, typer.Option(help="Cut texts that are too long, instead of refusing them.")
+        bool, typer.Option(help="Cut texts that are too long, or refuse them.")
     ] = False,
     tier: TierOption = None,
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds after which the request is cancelled.")
+        float | None, typer.Option(help="Cancel the request after this many seconds.")
     ] = None,
     ask: Annotated[
         bool,
-        typer.Option("--quote", help="Only show the cost, and whether it fits (else exit code 3)."),
+        typer.Option(
+            "--quote", help="Only show the cost, and exit with 3 if a limit would refuse it."
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -438,8 +455,8 @@ def generate(
 ) -> None:
     """Stream a model's answer to the terminal.
 
-    The answer goes to stdout, one line about tokens, cost and speed to stderr. Ctrl-C cancels the
-    request: the delivered part is billed and shown.
+    The answer goes to stdout. A line with tokens, cost and speed goes to stderr. With Ctrl-C you
+    cancel the request, and pay for the delivered part.
     """
     max_cost, several = given.pop("max_cost"), (given["choice_count"] or 1) > 1
     given["logit_bias"] = biases(given["logit_bias"] or [])

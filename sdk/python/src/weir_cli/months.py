@@ -107,7 +107,7 @@ OPTIONAL_KINDS = ("thinking", "embedded")  # columns shown only if a row has suc
 USAGE_DROP = ("failed", "limited", "cancelled", "cached", "thinking", "requests", "pending")
 
 month = typer.Typer(
-    help="Show months and their forecast; close and verify them.", no_args_is_help=True
+    help="See what a month costs, close it, and verify closed ones.", no_args_is_help=True
 )
 MONTHS: Table[Month] = Table(
     {
@@ -166,19 +166,19 @@ USAGE = {
 CLOSE = {
     "leave_running": option(
         bool,
-        "Even if requests of the month still run; they are billed in the next one.",
+        "Close although requests of the month still run; they are billed in the next one.",
         "--leave-running",
         default=False,
     ),
     "before_first": option(
         bool,
-        "Even before the customer's first month; the months between must follow.",
+        "Close a month before the customer's first; the months between must follow.",
         "--before-first",
         default=False,
     ),
     "corrected_by": option(
         str,
-        "Approved adjustment that corrects misstated usage.",
+        "The approved adjustment that bills misstated usage.",
         "--corrected-by",
         default="",
         metavar="ADJUSTMENT",
@@ -369,21 +369,21 @@ def show_month(
         ),
     ] = "table",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")
+        Path | None, typer.Option("--output", "-o", help="Write to this file, not to stdout.")
     ] = None,
     pdf: Annotated[
         Path | None,
-        typer.Option("--pdf", help="Short for --format pdf --output with this file."),
+        typer.Option("--pdf", help="Write the PDF to this file: short for --format pdf --output."),
     ] = None,
     *,
     plot: bool | None,
     as_json: bool,
     **rows: Any,
 ) -> None:
-    """Show a month from the ledger: tokens by kind, prices, amounts, the check against usage, the
-    invoice.
+    """Show what a month costs: tokens by kind, prices, amounts, and the invoice or its draft.
 
-    Documents of a closed month never change. Exit code 1 if ledger and usage do not agree.
+    It checks the ledger against usage, and exits with 1 if they differ. Documents of a closed
+    month never change.
     """
     form = "json" if as_json else form
     if pdf is not None:
@@ -440,7 +440,7 @@ def forecast(
     client: BillingClient,
     organization: OrganizationOption = None,
 ) -> Output:
-    """Show the cost of this month so far, and its forecast."""
+    """Show the cost of this month so far, and of the whole month if it goes on like this."""
     found = client.get_forecast(organization_or_default(organization, client.address))
     return found, *forecast_lines(found)
 
@@ -584,7 +584,7 @@ def list_months(
     organization: OrganizationOption = None,
     every: EveryOption = False,
 ) -> Output:
-    """List the months of an organization, with state, author and invoice."""
+    """List the months of an organization: state, invoice, and the key that closed each."""
     names = organizations(organization, admin, every=every)
     found = [each for name in names for each in client.list_months(name)]
     return found, (MONTHS if every else MONTHS.without("organization", empty="none")).of(found)
@@ -599,19 +599,19 @@ def close_months(
     organization: OrganizationOption = None,
     every: EveryOption = False,
     earlier: Annotated[
-        bool, typer.Option("--earlier", help="Close earlier open months first, in their order.")
+        bool, typer.Option("--earlier", help="Close the open months before it first.")
     ] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Only list the obstacles, close nothing.")
+        bool, typer.Option("--check", help="Only show what is in the way; close nothing.")
     ] = False,
     *,
     as_json: bool,
     **terms: Any,
 ) -> None:
-    """Close a month permanently and issue its invoice. Idempotent. Exit code 1 if there are
-    obstacles.
+    """Close a month for good, and issue its invoice. You cannot reopen it.
 
-    With --all-orgs, a failure of one organization does not stop the others.
+    If something is in the way, it exits with 1 and says what you can do. With --all-orgs, one
+    organization that fails does not stop the others. You may repeat a close.
     """
     if terms["corrected_by"] and (every or earlier):
         raise typer.BadParameter(
@@ -648,7 +648,7 @@ def verify_months(
     every: EveryOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Recompute a closed month's report and compare it. Exit code 1 on any difference."""
+    """Compute a closed month again, and compare. Exits with 1 if anything differs."""
     found: list[MonthVerification] = []
     failed = 0
     for name in organizations(organization, admin, every=every):
@@ -755,25 +755,27 @@ def invoice_table(invoice: Invoice) -> RenderableType:
 
 
 adjustment = typer.Typer(
-    help="Add a line to the next invoice: one person proposes it, another approves.",
+    help="Correct a bill by a line on the next invoice. One person proposes, another approves.",
     no_args_is_help=True,
 )
 credit_note = typer.Typer(
-    help="Refund a part of an invoice: one person proposes it, another approves.",
+    help="Refund an invoice or a part of it. One person proposes, another approves.",
     no_args_is_help=True,
 )
 
 ReasonOption = Annotated[
-    str, typer.Option(help="Reason, 1 to 200 characters, shown to the customer.")
+    str, typer.Option(help="Why, in up to 200 characters. Your customer can read it.")
 ]
 IdArgument = Annotated[str, typer.Argument(help="Id, as shown by `list`.", metavar="ID")]
 RequestIdOption = Annotated[
     str | None,
     typer.Option(
-        "--request-id", help="A UUID: repeating the command with it proposes nothing new."
+        "--request-id", help="A UUID. If you repeat the command with it, nothing new is proposed."
     ),
 ]
-UndecidedOption = Annotated[bool, typer.Option("--undecided", help="Only pending ones.")]
+UndecidedOption = Annotated[
+    bool, typer.Option("--undecided", help="Only those that wait for a decision.")
+]
 
 
 @adjustment.command("create", context_settings={"ignore_unknown_options": True})
@@ -782,15 +784,13 @@ def create_adjustment(
     client: BillingClient,
     amount: Annotated[
         str,
-        typer.Argument(
-            help="Amount in units of the customer's currency; negative to credit, such as -12.50."
-        ),
+        typer.Argument(help="Amount in the customer's currency; -12.50 gives them 12.50."),
     ],
     reason: ReasonOption,
     organization: OrganizationOption = None,
     request_id: RequestIdOption = None,
 ) -> Output:
-    """Propose a line for the next invoice. A person with another key must approve it."""
+    """Propose a line for the next invoice. Another person approves it with another key."""
     chosen = organization_or_default(organization, client.address)
     return outcome_of(
         client.create_adjustment(chosen, parse_money(amount), reason, request_id=request_id)
@@ -802,13 +802,11 @@ def create_adjustment(
 def create_credit_note(
     client: BillingClient,
     invoice: Annotated[str, typer.Argument(help="Number of the invoice, such as INV-000001.")],
-    amount: Annotated[
-        str, typer.Argument(help="Refunded amount, above zero, in units of its currency.")
-    ],
+    amount: Annotated[str, typer.Argument(help="How much to refund, such as 0.50.")],
     reason: ReasonOption,
     request_id: RequestIdOption = None,
 ) -> Output:
-    """Propose to refund an invoice or a part of it. A person with another key must approve it."""
+    """Propose to refund an invoice or a part of it. Another person approves it with another key."""
     return outcome_of(
         client.create_credit_note(invoice, parse_money(amount), reason, request_id=request_id)
     )
@@ -835,7 +833,7 @@ def approve(client: BillingClient, adjustment_id: IdArgument) -> Output:
 @adjustment.command("reject")
 @calls(billing_client)
 def reject(client: BillingClient, adjustment_id: IdArgument) -> Output:
-    """Reject an adjustment or credit note permanently; its author may do so too."""
+    """Reject an adjustment or a credit note for good. Its author may do so too."""
     return outcome_of(client.reject_adjustment(adjustment_id))
 
 

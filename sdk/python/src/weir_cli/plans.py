@@ -177,7 +177,7 @@ def create_plans(
         Path, typer.Argument(help="YAML with `plans:`; - for stdin. See docs/how-to/prices.md.")
     ],
 ) -> Output:
-    """Create the plans of a file, or their next versions. Customers keep their version."""
+    """Create the plans of a file, or their next versions. Customers keep the version they have."""
     proposal = read_proposal(file)
     if proposal.get("prices"):
         raise typer.BadParameter("`prices:` are set by `weir apply`", param_hint="FILE")
@@ -210,15 +210,17 @@ def list_plans(
 def assign_plan(
     client: AdminClient,
     organization: Annotated[str, typer.Argument(help="Organization, by name or id.")],
-    name: Annotated[str, typer.Argument(help="The plan; omit it to end the current one.")] = "",
+    name: Annotated[
+        str, typer.Argument(help="The plan. Leave it out to end the current one.")
+    ] = "",
     first_month: Annotated[
-        str, typer.Option("--from", help="First month, as YYYY-MM. Default: this one.")
+        str, typer.Option("--from", help="First month, such as 2026-12. Default: this month.")
     ] = "",
     version: Annotated[
         int, typer.Option(min=0, help="Version of the plan. Default: the latest.")
     ] = 0,
 ) -> Output:
-    """Assign a plan to an organization from a month on. Earlier months stay unchanged."""
+    """Give an organization a plan from a month on. Earlier months stay as they are."""
     assigned = client.assign_plan(organization, name, version=version, first_month=first_month)
     which = f"the plan {assigned.plan} version {assigned.version}" if assigned.plan else "no plan"
     already = " already" if assigned.existed else ""
@@ -244,31 +246,30 @@ def grant_credit(
     client: AdminClient,
     organization: OrganizationArgument,
     amount: Annotated[
-        str, typer.Argument(help="In units of the organization's currency, such as 500.00.")
+        str, typer.Argument(help="Amount in the organization's currency, such as 500.00.")
     ],
     last_month: Annotated[
         str,
         typer.Option(
-            "--until", help="Last month that it covers, as YYYY-MM; then the rest expires."
+            "--until", help="Last month that it pays for, such as 2026-12. Then the rest expires."
         ),
     ],
-    reason: Annotated[
-        str, typer.Option("--reason", help="Reason, recorded in the ledger and the audit log.")
-    ],
+    reason: Annotated[str, typer.Option("--reason", help="Why, for the ledger and the audit log.")],
     first_month: Annotated[
-        str, typer.Option("--from", help="First month that it covers. Default: this one.")
+        str, typer.Option("--from", help="First month that it pays for. Default: this month.")
     ] = "",
     request_id: Annotated[
         str,
         typer.Option(
-            "--request-id", help="A UUID: repeating the command with it grants nothing more."
+            "--request-id",
+            help="A UUID. If you repeat the command with it, nothing more is granted.",
         ),
     ] = "",
 ) -> CreditGrant:
-    """Grant an organization credit for the charges of some months.
+    """Give an organization credit that pays for its next bills.
 
-    At most 1,000,000 units at once. For a prepaid organization, total usage and credit are limited
-    to 9,223,372 units together; the error has the amount that can still be granted.
+    You can grant up to 1,000,000 units at once. A prepaid organization can have 9,223,372 units in
+    all, used ones included; the error says how much you can still grant.
     """
     picos = parsed("AMOUNT", parse_picos, amount)
     return client.grant_credit(
@@ -286,14 +287,14 @@ def grant_credit(
 def list_grants(
     client: AdminClient, organization: OnlyOrganizationOption = ""
 ) -> list[CreditGrant]:
-    """List credit grants; spent and remaining amounts count closed months only."""
+    """List grants of credit. Spent and remaining amounts count closed months only."""
     return client.list_credit_grants(organization)
 
 
 @credit.command("balance")
 @calls(admin_client, shown=BALANCES)
 def show_balance(client: AdminClient, organization: OrganizationArgument) -> CreditBalance:
-    """Show an organization's current credit."""
+    """Show how much credit an organization has now."""
     return client.get_credit_balance(organization)
 
 
@@ -305,20 +306,17 @@ def set_prepaid(
     only: Annotated[
         bool,
         typer.Option(
-            "--only/--off", help="Admit requests only within the credit, or switch that off."
+            "--only/--off", help="Refuse requests beyond the credit, or bill them as usual."
         ),
     ],
     alert_remaining: Annotated[
         str | None,
         typer.Option(
-            help=(
-                "Alert at these remainders, such as 100.00,20.00; or none. Default: unchanged, at"
-                " first none."
-            )
+            help=("Alert when less than these amounts is left, such as 100.00,20.00; or `none`.")
         ),
     ] = None,
 ) -> Output:
-    """Switch an organization to prepaid, limited to its credit, or back."""
+    """Let an organization use no more than its credit, or switch back."""
     parts = [] if alert_remaining in (None, "none") else (alert_remaining or "").split(",")
     lefts = [parsed("--alert-remaining", parse_picos, part.strip()) for part in parts]
     existed = client.set_prepaid(
@@ -332,12 +330,13 @@ def set_prepaid(
 
 
 price = typer.Typer(
-    help="Set, list and simulate prices: list prices and customers' own.", no_args_is_help=True
+    help="Set and list prices, for all or for one customer, and try new ones.", no_args_is_help=True
 )
 
-ModelArgument = Annotated[str, typer.Argument(help="Model; it need not exist yet.")]
+ModelArgument = Annotated[str, typer.Argument(help="Model. You may price it before you serve it.")]
 SinceOption = Annotated[
-    datetime | None, typer.Option(help="Start, in UTC. Default: now.", formats=TIME_FORMATS)
+    datetime | None,
+    typer.Option(help="When it begins, in UTC. Default: now.", formats=TIME_FORMATS),
 ]
 
 
@@ -349,16 +348,18 @@ def set_price(
     organization: Annotated[
         str,
         typer.Option(
-            "--org", "--organization", help="Set this organization's own price, by name or id."
+            "--org",
+            "--organization",
+            help="Set the price of this organization only, by name or id.",
         ),
     ] = "",
     currency: Annotated[
-        str, typer.Option(help="ISO 4217 code. Default: the organization's; USD for list prices.")
+        str, typer.Option(help="Such as EUR. Default: the organization's; USD for list prices.")
     ] = "",
     effective_time: SinceOption = None,
     **terms: Any,
 ) -> Output:
-    """Set a new price version per service tier. Requests pay the price at their admission."""
+    """Set the price of a model. A request pays the price in force when it starts."""
     given = values_of(TERMS["price"], terms)
     given.setdefault("cached_input_picos_per_token", given["input_picos_per_token"])
     versions = client.set_price(
@@ -389,7 +390,7 @@ def withdraw_price(
     ],
     effective_time: SinceOption = None,
 ) -> Output:
-    """End a customer's own price; the list price applies from then on."""
+    """End the price of one customer, who pays the list price from then on."""
     versions = client.withdraw_price(organization, model, effective_time=_utc(effective_time))
     since = time_text(versions[0].effective_time, "now")
     return versions, f"{organization} pays the list price of {model} from {since} on"
@@ -404,20 +405,22 @@ def list_prices(
         typer.Option(
             "--org",
             "--organization",
-            help="Prices of this organization, by name or id. Default: list prices.",
+            help="Prices that this organization pays, by name or id. Default: list prices.",
         ),
     ] = "",
     model: Annotated[str, typer.Option("--model", help="Only this model.")] = "",
     currency: Annotated[str, typer.Option(help="Only in this currency.")] = "",
     at: Annotated[
         datetime | None,
-        typer.Option("--at", help="At this time, in UTC. Default: now.", formats=TIME_FORMATS),
+        typer.Option(
+            "--at", help="Prices at this time, in UTC. Default: now.", formats=TIME_FORMATS
+        ),
     ] = None,
     history: Annotated[
-        bool, typer.Option("--history", help="All past and future versions.")
+        bool, typer.Option("--history", help="Show past and future prices too.")
     ] = False,
 ) -> Output:
-    """List prices by model and tier, with source and start."""
+    """List the price of each model and tier, where it comes from, and since when it applies."""
     found = client.list_prices(
         organization, model=model, currency_code=currency, time=_utc(at), history=history
     )
@@ -434,7 +437,7 @@ def _utc(time: datetime | None) -> datetime | None:
 @calls(admin_client, timeout=TIMEOUT_S)
 def simulate(
     client: AdminClient,
-    month: Annotated[str, typer.Argument(help="The month, as YYYY-MM, UTC.")],
+    month: Annotated[str, typer.Argument(help="Month in UTC, such as 2026-11.")],
     file: Annotated[
         Path,
         typer.Option(
@@ -444,14 +447,12 @@ def simulate(
     organization: Annotated[
         str, typer.Option("--org", "--organization", help="Only this organization, by name or id.")
     ] = "",
-    as_csv: Annotated[
-        bool, typer.Option("--csv", help="CSV with exact amounts on stdout.")
-    ] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with exact amounts.")] = False,
     as_json: JsonOption = False,
 ) -> Output | None:
-    """Rate a past month's usage with proposed prices and plans. Changes nothing.
+    """Show what a past month would have cost with other prices or plans. Changes nothing.
 
-    Amounts are usage and plan; adjustments, credit and rounding are left out on both sides.
+    Both sides have usage and plan only, without adjustments, credit and rounding.
     """
     if as_csv and as_json:
         raise typer.BadParameter("give --csv or --json, not both")

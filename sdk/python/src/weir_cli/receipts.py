@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     )
     from weir_client.receipt_months import Totals
 
-receipt = typer.Typer(help="Export receipts and verify them.", no_args_is_help=True)
+receipt = typer.Typer(help="Export signed receipts, and verify them.", no_args_is_help=True)
 
 PROBLEMS_SHOWN_MAX = 50
 
@@ -116,7 +116,7 @@ def read_report(path: Path) -> ReportedMonth:
 @receipt.command("keys")
 @calls(receipt_client)
 def keys(client: ReceiptClient, as_json: JsonOption = False) -> None:
-    """List the public keys of receipt signatures. Save `--json` to a file to verify offline."""
+    """List the public keys that verify receipts. Save `--json` to a file to verify offline."""
     found = client.list_receipt_keys()
     if as_json:
         typer.echo(
@@ -144,12 +144,12 @@ def export(
     month: MonthArgument,
     organization: OrganizationOption = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write to this file instead of stdout.")
+        Path | None, typer.Option("--output", "-o", help="Write to this file, not to stdout.")
     ] = None,
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
-    """Write all receipts of a month as JSON lines, by time."""
+    """Write all receipts of a month as JSON lines, the oldest first."""
     with receipt_client(address, api_key) as client:
         found = client.list_receipts(organization_or_default(organization, client.address), month)
         number = itertools.count()
@@ -164,7 +164,7 @@ def month_(
     month: MonthArgument,
     organization: OrganizationOption = None,
 ) -> Output:
-    """Show the root over a month's receipts, and the ends of each project's chain."""
+    """Show the root of a month's receipts, and where each project's chain begins and ends."""
     from rich.text import Text
 
     found = client.get_receipt_month(organization_or_default(organization, client.address), month)
@@ -188,7 +188,7 @@ def verify(
     file: Annotated[
         str,
         typer.Argument(
-            help="Receipts as JSON lines, from `export` or single requests; - for stdin."
+            help="Receipts as JSON lines, from `export` or of single requests; - for stdin."
         ),
     ],
     keys: Annotated[
@@ -200,24 +200,27 @@ def verify(
     ] = None,
     month: Annotated[
         str,
-        typer.Option("--month", help="Check completeness: the file has the whole month YYYY-MM."),
+        typer.Option(
+            "--month", help="Check that the file has all receipts of this month, such as 2026-11."
+        ),
     ] = "",
     report: Annotated[
         Path | None,
         typer.Option(
-            "--report", help="The month's report as JSON: sums must match, and the root if present."
+            "--report",
+            help="Report of the month as JSON: its sums and its root must match the receipts.",
         ),
     ] = None,
     root: Annotated[
-        str, typer.Option("--root", help="Expected root of the month, in hexadecimal.")
+        str, typer.Option("--root", help="Root that the month must have, in hexadecimal.")
     ] = "",
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
-    """Verify receipts offline: content, signatures, and completeness of the chains.
+    """Verify receipts without the server: is each genuine, and is none missing?
 
-    Reports every problem; exit code 1 if there are any.
+    It reports every problem, and exits with 1 if it finds one.
     """
     try:
         with opened(file) as lines:

@@ -110,7 +110,7 @@ def list_requests(
     limit: Annotated[
         int,
         typer.Option(
-            help="Largest number of requests, 1 to 1000; sums cover all.", min=1, max=1000
+            help="Show at most this many requests, 1 to 1000. Sums are of all.", min=1, max=1000
         ),
     ] = 200,
     as_json: JsonOption = False,
@@ -150,12 +150,13 @@ def kill_request(
         str, typer.Argument(help="Id of the request, as shown by `weir requests`.")
     ],
     project: Annotated[
-        str, typer.Option(help="Its project as ORG/NAME, if several run a request of this id.")
+        str,
+        typer.Option(help="Its project, ORG/NAME, if several projects run a request of this id."),
     ] = "",
-    reason: Annotated[str, typer.Option(help="Reason, for its client and the audit log.")] = "",
+    reason: Annotated[str, typer.Option(help="Why. The client and the audit log get it.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """End a request in any process. Delivered output is settled. Idempotent."""
+    """End a running request, whichever process runs it. Delivered tokens are billed."""
     killed = client.kill_request(request_id, project=project, reason=reason)
     print_found(killed, killed_text(request_id, killed), as_json=as_json)
     if killed.result is KillResult.PENDING:
@@ -166,12 +167,10 @@ def kill_request(
 @calls(admin_client)
 def stuck_requests(
     client: AdminClient,
-    end: Annotated[
-        bool, typer.Option("--end", help="Expire all overdue holds, as the worker does.")
-    ] = False,
+    end: Annotated[bool, typer.Option("--end", help="End them now, as a worker would.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show holds that are overdue by more than 30 s. There are none while a worker runs."""
+    """Show holds that should have ended 30 s ago. While a worker runs, there are none."""
     expired_count = client.expire_overdue_holds() if end else 0
     view = client.list_live_requests(page_size=1000, stuck_only=True)
     found = {
@@ -274,16 +273,16 @@ def trace(
     project: Annotated[
         str,
         typer.Option(
-            help="For admins: its project as ORG/NAME, if several have a request of this id."
+            help="For admins: its project, ORG/NAME, if several projects have a request of this id."
         ),
     ] = "",
     as_json: JsonOption = False,
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
-    """Show the time spent in each stage of a request, its usage and its cost.
+    """Show where the time of a request went, its tokens and its cost.
 
-    A key can show the requests of its own project, an admin key those of all projects.
+    With your key you see the requests of your project; with an admin key, all.
     """
     generation, record = look_up(request_id, project, address, api_key)
     print_found(
@@ -355,7 +354,7 @@ def traced(generation: Generation, record: RecordedRequest | None = None) -> Ren
 
 
 replicas = typer.Typer(
-    help="Show the engines of each model; drain one, and return it to service.",
+    help="Show the engines of each model. Drain one for a repair, and put it back.",
     no_args_is_help=True,
 )
 
@@ -398,16 +397,14 @@ def drain_replica(
     replica: NameArgument,
     move_after: Annotated[
         float | None,
-        typer.Option(
-            help="Seconds after which running requests move to other replicas if possible.", min=0
-        ),
+        typer.Option(help="Seconds to wait before running requests move to other replicas.", min=0),
     ] = None,
     reason: Annotated[
-        str, typer.Option(help="Reason, for the audit log and `weir replicas list`.")
+        str, typer.Option(help="Why. You see it in `weir replicas list` and in the audit log.")
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Drain a replica in all processes; running requests finish there. Idempotent."""
+    """Give a replica no new requests, in any process. Running ones finish there."""
     drained = client.drain_replica(model, replica, reason=reason, move_after_s=move_after)
     running_count = sum(each.request_count for each in drained.replicas)
     running = f"{counted(running_count, 'request')} still {'runs' if running_count == 1 else 'run'}"
@@ -423,10 +420,10 @@ def undrain_replica(
     client: AdminClient,
     model: ModelArgument,
     replica: NameArgument,
-    reason: Annotated[str, typer.Option(help="Reason, for the audit log.")] = "",
+    reason: Annotated[str, typer.Option(help="Why, for the audit log.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Return a replica to service in all processes. Idempotent."""
+    """Give a drained replica requests again, in all processes."""
     undrained = client.undrain_replica(model, replica, reason=reason)
     was = "is back in service" if undrained.undrained else "was not drained"
     summary = f"replica {replica} {was}; {taken_text(undrained.replicas)}"

@@ -58,10 +58,11 @@ org = typer.Typer(
 project = typer.Typer(help="Create and list projects.", no_args_is_help=True)
 
 IfMissingOption = Annotated[
-    bool, typer.Option("--if-missing", help="Do nothing if it exists, for repeatable scripts.")
+    bool,
+    typer.Option("--if-missing", help="Succeed if it exists already, for scripts that run again."),
 ]
 NameArgument = Annotated[
-    str, typer.Argument(help="1 to 63 of a-z, 0-9 and -, starting with a letter.")
+    str, typer.Argument(help="Its name: 1 to 63 of a-z, 0-9 and -, beginning with a letter.")
 ]
 QuotaArgument = Annotated[
     str, typer.Argument(help="Id of the limit, as shown by `weir quota list`.")
@@ -148,7 +149,9 @@ PROFILE = {
 def create_organization(
     client: AdminClient,
     name: NameArgument,
-    currency: Annotated[str, typer.Option(help="Currency of its bills, as ISO 4217 code.")] = "USD",
+    currency: Annotated[
+        str, typer.Option(help="Currency of its bills, such as USD or EUR.")
+    ] = "USD",
     if_missing: IfMissingOption = False,
 ) -> Organization:
     """Create an organization: a customer with its own bill."""
@@ -183,7 +186,7 @@ def billing_profile(
     ],
     **profile: Any,
 ) -> Output:
-    """Show an organization's billing profile; options change its fields. Clear one with ''."""
+    """Show where an organization's invoices go. Options change single fields; '' clears one."""
     given = {name: value for name, value in profile.items() if value is not None}
     if "emails" in given:
         given["emails"] = tuple(filter(None, given["emails"]))
@@ -221,7 +224,7 @@ def create_project(
     organization: OrganizationOption = None,
     if_missing: IfMissingOption = False,
 ) -> Project:
-    """Create a project: a subdivision of an organization with its own keys and limits."""
+    """Create a project: a part of an organization with keys and limits of its own."""
     return client.create_project(
         organization_or_default(organization, client.address), name, allow_existing=if_missing
     )
@@ -250,27 +253,27 @@ KeyArgument = Annotated[str, typer.Argument(metavar="KEY", help="Id or prefix of
 def create_key(
     client: AdminClient,
     name: Annotated[
-        str, typer.Argument(help="Display name, for example of the program that uses it.")
+        str, typer.Argument(help="A name for you, such as that of the program that uses the key.")
     ],
     organization: OrganizationOption = None,
     project: Annotated[
         str | None,
-        typer.Option("--project", help="Project, by name or id. Default: that of `weir up`."),
+        typer.Option("--project", help="Project, by name or id. Default: the one of `weir up`."),
     ] = None,
     expires_in: Annotated[
-        str | None, typer.Option(help="Lifetime, as 90m, 12h, 30d or 4w. Default: unlimited.")
+        str | None, typer.Option(help="How long it works: 90m, 12h, 30d or 4w. Default: for ever.")
     ] = None,
     if_missing: Annotated[
         bool,
         typer.Option(
             "--if-missing",
-            help="Do nothing if the project has an active key of this name and scopes.",
+            help="Succeed if the project has a working key of this name and scopes already.",
         ),
     ] = False,
     as_json: JsonOption = False,
     **terms: Any,
 ) -> None:
-    """Create an API key. Its secret goes to stdout, once."""
+    """Create an API key. You see its secret once, on stdout: keep it."""
     lifetime = parsed("--expires-in", parse_span, expires_in) if expires_in is not None else None
     created = client.create_api_key(
         organization_or_default(organization, client.address),
@@ -306,13 +309,13 @@ def rotate_key(
     api_key_ref: KeyArgument,
     overlap: Annotated[
         str,
-        typer.Option(help="Remaining time of the old secret: 90m, 12h, 7d, or 0 to end it now."),
+        typer.Option(help="How long the old secret still works: 90m, 12h, 7d, or 0 to end it now."),
     ] = "24h",
     as_json: JsonOption = False,
 ) -> None:
-    """Replace the secret of a key; the new one is shown once. The old one works for the overlap.
+    """Give a key a new secret, which you see once. The old one still works for a while.
 
-    Id, prefix, limits and counters stay.
+    Use it regularly, and with `--overlap 0` if a secret leaked. Prefix and limits stay the same.
     """
     span = span_or_none_left("--overlap", overlap)
     rotated = client.rotate_api_key(api_key_ref, overlap=span)
@@ -338,14 +341,14 @@ def update_key(
         bool, typer.Option("--all-networks", help="Allow all networks.")
     ] = False,
     expires_in: Annotated[
-        str | None, typer.Option(help="Expire after 90m, 12h, 30d or 4w; 0 expires it now.")
+        str | None, typer.Option(help="Let it expire after 90m, 12h, 30d or 4w; 0 ends it now.")
     ] = None,
     never_expires: Annotated[
-        bool, typer.Option("--never-expires", help="Remove the expiry.")
+        bool, typer.Option("--never-expires", help="Let it work for ever.")
     ] = False,
     **terms: Any,
 ) -> ApiKey:
-    """Change the name, expiry or permissions of a key. Omitted options stay unchanged."""
+    """Change the name, expiry or rights of a key. Only what you name changes."""
     given = values_of(TERMS["key"], terms)
     if not (given or all_models or all_networks or never_expires) and name is expires_in is None:
         flags = ", ".join(each.names.replace("/", ", ") for each in TERMS["key"])
@@ -368,7 +371,7 @@ def update_key(
 @key.command("revoke")
 @calls(admin_client)
 def revoke_key(client: AdminClient, api_key_ref: KeyArgument) -> Output:
-    """Revoke an API key permanently, and end its running requests on all servers. Idempotent."""
+    """Stop a key for good, and end its running requests on all servers."""
     revoked = client.revoke_api_key(api_key_ref)
     return (
         revoked,
@@ -385,10 +388,10 @@ def list_keys(
     ] = "",
     unused_for: Annotated[
         str | None,
-        typer.Option(help="Only active keys that were not used for 90m, 12h, 90d or 13w."),
+        typer.Option(help="Only working keys that were not used for 90m, 12h, 90d or 13w."),
     ] = None,
 ) -> Output:
-    """List API keys, newest first, without their secrets."""
+    """List API keys, the newest first. Secrets are never shown."""
     span = None if unused_for is None else parsed("--unused-for", parse_span, unused_for)
     found = client.list_api_keys(organization, unused_for=span)
     none = "no keys" if span is None else f"no active key is known to be unused for {unused_for}"
@@ -398,7 +401,7 @@ def list_keys(
 @key.command("show")
 @calls(admin_client)
 def show_key(client: AdminClient, api_key_ref: KeyArgument) -> Output:
-    """Show all properties of an API key except its secret."""
+    """Show what an API key may do, and when it was last used."""
     found = client.list_api_keys(api_key=api_key_ref)
     return found[0], key_sheet(found[0])
 
@@ -434,13 +437,11 @@ quota = typer.Typer(help="Set, show and remove limits.", no_args_is_help=True)
 @calls(admin_client, options=options_of(TERMS["quota"]))
 def set_quota(
     client: AdminClient,
-    dimension: Annotated[
-        str, typer.Argument(help=f"Dimension of the limit: {', '.join(DIMENSIONS)}.")
-    ],
+    dimension: Annotated[str, typer.Argument(help=f"What to limit: {', '.join(DIMENSIONS)}.")],
     value: Annotated[
         str,
         typer.Argument(
-            help="The limit; money in units of the currency, such as 250.00. 0 admits nothing."
+            help="The limit: a number, or money such as 250.00. 0 lets nothing through."
         ),
     ],
     organization: Annotated[
@@ -454,20 +455,23 @@ def set_quota(
         str | None, typer.Option("--key", help="Limit this key, by id or prefix.")
     ] = None,
     model: Annotated[
-        str, typer.Option("--model", help="Only for this model. Default: all models together.")
+        str,
+        typer.Option(
+            "--model", help="Limit the use of this model only. Default: of all models together."
+        ),
     ] = "",
     new_keys: Annotated[
         bool,
         typer.Option(
             "--new-keys",
-            help="Set a default instead, copied to each key created under the subject from now on.",
+            help="Give each new key its own copy of the limit, instead of limiting the subject.",
         ),
     ] = False,
     **terms: Any,
 ) -> Output:
-    """Set one limit, or replace that of the same subject, model and dimension.
+    """Set a limit for an organization, a project or a key, or change it.
 
-    Past usage counts.
+    Usage of the current minute, day or month counts already.
     """
     kind = parse_dimension(dimension)
     limit = parsed("VALUE", parse_limit, kind, value)
@@ -490,18 +494,18 @@ def override_quota(
     client: AdminClient,
     quota_id: QuotaArgument,
     value: Annotated[
-        str | None, typer.Argument(help="The higher limit, as for `weir quota set`.")
+        str | None, typer.Argument(help="The higher limit, written as for `weir quota set`.")
     ] = None,
-    lasting: Annotated[str | None, typer.Option("--for", help="Duration: 90m, 12h, 7d.")] = None,
+    lasting: Annotated[
+        str | None, typer.Option("--for", help="How long it lasts: 90m, 12h, 7d.")
+    ] = None,
     reason: Annotated[
         str,
-        typer.Option(
-            "--reason", help="Reason, shown with the limit and recorded in the audit log."
-        ),
+        typer.Option("--reason", help="Why. You see it with the limit and in the audit log."),
     ] = "",
-    end: Annotated[bool, typer.Option("--end", help="End the override early.")] = False,
+    end: Annotated[bool, typer.Option("--end", help="End the override now.")] = False,
 ) -> Output:
-    """Override a limit with a higher one for a time, or end the override."""
+    """Raise a limit for some time, or end this early."""
     if end == (value is not None) or end == (lasting is not None):
         raise typer.BadParameter("give a VALUE with --for and --reason, or --end alone")
     if value is None or lasting is None:
@@ -527,7 +531,7 @@ def show_quotas(
         str, typer.Option("--model", help="Only limits that apply to this model.")
     ] = "",
 ) -> Output:
-    """Show every limit that applies to your own key, with its remainder."""
+    """Show the limits of your own key, and how much is left of each."""
     found, own = client.get_quota(model), client.get_restrictions()
     narrowed = "; ".join(f"{name} {value}" for name, value in restrictions(own))
     remarks = [f"key {own.prefix} is restricted to: {narrowed}"] if narrowed else []
@@ -558,7 +562,7 @@ def list_quotas(
         str, typer.Option("--model", help="With --key: only limits that apply to this model.")
     ] = "",
 ) -> Output:
-    """List limits as an admin, with their remainders and ids."""
+    """List limits, how much is left of each, and their ids. Needs an admin key."""
     if key and organization:
         raise typer.BadParameter("give --org or --key, not both")
     found = client.list_key_quotas(key, model) if key else client.list_quotas(organization)
@@ -573,11 +577,11 @@ def delete_quota(
     if_exists: Annotated[
         bool,
         typer.Option(
-            "--if-exists", help="Do nothing if it does not exist, for repeatable scripts."
+            "--if-exists", help="Succeed if it does not exist, for scripts that run again."
         ),
     ] = False,
 ) -> Output:
-    """Remove one limit."""
+    """Remove a limit."""
     deleted = client.delete_quota(quota_id, allow_missing=if_exists)
     message = (
         f"removed limit {quota_id}"

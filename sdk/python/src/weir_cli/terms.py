@@ -31,7 +31,10 @@ KINDS: Mapping[str, tuple[str, Any, Callable[[str], Any] | None]] = {
 }
 # Maximum of whole numbers; None for none.
 MAXIMA: Mapping[str, int | None] = {"count": None, "weight": 1_000_000}
-WEIGHT_HELP = "Weight of such a token in thousandths. Default: unchanged, at first 1000."
+WEIGHT_HELP = (
+    "How much {} token counts, in thousandths: 1000 is one token, 250 a quarter. New limits use"
+    " 1000."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,35 +77,39 @@ TERMS = {
         Term(
             "scopes",
             "words",
-            "inference, admin or billing; repeatable. Default of a new key: inference.",
+            "inference, admin or billing; repeat for more. New keys get inference.",
             "--scope",
         ),
         Term(
-            "models", "words", "Allowed model; repeatable. Default: all.", "--model", label="models"
+            "models",
+            "words",
+            "Allow this model only; repeat for more. Default: all.",
+            "--model",
+            label="models",
         ),
         Term(
             "allowed_networks",
             "words",
-            "Allowed client network, such as 203.0.113.0/24; repeatable. Default: all.",
+            "Allow calls from this network only, such as 203.0.113.0/24; repeat for more.",
             "--network",
             label="networks",
         ),
         Term(
             "max_input_tokens",
             "count",
-            "Limit of input tokens per request. 0: no limit.",
+            "Refuse a request with more input tokens than this. 0 removes the limit.",
             label="max input tokens",
         ),
         Term(
             "max_output_tokens",
             "count",
-            "Limit of output tokens per request, all choices together. 0: no limit.",
+            "Most output tokens of a request, all its choices together. 0 removes the limit.",
             label="max output tokens",
         ),
         Term(
             "strict_parameters",
             "switch",
-            "Refuse unknown parameters over HTTP. Default of a new key: no.",
+            "Refuse unknown parameters over HTTP, or ignore them. New keys ignore them.",
             "--strict-parameters/--no-strict-parameters",
             label="unknown parameters",
             shown="refused",
@@ -112,39 +119,45 @@ TERMS = {
         Term(
             "enforced",
             "switch",
-            "Refuse requests beyond it, or only count them (shadow mode). Default: unchanged.",
+            "Refuse requests beyond the limit, or only count them. New limits refuse.",
             "--enforce/--watch",
         ),
-        Term("input_weight", "weight", WEIGHT_HELP),
-        Term("cached_input_weight", "weight", WEIGHT_HELP, "--cached-weight"),
-        Term("output_weight", "weight", WEIGHT_HELP),
+        Term("input_weight", "weight", WEIGHT_HELP.format("an input")),
+        Term(
+            "cached_input_weight",
+            "weight",
+            WEIGHT_HELP.format("a cached input"),
+            "--cached-weight",
+        ),
+        Term("output_weight", "weight", WEIGHT_HELP.format("an output")),
         Term(
             "alert_at",
             "percentages",
-            "Percentages that alert, such as 50,80,100; or none. Default: unchanged, at first"
-            " these.",
+            "Alert at these percentages of the limit, or `none`. New limits alert at 50,80,100.",
         ),
     ),
     "price": (
-        Term(
-            "input", "price", "Per million input tokens, in units of the currency.", required=True
-        ),
+        Term("input", "price", "Price of a million input tokens, such as 0.15.", required=True),
         Term(
             "cached_input",
             "price",
-            "Per million input tokens from the prefix cache. Default: same as --input.",
+            "Price of a million input tokens from the prefix cache. Default: as --input.",
         ),
-        Term("output", "price", "Per million output tokens.", required=True),
+        Term("output", "price", "Price of a million output tokens.", required=True),
         Term(
             "reasoning",
             "price",
-            "Per million output tokens of thinking. Default: same as --output.",
+            "Price of a million output tokens of thinking. Default: as --output.",
         ),
-        Term("embedding", "price", "Per million embedded tokens. Default: unchanged, at first 0."),
+        Term(
+            "embedding",
+            "price",
+            "Price of a million embedded tokens. Default: unchanged; 0 if it was never set.",
+        ),
         Term(
             "batch_multiplier",
             "multiplier",
-            "Batch tier's fraction of these prices, such as 0.5. Default: unchanged, at first 1.",
+            "What the batch tier pays of these prices, such as 0.5 for half. First price: 1.",
         ),
     ),
 }
