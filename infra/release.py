@@ -136,7 +136,7 @@ def build(root: Path, out: Path, *, native: Path = PREBUILT) -> list[Path]:
         run(sys.executable, "-m", "inference.native.build")  # returns at once if it is built
         run(*wheel, "sdk/python")
         # The server's wheel has machine code for this system, but for any Python.
-        platform = next(iter(platform_tags()))
+        platform = next(each for each in platform_tags() if not each.startswith("linux_"))
         run(*wheel, f"--config-settings=--build-option=--plat-name={platform}", ".")
         run(sys.executable, "-c", "from infra.typescript_sdk import rebuild; rebuild()")
         run("npm", "pack", "--silent", "--pack-destination", out, cwd=source / SDK)
