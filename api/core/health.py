@@ -117,6 +117,7 @@ async def keep_health(
 ) -> None:
     """Update health and connection file until the process drains, then report not serving."""
     previous: Mapping[str, bool] = {}
+    failed: set[str] = set()
     while not stopping.is_set():
         health.report(
             STORE, "" if store_is_well(holds, settings) else "the database does not answer"
@@ -127,9 +128,12 @@ async def keep_health(
         parts = health.parts
         serving = services(parts, may_admit_without_store(holds, settings))
         for name in (name for name, well in parts.items() if previous.get(name, well) is not well):
-            log.warning(
-                "part_recovered" if parts[name] else "part_failed", part=name, serving=serving[""]
-            )
+            if not parts[name]:
+                failed.add(name)
+                log.warning("part_failed", part=name, serving=serving[""])
+            else:  # at the start, a part that becomes ready has not failed
+                event = "part_recovered" if name in failed else "part_ready"
+                log.info(event, part=name, serving=serving[""])
         previous = parts
         await health.publish(parts | serving)
         health.reasons = reasons(parts, serving[""])

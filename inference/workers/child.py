@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, NoReturn, TypeVar
 
+from common.logs import configure_logging
 from inference.workers.protocol import (
     Message,
     MessageDecoder,
@@ -185,11 +186,7 @@ def serve_parent(module: str, run: Callable[[socket.socket], int]) -> int:
     )
     parser.add_argument("--fd", type=int, required=True, help="inherited socket to the parent")
     arguments = parser.parse_args()
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-    )
+    configure_logging(logging.INFO)
     # The parent handles signals to the process group (Ctrl-C, a service manager): it drains first,
     # and this process ends with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
@@ -73,6 +74,20 @@ async def refusal_of_a_new_request(service: Service, secret: str) -> Refusal:
                 return Refusal.of(stream.error)
 
 
+async def test_the_log_of_a_healthy_start_is_json_without_a_warning(
+    launch: Start, postgres: EmbeddedPostgres
+) -> None:
+    service = launch(database_url=postgres.url)
+
+    await until(lambda: log_events(service.log, "part_ready"), "the engine to be ready")
+
+    lines = [json.loads(line) for line in service.log.splitlines()]
+    parts = [line for line in lines if line["event"].startswith("part_")]
+    assert {line["level"] for line in parts} == {"info"}
+    assert log_events(service.log, "part_recovered") == []
+    assert any("logger" in line for line in lines), "the worker's are among them"
+
+
 async def test_closed_health_reports_an_outage(launch: Start, postgres: EmbeddedPostgres) -> None:
     service = launch(database_url=postgres.url, database_unready_after_s=0.3)
     assert all(
@@ -99,6 +114,8 @@ async def test_closed_health_reports_an_outage(launch: Start, postgres: Embedded
     assert (failed["part"], failed["serving"]) == ("database", False)
     await asyncio.to_thread(restart, postgres)
     await until(service.serving, "health to say that it is back")
+    [recovered] = log_events(service.log, "part_recovered")
+    assert (recovered["part"], recovered["level"]) == ("database", "info")
 
 
 async def test_preauthorized_holds_survive_a_kill(

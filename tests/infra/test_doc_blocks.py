@@ -69,6 +69,7 @@ NOT_RUN = {
     ("docs/how-to/scale-out.md", "$ python -m bench.router"): "tests/bench/test_router_bench.py",
     ("docs/reference/clients.md", ""): "`make test-clients` installs the clients and runs it",
     ("docs/reference/engines.md", ""): "needs remote servers; tests/inference has doubles of them",
+    ("docs/how-to/install.md", ".venv/bin/python"): "make setup runs it",
     ("docs/releasing.md", ""): "changes the public repository",
     ("api/README.md", ""): "runs tests",
     ("inference/README.md", ""): "runs tests",

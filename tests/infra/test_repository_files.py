@@ -194,28 +194,3 @@ def test_make_targets_that_a_page_names_exist(name: str) -> None:
     assert commands
     for _, targets in commands:
         assert set(targets.split()) <= make_targets(), targets
-
-
-def test_all_packages_have_one_version() -> None:
-    """docs/releasing.md lists the places."""
-    server, client = (
-        tomllib.loads((ROOT / path).read_text())["project"]
-        for path in ("pyproject.toml", "sdk/python/pyproject.toml")
-    )
-    node, lock = (
-        json.loads((ROOT / "sdk/typescript" / name).read_text())
-        for name in ("package.json", "package-lock.json")
-    )
-    agent = re.search(
-        r"weir-client-node/([\d.]+)", (ROOT / "sdk/typescript/src/connection.ts").read_text()
-    )
-    assert agent is not None
-
-    assert f"weir-client=={server['version']}" in server["dependencies"]
-    assert {
-        client["version"],
-        node["version"],
-        lock["version"],
-        lock["packages"][""]["version"],
-        agent[1],
-    } == {server["version"]}

@@ -375,7 +375,7 @@ export interface CallOptionsOf {
 
 function channelOptions(settings: ConnectionSettings): ChannelOptions {
   return {
-    "grpc.primary_user_agent": "weir-client-node/0.1.0",
+    "grpc.primary_user_agent": "weir-client-node/0.0.0",
     "grpc.max_send_message_length": settings.maxMessageBytes,
     "grpc.max_receive_message_length": Math.max(RECEIVE_BYTES_MAX, settings.maxMessageBytes),
     "grpc.keepalive_time_ms": settings.keepaliveMs,
