@@ -9,7 +9,7 @@ import type {
   GenerateOptions,
   LimitOptions,
   Tool,
-  UsageOptions,
+  OwnUsageOptions,
 } from "./options.js";
 
 /** Test of a value, and the description of valid values. */
@@ -131,7 +131,7 @@ export const ATTACH: Readonly<Record<keyof AttachOptions, Check>> = {
 };
 
 /** Options of `usage`. */
-export const USAGE: Readonly<Record<keyof UsageOptions, Check>> = {
+export const USAGE: Readonly<Record<keyof OwnUsageOptions, Check>> = {
   month: TEXT,
   firstDay: TEXT,
   lastDay: TEXT,

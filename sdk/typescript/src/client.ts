@@ -27,7 +27,7 @@ import type {
   CountOptions,
   EmbedOptions,
   GenerateOptions,
-  UsageOptions,
+  OwnUsageOptions,
 } from "./options.js";
 import { buildCount, buildEmbed, buildStart, checkEncodable } from "./prompt.js";
 import { RESUME_MS } from "./resumption.js";
@@ -229,7 +229,7 @@ export class WeirClient implements AsyncDisposable {
    * Returns usage and cost of this key, or of its project, by day (UTC) and model. `cost` is exact,
    * before plan, credit and tax; it includes usage not posted yet.
    */
-  async usage(options: UsageOptions = {}, call: CallOptionsOf = {}): Promise<UsageReport> {
+  async usage(options: OwnUsageOptions = {}, call: CallOptionsOf = {}): Promise<UsageReport> {
     checkOptions(options, USAGE);
     const { by = [], ...fields } = options;
     const groupBy = by.map((each) =>

@@ -188,7 +188,7 @@ export interface CountOptions {
 }
 
 /** Options of `usage`: a month, or days of use. By default the current month until today. */
-export interface UsageOptions {
+export interface OwnUsageOptions {
   /** `YYYY-MM` in UTC: the usage that the month's bill charges. */
   readonly month?: string;
   /** First day of use, `YYYY-MM-DD` in UTC. */
