@@ -197,7 +197,7 @@ async def test_a_request_moved_a_thousand_times_ends_once_per_stream(world: Worl
             call.half_close()
 
     elsewhere = [
-        sum(frame.failed.status.message.startswith("another stream") for frame in call.frames)
+        sum(frame.failed.status.message.startswith("Another stream") for frame in call.frames)
         for call in calls
     ]
     assert sum(elsewhere) == rounds

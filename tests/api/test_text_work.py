@@ -108,7 +108,7 @@ def test_keys_of_one_organization_take_no_more_than_they_leave_free() -> None:
     a, b, other = owner(A, A), owner(B, A), owner(uuid.UUID(int=3))
     with work.permit(a, 40), work.permit(b, 10):
         with (
-            pytest.raises(PreparationLimit, match="of this organization with 50") as refusal,
+            pytest.raises(PreparationLimit, match="of your organization with 50") as refusal,
             work.permit(b, 1),
         ):
             pass

@@ -216,7 +216,7 @@ async def test_a_server_waits_for_its_database(launch: Start, postgres: Embedded
     postgres.stop()
     service = launch(serving=False, database_url=postgres.url)
     async with service.client("wk_abcdefgh_" + "x" * 43) as client:
-        with pytest.raises(Unavailable, match="the database does not answer"):
+        with pytest.raises(Unavailable, match="The database does not answer"):
             await client.list_models()
     await until(lambda: service.serving("engine/tiny"), "the engine")
     assert not any(
