@@ -123,7 +123,7 @@ async def test_a_format_that_cannot_compile_is_refused_and_free(service: Service
             await client.complete(MODEL, "Hi", json_schema={"type": "array", "uniqueItems": True})
 
     [violation] = caught.value.details.field_violations
-    assert violation.field == "response_format.json_schema"
+    assert violation.field == "json_schema"
     await service.no_hold_left(tenant)
     assert list(service.database.billed(tenant).values()) == [{}]
     assert service.database.counters(tenant) == {

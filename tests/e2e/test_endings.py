@@ -268,7 +268,7 @@ async def test_a_free_request_costs_no_prepaid_credit(inside: Inside, service: S
         messages.append(error.message)
     await until(lambda: service.database.holds(tenant) == {"voided": 4}, "all to be voided")
 
-    assert all("nothing is billed" in message for message in messages)
+    assert all("Nothing is billed" in message for message in messages)
     assert service.database.events(tenant) == []
     assert counted(service, tenant) == (0, 0, 0)
     assert service.database.counters(tenant)["prepaid_credit_picos"] == (0, 0)

@@ -64,6 +64,8 @@ COMMON = {
     "url": "https://example.com/alerts",
     "month": MONTH,
     "day": "",
+    "first_day": "",
+    "last_day": "",
     "reason": "none",
     "name": "theirs",
     "currency_code": "USD",
@@ -182,6 +184,9 @@ def requests_for(method: MethodDescriptor, victim: Victim) -> list[Any]:
     }
     present = {"month": f"{datetime.now(UTC):%Y-%m}"}
     others: list[dict[str, str]] = [{}, by_id, {"organization": ""}, by_id | present]
+    if "first_day" in method.input_type.fields_by_name:
+        day = f"{PAST:%Y-%m-%d}"
+        others.append(by_id | {"month": "", "first_day": day, "last_day": day})
     # The number of a credit note overrides all other fields.
     values = COMMON | victim.things
     each = [values | {"credit_note_number": ""} | other for other in others]

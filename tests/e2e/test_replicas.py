@@ -207,7 +207,7 @@ async def test_the_one_engine_of_a_model_is_drained_like_one_of_several(
         for reported in (refusal, text_refusal):
             assert reported.code is StatusCode.UNAVAILABLE
             assert reported.reason == "ENGINE_UNAVAILABLE"
-            assert "the engine is being drained. Try again" in reported.status.message
+            assert "The engine is being drained. Try again" in reported.status.message
             assert reported.retry_after_s == DRAINED_RETRY_S
         for name in (MODEL, "encoder"):
             assert replica_counts(listed[name]) == (0, 1, 1)

@@ -41,6 +41,10 @@ export interface UsageOptions extends CallOptionsOf {
   readonly organization?: string;
   /** Only this day, `YYYY-MM-DD`. */
   readonly day?: string;
+  /** Instead of a month, which is then `""`: the first day of use, `YYYY-MM-DD` in UTC. */
+  readonly firstDay?: string;
+  /** Last day of use, `YYYY-MM-DD` in UTC; at most 92 days in all. Default: today. */
+  readonly lastDay?: string;
   /** Only this project. */
   readonly project?: string;
   /** Only this key, given by id or prefix. */
@@ -72,9 +76,9 @@ export class BillingClient extends BillingCalls {
   }
 
   /**
-   * Yields pages of a month's charges.
+   * Yields pages of a month's charges, or of the usage of some days.
    *
-   * @param month `YYYY-MM`, in UTC.
+   * @param month `YYYY-MM`, in UTC; `""` with `firstDay`.
    * @param groupBy columns of the rows, in this order.
    */
   async *getUsage(
@@ -83,7 +87,8 @@ export class BillingClient extends BillingCalls {
     options: UsageOptions = {},
   ): AsyncGenerator<UsagePage, void, void> {
     const { organization = "", day = "", project = "", apiKey = "", model = "" } = options;
-    const filters = { organization, month, day, project, apiKey, model };
+    const { firstDay = "", lastDay = "" } = options;
+    const filters = { organization, month, day, firstDay, lastDay, project, apiKey, model };
     const groups = groupBy.map((each) => numberOf("groupBy", Groupings, each));
     for (let pageToken = ""; ; ) {
       const init = { ...filters, groupBy: groups, pageSize: options.pageSize ?? 0, pageToken };
