@@ -20,7 +20,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +54,7 @@ from api.openai.error_responses import error_response
 from common.settings import settings_of
 from infra.error_examples import examples
 from infra.generate_proto import contract
+from infra.release import version
 from metering.ledger.ledger import AccountKind, TransactionKind
 from metering.quotas.quota_rules import DIMENSIONS, Kind
 
@@ -821,7 +821,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def on_config(config: Any) -> None:
     """Show the version beside the name of the site, and a link to REPOSITORY_URL if it is set."""
     config.repo_url = os.environ.get("REPOSITORY_URL")
-    config.site_name = f"{config.site_name} {version('weir-server')}"
+    config.site_name = f"{config.site_name} {version(ROOT)}"
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: object) -> str:
