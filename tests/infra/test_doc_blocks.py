@@ -132,6 +132,7 @@ class Page:
 
 PREPARED = {
     "README.md": Page({".venv/bin/weir": "weir"}, WITH_ENVIRONMENT),
+    "docs/how-to/see-your-usage.md": Page(setup=WITH_ENVIRONMENT),
     "docs/how-to/add-a-model.md": Page(
         {"/models/one": str(WEIGHTS), "/models/two": str(WEIGHTS)}, OWN_PROCESS
     ),
