@@ -109,7 +109,7 @@ def test_unknown_names_are_reported_with_the_known_ones() -> None:
             ModelUnknown, match="Use one of: canary, chat, chat-latest, code, coder"
         ):
             router().route(wrong, "x")
-    with pytest.raises(ModelUnknown, match="must be given by its canonical name 'chat'"):
+    with pytest.raises(ModelUnknown, match="must be given by its name 'chat'"):
         router().check_canonical_name("chat-latest")
     with pytest.raises(ModelUnknown, match="Use one of"):
         router().check_canonical_name("nothing")

@@ -218,7 +218,7 @@ def verify(
     address: AddressOption = None,
     api_key: KeyOption = None,
 ) -> None:
-    """Verify receipts without the server: is each genuine, and is none missing?
+    """Verify without the server that each receipt is genuine, and that none is missing.
 
     It reports every problem, and exits with 1 if it finds one.
     """
