@@ -117,7 +117,7 @@ async def test_revoking_ends_all_secrets_for_good(sessions: Sessions, customer: 
     assert not await is_good(sessions, secret)
     async with sessions.begin() as session:
         for change in (rotate_api_key, update_api_key):
-            with pytest.raises(errors.KeyRevoked, match="create another"):
+            with pytest.raises(errors.KeyRevoked, match="Create another"):
                 await change(session, api_key=customer.key.prefix, actor="ann")
         order = (
             await session.execute(

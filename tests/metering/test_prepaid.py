@@ -129,7 +129,8 @@ async def test_no_request_is_admitted_without_credit_and_the_error_has_the_missi
         QuotaDimension.REQUESTS_PER_MINUTE,
     ]
     assert "0.00 USD of prepaid credit left" in str(refused)
-    assert "at least 0.000000000037 USD. Add credit" in str(refused)
+    assert "this request needs at least 0.000000000037 USD." in str(refused)
+    assert "Add credit" in str(refused)
     assert world.rows("SELECT used, held FROM quota_counters") == []
 
 
