@@ -79,11 +79,11 @@ LINES_MAX: dict[str, tuple[tuple[str, ...], int]] = {
     "fault injection": (("chaos/",), 1_059),
     "command line": (("sdk/python/src/weir_cli/",), 7_157),
     "Python client": (("sdk/python/",), 6_988),
-    "TypeScript client": (("sdk/typescript/",), 5_776),
+    "TypeScript client": (("sdk/typescript/",), 5_781),
     "benchmarks": (("bench/",), 11_297),
     "demo": (("demo/",), 4_535),
     "tools": (("infra/", "docs/", ".ci/", "conftest.py"), 7_361),
-    "tests": (("tests/",), 113_400),
+    "tests": (("tests/",), 113_414),
 }
 # Code that can only grow: neither a released revision nor a released field is ever removed.
 UNLIMITED = ("migrations/", "proto/")

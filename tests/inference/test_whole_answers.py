@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -65,6 +66,8 @@ def streamed_last(world: RemoteWorld) -> bool:
 @pytest.mark.parametrize("faults", [[], [DYNAMO], [SGLANG], [NO_IDS]], ids=str)
 async def test_a_whole_answer_equals_a_streamed_one(world: RemoteWorld, faults: list[str]) -> None:
     world.server.go_wrong(*faults)
+    # The probe draws prompts, of which few have outputs that do not show where a stop ends them.
+    random.seed(1)
     requests = [
         make_request(prompt(1), 30),
         make_request(prompt(2), 1),
