@@ -191,7 +191,9 @@ def quickstart(python: Path) -> str:
 def request_count(client: Path, cwd: Path, home: dict[str, str]) -> int:
     """Count the billed requests of the organization `demo` in this month."""
     month = f"{datetime.now(UTC):%Y-%m}"
-    report = run(client / "weir", "month", "show", month, "--json", cwd=cwd, env=home)
+    # Without --org, a line on standard error would say which organization was assumed.
+    command = ("weir", "month", "show", month, "--org", "demo", "--json")
+    report = run(client / command[0], *command[1:], cwd=cwd, env=home)
     count = json.loads(report)["request_counts"]["total_count"]
     assert isinstance(count, int)
     return count
