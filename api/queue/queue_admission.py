@@ -97,7 +97,7 @@ class QueueAdmission:
     ) -> None:
         """Refuse a request without room or with too early a deadline; use up its reservation.
 
-        If `is_half_empty`, half of the tenant's share is free, so that only reservations limit it.
+        If `is_half_empty`, half of the tenant's share is free, so that its room is not checked.
         Raises: QueueFull, StartsTooLate.
         """
         self.reservations.forget_expired(now)
@@ -140,6 +140,8 @@ class QueueAdmission:
         own_max = int(settings.requests_per_tenant_max * share)
         if is_reserved:
             over = max(1 - free, own + 1 - own_max)
+        elif is_half_empty:
+            return None
         else:
             # It returned too early: its own reservation does not count.
             known = arrival.key in self.reservations
@@ -149,8 +151,6 @@ class QueueAdmission:
             # changes both by one, so half of the excess must end.
             over_share = (own + 2 - free) // 2
             over = max(own + 1 - own_max, over_share)
-            if is_half_empty:
-                return None
         if over <= 0:
             return None
         tier = self._tiers[arrival.tier]

@@ -64,6 +64,7 @@ class SupervisedBackend(ABC):
         self._load_failure_count = 0
         self._load_time_s = 2.0  # last duration of loading; at first, that of the demo model
         self._statistics = EngineStatistics()
+        self._ready_at_s: float | None = None  # when the engine that runs became READY
         self._stall = ""  # why a READY engine takes no requests for the moment; empty if it does
 
     @property
@@ -134,7 +135,7 @@ class SupervisedBackend(ABC):
                 not self._close_requested.is_set()
                 and self._condition.state is not EngineState.FAILED
             ):
-                started_at_s = clock()
+                self._ready_at_s = None
                 self._set_condition(
                     EngineCondition(
                         EngineState.LOADING, 0.0, "process", self._load_time_s, "loading"
@@ -144,7 +145,8 @@ class SupervisedBackend(ABC):
                 with retries.survive(self._model.name):
                     reason = await self._run()
                 self._lost(reason)
-                if clock() - started_at_s > self._waits.stable_after_s:
+                ready_at_s = self._ready_at_s
+                if ready_at_s is not None and clock() - ready_at_s > self._waits.stable_after_s:
                     backoff.reset()
                 if (
                     self._condition.state is EngineState.RESTARTING
@@ -182,6 +184,7 @@ class SupervisedBackend(ABC):
     def _now_ready(self, loading_time_s: float, kernels: str = "") -> None:
         """Set the engine READY, and record its load time."""
         self._load_time_s = loading_time_s
+        self._ready_at_s = asyncio.get_running_loop().time()
         self._set_condition(
             EngineCondition(EngineState.READY, loading_fraction=1.0, kernels=kernels)
         )
