@@ -152,7 +152,7 @@ def without_payment_method_text(organization: str) -> str:
 
 
 def charges_automatically() -> bool:
-    """Return whether Stripe charges payment methods, by the settings; False without an API key."""
+    """Return whether Stripe charges payment methods; False if its settings are invalid."""
     with contextlib.suppress(InvalidValue):
         return stripe_settings(os.environ).collection is Collection.CHARGE
     return False

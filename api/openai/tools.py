@@ -142,7 +142,8 @@ class Namespaces:
 
     To the model, a function in a namespace is one tool whose name joins both; calls name them
     separately. `tools` are all functions. `members` maps the joined name of a function in a
-    namespace to both parts. `names` maps fields of a start frame to parameters.
+    namespace to both parts. `names` maps fields of a start frame to the parameters of the request
+    that they came from.
     """
 
     tools: list[ToolParameter] = field(default_factory=list)

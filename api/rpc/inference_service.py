@@ -217,7 +217,11 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def GetOwnUsage(
         self, request: usage_pb.GetOwnUsageRequest, context: Context
     ) -> usage_pb.GetOwnUsageResponse:
-        """Report usage and cost of the caller's key, or of its project."""
+        """Report usage and cost of the caller's key, or of its project.
+
+        Raises: Unauthenticated, PermissionDenied for the project with a key of some models,
+        InvalidValue for a month, day or grouping.
+        """
         principal = await self._authenticator.principal(context)
         if request.project and principal.models:
             raise PermissionDenied(

@@ -204,7 +204,10 @@ class ExternalQueue:
         self._waiting.clear()
 
     def fail(self, choice: Choice, why: EngineError) -> None:
-        """End the request with an error; a choice that only awaits its last message just ends."""
+        """End the request of a choice with an error, and abort its other choices.
+
+        A choice that only awaits its last message just ends; an unknown one is ignored.
+        """
         if choice.awaits_last:
             self._report_end(choice)
             return

@@ -108,11 +108,11 @@ class Tokenizer:
 
     @cached_property
     def end_token_ids(self) -> frozenset[int]:
-        """End tokens that the tokenizer names, and those that the template writes after answers.
+        """Ids of the tokens that end an answer, by the tokenizer and by the chat template.
 
-        Fine-tunes often change only these and keep the base model's config.json, and several do not
-        flag them as special. A token that also ends thoughts, such as `<|end|>` of GPT-OSS, is not
-        one.
+        Fine-tunes often change the tokenizer or the template, and keep the config.json of the base
+        model; several do not flag the token as special. A token that also ends thoughts, such as
+        `<|end|>` of GPT-OSS, is left out.
         """
         ends = [] if self.eos_token_id is None else [self.eos_token_id]
         may_end = set(markers_of(self.backend))

@@ -306,8 +306,8 @@ Heads = dict[uuid.UUID, tuple[int, datetime]]
 class Recount:
     """Recount of one quota: used and held amounts by window, and live holds.
 
-    `number` is the index among the quotas counted together. `early` are the windows whose early
-    settlements are all in the sums.
+    `number` is the index among the quotas counted together. `early` are the windows whose
+    settlements were summed before admissions were blocked.
     """
 
     number: int

@@ -10,7 +10,7 @@ import pytest
 from inference.engine import ModelInfo
 from inference.workers.supervised_backend import SupervisedBackend
 
-LIFE_S = 0.03  # of each engine, longer than the policy's `stable_after_s`
+LIFETIME_S = 0.03  # of each engine, longer than the policy's `stable_after_s`
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ShortLived(SupervisedBackend):
     async def _run(self) -> str:
         if self.serves:
             self._now_ready(0.0)
-        await asyncio.sleep(LIFE_S)
+        await asyncio.sleep(LIFETIME_S)
         return "it ended"
 
     async def _pause(self, delay_s: float) -> None:

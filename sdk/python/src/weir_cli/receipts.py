@@ -52,7 +52,7 @@ class FileInvalid(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ReportedMonth:
-    """Values of a month's report to compare receipts with. A value of None is not compared."""
+    """Values of a month's report to compare receipts with. An empty value is not compared."""
 
     month: str = ""
     organization_id: str = ""
