@@ -48,7 +48,7 @@ REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 KEEPALIVE_MS = 30_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 PEER_CONNECTIONS_MAX = 512  # one per other process; `api/process.py` reserves room for them
-# Clients may ping this often, also without a call, as proxies require.
+# Clients may ping this often, even without a call, as proxies require.
 CLIENT_PING_INTERVAL_MS_MIN = 10_000
 
 

@@ -213,7 +213,7 @@ def receipt_message(
 
 
 def _set_micros(time: Timestamp, micros: int) -> None:
-    """Set a time in microseconds since 1970, also if it is 0."""
+    """Set a time in microseconds since 1970, even if it is 0."""
     time.seconds, rest = divmod(micros, MICROS_PER_SECOND)
     time.nanos = rest * 1000
 

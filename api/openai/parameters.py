@@ -127,7 +127,7 @@ CHAT_NAMES_BY_LIMIT = {
     for name in ("max_tokens", "max_completion_tokens")
 }
 QUOTED_KEY_CHARS_MAX = 40
-QUOTED_CHARS_MAX = 200  # of the beginning and of the end of a message of msgspec
+QUOTED_CHARS_MAX = 200  # of the beginning, and of the end, of msgspec's message
 # Bytes. Longer bodies are parsed in a thread; a shorter one has few elements.
 SHORT_BYTES_MAX = 16_384
 # Elements of a body outside of strings. msgspec keeps the interpreter while it parses: at these

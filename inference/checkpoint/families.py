@@ -16,7 +16,7 @@ from typing import Any
 
 from inference.errors import CheckpointInvalid
 
-# Entries that transformers reads for decoders of any architecture, also where the configuration
+# Entries that transformers reads for decoders of any architecture, even where the configuration
 # class of the architecture does not have them: its masks, caches and loaders do.
 _READ_BY_ALL: dict[str, tuple[object, ...]] = {
     "is_causal": (True,),

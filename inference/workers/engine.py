@@ -214,7 +214,7 @@ class SupervisedEngine(SupervisedBackend):
         prompt = sequence.request.prompt_token_ids
         for output in sequence.outputs:
             computed_count = len(prompt) + len(output) - 1  # the last token's KV is never computed
-            # Else the output completes no further block.
+            # Otherwise the output completes no further block.
             if computed_count // self._block_tokens > len(prompt) // self._block_tokens:
                 self._hint.note(
                     (*prompt, *output[:-1]), self._cache_group(sequence.request.cache_salt)

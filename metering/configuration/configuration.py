@@ -713,7 +713,7 @@ class Attempts:
         ]
         reasoning = "reasoning_picos_per_token"
         if existing is not None and getattr(existing, reasoning) is not None:
-            names = list(dict.fromkeys([*names, reasoning]))  # also if it is no longer stated
+            names = list(dict.fromkeys([*names, reasoning]))  # even if it is no longer stated
         changes = differences(existing, named, names)
         if not changes:
             return

@@ -86,7 +86,7 @@ class NotFound(MeteringError):
 
 
 class AlreadyExists(MeteringError):
-    """A resource of this kind and name exists already. detail: ends the message."""
+    """A resource of this kind and name already exists. detail: ends the message."""
 
     reason = "ALREADY_EXISTS"
 

@@ -38,7 +38,7 @@ COUNTS_OF_EVENT = {
     TokenKind.REASONING: ("billed_reasoning_token_count", "reasoning_picos_per_token"),
     TokenKind.EMBEDDING: ("embedding_token_count", "embedding_picos_per_token"),
 }
-# SQL of the price of each kind of token at price version p. Reasoning has the price of output
+# SQL for the price of each kind of token at price version p. Reasoning has the price of output
 # unless the version states another one.
 PRICES = {kind: f"p.{price}" for kind, (_, price) in COUNTS_OF_EVENT.items()} | {
     TokenKind.REASONING: "coalesce(p.reasoning_picos_per_token, p.output_picos_per_token)"

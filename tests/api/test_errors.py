@@ -273,7 +273,7 @@ def test_a_status_survives_the_wire() -> None:
     st.dictionaries(st.text("abc_", min_size=1, max_size=20), TEXTS, max_size=5),
 )
 def test_a_status_fits_metadata(violations: list[tuple[str, str]], facts: dict[str, str]) -> None:
-    """Else the client reports the size, and neither message nor details."""
+    """Otherwise the client reports the size, and neither message nor details."""
     error = errors.InvalidRequest([FieldViolation(*each) for each in violations], **facts)
     obstacles = [Obstacle(ObstacleKind.USAGE_UNRATED, text) for _, text in violations]
 

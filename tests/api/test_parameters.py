@@ -236,7 +236,7 @@ def words(kind: Any) -> set[str]:
 
 
 def kinds(union: Any, key: str = "type") -> set[str]:
-    """Return the discriminators of the members of a union of the package."""
+    """Return the discriminators of the members of a union."""
     if is_typeddict(union):
         return words(get_type_hints(union).get(key))
     return {kind for each in get_args(union) for kind in kinds(each, key)}

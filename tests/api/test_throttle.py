@@ -217,7 +217,7 @@ async def test_waiting_causes_no_failures(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def test_a_refused_address_counts_until_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if it never comes again."""
+    """Even if it never comes again."""
     throttled = Throttled(monkeypatch)
     await throttled.exhaust()
     await throttled.authenticate("wrong")

@@ -209,7 +209,7 @@ async def test_every_pipelined_request_before_a_half_close_is_answered(service: 
 async def test_a_client_that_is_gone_is_noticed_whether_it_half_closed_or_not(
     inside: Inside, service: Service, tenant: Tenant, streams: bool, half_closes: bool
 ) -> None:
-    """Also while the engine gives no token that could not be sent."""
+    """Even while the engine gives no token that could not be sent."""
     line = await dial(service)
 
     await line.append(

@@ -151,7 +151,7 @@ async def test_a_stalled_request_slows_no_other(service: Service, tenant: Tenant
 async def test_a_client_without_credit_grants_is_stopped_after_the_stall_time(
     inside: Inside, service: Service, tenant: Tenant, less_patience: None, token_count: int
 ) -> None:
-    """Also after the engine has finished it."""
+    """Even after the engine has finished it."""
     async with service.stream(tenant.secret) as stream:
         request_id = await stream.begin(max_output_tokens=token_count, initial_credit_tokens=4)
         finished = await stream.finished(request_id)

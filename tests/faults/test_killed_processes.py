@@ -362,7 +362,7 @@ async def test_the_client_library_retries_after_an_engines_death(launch: Start) 
 
 
 async def test_a_starting_server_settles_for_a_killed_one(launch: Start) -> None:
-    """Any server that shares the home recovers a dead one's journal, also while running."""
+    """Any server that shares the home recovers a dead one's journal, even while running."""
     first = launch()
     second = launch()
     tenant = await first.tenant(LIMITS)

@@ -142,7 +142,7 @@ async def test_whole_answers_are_billed_alike(launch: Start, model: Path, tmp_pa
 async def test_cached_prompt_tokens_are_billed_as_reported(
     launch: Start, model: Path, tmp_path: Path, wire: Wire
 ) -> None:
-    """Usage, cost, receipt and quotas agree, also after extensions, and for each way to end."""
+    """Usage, cost, receipt and quotas agree, even after extensions, and for each way to end."""
     limits = {QuotaDimension.TOKENS_PER_MONTH: 10**6, QuotaDimension.COST_PICOS_PER_MONTH: 10**15}
     long, prompt = 300, list(PLAIN_IDS[:100])  # longer than a slice of the lease
     with server_process(model, make_certificates(tmp_path / "certificates")) as server:

@@ -202,7 +202,7 @@ async def test_a_drained_replica_releases_requests_that_another_can_continue(
 
 
 async def test_a_drain_moves_what_there_is_room_for_and_fails_nothing(tiny: TinyCheckpoint) -> None:
-    """Five run and two places are free: the rest stays, also if those are taken meanwhile."""
+    """Five run and two places are free: the rest stays, even if those are taken meanwhile."""
     index_counts = (8, 2)
     engines = [
         CoreEngine(tiny, partial(make_core, tiny.directory, running_sequence_count_max=each))

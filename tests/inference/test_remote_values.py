@@ -280,7 +280,7 @@ def test_blocks_elsewhere_and_of_adapters_are_not_counted(upkeep: Upkeep) -> Non
 
 
 def test_blocks_of_a_salt_are_found_under_that_salt_only(upkeep: Upkeep) -> None:
-    """Also when two salts have equal tokens, and as vLLM shows a salt: with the first block."""
+    """Even when two salts have equal tokens, and as vLLM shows a salt: with the first block."""
     head, tail = [1, 2, 3, 4], [5, 6, 7, 8]
     keyed = stored(21, head)
     keyed.stored.blocks[0].extra_keys.add(text="two")

@@ -417,7 +417,7 @@ def test_templates_that_accept_any_id_get_the_clients(load: Load) -> None:
 
 
 def test_templates_that_show_names_by_ids_only_get_ids_with_names(load: Load) -> None:
-    """Like Kimi K2, whatever the ids of the client are, also if they are used again."""
+    """Like Kimi K2, whatever the ids of the client are, even if they are used again."""
     tokenizer = load(calls_template().replace(" {{ call.function.name }}", ""))
     for ids in (["call_1", "toolu_2", "x" * 40], ["call_0", "call_1", "call_0"]):
         a, b, c = (call(each, name) for each, name in zip(ids, "fgh", strict=True))

@@ -171,7 +171,7 @@ async def test_a_caller_that_gives_up_gets_an_error_and_its_late_answer_is_orpha
 
 
 async def test_a_caller_that_gave_up_does_not_enter_the_queue() -> None:
-    """Also while a batch hangs: posted and mandatory operations keep their place and order."""
+    """Even while a batch hangs: posted and mandatory operations keep their place and order."""
     rigged = running(
         waiting_count_max=3, patience=Patience(0.02, Late), droppable=lambda op: op < 10
     )
@@ -393,7 +393,7 @@ async def test_a_callback_may_abandon_another_of_its_batch_and_begin_a_new_one()
         await settled_down()
         assert (reported.answers, rig.orphans) == ([(4, 4)], [(2, 2)])
 
-        rig.commits.begin(0, end_the_other)  # also if both have waited too long
+        rig.commits.begin(0, end_the_other)  # even if both have waited too long
         other = rig.commits.begin(2, reported.of(2))
         await reported.until(2)
 

@@ -1,4 +1,4 @@
-"""Every statement of a batch uses indexes, also if planned on empty tables."""
+"""Every statement of a batch uses indexes, even if planned on empty tables."""
 
 from __future__ import annotations
 

@@ -537,7 +537,7 @@ class StreamWriter:
                     usage.taken_token_count,
                     usage.taken_reasoning_token_count,
                 )
-            # Else below, when its frames in this message are counted as taken too
+            # Otherwise below, when its frames in this message are counted as taken too
             if (flush := output.flush) is not None and not (
                 (receiver := output.subscription) and receiver.in_flight_count
             ):

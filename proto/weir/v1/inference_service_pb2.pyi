@@ -1660,8 +1660,8 @@ class FinishedFrame(_message.Message):
     migration_count: _builtins.int
     """Number of moves of the request to another engine after the loss of one. It is billed once."""
     detail: _builtins.str
-    """For SLOW_CONSUMER a sentence for people: the limit that ended the request, and the remedy. Else
-    empty.
+    """For SLOW_CONSUMER a sentence for people: the limit that ended the request, and the
+    remedy. Otherwise empty.
     """
     stop_sequence: _builtins.str
     """The stop sequence that was completed first, as `StartFrame.stop_sequences` has it; the longer

@@ -59,7 +59,7 @@ project = typer.Typer(help="Create and list projects.", no_args_is_help=True)
 
 IfMissingOption = Annotated[
     bool,
-    typer.Option("--if-missing", help="Succeed if it exists already, for scripts that run again."),
+    typer.Option("--if-missing", help="Succeed if it already exists, for scripts that run again."),
 ]
 NameArgument = Annotated[
     str, typer.Argument(help="Its name: 1 to 63 of a-z, 0-9 and -, beginning with a letter.")
