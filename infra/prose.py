@@ -38,6 +38,9 @@ EXEMPT = (
 LINED = (".py", ".md", ".proto", ".ts", ".toml")  # files whose lines have a limit
 
 CLAUSE = r"of|by|for|with|than|and|or|to|from|in|that"
+OF = r"\bof (?:the|its|an?|each|every) [\w-]+ "
+SENTENCE_WORDS_MAX = 40  # a longer one holds several ideas; a list of names counts as one word
+WORD = r"(?>\w+(?:['’.,-]\w+)*)"
 VERBS = (
     r"is|was|are|were|has|had|may|must|can|comes|came|goes|waits|stands|holds|asks|says|knows|needs"
     r"|runs|takes|ends|wants"
@@ -51,6 +54,9 @@ CEILINGS = {  # of the findings that are not of a pattern
     "identifier": "IDENTIFIER_CEILING",
 }
 PRAGMA = re.compile(r" *# (type: ignore|noqa|fmt: ).*$")  # not counted by ruff either
+BLOCK_START = re.compile(r" *([-*] |\d+\. |#|\||```|<!-- )")
+CODE = re.compile(r"`[^`]*`((,| and| or|, and|, or)? `[^`]*`)*")  # a name, or a list of names
+ADDRESS = re.compile(r"\]\([^)]*\)")
 IGNORED_MESSAGE = re.compile(r"\bSELECT\b|\bINSERT\b|\bUPDATE\b|\bCREATE\b|\bWHERE\b|<[a-z]+[ >]")
 
 
@@ -60,7 +66,7 @@ class Kind(Enum):
     DOCSTRING = auto()
     COMMENT = auto()
     MESSAGE = auto()  # a string literal of several words in Python
-    PAGE = auto()  # a line of Markdown outside code blocks
+    PAGE = auto()  # a paragraph, list item or table row of Markdown, without its code
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +130,63 @@ RULES: tuple[Rule, ...] = (
         ALL,
         0,
     ),
+    Rule(
+        "also",
+        re.compile(r"\b[Aa]lso (if|when|while|after|without|where|though)\b"),
+        "write 'even'",
+        ALL,
+        0,
+    ),
+    Rule(
+        "word-order",
+        re.compile(r"\bexist(s|ed)? already\b|(\A|[.:;] )Else\b"),
+        "write 'already exists', 'Otherwise'",
+        ALL,
+        0,
+    ),
+    Rule(
+        "such",
+        re.compile(r"(?<!\b[Nn]o )\b[Ss]uch (?!(as|an?|that)\b)\w"),
+        "write 'these', or name them",
+        frozenset({Kind.PAGE}),
+        0,
+    ),
+    Rule(
+        "by-name",
+        re.compile(
+            r"\b(refuse|reject)[sd]?\b[^.;:|]{0,30},? by (its |the )?(name|field|parameter|index)\b"
+        ),
+        "write 'and the error names it'",
+        frozenset({Kind.MESSAGE, Kind.PAGE}),
+        0,
+    ),
+    Rule(
+        "genitives",
+        re.compile(rf"{OF}{OF}of\b|\bof (its|their) [\w-]+'s\b"),
+        "use a verb: 'the price when the request starts'",
+        frozenset({Kind.MESSAGE, Kind.PAGE}),
+        0,
+    ),
+    Rule(
+        "officialese",
+        re.compile(
+            r"\b(by means of|in (the )?case of|in order to|in the event (of|that)|prior to"
+            r"|due to the fact|for the purpose of|with (respect|regard) to"
+            r"|it is (possible|necessary|required) to"
+            r"|thereby|thereof|therein|wherein|whereby|hereby|hitherto|respectively)\b",
+            re.IGNORECASE,
+        ),
+        "write 'with', 'if', 'to', 'before', 'because', 'you can', 'you must'",
+        ALL,
+        0,
+    ),
+    Rule(
+        "sentence",
+        re.compile(rf"({WORD}(?>[^\w.;:!?|]+)){{{SENTENCE_WORDS_MAX}}}\w"),
+        f"split it: at most {SENTENCE_WORDS_MAX} words, one idea a sentence",
+        frozenset({Kind.PAGE}),
+        0,
+    ),
 )
 
 
@@ -140,15 +203,22 @@ def texts_of(source: Source) -> Iterator[Text]:
 
 
 def _of_page(source: Source) -> Iterator[Text]:
+    """Yield the paragraphs, list items and table rows. Code and addresses of links are left out."""
     is_code = is_generated = False
-    for number, line in enumerate(source.text.splitlines(), 1):
+    first, parts = 0, list[str]()
+    for number, line in enumerate([*source.text.splitlines(), ""], 1):
+        if parts and (not line.strip() or BLOCK_START.match(line)):
+            words = ADDRESS.sub("]", CODE.sub("`code`", " ".join(parts)))
+            yield Text(source.path, first, Kind.PAGE, words)
+            parts.clear()
         if line.lstrip().startswith("```"):
             is_code = not is_code
         elif line.startswith("<!-- "):
             # The text up to the end marker is checked in the source that it is generated from.
             is_generated = line.startswith("<!-- reference: ")
-        elif line and not is_code and not is_generated:
-            yield Text(source.path, number, Kind.PAGE, re.sub(r"`[^`]*`", "`code`", line))
+        elif line.strip() and not is_code and not is_generated:
+            first = first if parts else number
+            parts.append(line.strip())
 
 
 def _of_python(source: Source) -> Iterator[Text]:

@@ -17,9 +17,31 @@ FOREIGN = {
     "is-no": 'raise ValueError("the name is no valid network at all")\n',
     "pronoun-subject": "# Whoever knocks is let in.\n",
     "noun-clause": "# By what of them a cache is known to be broken.\n",
+    "also": "# The counts agree, also if a server dies.\n",
+    "word-order": 'raise ValueError("an object with this name exists already")\n',
+    "officialese": "# Computes the rate by means of a window.\n",
     "columns": f"# {'a line ' * 20}\n",
     "identifier": "def tell(request: object) -> None: ...\n",
 }
+FOREIGN_ON_A_PAGE = {
+    "also": "A bill is exact, also\nwhile a server dies.\n",
+    "word-order": "Wait until there is room. Else send it again.\n",
+    "such": "- A worker ends such\n  holds.\n",
+    "by-name": "Fields that it ignores are refused by name.\n",
+    "genitives": "It keeps the price of its request's admission.\n",
+    "officialese": "It is possible to resume a stream.\n",
+    "sentence": "A request" + "\nand a word" * 13 + " ends.\n",
+}
+NAMES = ",\n".join(f"`name_{number}`" for number in range(50))
+PLAIN_PAGE = f"""The limit holds even if a server dies. No such request exists. Such a limit is
+rare. Otherwise send {NAMES}.
+
+| a | b |
+| one | {"cell " * 15} |
+| two | {"cell " * 15} |
+| three | {"cell " * 15} |
+[A page](such/things/by/means/of.md) has the name of its model and the price of a token.
+"""
 IDENTIFIERS = {
     "module": ("api/outbox.py", ""),
     "class": ("api/example.py", "class OnDemandSlot: ...\n"),
@@ -63,8 +85,14 @@ def test_a_foreign_sentence_is_found(rule: str, text: str) -> None:
     assert rule in rules_broken("api/example.py", text)
 
 
+@pytest.mark.parametrize(("rule", "text"), FOREIGN_ON_A_PAGE.items())
+def test_a_foreign_sentence_of_a_page_is_found_across_its_lines(rule: str, text: str) -> None:
+    assert rules_broken("docs/page.md", text) == {rule}
+
+
 def test_plain_sentences_pass() -> None:
     assert not rules_broken("api/example.py", PLAIN)
+    assert not rules_broken("docs/page.md", PLAIN_PAGE)
 
 
 @pytest.mark.parametrize(("path", "text"), IDENTIFIERS.values(), ids=IDENTIFIERS)
