@@ -131,7 +131,7 @@ Global___Replica: _TypeAlias = Replica  # noqa: Y015
 
 @_typing.final
 class ReplicaDrain(_message.Message):
-    """An admin's order to drain a replica. Valid until it is ended, also for processes that start
+    """An admin's order to drain a replica. It holds until it is ended, even for processes that start
     later.
     """
 

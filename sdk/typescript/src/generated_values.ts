@@ -1284,7 +1284,7 @@ export interface Replica {
 }
 
 /**
- * An admin's order to drain a replica. Valid until it is ended, also for processes that start
+ * An admin's order to drain a replica. It holds until it is ended, even for processes that start
  * later.
  */
 export interface ReplicaDrain {

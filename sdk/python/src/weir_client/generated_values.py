@@ -1381,8 +1381,8 @@ class Replica(Value):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDrain(Value):
-    """An admin's order to drain a replica. Valid until it is ended, also for processes that start
-    later."""
+    """An admin's order to drain a replica. It holds until it is ended, even for processes that
+    start later."""
 
     model: str
     """The model, as `name` or `name@version`."""
