@@ -13,6 +13,7 @@ from functools import cache
 from api.access.auth import KEY_REVOKED
 from api.core import errors
 from api.core.errors import Cause, FieldViolation, LongInput
+from api.generation.request.readiness import interrupted
 from api.generation.state import End, error_before_hold
 from inference import errors as engine_errors
 from inference.routing.router import ModelMismatch, ModelUnknown
@@ -28,7 +29,6 @@ NOW = datetime(2026, 11, 27, 9, 30, 6, tzinfo=UTC)
 KEY_ID = uuid.UUID("0b9dc1a6-2f0d-4b0c-9a53-8d9a6c0f7e11")
 
 
-SHUTTING_DOWN = "This server is shutting down. Send the request to another one."
 INVALID = FieldViolation("sampling.temperature", "must be between 0 and 2, got 5")
 SETTLED = Settled(uuid.UUID(int=0), 10, 4, 33, 32, 32, 12_345_000, "USD", Outcome.STOP)
 
@@ -115,7 +115,7 @@ def examples() -> tuple[Exception, ...]:
         ),
         ModelUnknown("gpt-4", ["demo", "demo-embedding"]),
         metering_errors.NotFound("organization", "acme"),
-        errors.Draining(SHUTTING_DOWN),
+        errors.Draining(),
         errors.Overloaded(
             "This server already runs 400 requests, which is its limit. Send the request again, to"
             " another server if there is one."
@@ -174,6 +174,7 @@ def examples() -> tuple[Exception, ...]:
             " with an unrelated, older key."
         ),
         errors.EngineLostMidway(120),
+        interrupted(errors.Draining(), 120),
         errors.AttachedElsewhere(
             "Another stream has attached to your request and receives its output now. Attach again"
             " to take it back."

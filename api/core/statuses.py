@@ -113,6 +113,7 @@ KINDS: Mapping[int, tuple[type[Exception], ...]] = {
     ),
     code_pb2.ABORTED: (
         errors.EngineLostMidway,
+        errors.Interrupted,
         errors.AttachedElsewhere,
         metering_errors.RequestInFlight,
         metering_errors.HoldEnded,

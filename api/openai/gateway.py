@@ -481,7 +481,7 @@ class Gateway:
         again, and those of `parse`.
         """
         if self._registry.is_draining:
-            raise Draining("This server is shutting down. Send the request to another one.")
+            raise Draining()
         bytes_max, size = self._bytes_max, request.content_length or CHUNKED_BYTES
         # The turn of the key look-up still applies, since nothing was awaited.
         if size <= SHORT_BYTES_MAX and request.content.is_eof():

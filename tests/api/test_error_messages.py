@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 from weir_client.status import error_from_status
 
+from api.core.errors import Interrupted
 from api.core.settings import Settings
 from api.core.statuses import (
     CODES_BY_CLASS,
     as_sentence,
     link_to_docs,
     message_of,
+    retry_after_of,
     status_of,
 )
+from api.generation.request.readiness import interrupted
 from api.openai.error_responses import error_response, translate_terms
 from api.openai.messages import error_body
 from common.settings import SettingInvalid
@@ -151,6 +154,20 @@ def test_the_texts_where_errors_are_raised_say_what_to_do() -> None:
 
     assert silent == {}
     assert len(texts) > 20
+
+
+@pytest.mark.parametrize("error", examples(), ids=lambda error: type(error).__name__)
+def test_no_error_advises_to_repeat_a_request_id_after_the_first_token(error: Exception) -> None:
+    """The id has its usage by then, and returns nothing else."""
+    assert interrupted(error, 0) is error
+
+    ended = interrupted(error, 120)
+
+    assert retry_after_of(ended) is None
+    if retry_after_of(error) is not None:
+        assert isinstance(ended, Interrupted)
+        assert ended.facts["retry_with"] == "new_request_id"
+        assert str(ended).startswith("Your request ended after 120 tokens, which are delivered")
 
 
 @pytest.mark.parametrize(
