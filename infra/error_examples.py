@@ -15,6 +15,13 @@ from api.core import errors
 from api.core.errors import Cause, FieldViolation, LongInput
 from api.generation.request.readiness import interrupted
 from api.generation.state import End, error_before_hold
+from api.openai.error_responses import (
+    CLIENT_CLOSED,
+    INVALID_HTTP,
+    HttpFault,
+    invalid_http_message,
+)
+from api.openai.listener import too_large
 from inference import errors as engine_errors
 from inference.routing.router import ModelMismatch, ModelUnknown
 from metering.core import errors as metering_errors
@@ -65,6 +72,45 @@ def quota_examples() -> tuple[Exception, ...]:
         quota(QuotaDimension.COST_PICOS_PER_DAY, 5 * 10**12, 4_999 * 10**9, 19 * 10**9),
         quota(QuotaDimension.COST_PICOS_PER_MONTH, 250 * 10**12, 250 * 10**12, 19 * 10**9),
         credit,
+    )
+
+
+@cache
+def http_examples() -> tuple[HttpFault, ...]:
+    """Return an error of each code that begins in HTTP, before there is a call of the contract."""
+    unknown = "unknown URL POST /v1/moderations: the operator configures the safety checks"
+    return (
+        HttpFault(404, unknown, "unknown_url"),
+        HttpFault(405, "send POST, not GET, to /v1/chat/completions", "method_not_allowed"),
+        HttpFault(404, "the console does not offer this call: use gRPC", "not_offered"),
+        HttpFault(400, invalid_http_message("Bad status line 'hello'"), INVALID_HTTP),
+        HttpFault(417, "The header Expect must be 100-continue or absent.", "expectation_failed"),
+        HttpFault(415, "Send the body as it is, without content-encoding.", "unsupported_encoding"),
+        HttpFault(415, "send the request as application/json", "unsupported_media_type"),
+        HttpFault(
+            408,
+            "Your body was not received within 30 s. Send it whole, and at once.",
+            "request_timeout",
+        ),
+        too_large(4_194_304),
+        HttpFault(
+            400,
+            "the body is not valid JSON: unexpected end of data. Send one JSON object",
+            "invalid_json",
+        ),
+        HttpFault(
+            404,
+            "the model 'gpt-4' does not exist: choose one that GET /v1/models lists",
+            "model_not_found",
+        ),
+        *(
+            HttpFault(CLIENT_CLOSED, f"the answer was cut off: {why}", code)
+            for code, why in (
+                ("slow_consumer", "it was read too slowly. Read it as it arrives"),
+                ("cancelled", "you cancelled it. Send the request again if you need it"),
+                ("deadline", "its deadline has passed. Allow more time"),
+            )
+        ),
     )
 
 
