@@ -35,6 +35,11 @@ HEAVY = (
 )
 # Commands that print no data: they run until stopped, act, or print text for a shell, browser or
 # file.
+# Options that take any text; the others have a placeholder that says what belongs there.
+FREE_TEXT = set(
+    "system stop regex region legal_name address_line1 address_line2 city postal_code state country"
+    " tax_id language name reason subject actor action root check".split()
+)
 WITHOUT_JSON = {
     *("up", "down", "logs", "serve", "worker", "migrate", "demo", "stripe webhooks"),
     *("stripe resend", "stripe settle"),
@@ -238,6 +243,7 @@ def test_placeholders_and_spellings_are_the_same_in_every_command() -> None:
                 assert re.fullmatch("[A-Z_]+", each.metavar), (path, each.name)
             elif each.metavar is not None:
                 assert re.fullmatch("[A-Z_=]+", each.metavar), (path, each.name)
+                assert each.metavar != "TEXT" or each.name in FREE_TEXT, (path, each.name)
             elif not each.is_flag:
                 assert each.type_descriptor.is_choice, (path, each.name)
 
