@@ -242,7 +242,7 @@ def test_amount_payer_and_reason_are_one_call(weir: Run, server: ScriptedWeir) -
     assert json.loads(weir("price list --json").stdout)["prices"][1]["source"] == "organization"
 
 
-@pytest.mark.parametrize(("columns", "heads"), [("80", "from since"), ("60", "output from")])
+@pytest.mark.parametrize(("columns", "heads"), [("80", "from since (UTC)"), ("60", "output from")])
 def test_a_price_list_keeps_prices_currency_and_source_on_a_narrow_terminal(
     weir: Run, monkeypatch: pytest.MonkeyPatch, columns: str, heads: str
 ) -> None:

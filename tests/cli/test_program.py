@@ -33,13 +33,14 @@ HEAVY = (
     *("google.protobuf", "grpc", "importlib.metadata", "pydantic", "rich", "weir", "yaml"),
     *("cryptography", "numpy", "psycopg", "sqlalchemy", "torch", "inference", "metering"),
 )
+# Options that take any text; the others have a placeholder that says what belongs there.
+FREE_TEXT = {
+    *("system", "stop", "regex", "region", "name", "reason", "subject", "actor", "action", "root"),
+    *("legal_name", "address_line1", "address_line2", "city", "postal_code", "state", "country"),
+    *("tax_id", "language", "check"),
+}
 # Commands that print no data: they run until stopped, act, or print text for a shell, browser or
 # file.
-# Options that take any text; the others have a placeholder that says what belongs there.
-FREE_TEXT = set(
-    "system stop regex region legal_name address_line1 address_line2 city postal_code state country"
-    " tax_id language name reason subject actor action root check".split()
-)
 WITHOUT_JSON = {
     *("up", "down", "logs", "serve", "worker", "migrate", "demo", "stripe webhooks"),
     *("stripe resend", "stripe settle"),

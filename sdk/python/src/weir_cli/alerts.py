@@ -32,7 +32,8 @@ OrganizationOption = Annotated[str, typer.Option("--org", help="Organization, by
 
 
 ALERT_COLUMNS = (
-    *("found", "of", "limit on", "model", "alert", "used", "limit", "window", "webhook", "id"),
+    *("found (UTC)", "of", "limit on", "model", "alert"),
+    *("used", "limit", "window", "webhook", "id"),
 )
 WEBHOOKS: Table[AlertWebhook] = Table(
     {
@@ -164,8 +165,11 @@ def remove_webhook(
 
 def alerts_table(found: list[Alert]) -> RenderableType:
     """Build a table of alerts, with the usage when each was raised."""
-    rows = ((minute_text(each.fire_time), *about(each), delivery_text(each), each.alert_id) for each in found)
-    drop = "id", "model", "window", "webhook", "found"
+    rows = (
+        (minute_text(each.fire_time), *about(each), delivery_text(each), each.alert_id)
+        for each in found
+    )
+    drop = "id", "model", "window", "webhook", "found (UTC)"
     return table(*ALERT_COLUMNS, right=("used", "limit"), rows=rows, drop=drop)
 
 

@@ -90,7 +90,7 @@ def time_text(time: datetime | None, absent: str = "—") -> str:
 
 
 def minute_text(time: datetime | None) -> str:
-    """Format a time in UTC in few cells: midnight as the day, others to the minute."""
+    """Format a time for a column in UTC: midnight as the day, others to the minute."""
     if time is None:
         return "—"
     utc = time.astimezone(UTC)
