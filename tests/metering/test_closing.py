@@ -526,7 +526,7 @@ async def test_misstated_usage_is_billed_by_an_adjustment_that_two_people_agreed
     wrong = await world.adjust(right - 1)
 
     for adjustment, reported in (
-        (str(proposed.id), "Another person has to approve it"),
+        (str(proposed.id), "another person has to approve it"),
         (str(wrong.id), "is of 0.000008999999 USD, not of 0.000009 USD"),
         (str(uuid.uuid4()), "there is no adjustment"),
         ("everything", "there is no adjustment 'everything'"),
